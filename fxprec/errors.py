@@ -1,0 +1,47 @@
+"""Every exception fxprec raises on purpose.
+
+Each message is one line: the thing, the cause, the way out.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FxprecError(Exception):
+    """Base of every error fxprec raises on purpose."""
+
+
+class ConfigError(FxprecError, ValueError):
+    """An option is unknown, ill-typed, out of range, or contradicts another."""
+
+
+class FormatError(FxprecError, ValueError):
+    """A number format cannot exist, or cannot do what was asked of it."""
+
+
+class PlanError(FxprecError, ValueError):
+    """A plan file is unreadable, malformed, or belongs to another model."""
+
+
+class BudgetError(FxprecError, ValueError):
+    """No assignment meets the requested ratio or activation budget."""
+
+
+class LoweringError(FxprecError, RuntimeError):
+    """A plan cannot be made real on this device, dtype or version."""
+
+
+class FallbackError(FxprecError, RuntimeError):
+    """Under ``strict=True``: something asked for would have been left out."""
+
+
+class FxprecWarning(UserWarning):
+    """Something asked for was left out; the message names node, module and source line."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest known word, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
