@@ -1,0 +1,103 @@
+"""Everything that depends on the torch or Triton version, in one place (torch 2.11 to 2.13)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+import torch._functorch.config
+import torch._guards
+from torch._dynamo.exc import ShortenTraceback
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
+
+__all__ = ["CustomGraphPass", "GraphPass", "compile_fx", "compile_fx_inner"]
+
+
+class GraphPass(CustomGraphPass):
+    """A joint-graph pass from a function; ``key`` names what it depends on, for Inductor's code cache."""
+
+    def __init__(self, function: Callable[[Graph], None], key: str) -> None:
+        self.function, self.key = function, key
+
+    def __call__(self, graph: Graph) -> None:
+        self.function(graph)
+
+    def uuid(self) -> str:
+        return self.key
+
+
+@contextlib.contextmanager
+def uncached_autograd() -> Iterator[None]:
+    """Switch off AOTAutograd's cache: a hit would skip our passes, and with them the plan."""
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
+
+
+def current_fake_mode() -> FakeTensorMode | None:
+    """Return the fake mode of the compilation under way, or None outside one."""
+    context = torch._guards.TracingContext.try_get()
+    return None if context is None else context.fake_mode
+
+
+@contextlib.contextmanager
+def tracing_with(fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Compile outside of Dynamo under the fake mode, and so the symbolic shapes, of an earlier compilation."""
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+        yield
+
+
+def trim_output_strides(num_outputs: int) -> None:
+    """Forget the strides of outputs we appended: AOTAutograd takes the tail for saved tensors."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        del context.output_strides[num_outputs:]
+
+
+def calling_wrapper() -> object | None:
+    """Return the ``torch.compile(backend="...")`` wrapper that is calling the string-named backend."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        wrapper = frame.f_locals.get("self")
+        if isinstance(wrapper, torch._TorchCompileWrapper):
+            return wrapper
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def wrapper_of(compiled: object) -> object | None:
+    """Return the backend callable, or string wrapper, inside what ``torch.compile`` returned."""
+    target = _callback(compiled)
+    while target is not None:
+        inner = getattr(target, "_torchdynamo_orig_backend", None)
+        if inner is None:
+            return target
+        target = inner
+    return None
+
+
+def _callback(compiled: object) -> object | None:
+    context = getattr(compiled, "dynamo_ctx", None)  # a compiled module
+    if context is not None:
+        return getattr(context, "callback", None)
+    for cell in getattr(compiled, "__closure__", None) or ():  # a compiled function
+        if hasattr(cell.cell_contents, "_torchdynamo_orig_backend"):
+            return cell.cell_contents  # type: ignore[no-any-return]
+    return None
+
+
+def through_dynamo(error: Exception) -> Exception:
+    """Return ``error`` as a type Dynamo lets pass: it wraps others in ``BackendCompilerFailed``.
+
+    The result is still an instance of the error's own type, so ``except fxprec.ConfigError`` works.
+    """
+    kind = type(error)
+    passing = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
+    raised = passing.__new__(passing, *error.args)
+    raised.args = error.args
+    raised.first_useful_frame = None
+    return raised  # type: ignore[no-any-return]

@@ -1,0 +1,84 @@
+"""The whole IR extension: symbolic ops that passes insert and lowering expands.
+
+``quantize(x, table, site, format, storage) -> q``
+    Round ``x * 2**k`` to ``format`` and store it; ``k`` is the site's scale exponent, ``table[site, 0]``.
+``dequantize(q, table, site, format, storage, dtype) -> x``
+    Read ``q`` back as ``dtype`` and undo the scale.
+``site_stats(x, table, site, format) -> (3,) float32``
+    Overflow ratio, underflow ratio and amax of ``x`` for the site; lowering adds one per watched quantize.
+``rescale(g, table, site) -> g``
+    Multiply by ``2**table[site, 0]``; exact, since the factor is a power of two.
+``observe(x, other, table, site, format) -> x``
+    Identity; its statistics say what rounding ``x`` to ``format`` would do to ``<x, other>`` (policy ``exact``).
+
+Passes see the schemas and the fake implementations here; `fxprec.runtime.reference_ops` registers the real
+ones, so a graph runs at every stage of compilation.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from fxprec.formats import Format, parse
+
+Storage = Literal["native", "packed", "simulate"]
+TABLE_COLUMNS = 8
+
+_library = torch.library.Library("fxprec", "DEF")
+_library.define("quantize(Tensor x, Tensor table, int site, str format, str storage) -> Tensor")
+_library.define(
+    "dequantize(Tensor q, Tensor table, int site, str format, str storage, ScalarType dtype) -> Tensor"
+)
+_library.define("site_stats(Tensor x, Tensor table, int site, str format) -> Tensor")
+_library.define("rescale(Tensor g, Tensor table, int site) -> Tensor")
+_library.define("observe(Tensor x, Tensor other, Tensor table, int site, str format) -> Tensor")
+
+QUANTIZE = torch.ops.fxprec.quantize.default
+DEQUANTIZE = torch.ops.fxprec.dequantize.default
+SITE_STATS = torch.ops.fxprec.site_stats.default
+RESCALE = torch.ops.fxprec.rescale.default
+OBSERVE = torch.ops.fxprec.observe.default
+
+
+def stored_dtype(fmt: Format, storage: str) -> torch.dtype:
+    """Return the dtype a tensor of format ``fmt`` has in memory.
+
+    ``native`` uses the hardware dtype of the same bits, ``packed`` the native dtype of a 16-bit format that has
+    one (same bits, no codec) and integer codes otherwise, ``simulate`` float32 carriers.
+    """
+    if storage == "simulate":
+        return torch.float32
+    native = fmt.torch_dtype
+    if native is not None and (storage == "native" or fmt.bits > 8):
+        return native
+    assert storage == "packed", f"{fmt.name} has no native dtype"  # Config refuses this combination
+    return fmt.code_dtype
+
+
+@torch.library.register_fake("fxprec::quantize")
+def _(x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str) -> torch.Tensor:
+    return torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
+
+
+@torch.library.register_fake("fxprec::dequantize")
+def _(
+    q: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str, dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_like(q, dtype=dtype)
+
+
+@torch.library.register_fake("fxprec::site_stats")
+def _(x: torch.Tensor, table: torch.Tensor, site: int, format: str) -> torch.Tensor:
+    return x.new_empty(3, dtype=torch.float32)
+
+
+@torch.library.register_fake("fxprec::rescale")
+def _(g: torch.Tensor, table: torch.Tensor, site: int) -> torch.Tensor:
+    return torch.empty_like(g)
+
+
+@torch.library.register_fake("fxprec::observe")
+def _(x: torch.Tensor, other: torch.Tensor, table: torch.Tensor, site: int, format: str) -> torch.Tensor:
+    return torch.empty_like(x)

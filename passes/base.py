@@ -1,0 +1,54 @@
+"""The contract of a pass: valid graph in, valid graph out.
+
+A pass is a small frozen dataclass with a ``name`` and one ``apply``. It edits ``work.joint.graph`` or fills in one
+field of `Work`; the runner (`pipeline.run`) lints, times and reports, so a pass never does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fxprec.config import Config
+from fxprec.passes.assignment import Assignment
+from fxprec.passes.groups import Grouped
+from fxprec.passes.joint import JointGraph
+from fxprec.passes.operators import Operators
+from fxprec.passes.sites import SiteBook
+from fxprec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something the user asked for and did not get."""
+
+    site: str  # node, module and source line
+    detail: str
+
+
+@dataclass
+class Work:
+    """What the passes know of one graph so far. Each field is filled by the pass named beside it."""
+
+    joint: JointGraph
+    config: Config
+    given: Plan | None = None  # a plan to follow instead of solving
+    damage: dict[tuple[str, str], float] | None = (
+        None  # (tensor, kind) -> measured damage, for policy "exact"
+    )
+    observe: bool = False  # measure damage instead of casting
+    operators: Operators | None = None  # recover-operators
+    grouped: Grouped | None = None  # group-tensors
+    assignment: Assignment | None = None  # assign-precision
+    book: SiteBook | None = None  # insert-casts
+    plan: Plan | None = None  # write-plan
+    notices: list[Notice] = field(default_factory=list)
+
+
+class Pass(Protocol):
+    """One step from joint graph to joint graph."""
+
+    @property
+    def name(self) -> str: ...
+
+    def apply(self, work: Work) -> None: ...

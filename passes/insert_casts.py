@@ -1,0 +1,31 @@
+"""Pass 4: cast nodes at the borders of precision; which borders depends on the storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxprec.passes.base import Work
+from fxprec.passes.casts_simulated import insert_simulated_casts
+from fxprec.passes.casts_stored import insert_stored_casts
+from fxprec.passes.sites import SiteBook
+
+
+@dataclass(frozen=True)
+class InsertCasts:
+    """Insert ``quantize``/``dequantize`` for every tensor that is stored in a chosen format."""
+
+    name: str = "insert-casts"
+
+    def apply(self, work: Work) -> None:
+        assert work.grouped is not None and work.assignment is not None
+        formats = {} if work.given is None else {(s.tensor, s.kind): s.format for s in work.given.sites}
+        work.book = SiteBook(
+            graph=work.joint.graph,
+            table=work.joint.table,
+            recipe=work.config.recipe_,
+            storage=work.config.storage_,
+            low=work.assignment.low,
+            formats=formats,
+        )
+        insert = insert_simulated_casts if work.config.storage_ == "simulate" else insert_stored_casts
+        insert(work.grouped, work.book)

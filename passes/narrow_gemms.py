@@ -1,0 +1,105 @@
+"""Run GEMMs in the high format's 16-bit dtype where their operands are stored in native dtypes.
+
+``gemm(dequantize(a), dequantize(b))`` becomes ``float32(gemm(a16, b16))``: reading an 8-bit float as bf16 is exact,
+so only the GEMM itself is narrower. Sums inside a GEMM stay float32 on every backend torch has.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from fxprec.passes import ops
+from fxprec.passes.base import Work
+from fxprec.passes.joint import value
+from fxprec.passes.sites import emit
+from torch.fx import Graph, Node
+
+from fxprec import symbolic
+
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+@dataclass(frozen=True)
+class NarrowGemms:
+    """Rewrite every GEMM, forward and backward, to compute in ``recipe.hi``'s dtype."""
+
+    name: str = "narrow-gemms"
+
+    def apply(self, work: Work) -> None:
+        dtype = work.config.recipe_.hi.torch_dtype
+        if work.observe or work.config.storage_ == "simulate" or dtype not in (torch.bfloat16, torch.float16):
+            return
+        graph = work.joint.graph
+        narrow = _Narrow(graph, dtype)
+        for node in list(graph.nodes):
+            if node.op == "call_function" and node.target in (ops.GEMMS | ops.GEMMS_BACKWARD):
+                narrow.gemm(node)
+
+
+class _Narrow:
+    def __init__(self, graph: Graph, dtype: torch.dtype) -> None:
+        self.graph, self.dtype = graph, dtype
+        self.made: dict[Node, Node] = {}
+
+    def gemm(self, node: Node) -> None:
+        floats = [a for a in node.all_input_nodes if _dtype(a) in ops.FLOATS]
+        if all(_dtype(a) == self.dtype for a in floats):
+            return
+        attention = node.target in (ops.ATTENTION | ops.ATTENTION_BACKWARD)
+        with self.graph.inserting_before(node):
+            new = {a: self.operand(a, node) for a in floats if not (attention and _is_logsumexp(a))}
+        wide = node.meta["val"]
+        node.args = torch.fx.map_arg(node.args, lambda a: new.get(a, a))
+        fakes, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
+        node.meta["val"] = node.target(*fakes, **kwargs)  # type: ignore[operator]
+        self.widen(node, wide)
+
+    def operand(self, node: Node, gemm: Node) -> Node:
+        """Return ``node`` in the narrow dtype, re-reading its stored copy where there is one."""
+        found = self.made.get(node)
+        if found is None or gemm < found:
+            found = self.made[node] = self._operand(node, gemm)
+        return found
+
+    def _operand(self, node: Node, gemm: Node) -> Node:
+        if node.target is symbolic.DEQUANTIZE:
+            return emit(self.graph, node.target, (*node.args[:5], self.dtype), node)
+        if node.target in ops.VIEWS and len(node.all_input_nodes) == 1 and not node.kwargs:
+            return emit(
+                self.graph, node.target, (self.operand(node.all_input_nodes[0], gemm), *node.args[1:]), node
+            )
+        return emit(self.graph, _CONVERT, (node, self.dtype), node)
+
+    def widen(self, node: Node, wide: object) -> None:
+        """Give the users of a narrowed GEMM the dtype they were traced with."""
+        if isinstance(wide, torch.Tensor):
+            self._convert_back(node, wide.dtype)
+            return
+        assert isinstance(wide, tuple | list)
+        for item in [u for u in node.users if u.target is operator.getitem]:
+            was = wide[item.args[1]]  # type: ignore[index]
+            item.meta["val"] = node.meta["val"][item.args[1]]  # type: ignore[index]
+            if isinstance(was, torch.Tensor):
+                self._convert_back(item, was.dtype)
+
+    def _convert_back(self, node: Node, dtype: torch.dtype) -> None:
+        if _dtype(node) == dtype:
+            return
+        users = list(node.users)
+        with self.graph.inserting_before(node.next):
+            back = emit(self.graph, _CONVERT, (node, dtype), node)
+        for user in users:
+            user.replace_input_with(node, back)
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    val = value(node)
+    return None if val is None else val.dtype
+
+
+def _is_logsumexp(node: Node) -> bool:
+    """Attention's saved softmax statistics stay float32."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, Node) and source.target in ops.ATTENTION and node.args[1] != 0

@@ -1,0 +1,130 @@
+"""Sites: one row of the plan per tensor that is stored in a chosen format, and the nodes that do it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from fxprec.config import Recipe
+from fxprec.formats import Format
+from fxprec.passes.joint import is_backward
+from fxprec.passes.tensors import CountedTensor
+from fxprec.plan import Site
+from torch.fx import Graph, Node
+
+from fxprec import symbolic
+
+_COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack", "fwd_nn_module_stack")
+
+
+def format_of(recipe: Recipe, kind: str, low: bool) -> Format:
+    """Return the format of a tensor by its role (ALGORITHMS 3, "Formats by role")."""
+    if kind == "grad_param":
+        return recipe.weight_grad
+    if not low:
+        return recipe.hi
+    return recipe.lo_backward if kind == "grad_output" else recipe.lo_forward
+
+
+def emit(
+    graph: Graph, target: object, args: tuple[object, ...], like: Node, *, backward: bool | None = None
+) -> Node:
+    """Append a node at the graph's insertion point, with a fake value and ``like``'s origin.
+
+    ``backward`` overrides which half of the joint graph the node belongs to.
+    """
+    node = graph.call_function(target, args)  # type: ignore[arg-type]
+    node.meta = {key: like.meta[key] for key in _COPIED_META if key in like.meta}
+    fakes = torch.fx.map_arg(args, lambda n: n.meta["val"])
+    node.meta["val"] = target(*fakes)  # type: ignore[operator]
+    if is_backward(like) if backward is None else backward:
+        node.meta["partitioner_tag"] = "is_backward"
+        node.meta["autograd_backward"] = True
+    else:
+        node.meta["partitioner_tag"] = "is_forward"
+    return node
+
+
+@dataclass
+class SiteBook:
+    """Hands out one site per counted tensor and writes its quantize/dequantize nodes."""
+
+    graph: Graph
+    table: Node
+    recipe: Recipe
+    storage: str
+    low: frozenset[int]  # ids of the counted tensors held low
+    formats: Mapping[tuple[str, str], str] = field(
+        default_factory=dict
+    )  # (tensor, kind) -> format, from a plan
+    sites: list[Site] = field(default_factory=list)
+    nodes: dict[int, Node] = field(default_factory=dict)  # site id -> quantize node
+    _by_tensor: dict[int, Site] = field(default_factory=dict)
+
+    def format(self, tensor: CountedTensor) -> Format:
+        named = self.formats.get((tensor.name, tensor.kind))
+        if named is not None:
+            return symbolic.parse(named)
+        return format_of(self.recipe, tensor.kind, tensor.id in self.low)
+
+    def site(self, tensor: CountedTensor) -> Site:
+        """Return the tensor's row, opening it at first use."""
+        found = self._by_tensor.get(tensor.id)
+        if found is None:
+            found = Site(
+                id=len(self.sites),
+                tensor=tensor.name,
+                kind=tensor.kind,
+                module=tensor.module,
+                source=tensor.source,
+                shape=tensor.shape,
+                elements=tensor.elements,
+                group=tensor.group,
+                format=self.format(tensor).name,
+                direction="backward" if tensor.kind.startswith("grad") else "forward",
+                promoted_at=None,
+            )
+            self.sites.append(found)
+            self._by_tensor[tensor.id] = found
+        return found
+
+    def is_identity(self, tensor: CountedTensor, dtype: torch.dtype) -> bool:
+        """Say whether storing the tensor in its format changes neither bits nor memory."""
+        return self.storage != "simulate" and self.format(tensor).torch_dtype == dtype
+
+    def store(self, node: Node, tensor: CountedTensor, *, backward: bool | None = None) -> tuple[Node, Node]:
+        """Insert ``dequantize(quantize(node))`` at the insertion point; return both nodes."""
+        site = self.site(tensor)
+        dtype = node.meta["val"].dtype
+        q = emit(
+            self.graph,
+            symbolic.QUANTIZE,
+            (node, self.table, site.id, site.format, self.storage),
+            node,
+            backward=backward,
+        )
+        x = emit(
+            self.graph,
+            symbolic.DEQUANTIZE,
+            (q, self.table, site.id, site.format, self.storage, dtype),
+            node,
+            backward=backward,
+        )
+        self.nodes[site.id] = q
+        return q, x
+
+
+def insertion_point_after(node: Node) -> Node:
+    """Return the node after which a cast of ``node`` may stand (after all placeholders for an input)."""
+    if node.op != "placeholder":
+        return node
+    while node.next.op == "placeholder":
+        node = node.next
+    return node
+
+
+def replace_uses(node: Node, new: Node, users: Iterable[Node]) -> None:
+    """Make ``users`` read ``new`` where they read ``node``."""
+    for user in users:
+        user.replace_input_with(node, new)

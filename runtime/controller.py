@@ -1,0 +1,190 @@
+"""The controller of one compiled graph: reads statistics late, promotes, rescales, records events.
+
+It knows sites and numbers, no FX. It never blocks: what has not arrived is read before a later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fxprec.formats import parse
+from fxprec.plan import Plan, Site
+from fxprec.runtime.events import Event
+from fxprec.runtime.scaling import scale_exp
+from fxprec.runtime.stats import SiteStats, StatsQueue
+from fxprec.runtime.table import build_table
+
+from fxprec.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What the controller may do. ``interval`` is in steps."""
+
+    promote_above: float | None = 0.01
+    scale_gradients: bool = True
+    interval: int = 100
+    hi: str = "bf16"  # the format a promoted tensor gets
+
+
+@dataclass
+class Controller:
+    """Precision state of one graph: its plan, its scale exponents, its latest statistics."""
+
+    plan: Plan
+    rules: Rules
+    capacity: int  # rows of the scale table
+    device: torch.device
+    step: int = 0
+    scale_exps: dict[int, int] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    queue: StatsQueue = field(default_factory=StatsQueue)
+    latest: dict[int, SiteStats] = field(default_factory=dict)
+    _amax: dict[int, float] = field(default_factory=dict)  # largest since the last refresh
+    _last_refresh: int | None = None
+    _table: torch.Tensor | None = None
+
+    @property
+    def table(self) -> torch.Tensor:
+        """The current table; the same tensor until something changes."""
+        if self._table is None:
+            self._table = build_table(self.plan.sites, self.scale_exps, self.capacity, self.device)
+        return self._table
+
+    def begin_step(self) -> bool:
+        """Act on the statistics that have arrived; return whether a promotion changed the plan."""
+        before = self.plan
+        self._read(wait=False)
+        self.step += 1
+        return self.plan is not before
+
+    def _read(self, *, wait: bool) -> None:
+        offenders: dict[int, SiteStats] = {}
+        seen_gradients = False
+        for stats in self.queue.poll(wait=wait):
+            self.latest[stats.site] = stats
+            site = self.plan.sites[stats.site]
+            if site.direction == "backward":
+                seen_gradients = True
+                self._note_gradient(stats)
+            elif self._overflows(site, stats):
+                offenders[stats.site] = stats
+        if offenders:
+            self._promote(offenders)
+        if seen_gradients and self._refresh_is_due():
+            self._refresh_scales()
+
+    def _overflows(self, site: Site, stats: SiteStats) -> bool:
+        limit = self.rules.promote_above
+        return limit is not None and site.promoted_at is None and not stats.overflow_ratio < limit
+
+    def _promote(self, offenders: Mapping[int, SiteStats]) -> None:
+        hi = self.rules.hi
+        moved = [i for i in offenders if self.plan.sites[i].format != hi]
+        if not moved:
+            return
+        for i in moved:
+            site = self.plan.sites[i]
+            detail = f"{site.format} -> {hi}: overflow ratio {offenders[i].overflow_ratio:.4g}"
+            self.events.append(Event(self.step, "promotion", describe(site), detail))
+        self.plan = self.plan.promote(moved, step=self.step, hi=hi)
+        self._table = None
+
+    def _note_gradient(self, stats: SiteStats) -> None:
+        if stats.amax == stats.amax and stats.amax != float("inf"):
+            self._amax[stats.site] = max(self._amax.get(stats.site, 0.0), stats.amax)
+        limit = self.rules.promote_above
+        if limit is not None and stats.overflow_ratio >= limit:
+            self._last_refresh = None  # saturating: rescale now, not at the next interval
+
+    def _refresh_is_due(self) -> bool:
+        if not self.rules.scale_gradients:
+            return False
+        return self._last_refresh is None or self.step - self._last_refresh >= self.rules.interval
+
+    def _refresh_scales(self) -> None:
+        changed: dict[int, int] = {}
+        for site_id, amax in self._amax.items():
+            k = scale_exp(amax, parse(self.plan.sites[site_id].format))
+            if k is not None and k != self.scale_exps.get(site_id, 0):
+                changed[site_id] = k
+        for site_id, k in changed.items():
+            detail = f"scale 2**{self.scale_exps.get(site_id, 0)} -> 2**{k}"
+            self.events.append(Event(self.step, "scale", describe(self.plan.sites[site_id]), detail))
+        self.scale_exps.update(changed)
+        self._amax.clear()
+        self._last_refresh = self.step
+        if changed:
+            self._table = None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per site: format, module, scale exponent and the latest statistics (or None)."""
+        self._read(wait=True)
+        return [self._row(site) for site in self.plan.sites]
+
+    def _row(self, site: Site) -> dict[str, Any]:
+        stats = self.latest.get(site.id)
+        return {
+            "site": site.id,
+            "tensor": site.tensor,
+            "kind": site.kind,
+            "module": site.module,
+            "format": site.format,
+            "scale_exponent": self.scale_exps.get(site.id, 0),
+            "amax": None if stats is None else stats.amax,
+            "overflow_ratio": None if stats is None else stats.overflow_ratio,
+            "underflow_ratio": None if stats is None else stats.underflow_ratio,
+            "promoted_at": site.promoted_at,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain JSON data: everything that decides the numbers of the next step."""
+        self._read(wait=True)
+        return {
+            "step": self.step,
+            "last_refresh": self._last_refresh,
+            "scale_exps": {str(k): v for k, v in sorted(self.scale_exps.items())},
+            "amax": {str(k): v for k, v in sorted(self._amax.items())},
+            "promoted": [[s.id, s.promoted_at] for s in self.plan.sites if s.promoted_at is not None],
+            "sites": _site_names(self.plan.sites),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Take a saved state; return whether the plan changed. Raises `PlanError` for another model's state."""
+        names = _site_names(self.plan.sites)
+        if list(state["sites"]) != names:
+            raise PlanError(
+                f"state_dict belongs to another plan: it has {len(state['sites'])} sites, this graph {len(names)}"
+                f"{_first_difference(state['sites'], names)}; load it into the model and config it was saved from"
+            )
+        self._read(wait=True)
+        before = self.plan
+        for site_id, step in state["promoted"]:
+            if self.plan.sites[site_id].promoted_at is None:
+                self.plan = self.plan.promote([site_id], step=step, hi=self.rules.hi)
+        self.step = state["step"]
+        self._last_refresh = state["last_refresh"]
+        self.scale_exps = {int(k): v for k, v in state["scale_exps"].items()}
+        self._amax = {int(k): v for k, v in state["amax"].items()}
+        self._table = None
+        return self.plan is not before
+
+
+def describe(site: Site) -> str:
+    """Return ``tensor (module, source)`` for a message."""
+    where = ", ".join(part for part in (site.module, site.source) if part)
+    return f"{site.tensor} ({where})" if where else site.tensor
+
+
+def _site_names(sites: Sequence[Site]) -> list[str]:
+    return [f"{site.tensor}/{site.kind}" for site in sites]
+
+
+def _first_difference(theirs: Sequence[str], ours: Sequence[str]) -> str:
+    for a, b in zip(theirs, ours, strict=False):
+        if a != b:
+            return f"; first difference: {a!r} there, {b!r} here"
+    return ""
