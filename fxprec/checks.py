@@ -1,0 +1,101 @@
+"""Checks of single option values: each returns the value in canonical form or raises `ConfigError`."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from numbers import Integral, Real
+from typing import SupportsFloat, SupportsInt, cast
+
+from fxprec.errors import ConfigError, did_you_mean
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT", start=1)
+}
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def one_of(field: str, value: object, allowed: Sequence[str], others: str = "") -> str:
+    """Return ``value`` if it is one of the allowed words."""
+    if isinstance(value, str) and value in allowed:
+        return value
+    choices = ", ".join(map(repr, allowed)) + (f", {others}" if others else "")
+    if not isinstance(value, str):
+        raise ConfigError(f"{field} is {value!r}; give it one of {choices}")
+    raise ConfigError(f"unknown {field} {value!r}{did_you_mean(value, allowed)}; allowed: {choices}")
+
+
+def number(field: str, value: object, allowed: str) -> float:
+    """Return ``value`` as a float; a bool is no number, and neither is NaN."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"{field} is {value!r}; give it {allowed}")
+    found = float(cast(SupportsFloat, value))
+    if math.isnan(found):
+        raise ConfigError(f"{field} is NaN; give it {allowed}")
+    return found
+
+
+def ratio(field: str, value: object, *, above_zero: bool = False) -> float | None:
+    """Return a number from 0 to 1 (with ``above_zero``, 0 excluded) or None."""
+    if value is None:
+        return None
+    allowed = f"a number {'above 0 and up to 1' if above_zero else 'from 0 to 1'}, or None"
+    found = number(field, value, allowed)
+    if not 0 <= found <= 1 or (above_zero and found == 0):
+        raise ConfigError(f"{field} is {value!r}, out of range; give it {allowed}")
+    return found
+
+
+def integer(field: str, value: object, *, least: int) -> int:
+    """Return ``value`` as an int of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(cast(SupportsInt, value)) < least:
+        raise ConfigError(f"{field} is {value!r}; give it an int of at least {least}")
+    return int(cast(SupportsInt, value))
+
+
+def boolean(field: str, value: object) -> bool:
+    """Return ``value`` if it is True or False itself."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{field} is {value!r}; give it True or False")
+    return value
+
+
+def path(field: str, value: object, what: str) -> str | None:
+    """Return a path as text, or None."""
+    if value is None:
+        return None
+    found = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(found, str) or not found or "\0" in found:
+        raise ConfigError(f"{field} is {value!r}; give it the path of {what}, or None")
+    return found
+
+
+def byte_size(field: str, value: object) -> int | None:
+    """Return bytes (rounded down) from a positive int or text such as ``"12GiB"``, ``"512 MiB"``, ``"1.5GB"``."""
+    if value is None:
+        return None
+    allowed = "a positive number of bytes, as an int or as text such as '12GiB', '512MiB' or '1.5GB'"
+    if isinstance(value, str):
+        found = _parse_size(value)
+        if found is None:
+            raise ConfigError(f"{field} is {value!r}, which is no size; give it {allowed}")
+    elif isinstance(value, bool) or not isinstance(value, Integral):
+        raise ConfigError(f"{field} is {value!r}; give it {allowed}")
+    else:
+        found = int(cast(SupportsInt, value))
+    if found < 1:
+        raise ConfigError(f"{field} is {value!r}, not positive; give it {allowed}")
+    return found
+
+
+def _parse_size(text: str) -> int | None:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        return None
+    unit = next((size for name, size in _UNITS.items() if name.lower() == match[2].lower()), None)
+    return None if unit is None else int(Fraction(match[1]) * unit)

@@ -1,0 +1,256 @@
+"""`Config`: everything a user may ask for, validated before anything is compiled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
+
+from fxprec import checks
+from fxprec.checks import one_of
+from fxprec.errors import ConfigError, did_you_mean
+from fxprec.recipes import Recipe, find_recipe
+
+Storage = Literal["native", "packed", "simulate"]
+PolicyName = Literal["size", "size-ascending", "random", "uniform", "operator", "operator-io", "exact"]
+Policy = Callable[[Sequence[Any], "Config"], Iterable[int]]
+
+STORAGES = ("native", "packed", "simulate")
+POLICIES = ("size", "size-ascending", "random", "uniform", "operator", "operator-io", "exact")
+LOWERINGS = ("auto", "triton", "inductor", "eager")
+
+# The middle of the paper's range: accuracy falls as the ratio grows (Kang et al. 2023, section 5.3).
+DEFAULT_LOW_RATIO = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradScaling:
+    """How gradients are scaled into their format (Zhao et al. 2021; ALGORITHMS 4)."""
+
+    underflow: float = 1e-3
+    """Share of a gradient's non-zero elements that may round to zero, between 0 and 1 (their gamma)."""
+    interval: int = 100
+    """Steps between two refreshes of the scales, at least 1."""
+    estimate: Literal["statistical", "histogram"] = "statistical"
+    """``"statistical"`` assumes the paper's distributions; ``"histogram"`` counts exponents and assumes nothing."""
+
+    def __post_init__(self) -> None:
+        underflow = checks.number("grad_scaling.underflow", self.underflow, "a number between 0 and 1, both excluded")
+        if not 0 < underflow < 1:
+            raise ConfigError(f"grad_scaling.underflow is {underflow!r}; it must lie between 0 and 1, both excluded")
+        object.__setattr__(self, "underflow", underflow)
+        object.__setattr__(self, "interval", checks.integer("grad_scaling.interval", self.interval, least=1))
+        one_of("grad_scaling.estimate", self.estimate, ("statistical", "histogram"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of ``torch.compile(model, backend="fxprec", options={...})``.
+
+    Frozen: derive another with `dataclasses.replace`. Values are stored in canonical form (bytes as ``int``,
+    patterns as a tuple, paths as text). Every mistake raises `ConfigError`.
+    """
+
+    recipe: str | Recipe = "bf16"
+    """Formats by role: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp8"``, ``"hfp8"`` or a `Recipe` (see `recipes`)."""
+
+    storage: Storage | None = None
+    """Where values live: ``"native"`` hardware dtypes, ``"packed"`` integer codes of any format, ``"simulate"``
+    float32 carriers. None: native where every format of the recipe has a dtype (``hfp8`` has not), else simulate."""
+
+    policy: str | Policy = "size"
+    """Which groups are low: ``"size"`` (largest first), ``"size-ascending"``, ``"random"``, ``"uniform"``,
+    ``"operator"``, ``"operator-io"``, ``"exact"``, or a function ``f(tensors, config) -> group ids``, all of
+    which become low. See docs/policies.md."""
+
+    low_ratio: float | None = None
+    """Lower bound on the share of elements held low, 0 to 1. None: 0.5 where the recipe has a low format and
+    there is no ``activation_budget``."""
+
+    activation_budget: int | str | None = None
+    """Instead of ``low_ratio``: bytes the tensors saved for backward may take, as int or ``"12GiB"``, ``"1.5GB"``.
+    In ``simulate`` storage: bytes they would take if packed."""
+
+    plan: str | os.PathLike[str] | None = None
+    """A plan file to follow instead of solving; excludes ``low_ratio`` and ``activation_budget``."""
+
+    keep_high: tuple[str, ...] | Literal["ends"] = ()
+    """Module-name patterns (`fnmatch`) whose tensors stay high, or ``"ends"``: first GEMM and last group."""
+
+    promote_above: float | None = 0.01
+    """Overflow ratio from which a forward tensor is promoted to high for good, above 0 up to 1; None: never."""
+
+    grad_scaling: Literal["auto", "none"] | GradScaling = "auto"
+    """``"auto"`` scales gradients whose format has a narrow range, ``"none"`` leaves them, `GradScaling` tunes it."""
+
+    lowering: Literal["auto", "triton", "inductor", "eager"] = "auto"
+    """How casts become code; ``"eager"`` is the slow reference."""
+
+    dump: str | os.PathLike[str] | None = None
+    """Folder for inspection dumps, or None."""
+
+    strict: bool = False
+    """Whether anything that would be left out is an error (`FallbackError`) and not a warning."""
+
+    grouping: Literal["execution"] = "execution"
+    """How operators form groups: by execution order, as in the paper."""
+
+    seed: int = 0
+    """Seed of policy ``"random"``, at least 0."""
+
+    verify: bool = False
+    """Whether each compiled graph is compared with the eager reference at its first step (slow)."""
+
+    def __new__(cls, *args: object, **options: object) -> Self:
+        _refuse_unknown(options)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        recipe = find_recipe(self.recipe)
+        _check_policy(self.policy)
+        put(self, "low_ratio", checks.ratio("low_ratio", self.low_ratio))
+        put(self, "activation_budget", checks.byte_size("activation_budget", self.activation_budget))
+        put(self, "keep_high", _patterns(self.keep_high))
+        put(self, "promote_above", checks.ratio("promote_above", self.promote_above, above_zero=True))
+        put(self, "plan", checks.path("plan", self.plan, "a plan file"))
+        put(self, "dump", checks.path("dump", self.dump, "a folder"))
+        put(self, "seed", checks.integer("seed", self.seed, least=0))
+        put(self, "strict", checks.boolean("strict", self.strict))
+        put(self, "verify", checks.boolean("verify", self.verify))
+        one_of("lowering", self.lowering, LOWERINGS)
+        one_of("grouping", self.grouping, ("execution",))
+        if not isinstance(self.grad_scaling, GradScaling):
+            one_of("grad_scaling", self.grad_scaling, ("auto", "none"), "or a fxprec.GradScaling")
+        if self.storage is not None:
+            _check_storage(one_of("storage", self.storage, STORAGES), recipe)
+        _refuse_contradictions(self)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None) -> Self:
+        """Return the config of ``torch.compile``'s ``options``; None means no options."""
+        if options is None:
+            return cls()
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"options is {options!r}; give it a dict such as {{'recipe': 'fp8', 'low_ratio': 0.6}}")
+        for name in options:
+            if not isinstance(name, str):
+                raise ConfigError(f"option name {name!r} is no text; the options are {', '.join(_names())}")
+        return cls(**options)
+
+    @property
+    def recipe_(self) -> Recipe:
+        """The recipe itself, whether it was given by name or not."""
+        return find_recipe(self.recipe)
+
+    @property
+    def storage_(self) -> Storage:
+        """The storage in force."""
+        if self.storage is not None:
+            return self.storage
+        return "simulate" if _without_dtype(self.recipe_) else "native"
+
+    @property
+    def low_ratio_(self) -> float | None:
+        """The ratio in force: as given, or the default; None under a budget or a plan, which take its place."""
+        if self.low_ratio is not None or self.activation_budget is not None or self.plan is not None:
+            return self.low_ratio
+        return DEFAULT_LOW_RATIO if self.recipe_.has_low else 0.0
+
+    @property
+    def changes_anything(self) -> bool:
+        """Whether any tensor can end up in another format than float32; otherwise plain Inductor does the job."""
+        recipe = self.recipe_
+        used = recipe.formats if recipe.has_low and self.low_ratio_ != 0 else (recipe.hi, recipe.weight_grad)
+        return any(fmt.name != "fp32" for fmt in used)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data; a recipe by its format names, a policy function by its qualified name."""
+        values = {name: getattr(self, name) for name in _names()}
+        if callable(self.policy):
+            values["policy"] = policy_name(self.policy)
+        if isinstance(self.grad_scaling, GradScaling):
+            values["grad_scaling"] = {f.name: getattr(self.grad_scaling, f.name) for f in fields(GradScaling)}
+        if self.keep_high != "ends":
+            values["keep_high"] = list(self.keep_high)
+        return values | {"recipe": self.recipe_.to_dict()}
+
+
+def policy_name(policy: str | Policy) -> str:
+    """Return a policy's name; of a function ``module:qualname``."""
+    if isinstance(policy, str):
+        return policy
+    owner = policy if hasattr(policy, "__qualname__") else type(policy)
+    return f"{owner.__module__}:{owner.__qualname__}"
+
+
+def _names() -> list[str]:
+    return [f.name for f in fields(Config)]
+
+
+ALLOWED: Mapping[str, str] = {
+    "recipe": "'fp32', 'bf16', 'fp16', 'fp8', 'hfp8' or a fxprec.Recipe",
+    "storage": "'native', 'packed', 'simulate' or None",
+    "policy": ", ".join(map(repr, POLICIES)) + " or a function f(tensors, config) -> group ids",
+    "low_ratio": "a number from 0 to 1 or None",
+    "activation_budget": "bytes as a positive int, or text such as '12GiB', or None",
+    "plan": "the path of a plan file or None",
+    "keep_high": "a tuple of module-name patterns, or 'ends'",
+    "promote_above": "a number above 0 and up to 1, or None",
+    "grad_scaling": "'auto', 'none' or a fxprec.GradScaling",
+    "lowering": ", ".join(map(repr, LOWERINGS)),
+    "dump": "the path of a folder or None",
+    "strict": "True or False",
+    "grouping": "'execution'",
+    "seed": "an int of at least 0",
+    "verify": "True or False",
+}
+"""What each option takes, in words."""
+
+
+def _refuse_unknown(options: Mapping[str, object]) -> None:
+    known = _names()
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            near = next((k for k in known if repr(k) in hint), None)
+            takes = f" It takes {ALLOWED[near]}." if near else ""
+            raise ConfigError(f"unknown option {name!r}{hint}{takes} The options are {', '.join(known)}")
+
+
+def _check_policy(policy: object) -> None:
+    if not callable(policy):
+        one_of("policy", policy, POLICIES, "or a function f(tensors, config) -> group ids")
+
+
+def _patterns(value: object) -> tuple[str, ...] | Literal["ends"]:
+    if value == "ends":
+        return "ends"
+    if isinstance(value, str):
+        raise ConfigError(f"keep_high is the text {value!r}; give it a tuple of patterns, ({value!r},), or 'ends'")
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+        raise ConfigError(f"keep_high is {value!r}; give it {ALLOWED['keep_high']}")
+    return tuple(value)
+
+
+def _without_dtype(recipe: Recipe) -> list[str]:
+    return [fmt.name for fmt in recipe.formats if fmt.torch_dtype is None]
+
+
+def _check_storage(storage: str, recipe: Recipe) -> None:
+    missing = _without_dtype(recipe)
+    if storage == "native" and missing:
+        raise ConfigError(
+            f"storage='native' cannot hold recipe {recipe.name!r}: torch has no dtype for {', '.join(missing)}; "
+            "use storage='packed' (integer codes) or storage='simulate' (float32 carriers)"
+        )
+
+
+def _refuse_contradictions(config: Config) -> None:
+    goals = ("low_ratio", "activation_budget", "plan")
+    given = [name for name in goals if getattr(config, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(
+            f"{' and '.join(given)} are both given, and each decides how much is low; keep one of them, drop the other"
+        )
