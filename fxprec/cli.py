@@ -1,0 +1,82 @@
+"""The ``fxprec`` command. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fxprec.errors import FxprecError
+
+app = typer.Typer(
+    name="fxprec",
+    help="Decide, tensor by tensor, what a PyTorch training step holds in 8 or 16 bits.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for plans and the log.")] = Path("fxprec-demo"),
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer steps, and fp32 and fp8 only.")] = False,
+    recipes: Annotated[str, typer.Option(help="Recipes, for instance fp32,hfp8. Default: all four.")] = "",
+    only: Annotated[str, typer.Option(help="One model: digits or text. Default: both.")] = "",
+) -> None:
+    """Train two small models on real data in fp32, bf16, fp8 and hfp8, and compare."""
+    from fxprec.console import console_for
+    from fxprec.demo.run import DemoOptions, run_demo
+
+    chosen = tuple(name.strip() for name in recipes.split(",") if name.strip())
+    run_demo(DemoOptions(out=out, seed=seed, quick=quick, recipes=chosen, only=only), console_for())
+
+
+@app.command()
+def formats() -> None:
+    """List the named number formats and their limits."""
+    from rich import box
+    from rich.table import Table
+
+    from fxprec import formats as known
+    from fxprec.console import console_for
+
+    table = Table(
+        "name",
+        "fxprec.formats",
+        box=box.SIMPLE_HEAD,
+        caption="Any other: 1-E-M[+bias][:ieee|:fn]",
+        caption_justify="left",
+    )
+    for column in ("bits", "largest", "smallest normal", "smallest", "above it", "torch dtype"):
+        table.add_column(column, justify="right")
+    for constant, fmt in vars(known).items():
+        if isinstance(fmt, known.Format):
+            limits = (f"{x:.7g}" for x in (fmt.largest, fmt.smallest_normal, fmt.smallest_subnormal))
+            native = str(fmt.torch_dtype or "-").removeprefix("torch.")
+            table.add_row(fmt.name, constant, str(fmt.bits), *limits, str(fmt.overflow), native)
+    console_for().print(table)
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of fxprec and of the torch it runs on."""
+    for name in ("fxprec", "torch"):
+        print(name, metadata.version(name))
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line on ``args``, by default the process's own.
+
+    An `FxprecError` becomes one line on standard error and exit code 2.
+    """
+    try:
+        app(args)
+    except FxprecError as error:
+        print(f"fxprec: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

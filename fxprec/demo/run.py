@@ -1,0 +1,175 @@
+"""``fxprec demo``: train every model in every recipe, show the table, leave plans and a log behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from fxprec.demo.table import result_table, score_text
+from fxprec.demo.tasks import TASKS, Task
+from fxprec.demo.train import Outcome, train
+from fxprec.errors import ConfigError, FxprecError, did_you_mean
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "fp32": {"recipe": "fp32"},
+    "bf16": {"recipe": "bf16"},
+    "fp8": {"recipe": "fp8", "low_ratio": 0.6},
+    "hfp8": {"recipe": "hfp8", "low_ratio": 0.5, "storage": "packed"},
+}
+"""Name shown, and the ``options=`` of ``torch.compile`` behind it."""
+
+QUICK_RECIPES = ("fp32", "fp8")
+QUICK_STEPS = 60
+LOG_EVERY = 10  # steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What to run. Empty ``recipes`` or ``only`` mean all (``quick``: `QUICK_RECIPES`)."""
+
+    out: Path
+    seed: int = 0
+    quick: bool = False
+    recipes: Sequence[str] = ()
+    only: str = ""
+
+    def chosen_recipes(self) -> dict[str, dict[str, Any]]:
+        """Return the recipes to run. Raises `ConfigError` for an unknown one."""
+        names = self.recipes or (QUICK_RECIPES if self.quick else tuple(RECIPES))
+        for name in names:
+            _check("--recipes", name, RECIPES)
+        return {name: RECIPES[name] for name in names}
+
+    def chosen_tasks(self) -> list[Task]:
+        """Load the data of the tasks to run. Raises `ConfigError` for an unknown one."""
+        if self.only:
+            _check("--only", self.only, TASKS)
+        sizes = {"steps": QUICK_STEPS} if self.quick else {}
+        return [make(**sizes) for name, make in TASKS.items() if self.only in ("", name)]
+
+
+def run_demo(options: DemoOptions, console: Console) -> list[Outcome]:
+    """Train, show, write. Returns the outcomes in the table's order; raises `FxprecError`, one line each."""
+    recipes = options.chosen_recipes()
+    _need_cxx_compiler()
+    tasks = options.chosen_tasks()
+    outcomes = []
+    with _open_log(options.out) as log, _progress(console) as progress:
+        for task in tasks:
+            for recipe, settings in recipes.items():
+                outcome = _run_one(task, recipe, settings, options.seed, log, progress)
+                _save_plans(outcome, options.out)
+                outcomes.append(outcome)
+    console.print(result_table(outcomes))
+    console.print(f"Plans and log are in {options.out}{os.sep}", soft_wrap=True)
+    return outcomes
+
+
+class Log:
+    """JSON lines: ``{"kind": "step", "model": "digits", "recipe": "fp8", "step": 10, "loss": 0.71}``."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, kind: str, task: str, recipe: str, **values: Any) -> None:
+        line = {"kind": kind, "model": task, "recipe": recipe} | values
+        self._stream.write(json.dumps(line, default=str) + "\n")
+        self._stream.flush()
+
+
+def _run_one(task: Task, recipe: str, settings: Mapping[str, Any], seed: int, log: Log, progress: Progress) -> Outcome:
+    bar = progress.add_task(f"{task.name:6} {recipe:5}", total=task.steps, note="compiling")
+    log.write("start", task.name, recipe, options=settings, seed=seed, torch=torch.__version__)
+
+    def on_step(step: int, loss: float) -> None:
+        progress.update(bar, completed=step, note=f"loss {loss:.3f}")
+        if step % LOG_EVERY == 0 or step in (1, task.steps):
+            log.write("step", task.name, recipe, step=step, loss=loss)
+
+    outcome = train(task, recipe, settings, seed=seed, on_step=on_step)
+    progress.remove_task(bar)
+    _log_outcome(outcome, log)
+    for notice in outcome.notices:
+        progress.console.print(f"[yellow]note[/] {task.name} {recipe}: ", end="")
+        progress.console.print(notice, markup=False, soft_wrap=True)
+    progress.console.print(
+        f"{task.name:6} {recipe:5} {score_text(outcome)}, saved {outcome.saved_bytes / 1e6:.2f} MB, "
+        f"compiled in {outcome.compile_seconds:.1f} s, {outcome.steps} steps in {outcome.train_seconds:.1f} s"
+    )
+    return outcome
+
+
+def _log_outcome(outcome: Outcome, log: Log) -> None:
+    for event in outcome.events:
+        log.write("event", outcome.task, outcome.recipe, event=asdict(event))
+    log.write(
+        "result",
+        outcome.task,
+        outcome.recipe,
+        metric=outcome.metric,
+        score=outcome.score,
+        requested_low_ratio=outcome.low_ratio("requested"),
+        achieved_low_ratio=outcome.low_ratio("achieved"),
+        saved_bytes=outcome.saved_bytes,
+        promotions=outcome.promotions,
+        compile_seconds=outcome.compile_seconds,
+        train_seconds=outcome.train_seconds,
+        notices=outcome.notices,
+    )
+
+
+def _save_plans(outcome: Outcome, out: Path) -> None:
+    for i, plan in enumerate(outcome.plans):
+        suffix = f"-{i}" if len(outcome.plans) > 1 else ""
+        plan.save(out / f"{outcome.task}-{outcome.recipe}{suffix}.plan.json")
+
+
+@contextmanager
+def _open_log(out: Path) -> Iterator[Log]:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        stream = (out / "log.jsonl").open("w", encoding="utf-8")
+    except OSError as error:
+        raise FxprecError(f"--out {out} cannot be written ({error.strerror}); name another folder") from None
+    with stream:
+        yield Log(stream)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress
+
+
+def _need_cxx_compiler() -> None:
+    """Inductor compiles CPU kernels with a C++ compiler: say so before a page of traceback does."""
+    wanted = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(wanted) is None:
+        raise FxprecError(
+            f"no C++ compiler {wanted!r} found, which Inductor needs on CPU; install it (Debian: apt install g++) "
+            "or set CXX to the one you have"
+        )
+
+
+def _check(option: str, name: str, known: Mapping[str, object]) -> None:
+    if name not in known:
+        raise ConfigError(f"{option}: unknown {name!r}{did_you_mean(name, known)}; allowed: {', '.join(known)}")

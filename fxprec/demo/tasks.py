@@ -1,0 +1,79 @@
+"""What the demo trains: a model, its batches, and how well it does on data it has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxprec.demo import data
+from fxprec.demo.models import CharTransformer, SmallCNN
+
+Batches = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing to learn; both networks are trained by cross-entropy and AdamW, one cycle of learning rate."""
+
+    name: str
+    metric: str
+    """Name of what ``evaluate`` returns: ``"accuracy"`` (share, 0..1) or ``"loss"`` (nats a character)."""
+    make_model: Callable[[], nn.Module]
+    batches: Batches
+    """Endless (inputs, targets) of one fixed shape, from a seed."""
+    evaluate: Callable[[nn.Module], float]
+    learning_rate: float
+    steps: int
+
+
+def digits_task(*, steps: int = 330, batch: int = 64) -> Task:
+    """The small CNN on 8x8 digits; test accuracy on 359 images."""
+    digits = data.load_digits()
+
+    def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            order = torch.randperm(len(digits.train_labels), generator=generator)
+            for chosen in order.split(batch)[: len(order) // batch]:
+                yield digits.train_images[chosen], digits.train_labels[chosen]
+
+    def evaluate(model: nn.Module) -> float:
+        predicted = model(digits.test_images).argmax(dim=1)
+        return (predicted == digits.test_labels).float().mean().item()
+
+    return Task("digits", "accuracy", SmallCNN, batches, evaluate, learning_rate=5e-3, steps=steps)
+
+
+def text_task(*, steps: int = 330, batch: int = 32, context: int = 64) -> Task:
+    """The character transformer on Python source; loss on a held-out tenth, 256 windows of it."""
+    text = data.load_text()
+
+    def windows(codes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        found = codes[starts.unsqueeze(1) + torch.arange(context + 1)]
+        return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+    def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield windows(text.train, torch.randint(len(text.train) - context, (batch,), generator=generator))
+
+    def evaluate(model: nn.Module) -> float:
+        inputs, targets = windows(text.held_out, torch.linspace(0, len(text.held_out) - context - 1, 256).long())
+        return cross_entropy(model(inputs), targets).item()
+
+    def make_model() -> nn.Module:
+        return CharTransformer(vocab=data.VOCAB, context=context)
+
+    return Task("text", "loss", make_model, batches, evaluate, learning_rate=4e-3, steps=steps)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats; ``logits`` has one dimension more than ``targets``, the last."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+TASKS: dict[str, Callable[..., Task]] = {"digits": digits_task, "text": text_task}

@@ -1,0 +1,136 @@
+"""The demo's training loop: plain PyTorch, compiled by fxprec, timed and measured."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxprec.backend import Backend
+from fxprec.config import Config
+from fxprec.demo.tasks import Task, cross_entropy
+from fxprec.plan import Plan
+from fxprec.runtime.events import Event
+
+OnStep = Callable[[int, float], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one training run gave."""
+
+    task: str
+    metric: str
+    recipe: str
+    score: float
+    """Of the uncompiled float32 module: ``Task.evaluate``."""
+    saved_bytes: int
+    """Saved for backward in one step (see `saved_for_backward`)."""
+    compile_seconds: float
+    """The first step, which compiles."""
+    train_seconds: float
+    """All steps after the first."""
+    steps: int
+    plans: tuple[Plan, ...]
+    events: tuple[Event, ...]
+    notices: tuple[str, ...]
+    """Warnings raised on the way, each one line."""
+
+    @property
+    def promotions(self) -> int:
+        """Tensors that left low precision while training."""
+        return sum(e.kind == "promotion" for e in self.events)
+
+    def low_ratio(self, which: str) -> float | None:
+        """``"requested"`` or ``"achieved"`` share of elements held low, over all plans; None without a plan."""
+        plans = [p.to_dict() for p in self.plans]
+        total = sum(p["total_elements"] for p in plans)
+        if not total:
+            return None
+        return float(sum(p[f"{which}_low_ratio"] * p["total_elements"] for p in plans) / total)
+
+
+class SavedBytes:
+    """Bytes of unique storages seen by the hooks of `saved_for_backward`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._seen: dict[int, int] = {}
+
+    @property
+    def total(self) -> int:
+        return sum(self._seen.values())
+
+    def see(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._own:
+            self._seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+@contextmanager
+def saved_for_backward(model: nn.Module) -> Iterator[SavedBytes]:
+    """Count what autograd saves inside the block: whole storages, each once, without the parameters' own.
+
+    Inputs, low-precision copies of parameters and fxprec's own tables count: they take memory too.
+    """
+    saved = SavedBytes(model)
+    with torch.autograd.graph.saved_tensors_hooks(saved.see, lambda tensor: tensor):
+        yield saved
+
+
+def train(task: Task, recipe: str, options: Mapping[str, Any], *, seed: int, on_step: OnStep) -> Outcome:
+    """Train ``task`` from ``seed`` under ``options``, the fields of `Config`; ``recipe`` is what reports call it.
+
+    ``on_step(step, loss)`` is called after each step. Raises what `Config` and the backend raise.
+    """
+    torch.compiler.reset()
+    torch.manual_seed(seed)
+    model = task.make_model()
+    backend = Backend(Config(**options))
+    compiled = torch.compile(model, backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.learning_rate, total_steps=task.steps + 1)
+    batches = task.batches(seed)
+
+    def step() -> float:
+        inputs, targets = next(batches)
+        loss = cross_entropy(compiled(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        return loss.item()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start = time.perf_counter()
+        on_step(1, step())
+        compiled_at = time.perf_counter()
+        for i in range(2, task.steps + 1):
+            on_step(i, step())
+        end = time.perf_counter()
+        with saved_for_backward(model) as saved:
+            compiled(next(batches)[0])
+    model.eval()
+    with torch.no_grad():
+        score = task.evaluate(model)
+    return Outcome(
+        task=task.name,
+        metric=task.metric,
+        recipe=recipe,
+        score=score,
+        saved_bytes=saved.total,
+        compile_seconds=compiled_at - start,
+        train_seconds=end - compiled_at,
+        steps=task.steps,
+        plans=backend.plans,
+        events=backend.events,
+        notices=tuple(dict.fromkeys(" ".join(str(w.message).split()) for w in caught)),
+    )
