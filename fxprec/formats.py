@@ -82,11 +82,11 @@ class Format:
 
     def _check_range(self) -> None:
         top = self._top_exponent
-        low, high = self.min_exponent, _CARRIER_MAX_EXPONENT + 1
-        if low < _CARRIER_MIN_EXPONENT or top > high or low - self.mantissa_bits > high - 24:
+        low, high = self.min_exponent, _CARRIER_MAX_EXPONENT + (self.specials == "none")
+        if low < _CARRIER_MIN_EXPONENT or top > high or low - self.mantissa_bits > _CARRIER_MAX_EXPONENT - 23:
             raise FormatError(
                 f"1-{self.exponent_bits}-{self.mantissa_bits} with bias {self.bias} spans 2^{low} to 2^{top}, beyond "
-                "float32, which carries every value; choose a bias that keeps it within 2^-126 to 2^128"
+                "float32, which carries every value; choose a bias or specials='ieee' to keep it within 2^-126 to 2^127"
             )
 
     @property
@@ -114,7 +114,7 @@ class Format:
     def max_exponent(self) -> int:
         """Exponent of the largest number; at most 127, since float32 carries the values.
 
-        Only formats of 8 exponent bits without inf have codes above that; they are never made, and read as inf.
+        Only formats without specials may have codes above that (``1-8-M``); they are never made, and read as inf.
         """
         return min(self._top_exponent, _CARRIER_MAX_EXPONENT)
 

@@ -54,20 +54,20 @@ def reference_quantize(x: torch.Tensor, fmt: Format | str) -> torch.Tensor:
 
 
 def reference_stats(x: torch.Tensor, fmt: Format | str) -> Stats:
-    """Count the values that overflow (round beyond the largest number, inf, NaN) and underflow (non-zero to zero)."""
+    """Count the values that overflow (|x| >= largest + half a unit, inf, NaN) and underflow (non-zero to zero)."""
     fmt = parse(fmt)
     magnitude = x.double().abs()
+    half_unit = 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
+    overflow = int((~(magnitude < fmt.largest + half_unit)).sum())
     finite = magnitude[magnitude.isfinite()]
-    code = _rounded_code(finite, fmt)
-    overflow = int((code > fmt.largest_code).sum()) + magnitude.numel() - finite.numel()
-    underflow = int(((code == 0) & (finite > 0)).sum())
+    underflow = int(((_rounded_code(finite, fmt) == 0) & (finite > 0)).sum())
     return Stats(overflow, underflow, float(magnitude.max()) if magnitude.numel() else 0.0)
 
 
 def _rounded_code(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Codes of finite, non-negative float64 magnitudes as if the exponent had no upper end."""
     _, exponent = torch.frexp(magnitude)
-    binade = torch.clamp(exponent.long() - 1, min=fmt.min_exponent)
+    binade = torch.where(magnitude > 0, exponent.long() - 1, fmt.min_exponent).clamp(min=fmt.min_exponent)
     units = torch.ldexp(magnitude, fmt.mantissa_bits - binade)  # in units of the last place
     down = units.floor()
     code = down.long() + (binade - fmt.min_exponent) * (1 << fmt.mantissa_bits)
