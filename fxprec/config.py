@@ -159,6 +159,12 @@ class Config:
         return DEFAULT_LOW_RATIO if self.recipe_.has_low else 0.0
 
     @property
+    def activation_budget_(self) -> int | None:
+        """The budget in bytes."""
+        assert not isinstance(self.activation_budget, str), "stored in canonical form"
+        return self.activation_budget
+
+    @property
     def changes_anything(self) -> bool:
         """Whether any tensor can end up in another format than float32; otherwise plain Inductor does the job."""
         recipe = self.recipe_

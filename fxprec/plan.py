@@ -170,7 +170,9 @@ class Plan:
 
     def _forward_site(self, i: int) -> Site:
         if not 0 <= i < len(self.sites):
-            raise PlanError(f"site {i} cannot be promoted: the plan has sites 0 to {len(self.sites) - 1}; see plan.sites")
+            raise PlanError(
+                f"site {i} cannot be promoted: the plan has sites 0 to {len(self.sites) - 1}; see plan.sites"
+            )
         site = self.sites[i]
         if site.kind in ("grad_output", "grad_param"):
             raise PlanError(

@@ -1,0 +1,182 @@
+"""The exact policy's solver: a 0/1 covering knapsack by HiGHS (ALGORITHMS 3; Kang et al. 2023, Theorem 3.2).
+
+    minimise  sum of damage over the chosen   subject to   sum of weight over the chosen >= need
+
+HiGHS works in floating point with absolute tolerances; element counts up to 1e10 and damages from 1e-12 to 1e6 do
+not fit into those. So the problem is scaled to what an optimal solution can contain, every answer is checked in
+exact integers, and one that falls short comes back as a cover cut: "something outside this set must be chosen".
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+MAX_CUTS = 200
+# HiGHS stops at an absolute objective gap of 1e-6 and scipy does not expose it: at this scale of the objective
+# that is a relative 1e-10.
+_OBJECTIVE_SCALE = 1e4
+_WEIGHT_SCALE = 1e6
+_PROVED = 1e-9  # a gap below HiGHS's own accuracy counts as closed
+
+_Order = Callable[[int], tuple[float, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """Chosen items, their summed damage, and the proved relative distance of that from the optimum (0: optimal)."""
+
+    chosen: frozenset[int]
+    damage: float
+    gap: float
+
+
+def min_damage_cover(
+    weights: Sequence[int], damages: Sequence[float], need: int, *, time_limit: float = 20.0
+) -> Cover | None:
+    """Return the cheapest items whose weights reach ``need``, or None where all together do not.
+
+    ``weights`` are integers (items of none or negative weight are never chosen), ``damages`` are non-negative; an
+    infinite or NaN damage is taken only where the rest cannot reach ``need``. ``time_limit`` is in seconds; past
+    it the best cover found comes back with the gap proved so far.
+    """
+    useful = [i for i, weight in enumerate(weights) if weight > 0]
+    if sum(weights[i] for i in useful) < need:
+        return None
+    forced = _forced(useful, weights, damages, need)
+    free = [i for i in useful if math.isfinite(damages[i])]
+    assert all(damages[i] >= 0 for i in free), "damage is an absolute value"
+    search = _Search(weights, damages, need - sum(weights[i] for i in forced), free, time_limit)
+    chosen = search.run()
+    damage = math.fsum(damages[i] for i in chosen)
+    gap = 0.0 if damage <= search.bound else (damage - search.bound) / damage
+    return Cover(chosen | forced, damage if not forced else math.inf, gap if gap > _PROVED else 0.0)
+
+
+def _forced(useful: Iterable[int], weights: Sequence[int], damages: Sequence[float], need: int) -> frozenset[int]:
+    """Items of unbounded damage that are needed all the same: the heaviest, as few as possible."""
+    unbounded = [i for i in useful if not math.isfinite(damages[i])]
+    missing = need - sum(weights[i] for i in useful if math.isfinite(damages[i]))
+    taken: list[int] = []
+    for i in sorted(unbounded, key=lambda i: (-weights[i], i)):
+        if missing <= 0:
+            break
+        taken.append(i)
+        missing -= weights[i]
+    return frozenset(taken)
+
+
+class _Search:
+    """One solve: a feasible start, HiGHS with cover cuts, the better of the two."""
+
+    def __init__(
+        self, weights: Sequence[int], damages: Sequence[float], need: int, items: Sequence[int], time_limit: float
+    ) -> None:
+        self.weights, self.damages, self.need = weights, damages, need
+        self.deadline = time.monotonic() + time_limit
+        self.best = self._start(items)
+        self.bound = 0.0  # proved lower bound on the damage
+        ceiling = self.cost(self.best)
+        self.items = [i for i in items if damages[i] <= ceiling]  # a dearer item is in no optimal cover
+        self.unit = _OBJECTIVE_SCALE / ceiling if ceiling else 1.0
+        # Small whole coefficients are exact; larger ones leave HiGHS's integrality tolerance, 1e-6, below one.
+        divisor = math.gcd(*(weights[i] for i in self.items)) or 1
+        self.weight_unit = max(divisor, max((weights[i] for i in self.items), default=1) / _WEIGHT_SCALE)
+
+    def cost(self, chosen: Iterable[int]) -> float:
+        return math.fsum(self.damages[i] for i in chosen)
+
+    def weight(self, chosen: Iterable[int]) -> int:
+        return sum(self.weights[i] for i in chosen)
+
+    def run(self) -> frozenset[int]:
+        """Return the best cover found and leave in ``bound`` what is proved."""
+        if self.need <= 0 or self.cost(self.best) == 0:
+            return self.best
+        cuts: list[frozenset[int]] = []
+        while len(cuts) <= MAX_CUTS and time.monotonic() < self.deadline:
+            answer = self._solve(cuts)
+            if answer is None:
+                break
+            if self.weight(answer) >= self.need:
+                self._offer(answer)
+                break
+            cuts.append(self._outside(answer))
+            self._offer(self._repaired(answer))
+        return self.best
+
+    def _solve(self, cuts: Sequence[frozenset[int]]) -> frozenset[int] | None:
+        """Return what HiGHS chooses and raise ``bound`` to what it proves."""
+        unit = self.weight_unit
+        rows = [[self.weights[i] / unit for i in self.items]]
+        rows += [[float(i in cut) for i in self.items] for cut in cuts]
+        least = [self.need / unit] + [1.0] * len(cuts)
+        result = milp(
+            c=np.array([self.damages[i] * self.unit for i in self.items]),
+            integrality=np.ones(len(self.items), dtype=np.int64),
+            bounds=Bounds(0, 1),
+            constraints=LinearConstraint(np.array(rows), lb=np.array(least)),
+            options={"mip_rel_gap": 0.0, "time_limit": max(0.01, self.deadline - time.monotonic())},
+        )
+        if result.mip_dual_bound is not None and math.isfinite(result.mip_dual_bound):
+            self.bound = max(self.bound, result.mip_dual_bound / self.unit)
+        if result.x is None:
+            return None
+        return frozenset(i for i, x in zip(self.items, result.x, strict=True) if x > 0.5)
+
+    def _outside(self, short: frozenset[int]) -> frozenset[int]:
+        """Grow a set that falls short as far as it still does, and return the rest: one of these must be chosen."""
+        grown = set(short)
+        room = self.need - 1 - self.weight(short)
+        for i in sorted(self.items, key=lambda i: (self.weights[i], i)):
+            if i not in grown and self.weights[i] <= room:
+                grown.add(i)
+                room -= self.weights[i]
+        return frozenset(self.items) - grown
+
+    def _repaired(self, short: frozenset[int]) -> frozenset[int]:
+        """Complete a set that falls short, cheapest per weight first."""
+        rest = [i for i in self.items if i not in short]
+        return short | self._greedy(rest, self.need - self.weight(short), self._by_efficiency)
+
+    def _start(self, items: Sequence[int]) -> frozenset[int]:
+        """The cheapest greedy cover: by weight (the paper's order), by damage, by damage per weight."""
+        orders: tuple[_Order, ...] = (
+            lambda i: (-self.weights[i], i),
+            lambda i: (self.damages[i], i),
+            self._by_efficiency,
+        )
+        covers = [self._pruned(self._greedy(items, self.need, order)) for order in orders]
+        return min(covers, key=lambda chosen: (self.cost(chosen), len(chosen)))
+
+    def _by_efficiency(self, i: int) -> tuple[float, int]:
+        return self.damages[i] / self.weights[i], i
+
+    def _greedy(self, items: Iterable[int], need: int, order: _Order) -> frozenset[int]:
+        chosen: list[int] = []
+        for i in sorted(items, key=order):
+            if need <= 0:
+                break
+            chosen.append(i)
+            need -= self.weights[i]
+        return frozenset(chosen)
+
+    def _offer(self, chosen: frozenset[int]) -> None:
+        chosen = self._pruned(chosen)
+        if (self.cost(chosen), len(chosen)) < (self.cost(self.best), len(self.best)):
+            self.best = chosen
+
+    def _pruned(self, chosen: frozenset[int]) -> frozenset[int]:
+        """Drop what is not needed, the most harmful first: HiGHS cannot see damages far below the largest."""
+        kept = set(chosen)
+        spare = self.weight(chosen) - self.need
+        for i in sorted(chosen, key=lambda i: (-self.damages[i], self.weights[i], i)):
+            if self.weights[i] <= spare:
+                kept.remove(i)
+                spare -= self.weights[i]
+        return frozenset(kept)
