@@ -19,6 +19,7 @@ from fxprec.passes.base import Notice, Work
 from fxprec.passes.joint import JointGraph
 from fxprec.passes.lowering import lower
 from fxprec.plan import Plan, Site
+import fxprec.runtime.cpu.ops  # noqa: F401  registers the CPU kernels
 from fxprec.runtime.controller import Controller, Rules
 from fxprec.runtime.events import Event
 
@@ -125,7 +126,7 @@ class PlannedGraph:
     def _compile_half(self, gm: GraphModule, examples: Sequence[Any], **options: Any) -> Compiled:
         """Lower and compile the forward or the backward graph; strip its statistics from the results."""
         num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-        sites = lower(gm, self.config.lowering, watched=self._watched, scaled=self._scaled)
+        sites = lower(gm, self.config.lowering, self.captured.device.type, watched=self._watched, scaled=self._scaled)
         if self.config.lowering == "eager":
             run = _interpreted(gm)
         else:

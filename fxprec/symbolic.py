@@ -11,6 +11,9 @@
 ``observe(x, other, table, site, format) -> x``
     Identity; its statistics say what rounding ``x`` to ``format`` would do to ``<x, other>`` (policy ``exact``).
 
+On CPU, lowering turns them into three kernels: ``store`` (codes, rounded values, statistics), ``round`` (the same
+without codes) and ``load``.
+
 Passes see the schemas and the fake implementations here; `fxprec.runtime.reference_ops` registers the real
 ones, so a graph runs at every stage of compilation.
 """
@@ -34,11 +37,23 @@ _library.define(
 _library.define("site_stats(Tensor x, Tensor table, int site, str format) -> Tensor")
 _library.define("rescale(Tensor g, Tensor table, int site) -> Tensor")
 _library.define("observe(Tensor x, Tensor other, Tensor table, int site, str format) -> Tensor")
+_CPU_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
+_library.define(
+    "store(Tensor x, Tensor table, int site, str format, str storage, bool value) -> (Tensor, Tensor, Tensor)",
+    tags=_CPU_TAGS,
+)
+_library.define(
+    "round(Tensor x, Tensor table, int site, str format, str storage) -> (Tensor, Tensor)", tags=_CPU_TAGS
+)
+_library.define("load(Tensor q, Tensor table, int site, str format) -> Tensor", tags=_CPU_TAGS)
 
 QUANTIZE = torch.ops.fxprec.quantize.default
 DEQUANTIZE = torch.ops.fxprec.dequantize.default
 SITE_STATS = torch.ops.fxprec.site_stats.default
 RESCALE = torch.ops.fxprec.rescale.default
+STORE = torch.ops.fxprec.store.default
+ROUND = torch.ops.fxprec.round.default
+LOAD = torch.ops.fxprec.load.default
 OBSERVE = torch.ops.fxprec.observe.default
 
 
@@ -82,3 +97,24 @@ def _(g: torch.Tensor, table: torch.Tensor, site: int) -> torch.Tensor:
 @torch.library.register_fake("fxprec::observe")
 def _(x: torch.Tensor, other: torch.Tensor, table: torch.Tensor, site: int, format: str) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.register_fake("fxprec::store")
+def _(
+    x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str, value: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes = torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
+    values = torch.empty_like(x, dtype=torch.float32) if value else x.new_empty(0, dtype=torch.float32)
+    return codes, values, x.new_empty(3, dtype=torch.float32)
+
+
+@torch.library.register_fake("fxprec::round")
+def _(
+    x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x, dtype=torch.float32), x.new_empty(3, dtype=torch.float32)
+
+
+@torch.library.register_fake("fxprec::load")
+def _(q: torch.Tensor, table: torch.Tensor, site: int, format: str) -> torch.Tensor:
+    return torch.empty_like(q, dtype=torch.float32)

@@ -1,0 +1,68 @@
+"""Lowering for the CPU: symbolic ops become calls of three compiled kernels.
+
+Expanding them for Inductor's C++ backend was tried first: on AVX2 ResNet-18 (width 32, batch 16, packed) compiled
+2.6x and ran 1.5x slower than float32, since every statistic becomes a loop of its own and every cast 20 nodes. One
+call that rounds, packs and counts in one pass over memory adds no nodes and little traffic.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fxprec import symbolic
+
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+def call_kernels(gm: GraphModule, watched: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:
+    """Replace symbolic ops; return the watched sites met and the nodes of their statistics, in one order."""
+    graph = gm.graph
+    stats: dict[int, Node] = {}
+    for q in graph.find_nodes(op="call_function", target=symbolic.QUANTIZE):
+        site = q.args[2]
+        node = _store(graph, q)
+        if site in watched:
+            stats.setdefault(site, node)
+    for x in graph.find_nodes(op="call_function", target=symbolic.DEQUANTIZE):
+        _load(graph, x)
+    return tuple(stats), list(stats.values())
+
+
+def _store(graph: Graph, q: Node) -> Node:
+    """Replace ``q`` and the dequantizes that read it; return the node of the statistics."""
+    readers = [u for u in q.users if u.target is symbolic.DEQUANTIZE]
+    keeps_codes = len(readers) < len(q.users) and q.args[4] != "simulate"
+    with graph.inserting_before(q):
+        if keeps_codes:
+            call = graph.call_function(symbolic.STORE, (*q.args, bool(readers)))
+            codes, values, stats = (graph.call_function(operator.getitem, (call, i)) for i in range(3))
+        else:
+            call = graph.call_function(symbolic.ROUND, q.args)
+            values, stats = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
+            codes = values
+    for reader in readers:
+        _replace(graph, reader, values)
+    q.replace_all_uses_with(codes)
+    graph.erase_node(q)
+    return stats
+
+
+def _load(graph: Graph, x: Node) -> None:
+    q, table, site, fmt, storage, _ = x.args
+    assert storage != "simulate"
+    with graph.inserting_before(x):
+        values = graph.call_function(symbolic.LOAD, (q, table, site, fmt))
+    _replace(graph, x, values)
+
+
+def _replace(graph: Graph, x: Node, values: Node) -> None:
+    """Put float32 ``values`` in the place of dequantize ``x``, which may want another dtype."""
+    dtype = x.args[5]
+    with graph.inserting_before(x):
+        new = values if dtype == torch.float32 else graph.call_function(_CONVERT, (values, dtype))
+    x.replace_all_uses_with(new)
+    graph.erase_node(x)

@@ -1,0 +1,1 @@
+"""CPU kernels: one compiled pass over memory per stored tensor."""
