@@ -1,0 +1,1 @@
+"""Command functions that `fxprec.cli` registers."""

@@ -1,0 +1,160 @@
+"""The payload's way: codes to their owner, summed there, the sum's codes to everyone.
+
+ALGORITHMS.md section 5. Bytes that a rank sends are those of a ring all-reduce of codes, 2 (N - 1) / N of the bucket.
+All ranks decode the same bytes, so replicas stay bit-identical whatever is rounded on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxprec.runtime.aps.exponents import ceil_log2, largest_magnitudes, scale_by_powers
+from fxprec.runtime.aps.groups import Groups
+from fxprec.runtime.aps.layout import Layout, layout
+from fxprec.runtime.aps.wire import Wire
+
+Uniform = Callable[[int], Tensor | None]
+"""Returns that many random float32 values in [0, 1), or None to round to nearest."""
+
+_HEADER = torch.int16
+_all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+
+
+@dataclass(frozen=True)
+class Coder:
+    """A wire with the rounding of this step."""
+
+    wire: Wire
+    uniform: Uniform
+    bounded: bool
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Bytes of scaled values."""
+        return self.wire.encode(values, uniform=self.uniform(values.numel()), bounded=self.bounded)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Values of bytes."""
+        return self.wire.decode(codes, bounded=self.bounded)
+
+    def round(self, values: Tensor) -> Tensor:
+        """Values of the wire format nearest to these, overflow by the format's own rule."""
+        return self.wire.decode(self.wire.encode(values, uniform=self.uniform(values.numel())))
+
+
+def exchange_fp32(codes: Tensor, coder: Coder, lay: Layout, groups: Groups) -> Tensor:
+    """Sum of all ranks' coded buckets, added in float32 in rank order and rounded once more (total,).
+
+    Each owner scales its pieces of layers by a second power of two and sends those exponents with the codes.
+    """
+    rows = _to_owners(codes, lay, coder.wire.code_bytes, groups.payload)
+    total = coder.decode(rows[0])
+    for row in rows[1:]:
+        total += coder.decode(row)
+    owned = lay.owned(groups.rank)
+    start = groups.rank * lay.chunk
+    pieces = [total[p.start - start : p.end - start] for p in owned]
+    exponents = _second_exponents(pieces, coder) if coder.bounded else torch.zeros(len(owned), dtype=torch.int32)
+    scale_by_powers(pieces, exponents.to(total.device))
+    header = torch.zeros(lay.max_pieces, dtype=_HEADER, device=total.device)
+    header[: len(owned)] = exponents
+    message = torch.cat([header.view(torch.uint8), coder.encode(total)])
+    return _decode_messages(_all_gather(message, groups.payload), coder, lay)
+
+
+def _second_exponents(pieces: list[Tensor], coder: Coder) -> Tensor:
+    """t of each piece of the sum; 0 where it is all zero or not finite."""
+    wide = largest_magnitudes(pieces).double()
+    usable = torch.isfinite(wide) & (wide > 0)
+    return torch.where(usable, coder.wire.top - ceil_log2(torch.where(usable, wide, 1.0)), 0)
+
+
+def _decode_messages(messages: Tensor, coder: Coder, lay: Layout) -> Tensor:
+    """Undo the second scaling of every owner's chunk."""
+    header_bytes = lay.max_pieces * _HEADER.itemsize
+    codes = messages[:, header_bytes:].reshape(-1)
+    total = coder.decode(codes)[: lay.total]
+    headers = messages[:, :header_bytes].contiguous().view(_HEADER).to(torch.int32)
+    exponents = [headers[r, : len(lay.owned(r))] for r in range(lay.num_ranks)]
+    scale_by_powers([total[p.start : p.end] for p in lay.pieces], -torch.cat(exponents))
+    return total
+
+
+def exchange_in_format(codes: Tensor, coder: Coder, lay: Layout, groups: Groups, kahan: bool) -> Tensor:
+    """Sum of all ranks' coded buckets with every partial sum rounded to the wire format (total,).
+
+    Ring order: the sum of rank c's chunk starts with rank c + 1 and ends with rank c. With sub-groups, members send
+    to their master, which adds in rank order; the masters form the ring; the result is broadcast in each group.
+    """
+    if groups.members is None:
+        return _ring(codes, coder, lay, groups.payload, kahan)[: lay.total]
+    size = lay.padded * coder.wire.code_bytes
+    padded = _pad(codes, size)
+    result = _members_to_master(padded, coder, groups, kahan)
+    if groups.masters is not None:
+        num_masters = dist.get_world_size(groups.masters)
+        over_masters = layout((lay.padded,), num_masters)
+        total = _ring(result, coder, over_masters, groups.masters, kahan)[: lay.padded]
+        result = coder.wire.encode(total)
+    dist.broadcast(result, groups.master, group=groups.members)
+    return coder.wire.decode(result)[: lay.total]
+
+
+def _members_to_master(codes: Tensor, coder: Coder, groups: Groups, kahan: bool) -> Tensor:
+    assert groups.members is not None
+    if groups.masters is None:
+        dist.gather(codes, None, dst=groups.master, group=groups.members)
+        return torch.empty_like(codes)
+    rows = [torch.empty_like(codes) for _ in range(dist.get_world_size(groups.members))]
+    dist.gather(codes, rows, dst=groups.master, group=groups.members)
+    return coder.wire.encode(accumulate(rows, coder, kahan))
+
+
+def _ring(codes: Tensor, coder: Coder, lay: Layout, group: dist.ProcessGroup, kahan: bool) -> Tensor:
+    rows = _to_owners(codes, lay, coder.wire.code_bytes, group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    order = [rows[(rank + 1 + k) % size] for k in range(size)]
+    total = coder.wire.encode(accumulate(order, coder, kahan))
+    return coder.wire.decode(_all_gather(total, group).reshape(-1))
+
+
+def accumulate(rows: list[Tensor], coder: Coder, kahan: bool) -> Tensor:
+    """Sum of coded rows in this order, every operation rounded to the wire format; Kahan's keeps what was lost."""
+    total = coder.wire.decode(rows[0])
+    lost = torch.zeros_like(total)
+    for row in rows[1:]:
+        term = coder.wire.decode(row)
+        if not kahan:
+            total = coder.round(total + term)
+            continue
+        term = coder.round(term - lost)
+        moved = coder.round(total + term)
+        lost = coder.round(coder.round(moved - total) - term)
+        total = moved
+    return total
+
+
+def _pad(codes: Tensor, size: int) -> Tensor:
+    if codes.numel() == size:
+        return codes
+    return torch.cat([codes, codes.new_zeros(size - codes.numel())])
+
+
+def _to_owners(codes: Tensor, lay: Layout, code_bytes: int, group: dist.ProcessGroup) -> Tensor:
+    """All-to-all of the chunks: this rank's chunk as every rank coded it (num_ranks, chunk * code_bytes)."""
+    sent = _pad(codes, lay.padded * code_bytes)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.view(lay.num_ranks, -1)
+
+
+def _all_gather(message: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's message as a row (num_ranks, bytes)."""
+    size = dist.get_world_size(group)
+    gathered = message.new_empty(size * message.numel())
+    _all_gather_into(gathered, message, group=group)
+    return gathered.view(size, -1)

@@ -1,0 +1,84 @@
+"""Per-layer exponents as one int8 vector, and the power-of-two factors they stand for.
+
+ALGORITHMS.md section 5: integer exponents by frexp, never float32 log2. The int8 rule: E (the exponent of the
+smallest power of two not below the layer's largest magnitude) is sent as E - 12, clamped to -127..126, so E from -115
+to 138 is exact. That covers every float32 up to 2^128 on 1024 ranks; a layer below 2^-115 is scaled as if it reached
+2^-115. -128 means that all elements are zero, 127 that one is inf or NaN; MAX lets any rank's 127 win.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ZERO_LAYER = -128
+NON_FINITE_LAYER = 127
+EXPONENT_BIAS = 12
+MAX_FACTOR_EXPONENT = 126  # 2^126 and 2^-126 are normal float32 numbers
+
+
+def largest_magnitudes(layers: list[Tensor]) -> Tensor:
+    """Largest magnitude of each layer, float32 (layers,); 0 for an empty one, NaN where there is a NaN."""
+    device = layers[0].device if layers else torch.device("cpu")
+    zero = torch.zeros((), device=device)
+    found = [zero if v.numel() == 0 else torch.linalg.vector_norm(v, float("inf")).float() for v in layers]
+    return torch.stack(found) if found else torch.zeros(0, device=device)
+
+
+def ceil_log2(magnitudes: Tensor) -> Tensor:
+    """Exact ceil(log2(x)) as int32 of positive finite float64 values."""
+    mantissa, exponent = torch.frexp(magnitudes)
+    return exponent.to(torch.int32) - (mantissa == 0.5).to(torch.int32)
+
+
+def exponent_codes(magnitudes: Tensor, num_terms: int = 1) -> Tensor:
+    """The int8 vector to be all-reduced with MAX, for sums of `num_terms` values of these magnitudes (layers,)."""
+    wide = magnitudes.double() * num_terms
+    finite = torch.isfinite(wide)
+    code = (ceil_log2(torch.where(finite, wide, 1.0)) - EXPONENT_BIAS).clamp(-127, 126)
+    code = torch.where(wide == 0, ZERO_LAYER, code)
+    return torch.where(finite, code, NON_FINITE_LAYER).to(torch.int8)
+
+
+def factor_exponents(codes: Tensor, top: int) -> Tensor:
+    """t = top - E per layer (int32), 0 for the sentinels; `top` is the exponent the largest value is brought to."""
+    code = codes.to(torch.int32)
+    sentinel = (code == ZERO_LAYER) | (code == NON_FINITE_LAYER)
+    return torch.where(sentinel, 0, top - EXPONENT_BIAS - code)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """2^k as float32 for int32 k in -126..127."""
+    return ((exponents.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+def mask_factors(codes: Tensor) -> Tensor:
+    """What a decoded layer is multiplied by beside its scale: 0 for an all-zero layer, NaN for a non-finite one."""
+    ones = torch.ones(codes.shape, dtype=torch.float32, device=codes.device)
+    ones = torch.where(codes == ZERO_LAYER, 0.0, ones)
+    return torch.where(codes == NON_FINITE_LAYER, torch.nan, ones)
+
+
+def scale_by_powers(pieces: list[Tensor], exponents: Tensor, mask: Tensor | None = None) -> None:
+    """Multiply each piece (float32) in place by 2^exponent, exactly while the results are normal, and by `mask`.
+
+    Exponents beyond 126 in size take two multiplications; on a GPU both are always made, to spare a host wait.
+    """
+    if not pieces:
+        return
+    first = exponents.clamp(-MAX_FACTOR_EXPONENT, MAX_FACTOR_EXPONENT)
+    second = exponents - first
+    factor = power_of_two(first)
+    _multiply(pieces, factor if mask is None else factor * mask)
+    if exponents.is_cuda or bool(second.any()):
+        _multiply(pieces, power_of_two(second))
+
+
+def _multiply(pieces: list[Tensor], factors: Tensor) -> None:
+    if factors.is_cuda:
+        for piece, factor in zip(pieces, factors.unbind(), strict=True):
+            piece.mul_(factor)
+        return
+    for piece, value in zip(pieces, factors.tolist(), strict=True):
+        if value != 1.0:
+            piece.mul_(value)

@@ -1,0 +1,119 @@
+"""The process groups an exchange needs, and the check that all ranks want the same one.
+
+Everything here is collective: each rank of the parent group calls it, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxprec.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of one exchange.
+
+    Exponents and payload have a group each, so the exponents of a bucket need not wait for the payload before it.
+    `members` and `masters` are the sub-groups of the hierarchical all-reduce; `masters` is None on other ranks.
+    """
+
+    rank: int
+    size: int
+    exponents: dist.ProcessGroup
+    payload: dist.ProcessGroup
+    members: dist.ProcessGroup | None = None
+    masters: dist.ProcessGroup | None = None
+    group_size: int | None = None
+
+    @property
+    def master(self) -> int:
+        """Global rank of the master of this rank's sub-group."""
+        assert self.members is not None
+        return dist.get_global_rank(self.members, 0)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout a group was made with, None where it does not tell."""
+    try:
+        options = group._get_backend(communication_device(group)).options
+    except (AttributeError, RuntimeError):
+        return None
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def communication_device(group: dist.ProcessGroup) -> torch.device:
+    """The device whose tensors this group carries."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def make_groups(parent: dist.ProcessGroup, group_size: int | None) -> Groups:
+    """Make the groups of an exchange over `parent`, with its timeout."""
+    ranks = dist.get_process_group_ranks(parent)
+    timeout = timeout_of(parent)
+    exponents = _own_group([ranks], dist.get_rank(), timeout)
+    payload = _own_group([ranks], dist.get_rank(), timeout)
+    rank, size = dist.get_rank(parent), len(ranks)
+    if group_size is None or group_size == 1 or size == 1:
+        return Groups(rank, size, exponents, payload)
+    parts = [ranks[start : start + group_size] for start in range(0, size, group_size)]
+    members = _own_group(parts, ranks[rank], timeout)
+    heads = ranks[::group_size]
+    others = [[r] for r in ranks if r not in heads]
+    masters = _own_group([heads, *others], ranks[rank], timeout)
+    return Groups(rank, size, exponents, payload, members, masters if ranks[rank] in heads else None, group_size)
+
+
+def _own_group(parts: list[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make the groups of disjoint parts and return the one this rank is in.
+
+    Each rank is in exactly one part: torch names a group made by its members alone after how many they have.
+    """
+    world_wide = sum(map(len, parts)) == dist.get_world_size()
+    made = {tuple(part): _new_group(part, timeout, world_wide) for part in parts if world_wide or rank in part}
+    return next(group for part, group in made.items() if rank in part)
+
+
+def _new_group(ranks: Sequence[int], timeout: timedelta | None, world_wide: bool) -> dist.ProcessGroup:
+    """A group made by all ranks of the world together, or, over a part of it, by its members alone."""
+    made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=not world_wide)
+    return made
+
+
+def agree(text: str, group: dist.ProcessGroup) -> None:
+    """Raise `ConfigError` on every rank, naming two that differ, unless `text` is the same on all ranks."""
+    texts = gather_texts(text, group)
+    for rank, other in enumerate(texts):
+        if other != texts[0]:
+            raise ConfigError(
+                f"APS options differ between ranks: rank 0 has ({texts[0]}), rank {rank} has ({other}); "
+                "give every rank the same"
+            )
+
+
+def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """The text of every rank of the group, in rank order."""
+    device = communication_device(group)
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    size = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([data.numel()], dtype=torch.int64, device=device), group=group)
+    longest = max(int(n) for n in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    rows = [torch.zeros_like(padded) for _ in range(size)]
+    dist.all_gather(rows, padded, group=group)
+    return [_text(row, int(n)) for row, n in zip(rows, lengths, strict=True)]
+
+
+def _text(row: Tensor, length: int) -> str:
+    return bytes(row[:length].tolist()).decode()

@@ -1,0 +1,79 @@
+"""Where layers lie in a flat bucket, how it is cut into one chunk per rank, and the pieces where the two meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements start..end of the bucket: the part of one layer that one rank owns."""
+
+    start: int
+    end: int
+    layer: int
+    owner: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A bucket of layers of `sizes` elements, shared out over `num_ranks` in equal chunks, the last one padded."""
+
+    sizes: tuple[int, ...]
+    num_ranks: int
+
+    @cached_property
+    def total(self) -> int:
+        """Elements of the bucket."""
+        return sum(self.sizes)
+
+    @cached_property
+    def chunk(self) -> int:
+        """Elements of one rank's chunk, padding included."""
+        return -(-self.total // self.num_ranks)
+
+    @cached_property
+    def padded(self) -> int:
+        """Elements of all chunks."""
+        return self.chunk * self.num_ranks
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All non-empty pieces in order."""
+        found, start = [], 0
+        for layer, size in enumerate(self.sizes):
+            end = start + size
+            while start < end:
+                owner = start // self.chunk
+                stop = min(end, (owner + 1) * self.chunk)
+                found.append(Piece(start, stop, layer, owner))
+                start = stop
+        return tuple(found)
+
+    @cached_property
+    def max_pieces(self) -> int:
+        """Most pieces that one rank owns."""
+        return max((len(self.owned(r)) for r in range(self.num_ranks)), default=0)
+
+    def owned(self, rank: int) -> tuple[Piece, ...]:
+        """Pieces of one rank's chunk, in order."""
+        return tuple(p for p in self.pieces if p.owner == rank)
+
+    def layers(self, flat: Tensor) -> list[Tensor]:
+        """Views of each layer in a flat tensor of `total` elements."""
+        return list(flat[: self.total].split(list(self.sizes)))
+
+
+@lru_cache(maxsize=1024)
+def layout(sizes: tuple[int, ...], num_ranks: int) -> Layout:
+    """The layout of those layer sizes, computed once."""
+    return Layout(sizes, num_ranks)
+
+
+def sizes_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Element counts."""
+    return tuple(t.numel() for t in tensors)

@@ -1,0 +1,145 @@
+"""The state of the APS communication hook: options, process groups, step count, residuals."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxprec.errors import ConfigError
+from fxprec.formats import Format
+from fxprec.runtime.aps.groups import Groups, agree, make_groups
+from fxprec.runtime.aps.options import Accumulate, APSOptions, Rounding, Scaling
+from fxprec.runtime.aps.wire import wire_of
+from fxprec.runtime.codecs import Codec
+
+KeepHigh = Iterable[str | nn.Module | Tensor]
+
+
+class APSState:
+    """State for ``ddp.register_comm_hook(state, aps_hook)``: gradients cross the network in 8 bits.
+
+    Construct it after ``init_process_group``, on every rank of `process_group`, with the same options: ranks compare
+    them, and each raises `ConfigError` naming both where they differ. Options are described at `APSOptions`.
+
+    `format`: a `Format`, a codec, or the name of either. `keep_high`: modules, parameters, or name patterns (then with
+    `model`) whose gradients stay in their own dtype; the paper advises the last classifier.
+    """
+
+    def __init__(
+        self,
+        format: str | Format | Codec = "e5m2",
+        *,
+        accumulate: Accumulate = "fp32",
+        group_size: int | None = None,
+        keep_high: KeepHigh = (),
+        model: nn.Module | None = None,
+        high_steps: int = 0,
+        high_epochs: int = 0,
+        rounding: Rounding = "nearest",
+        error_feedback: bool = False,
+        scaling: Scaling = "aps",
+        seed: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.wire = wire_of(format)
+        self.options = APSOptions(
+            format=self.wire.name,
+            accumulate=accumulate,
+            group_size=group_size,
+            rounding=rounding,
+            error_feedback=error_feedback,
+            high_steps=high_steps,
+            high_epochs=high_epochs,
+            scaling=scaling,
+            seed=seed,
+        )
+        self._kept = WeakTensorKeyDictionary()
+        for parameter in _parameters(keep_high, model):
+            self._kept[parameter] = True
+        self.step = 0
+        self.epoch = 0
+        self.residuals = WeakTensorKeyDictionary()
+        self.groups = self._meet(process_group)
+        self.worker: ThreadPoolExecutor | None = None
+
+    def _meet(self, process_group: dist.ProcessGroup | None) -> Groups:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError("APSState needs a process group and none is set up; call init_process_group before it")
+        parent = process_group if process_group is not None else dist.group.WORLD
+        assert parent is not None
+        kept = [tuple(p.shape) for p in self._kept]
+        agree(f"{self.options.text()}, keep_high={sorted(kept)}", parent)
+        return make_groups(parent, self.options.group_size)
+
+    def keeps_high(self, parameter: Tensor) -> bool:
+        """Say whether this parameter's gradient stays in its own dtype."""
+        return parameter in self._kept
+
+    @property
+    def in_high_phase(self) -> bool:
+        """Say whether the schedule still sends everything in the gradients' own dtype."""
+        return self.step < self.options.high_steps or self.epoch < self.options.high_epochs
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the schedule which epoch (from 0) begins; every rank says the same."""
+        self.epoch = epoch
+
+    def random(self, bucket: int, phase: int, device: torch.device) -> torch.Generator | None:
+        """A generator of its own for each (seed, step, bucket, rank, phase); None with nearest rounding."""
+        if self.options.rounding == "nearest":
+            return None
+        parts = (self.options.seed, self.step, bucket, self.groups.rank, phase)
+        return torch.Generator(device).manual_seed(_mix(parts))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values to resume from: the step and the epoch. Residuals are rebuilt within a step."""
+        return {"step": self.step, "epoch": self.epoch, "options": self.options.text()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Resume. Raises `ConfigError` if it was saved under other options."""
+        if saved.get("options") != self.options.text():
+            raise ConfigError(
+                f"APS state was saved with ({saved.get('options')}), this one has ({self.options.text()}); "
+                "build it with the same options"
+            )
+        self.step, self.epoch = int(saved["step"]), int(saved["epoch"])
+
+
+def _mix(parts: Iterable[int]) -> int:
+    """A 63-bit seed from small integers (splitmix64's steps)."""
+    state = 0
+    for part in parts:
+        state = (state + part + 0x9E3779B97F4A7C15) & (2**64 - 1)
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+        state ^= state >> 31
+    return state >> 1
+
+
+def _parameters(keep_high: KeepHigh, model: nn.Module | None) -> list[Tensor]:
+    found: list[Tensor] = []
+    for item in [keep_high] if isinstance(keep_high, str | nn.Module | Tensor) else keep_high:
+        if isinstance(item, nn.Module):
+            found += item.parameters()
+        elif isinstance(item, Tensor):
+            found.append(item)
+        else:
+            found += _matching(item, model)
+    return found
+
+
+def _matching(pattern: str, model: nn.Module | None) -> list[Tensor]:
+    if model is None:
+        raise ConfigError(f"keep_high={pattern!r} is a name, and names need a model to look in; pass model=")
+    named = [(name.removeprefix("module.").replace("_orig_mod.", ""), p) for name, p in model.named_parameters()]
+    found = [p for name, p in named if fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, f"{pattern}.*")]
+    if not found:
+        raise ConfigError(f"keep_high={pattern!r} matches no parameter; names here begin with {named[0][0]!r}")
+    return found

@@ -1,0 +1,147 @@
+"""What crosses the wire: codes of a number format or of an 8-bit codec, as bytes.
+
+A wire turns scaled float32 values into bytes and back. Formats wider than a byte use 16-bit codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fxprec.errors import FormatError
+from fxprec.formats import Format, parse
+from fxprec.runtime.aps import float_codes
+from fxprec.runtime.codec_tables import TABLES
+from fxprec.runtime.codecs import Codec, codec, decode_values, encode_values
+
+MAX_TOP_EXPONENT = 100  # leaves float32 room for a sum over 2^27 ranks
+
+
+class Wire(Protocol):
+    """Encoder and decoder of one kind of code."""
+
+    @property
+    def name(self) -> str:
+        """Name of the format or codec."""
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of one code, 1 or 2."""
+
+    @property
+    def top(self) -> int:
+        """Exponent of the power of two that a layer's largest magnitude is brought to, at most."""
+
+    def encode(self, values: Tensor, *, uniform: Tensor | None = None, bounded: bool = False) -> Tensor:
+        """Bytes (uint8, n * code_bytes) of float32 values (n,).
+
+        `uniform` in [0, 1) rounds stochastically; `bounded` promises magnitudes of at most 2^top.
+        """
+
+    def decode(self, codes: Tensor, *, bounded: bool = False) -> Tensor:
+        """Float32 values (n,) of the bytes (n * code_bytes,); `bounded` codes come from a `bounded` encoding."""
+
+
+# Casts torch has: the dtype and the largest exponent up to which its codes are those of any 1-E-M of equal widths.
+_NATIVE: dict[tuple[int, int], tuple[torch.dtype, int]] = {
+    (5, 2): (torch.float8_e5m2, 15),
+    (4, 3): (torch.float8_e4m3fn, 8),
+    (5, 10): (torch.float16, 15),
+    (8, 7): (torch.bfloat16, 127),
+}
+
+
+@dataclass(frozen=True)
+class FloatWire:
+    """Codes of a number format of at most 16 bits."""
+
+    fmt: Format
+
+    def __post_init__(self) -> None:
+        if self.fmt.bits > 16:
+            raise FormatError(
+                f"format {self.fmt.name} has {self.fmt.bits} bits; gradients are sent in codes of at most 16: choose "
+                "a narrower format, or leave the hook out"
+            )
+
+    @property
+    def name(self) -> str:
+        """Name of the format."""
+        return self.fmt.name
+
+    @property
+    def code_bytes(self) -> int:
+        """1 up to 8 bits, else 2."""
+        return 1 if self.fmt.bits <= 8 else 2
+
+    @cached_property
+    def top(self) -> int:
+        """The paper's e_max for IEEE-like formats; never above what torch's own cast of these widths holds."""
+        native = _NATIVE.get((self.fmt.exponent_bits, self.fmt.mantissa_bits))
+        limit = MAX_TOP_EXPONENT if native is None else min(MAX_TOP_EXPONENT, native[1] - self.fmt.bias)
+        return min(self.fmt.max_exponent, limit)
+
+    @cached_property
+    def _cast(self) -> torch.dtype | None:
+        """Torch's dtype whose codes agree for magnitudes of at most 2^top."""
+        native = _NATIVE.get((self.fmt.exponent_bits, self.fmt.mantissa_bits))
+        return None if native is None or abs(self.fmt.bias) > MAX_TOP_EXPONENT else native[0]
+
+    def encode(self, values: Tensor, *, uniform: Tensor | None = None, bounded: bool = False) -> Tensor:
+        """See `Wire.encode`."""
+        if uniform is None and bounded and self._cast is not None:
+            shifted = values if self.fmt.bias == 0 else values * 2.0**self.fmt.bias
+            return shifted.to(self._cast).view(torch.uint8)
+        return float_codes.encode(values, self.fmt, uniform).view(torch.uint8)
+
+    def decode(self, codes: Tensor, *, bounded: bool = False) -> Tensor:
+        """See `Wire.decode`."""
+        if self.fmt.torch_dtype is not None:
+            return codes.view(self.fmt.torch_dtype).to(torch.float32)
+        if bounded and self._cast is not None:
+            values = codes.view(self._cast).to(torch.float32)
+            return values if self.fmt.bias == 0 else values.mul_(2.0**-self.fmt.bias)
+        return float_codes.decode(codes.view(self.fmt.code_dtype), self.fmt)
+
+
+@dataclass(frozen=True)
+class TableWire:
+    """Codes of an 8-bit codec; the largest magnitude is brought to at most the codec's largest, 1 or below."""
+
+    codec: Codec
+
+    @property
+    def name(self) -> str:
+        """Name of the codec."""
+        return self.codec.name
+
+    @property
+    def code_bytes(self) -> int:
+        """Always 1."""
+        return 1
+
+    @property
+    def top(self) -> int:
+        """0: values of at most 1. What little of (largest, 1] a static tree lacks saturates, by under 2 %."""
+        return 0
+
+    def encode(self, values: Tensor, *, uniform: Tensor | None = None, bounded: bool = False) -> Tensor:
+        """See `Wire.encode`."""
+        return encode_values(values, self.codec, uniform)
+
+    def decode(self, codes: Tensor, *, bounded: bool = False) -> Tensor:
+        """See `Wire.decode`."""
+        return decode_values(codes, self.codec)
+
+
+def wire_of(fmt: str | Format | Codec) -> Wire:
+    """The wire of a format, a codec, or the name of either. Raises `FormatError` for anything else."""
+    if isinstance(fmt, Codec):
+        return TableWire(fmt)
+    if isinstance(fmt, str) and fmt in TABLES:
+        return TableWire(codec(fmt))
+    return FloatWire(parse(fmt))
