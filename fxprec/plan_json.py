@@ -97,13 +97,18 @@ def _read(name: str) -> bytes:
     """Return the file's bytes; refuse what is no regular file, or too large, before reading it."""
     try:
         handle = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not block
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise PlanError("is no regular file; give the path of a plan file, such as plan.save() writes")
+            with open(handle, "rb", closefd=False) as file:
+                content = file.read(MAX_BYTES + 1)
+        finally:
+            os.close(handle)
+    except PlanError:
+        raise
     except (OSError, ValueError) as error:
         cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise PlanError(f"cannot be read: {cause}; give the path of a plan file") from None
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise PlanError("is no regular file; give the path of a plan file, such as plan.save() writes")
-        content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise PlanError(f"is larger than {MAX_BYTES // 2**20} MiB, so it is no plan file; give one plan.save() wrote")
     return content
@@ -158,6 +163,6 @@ def _check_schema(entry: Entry) -> None:
     found = entry.get("schema").value
     if type(found) is not int or found != SCHEMA:
         raise PlanError(
-            f"schema: is {_short(str(found))}, and this fxprec reads {SCHEMA}; "
+            f"schema: is {found!r:.60}, and this fxprec reads {SCHEMA}; "
             "plan again with this version, or install the fxprec that wrote the file"
         )
