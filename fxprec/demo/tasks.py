@@ -38,12 +38,12 @@ def digits_task(*, steps: int = 330, batch: int = 64) -> Task:
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = torch.randperm(len(digits.train_labels), generator=generator)
-            for chosen in order.split(batch)[: len(order) // batch]:
+            for chosen in torch.split(order, batch)[: len(order) // batch]:
                 yield digits.train_images[chosen], digits.train_labels[chosen]
 
     def evaluate(model: nn.Module) -> float:
         predicted = model(digits.test_images).argmax(dim=1)
-        return (predicted == digits.test_labels).float().mean().item()
+        return float((predicted == digits.test_labels).float().mean())
 
     return Task("digits", "accuracy", SmallCNN, batches, evaluate, learning_rate=5e-3, steps=steps)
 
@@ -63,7 +63,7 @@ def text_task(*, steps: int = 330, batch: int = 32, context: int = 64) -> Task:
 
     def evaluate(model: nn.Module) -> float:
         inputs, targets = windows(text.held_out, torch.linspace(0, len(text.held_out) - context - 1, 256).long())
-        return cross_entropy(model(inputs), targets).item()
+        return float(cross_entropy(model(inputs), targets))
 
     def make_model() -> nn.Module:
         return CharTransformer(vocab=data.VOCAB, context=context)

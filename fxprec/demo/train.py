@@ -51,7 +51,7 @@ class Outcome:
         """``"requested"`` or ``"achieved"`` share of elements held low, over all plans; None without a plan."""
         plans = [p.to_dict() for p in self.plans]
         total = sum(p["total_elements"] for p in plans)
-        if not total:
+        if not total or any(p[f"{which}_low_ratio"] is None for p in plans):
             return None
         return float(sum(p[f"{which}_low_ratio"] * p["total_elements"] for p in plans) / total)
 
@@ -106,7 +106,7 @@ def train(task: Task, recipe: str, options: Mapping[str, Any], *, seed: int, on_
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        return loss.item()
+        return float(loss.detach())
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
