@@ -11,7 +11,6 @@ Two layers: a *row* holds a format as eight integers, so that a runtime table ca
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -21,10 +20,10 @@ from fxprec.formats import Format
 Scalar: TypeAlias = int | torch.Tensor
 """A Python int, or a 0-dim int32 tensor."""
 
-_MAGNITUDE = 0x7FFFFFFF
-_INFINITY = 0x7F800000
-_QUIET_NAN = 0x7FC00000
-_SIGN = -(1 << 31)
+MAGNITUDE = 0x7FFFFFFF
+INFINITY = 0x7F800000
+QUIET_NAN = 0x7FC00000
+SIGN = -(1 << 31)
 
 
 class FormatRow(NamedTuple):
@@ -63,12 +62,11 @@ def float_bits(value: float) -> int:
     return bits
 
 
-@lru_cache(maxsize=1024)
 def format_row(fmt: Format) -> FormatRow:
     """Return the row of ``fmt``."""
     shift = 23 - fmt.mantissa_bits
     parity = _parity(fmt)
-    overflow = {"saturate": float_bits(fmt.largest), "inf": _INFINITY, "nan": _QUIET_NAN}[str(fmt.overflow)]
+    overflow = {"saturate": float_bits(fmt.largest), "inf": INFINITY, "nan": QUIET_NAN}[str(fmt.overflow)]
     half_smallest = fmt.smallest_subnormal / 2
     return FormatRow(
         scale_exponent=0,
@@ -93,7 +91,8 @@ def _parity(fmt: Format) -> int:
     return -1 if fmt.mantissa_bits == 0 and (127 - fmt.offset) % 2 else 1
 
 
-def _as_float(bits: Scalar) -> float | torch.Tensor:
+def as_float(bits: Scalar) -> float | torch.Tensor:
+    """Return the float32 of ``bits``."""
     if isinstance(bits, torch.Tensor):
         return bits.view(torch.float32)
     value: float = struct.unpack("<f", struct.pack("<i", bits))[0]
@@ -115,16 +114,16 @@ def round_with_row(
     Keeps NaN, -0.0 and, for FP32, every bit of every number.
     """
     bits = x.view(torch.int32)
-    magnitude = bits & _MAGNITUDE
+    magnitude = bits & MAGNITUDE
     parity = (min_normal & 3) - 1
     tie = ((magnitude >> shift) & 1) * parity
     normal = ((magnitude + addend + tie) >> shift) << shift
-    anchor = _as_float(magic)
+    anchor = as_float(magic)
     subnormal = ((magnitude.view(torch.float32) + anchor) - anchor).view(torch.int32)
     rounded = torch.where(magnitude < min_normal, subnormal, normal)
     rounded = torch.where(rounded > largest, overflow, rounded)
-    rounded = torch.where(magnitude > _INFINITY, magnitude, rounded)
-    return (rounded | (bits & _SIGN)).view(torch.float32)
+    rounded = torch.where(magnitude > INFINITY, magnitude, rounded)
+    return (rounded | (bits & SIGN)).view(torch.float32)
 
 
 def overflow_threshold(shift: Scalar, largest: Scalar) -> Scalar:
@@ -139,7 +138,7 @@ def round_stats(x: torch.Tensor, row: FormatRow | tuple[Scalar, ...]) -> RoundSt
 
     Overflow: |x| >= largest + half a unit, inf, or NaN. Underflow: non-zero that rounds to zero.
     """
-    magnitude = x.view(torch.int32) & _MAGNITUDE
+    magnitude = x.view(torch.int32) & MAGNITUDE
     over = magnitude >= overflow_threshold(row[1], row[5])
     under = (magnitude > 0) & (magnitude <= row[7])
     return RoundStats(
@@ -160,13 +159,13 @@ def encode_bits(x: torch.Tensor, fmt: Format) -> torch.Tensor:
         return x.to(native).view(fmt.code_dtype)
     row = format_row(fmt)
     bits = x.view(torch.int32)
-    magnitude = bits & _MAGNITUDE
+    magnitude = bits & MAGNITUDE
     code = _magnitude_code(_bounded(magnitude, fmt), fmt, row)
     code = torch.clamp_max(code, fmt.overflow_code)
     if fmt.nan_code is not None:
-        code = torch.where(magnitude > _INFINITY, fmt.nan_code, code)
+        code = torch.where(magnitude > INFINITY, fmt.nan_code, code)
     top = fmt.bits - 1
-    sign = (bits >> (31 - top)) & (1 << top if top < 31 else _SIGN)
+    sign = (bits >> (31 - top)) & (1 << top if top < 31 else SIGN)
     return _narrow(code | sign, fmt.code_dtype)
 
 
@@ -177,7 +176,7 @@ def _narrow(code: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _bounded(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Keep the rounding sum of a NaN without a code within int32."""
     wraps = fmt.nan_code is None and fmt.offset >= 127
-    return torch.clamp_max(magnitude, _INFINITY) if wraps else magnitude
+    return torch.clamp_max(magnitude, INFINITY) if wraps else magnitude
 
 
 def _magnitude_code(magnitude: torch.Tensor, fmt: Format, row: FormatRow) -> torch.Tensor:
@@ -190,7 +189,7 @@ def _magnitude_code(magnitude: torch.Tensor, fmt: Format, row: FormatRow) -> tor
         normal = normal + last if parity > 0 else normal - last
     if shift:
         normal = normal >> shift
-    subnormal = (magnitude.view(torch.float32) + _as_float(row.magic)).view(torch.int32) - row.magic
+    subnormal = (magnitude.view(torch.float32) + as_float(row.magic)).view(torch.int32) - row.magic
     return torch.where(magnitude < row.min_normal, subnormal, normal)
 
 
@@ -203,11 +202,11 @@ def decode_bits(code: torch.Tensor, fmt: Format) -> torch.Tensor:
     wide = code.view(torch.int32) if fmt.code_dtype == torch.uint32 else code.to(torch.int32)
     if top < 31:
         # Sign to bit 31, then copied down over the exponent bits the format lacks, then cleared there.
-        wide = ((wide << (31 - top)) >> (8 - fmt.exponent_bits)) & (_SIGN | ((1 << top) - 1) << shift)
+        wide = ((wide << (31 - top)) >> (8 - fmt.exponent_bits)) & (SIGN | ((1 << top) - 1) << shift)
     # Float32's own subnormals stand for the format's: multiplying by a power of two is exact.
     value = _times_power(wide.view(torch.float32), fmt.min_exponent + 126)
     if fmt.largest_code < (1 << top) - 1:
-        infinite = wide & _MAGNITUDE > fmt.largest_code << shift
+        infinite = wide & MAGNITUDE > fmt.largest_code << shift
         value = torch.where(infinite, _special(wide, fmt), value)
     return value
 
@@ -222,8 +221,8 @@ def _special(wide: torch.Tensor, fmt: Format) -> torch.Tensor | float:
     """What a code above the largest number means: its mantissa stays for IEEE's NaNs."""
     if fmt.specials == "fn":
         return torch.nan
-    kept = wide if fmt.specials == "ieee" else wide & _SIGN
-    return (kept | _INFINITY).view(torch.float32)
+    kept = wide if fmt.specials == "ieee" else wide & SIGN
+    return (kept | INFINITY).view(torch.float32)
 
 
 def _exact_cast(fmt: Format) -> torch.dtype | None:
