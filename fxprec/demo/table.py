@@ -12,17 +12,30 @@ from fxprec.demo.train import Outcome
 CAPTION = (
     "Accuracy (test images) and loss (nats a character, held-out text) are of the uncompiled float32 module. "
     "Saved: bytes autograd keeps for backward from the model's forward, whole storages each once, parameters' own "
-    "left out; x is against fp32. Low: share of elements asked and planned low. Compile is the first step; "
+    "left out. Low: share of elements asked and planned low. Compile is the first step; "
     "train all later ones."
 )
-_COLUMNS = ("model", "recipe", "result", "low asked", "low reached", "saved", "x", "promoted", "compile s", "train s")
+_COLUMNS = (
+    "model",
+    "recipe",
+    "accuracy\nor loss",
+    "low\nasked",
+    "low\nreached",
+    "saved\nMB",
+    "vs\nfp32",
+    "promoted",
+    "compile\ns",
+    "train\ns",
+)
 
 
 def result_table(outcomes: Sequence[Outcome]) -> Table:
-    """Return a table with one row per outcome, in order, a rule between models."""
-    table = Table(title="fxprec demo", caption=CAPTION, box=box.SIMPLE_HEAD, caption_justify="left")
+    """Return a table with one row per outcome, in order; it fits 80 columns."""
+    table = Table(
+        title="fxprec demo", caption=CAPTION, box=box.SIMPLE_HEAD, caption_justify="left", padding=(0, 1, 0, 0)
+    )
     for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in ("model", "recipe", "result") else "right")
+        table.add_column(name, justify="left" if name in ("model", "recipe") else "right")
     fp32 = {o.task: o.saved_bytes for o in outcomes if o.recipe == "fp32"}
     for i, outcome in enumerate(outcomes):
         last = i + 1 == len(outcomes) or outcomes[i + 1].task != outcome.task
@@ -41,10 +54,10 @@ def _row(outcome: Outcome, fp32_bytes: int | None) -> list[str]:
     return [
         outcome.task,
         outcome.recipe,
-        score_text(outcome),
+        f"{outcome.score:.2%}" if outcome.metric == "accuracy" else f"{outcome.score:.3f}",
         _ratio(outcome.low_ratio("requested")),
         _ratio(outcome.low_ratio("achieved")),
-        f"{outcome.saved_bytes / 1e6:.2f} MB",
+        f"{outcome.saved_bytes / 1e6:.2f}",
         f"{outcome.saved_bytes / fp32_bytes:.2f}" if fp32_bytes else "-",
         str(outcome.promotions),
         f"{outcome.compile_seconds:.1f}",
