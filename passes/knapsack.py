@@ -22,6 +22,7 @@ MAX_CUTS = 200
 # that is a relative 1e-10.
 _OBJECTIVE_SCALE = 1e4
 _WEIGHT_SCALE = 1e6
+_UNBOUNDED = 1e200  # sums of smaller damages stay finite
 _PROVED = 1e-9  # a gap below HiGHS's own accuracy counts as closed
 
 _Order = Callable[[int], tuple[float, int]]
@@ -49,7 +50,7 @@ def min_damage_cover(
     if sum(weights[i] for i in useful) < need:
         return None
     forced = _forced(useful, weights, damages, need)
-    free = [i for i in useful if math.isfinite(damages[i])]
+    free = [i for i in useful if damages[i] < _UNBOUNDED]
     assert all(damages[i] >= 0 for i in free), "damage is an absolute value"
     search = _Search(weights, damages, need - sum(weights[i] for i in forced), free, time_limit)
     chosen = search.run()
@@ -60,8 +61,8 @@ def min_damage_cover(
 
 def _forced(useful: Iterable[int], weights: Sequence[int], damages: Sequence[float], need: int) -> frozenset[int]:
     """Items of unbounded damage that are needed all the same: the heaviest, as few as possible."""
-    unbounded = [i for i in useful if not math.isfinite(damages[i])]
-    missing = need - sum(weights[i] for i in useful if math.isfinite(damages[i]))
+    unbounded = [i for i in useful if not damages[i] < _UNBOUNDED]
+    missing = need - sum(weights[i] for i in useful if damages[i] < _UNBOUNDED)
     taken: list[int] = []
     for i in sorted(unbounded, key=lambda i: (-weights[i], i)):
         if missing <= 0:
@@ -83,7 +84,7 @@ class _Search:
         self.bound = 0.0  # proved lower bound on the damage
         ceiling = self.cost(self.best)
         self.items = [i for i in items if damages[i] <= ceiling]  # a dearer item is in no optimal cover
-        self.unit = _OBJECTIVE_SCALE / ceiling if ceiling else 1.0
+        self.ceiling = ceiling
         # Small whole coefficients are exact; larger ones leave HiGHS's integrality tolerance, 1e-6, below one.
         divisor = math.gcd(*(weights[i] for i in self.items)) or 1
         self.weight_unit = max(divisor, max((weights[i] for i in self.items), default=1) / _WEIGHT_SCALE)
@@ -117,14 +118,14 @@ class _Search:
         rows += [[float(i in cut) for i in self.items] for cut in cuts]
         least = [self.need / unit] + [1.0] * len(cuts)
         result = milp(
-            c=np.array([self.damages[i] * self.unit for i in self.items]),
+            c=np.array([self.damages[i] / self.ceiling * _OBJECTIVE_SCALE for i in self.items]),
             integrality=np.ones(len(self.items), dtype=np.int64),
             bounds=Bounds(0, 1),
             constraints=LinearConstraint(np.array(rows), lb=np.array(least)),
             options={"mip_rel_gap": 0.0, "time_limit": max(0.01, self.deadline - time.monotonic())},
         )
         if result.mip_dual_bound is not None and math.isfinite(result.mip_dual_bound):
-            self.bound = max(self.bound, result.mip_dual_bound / self.unit)
+            self.bound = max(self.bound, result.mip_dual_bound / _OBJECTIVE_SCALE * self.ceiling)
         if result.x is None:
             return None
         return frozenset(i for i, x in zip(self.items, result.x, strict=True) if x > 0.5)

@@ -1,0 +1,410 @@
+"""Assignment against a plain reading of ALGORITHMS section 3, in exact arithmetic."""
+
+import dataclasses
+import math
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import sympy
+from fxprec.passes.assignment import Assignment, assign, elements_needed
+from fxprec.passes.policies import POLICIES
+from fxprec.passes.saved_bytes import SavedBytes, bytes_per_element, readable
+from fxprec.passes.tensors import CountedTensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxprec import config as config_module
+from fxprec.config import Config
+from fxprec.errors import BudgetError, ConfigError
+from fxprec.formats import parse
+
+KINDS = ("output", "param", "grad_output", "grad_param")
+
+
+def tensor(i: int, kind: str, group: int, elements: int, **roles: object) -> CountedTensor:
+    values = {
+        "id": i,
+        "name": f"t{i}",
+        "kind": kind,
+        "group": group,
+        "elements": elements,
+        "size": sympy.Integer(elements),
+        "module": f"block{group}",
+        "source": "model.py:3",
+        "feeds_gemm": False,
+        "of_gemm": False,
+        "saved": kind in ("output", "param"),
+        "shape": str(elements),
+    }
+    return CountedTensor(**values | roles)
+
+
+def groups_of(sizes: list[int]) -> list[CountedTensor]:
+    """One tensor of each kind in every group; of group size n, an odd element goes to the output."""
+    tensors: list[CountedTensor] = []
+    for group, size in enumerate(sizes):
+        for kind in KINDS:
+            elements = size - 3 * (size // 4) if kind == "output" else size // 4
+            tensors.append(tensor(len(tensors), kind, group, elements))
+    return tensors
+
+
+def mlp() -> list[CountedTensor]:
+    """Input, linear fc1, relu, linear fc2: two GEMMs, three groups, with the roles groups.py gives."""
+    rows = [
+        ("output", 0, 80, "", {"feeds_gemm": True}),  # 0 x
+        ("param", 0, 128, "fc1", {"feeds_gemm": True, "of_gemm": True}),  # 1 fc1.weight
+        ("grad_param", 0, 128, "fc1", {"of_gemm": True}),  # 2
+        ("output", 1, 160, "fc1", {"of_gemm": True}),  # 3 fc1
+        ("grad_output", 1, 160, "fc1", {"feeds_gemm": True}),  # 4
+        ("output", 1, 160, "relu", {"feeds_gemm": True}),  # 5 relu
+        ("grad_output", 1, 160, "relu", {"of_gemm": True}),  # 6
+        ("param", 1, 48, "fc2", {"feeds_gemm": True, "of_gemm": True}),  # 7 fc2.weight
+        ("grad_param", 1, 48, "fc2", {"of_gemm": True}),  # 8
+        ("output", 2, 30, "fc2", {"of_gemm": True}),  # 9 fc2
+        ("grad_output", 2, 30, "fc2", {"feeds_gemm": True}),  # 10
+    ]
+    return [tensor(i, kind, group, n, module=module, **roles) for i, (kind, group, n, module, roles) in enumerate(rows)]
+
+
+def low_groups(sizes: list[int], **options: object) -> set[int]:
+    return set(assign(groups_of(sizes), Config(recipe="fp8", **options)).low_groups)
+
+
+def the_papers_demotion(sizes: list[int], ratio: Fraction) -> set[int]:
+    """ALGORITHMS 3, word for word."""
+    total = sum(sizes)
+    reached, low = 0, set()
+    for group in sorted(range(len(sizes)), key=lambda g: (-sizes[g], g)):
+        if Fraction(reached, total) >= ratio:
+            break
+        low.add(group)
+        reached += sizes[group]
+    return low
+
+
+sizes_of_groups = st.lists(st.integers(1, 10**10), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(sizes_of_groups, st.integers(0, 10), st.booleans())
+def test_size_demotes_as_the_paper_in_steps_of_a_tenth(sizes, tenths, by_product):
+    ratio = tenths * 0.1 if by_product else tenths / 10  # 3 * 0.1 is 0.30000000000000004
+    assert low_groups(sizes, low_ratio=min(ratio, 1.0)) == the_papers_demotion(sizes, Fraction(tenths, 10))
+
+
+def test_a_ratio_met_exactly_demotes_no_further_group():
+    assert low_groups([1] * 10, low_ratio=3 * 0.1) == {0, 1, 2}
+    assert low_groups([1] * 10, low_ratio=np.nextafter(0.3, 1) + 1e-12) == {0, 1, 2, 3}
+    assert low_groups([4] * 3, low_ratio=1 / 3) == {0}
+    assert low_groups([10**10, 10**10, 1], low_ratio=0.5) == {0, 1}, "half needs one element more than group 0"
+
+
+def test_ties_go_to_the_lower_id_and_the_order_is_recorded_for_every_group():
+    result = assign(groups_of([8, 40, 8, 16]), Config(recipe="fp8", low_ratio=0.75))
+    assert result.order == {1: 0, 3: 1, 0: 2, 2: 3}
+    assert result.low_groups == {1, 3}
+    assert result.low == {t.id for t in groups_of([8, 40, 8, 16]) if t.group in (1, 3)}
+
+
+def test_ratio_zero_is_nothing_and_one_is_everything():
+    for policy in POLICIES:
+        options = {"recipe": "fp8", "policy": policy}
+        none = assign(mlp(), Config(**options, low_ratio=0), damage={})
+        assert none.low == none.low_groups == frozenset()
+        assert none.achieved_ratio == none.bit_ratio == 0.0
+    everything = assign(mlp(), Config(recipe="fp8", low_ratio=1))
+    assert everything.low == set(range(11))
+    assert everything.achieved_ratio == 1.0
+
+
+def test_other_orders():
+    sizes = [8, 40, 8, 16]
+    assert low_groups(sizes, policy="size-ascending", low_ratio=0.2) == {0, 2}
+    assert low_groups(sizes, policy="uniform") == {0, 1, 2, 3}
+    orders = {
+        tuple(sorted(found, key=found.get))
+        for seed in range(20)
+        for found in [dict(assign(groups_of(sizes), Config(recipe="fp8", policy="random", seed=seed)).order)]
+    }
+    assert len(orders) > 5, "seeds differ"
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+    again = Config(recipe="fp8", policy="random", seed=3)
+    assert assign(groups_of(sizes), again) == assign(groups_of(sizes), again)
+
+
+def test_operator_policies_choose_by_role():
+    operands = {0, 1, 4, 5, 7, 10}  # inputs, weights and incoming gradients of both linears
+    results = {3, 6, 9}  # what the linears make, forward and backward
+    assert assign(mlp(), Config(recipe="fp8", policy="operator")).low == operands
+    assert assign(mlp(), Config(recipe="fp8", policy="operator-io")).low == operands | results
+    held = assign(mlp(), Config(recipe="fp8", policy="operator", keep_high="ends"))
+    assert held.low == {5, 7}, "the first GEMM and the last group are high"
+    held = assign(mlp(), Config(recipe="fp8", policy="operator-io", keep_high="ends"))
+    assert held.low == {5, 6, 7}
+
+
+def test_ratios_count_what_the_definitions_say():
+    tensors = mlp()
+    result = assign(tensors, Config(recipe="fp8", low_ratio=0.5))
+    assert result.low_groups == {1}
+    total, low = sum(t.elements for t in tensors), sum(t.elements for t in tensors if t.group == 1)
+    assert result.achieved_ratio == low / total
+    spared = 8 * sum(t.elements for t in tensors if t.group == 1 and t.kind != "grad_param")
+    assert result.bit_ratio == pytest.approx(2 * spared / (16 * total), abs=1e-15)
+    assert result.bit_ratio < result.achieved_ratio, "weight gradients stay high"
+
+
+def test_bit_ratio_of_a_16_to_8_recipe_without_weight_gradients_is_the_element_ratio():
+    tensors = [tensor(i, kind, i, 100) for i, kind in enumerate(("output", "grad_output", "param"))]
+    for recipe in ("fp8", "hfp8"):
+        result = assign(tensors, Config(recipe=recipe, low_ratio=0.6))
+        assert result.bit_ratio == result.achieved_ratio == pytest.approx(2 / 3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes_of_groups, st.floats(0, 1), st.floats(0, 1), st.sampled_from(["size", "size-ascending", "random"]))
+def test_a_larger_ratio_only_adds_groups(sizes, a, b, policy):
+    less, more = (assign(groups_of(sizes), Config(recipe="fp8", policy=policy, low_ratio=r)) for r in sorted((a, b)))
+    assert less.low <= more.low
+    assert less.order == more.order
+    assert more.achieved_ratio >= max(a, b) * (1 - 1e-12)
+
+
+@settings(deadline=None)
+@given(st.floats(0, 1), st.integers(0, 10**12))
+def test_elements_needed_is_the_smallest_sufficient_count(ratio, total):
+    need = elements_needed(ratio, total)
+    slack = Fraction(ratio) * total / 2**50
+    assert 0 <= need <= total
+    assert need >= Fraction(ratio) * total - slack
+    assert need - 1 < Fraction(ratio) * total
+    assert (need > 0) == (ratio > 0 and total > 0)
+
+
+def test_a_recipe_without_a_low_format_demotes_nothing_and_still_records_the_order():
+    result = assign(mlp(), Config(recipe="bf16", policy="uniform"))
+    assert result.low == frozenset()
+    assert set(result.order) == {0, 1, 2}
+    assert result.warnings == ()
+    (warning,) = assign(mlp(), Config(recipe="bf16", low_ratio=0.6)).warnings
+    assert warning == (
+        "low_ratio 0.6 is not reached (0): recipe 'bf16' has no low format; choose 'fp8', or leave low_ratio out"
+    )
+
+
+def test_keep_high_holds_modules_and_their_submodules():
+    tensors = groups_of([8, 8, 8])
+    tensors = [dataclasses.replace(t, module=("stem", "layer1.0.conv", "layer10")[t.group]) for t in tensors]
+    for patterns, groups in [(("layer1",), {0, 2}), (("layer1.*",), {0, 2}), (("layer*",), {0}), (("*.conv",), {0, 2})]:
+        result = assign(tensors, Config(recipe="fp8", policy="uniform", keep_high=patterns))
+        assert result.low_groups == groups
+        assert result.warnings == ()
+
+
+def test_a_pattern_that_matches_nothing_is_a_warning():
+    (warning,) = assign(mlp(), Config(recipe="fp8", keep_high=("fc3",))).warnings
+    assert warning == "keep_high pattern 'fc3' matches no module; did you mean 'fc2'?; modules are fc1, fc2, relu"
+    many = [dataclasses.replace(t, module=f"m{t.id:02}") for t in groups_of([4] * 5)]
+    (warning,) = assign(many, Config(recipe="fp8", keep_high=("zzz",))).warnings
+    assert warning.endswith("modules are m00, m01, m02, m03, m04, m05, m06, m07 and 12 more")
+    bare = [dataclasses.replace(t, module="") for t in mlp()]
+    (warning,) = assign(bare, Config(recipe="fp8", keep_high=("fc",))).warnings
+    assert "the graph names no modules" in warning
+
+
+def test_a_ratio_that_keep_high_or_the_policy_prevents_is_a_warning():
+    result = assign(mlp(), Config(recipe="fp8", low_ratio=1, keep_high=("fc2",)))
+    total, held = sum(t.elements for t in mlp()), 48 + 48 + 30 + 30
+    assert result.achieved_ratio == (total - held) / total
+    assert result.warnings == (
+        f"low_ratio 1 is not reached ({(total - held) / total:.4g}): keep_high holds {held} of {total} elements; "
+        "keep less high, or ask for less",
+    )
+    (warning,) = assign(mlp(), Config(recipe="fp8", policy="operator", low_ratio=0.9)).warnings
+    assert "policy 'operator' decides by itself; choose 'size', or leave low_ratio out" in warning
+    assert assign(mlp(), Config(recipe="fp8", policy="operator")).warnings == (), "the default ratio asks for nothing"
+
+
+def test_ends_holds_the_first_gemm_and_the_last_group():
+    result = assign(mlp(), Config(recipe="fp8", policy="uniform", keep_high="ends"))
+    assert result.low == {5, 6, 7, 8}
+    assert result.low_groups == {1}
+    second_branch = tensor(11, "param", 0, 64, module="shortcut", of_gemm=True, feeds_gemm=True)
+    result = assign([*mlp(), second_branch], Config(recipe="fp8", policy="uniform", keep_high="ends"))
+    assert 11 in result.low, "another GEMM that reads group 0 is not the first"
+
+
+class TestBudget:
+    """Saved of ``mlp()``: outputs and parameters, 606 elements; 2 bytes each in bf16, 1 in fp8."""
+
+    SAVED = 80 + 128 + 160 + 160 + 48 + 30
+
+    def assign(self, budget: object, **options: object) -> Assignment:
+        return assign(mlp(), Config(recipe="fp8", activation_budget=budget, **options))
+
+    def test_groups_are_demoted_in_policy_order_until_the_bytes_fit(self):
+        high = 2 * self.SAVED
+        freed = {0: 80 + 128, 1: 160 + 160 + 48, 2: 30}
+        assert self.assign(high).low_groups == frozenset()
+        assert self.assign(high - 1).low_groups == {1}
+        assert self.assign(high - freed[1]).low_groups == {1}
+        assert self.assign(high - freed[1] - 1).low_groups == {0, 1}
+        assert self.assign(self.SAVED).low_groups == {0, 1, 2}
+        assert self.assign(high - 1, policy="size-ascending").low_groups == {2}
+
+    def test_what_it_predicts_is_reported(self):
+        result = self.assign(2 * self.SAVED - 1)
+        assert result.saved.fp32 == 4 * self.SAVED
+        assert result.saved.planned == 2 * self.SAVED - (160 + 160 + 48)
+        assert result.warnings == ()
+
+    def test_an_impossible_budget_names_the_least_and_the_ways_out(self):
+        with pytest.raises(BudgetError) as caught:
+            self.assign(self.SAVED - 1)
+        assert str(caught.value) == (
+            "activation_budget is 605 bytes, but with recipe 'fp8' and policy 'size' what is saved for backward takes "
+            "at least 606 bytes; raise the budget to that or take a smaller batch"
+        )
+        with pytest.raises(BudgetError, match="take a smaller batch or keep less high"):
+            self.assign(self.SAVED, keep_high=("fc2",))
+        with pytest.raises(BudgetError, match=r"policy 'operator' .* or choose policy 'size'"):
+            self.assign(self.SAVED, policy="operator")
+        with pytest.raises(BudgetError, match=r"choose a recipe with a low format \('bf16' has none\)"):
+            assign(mlp(), Config(recipe="bf16", activation_budget=self.SAVED))
+        with pytest.raises(BudgetError, match="policy 'exact'"):
+            assign(mlp(), Config(recipe="fp8", policy="exact", activation_budget=1), damage={})
+
+    def test_measured_bytes_replace_the_prediction(self):
+        measured = SavedBytes(high={5: 1000}, low={5: 400}, fixed=50)
+        result = assign(mlp(), Config(recipe="fp8", activation_budget=450), saved_bytes=measured)
+        assert result.low_groups == {1}
+        assert result.saved.planned == 450
+        with pytest.raises(BudgetError, match="at least 450 bytes"):
+            assign(mlp(), Config(recipe="fp8", activation_budget=449), saved_bytes=measured)
+
+    def test_exact_frees_the_bytes_at_the_least_damage(self):
+        damage = {5: 1.0, 0: 0.1, 1: 0.1, 9: 0.05}
+        config = Config(recipe="fp8", policy="exact", activation_budget=2 * self.SAVED - 200)
+        result = assign(mlp(), config, damage=damage)
+        assert result.low_groups == {0}, "208 bytes for 0.2, where group 1 frees 368 for 1.0"
+        assert result.gap == 0.0
+
+
+@pytest.mark.parametrize(("name", "size"), [("e4m3fn", 1), ("1-4-3+4", 1), ("bf16", 2), ("1-6-9", 2), ("fp32", 4)])
+def test_a_stored_element_takes_whole_bytes(name, size):
+    assert bytes_per_element(parse(name)) == size
+
+
+def test_sizes_are_readable():
+    assert [readable(n) for n in (0, 1023, 1024, 3 * 2**29)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1.00 KiB (1024 bytes)",
+        "1.50 GiB (1610612736 bytes)",
+    ]
+
+
+class TestExact:
+    def damage_of(self, low: frozenset[int], damage: dict[int, float]) -> float:
+        return math.fsum(damage[i] for i in low)
+
+    def test_it_is_never_worse_than_size_on_its_own_objective(self):
+        rng = random.Random(2)
+        better = 0
+        for _ in range(40):
+            tensors = groups_of([rng.randint(8, 10**6) for _ in range(25)])
+            damage = {t.id: 10 ** rng.uniform(-9, 0) for t in tensors}
+            ratio = rng.randint(1, 9) / 10
+            exact, size = (
+                assign(tensors, Config(recipe="hfp8", policy=p, low_ratio=ratio), damage=damage)
+                for p in ("exact", "size")
+            )
+            assert exact.achieved_ratio >= ratio
+            assert exact.gap == 0.0
+            assert self.damage_of(exact.low, damage) <= self.damage_of(size.low, damage)
+            better += self.damage_of(exact.low, damage) < 0.5 * self.damage_of(size.low, damage)
+        assert better > 20
+
+    def test_with_equal_damage_per_group_it_demotes_as_few_groups_as_size(self):
+        rng = random.Random(4)
+        for _ in range(40):
+            tensors = groups_of([rng.randint(8, 10**6) for _ in range(20)])
+            damage = {t.id: 0.25 for t in tensors}
+            ratio = rng.random()
+            exact, size = (
+                assign(tensors, Config(recipe="fp8", policy=p, low_ratio=ratio), damage=damage)
+                for p in ("exact", "size")
+            )
+            assert len(exact.low_groups) == len(size.low_groups)
+
+    def test_what_is_kept_high_does_no_damage(self):
+        damage = dict.fromkeys(range(11), 1.0) | {3: 1000.0}
+        free = assign(mlp(), Config(recipe="fp8", policy="exact", low_ratio=0.3), damage=damage)
+        held = assign(mlp(), Config(recipe="fp8", policy="exact", low_ratio=0.4, keep_high=("fc1",)), damage=damage)
+        assert free.low_groups == {0, 2}
+        assert held.low_groups == {0, 1}, "without fc1's output, group 1 is harmless"
+        assert 3 not in held.low
+
+    def test_without_damages_it_says_what_to_pass(self):
+        with pytest.raises(ConfigError) as caught:
+            assign(mlp(), Config(recipe="fp8", policy="exact", low_ratio=0.5))
+        assert str(caught.value) == (
+            "policy 'exact' needs the damage of each tensor, and none was measured; pass damage= (one calibration "
+            "batch measures it), or choose policy 'size'"
+        )
+
+
+class TestPolicyFunction:
+    def test_the_groups_it_returns_are_low(self):
+        def odd_groups(tensors, config):
+            assert config.recipe == "fp8"
+            return {t.group for t in tensors if t.group % 2}
+
+        result = assign(groups_of([4] * 5), Config(recipe="fp8", policy=odd_groups))
+        assert result.low_groups == {1, 3}
+        assert sorted(result.order) == [0, 1, 2, 3, 4]
+        assert result.policy.endswith("odd_groups")
+
+    def test_its_order_is_kept_and_numpy_ids_are_ids(self):
+        result = assign(groups_of([4] * 3), Config(recipe="fp8", policy=lambda t, c: np.array([2, 0])))
+        assert result.order == {2: 0, 0: 1, 1: 2}
+        assert result.low_groups == {0, 2}
+
+    @pytest.mark.parametrize(
+        ("returned", "words"),
+        [
+            (None, "returned None; let it return a collection of group ids, 0 to 2"),
+            (3, "returned 3; let it return a collection"),
+            ("01", "returned '01'; let it return a collection"),
+            ([0, 3], "returned 3, which is no group; let it return a collection of group ids, 0 to 2"),
+            ([-1], "returned -1, which is no group"),
+            ([True], "returned True, which is no group"),
+            ([1.0], "returned 1.0, which is no group"),
+            ([[0]], r"returned [0], which is no group"),
+        ],
+    )
+    def test_what_is_no_set_of_groups_is_refused(self, returned, words):
+        def bad(tensors, config):
+            return returned
+
+        with pytest.raises(ConfigError) as caught:
+            assign(groups_of([4] * 3), Config(recipe="fp8", policy=bad))
+        assert "policy " in str(caught.value)
+        assert ".bad " in str(caught.value)
+        assert words in str(caught.value)
+
+
+def test_every_policy_of_the_config_exists_and_no_other():
+    assert set(POLICIES) == set(config_module.POLICIES)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_graph_without_tensors_or_elements_is_no_error(policy):
+    empty = assign([], Config(recipe="fp8", policy=policy, low_ratio=0.5), damage={})
+    assert (empty.low, empty.achieved_ratio, empty.bit_ratio) == (frozenset(), 0.0, 0.0)
+    nothing = assign([tensor(0, "output", 0, 0)], Config(recipe="fp8", policy=policy, low_ratio=0.5), damage={})
+    assert nothing.achieved_ratio == 0.0
+    assert nothing.warnings == ()
