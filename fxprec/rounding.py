@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -174,7 +175,7 @@ def _run(
 ) -> torch.Tensor:
     """Run a kernel compiled into ``out`` where the tensor is large, op by op where it is not."""
     x, random = tensors
-    if out is not None and _is_large(x) and _run_compiled(kernel, x, random, rows, out):
+    if out is not None and kernel not in _FAILED and _is_large(x) and _run_compiled(kernel, x, random, rows, out):
         return out
     result = _as_dtype(kernel(x, random, rows), dtype)
     return result if out is None else out.copy_(result)
@@ -199,13 +200,12 @@ def _run_compiled(
     flat = out.view(-1) if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device).view(-1)
     source = x.contiguous().view(-1)
     columns = [torch.tensor(row, dtype=torch.int32, device=x.device) for row in rows]
-    fused = _compiled(kernel)
-    if fused is None:
-        return False
+    target = flat.view(torch.int32) if flat.dtype == torch.uint32 else flat
     try:
-        fused(source, None if random is None else random.view(-1), *columns, _carrier(flat))
+        fused = _fused(kernel, x.dtype, target.dtype, x.device.type)
+        fused(source, None if random is None else random.view(-1), *columns, target)
     except torch._dynamo.exc.BackendCompilerFailed as error:
-        cause = str(error).splitlines()[0]
+        cause = str(error.inner_exception).partition("\n")[0]
         warnings.warn(
             f"rounding runs op by op, several times slower: its kernel did not compile ({cause}); "
             "give Inductor a C++ compiler (CXX)",
@@ -222,12 +222,8 @@ def _run_compiled(
 _FAILED: set[_Kernel] = set()
 
 
-def _carrier(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.int32) if x.dtype == torch.uint32 else x
-
-
 @cache
-def _fused(kernel: _Kernel) -> Callable[..., None]:
+def _fused(kernel: _Kernel, dtype: torch.dtype, out_dtype: torch.dtype, device: str) -> Callable[..., None]:
     def into(
         x: torch.Tensor,
         random: torch.Tensor | None,
@@ -237,11 +233,10 @@ def _fused(kernel: _Kernel) -> Callable[..., None]:
     ) -> None:
         out.copy_(kernel(x, random, (row.unbind(), codes.unbind())))
 
-    return torch.compile(into, dynamic=True, fullgraph=True)
-
-
-def _compiled(kernel: _Kernel) -> Callable[..., None] | None:
-    return None if kernel in _FAILED else _fused(kernel)
+    # Dynamo counts recompilations by code object: each combination gets its own.
+    code = into.__code__.replace(co_name=f"round_{str(dtype)[6:]}_to_{str(out_dtype)[6:]}")
+    function = FunctionType(code, into.__globals__, code.co_name, None, into.__closure__)
+    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
