@@ -17,6 +17,7 @@ import torch
 from fxprec import codec, codec_rows
 from fxprec.errors import FormatError, FxprecWarning
 from fxprec.formats import BF16, FP16, FP32, Format, parse
+from fxprec.memory import empty_like
 
 Rounding: TypeAlias = Literal["nearest", "stochastic", "zero"]
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "zero")
@@ -73,7 +74,7 @@ def encode(
     with torch.no_grad():
         random = _random(x, generator) if rounding == "stochastic" else None
         rows = (codec.format_row(fmt)[1:], codec_rows.code_row(fmt))
-        out = _empty_like(x, fmt.code_dtype) if _is_large(x) else None
+        out = empty_like(x, fmt.code_dtype) if _is_large(x) else None
         return _run(_encode_kernel(rounding), (x, random), rows, out, fmt.code_dtype)
 
 
@@ -92,7 +93,7 @@ def decode(code: torch.Tensor, fmt: Format | str, dtype: torch.dtype = torch.flo
         if not _CARRIERS[dtype].contains(fmt):
             raise FormatError(f"{dtype} cannot hold every number of {fmt.name}; decode to torch.float32")
     carrier = torch.float32 if dtype == torch.float64 else dtype
-    out = _empty_like(code, carrier) if _is_large(code) else None
+    out = empty_like(code, carrier) if _is_large(code) else None
     return _run(_decode_kernel, (code, None), ((), codec_rows.code_row(fmt)), out, carrier).to(dtype)
 
 
@@ -118,7 +119,7 @@ def _quantize(
     with torch.no_grad():
         random = _random(x, generator) if rounding == "stochastic" else None
         if out is None and _is_large(x):
-            out = _empty_like(x, x.dtype)
+            out = empty_like(x, x.dtype)
         return _run(_QUANTIZE_KERNELS[rounding], (x, random), (codec.format_row(fmt)[1:], ()), out, x.dtype)
 
 
@@ -187,10 +188,6 @@ def _as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _is_large(x: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and x.numel() > COMPILE_ABOVE
-
-
-def _empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(x, dtype=dtype, requires_grad=False)
 
 
 def _run_compiled(

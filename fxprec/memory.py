@@ -1,0 +1,39 @@
+"""Fresh large CPU tensors on huge pages.
+
+Writing 40 MB of new memory takes 29 ms in 4 KiB pages and 6 ms in 2 MiB ones (10^7 float32, one EPYC core), and the
+rounding itself 5 ms: without the advice a fresh result is mostly page faults.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+
+import torch
+
+_HUGE_PAGE = 1 << 21  # bytes
+_PAGE = 1 << 12
+_MADV_HUGEPAGE = 14
+
+
+def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised tensor of the shape and layout of ``x``, advised to huge pages where that helps."""
+    new = torch.empty_like(x, dtype=dtype, requires_grad=False)
+    size = new.numel() * new.element_size()
+    if new.device.type == "cpu" and size >= 2 * _HUGE_PAGE and _libc() is not None:
+        _advise(new.data_ptr(), size)
+    return new
+
+
+def _advise(address: int, size: int) -> None:
+    """Advice only: what the kernel refuses (no huge pages configured) costs time, not correctness."""
+    start = -(-address // _PAGE) * _PAGE
+    libc = _libc()
+    assert libc is not None
+    libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - (start - address)), _MADV_HUGEPAGE)
+
+
+@cache
+def _libc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
