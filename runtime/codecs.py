@@ -87,7 +87,7 @@ def thresholds(c: Codec, device: torch.device) -> Tensor:
 
 
 def encode_values(x: Tensor, c: Codec, uniform: Tensor | None = None) -> Tensor:
-    """Codes (uint8, shape of `x`) of values already in the table's range; larger ones saturate, NaN becomes the largest.
+    """Codes (uint8, shape of `x`) of values in the table's range; larger ones and NaN become the largest.
 
     With `uniform` (float32 in [0, 1), shape of `x`), rounding is stochastic: up with the share of the way gone.
     """

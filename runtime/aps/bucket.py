@@ -112,37 +112,29 @@ class Exchange:
         scale_by_powers(lay.layers(self.flat), exponents)
         coder = self._coder(bounded=aps)
         sent = coder.encode(self.flat)
-        self._keep_residuals(sent, coder, exponents)
-        total = self._sum(sent, coder, lay)
+        lost = self.flat - coder.decode(sent) if self.state.options.error_feedback else None
+        total = self._sum(sent, coder, lay, lost)
+        if lost is not None:
+            self._keep_residuals(lost, exponents)
         scale_by_powers(lay.layers(total), -exponents, mask_factors(self.codes))
         total.div_(self.state.groups.size)
         _write(total, self.bucket.low)
 
-    def _sum(self, sent: Tensor, coder: Coder, lay: Layout) -> Tensor:
+    def _sum(self, sent: Tensor, coder: Coder, lay: Layout, lost: Tensor | None) -> Tensor:
         mode = self.state.options.accumulate
         if mode == "fp32":
-            return exchange_fp32(sent, coder, lay, self.state.groups)
+            return exchange_fp32(sent, coder, lay, self.state.groups, lost)
         return exchange_in_format(sent, coder, lay, self.state.groups, kahan=mode == "kahan")
 
     def _coder(self, bounded: bool) -> Coder:
-        device = self.flat.device
-        generator = self.state.random(self.bucket.index, 0, device)
-
-        def uniform(count: int) -> Tensor | None:
-            return None if generator is None else torch.rand(count, generator=generator, device=device)
-
-        return Coder(self.state.wire, uniform, bounded)
+        return Coder(self.state.wire, self.state.random(self.bucket.index, self.flat.device), bounded)
 
     def _add_residuals(self, layers: list[Tensor]) -> None:
         for layer, parameter in zip(layers, self.bucket.parameters, strict=True):
-            kept = self.state.residuals.get(parameter)
-            if kept is not None:
-                layer += kept
+            if parameter in self.state.residuals:
+                layer += self.state.residuals[parameter]
 
-    def _keep_residuals(self, sent: Tensor, coder: Coder, exponents: Tensor) -> None:
-        if not self.state.options.error_feedback:
-            return
-        lost = self.flat - coder.decode(sent)
+    def _keep_residuals(self, lost: Tensor, exponents: Tensor) -> None:
         layers = self._layout.layers(lost)
         scale_by_powers(layers, -exponents)
         for layer, parameter in zip(layers, self.bucket.parameters, strict=True):
@@ -151,5 +143,5 @@ class Exchange:
 
 def _write(flat: Tensor, views: Sequence[Tensor]) -> None:
     """Copy a flat tensor back into the views it was made of."""
-    for part, view in zip(flat.split([v.numel() for v in views]), views, strict=True):
+    for part, view in zip(torch.split(flat, [v.numel() for v in views]), views, strict=True):
         view.copy_(part.view_as(view))

@@ -6,7 +6,6 @@ All ranks decode the same bytes, so replicas stay bit-identical whatever is roun
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +17,6 @@ from fxprec.runtime.aps.groups import Groups
 from fxprec.runtime.aps.layout import Layout, layout
 from fxprec.runtime.aps.wire import Wire
 
-Uniform = Callable[[int], Tensor | None]
-"""Returns that many random float32 values in [0, 1), or None to round to nearest."""
-
 _HEADER = torch.int16
 _all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
@@ -30,12 +26,13 @@ class Coder:
     """A wire with the rounding of this step."""
 
     wire: Wire
-    uniform: Uniform
+    generator: torch.Generator | None
+    """None rounds to nearest."""
     bounded: bool
 
     def encode(self, values: Tensor) -> Tensor:
         """Bytes of scaled values."""
-        return self.wire.encode(values, uniform=self.uniform(values.numel()), bounded=self.bounded)
+        return self.wire.encode(values, generator=self.generator, bounded=self.bounded)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Values of bytes."""
@@ -43,13 +40,14 @@ class Coder:
 
     def round(self, values: Tensor) -> Tensor:
         """Values of the wire format nearest to these, overflow by the format's own rule."""
-        return self.wire.decode(self.wire.encode(values, uniform=self.uniform(values.numel())))
+        return self.wire.decode(self.wire.encode(values, generator=self.generator))
 
 
-def exchange_fp32(codes: Tensor, coder: Coder, lay: Layout, groups: Groups) -> Tensor:
+def exchange_fp32(codes: Tensor, coder: Coder, lay: Layout, groups: Groups, lost: Tensor | None = None) -> Tensor:
     """Sum of all ranks' coded buckets, added in float32 in rank order and rounded once more (total,).
 
-    Each owner scales its pieces of layers by a second power of two and sends those exponents with the codes.
+    Each owner scales its pieces of layers by a second power of two and sends those exponents with the codes. What the
+    second rounding takes from this rank's chunk is added to `lost` (total,), if given.
     """
     rows = _to_owners(codes, lay, coder.wire.code_bytes, groups.payload)
     total = coder.decode(rows[0])
@@ -62,7 +60,12 @@ def exchange_fp32(codes: Tensor, coder: Coder, lay: Layout, groups: Groups) -> T
     scale_by_powers(pieces, exponents.to(total.device))
     header = torch.zeros(lay.max_pieces, dtype=_HEADER, device=total.device)
     header[: len(owned)] = exponents
-    message = torch.cat([header.view(torch.uint8), coder.encode(total)])
+    sent = coder.encode(total)
+    if lost is not None:
+        total -= coder.decode(sent)
+        scale_by_powers(pieces, -exponents.to(total.device))
+        lost[start : start + lay.chunk] += total[: max(0, lay.total - start)]
+    message = torch.cat([header.view(torch.uint8), sent])
     return _decode_messages(_all_gather(message, groups.payload), coder, lay)
 
 

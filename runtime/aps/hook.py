@@ -16,7 +16,10 @@ from fxprec.runtime.aps.bucket import Exchange, split_bucket
 from fxprec.runtime.aps.state import APSState
 
 
-def aps_hook(state: APSState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def aps_hook(
+    state: APSState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # absent from torch's annotations
+) -> torch.futures.Future[torch.Tensor]:
     """Return a future of the bucket's mean gradient; for ``ddp.register_comm_hook(state, aps_hook)``.
 
     Raises torch.distributed's own error where a rank is lost. With one rank the gradient comes back as it is.
@@ -39,7 +42,7 @@ def aps_hook(state: APSState, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 
 def _done(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
-    devices = [buffer.device] if buffer.is_cuda else []
+    devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     future.set_result(buffer)
     return future
@@ -59,7 +62,7 @@ def _finish(state: APSState, exchange: Exchange, is_last: bool, future: torch.fu
         with torch.no_grad():
             result = exchange.finish()
     except Exception as error:  # handed to the thread that waits in backward
-        future.set_exception(error)
+        future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it with the result type
         return
     finally:
         state.step += is_last

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import torch
 from torch import Tensor
 
 
@@ -65,7 +66,7 @@ class Layout:
 
     def layers(self, flat: Tensor) -> list[Tensor]:
         """Views of each layer in a flat tensor of `total` elements."""
-        return list(flat[: self.total].split(list(self.sizes)))
+        return list(torch.split(flat[: self.total], list(self.sizes)))
 
 
 @lru_cache(maxsize=1024)

@@ -32,7 +32,8 @@ class APSOptions:
     rounding: Rounding = "nearest"
     """``stochastic`` is seeded by (seed, step, bucket, rank); what arrives is the same on all ranks."""
     error_feedback: bool = False
-    """Add to the next step's gradient what this rank's own rounding lost in this one."""
+    """Add to the next step's gradient what this rank's rounding lost in this one: of its gradients, and with
+    ``accumulate='fp32'`` also of the sums it owns."""
     high_steps: int = 0
     """Steps at the start that go in the gradients' own dtype (the paper's hybrid precision)."""
     high_epochs: int = 0

@@ -91,11 +91,11 @@ class APSState:
         """Tell the schedule which epoch (from 0) begins; every rank says the same."""
         self.epoch = epoch
 
-    def random(self, bucket: int, phase: int, device: torch.device) -> torch.Generator | None:
-        """A generator of its own for each (seed, step, bucket, rank, phase); None with nearest rounding."""
+    def random(self, bucket: int, device: torch.device) -> torch.Generator | None:
+        """A generator of its own for each (seed, step, bucket, rank); None with nearest rounding."""
         if self.options.rounding == "nearest":
             return None
-        parts = (self.options.seed, self.step, bucket, self.groups.rank, phase)
+        parts = (self.options.seed, self.step, bucket, self.groups.rank)
         return torch.Generator(device).manual_seed(_mix(parts))
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,8 +138,13 @@ def _parameters(keep_high: KeepHigh, model: nn.Module | None) -> list[Tensor]:
 def _matching(pattern: str, model: nn.Module | None) -> list[Tensor]:
     if model is None:
         raise ConfigError(f"keep_high={pattern!r} is a name, and names need a model to look in; pass model=")
-    named = [(name.removeprefix("module.").replace("_orig_mod.", ""), p) for name, p in model.named_parameters()]
+    named: list[tuple[str, Tensor]] = [(_plain_name(name), p) for name, p in model.named_parameters()]
     found = [p for name, p in named if fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, f"{pattern}.*")]
     if not found:
         raise ConfigError(f"keep_high={pattern!r} matches no parameter; names here begin with {named[0][0]!r}")
     return found
+
+
+def _plain_name(name: str) -> str:
+    """A parameter's name without what DDP and torch.compile put before it."""
+    return name.removeprefix("module.").replace("_orig_mod.", "")

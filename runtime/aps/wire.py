@@ -5,19 +5,21 @@ A wire turns scaled float32 values into bytes and back. Formats wider than a byt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from fxprec import rounding
 from fxprec.errors import FormatError
 from fxprec.formats import Format, parse
-from fxprec.runtime.aps import float_codes
 from fxprec.runtime.codec_tables import TABLES
 from fxprec.runtime.codecs import Codec, codec, decode_values, encode_values
 
+_BLOCK = 1 << 15  # elements: 128 KiB of float32
 MAX_TOP_EXPONENT = 100  # leaves float32 room for a sum over 2^27 ranks
 
 
@@ -36,10 +38,10 @@ class Wire(Protocol):
     def top(self) -> int:
         """Exponent of the power of two that a layer's largest magnitude is brought to, at most."""
 
-    def encode(self, values: Tensor, *, uniform: Tensor | None = None, bounded: bool = False) -> Tensor:
+    def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
         """Bytes (uint8, n * code_bytes) of float32 values (n,).
 
-        `uniform` in [0, 1) rounds stochastically; `bounded` promises magnitudes of at most 2^top.
+        with a `generator`, rounding is stochastic; `bounded` promises magnitudes of at most 2^top.
         """
 
     def decode(self, codes: Tensor, *, bounded: bool = False) -> Tensor:
@@ -91,12 +93,12 @@ class FloatWire:
         native = _NATIVE.get((self.fmt.exponent_bits, self.fmt.mantissa_bits))
         return None if native is None or abs(self.fmt.bias) > MAX_TOP_EXPONENT else native[0]
 
-    def encode(self, values: Tensor, *, uniform: Tensor | None = None, bounded: bool = False) -> Tensor:
+    def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
         """See `Wire.encode`."""
-        if uniform is None and bounded and self._cast is not None:
+        if generator is None and bounded and self._cast is not None:
             shifted = values if self.fmt.bias == 0 else values * 2.0**self.fmt.bias
             return shifted.to(self._cast).view(torch.uint8)
-        return float_codes.encode(values, self.fmt, uniform).view(torch.uint8)
+        return _in_blocks(partial(_encode, fmt=self.fmt, generator=generator), values).view(torch.uint8)
 
     def decode(self, codes: Tensor, *, bounded: bool = False) -> Tensor:
         """See `Wire.decode`."""
@@ -105,7 +107,7 @@ class FloatWire:
         if bounded and self._cast is not None:
             values = codes.view(self._cast).to(torch.float32)
             return values if self.fmt.bias == 0 else values.mul_(2.0**-self.fmt.bias)
-        return float_codes.decode(codes.view(self.fmt.code_dtype), self.fmt)
+        return _in_blocks(partial(rounding.decode, fmt=self.fmt), codes.view(self.fmt.code_dtype))
 
 
 @dataclass(frozen=True)
@@ -129,13 +131,31 @@ class TableWire:
         """0: values of at most 1. What little of (largest, 1] a static tree lacks saturates, by under 2 %."""
         return 0
 
-    def encode(self, values: Tensor, *, uniform: Tensor | None = None, bounded: bool = False) -> Tensor:
+    def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
         """See `Wire.encode`."""
-        return encode_values(values, self.codec, uniform)
+        if generator is not None:
+            uniform = torch.rand(values.shape, generator=generator, device=values.device)
+            return encode_values(values, self.codec, uniform)
+        if values.is_cuda:
+            from fxprec.runtime import codec_triton
+
+            return codec_triton.encode_values(values, self.codec)
+        return encode_values(values, self.codec)
 
     def decode(self, codes: Tensor, *, bounded: bool = False) -> Tensor:
         """See `Wire.decode`."""
         return decode_values(codes, self.codec)
+
+
+def _encode(values: Tensor, fmt: Format, generator: torch.Generator | None) -> Tensor:
+    return rounding.encode(values, fmt, "nearest" if generator is None else "stochastic", generator)
+
+
+def _in_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run an element-wise function: fused above the size where that pays, else in blocks that stay in the cache."""
+    if x.numel() <= _BLOCK or x.numel() > rounding.COMPILE_ABOVE or x.is_cuda:
+        return function(x)
+    return torch.cat([function(block) for block in torch.split(x, _BLOCK)])
 
 
 def wire_of(fmt: str | Format | Codec) -> Wire:

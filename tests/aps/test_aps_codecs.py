@@ -1,0 +1,138 @@
+"""Dettmers' 8-bit types: their tables, true nearest encoding, the errors of ALGORITHMS.md 5; Triton against torch."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from fxprec.errors import FormatError
+from fxprec.runtime import codecs
+from fxprec.runtime.codecs import codec
+
+NAMES = ("dynamic-tree", "dynamic-uniform", "static-tree", "mantissa", "linear")
+# Mean relative error in percent that true nearest gives (ALGORITHMS.md 5): U(0,1), N(0,1).
+ERRORS = {
+    "dynamic-tree": (0.94, 1.66),
+    "linear": (1.50, 5.19),
+    "mantissa": (4.97, 4.97),
+    "static-tree": (3.26, 4.42),
+}
+
+
+def nearest_by_search(x: np.ndarray, name: str) -> np.ndarray:
+    """Values by looking at every entry, in float64; ties to the smaller magnitude (the first of the sorted table)."""
+    table = np.array(codec(name).magnitudes, dtype=np.float64)
+    index = np.abs(np.abs(x.astype(np.float64))[:, None] - table[None, :]).argmin(1)
+    return np.copysign(table[index], x).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_encoding_is_the_true_nearest_entry(name: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    table = torch.tensor(codec(name).magnitudes)
+    ties = ((table[1:].double() + table[:-1].double()) / 2).float()
+    beside = [torch.nextafter(ties, torch.tensor(b)) for b in (0.0, 2.0)]
+    random = torch.rand(20_000, generator=g) * 10 ** (-7 * torch.rand(20_000, generator=g))
+    x = torch.cat([table, ties, *beside, random, torch.tensor([0.0, 1.5, 1e-30, 1e-45])])
+    x = torch.cat([x, -x])
+    found = codecs.decode_values(codecs.encode_values(x, codec(name)), codec(name))
+    np.testing.assert_array_equal(found.numpy(), nearest_by_search(x.numpy(), name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_of_the_table_keep_their_value(name: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = codecs.decode_values(codes, codec(name))
+    assert torch.equal(codecs.decode_values(codecs.encode_values(values, codec(name)), codec(name)), values)
+
+
+def test_the_papers_examples() -> None:
+    c = codec("dynamic-tree")
+    found = codecs.decode_values(codecs.encode_values(torch.tensor([0.2345678, 0.0000234]), c), c)
+    assert found.tolist() == pytest.approx([0.23671875, 0.00001875], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_mean_relative_errors_reach_those_of_true_nearest(name: str) -> None:
+    g = torch.Generator().manual_seed(1)
+    uniform = torch.rand(2_000_000, generator=g)
+    # 5.6 standard deviations is the expected maximum of the 25 million numbers the figures were taken from.
+    normal = torch.cat([torch.randn(2_000_000, generator=g), torch.tensor([5.6])])
+    for x, wanted in zip((uniform, normal), ERRORS[name], strict=True):
+        y = codecs.decode(*codecs.encode(x, codec(name)), codec(name))
+        assert float(((y - x) / x)[x != 0].abs().mean() * 100) == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zero_stays_zero_where_the_table_has_one(name: str) -> None:
+    c = codec(name)
+    found = codecs.decode(*codecs.encode(torch.zeros(5), c), c)
+    assert bool((found == 0).all()) == c.has_zero == (name != "static-tree")
+    assert codecs.encode(torch.empty(0), c)[0].shape == (0,)
+
+
+def test_stochastic_codes_are_neighbours_with_the_right_mean() -> None:
+    c, g = codec("linear"), torch.Generator().manual_seed(2)
+    x = torch.full((200_000,), 0.3)
+    y = codecs.decode_values(codecs.encode_values(x, c, torch.rand(x.shape, generator=g)), c)
+    assert sorted({round(v * 127) for v in y.unique().tolist()}) == [38, 39]
+    assert float(y.mean()) == pytest.approx(0.3, abs=5e-5)
+
+
+def test_dynamic_uniform_holds_the_values_of_bitsandbytes_without_its_smallest() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    theirs = functional.create_dynamic_map().abs().unique()
+    ours = torch.tensor(codec("dynamic-uniform").magnitudes)
+    missing = [v for v in theirs.tolist() if not bool(torch.isclose(ours, torch.tensor(v), rtol=1e-5, atol=0).any())]
+    assert len(missing) == 1
+    assert missing[0] == pytest.approx(5.5e-7)
+
+
+def test_an_unknown_codec_is_an_error_with_the_nearest_name() -> None:
+    with pytest.raises(FormatError, match="did you mean 'dynamic-tree'"):
+        codec("dynamic-tre")
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run in a process of its own, below")
+@pytest.mark.parametrize("name", NAMES)
+def test_triton_kernels_give_the_same_codes(name: str) -> None:
+    from fxprec.runtime import codec_triton
+
+    g = torch.Generator().manual_seed(3)
+    c = codec(name)
+    x = torch.cat(
+        [torch.rand(999, generator=g) - 0.5, torch.tensor(c.magnitudes), codecs.thresholds(c, torch.device("cpu"))]
+    )
+    x = torch.cat([x, -x, torch.tensor([torch.nan, torch.inf, 0.0, -0.0])])
+    codes = codec_triton.encode_values(x, c)
+    assert torch.equal(codes, codecs.encode_values(x, c))
+    assert torch.equal(codec_triton.decode_values(codes, c), codecs.decode_values(codes, c))
+
+
+def test_triton_kernels_in_the_interpreter() -> None:
+    """The interpreter must be chosen before a kernel is decorated: hence another process."""
+    import subprocess
+    import sys
+
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton_kernels_give"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "5 passed" in run.stdout
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+def test_triton_kernels_compile_for_every_architecture(arch: int) -> None:
+    pytest.importorskip("triton")
+    from fxprec.runtime import codec_triton
+
+    assert all("ld.global" in ptx for ptx in codec_triton.compile_to_ptx(arch))

@@ -1,0 +1,101 @@
+"""APS under DistributedDataParallel: replicas, options, odd buckets, compilation. One process group for most."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from aps_checks import several, train_modes
+from aps_ranks import run_ranks
+
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "format": {"format": "1-5-2", "accumulate": "format"},
+    "hierarchical": {"format": "1-4-3", "accumulate": "format", "group_size": 2},
+    "kahan": {"accumulate": "kahan"},
+    "stochastic": {"rounding": "stochastic", "error_feedback": True},
+    "codec": {"format": "dynamic-tree"},
+    "wide": {"format": "1-6-9", "high_steps": 50},
+}
+CHECKS: list[tuple[str, tuple[Any, ...]]] = [
+    ("unused_parameters", ()),
+    ("bf16_gradients", ()),
+    ("kept_high", ()),
+    ("schedule", ()),
+    ("resumed", ()),
+    ("feedback", ()),
+    ("stochastic_mean", ()),
+    ("mismatched_options", ()),
+    ("compiled", ("aot_eager",)),
+]
+
+
+@cache
+def checks() -> list[dict[str, Any]]:
+    return run_ranks(2, several, CHECKS)
+
+
+@cache
+def trained() -> list[list[torch.Tensor]]:
+    return run_ranks(3, train_modes, list(MODES.values()), 200)
+
+
+@pytest.mark.parametrize("mode", range(len(MODES)), ids=list(MODES))
+def test_replicas_are_bit_identical_after_200_steps(mode: int) -> None:
+    first = trained()[0][mode]
+    assert first.isfinite().all()
+    assert all(torch.equal(first, rank[mode]) for rank in trained()[1:])
+
+
+def test_modes_train_differently() -> None:
+    finals = trained()[0]
+    assert len({tuple(f.tolist()) for f in finals}) == len(finals)
+
+
+def test_unused_parameters_and_parameters_of_no_or_one_element() -> None:
+    for found in (r["unused_parameters"] for r in checks()):
+        assert found["unused"]
+        assert found["error"] < 2**-8
+        assert found["one"] == pytest.approx(1, abs=2**-8)
+        assert found["none"] == (0,)
+
+
+def test_bf16_gradients_are_worked_on_in_float32_and_rounded_once() -> None:
+    assert all(r["bf16_gradients"] == {"dtype": "torch.bfloat16", "equal": True} for r in checks())
+
+
+def test_the_layer_kept_high_equals_plain_ddp_and_the_others_do_not() -> None:
+    assert all(r["kept_high"]["equal"][-2:] == [True, True] for r in checks())
+    assert not any(r["kept_high"]["equal"][0] for r in checks())
+
+
+def test_the_schedule_sends_high_first() -> None:
+    assert all(r["schedule"] == [True, True, False, True, False] for r in checks())
+
+
+def test_a_resumed_state_draws_the_same_random_numbers() -> None:
+    assert all(r["resumed"] for r in checks())
+
+
+def test_error_feedback_makes_the_error_of_many_steps_vanish() -> None:
+    without, fed = checks()[0]["feedback"]
+    assert without > 0.05
+    assert fed < without / 5
+
+
+def test_stochastic_rounding_has_no_bias() -> None:
+    assert all(r["stochastic_mean"] < 0.05 for r in checks())
+
+
+def test_different_formats_fail_on_every_rank_naming_both() -> None:
+    for message in (r["mismatched_options"] for r in checks()):
+        assert "e5m2" in message
+        assert "e4m3fn" in message
+        assert "give every rank the same" in message
+
+
+def test_compiled_inside_and_outside_of_ddp() -> None:
+    for errors in (r["compiled"] for r in checks()):
+        assert errors == {"compile(ddp)": pytest.approx(0, abs=1e-6), "ddp(compile)": pytest.approx(0, abs=1e-6)}
