@@ -1,0 +1,75 @@
+"""fxprec: mixed precision for ``torch.compile``, decided tensor by tensor.
+
+``torch.compile(model, backend="fxprec", options={"recipe": "fp8", "low_ratio": 0.6})``
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fxprec import aps as aps
+    from fxprec import formats as formats
+    from fxprec.backend import Backend as Backend
+    from fxprec.backend import backend_of as backend_of
+    from fxprec.config import Config as Config
+    from fxprec.config import GradScaling as GradScaling
+    from fxprec.errors import BudgetError as BudgetError
+    from fxprec.errors import ConfigError as ConfigError
+    from fxprec.errors import FallbackError as FallbackError
+    from fxprec.errors import FormatError as FormatError
+    from fxprec.errors import FxprecError as FxprecError
+    from fxprec.errors import FxprecWarning as FxprecWarning
+    from fxprec.errors import LoweringError as LoweringError
+    from fxprec.errors import PlanError as PlanError
+    from fxprec.formats import Format as Format
+    from fxprec.plan import Plan as Plan
+    from fxprec.recipes import Recipe as Recipe
+    from fxprec.rounding import decode as decode
+    from fxprec.rounding import encode as encode
+    from fxprec.rounding import quantize as quantize
+    from fxprec.runtime.events import Event as Event
+
+_HOMES = {
+    "Backend": "backend",
+    "backend_of": "backend",
+    "Config": "config",
+    "GradScaling": "config",
+    "Recipe": "recipes",
+    "Plan": "plan",
+    "Event": "runtime.events",
+    "Format": "formats",
+    "quantize": "rounding",
+    "encode": "rounding",
+    "decode": "rounding",
+    **dict.fromkeys(
+        (
+            "FxprecError",
+            "FxprecWarning",
+            "BudgetError",
+            "ConfigError",
+            "FallbackError",
+            "FormatError",
+            "LoweringError",
+            "PlanError",
+        ),
+        "errors",
+    ),
+}
+_MODULES = ("aps", "formats")
+
+__all__ = [*sorted(_HOMES), *_MODULES]
+
+
+def __getattr__(name: str) -> object:
+    """Import on first use: ``import fxprec`` (and ``fxprec --help``) does not wait for torch."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"fxprec.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"fxprec.{name}")
+    raise AttributeError(f"module 'fxprec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -9,9 +9,10 @@ from torch.fx import GraphModule
 
 from fxprec import capture, compat
 from fxprec.config import Config
-from fxprec.errors import FxprecError
+from fxprec.errors import ConfigError, FxprecError, LoweringError, PlanError
 from fxprec.graph import PlannedGraph
 from fxprec.plan import Plan
+from fxprec.runtime.controller import plan_of
 from fxprec.runtime.events import Event
 
 
@@ -24,6 +25,8 @@ class Backend:
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Config()
         self._graphs: list[PlannedGraph] = []
+        self._loaded: dict[int, Mapping[str, Any]] = {}  # saved states of graphs not compiled yet
+        self._given = None if self.config.plan is None else Plan.load(self.config.plan)
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
@@ -34,11 +37,16 @@ class Backend:
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if not self.config.changes_anything or not example_inputs:
             return compat.compile_fx(gm, example_inputs)  # type: ignore[no-any-return]
+        _check_lowering(self.config)
         captured = capture.Captured.take(gm, example_inputs)
+        state = self._loaded.pop(len(self._graphs), None)
+        given = self._given if state is None else plan_of(state)
         try:
-            graph = PlannedGraph(captured, self.config, len(self._graphs), None)
+            graph = PlannedGraph(captured, self.config, self._graphs, given)
         except capture.TableFull as full:
-            graph = PlannedGraph(captured.with_capacity(full.sites), self.config, len(self._graphs), None)
+            graph = PlannedGraph(captured.with_capacity(full.sites), self.config, self._graphs, given)
+        if state is not None and graph.controller is not None:
+            graph.controller.load_state_dict(state)
         self._graphs.append(graph)
         return graph
 
@@ -60,6 +68,54 @@ class Backend:
             if graph.controller is not None:
                 rows += [{"graph": graph.index, **row} for row in graph.controller.rows()]
         return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain JSON data: plans with their promotions, and scales. Training resumes bit-identically."""
+        graphs = [None if g.controller is None else g.controller.state_dict() for g in self._graphs]
+        return {"version": STATE_VERSION, "graphs": graphs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take `state_dict`'s result, before or after compilation. Raises `PlanError` for another model's state."""
+        if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
+            raise PlanError(
+                f"this is no state of fxprec.Backend version {STATE_VERSION}; pass what state_dict() returned"
+            )
+        for index, saved in enumerate(state["graphs"]):
+            if saved is None:
+                continue
+            if index >= len(self._graphs):
+                self._loaded[index] = saved
+                continue
+            graph = self._graphs[index]
+            graph.load_plan(plan_of(saved))
+            assert graph.controller is not None
+            graph.controller.load_state_dict(saved)
+
+
+STATE_VERSION = 1
+
+
+def _check_lowering(config: Config) -> None:
+    if config.lowering == "triton":
+        raise LoweringError(
+            "lowering='triton' is not available in this version; use 'inductor', which makes Inductor generate the "
+            "Triton kernels, or 'auto'"
+        )
+
+
+def backend_of(compiled: object) -> Backend:
+    """Return the backend of what ``torch.compile(..., backend="fxprec")`` returned.
+
+    Raises `ConfigError` where it was compiled by another backend, or has not run yet.
+    """
+    wrapper = compat.wrapper_of(compiled)
+    backend = wrapper if isinstance(wrapper, Backend) else getattr(wrapper, "fxprec_backend", None)
+    if backend is None:
+        raise ConfigError(
+            f"{type(compiled).__name__} has no fxprec backend yet: call it once, or compile with "
+            "backend=fxprec.Backend(config) and keep that"
+        )
+    return backend
 
 
 def fxprec(

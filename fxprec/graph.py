@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
+import fxprec.runtime.cpu.ops
+import fxprec.runtime.reference_ops  # noqa: F401  both register implementations
 from fxprec import capture, compat
-from fxprec.config import Config
+from fxprec.calibration import Calibration, interpreted
+from fxprec.config import Config, GradScaling
 from fxprec.errors import FallbackError, FxprecWarning
 from fxprec.formats import parse
 from fxprec.passes import pipeline
@@ -19,9 +22,9 @@ from fxprec.passes.base import Notice, Work
 from fxprec.passes.joint import JointGraph
 from fxprec.passes.lowering import lower
 from fxprec.plan import Plan, Site
-import fxprec.runtime.cpu.ops  # noqa: F401  registers the CPU kernels
 from fxprec.runtime.controller import Controller, Rules
 from fxprec.runtime.events import Event
+from fxprec.symbolic import TABLE_COLUMNS
 
 Compiled = Callable[..., Any]
 # Changes with what a pass may do to a graph; Inductor keys its code cache on the graphs that result anyway.
@@ -32,42 +35,58 @@ class PlannedGraph:
     """The callable Dynamo gets for one captured graph.
 
     It keeps Dynamo's graph, so a promotion in real storage compiles again without retracing the user's code.
+    ``siblings`` are the graphs compiled before it for the same model.
     """
 
-    def __init__(self, captured: capture.Captured, config: Config, index: int, given: Plan | None) -> None:
-        self.captured, self.config, self.index = captured, config, index
+    def __init__(
+        self, captured: capture.Captured, config: Config, siblings: Sequence[PlannedGraph], given: Plan | None
+    ) -> None:
+        self.captured, self.config, self.index = captured, config, len(siblings)
         self.controller: Controller | None = None
         self.events: list[Event] = []
         self.reports: list[pipeline.PassReport] = []
         self.compile_seconds: list[float] = []
         self.is_training = False
+        self._siblings = tuple(siblings)
+        self._given = given
+        self._damage = Calibration() if config.policy == "exact" and given is None else None
         self._watched: frozenset[int] = frozenset()
         self._scaled: frozenset[int] = frozenset()
-        self._given = given
         self._compiled = self._compile(captured.examples)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force, or None for a graph with nothing to plan."""
+        """The plan in force, or None while it is being calibrated."""
         return None if self.controller is None else self.controller.plan
 
     def __call__(self, *args: Any) -> Any:
-        controller = self.controller
-        assert controller is not None
-        if controller.begin_step():
+        if self._damage is not None and self._damage.is_complete:
+            self._compile_again("solved from the calibration step")
+        if self.controller is None:
+            return self._compiled(*args, torch.zeros(self.captured.capacity, TABLE_COLUMNS, dtype=torch.int32))
+        if self.controller.begin_step():
             self.follow_plan()
-        return self._compiled(*args, controller.table)
+        return self._compiled(*args, self.controller.table)
 
     def follow_plan(self) -> None:
         """Make a changed plan real. In ``simulate`` the table already has; real storage is lowered again."""
-        if self.config.storage_ == "simulate":
-            return
         assert self.controller is not None
-        self._given = self.controller.plan
+        if self.config.storage_ != "simulate":
+            self._given = self.controller.plan
+            self._compile_again("for the changed plan")
+
+    def load_plan(self, plan: Plan) -> None:
+        """Take the place of calibration and solving by a plan from a checkpoint."""
+        self._given = plan
+        if self.controller is None or self.controller.plan.formats != plan.formats:
+            self._compile_again("for the loaded plan")
+
+    def _compile_again(self, why: str) -> None:
         with self.captured.tracing():
             self._compiled = self._compile(self.captured.fake_examples)
-        detail = f"compiled again in {self.compile_seconds[-1]:.1f} s for the promoted plan"
-        self.events.append(Event(self.controller.step, "relowering", f"graph {self.index}", detail))
+        step = 0 if self.controller is None else self.controller.step
+        detail = f"compiled again in {self.compile_seconds[-1]:.1f} s, {why}"
+        self.events.append(Event(step, "relowering", f"graph {self.index}", detail))
 
     def _compile(self, examples: Sequence[Any]) -> Compiled:
         start = time.perf_counter()
@@ -86,26 +105,36 @@ class PlannedGraph:
         """Plan and rewrite one joint (or inference) graph, in the middle of ``compile_fx``."""
         joint = JointGraph(graph, self.captured.inputs)
         self.is_training = bool(joint.tangents)
-        work = Work(joint, self.config, given=self._given)
+        if self._damage is not None and not self.is_training:
+            self._damage = None  # nothing to calibrate on
+        work = Work(joint, self.config, given=self._given, siblings=self._plans_of_siblings())
+        if self._damage is not None:
+            if not self._damage.is_complete:
+                pipeline.run(work, pipeline.CALIBRATION)
+                return
+            work.damage, self._damage = self._damage.by_tensor(), None
         self.reports = pipeline.run(work)
         assert work.plan is not None
         for notice in work.notices:
             self._tell(notice)
         self._adopt(work.plan)
 
+    def _plans_of_siblings(self) -> tuple[Plan, ...]:
+        return tuple(g.plan for g in self._siblings if g.plan is not None and g.is_training)
+
     def _adopt(self, plan: Plan) -> None:
         if len(plan.sites) > self.captured.capacity:
             raise capture.TableFull(len(plan.sites))
-        hi = self.config.recipe_.hi
+        hi = self.config.recipe_.hi.name
         self._scaled = frozenset(s.id for s in plan.sites if self._is_scaled(s))
-        self._watched = self._scaled | {
-            s.id for s in plan.sites if s.kind != "grad_param" and s.format != hi.name
-        }
+        self._watched = self._scaled | {s.id for s in plan.sites if s.kind != "grad_param" and s.format != hi}
         if self.controller is None:
+            scales = self.config.grad_scaling
             rules = Rules(
                 promote_above=self.config.promote_above,
-                scale_gradients=self.config.grad_scaling != "none",
-                hi=hi.name,
+                scale_gradients=scales != "none",
+                interval=scales.interval if isinstance(scales, GradScaling) else Rules.interval,
+                hi=hi,
             )
             self.controller = Controller(plan, rules, self.captured.capacity, self.captured.device)
         else:
@@ -125,10 +154,12 @@ class PlannedGraph:
 
     def _compile_half(self, gm: GraphModule, examples: Sequence[Any], **options: Any) -> Compiled:
         """Lower and compile the forward or the backward graph; strip its statistics from the results."""
+        if self._damage is not None:
+            return self._damage.watch(gm)
         num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         sites = lower(gm, self.config.lowering, self.captured.device.type, watched=self._watched, scaled=self._scaled)
         if self.config.lowering == "eager":
-            run = _interpreted(gm)
+            run = interpreted(gm)
         else:
             run = compat.compile_fx_inner(gm, examples, **options)
         if not sites:
@@ -145,16 +176,3 @@ class PlannedGraph:
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
-
-
-def _interpreted(gm: GraphModule) -> Compiled:
-    """Run a graph op by op: the reference lowering."""
-
-    def call(args: list[Any]) -> Any:
-        taken = list(args)
-        args.clear()
-        with torch.no_grad():
-            return gm(*taken)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call

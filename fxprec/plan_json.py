@@ -93,6 +93,13 @@ def load(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(f"{name}: {error}") from None
 
 
+def from_dict(data: object) -> Plan:
+    """Return the plan of `to_dict`'s result, checked like a file. Raises `PlanError` naming the entry."""
+    entry = Entry(data)
+    _check_schema(entry)
+    return read_plan(entry)
+
+
 def _read(name: str) -> bytes:
     """Return the file's bytes; refuse what is no regular file, or too large, before reading it."""
     try:

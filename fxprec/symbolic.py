@@ -8,8 +8,9 @@
     Overflow ratio, underflow ratio and amax of ``x`` for the site; lowering adds one per watched quantize.
 ``rescale(g, table, site) -> g``
     Multiply by ``2**table[site, 0]``; exact, since the factor is a power of two.
-``observe(x, other, table, site, format) -> x``
-    Identity; its statistics say what rounding ``x`` to ``format`` would do to ``<x, other>`` (policy ``exact``).
+``observe(grad, x, tensor, format, grad_format) -> grad``
+    Identity on the gradient of ``x``; marks where policy ``exact`` measures, with ``damage``, what rounding the
+    counted tensor ``x`` and its gradient would cost.
 
 On CPU, lowering turns them into three kernels: ``store`` (codes, rounded values, statistics), ``round`` (the same
 without codes) and ``load``.
@@ -31,20 +32,17 @@ TABLE_COLUMNS = 8
 
 _library = torch.library.Library("fxprec", "DEF")
 _library.define("quantize(Tensor x, Tensor table, int site, str format, str storage) -> Tensor")
-_library.define(
-    "dequantize(Tensor q, Tensor table, int site, str format, str storage, ScalarType dtype) -> Tensor"
-)
+_library.define("dequantize(Tensor q, Tensor table, int site, str format, str storage, ScalarType dtype) -> Tensor")
 _library.define("site_stats(Tensor x, Tensor table, int site, str format) -> Tensor")
 _library.define("rescale(Tensor g, Tensor table, int site) -> Tensor")
-_library.define("observe(Tensor x, Tensor other, Tensor table, int site, str format) -> Tensor")
+_library.define("observe(Tensor grad, Tensor x, int tensor, str format, str grad_format) -> Tensor")
+_library.define("damage(Tensor grad, Tensor x, int tensor, str format, str grad_format) -> Tensor")
 _CPU_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 _library.define(
     "store(Tensor x, Tensor table, int site, str format, str storage, bool value) -> (Tensor, Tensor, Tensor)",
     tags=_CPU_TAGS,
 )
-_library.define(
-    "round(Tensor x, Tensor table, int site, str format, str storage) -> (Tensor, Tensor)", tags=_CPU_TAGS
-)
+_library.define("round(Tensor x, Tensor table, int site, str format, str storage) -> (Tensor, Tensor)", tags=_CPU_TAGS)
 _library.define("load(Tensor q, Tensor table, int site, str format) -> Tensor", tags=_CPU_TAGS)
 
 QUANTIZE = torch.ops.fxprec.quantize.default
@@ -55,6 +53,7 @@ STORE = torch.ops.fxprec.store.default
 ROUND = torch.ops.fxprec.round.default
 LOAD = torch.ops.fxprec.load.default
 OBSERVE = torch.ops.fxprec.observe.default
+DAMAGE = torch.ops.fxprec.damage.default
 
 
 def stored_dtype(fmt: Format, storage: str) -> torch.dtype:
@@ -78,9 +77,7 @@ def _(x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str
 
 
 @torch.library.register_fake("fxprec::dequantize")
-def _(
-    q: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str, dtype: torch.dtype
-) -> torch.Tensor:
+def _(q: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(q, dtype=dtype)
 
 
@@ -95,8 +92,13 @@ def _(g: torch.Tensor, table: torch.Tensor, site: int) -> torch.Tensor:
 
 
 @torch.library.register_fake("fxprec::observe")
-def _(x: torch.Tensor, other: torch.Tensor, table: torch.Tensor, site: int, format: str) -> torch.Tensor:
-    return torch.empty_like(x)
+def _(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_format: str) -> torch.Tensor:
+    return torch.empty_like(grad)
+
+
+@torch.library.register_fake("fxprec::damage")
+def _(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_format: str) -> torch.Tensor:
+    return grad.new_empty(2, dtype=torch.float32)
 
 
 @torch.library.register_fake("fxprec::store")
@@ -109,9 +111,7 @@ def _(
 
 
 @torch.library.register_fake("fxprec::round")
-def _(
-    x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x, dtype=torch.float32), x.new_empty(3, dtype=torch.float32)
 
 

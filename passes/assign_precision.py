@@ -1,19 +1,65 @@
-"""Pass 3: which tensors are low; the policies themselves live in `assignment`."""
+"""Pass 3: which tensors are low, by the configured policy (`assignment`) or by a plan.
+
+An inference graph has no gradients to count and would be grouped by other sizes; it follows the training graph of
+the same GEMMs where there is one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxprec.passes.assignment import assign
-from fxprec.passes.base import Work
+from fxprec.errors import PlanError
+from fxprec.passes.assignment import Assignment, assign
+from fxprec.passes.base import Notice, Work
+from fxprec.passes.groups import Grouped
+from fxprec.passes.saved_bytes import SavedBytes, bytes_in_float32
+from fxprec.passes.tensors import CountedTensor
+from fxprec.plan import ByteCount, Plan
+from fxprec.recipes import Recipe
 
 
 @dataclass(frozen=True)
 class AssignPrecision:
-    """Fill ``work.assignment`` by the configured policy."""
+    """Fill ``work.assignment``."""
 
     name: str = "assign-precision"
 
     def apply(self, work: Work) -> None:
         assert work.grouped is not None
-        work.assignment = assign(work.grouped.tensors, work.config)
+        tensors = work.grouped.tensors
+        if work.given is not None:
+            work.assignment = _follow(work.given, work.grouped.num_groups, tensors, work.config.recipe_)
+            return
+        sibling = None if work.joint.tangents else _same_model(work.grouped, work.siblings)
+        if sibling is not None:
+            work.assignment = _follow(sibling, work.grouped.num_groups, tensors, work.config.recipe_)
+            return
+        work.assignment = assign(tensors, work.config, damage=work.damage)
+        work.notices += [Notice("assign-precision", text) for text in work.assignment.warnings]
+
+
+def _same_model(grouped: Grouped, plans: Sequence[Plan]) -> Plan | None:
+    """Return the latest training plan with this graph's GEMMs: evaluation rounds as training does."""
+    ours = [(op.aten, op.module) for op in grouped.gemms]
+    return next((p for p in reversed(plans) if [(g.op, g.module) for g in p.gemms] == ours), None)
+
+
+def _follow(plan: Plan, num_groups: int, tensors: Sequence[CountedTensor], recipe: Recipe) -> Assignment:
+    """Take the plan's groups; formats of single tensors follow from its sites."""
+    if len(plan.groups) != num_groups:
+        raise PlanError(
+            f"the plan has {len(plan.groups)} groups, this graph {num_groups}: it belongs to another model; "
+            "drop plan= to solve anew"
+        )
+    low = frozenset(t.id for t in tensors if plan.groups[t.group].low)
+    return Assignment(
+        low=low,
+        low_groups=plan.low_groups,
+        order={g.id: g.order for g in plan.groups},
+        achieved_ratio=plan.achieved_low_ratio,
+        bit_ratio=plan.bit_ratio,
+        gap=plan.gap,
+        policy=plan.policy,
+        saved=ByteCount(fp32=bytes_in_float32(tensors), planned=SavedBytes.predict(tensors, recipe).total(low)),
+    )

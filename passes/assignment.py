@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from fxprec.config import Config, policy_name
+from fxprec.errors import BudgetError
 from fxprec.passes.policies import POLICIES, Problem, from_function
 from fxprec.passes.saved_bytes import SavedBytes, bytes_in_float32, readable
 from fxprec.passes.selection import kept_high
 from fxprec.passes.tensors import CountedTensor
-
-from fxprec.config import Config, policy_name
-from fxprec.errors import BudgetError
 from fxprec.plan import ByteCount
 from fxprec.recipes import Recipe
 

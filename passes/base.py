@@ -33,9 +33,8 @@ class Work:
     joint: JointGraph
     config: Config
     given: Plan | None = None  # a plan to follow instead of solving
-    damage: dict[tuple[str, str], float] | None = (
-        None  # (tensor, kind) -> measured damage, for policy "exact"
-    )
+    siblings: tuple[Plan, ...] = ()  # plans of the model's training graphs compiled before
+    damage: dict[tuple[str, str], float] | None = None  # (tensor, kind) -> measured damage, for policy "exact"
     observe: bool = False  # measure damage instead of casting
     operators: Operators | None = None  # recover-operators
     grouped: Grouped | None = None  # group-tensors

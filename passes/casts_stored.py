@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch.fx import Node
+
 from fxprec.passes import ops
 from fxprec.passes.groups import Grouped
 from fxprec.passes.joint import is_backward, value
 from fxprec.passes.operators import Operator
 from fxprec.passes.sites import SiteBook, insertion_point_after, replace_uses
 from fxprec.passes.tensors import CountedTensor
-from torch.fx import Node
 
 # A tensor only read by backward and this much smaller than its group's largest is a statistic (a norm's mean, a
 # softmax's maximum): rounding it saves nothing and every element of the large tensor pays.

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import sympy
+from torch.fx import Node
+
 from fxprec.passes import ops
 from fxprec.passes.joint import JointGraph, is_float, numel_expr, numel_hint, shape_text, value
 from fxprec.passes.operators import Operator, Operators
 from fxprec.passes.tensors import CountedTensor
-from torch.fx import Node
 
 if TYPE_CHECKING:
     from fxprec.passes.base import Work

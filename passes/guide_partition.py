@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from fxprec.passes.base import Work
-from fxprec.passes.joint import is_backward, is_float, value
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec import symbolic
+from fxprec.passes.base import Work
+from fxprec.passes.joint import is_backward, is_float, value
 
 _AC_GRAPH_ID = 0
 
@@ -27,7 +27,7 @@ class GuidePartition:
     name: str = "guide-partition"
 
     def apply(self, work: Work) -> None:
-        if work.config.storage_ == "simulate" or work.observe or not work.joint.tangents:
+        if work.config.storage_ == "simulate" or not work.joint.tangents:
             return
         for node in work.joint.graph.nodes:
             if node.op != "call_function" or is_backward(node) or "recompute" in node.meta:

@@ -17,8 +17,9 @@ class InsertCasts:
     name: str = "insert-casts"
 
     def apply(self, work: Work) -> None:
-        assert work.grouped is not None and work.assignment is not None
-        formats = {} if work.given is None else {(s.tensor, s.kind): s.format for s in work.given.sites}
+        assert work.grouped is not None
+        assert work.assignment is not None
+        formats = {} if work.given is None else work.given.formats
         work.book = SiteBook(
             graph=work.joint.graph,
             table=work.joint.table,

@@ -9,8 +9,9 @@ from typing import Literal
 
 import sympy
 import torch
-from fxprec.passes import ops
 from torch.fx import Graph, Node
+
+from fxprec.passes import ops
 
 InputKind = Literal["param", "buffer", "input", "table"]
 

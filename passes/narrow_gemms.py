@@ -10,13 +10,13 @@ import operator
 from dataclasses import dataclass
 
 import torch
-from fxprec.passes import ops
-from fxprec.passes.base import Work
-from fxprec.passes.joint import value
-from fxprec.passes.sites import emit
 from torch.fx import Graph, Node
 
 from fxprec import symbolic
+from fxprec.passes import ops
+from fxprec.passes.base import Notice, Work
+from fxprec.passes.joint import value
+from fxprec.passes.sites import emit
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 
@@ -29,13 +29,24 @@ class NarrowGemms:
 
     def apply(self, work: Work) -> None:
         dtype = work.config.recipe_.hi.torch_dtype
-        if work.observe or work.config.storage_ == "simulate" or dtype not in (torch.bfloat16, torch.float16):
+        if work.config.storage_ == "simulate" or dtype not in (torch.bfloat16, torch.float16):
+            return
+        if not _has_gemm(dtype, work.joint.table.meta["val"].device.type):
+            detail = f"this CPU has no {dtype} GEMM: GEMMs compute in float32 on {dtype} values"
+            work.notices.append(Notice("narrow-gemms", detail))
             return
         graph = work.joint.graph
         narrow = _Narrow(graph, dtype)
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target in (ops.GEMMS | ops.GEMMS_BACKWARD):
                 narrow.gemm(node)
+
+
+def _has_gemm(dtype: torch.dtype, device_type: str) -> bool:
+    if device_type != "cpu":
+        return True
+    supported = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
+    return bool(getattr(torch.ops.mkldnn, supported)())
 
 
 class _Narrow:
@@ -67,9 +78,7 @@ class _Narrow:
         if node.target is symbolic.DEQUANTIZE:
             return emit(self.graph, node.target, (*node.args[:5], self.dtype), node)
         if node.target in ops.VIEWS and len(node.all_input_nodes) == 1 and not node.kwargs:
-            return emit(
-                self.graph, node.target, (self.operand(node.all_input_nodes[0], gemm), *node.args[1:]), node
-            )
+            return emit(self.graph, node.target, (self.operand(node.all_input_nodes[0], gemm), *node.args[1:]), node)
         return emit(self.graph, _CONVERT, (node, self.dtype), node)
 
     def widen(self, node: Node, wide: object) -> None:

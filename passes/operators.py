@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from torch.fx import Node
+
 from fxprec.passes import ops
 from fxprec.passes.joint import JointGraph, is_backward, is_float
-from torch.fx import Node
 
 if TYPE_CHECKING:
     from fxprec.passes.base import Work
@@ -33,12 +34,8 @@ class Operator:
     seq_nr: int | None
     is_gemm: bool
     is_view: bool
-    outputs: list[Node] = field(
-        default_factory=list
-    )  # floating-point values later operators or the user read
-    inputs: list[Node] = field(
-        default_factory=list
-    )  # values from other operators and from the graph's inputs
+    outputs: list[Node] = field(default_factory=list)  # floating-point values later operators or the user read
+    inputs: list[Node] = field(default_factory=list)  # values from other operators and from the graph's inputs
     backward: list[Node] = field(default_factory=list)
 
     @property
@@ -80,9 +77,7 @@ class Operators:
             if node.target is ops.aten.add.Tensor
             and str(node.meta.get("original_aten")) == "aten.add.Tensor"
             and node.meta.get("seq_nr") == last
-            and all(
-                isinstance(arg, Node) and (is_backward(arg) or "tangent" in arg.name) for arg in node.args[:2]
-            )
+            and all(isinstance(arg, Node) and (is_backward(arg) or "tangent" in arg.name) for arg in node.args[:2])
         )
 
 
@@ -167,14 +162,11 @@ def _link_values(operators: Operators) -> None:
     returned = _returned(joint)
     for op in operators.all:
         inside = set(op.nodes)
-        op.inputs = list(
-            dict.fromkeys(n for node in op.nodes for n in node.all_input_nodes if n not in inside)
-        )
+        op.inputs = list(dict.fromkeys(n for node in op.nodes for n in node.all_input_nodes if n not in inside))
         op.outputs = [
             node
             for node in op.nodes
-            if is_float(node)
-            and (node in returned or any(u in of_node and u not in inside for u in node.users))
+            if is_float(node) and (node in returned or any(u in of_node and u not in inside for u in node.users))
         ]
 
 

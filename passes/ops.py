@@ -38,14 +38,10 @@ ATTENTION_BACKWARD = _existing(
     " _scaled_dot_product_fused_attention_overrideable_backward",
 )
 GEMMS = (
-    _existing(
-        aten, "convolution convolution_overrideable mm addmm bmm baddbmm linear _scaled_mm addmv mv dot"
-    )
+    _existing(aten, "convolution convolution_overrideable mm addmm bmm baddbmm linear _scaled_mm addmv mv dot")
     | ATTENTION
 )
-GEMMS_BACKWARD = (
-    _existing(aten, "convolution_backward mm addmm bmm baddbmm mv addmv dot") | ATTENTION_BACKWARD
-)
+GEMMS_BACKWARD = _existing(aten, "convolution_backward mm addmm bmm baddbmm mv addmv dot") | ATTENTION_BACKWARD
 
 # Positions of the tensor operands that a GEMM multiplies; the rest (bias, statistics) is not an operand.
 GEMM_OPERANDS: dict[object, tuple[int, ...]] = {

@@ -8,15 +8,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from torch.fx import Graph
+
 from fxprec.passes.assign_precision import AssignPrecision
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.groups import GroupTensors
 from fxprec.passes.guide_partition import GuidePartition
 from fxprec.passes.insert_casts import InsertCasts
 from fxprec.passes.narrow_gemms import NarrowGemms
+from fxprec.passes.observe import InsertObservers
 from fxprec.passes.operators import RecoverOperators
 from fxprec.passes.write_plan import WritePlan
-from torch.fx import Graph
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,12 @@ PIPELINE: tuple[Pass, ...] = (
     WritePlan(),  # needs the sites
     NarrowGemms(),  # needs the casts beside each GEMM
     GuidePartition(),  # last: marks the nodes the others made
+)
+
+CALIBRATION: tuple[Pass, ...] = (
+    RecoverOperators(),
+    GroupTensors(),
+    InsertObservers(),  # in place of casting: measures what it would cost
 )
 
 

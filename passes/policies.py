@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from numbers import Integral
 from types import MappingProxyType
 
-from fxprec.passes.knapsack import min_damage_cover
-from fxprec.passes.tensors import CountedTensor
-
 from fxprec.config import Config, policy_name
 from fxprec.config import Policy as PolicyFunction
 from fxprec.errors import ConfigError
+from fxprec.passes.knapsack import min_damage_cover
+from fxprec.passes.tensors import CountedTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from fxprec.passes.tensors import CountedTensor
-
 from fxprec.formats import Format
+from fxprec.passes.tensors import CountedTensor
 from fxprec.recipes import Recipe
 
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from fxprec.passes.tensors import CountedTensor
-
 from fxprec.errors import did_you_mean
+from fxprec.passes.tensors import CountedTensor
 
 
 def kept_high(

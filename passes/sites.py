@@ -6,30 +6,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from fxprec.config import Recipe
-from fxprec.formats import Format
-from fxprec.passes.joint import is_backward
-from fxprec.passes.tensors import CountedTensor
-from fxprec.plan import Site
 from torch.fx import Graph, Node
 
 from fxprec import symbolic
+from fxprec.formats import Format, parse
+from fxprec.passes.joint import is_backward
+from fxprec.passes.tensors import CountedTensor
+from fxprec.plan import Site
+from fxprec.recipes import Recipe
 
 _COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack", "fwd_nn_module_stack")
 
 
-def format_of(recipe: Recipe, kind: str, low: bool) -> Format:
-    """Return the format of a tensor by its role (ALGORITHMS 3, "Formats by role")."""
-    if kind == "grad_param":
-        return recipe.weight_grad
-    if not low:
-        return recipe.hi
-    return recipe.lo_backward if kind == "grad_output" else recipe.lo_forward
-
-
-def emit(
-    graph: Graph, target: object, args: tuple[object, ...], like: Node, *, backward: bool | None = None
-) -> Node:
+def emit(graph: Graph, target: object, args: tuple[object, ...], like: Node, *, backward: bool | None = None) -> Node:
     """Append a node at the graph's insertion point, with a fake value and ``like``'s origin.
 
     ``backward`` overrides which half of the joint graph the node belongs to.
@@ -55,9 +44,7 @@ class SiteBook:
     recipe: Recipe
     storage: str
     low: frozenset[int]  # ids of the counted tensors held low
-    formats: Mapping[tuple[str, str], str] = field(
-        default_factory=dict
-    )  # (tensor, kind) -> format, from a plan
+    formats: Mapping[tuple[str, str], str] = field(default_factory=dict)  # (tensor, kind) -> format, from a plan
     sites: list[Site] = field(default_factory=list)
     nodes: dict[int, Node] = field(default_factory=dict)  # site id -> quantize node
     _by_tensor: dict[int, Site] = field(default_factory=dict)
@@ -65,8 +52,8 @@ class SiteBook:
     def format(self, tensor: CountedTensor) -> Format:
         named = self.formats.get((tensor.name, tensor.kind))
         if named is not None:
-            return symbolic.parse(named)
-        return format_of(self.recipe, tensor.kind, tensor.id in self.low)
+            return parse(named)
+        return self.recipe.format_of(tensor.kind, low=tensor.id in self.low)
 
     def site(self, tensor: CountedTensor) -> Site:
         """Return the tensor's row, opening it at first use."""

@@ -2,18 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 
+from fxprec.errors import PlanError
 from fxprec.passes.base import Work
-from fxprec.plan import Plan
+from fxprec.passes.groups import Grouped
+from fxprec.plan import Gemm, Group, KindCounts, Plan
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Fill ``work.plan``."""
+    """Fill ``work.plan``; a given plan must describe the same model. Raises `PlanError` where it does not."""
 
     name: str = "write-plan"
 
     def apply(self, work: Work) -> None:
+        assert work.grouped is not None
+        assert work.assignment is not None
         assert work.book is not None
-        work.plan = Plan(sites=tuple(work.book.sites))
+        config, assignment = work.config, work.assignment
+        plan = Plan(
+            recipe=config.recipe_,
+            storage=config.storage_,
+            policy=assignment.policy,
+            requested_low_ratio=config.low_ratio_ if work.given is None else work.given.requested_low_ratio,
+            activation_budget=config.activation_budget_ if work.given is None else work.given.activation_budget,
+            achieved_low_ratio=assignment.achieved_ratio,
+            bit_ratio=assignment.bit_ratio,
+            gap=assignment.gap,
+            total_elements=sum(t.elements for t in work.grouped.tensors),
+            saved_bytes=assignment.saved if work.joint.tangents else None,
+            gemms=_gemms(work.grouped),
+            groups=_groups(work.grouped, assignment.low_groups, assignment.order),
+            sites=tuple(work.book.sites),
+        )
+        work.plan = plan if work.given is None else _keep_promotions(plan, work.given)
+
+
+def _gemms(grouped: Grouped) -> tuple[Gemm, ...]:
+    return tuple(
+        Gemm(id=i, node=op.name, op=op.aten, module=op.module, group_before=i, group_after=i + 1)
+        for i, op in enumerate(grouped.gemms)
+    )
+
+
+def _groups(grouped: Grouped, low: frozenset[int], order: dict[int, int]) -> tuple[Group, ...]:
+    counts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for tensor in grouped.tensors:
+        counts[tensor.group][tensor.kind] += tensor.elements
+    names: dict[int, list[str]] = defaultdict(list)
+    for op, group in grouped.group_of.items():
+        if op.outputs and not op.is_view:
+            names[group].append(op.name)
+    return tuple(
+        Group(
+            id=g,
+            elements=sum(counts[g].values()),
+            elements_by_kind=KindCounts(**counts[g]),
+            low=g in low,
+            order=order.get(g, g),
+            operators=tuple(names[g]),
+            size=str(grouped.group_size(g)),
+        )
+        for g in range(grouped.num_groups)
+    )
+
+
+def _keep_promotions(plan: Plan, given: Plan) -> Plan:
+    """Carry over when a site was promoted, after making sure that both plans describe one model."""
+    difference = plan.first_difference(given, there="the given plan", sizes=False)
+    if difference is not None:
+        raise PlanError(f"the given plan belongs to another model: {difference}; drop plan= to solve anew")
+    stamped = (replace(site, promoted_at=was.promoted_at) for site, was in zip(plan.sites, given.sites, strict=True))
+    return replace(plan, sites=tuple(stamped))

@@ -5,19 +5,20 @@ It knows sites and numbers, no FX. It never blocks: what has not arrived is read
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from fxprec.errors import PlanError
 from fxprec.formats import parse
 from fxprec.plan import Plan, Site
+from fxprec.plan_json import from_dict
 from fxprec.runtime.events import Event
 from fxprec.runtime.scaling import scale_exp
 from fxprec.runtime.stats import SiteStats, StatsQueue
 from fxprec.runtime.table import build_table
-
-from fxprec.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,43 +149,32 @@ class Controller:
             "last_refresh": self._last_refresh,
             "scale_exps": {str(k): v for k, v in sorted(self.scale_exps.items())},
             "amax": {str(k): v for k, v in sorted(self._amax.items())},
-            "promoted": [[s.id, s.promoted_at] for s in self.plan.sites if s.promoted_at is not None],
-            "sites": _site_names(self.plan.sites),
+            "plan": self.plan.to_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Take a saved state; return whether the plan changed. Raises `PlanError` for another model's state."""
-        names = _site_names(self.plan.sites)
-        if list(state["sites"]) != names:
-            raise PlanError(
-                f"state_dict belongs to another plan: it has {len(state['sites'])} sites, this graph {len(names)}"
-                f"{_first_difference(state['sites'], names)}; load it into the model and config it was saved from"
-            )
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a saved state. Raises `PlanError` for another model's state."""
         self._read(wait=True)
-        before = self.plan
-        for site_id, step in state["promoted"]:
-            if self.plan.sites[site_id].promoted_at is None:
-                self.plan = self.plan.promote([site_id], step=step, hi=self.rules.hi)
+        plan = plan_of(state)
+        difference = self.plan.first_difference(plan, there="the saved state", sizes=False)
+        if difference is not None:
+            raise PlanError(
+                f"the saved state belongs to another model or config: {difference}; load it where it was saved from"
+            )
+        self.plan = plan
         self.step = state["step"]
         self._last_refresh = state["last_refresh"]
         self.scale_exps = {int(k): v for k, v in state["scale_exps"].items()}
         self._amax = {int(k): v for k, v in state["amax"].items()}
         self._table = None
-        return self.plan is not before
+
+
+def plan_of(state: Mapping[str, Any]) -> Plan:
+    """Return the plan in a graph's saved state."""
+    return from_dict(state["plan"])
 
 
 def describe(site: Site) -> str:
     """Return ``tensor (module, source)`` for a message."""
     where = ", ".join(part for part in (site.module, site.source) if part)
     return f"{site.tensor} ({where})" if where else site.tensor
-
-
-def _site_names(sites: Sequence[Site]) -> list[str]:
-    return [f"{site.tensor}/{site.kind}" for site in sites]
-
-
-def _first_difference(theirs: Sequence[str], ours: Sequence[str]) -> str:
-    for a, b in zip(theirs, ours, strict=False):
-        if a != b:
-            return f"; first difference: {a!r} there, {b!r} here"
-    return ""

@@ -11,12 +11,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from fxprec.formats import parse
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import codec, symbolic
+from fxprec.formats import parse
 
 aten = torch.ops.aten
 
@@ -134,9 +134,7 @@ def _quantize(x: torch.Tensor, columns: _Columns, fmt: str, storage: str, scaled
     return x.to(dtype)
 
 
-def _dequantize(
-    q: torch.Tensor, columns: _Columns, fmt: str, dtype: torch.dtype, scaled: bool
-) -> torch.Tensor:
+def _dequantize(q: torch.Tensor, columns: _Columns, fmt: str, dtype: torch.dtype, scaled: bool) -> torch.Tensor:
     x = q.to(torch.float32) if q.dtype.is_floating_point else codec.decode_bits(q, parse(fmt))
     return _scale(x, columns, scaled, sign=-1).to(dtype)
 
@@ -148,13 +146,14 @@ def _rescale(g: torch.Tensor, columns: _Columns) -> torch.Tensor:
 def _static_stats(x: torch.Tensor, columns: _Columns, fmt: str, scaled: bool) -> torch.Tensor:
     form = parse(fmt)
     row = codec.format_row(form)
-    return _stats(x, columns, scaled, row[5] + max((1 << row[1]) >> 1, 1), row[7])
+    return _stats(x, columns, scaled, codec.overflow_threshold(row.shift, row.largest), row.underflow)
 
 
 def _simulated_stats(x: torch.Tensor, columns: _Columns, scaled: bool) -> torch.Tensor:
     _, shift, largest, underflow = columns
-    half = (torch.ones_like(shift) << shift) >> 1
-    return _stats(x, columns, scaled, largest + torch.clamp_min(half, 1), underflow)
+    threshold = codec.overflow_threshold(shift, largest)
+    assert isinstance(threshold, torch.Tensor)
+    return _stats(x, columns, scaled, threshold, underflow)
 
 
 def _stats(

@@ -23,9 +23,9 @@ inline float float_of(int32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
 // Mirrors runtime/cpu/ops.py: Params.
 struct Params {
   int32_t shift;        // mantissa bits dropped from float32
-  int32_t half;         // half a unit of the kept mantissa, less one
-  int32_t odd_mask;     // 1, or 0 where no bits are dropped and there are no ties
-  int32_t min_normal;   // float32 bits of the smallest normal
+  int32_t addend;       // half a unit of the kept mantissa, less one where parity is 1
+  int32_t parity;       // how the last kept bit enters a tie: 1 added, -1 subtracted, 0 not at all
+  int32_t min_normal;   // float32 bits from which a magnitude is rounded as a normal number
   int32_t magic;        // float32 bits of 2^(emin - M + 23)
   int32_t largest;      // float32 bits of the largest number
   int32_t over;         // float32 bits an overflow becomes
@@ -57,7 +57,7 @@ Stats store(const float* x, Code* codes, float* values, int64_t n, const Params 
     const int32_t a = bits & kMagnitude;
     over += a >= p.over_from;
     under += (a > 0) & (a <= p.under_to);
-    const int32_t normal = ((a + p.half + (((a >> p.shift) - p.code_adjust) & p.odd_mask)) >> p.shift) << p.shift;
+    const int32_t normal = ((a + p.addend + ((a >> p.shift) & 1) * p.parity) >> p.shift) << p.shift;
     const int32_t shifted = bits_of(float_of(a < p.min_normal ? a : p.min_normal) + magic);
     const int32_t subnormal = bits_of(float_of(shifted) - magic);
     const bool is_small = a < p.min_normal;

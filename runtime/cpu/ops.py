@@ -68,8 +68,7 @@ def round_values(
 def _round_params(table: torch.Tensor, site: int, fmt: Format, storage: str) -> Params:
     if storage != "simulate":
         return params_of(fmt, _scale_exp(table, site))
-    scale_exp, *row = table[site].tolist()
-    return params_of_row(row, scale_exp)
+    return params_of_row(table[site].tolist())
 
 
 def load(q: torch.Tensor, table: torch.Tensor, site: int, format: str) -> torch.Tensor:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Sequence
 from functools import lru_cache
 
+from fxprec.codec import format_row, overflow_threshold
 from fxprec.formats import Format
 
 _NEVER = 0x7FFFFFFF  # no magnitude of a 16-bit code reaches it
@@ -17,7 +17,7 @@ class Params(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in (
-            "shift", "half", "odd_mask", "min_normal", "magic", "largest", "over", "over_from", "under_to",
+            "shift", "addend", "parity", "min_normal", "magic", "largest", "over", "over_from", "under_to",
             "code_adjust", "over_code", "nan_code", "sign_shift", "inf_code", "nan_from",
         )),
         ("quantum", ctypes.c_float),
@@ -26,44 +26,19 @@ class Params(ctypes.Structure):
     )  # fmt: skip
 
 
-def float_bits(x: float) -> int:
-    """Return the float32 bits of ``x``."""
-    return int(struct.unpack("<i", struct.pack("<f", x))[0])
-
-
-def row_of(fmt: Format) -> tuple[int, ...]:
-    """Return the format's columns 1 to 7 of the scale table: what rounding in float32 carriers needs.
-
-    (shift, half, smallest normal, magic, largest, overflow, underflow): see `Params`; all but the first two are
-    float32 bits. ``underflow`` is the largest magnitude that rounds to zero.
-    """
-    shift = 23 - fmt.mantissa_bits
-    half_quantum = fmt.smallest_subnormal / 2
-    return (
-        shift,
-        max((1 << shift >> 1) - 1, 0),
-        float_bits(fmt.smallest_normal),
-        float_bits(2.0 ** (fmt.min_exponent - fmt.mantissa_bits + 23)),
-        float_bits(fmt.largest),
-        {"saturate": float_bits(fmt.largest), "inf": 0x7F800000, "nan": 0x7FC00000}[str(fmt.overflow)],
-        float_bits(half_quantum) if half_quantum >= 2.0**-149 else 0,
-    )
-
-
-def params_of_row(row: Sequence[int], scale_exp: int) -> Params:
-    """Return what `fxprec_round` needs, from a row of the scale table."""
-    shift, half, min_normal, magic, largest, over, under = row
+def params_of_row(row: Sequence[int]) -> Params:
+    """Return what ``fxprec_round`` needs, from a row of the scale table (`codec.FormatRow`)."""
+    scale_exp, shift, addend, min_normal, magic, largest, overflow, underflow = row
     return Params(
         shift=shift,
-        half=half,
-        odd_mask=int(shift > 0),
+        addend=addend,
+        parity=(min_normal & 3) - 1,
         min_normal=min_normal,
         magic=magic,
         largest=largest,
-        over=over,
-        over_from=largest + max(1 << shift >> 1, 1),
-        under_to=under,
-        code_adjust=((min_normal >> 23) - 1) << (23 - shift),
+        over=overflow,
+        over_from=overflow_threshold(shift, largest),
+        under_to=underflow,
         scale=2.0**scale_exp,
         unscale=2.0**-scale_exp,
     )
@@ -72,9 +47,10 @@ def params_of_row(row: Sequence[int], scale_exp: int) -> Params:
 @lru_cache(maxsize=4096)
 def params_of(fmt: Format, scale_exp: int) -> Params:
     """Return what the packing kernels need for ``fmt`` and a scale of ``2**scale_exp``."""
-    params = params_of_row(row_of(fmt), scale_exp)
+    params = params_of_row((scale_exp, *format_row(fmt)[1:]))
     ieee = fmt.specials == "ieee"
     nan = fmt.nan_code
+    params.code_adjust = (fmt.min_exponent - 1 + 127) << fmt.mantissa_bits
     params.over_code = fmt.overflow_code
     params.nan_code = fmt.largest_code if nan is None else nan
     params.sign_shift = 32 - fmt.bits
