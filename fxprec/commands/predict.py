@@ -1,0 +1,102 @@
+"""``fxprec predict``: what 32-, 16- and 8-bit gradients cost on a link, and whether 8 bits pay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fxprec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fxprec.plan import Plan
+    from fxprec.runtime.predict import Layer, Prediction
+
+FORWARD_SHARE = 1 / 3  # of a step's computation: the backward pass does two products for each of the forward's
+
+
+def predict(
+    plan: Annotated[Path | None, typer.Argument(help="A plan file; its groups are the layers.")] = None,
+    link: Annotated[str, typer.Option(help="Rate of each rank's link, for instance 200Mbit/s or 6GB/s.")] = "1Gbit/s",
+    latency: Annotated[str, typer.Option(help="Latency of one message, for instance 0.2ms.")] = "0.1ms",
+    world: Annotated[int, typer.Option(help="Ranks.")] = 4,
+    step: Annotated[str, typer.Option(help="Computation of a step on one rank, for instance 300ms.")] = "100ms",
+    paper: Annotated[bool, typer.Option("--paper", help="Give back the paper's Tables 1 and 7 instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predict the step time with 32-, 16- and 8-bit gradients (Dettmers 2016, appendix A)."""
+    from fxprec.console import console_for
+    from fxprec.plan import Plan
+    from fxprec.runtime.predict import CODINGS, Link, parse_rate, parse_seconds, predict_step, verdict
+
+    if paper:
+        console_for().print(paper_table())
+        return
+    if plan is None:
+        raise ConfigError("predict needs a plan file, or --paper; write one with Plan.save or the dump option")
+    if world < 1:
+        raise ConfigError(f"--world {world} is no number of ranks; give at least 1")
+    layers = layers_of(Plan.load(plan), parse_seconds(step))
+    way = Link(parse_rate(link), parse_seconds(latency))
+    found = [predict_step(layers, world, way, coding) for coding in CODINGS]
+    if as_json:
+        print(json.dumps({"predictions": [asdict(p) for p in found], "verdict": verdict(found)}, indent=1))
+        return
+    console_for().print(_table(found, f"{world} ranks, {link}, {latency} a message"))
+    console_for().print(verdict(found))
+
+
+def layers_of(plan: Plan, step_seconds: float) -> list[Layer]:
+    """The plan's groups as layers: a step's seconds shared out by elements, a third of them forward."""
+    from fxprec.runtime.predict import Layer
+
+    total = sum(g.elements for g in plan.groups)
+    return [
+        Layer(
+            name=f"group {g.id}",
+            elements=g.elements_by_kind.grad_param,
+            forward=step_seconds * FORWARD_SHARE * g.elements / total,
+            backward=step_seconds * (1 - FORWARD_SHARE) * g.elements / total,
+        )
+        for g in plan.groups
+    ]
+
+
+def _table(found: Sequence[Prediction], title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table("gradients", box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for column in ("MB sent", "exchange ms", "exposed ms", "step ms", "speedup"):
+        table.add_column(column, justify="right")
+    for p in found:
+        times = (p.bytes_sent / 1e6, p.communication * 1e3, p.exposed * 1e3, p.step * 1e3, found[0].step / p.step)
+        table.add_row(p.coding, *(f"{value:.3g}" for value in times))
+    return table
+
+
+def paper_table() -> Table:
+    """Tables 1 and 7 of the paper, predicted and published side by side."""
+    from rich import box
+    from rich.table import Table
+
+    from fxprec.runtime import predict_paper as p
+
+    table = Table("GPUs", "sub-batch", "kernels", box=box.SIMPLE_HEAD, title="Predicted speedup of AlexNet (published)")
+    for column in ("32-bit", "8-bit"):
+        table.add_column(column, justify="right")
+    four = (f"{p.four_gpu_speedup(b):.2f} ({p.PUBLISHED_FOUR_GPUS[b]})" for b in (32, 8))
+    table.add_row("4", "128", "nervana", *four)
+    for kernels, rows in p.PUBLISHED_CLUSTER.items():
+        for row, published in zip(p.CLUSTER, rows, strict=True):
+            cells = [
+                f"{p.cluster_speedup(row, b, kernels):.3g} ({w:g})" for b, w in zip((32, 8), published, strict=True)
+            ]
+            table.add_row("96", str(row.sub_batch), kernels, *cells)
+    return table
