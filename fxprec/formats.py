@@ -58,7 +58,7 @@ class Format:
         _check_bits("mantissa_bits", self.mantissa_bits, 0, _CARRIER_MANTISSA_BITS)
         if not isinstance(self.bias, int) or isinstance(self.bias, bool):
             raise FormatError(f"bias={self.bias!r} is no integer; a format's bias is a whole number of binades")
-        if self.specials not in _OVERFLOWS:
+        if not isinstance(self.specials, str) or self.specials not in _OVERFLOWS:
             raise FormatError(f"specials={self.specials!r} is unknown; use one of {sorted(_OVERFLOWS)}")
         allowed = _OVERFLOWS[self.specials]
         if self.overflow is None:

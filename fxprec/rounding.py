@@ -6,6 +6,7 @@ reach it as a few runtime integers.
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -230,10 +231,18 @@ def _fused(kernel: _Kernel, dtype: torch.dtype, out_dtype: torch.dtype, device: 
     ) -> None:
         out.copy_(kernel(x, random, (row.unbind(), codes.unbind())))
 
+    _import_inductor()
     # Dynamo counts recompilations by code object: each combination gets its own.
     code = into.__code__.replace(co_name=f"round_{str(dtype)[6:]}_to_{str(out_dtype)[6:]}")
     function = FunctionType(code, into.__globals__, code.co_name, None, into.__closure__)
     return torch.compile(function, dynamic=True, fullgraph=True)
+
+
+def _import_inductor() -> None:
+    """Import it with its own deprecations muted: a caller's "error" filter would make them failures to compile."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
