@@ -1,11 +1,27 @@
 """APS: gradients cross the network in 8 bits (ALGORITHMS.md section 5; Han et al. 2020).
 
-state = fxprec.aps.APSState(format="e5m2")
-ddp.register_comm_hook(state, fxprec.aps.aps_hook)
+    state = fxprec.aps.APSState(format="e5m2")
+    ddp.register_comm_hook(state, fxprec.aps.aps_hook)
+
+`use_aps` does the same for FSDP2; `all_gather`, `all_reduce`, `all_to_all`, `copy_to_group` and `reduce_from_group`
+carry the activations of model parallelism in Dettmers' 8-bit types.
 """
 
 from fxprec.runtime.aps.hook import aps_hook
 from fxprec.runtime.aps.options import APSOptions
 from fxprec.runtime.aps.state import APSState
+from fxprec.runtime.fsdp import APSReduceScatter, use_aps
+from fxprec.runtime.parallel import all_gather, all_reduce, all_to_all, copy_to_group, reduce_from_group
 
-__all__ = ["APSOptions", "APSState", "aps_hook"]
+__all__ = [
+    "APSOptions",
+    "APSReduceScatter",
+    "APSState",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "aps_hook",
+    "copy_to_group",
+    "reduce_from_group",
+    "use_aps",
+]

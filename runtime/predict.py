@@ -132,7 +132,8 @@ def verdict(predictions: Sequence[Prediction], worthwhile: float = 0.05) -> str:
         return (
             f"8 bits do not pay here: computation hides {plain.coding} gradients to within {worthwhile:.0%} of a step."
         )
-    return f"{best.coding} gradients pay: a step takes {best.step * 1e3:.3g} ms instead of {plain.step * 1e3:.3g} ({gain:.2f}x)."
+    took = f"{best.step * 1e3:.3g} ms instead of {plain.step * 1e3:.3g}"
+    return f"{best.coding} gradients pay: a step takes {took} ({gain:.2f}x)."
 
 
 _UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}

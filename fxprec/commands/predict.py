@@ -91,12 +91,11 @@ def paper_table() -> Table:
     table = Table("GPUs", "sub-batch", "kernels", box=box.SIMPLE_HEAD, title="Predicted speedup of AlexNet (published)")
     for column in ("32-bit", "8-bit"):
         table.add_column(column, justify="right")
-    four = (f"{p.four_gpu_speedup(b):.2f} ({p.PUBLISHED_FOUR_GPUS[b]})" for b in (32, 8))
+    four = [f"{p.four_gpu_speedup(bits):.2f} ({wanted})" for bits, wanted in p.PUBLISHED_FOUR_GPUS.items()]
     table.add_row("4", "128", "nervana", *four)
     for kernels, rows in p.PUBLISHED_CLUSTER.items():
         for row, published in zip(p.CLUSTER, rows, strict=True):
-            cells = [
-                f"{p.cluster_speedup(row, b, kernels):.3g} ({w:g})" for b, w in zip((32, 8), published, strict=True)
-            ]
+            found = p.cluster_speedup(row, 32, kernels), p.cluster_speedup(row, 8, kernels)
+            cells = [f"{value:.3g} ({wanted:g})" for value, wanted in zip(found, published, strict=True)]
             table.add_row("96", str(row.sub_batch), kernels, *cells)
     return table

@@ -241,3 +241,97 @@ def compiled(rank: int, world: int, backend: str) -> dict[str, float]:
 def several(rank: int, world: int, names: list[tuple[str, tuple[Any, ...]]]) -> dict[str, Any]:
     """Many checks in one process group: name -> what it returned."""
     return {name: globals()[name](rank, world, *args) for name, args in names}
+
+
+def fsdp(rank: int, world: int) -> dict[str, Any]:
+    """Relative error of FSDP2's gradients under APS against the plain model's; how many modules; the refusal."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from fxprec.aps import use_aps
+
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 17), nn.ReLU(), nn.Linear(17, 5))
+    plain = nn.Sequential(nn.Linear(12, 17), nn.ReLU(), nn.Linear(17, 5))
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    count = use_aps(model, APSState("e4m3fn"))
+    inputs = [torch.randn(6, 12, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    model(inputs[rank]).square().mean().backward()
+    (sum(plain(x).square().mean() for x in inputs) / world).backward()
+    errors = [
+        float((a.grad.full_tensor() - b.grad).norm() / b.grad.norm())
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
+    try:
+        use_aps(model, APSState(accumulate="kahan"))
+        refusal = ""
+    except ConfigError as error:
+        refusal = str(error)
+    return {"errors": errors, "count": count, "refusal": refusal}
+
+
+def tensor_parallel(rank: int, world: int) -> dict[str, float]:
+    """Relative errors of a column- then row-parallel pair of layers in codes, forward and backward, and of all-to-all."""
+    from fxprec.runtime import parallel
+
+    g = torch.Generator().manual_seed(5)
+    x, w1, w2 = (torch.randn(s, generator=g) for s in ((8, 12), (12, 4 * world), (4 * world, 6)))
+    full = [t.clone().requires_grad_() for t in (x, w1, w2)]
+    wanted = torch.relu(full[0] @ full[1]) @ full[2]
+    wanted.square().sum().backward()
+
+    mine = slice(4 * rank, 4 * rank + 4)
+    x_, a, b = x.clone().requires_grad_(), w1[:, mine].clone().requires_grad_(), w2[mine].clone().requires_grad_()
+    found = parallel.reduce_from_group(torch.relu(parallel.copy_to_group(x_) @ a) @ b)
+    found.square().sum().backward()
+
+    def error(p: Tensor, q: Tensor) -> float:
+        return float((p - q).norm() / q.norm())
+
+    gathered = parallel.all_gather(a.detach(), dim=1)
+    leaf = torch.arange(6.0 * world).view(2 * world, 3).add(rank).requires_grad_()
+    moved = parallel.all_to_all(leaf)
+    moved.backward(torch.ones_like(moved) * (rank + 1))
+    back = torch.arange(1.0, world + 1).repeat_interleave(2)[:, None].expand(2 * world, 3)
+    rows = torch.cat(
+        [(torch.arange(6.0 * world).view(2 * world, 3) + r)[2 * rank : 2 * rank + 2] for r in range(world)]
+    )
+    leaf2 = a.detach().clone().requires_grad_()
+    parallel.all_gather(leaf2, dim=1).square().sum().backward()
+    leaf3 = a.detach().clone().requires_grad_()
+    parallel.all_reduce(leaf3).sum().backward()
+    return {
+        "forward": error(found, wanted),
+        "x": error(x_.grad, full[0].grad),
+        "w1": error(a.grad, full[1].grad[:, mine]),
+        "w2": error(b.grad, full[2].grad[mine]),
+        "gather": error(gathered, w1),
+        "gather backward": error(leaf2.grad, 2 * world * a.detach()),
+        "all-to-all": error(moved, rows),
+        "all-to-all backward": error(leaf.grad, back),
+        "all-reduce backward": error(leaf3.grad, torch.full_like(leaf3, world)),
+    }
+
+
+def dies(rank: int, world: int) -> str:
+    """Rank 1 leaves the process in the middle of the exchange; the others say how their backward pass ended."""
+    import os
+    import time
+
+    model = small_model()
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(APSState(), aps_hook)
+    x = torch.randn(6, 12)
+    ddp(x).sum().backward()
+    loss = ddp(x).sum()
+    if rank == 1:
+        os._exit(1)
+    start = time.monotonic()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return f"{type(error).__name__} after {time.monotonic() - start:.0f} s: {error}"
+    return "no error"

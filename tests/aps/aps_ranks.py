@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,7 +32,10 @@ def _rank(rank: int, world: int, port: int, timeout: float, out: Any, work: Call
 
 
 def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """Run work(rank, world, *args) on every rank; return the results in rank order, or fail with the tracebacks."""
+    """Run work(rank, world, *args) on every rank; return the results in rank order, or fail with the tracebacks.
+
+    A rank that ends without a result counts as None.
+    """
     context = mp.get_context("spawn")
     out = context.SimpleQueue()
     processes = [
@@ -41,9 +45,18 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
     ]
     for p in processes:
         p.start()
-    results = sorted(out.get() for _ in processes)
+    results = []
+    while len(results) < world:
+        while not out.empty():
+            results.append(out.get())
+        silent = sum(not p.is_alive() for p in processes)
+        if out.empty() and len(results) + sum(p.exitcode not in (None, 0) for p in processes) >= world and silent:
+            break
+        time.sleep(0.05)
     for p in processes:
         p.join(30)
+    results += [(r, "lost", None) for r in set(range(world)) - {r for r, _, _ in results}]
+    results.sort(key=lambda result: result[0])
     failed = [text for _, status, text in results if status == "error"]
     assert not failed, "\n".join(failed)
     return [value for _, _, value in results]

@@ -29,6 +29,8 @@ CHECKS: list[tuple[str, tuple[Any, ...]]] = [
     ("stochastic_mean", ()),
     ("mismatched_options", ()),
     ("compiled", ("aot_eager",)),
+    ("fsdp", ()),
+    ("tensor_parallel", ()),
 ]
 
 
@@ -99,3 +101,17 @@ def test_different_formats_fail_on_every_rank_naming_both() -> None:
 def test_compiled_inside_and_outside_of_ddp() -> None:
     for errors in (r["compiled"] for r in checks()):
         assert errors == {"compile(ddp)": pytest.approx(0, abs=1e-6), "ddp(compile)": pytest.approx(0, abs=1e-6)}
+
+
+def test_fsdp2_reduces_in_codes_and_refuses_what_it_cannot_honour() -> None:
+    for found in (r["fsdp"] for r in checks()):
+        assert found["count"] == 2
+        assert all(0 < e < 0.05 for e in found["errors"])
+        assert "it needs accumulate='fp32'" in found["refusal"]
+
+
+def test_tensor_parallel_layers_in_codes() -> None:
+    for found in (r["tensor_parallel"] for r in checks()):
+        assert found.pop("all-to-all backward") < 1e-6  # whole numbers over their maximum are exact enough
+        assert found.pop("all-reduce backward") < 1e-6
+        assert all(0 < e < 0.05 for e in found.values()), found

@@ -1,0 +1,135 @@
+"""APS under FSDP2: the reduce-scatter of gradients in 8 bits, through `FSDPModule.set_custom_reduce_scatter`.
+
+ALGORITHMS.md section 5, the first half of the fp32 accumulation: codes go to the shard's owner, which adds in
+float32; the sum is not rounded again. Limits, all with a clear error: accumulate="fp32" only, SUM and AVG only, no
+error feedback, no schedule by epoch of single modules (one state counts one step for each reduce-scatter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from fxprec.errors import ConfigError
+from fxprec.runtime.aps.exchange import Coder
+from fxprec.runtime.aps.exponents import (
+    exponent_codes,
+    factor_exponents,
+    largest_magnitudes,
+    mask_factors,
+    scale_by_powers,
+)
+from fxprec.runtime.aps.state import APSState
+
+BLOCK = 1 << 16  # elements that share an exponent where a shard's layers are not known
+
+
+class APSReduceScatter(ReduceScatter):  # type: ignore[misc]
+    """Reduce-scatter of codes for one `FSDPModule`.
+
+    `sizes`: elements of each layer in one rank's padded shard, so each layer has its own scale; where they do not
+    add up (parameters without a gradient), blocks of 2^16 elements share one. Raises `ConfigError` for options that
+    a reduce-scatter cannot honour.
+    """
+
+    def __init__(self, state: APSState, sizes: Sequence[int] = ()) -> None:
+        chosen = state.options
+        if chosen.accumulate != "fp32" or chosen.error_feedback or chosen.scaling != "aps" or chosen.high_epochs:
+            raise ConfigError(
+                f"APS under FSDP2 cannot honour ({chosen.text()}); it needs accumulate='fp32', scaling='aps', and "
+                "neither error feedback nor high_epochs"
+            )
+        self.state = state
+        self.sizes = tuple(sizes)
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A fresh buffer, as FSDP2's default."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Write the sum (or average) over ranks of this rank's row of `input_tensor` (world * n,) to (n,)."""
+        world = dist.get_world_size(group)
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ConfigError(
+                f"APS under FSDP2 cannot reduce with {op}; leave the gradient divide factor at its default"
+            )
+        step, self.state.step = self.state.step, self.state.step + 1
+        with torch.no_grad():
+            if step < self.state.options.high_steps:
+                total = _high(input_tensor, output_tensor, group)
+            else:
+                total = self._low(input_tensor.float().view(world, -1), group)
+            output_tensor.copy_(total / world if op == dist.ReduceOp.AVG else total)
+        return None
+
+    def _low(self, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Sum of all ranks' coded row for this rank; `rows` (world, n) is not needed afterwards."""
+        world, length = rows.shape
+        parts = self._parts(length)
+        pieces = [piece for row in rows.unbind() for piece in torch.split(row, parts)]
+        codes = exponent_codes(largest_magnitudes(pieces))
+        dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group)
+        exponents = factor_exponents(codes, self.state.wire.top)
+        scale_by_powers(pieces, exponents)
+        coder = Coder(self.state.wire, self.state.random(0, rows.device), bounded=True)
+        sent = coder.encode(rows.reshape(-1))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        coded = received.view(world, -1)
+        total = coder.decode(coded[0])
+        for row in coded[1:]:
+            total += coder.decode(row)
+        mine = slice(dist.get_rank(group) * len(parts), (dist.get_rank(group) + 1) * len(parts))
+        scale_by_powers(list(torch.split(total, parts)), -exponents[mine], mask_factors(codes[mine]))
+        return total
+
+    def _parts(self, length: int) -> list[int]:
+        if sum(self.sizes) == length:
+            return list(self.sizes)
+        return [min(BLOCK, length - at) for at in range(0, length, BLOCK)]
+
+
+def _high(rows: Tensor, like: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = torch.empty_like(like)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # renamed in torch 2.13
+    scatter(total, rows, group=group)
+    return total
+
+
+def use_aps(model: nn.Module, state: APSState) -> int:
+    """Give every `FSDPModule` of a model that `fully_shard` has wrapped the 8-bit reduce-scatter; return how many.
+
+    Raises `ConfigError` where there is none.
+    """
+    owners = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    if not owners:
+        raise ConfigError("use_aps found no FSDP2 module; call fully_shard on the model first")
+    for owner in owners:
+        owner.set_custom_reduce_scatter(APSReduceScatter(state, _shard_sizes(owner)))  # type: ignore[arg-type]
+    return len(owners)
+
+
+def _shard_sizes(owner: nn.Module) -> list[int]:
+    """Elements of each of the module's own parameters in one rank's padded shard, in FSDP2's order."""
+    nested = {id(p) for m in owner.modules() if m is not owner and isinstance(m, FSDPModule) for p in m.parameters()}
+    sizes = []
+    for p in owner.parameters():
+        if id(p) not in nested and isinstance(p, DTensor):
+            world = p.device_mesh.size()
+            rows = -(-p.shape[0] // world) if p.dim() else 1
+            sizes.append(rows * (p.numel() // p.shape[0] if p.dim() and p.shape[0] else 1))
+    return sizes
