@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch._functorch.config
 import torch._guards
 from torch._dynamo.exc import ShortenTraceback
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor import compile_fx as _compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
-__all__ = ["CustomGraphPass", "GraphPass", "compile_fx", "compile_fx_inner"]
+compile_fx: Callable[..., Any] = _compile_fx.compile_fx
+compile_fx_inner: Callable[..., Any] = _compile_fx.compile_fx_inner
 
 
 class GraphPass(CustomGraphPass):

@@ -34,8 +34,7 @@ class Work:
     config: Config
     given: Plan | None = None  # a plan to follow instead of solving
     siblings: tuple[Plan, ...] = ()  # plans of the model's training graphs compiled before
-    damage: dict[tuple[str, str], float] | None = None  # (tensor, kind) -> measured damage, for policy "exact"
-    observe: bool = False  # measure damage instead of casting
+    damage: dict[int, float] | None = None  # counted tensor's id -> measured damage, for policy "exact"
     operators: Operators | None = None  # recover-operators
     grouped: Grouped | None = None  # group-tensors
     assignment: Assignment | None = None  # assign-precision

@@ -48,4 +48,4 @@ def _round_parameter_gradients(grouped: Grouped, book: SiteBook) -> None:
         if tensor is not None and tensor.kind == "grad_param" and isinstance(gradient, Node):
             with book.graph.inserting_before(joint.output):
                 _, results[position] = book.store(gradient, tensor, backward=True)
-    joint.output.args = (type(joint.results)(results),)  # type: ignore[call-arg]
+    joint.output.args = (type(joint.results)(results),)  # type: ignore[call-arg, assignment]

@@ -66,31 +66,28 @@ def _cast_incoming_gradient(op: Operator, grouped: Grouped, book: SiteBook) -> N
     tensor = next((grouped.grads[n] for n in op.outputs if n in grouped.grads), None)
     if tensor is None:
         return
-    backward = set(op.backward)
-    for gradient in dict.fromkeys(_multiplied_gradients(op)):
+    inside = set(op.backward)
+    readers: dict[Node, list[Node]] = {}
+    for gradient, reader in _multiplied_gradients(op):
+        readers.setdefault(gradient, []).append(reader)
+    for gradient, found in readers.items():
         val = value(gradient)
         if val is None or book.is_identity(tensor, val.dtype):
             continue
-        users = [u for u in gradient.users if u in backward]
+        users = [u for u in gradient.users if u in inside or u in found]
         with book.graph.inserting_before(min(users)):
             q, x = book.store(gradient, tensor, backward=True)
         replace_uses(gradient, x, [u for u in users if u is not q])
 
 
-def _multiplied_gradients(op: Operator) -> Iterator[Node]:
+def _multiplied_gradients(op: Operator) -> Iterator[tuple[Node, Node]]:
+    """Yield each gradient a backward GEMM multiplies, views taken off, and the node that reads it for that."""
     for node in op.backward:
         if node.target not in ops.GEMMS_BACKWARD:
             continue
         for position in ops.GEMM_OPERANDS[node.target]:
-            arg = node.args[position]
+            reader, arg = node, node.args[position]
+            while isinstance(arg, Node) and arg.target in ops.VIEWS and is_backward(arg):
+                reader, arg = arg, arg.args[0]
             if isinstance(arg, Node) and (is_backward(arg) or "tangent" in arg.name):
-                base = _gradient_base(arg)
-                if base is not None:
-                    yield base
-
-
-def _gradient_base(node: Node) -> Node | None:
-    """Follow views back to the gradient they show; None when they show a forward value."""
-    while node.target in ops.VIEWS and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node if is_backward(node) or "tangent" in node.name else None
+                yield arg, reader

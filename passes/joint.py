@@ -95,7 +95,7 @@ class JointGraph:
 
     @cached_property
     def output(self) -> Node:
-        return next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        return self.graph.output_node()
 
     @property
     def results(self) -> Sequence[object]:

@@ -89,7 +89,7 @@ class _Narrow:
         assert isinstance(wide, tuple | list)
         for item in [u for u in node.users if u.target is operator.getitem]:
             was = wide[item.args[1]]  # type: ignore[index]
-            item.meta["val"] = node.meta["val"][item.args[1]]  # type: ignore[index]
+            item.meta["val"] = node.meta["val"][item.args[1]]
             if isinstance(was, torch.Tensor):
                 self._convert_back(item, was.dtype)
 
@@ -111,4 +111,4 @@ def _dtype(node: Node) -> torch.dtype | None:
 def _is_logsumexp(node: Node) -> bool:
     """Attention's saved softmax statistics stay float32."""
     source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, Node) and source.target in ops.ATTENTION and node.args[1] != 0
+    return isinstance(source, Node) and source.target in ops.ATTENTION and bool(node.args[1] != 0)

@@ -25,7 +25,7 @@ def emit(graph: Graph, target: object, args: tuple[object, ...], like: Node, *, 
     """
     node = graph.call_function(target, args)  # type: ignore[arg-type]
     node.meta = {key: like.meta[key] for key in _COPIED_META if key in like.meta}
-    fakes = torch.fx.map_arg(args, lambda n: n.meta["val"])
+    fakes = torch.fx.map_arg(args, lambda n: n.meta["val"])  # type: ignore[type-var]
     node.meta["val"] = target(*fakes)  # type: ignore[operator]
     if is_backward(like) if backward is None else backward:
         node.meta["partitioner_tag"] = "is_backward"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fxprec.errors import PlanError
@@ -47,7 +48,7 @@ def _gemms(grouped: Grouped) -> tuple[Gemm, ...]:
     )
 
 
-def _groups(grouped: Grouped, low: frozenset[int], order: dict[int, int]) -> tuple[Group, ...]:
+def _groups(grouped: Grouped, low: frozenset[int], order: Mapping[int, int]) -> tuple[Group, ...]:
     counts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for tensor in grouped.tensors:
         counts[tensor.group][tensor.kind] += tensor.elements
