@@ -1,0 +1,51 @@
+"""What a benchmark result must say about where it was measured."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def describe() -> dict[str, Any]:
+    """Return processor, cores and versions."""
+    packages = ("torch", "triton", "fxprec")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in packages},
+        "command": "python -m " + " ".join([_module_name(), *sys.argv[1:]]),
+    }
+
+
+def _module_name() -> str:
+    path = Path(sys.argv[0]).with_suffix("")
+    return ".".join(path.parts[path.parts.index("benchmarks") :]) if "benchmarks" in path.parts else path.name
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    found = re.search(r"model name\s*:\s*(.*)", text)
+    features = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {name}" in text]
+    return f"{found.group(1) if found else platform.processor()} ({', '.join(features)})"
+
+
+def save(name: str, rows: Any) -> Path:
+    """Write one result file, named by date and ``name``; return its path."""
+    machine = describe()
+    path = RESULTS / f"{machine['date']}-{name}.json"
+    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,140 @@
+"""Training step: compile seconds, step milliseconds and bytes saved for backward, fxprec beside plain Inductor.
+
+    python -m benchmarks.step --model resnet18 --batch 32
+
+Every side is compiled with cold caches; steps are timed in turn (A B C, A B C, ...), medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import torch
+import torch._inductor.config
+from torch import nn
+
+import fxprec
+from benchmarks import machine
+
+SIDES: dict[str, dict[str, object] | None] = {
+    "inductor": None,
+    "packed r=1": {"recipe": "hfp8", "storage": "packed", "low_ratio": 1.0},
+    "native fp8 r=1": {"recipe": "fp8", "storage": "native", "low_ratio": 1.0},
+    "native bf16": {"recipe": "bf16", "storage": "native"},
+}
+
+
+@dataclass
+class Row:
+    """One side's figures; ratios are to plain Inductor in the same run."""
+
+    side: str
+    compile_s: float = 0.0
+    passes_s: float = 0.0
+    saved_mb: float = 0.0
+    step_ms: float = 0.0
+    compile_ratio: float = 0.0
+    step_ratio: float = 0.0
+    saved_ratio: float = 0.0
+    steps_ms: list[float] = field(default_factory=list)
+
+
+def make(name: str, batch: int, width: float) -> tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tensor]]:
+    """Return (model factory, loss of a model on a fixed batch)."""
+    torch.manual_seed(1)
+    if name == "resnet18":
+        from examples.models.resnet import resnet18
+
+        x, y = torch.randn(batch, 3, 32, 32), torch.randint(0, 100, (batch,))
+        return lambda: resnet18(width=width), lambda m: nn.functional.cross_entropy(m(x), y)
+    from fxprec.demo.models import CharTransformer
+
+    tokens = torch.randint(0, 96, (batch, 128))
+
+    def loss(m: nn.Module) -> torch.Tensor:
+        return nn.functional.cross_entropy(m(tokens).flatten(0, 1), tokens.flatten())
+
+    return lambda: CharTransformer(vocab=96, context=128, layers=6, heads=4, width=int(256 * width)), loss
+
+
+def compile_side(row: Row, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> Callable[[], None]:
+    """Compile one side, fill in what its first step shows, and return a function that runs one step."""
+    options = SIDES[row.side]
+    backend = "inductor" if options is None else fxprec.Backend(fxprec.Config.from_options(options))
+    compiled = torch.compile(model, backend=backend)
+    saved: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    start = time.perf_counter()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        value = loss(compiled)
+    value.backward()
+    row.compile_s = time.perf_counter() - start
+    row.saved_mb = sum(saved.values()) / 1e6
+    if isinstance(backend, fxprec.Backend):
+        row.passes_s = sum(report.seconds for graph in backend._graphs for report in graph.reports)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        begin = time.perf_counter()
+        loss(compiled).backward()
+        row.steps_ms.append(1e3 * (time.perf_counter() - begin))
+
+    return step
+
+
+def run(model: str, batch: int, width: float, steps: int, sides: list[str]) -> list[Row]:
+    """Measure ``sides``; the first is the one compared with."""
+    factory, loss = make(model, batch, width)
+    rows, step_functions = [], []
+    for side in sides:
+        torch.manual_seed(0)
+        row = Row(side)
+        print(f"compiling {side} ...", flush=True)
+        step_functions.append(compile_side(row, factory(), loss))
+        rows.append(row)
+    for i in range(steps + 2):
+        print(f"step {i + 1} of {steps + 2}", end="\r", flush=True)
+        for step in step_functions:
+            step()
+    for row in rows:
+        row.steps_ms = [round(t, 2) for t in row.steps_ms[2:]]
+        row.step_ms = statistics.median(row.steps_ms)
+        row.compile_s -= row.step_ms / 1e3
+        row.compile_ratio = round(row.compile_s / rows[0].compile_s, 3)
+        row.step_ratio = round(row.step_ms / rows[0].step_ms, 3)
+        row.saved_ratio = round(row.saved_mb / rows[0].saved_mb, 4)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=("resnet18", "transformer"), default="resnet18")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--width", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    args = parser.parse_args()
+    warnings.simplefilter("ignore", fxprec.FxprecWarning)
+    torch._inductor.config.force_disable_caches = True
+    rows = run(args.model, args.batch, args.width, args.steps, args.sides)
+    path = machine.save(f"step-{args.model}", {"arguments": vars(args), "sides": [asdict(r) for r in rows]})
+    print(f"{'side':16} {'compile s':>10} {'passes s':>9} {'ratio':>6} {'step ms':>9} {'ratio':>6} {'saved MB':>9} {'ratio':>7}")
+    for r in rows:
+        print(
+            f"{r.side:16} {r.compile_s:10.1f} {r.passes_s:9.2f} {r.compile_ratio:6.2f} {r.step_ms:9.1f} {r.step_ratio:6.2f}"
+            f" {r.saved_mb:9.1f} {r.saved_ratio:7.4f}"
+        )
+    print(f"written to {path.name}")
+
+
+if __name__ == "__main__":
+    main()
