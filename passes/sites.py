@@ -18,15 +18,26 @@ from fxprec.recipes import Recipe
 _COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack", "fwd_nn_module_stack")
 
 
-def emit(graph: Graph, target: object, args: tuple[object, ...], like: Node, *, backward: bool | None = None) -> Node:
+def emit(
+    graph: Graph,
+    target: object,
+    args: tuple[object, ...],
+    like: Node,
+    *,
+    backward: bool | None = None,
+    val: torch.Tensor | None = None,
+) -> Node:
     """Append a node at the graph's insertion point, with a fake value and ``like``'s origin.
 
-    ``backward`` overrides which half of the joint graph the node belongs to.
+    ``backward`` overrides which half of the joint graph the node belongs to; ``val`` is its fake value where the
+    caller knows it, which saves running the op on fake tensors.
     """
     node = graph.call_function(target, args)  # type: ignore[arg-type]
     node.meta = {key: like.meta[key] for key in _COPIED_META if key in like.meta}
-    fakes = torch.fx.map_arg(args, lambda n: n.meta["val"])  # type: ignore[type-var]
-    node.meta["val"] = target(*fakes)  # type: ignore[operator]
+    if val is None:
+        fakes = torch.fx.map_arg(args, lambda n: n.meta["val"])  # type: ignore[type-var]
+        val = target(*fakes)  # type: ignore[operator]
+    node.meta["val"] = val
     if is_backward(like) if backward is None else backward:
         node.meta["partitioner_tag"] = "is_backward"
         node.meta["autograd_backward"] = True
@@ -83,21 +94,11 @@ class SiteBook:
     def store(self, node: Node, tensor: CountedTensor, *, backward: bool | None = None) -> tuple[Node, Node]:
         """Insert ``dequantize(quantize(node))`` at the insertion point; return both nodes."""
         site = self.site(tensor)
-        dtype = node.meta["val"].dtype
-        q = emit(
-            self.graph,
-            symbolic.QUANTIZE,
-            (node, self.table, site.id, site.format, self.storage),
-            node,
-            backward=backward,
-        )
-        x = emit(
-            self.graph,
-            symbolic.DEQUANTIZE,
-            (q, self.table, site.id, site.format, self.storage, dtype),
-            node,
-            backward=backward,
-        )
+        wide: torch.Tensor = node.meta["val"]
+        narrow = torch.empty_like(wide, dtype=symbolic.stored_dtype(parse(site.format), self.storage))
+        common = (self.table, site.id, site.format, self.storage)
+        q = emit(self.graph, symbolic.QUANTIZE, (node, *common), node, backward=backward, val=narrow)
+        x = emit(self.graph, symbolic.DEQUANTIZE, (q, *common, wide.dtype), node, backward=backward, val=wide)
         self.nodes[site.id] = q
         return q, x
 
