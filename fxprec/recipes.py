@@ -94,9 +94,9 @@ BF16 = _same("bf16")
 FP16 = _same("fp16")
 """16 bits everywhere, 11 significant bits: more accurate than bf16, but gradients need scaling."""
 
-FP8 = Recipe(name="fp8", hi="bf16", lo_forward="e4m3fn", lo_backward="e5m2")  # type: ignore[arg-type]
+FP8 = Recipe(name="fp8", hi="bf16", lo_forward="e4m3fn", lo_backward="e5m2_sat")  # type: ignore[arg-type]
 """Hardware FP8: low tensors take half of bf16's memory and run on FP8 tensor cores; the accuracy lost grows
-with ``low_ratio``."""
+with ``low_ratio``. Gradients saturate: one beyond e5m2's range is counted and rescaled, not turned into inf."""
 
 HFP8 = Recipe(name="hfp8", hi="1-6-9", lo_forward="1-4-3+4", lo_backward="1-5-2")  # type: ignore[arg-type]
 """The formats of Sun et al. 2019 as used by Kang et al. 2023: for comparison with the papers; no hardware has
