@@ -10,7 +10,7 @@ from codec_oracles import FORMATS, assert_same, assert_same_codes, edges, ids, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxprec import rounding
+from fxprec import codec, codec_rows, rounding
 from fxprec.formats import E4M3FN_NAN, FP16_169, HFP8_143, HFP8_152, Format
 from fxprec.rounding import decode, encode, quantize
 from fxprec.runtime.reference import reference_quantize
@@ -112,3 +112,17 @@ def test_stochastic_is_reproducible_and_varies() -> None:
 def test_encode_toward_zero() -> None:
     x = torch.tensor([29.9, -29.9, 1e9, 2.0**-14])
     assert decode(encode(x, HFP8_143, "zero"), HFP8_143).tolist() == [28.0, -28.0, 30.0, 0.0]
+
+
+@pytest.mark.parametrize("fmt", [HFP8_143, FP16_169, Format(3, 0)], ids=ids)
+def test_stochastic_turns_at_the_exact_fraction(fmt: Format) -> None:
+    """Of the 2^31 random numbers, exactly the first fraction * 2^31 round up."""
+    x = torch.cat([edges(fmt).abs(), random_in_range(fmt, 4096, 9).abs()])
+    x = x[x <= fmt.largest]
+    down, up = neighbours(x, fmt)
+    gap = torch.where(up > down, up.double() - down, 1.0)
+    turn = ((x.double() - down) / gap * 2.0**31).floor().long()
+    for random, rounds_up in ((turn - 1, turn > 0), (turn, torch.zeros_like(turn, dtype=torch.bool))):
+        bits = random.clamp(0, 2**31 - 1).to(torch.int32)
+        y = codec_rows.dither_with_row(x, bits, *codec.format_row(fmt)[1:])
+        assert_same(y, torch.where(rounds_up, up, down), x)
