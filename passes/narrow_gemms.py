@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from fxprec import symbolic
 from fxprec.passes import ops
 from fxprec.passes.base import Notice, Work
-from fxprec.passes.joint import value
+from fxprec.passes.joint import is_backward, value
 from fxprec.passes.sites import emit
 
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -36,9 +36,11 @@ class NarrowGemms:
             work.notices.append(Notice("narrow-gemms", detail))
             return
         graph = work.joint.graph
+        # An unscaled gradient keeps its range in bfloat16 and underflows in float16.
+        targets = ops.GEMMS | ops.GEMMS_BACKWARD if dtype == torch.bfloat16 else ops.GEMMS
         narrow = _Narrow(graph, dtype)
         for node in list(graph.nodes):
-            if node.op == "call_function" and node.target in (ops.GEMMS | ops.GEMMS_BACKWARD):
+            if node.target in targets and (dtype == torch.bfloat16 or not is_backward(node)):
                 narrow.gemm(node)
 
 
