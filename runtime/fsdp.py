@@ -31,7 +31,7 @@ from fxprec.runtime.aps.state import APSState
 BLOCK = 1 << 16  # elements that share an exponent where a shard's layers are not known
 
 
-class APSReduceScatter(ReduceScatter):  # type: ignore[misc]
+class APSReduceScatter(ReduceScatter):
     """Reduce-scatter of codes for one `FSDPModule`.
 
     `sizes`: elements of each layer in one rank's padded shard, so each layer has its own scale; where they do not
@@ -119,7 +119,7 @@ def use_aps(model: nn.Module, state: APSState) -> int:
     if not owners:
         raise ConfigError("use_aps found no FSDP2 module; call fully_shard on the model first")
     for owner in owners:
-        owner.set_custom_reduce_scatter(APSReduceScatter(state, _shard_sizes(owner)))  # type: ignore[arg-type]
+        owner.set_custom_reduce_scatter(APSReduceScatter(state, _shard_sizes(owner)))
     return len(owners)
 
 

@@ -1,4 +1,4 @@
-"""One bucket's way through APS, in the two halves that are scheduled apart: exponents, then payload."""
+"""One bucket's way through APS, in stages that are scheduled apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxprec.runtime.aps.exchange import Coder, exchange_fp32, exchange_in_format
+from fxprec.runtime.aps.exchange import (
+    Coder,
+    all_gather,
+    decode_messages,
+    exchange_hierarchical,
+    sum_fp32,
+    sum_in_format,
+    to_owners,
+)
 from fxprec.runtime.aps.exponents import (
     exponent_codes,
     factor_exponents,
@@ -53,44 +61,104 @@ def split_bucket(
 
 
 class Exchange:
-    """The sum over ranks, divided by their number, of one bucket. `start`, then `finish`, on every rank."""
+    """The sum over ranks, divided by their number, of one bucket.
+
+    `start`, then the `STAGES` in order, on every rank. Stages of different buckets may run at the same time, each
+    stage in bucket order: those that communicate do so on a process group of their own.
+    """
+
+    STAGES = ("prepare", "scatter", "reduce", "gather", "finish")
 
     def __init__(self, state: APSState, bucket: Bucket) -> None:
         self.state = state
         self.bucket = bucket
+        self.layout: Layout = layout(sizes_of(bucket.low), state.groups.size)
         self.work: dist.Work | None = None
-        self.codes = torch.empty(0, dtype=torch.int8)
+        self.exponent_codes = torch.empty(0, dtype=torch.int8)
+        self.exponents = torch.empty(0, dtype=torch.int32)
         self.flat = torch.empty(0)
+        self.lost: Tensor | None = None
+        self.message = torch.empty(0, dtype=torch.uint8)
+        """What the next stage sends, or has received: codes."""
 
     def start(self) -> None:
         """Gather the coded layers as float32, and begin the exchange of their exponents."""
-        low = self.bucket.low
-        if not low:
+        if not self.bucket.low:
             return
         self.flat = self._flatten()
-        layers = self._layout.layers(self.flat)
+        layers = self.layout.layers(self.flat)
         self._add_residuals(layers)
         terms = 1 if self.state.options.accumulate == "fp32" else self.state.groups.size
-        self.codes = exponent_codes(largest_magnitudes(layers), terms)
-        self.work = dist.all_reduce(self.codes, op=dist.ReduceOp.MAX, group=self.state.groups.exponents, async_op=True)
+        self.exponent_codes = exponent_codes(largest_magnitudes(layers), terms)
+        group = self.state.groups.exponents
+        self.work = dist.all_reduce(self.exponent_codes, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
-    def finish(self) -> Tensor:
-        """Exchange the payload, write the mean into the bucket's buffer, and return it."""
+    def prepare(self) -> None:
+        """Wait for the exponents; scale and encode."""
+        if self.work is None:
+            return
+        self.work.wait()
+        self.coder = Coder(self.state.wire, self.state.random(self.bucket.index, self.flat.device), self._aps)
+        self.exponents = factor_exponents(self.exponent_codes, self.state.wire.top)
+        if not self._aps:
+            self.exponents = torch.zeros_like(self.exponents)
+        scale_by_powers(self.layout.layers(self.flat), self.exponents)
+        self.message = self.coder.encode(self.flat)
+        if self.state.options.error_feedback:
+            self.lost = self.flat - self.coder.decode(self.message)
+
+    def scatter(self) -> None:
+        """Send the codes to their owners, and layers that stay high on their own way."""
+        groups = self.state.groups
         if self.bucket.high:
             self._reduce_high()
-        if self.work is not None:
-            self.work.wait()
-            self._reduce_low()
-        return self.bucket.buffer
+        if self.work is not None and groups.members is None:
+            self.message = to_owners(self.message, self.layout, self.state.wire.code_bytes, groups.payload)
+
+    def reduce(self) -> None:
+        """Sum what this rank owns; the hierarchical way is walked to its end here."""
+        if self.work is None:
+            return
+        mode, groups = self.state.options.accumulate, self.state.groups
+        if mode == "fp32":
+            self.message = sum_fp32(self.message, self.coder, self.layout, groups.rank, self.lost)
+        elif groups.members is None:
+            self.message = sum_in_format(self.message, self.coder, groups.rank, kahan=mode == "kahan")
+        else:
+            self.message = exchange_hierarchical(self.message, self.coder, groups, kahan=mode == "kahan")
+
+    def gather(self) -> None:
+        """Collect the codes of the sum from their owners."""
+        if self.work is not None and self.state.groups.members is None:
+            self.message = all_gather(self.message, self.state.groups.gather)
+
+    def finish(self) -> None:
+        """Decode, unscale, divide by the number of ranks, and write into the bucket's buffer."""
+        if self.work is None:
+            return
+        lay = self.layout
+        if self.state.options.accumulate == "fp32":
+            total, second = decode_messages(self.message, self.coder, lay)
+        else:
+            total = self.coder.wire.decode(self.message.reshape(-1))[: lay.total]
+            second = torch.zeros(len(lay.pieces), dtype=torch.int32, device=total.device)
+        layer_of = torch.tensor([p.layer for p in lay.pieces], device=total.device)
+        mask = mask_factors(self.exponent_codes)[layer_of]
+        pieces = [total[p.start : p.end] for p in lay.pieces]
+        scale_by_powers(pieces, -second - self.exponents[layer_of], mask)
+        if self.lost is not None:
+            self._keep_residuals(self.lost)
+        torch.div(total, self.state.groups.size, out=total)
+        _write(total, self.bucket.low)
 
     @property
-    def _layout(self) -> Layout:
-        return layout(sizes_of(self.bucket.low), self.state.groups.size)
+    def _aps(self) -> bool:
+        return self.state.options.scaling == "aps"
 
     def _flatten(self) -> Tensor:
         """The coded layers, flat: the buffer itself where it is float32 and all of it is coded."""
         buffer = self.bucket.buffer
-        if not self.bucket.high and buffer.dtype == torch.float32 and buffer.numel() == self._layout.total:
+        if not self.bucket.high and buffer.dtype == torch.float32 and buffer.numel() == self.layout.total:
             return buffer
         return torch.cat([v.reshape(-1).to(torch.float32) for v in self.bucket.low])
 
@@ -103,40 +171,14 @@ class Exchange:
         if not whole:
             _write(flat, high)
 
-    def _reduce_low(self) -> None:
-        aps = self.state.options.scaling == "aps"
-        exponents = factor_exponents(self.codes, self.state.wire.top)
-        if not aps:
-            exponents = torch.zeros_like(exponents)
-        lay = self._layout
-        scale_by_powers(lay.layers(self.flat), exponents)
-        coder = self._coder(bounded=aps)
-        sent = coder.encode(self.flat)
-        lost = self.flat - coder.decode(sent) if self.state.options.error_feedback else None
-        total = self._sum(sent, coder, lay, lost)
-        if lost is not None:
-            self._keep_residuals(lost, exponents)
-        scale_by_powers(lay.layers(total), -exponents, mask_factors(self.codes))
-        total.div_(self.state.groups.size)
-        _write(total, self.bucket.low)
-
-    def _sum(self, sent: Tensor, coder: Coder, lay: Layout, lost: Tensor | None) -> Tensor:
-        mode = self.state.options.accumulate
-        if mode == "fp32":
-            return exchange_fp32(sent, coder, lay, self.state.groups, lost)
-        return exchange_in_format(sent, coder, lay, self.state.groups, kahan=mode == "kahan")
-
-    def _coder(self, bounded: bool) -> Coder:
-        return Coder(self.state.wire, self.state.random(self.bucket.index, self.flat.device), bounded)
-
     def _add_residuals(self, layers: list[Tensor]) -> None:
         for layer, parameter in zip(layers, self.bucket.parameters, strict=True):
             if parameter in self.state.residuals:
                 layer += self.state.residuals[parameter]
 
-    def _keep_residuals(self, lost: Tensor, exponents: Tensor) -> None:
-        layers = self._layout.layers(lost)
-        scale_by_powers(layers, -exponents)
+    def _keep_residuals(self, lost: Tensor) -> None:
+        layers = self.layout.layers(lost)
+        scale_by_powers(layers, -self.exponents)
         for layer, parameter in zip(layers, self.bucket.parameters, strict=True):
             self.state.residuals[parameter] = torch.nan_to_num(layer, nan=0.0, posinf=0.0, neginf=0.0)
 

@@ -43,18 +43,17 @@ class Coder:
         return self.wire.decode(self.wire.encode(values, generator=self.generator))
 
 
-def exchange_fp32(codes: Tensor, coder: Coder, lay: Layout, groups: Groups, lost: Tensor | None = None) -> Tensor:
-    """Sum of all ranks' coded buckets, added in float32 in rank order and rounded once more (total,).
+def sum_fp32(rows: Tensor, coder: Coder, lay: Layout, rank: int, lost: Tensor | None = None) -> Tensor:
+    """This owner's message: its chunk of all ranks' codes, added in float32 in rank order and rounded once more.
 
-    Each owner scales its pieces of layers by a second power of two and sends those exponents with the codes. What the
-    second rounding takes from this rank's chunk is added to `lost` (total,), if given.
+    The owner scales its pieces of layers by a second power of two and sends those exponents before the codes. What
+    the second rounding takes is added to `lost` (total,), if given.
     """
-    rows = _to_owners(codes, lay, coder.wire.code_bytes, groups.payload)
     total = coder.decode(rows[0])
     for row in rows[1:]:
         total += coder.decode(row)
-    owned = lay.owned(groups.rank)
-    start = groups.rank * lay.chunk
+    owned = lay.owned(rank)
+    start = rank * lay.chunk
     pieces = [total[p.start - start : p.end - start] for p in owned]
     exponents = _second_exponents(pieces, coder) if coder.bounded else torch.zeros(len(owned), dtype=torch.int32)
     scale_by_powers(pieces, exponents.to(total.device))
@@ -65,8 +64,7 @@ def exchange_fp32(codes: Tensor, coder: Coder, lay: Layout, groups: Groups, lost
         total -= coder.decode(sent)
         scale_by_powers(pieces, -exponents.to(total.device))
         lost[start : start + lay.chunk] += total[: max(0, lay.total - start)]
-    message = torch.cat([header.view(torch.uint8), sent])
-    return _decode_messages(_all_gather(message, groups.payload), coder, lay)
+    return torch.cat([header.view(torch.uint8), sent])
 
 
 def _second_exponents(pieces: list[Tensor], coder: Coder) -> Tensor:
@@ -76,53 +74,43 @@ def _second_exponents(pieces: list[Tensor], coder: Coder) -> Tensor:
     return torch.where(usable, coder.wire.top - ceil_log2(torch.where(usable, wide, 1.0)), 0)
 
 
-def _decode_messages(messages: Tensor, coder: Coder, lay: Layout) -> Tensor:
-    """Undo the second scaling of every owner's chunk."""
+def decode_messages(messages: Tensor, coder: Coder, lay: Layout) -> tuple[Tensor, Tensor]:
+    """Decoded sums (total,) of all owners' messages, and the second exponent of each of `lay.pieces`."""
     header_bytes = lay.max_pieces * _HEADER.itemsize
-    codes = messages[:, header_bytes:].reshape(-1)
-    total = coder.decode(codes)[: lay.total]
+    total = coder.decode(messages[:, header_bytes:].reshape(-1))[: lay.total]
     headers = messages[:, :header_bytes].contiguous().view(_HEADER).to(torch.int32)
     exponents = [headers[r, : len(lay.owned(r))] for r in range(lay.num_ranks)]
-    scale_by_powers([total[p.start : p.end] for p in lay.pieces], -torch.cat(exponents))
-    return total
+    return total, torch.cat(exponents)
 
 
-def exchange_in_format(codes: Tensor, coder: Coder, lay: Layout, groups: Groups, kahan: bool) -> Tensor:
-    """Sum of all ranks' coded buckets with every partial sum rounded to the wire format (total,).
+def sum_in_format(rows: Tensor, coder: Coder, rank: int, kahan: bool) -> Tensor:
+    """Codes of this owner's chunk with every partial sum rounded to the wire format, in ring order.
 
-    Ring order: the sum of rank c's chunk starts with rank c + 1 and ends with rank c. With sub-groups, members send
-    to their master, which adds in rank order; the masters form the ring; the result is broadcast in each group.
+    The sum of rank c's chunk starts with rank c + 1 and ends with rank c.
     """
-    if groups.members is None:
-        return _ring(codes, coder, lay, groups.payload, kahan)[: lay.total]
-    size = lay.padded * coder.wire.code_bytes
-    padded = _pad(codes, size)
-    result = _members_to_master(padded, coder, groups, kahan)
-    if groups.masters is not None:
-        num_masters = dist.get_world_size(groups.masters)
-        over_masters = layout((lay.padded,), num_masters)
-        total = _ring(result, coder, over_masters, groups.masters, kahan)[: lay.padded]
-        result = coder.wire.encode(total)
-    dist.broadcast(result, groups.master, group=groups.members)
-    return coder.wire.decode(result)[: lay.total]
+    order = [rows[(rank + 1 + k) % len(rows)] for k in range(len(rows))]
+    return coder.wire.encode(accumulate(order, coder, kahan))
 
 
-def _members_to_master(codes: Tensor, coder: Coder, groups: Groups, kahan: bool) -> Tensor:
+def exchange_hierarchical(codes: Tensor, coder: Coder, groups: Groups, kahan: bool) -> Tensor:
+    """Codes of the sum: members send to their master, which adds in rank order; the masters form a ring; broadcast."""
     assert groups.members is not None
     if groups.masters is None:
         dist.gather(codes, None, dst=groups.master, group=groups.members)
-        return torch.empty_like(codes)
-    rows = [torch.empty_like(codes) for _ in range(dist.get_world_size(groups.members))]
-    dist.gather(codes, rows, dst=groups.master, group=groups.members)
-    return coder.wire.encode(accumulate(rows, coder, kahan))
+        result = torch.empty_like(codes)
+    else:
+        rows = [torch.empty_like(codes) for _ in range(dist.get_world_size(groups.members))]
+        dist.gather(codes, rows, dst=groups.master, group=groups.members)
+        result = _ring(coder.wire.encode(accumulate(rows, coder, kahan)), coder, groups.masters, kahan)
+    dist.broadcast(result, groups.master, group=groups.members)
+    return result
 
 
-def _ring(codes: Tensor, coder: Coder, lay: Layout, group: dist.ProcessGroup, kahan: bool) -> Tensor:
-    rows = _to_owners(codes, lay, coder.wire.code_bytes, group)
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    order = [rows[(rank + 1 + k) % size] for k in range(size)]
-    total = coder.wire.encode(accumulate(order, coder, kahan))
-    return coder.wire.decode(_all_gather(total, group).reshape(-1))
+def _ring(codes: Tensor, coder: Coder, group: dist.ProcessGroup, kahan: bool) -> Tensor:
+    count = codes.numel() // coder.wire.code_bytes
+    lay = layout((count,), dist.get_world_size(group))
+    chunk = sum_in_format(to_owners(codes, lay, coder.wire.code_bytes, group), coder, dist.get_rank(group), kahan)
+    return all_gather(chunk, group).reshape(-1)[: codes.numel()].contiguous()
 
 
 def accumulate(rows: list[Tensor], coder: Coder, kahan: bool) -> Tensor:
@@ -147,7 +135,7 @@ def _pad(codes: Tensor, size: int) -> Tensor:
     return torch.cat([codes, codes.new_zeros(size - codes.numel())])
 
 
-def _to_owners(codes: Tensor, lay: Layout, code_bytes: int, group: dist.ProcessGroup) -> Tensor:
+def to_owners(codes: Tensor, lay: Layout, code_bytes: int, group: dist.ProcessGroup) -> Tensor:
     """All-to-all of the chunks: this rank's chunk as every rank coded it (num_ranks, chunk * code_bytes)."""
     sent = _pad(codes, lay.padded * code_bytes)
     received = torch.empty_like(sent)
@@ -155,7 +143,7 @@ def _to_owners(codes: Tensor, lay: Layout, code_bytes: int, group: dist.ProcessG
     return received.view(lay.num_ranks, -1)
 
 
-def _all_gather(message: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather(message: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Every rank's message as a row (num_ranks, bytes)."""
     size = dist.get_world_size(group)
     gathered = message.new_empty(size * message.numel())

@@ -20,7 +20,7 @@ from fxprec.errors import ConfigError
 class Groups:
     """Process groups of one exchange.
 
-    Exponents and payload have a group each, so the exponents of a bucket need not wait for the payload before it.
+    Exponents, payload and results have a group each, so none of a bucket waits for another of the bucket before.
     `members` and `masters` are the sub-groups of the hierarchical all-reduce; `masters` is None on other ranks.
     """
 
@@ -28,6 +28,7 @@ class Groups:
     size: int
     exponents: dist.ProcessGroup
     payload: dist.ProcessGroup
+    gather: dist.ProcessGroup
     members: dist.ProcessGroup | None = None
     masters: dist.ProcessGroup | None = None
     group_size: int | None = None
@@ -62,15 +63,18 @@ def make_groups(parent: dist.ProcessGroup, group_size: int | None) -> Groups:
     timeout = timeout_of(parent)
     exponents = _own_group([ranks], dist.get_rank(), timeout)
     payload = _own_group([ranks], dist.get_rank(), timeout)
+    gather = _own_group([ranks], dist.get_rank(), timeout)
     rank, size = dist.get_rank(parent), len(ranks)
     if group_size is None or group_size == 1 or size == 1:
-        return Groups(rank, size, exponents, payload)
+        return Groups(rank, size, exponents, payload, gather)
     parts = [ranks[start : start + group_size] for start in range(0, size, group_size)]
     members = _own_group(parts, ranks[rank], timeout)
     heads = ranks[::group_size]
     others = [[r] for r in ranks if r not in heads]
     masters = _own_group([heads, *others], ranks[rank], timeout)
-    return Groups(rank, size, exponents, payload, members, masters if ranks[rank] in heads else None, group_size)
+    return Groups(
+        rank, size, exponents, payload, gather, members, masters if ranks[rank] in heads else None, group_size
+    )
 
 
 def _own_group(parts: list[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup:

@@ -1,12 +1,13 @@
 """The DDP communication hook, and the order in which its collectives run.
 
-A bucket's exponents leave at once, on a process group of their own; its payload follows when those of all buckets
-before it are through, on a second group. So exponents of one bucket travel beside the payload of the one before,
-and each group sees its collectives in bucket order on every rank.
+A bucket's exponents leave at once, on a process group of their own, beside the payload of the buckets before it. The
+stages after that have a thread each, so while one bucket is on the wire the next is encoded and the last decoded; each
+process group still sees its collectives in bucket order on every rank.
 """
 
 # No postponed annotations here: DistributedDataParallel compares the hook's annotations as types.
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,10 @@ def aps_hook(
         exchange.start()
     if buffer.is_cuda:
         with torch.no_grad():
-            result = _done(exchange.finish())
+            for name in Exchange.STAGES:
+                getattr(exchange, name)()
         state.step += is_last
-        return result
+        return _done(buffer)
     return _queue(state, exchange, is_last)
 
 
@@ -49,21 +51,36 @@ def _done(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def _queue(state: APSState, exchange: Exchange, is_last: bool) -> torch.futures.Future[torch.Tensor]:
-    """Finish the exchange on the state's worker thread, after all that were queued before."""
-    if state.worker is None:
-        state.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fxprec-aps")
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    state.worker.submit(_finish, state, exchange, is_last, future)
-    return future
+    """Run the stages of an exchange, each on a thread of its own that takes buckets in order."""
+    if not state.workers:
+        state.workers = [ThreadPoolExecutor(1, thread_name_prefix=f"fxprec-aps-{name}") for name in Exchange.STAGES]
+    ended: torch.futures.Future[BaseException | None] = torch.futures.Future()
+    previous: Future[None] | None = None
+    for worker, name in zip(state.workers, Exchange.STAGES, strict=True):
+        previous = worker.submit(_run_stage, exchange, name, previous)
+    assert previous is not None
+    previous.add_done_callback(partial(_deliver, state, is_last, ended))
+    return ended.then(partial(_result, exchange.bucket.buffer))
 
 
-def _finish(state: APSState, exchange: Exchange, is_last: bool, future: torch.futures.Future[torch.Tensor]) -> None:
-    try:
-        with torch.no_grad():
-            result = exchange.finish()
-    except Exception as error:  # handed to the thread that waits in backward
-        future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it with the result type
-        return
-    finally:
-        state.step += is_last
-    future.set_result(result)
+def _run_stage(exchange: Exchange, name: str, previous: "Future[None] | None") -> None:
+    """One stage, after the bucket's stage before it; raises what that one raised."""
+    if previous is not None:
+        previous.result()
+    with torch.no_grad():
+        getattr(exchange, name)()
+
+
+def _deliver(
+    state: APSState, is_last: bool, ended: "torch.futures.Future[BaseException | None]", last: "Future[None]"
+) -> None:
+    state.step += is_last
+    ended.set_result(last.exception())
+
+
+def _result(buffer: Tensor, ended: "torch.futures.Future[BaseException | None]") -> Tensor:
+    """The buffer, or the error, raised here: raised in a callback, it reaches the backward pass with its own text."""
+    error = ended.value()
+    if error is not None:
+        raise error
+    return buffer

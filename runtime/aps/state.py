@@ -67,7 +67,7 @@ class APSState:
         self.epoch = 0
         self.residuals = WeakTensorKeyDictionary()
         self.groups = self._meet(process_group)
-        self.worker: ThreadPoolExecutor | None = None
+        self.workers: list[ThreadPoolExecutor] = []
 
     def _meet(self, process_group: dist.ProcessGroup | None) -> Groups:
         if not (dist.is_available() and dist.is_initialized()):

@@ -274,7 +274,7 @@ def fsdp(rank: int, world: int) -> dict[str, Any]:
 
 
 def tensor_parallel(rank: int, world: int) -> dict[str, float]:
-    """Relative errors of a column- then row-parallel pair of layers in codes, forward and backward, and of all-to-all."""
+    """Relative errors of a column- then row-parallel pair of layers in codes, and of each collective."""
     from fxprec.runtime import parallel
 
     g = torch.Generator().manual_seed(5)

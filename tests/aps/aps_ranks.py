@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import time
 import traceback
@@ -12,6 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def _to_bytes(value: Any) -> bytes:
+    """Shared memory would end with the rank."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _from_bytes(data: bytes | None) -> Any:
+    return None if data is None else torch.load(io.BytesIO(data), weights_only=True)
 
 
 def free_port() -> int:
@@ -25,7 +37,7 @@ def _rank(rank: int, world: int, port: int, timeout: float, out: Any, work: Call
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     try:
-        out.put((rank, "ok", work(rank, world, *args)))
+        out.put((rank, "ok", _to_bytes(work(rank, world, *args))))
     except BaseException:
         out.put((rank, "error", traceback.format_exc()))
     dist.destroy_process_group()
@@ -59,4 +71,4 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
     results.sort(key=lambda result: result[0])
     failed = [text for _, status, text in results if status == "error"]
     assert not failed, "\n".join(failed)
-    return [value for _, _, value in results]
+    return [_from_bytes(value) for _, _, value in results]

@@ -10,7 +10,7 @@ from aps_ranks import run_ranks
 
 def test_the_others_end_with_an_error_when_a_rank_is_killed() -> None:
     start = time.monotonic()
-    ends = run_ranks(3, dies, timeout=15)
+    ends = run_ranks(3, dies, timeout=6)
     assert time.monotonic() - start < 60
     assert ends[1] is None
     for message in (ends[0], ends[2]):
