@@ -104,28 +104,64 @@ def _check_lowering(config: Config) -> None:
 
 
 def backend_of(compiled: object) -> Backend:
-    """Return the backend of what ``torch.compile(..., backend="fxprec")`` returned.
+    """Return the backend of what ``torch.compile(..., backend="fxprec")`` returned, or of a module compiled in place.
 
-    Raises `ConfigError` where it was compiled by another backend, or has not run yet.
+    It exists from the start, so a saved state can be loaded before the first call. Raises `ConfigError` where
+    ``compiled`` was compiled by another backend, or not at all.
     """
     wrapper = compat.wrapper_of(compiled)
-    backend = wrapper if isinstance(wrapper, Backend) else getattr(wrapper, "fxprec_backend", None)
-    if backend is None:
+    if isinstance(wrapper, Backend):
+        return wrapper
+    if getattr(wrapper, "compiler_fn", None) is not fxprec:
         raise ConfigError(
-            f"{type(compiled).__name__} has no fxprec backend yet: call it once, or compile with "
-            "backend=fxprec.Backend(config) and keep that"
+            f"{type(compiled).__name__} was not compiled by fxprec; give backend_of what "
+            'torch.compile(model, backend="fxprec") returned'
         )
-    return backend
+    assert wrapper is not None
+    return _backend_of_wrapper(wrapper)
 
 
-def fxprec(
-    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
-) -> Callable[..., Any]:
+def _backend_of_wrapper(wrapper: object) -> Backend:
+    found = getattr(wrapper, "fxprec_backend", None)
+    if found is None:
+        options = wrapper.kwargs.get("options")  # type: ignore[attr-defined]
+        found = wrapper.fxprec_backend = Backend(Config.from_options(options))  # type: ignore[attr-defined]
+    return found
+
+
+def _refuse_mode(mode: str | None) -> None:
+    if mode is not None:
+        raise ConfigError(
+            f"mode={mode!r} is a setting of Inductor that fxprec does not take; leave it out and set "
+            "torch._inductor.config instead (torch._inductor.list_mode_options() says what a mode sets)"
+        )
+
+
+class _NamedBackend:
     """The backend behind the string ``"fxprec"``; its options are the fields of `Config`."""
-    wrapper = compat.calling_wrapper()
-    backend = getattr(wrapper, "fxprec_backend", None)
-    if backend is None:
-        backend = Backend(Config.from_options(options))
-        if wrapper is not None:
-            wrapper.fxprec_backend = backend  # type: ignore[attr-defined]
-    return backend(gm, example_inputs)
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Callable[..., Any]:
+        wrapper = compat.calling_wrapper()
+        try:
+            _refuse_mode(mode)
+            backend = Backend(Config.from_options(options)) if wrapper is None else _backend_of_wrapper(wrapper)
+        except FxprecError as error:
+            raise compat.through_dynamo(error) from error
+        return backend(gm, example_inputs)
+
+    # Dynamo hands the graphs of one torch.compile() to another of an equal backend and equal options. Here each
+    # compiled model has its own plans and scales, so no two are equal.
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = object.__hash__
+
+
+fxprec = _NamedBackend()

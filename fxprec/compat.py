@@ -83,6 +83,7 @@ def wrapper_of(compiled: object) -> object | None:
 
 
 def _callback(compiled: object) -> object | None:
+    compiled = getattr(compiled, "_compiled_call_impl", None) or compiled  # a module after module.compile()
     context = getattr(compiled, "dynamo_ctx", None)  # a compiled module
     if context is not None:
         return getattr(context, "callback", None)
@@ -98,7 +99,9 @@ def through_dynamo(error: Exception) -> Exception:
     The result is still an instance of the error's own type, so ``except fxprec.ConfigError`` works.
     """
     kind = type(error)
-    passing = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
+    message = str(error)  # Dynamo appends advice on its own debugging to args
+    space = {"__module__": kind.__module__, "__str__": lambda self: message}
+    passing = type(kind.__name__, (kind, ShortenTraceback), space)
     raised = passing.__new__(passing, *error.args)
     raised.args = error.args
     raised.first_useful_frame = None

@@ -47,9 +47,11 @@ class PlannedGraph:
         self.reports: list[pipeline.PassReport] = []
         self.compile_seconds: list[float] = []
         self.is_training = False
-        self._siblings = tuple(siblings)
+        self._siblings = siblings
         self._given = given
         self._damage = Calibration() if config.policy == "exact" and given is None else None
+        self._followed: Plan | None = None  # the training plan an inference graph follows
+        self._in_force: Plan  # what the compiled code was lowered for
         self._watched: frozenset[int] = frozenset()
         self._scaled: frozenset[int] = frozenset()
         self._compiled = self._compile(captured.examples)
@@ -64,21 +66,37 @@ class PlannedGraph:
             self._compile_again("solved from the calibration step")
         if self.controller is None:
             return self._compiled(*args, torch.zeros(self.captured.capacity, TABLE_COLUMNS, dtype=torch.int32))
-        if self.controller.begin_step():
+        self.controller.begin_step()
+        if not self.is_training:
+            self._follow_training()
+        if self.controller.plan is not self._in_force:
             self.follow_plan()
         return self._compiled(*args, self.controller.table)
 
     def follow_plan(self) -> None:
         """Make a changed plan real. In ``simulate`` the table already has; real storage is lowered again."""
         assert self.controller is not None
-        if self.config.storage_ != "simulate":
+        if self.config.storage_ != "simulate" and self.controller.plan.formats != self._in_force.formats:
             self._given = self.controller.plan
             self._compile_again("for the changed plan")
+        self._in_force = self.controller.plan
+
+    def _follow_training(self) -> None:
+        """Evaluate as training runs: the same groups low, the same tensors promoted."""
+        assert self.controller is not None
+        trained = next((p for p in reversed(self._plans_of_siblings()) if _gemms(p) == _gemms(self._in_force)), None)
+        if trained is None or trained is self._followed or self.config.plan is not None:
+            return
+        self._followed = trained
+        if trained.low_groups != self.controller.plan.low_groups:
+            self._given = None
+            self._compile_again("to evaluate as training runs")
+        self.controller.promote_as(trained)
 
     def load_plan(self, plan: Plan) -> None:
         """Take the place of calibration and solving by a plan from a checkpoint."""
         self._given = plan
-        if self.controller is None or self.controller.plan.formats != plan.formats:
+        if self.controller is None or self._in_force.formats != plan.formats:
             self._compile_again("for the loaded plan")
 
     def _compile_again(self, why: str) -> None:
@@ -127,13 +145,15 @@ class PlannedGraph:
             raise capture.TableFull(len(plan.sites))
         hi = self.config.recipe_.hi.name
         self._scaled = frozenset(s.id for s in plan.sites if self._is_scaled(s))
-        self._watched = self._scaled | {s.id for s in plan.sites if s.kind != "grad_param" and s.format != hi}
+        self._watched = self._scaled | {s.id for s in plan.sites if self._can_lose(s)}
+        self._in_force = plan
         if self.controller is None:
             scales = self.config.grad_scaling
             rules = Rules(
                 promote_above=self.config.promote_above,
                 scale_gradients=scales != "none",
                 interval=scales.interval if isinstance(scales, GradScaling) else Rules.interval,
+                underflow=scales.underflow if isinstance(scales, GradScaling) else Rules.underflow,
                 hi=hi,
             )
             self.controller = Controller(plan, rules, self.captured.capacity, self.captured.device)
@@ -145,12 +165,20 @@ class PlannedGraph:
         narrow = parse(site.format).exponent_bits < 6
         return self.config.grad_scaling != "none" and site.kind == "grad_output" and narrow
 
+    def _can_lose(self, site: Site) -> bool:
+        """Say whether a site can overflow where hi does not, or turn a NaN into a number."""
+        if self.config.storage_ == "packed" and parse(site.format).nan_code is None:
+            return True
+        return site.kind != "grad_param" and site.format != self.config.recipe_.hi.name
+
     def _tell(self, notice: Notice) -> None:
         message = f"{notice.site}: {notice.detail}"
         if self.config.strict:
             raise FallbackError(message)
-        warnings.warn(message, FxprecWarning, stacklevel=2)
-        self.events.append(Event(0, "fallback", notice.site, notice.detail))
+        event = Event(0, "fallback", notice.site, notice.detail)
+        if event not in self.events:  # a re-lowering finds the same again
+            warnings.warn(message, FxprecWarning, stacklevel=2)
+            self.events.append(event)
 
     def _compile_half(self, gm: GraphModule, examples: Sequence[Any], **options: Any) -> Compiled:
         """Lower and compile the forward or the backward graph; strip its statistics from the results."""
@@ -158,10 +186,8 @@ class PlannedGraph:
             return self._damage.watch(gm)
         num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         sites = lower(gm, self.config.lowering, self.captured.device.type, watched=self._watched, scaled=self._scaled)
-        if self.config.lowering == "eager":
-            run = interpreted(gm)
-        else:
-            run = compat.compile_fx_inner(gm, examples, **options)
+        eager = self.config.lowering == "eager"
+        run = interpreted(gm) if eager else compat.compile_fx_inner(gm, examples, **options)
         if not sites:
             return run
         compat.trim_output_strides(num_outputs)
@@ -176,3 +202,7 @@ class PlannedGraph:
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+
+def _gemms(plan: Plan) -> list[tuple[str, str]]:
+    return [(gemm.op, gemm.module) for gemm in plan.gemms]

@@ -156,6 +156,11 @@ class Plan:
         """The sites promoted so far."""
         return tuple(site for site in self.sites if site.promoted_at is not None)
 
+    @property
+    def promoted_ratio(self) -> float:
+        """Elements of the tensors promoted so far / all elements, at the traced sizes."""
+        return sum(site.elements for site in self.promoted) / max(self.total_elements, 1)
+
     def promote(self, sites: Iterable[int], *, step: int, hi: str | None = None) -> Self:
         """Return a plan with ``sites`` in the high format from now on; itself where nothing changes.
 

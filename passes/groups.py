@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import sympy
+import torch
 from torch.fx import Node
 
+from fxprec.errors import LoweringError
 from fxprec.passes import ops
 from fxprec.passes.joint import JointGraph, is_float, numel_expr, numel_hint, shape_text, value
 from fxprec.passes.operators import Operator, Operators
 from fxprec.passes.tensors import CountedTensor
 
 if TYPE_CHECKING:
-    from fxprec.passes.base import Work
+    from fxprec.passes.base import Notice, Work
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,10 @@ class _Walk:
     def _count(self, node: Node, kind: str, group: int, module: str, source: str, of_gemm: bool) -> None:
         val = value(node)
         assert val is not None
+        if val.dtype == torch.float64:
+            if numel_hint(val) > 1:
+                raise LoweringError(_no_float64(self._name(node), module, source))
+            return  # a constant or a metric; nothing to gain
         is_grad = kind.startswith("grad")
         feeds = node in self.gemm_operands
         name = self._name(node)
@@ -128,6 +134,14 @@ class _Walk:
 
     def _name(self, node: Node) -> str:
         return self.joint.describe(node).name if node.op == "placeholder" else node.name
+
+
+def _no_float64(name: str, module: str, source: str) -> str:
+    where = ", ".join(part for part in (module, source) if part)
+    return (
+        f"{name}{f' ({where})' if where else ''} is float64: fxprec holds float32, bfloat16 and float16 only; "
+        'convert it with .float(), or compile this part with backend="inductor"'
+    )
 
 
 def _gemm_operands(operators: Operators) -> frozenset[Node]:
@@ -171,6 +185,19 @@ def _differentiable(operators: Operators) -> frozenset[Node]:
     return frozenset(n for n in forward & reached if n.op != "placeholder" or n in joint.gradients)
 
 
+def _complex_values(operators: Operators) -> list[Notice]:
+    """Report the first complex value of the graph, if any."""
+    from fxprec.passes.base import Notice
+
+    for op in operators.all:
+        for node in op.nodes:
+            val = value(node)
+            if val is not None and val.dtype.is_complex:
+                where = ", ".join(part for part in (node.name, op.module, op.source) if part)
+                return [Notice(where, f"is {val.dtype}: complex values are not planned and keep their precision")]
+    return []
+
+
 @dataclass(frozen=True)
 class GroupTensors:
     """Fill ``work.grouped``."""
@@ -180,3 +207,4 @@ class GroupTensors:
     def apply(self, work: Work) -> None:
         assert work.operators is not None
         work.grouped = group_tensors(work.operators)
+        work.notices += _complex_values(work.operators)

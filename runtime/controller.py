@@ -5,6 +5,7 @@ It knows sites and numbers, no FX. It never blocks: what has not arrived is read
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +17,11 @@ from fxprec.formats import parse
 from fxprec.plan import Plan, Site
 from fxprec.plan_json import from_dict
 from fxprec.runtime.events import Event
-from fxprec.runtime.scaling import scale_exp
+from fxprec.runtime.scaling import HEADROOM_EXP, scale_exp
 from fxprec.runtime.stats import SiteStats, StatsQueue
 from fxprec.runtime.table import build_table
+
+MAX_EVENTS = 10_000  # scales change as long as training runs; the oldest are forgotten, promotions never
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class Rules:
     promote_above: float | None = 0.01
     scale_gradients: bool = True
     interval: int = 100
+    underflow: float = 1e-3  # share of a gradient's elements that may round to zero before a refresh is due
     hi: str = "bf16"  # the format a promoted tensor gets
 
 
@@ -55,19 +59,19 @@ class Controller:
             self._table = build_table(self.plan.sites, self.scale_exps, self.capacity, self.device)
         return self._table
 
-    def begin_step(self) -> bool:
-        """Act on the statistics that have arrived; return whether a promotion changed the plan."""
-        before = self.plan
+    def begin_step(self) -> None:
+        """Act on the statistics that have arrived: afterwards ``plan`` and ``table`` are those of this step."""
         self._read(wait=False)
         self.step += 1
-        return self.plan is not before
 
     def _read(self, *, wait: bool) -> None:
         offenders: dict[int, SiteStats] = {}
         seen_gradients = False
         for stats in self.queue.poll(wait=wait):
-            self.latest[stats.site] = stats
             site = self.plan.sites[stats.site]
+            if math.isnan(stats.amax):
+                self._note_nan(site)
+            self.latest[stats.site] = stats
             if site.direction == "backward":
                 seen_gradients = True
                 self._note_gradient(stats)
@@ -80,7 +84,23 @@ class Controller:
 
     def _overflows(self, site: Site, stats: SiteStats) -> bool:
         limit = self.rules.promote_above
-        return limit is not None and site.promoted_at is None and not stats.overflow_ratio < limit
+        if limit is None or site.promoted_at is not None:
+            return False
+        return stats.overflow_ratio >= limit or (math.isnan(stats.amax) and self._loses_nan(site))
+
+    def _loses_nan(self, site: Site) -> bool:
+        """Say whether storing a NaN turns it into a number (ALGORITHMS 1)."""
+        return self.plan.storage == "packed" and parse(site.format).nan_code is None
+
+    def _note_nan(self, site: Site) -> None:
+        before = self.latest.get(site.id)
+        if self._loses_nan(site) and (before is None or not math.isnan(before.amax)):
+            self._tell("nan", site, f"NaN stored as {parse(site.format).largest:g}: {site.format} has no NaN")
+
+    def _tell(self, kind: str, site: Site, detail: str) -> None:
+        self.events.append(Event(self.step, kind, describe(site), detail))
+        if len(self.events) > MAX_EVENTS:
+            del self.events[next((i for i, e in enumerate(self.events) if e.kind != "promotion"), 0)]
 
     def _promote(self, offenders: Mapping[int, SiteStats]) -> None:
         hi = self.rules.hi
@@ -89,17 +109,47 @@ class Controller:
             return
         for i in moved:
             site = self.plan.sites[i]
-            detail = f"{site.format} -> {hi}: overflow ratio {offenders[i].overflow_ratio:.4g}"
-            self.events.append(Event(self.step, "promotion", describe(site), detail))
+            self._tell("promotion", site, f"{site.format} -> {hi}: overflow ratio {offenders[i].overflow_ratio:.4g}")
         self.plan = self.plan.promote(moved, step=self.step, hi=hi)
         self._table = None
 
+    def promote_as(self, other: Plan) -> None:
+        """Promote what another graph of the same model has promoted: evaluation follows training."""
+        promoted = {(s.tensor, s.kind, s.group, s.module) for s in other.promoted}
+        moved = [
+            s.id
+            for s in self.plan.sites
+            if s.promoted_at is None and (s.tensor, s.kind, s.group, s.module) in promoted
+        ]
+        for i in moved:
+            site = self.plan.sites[i]
+            self._tell("promotion", site, f"{site.format} -> {self.rules.hi}: promoted in training")
+        if moved:
+            self.plan = self.plan.promote(moved, step=self.step, hi=self.rules.hi)
+            self._table = None
+
     def _note_gradient(self, stats: SiteStats) -> None:
-        if stats.amax == stats.amax and stats.amax != float("inf"):
-            self._amax[stats.site] = max(self._amax.get(stats.site, 0.0), stats.amax)
-        limit = self.rules.promote_above
-        if limit is not None and stats.overflow_ratio >= limit:
-            self._last_refresh = None  # saturating: rescale now, not at the next interval
+        if not (0.0 < stats.amax < math.inf):
+            return
+        site = stats.site
+        # A maximum from before the scale went wrong says nothing of the gradient as it is now.
+        self._amax[site] = stats.amax if self._is_off(stats) else max(self._amax.get(site, 0.0), stats.amax)
+        if self._is_off(stats):
+            self._last_refresh = None  # now, not at the next interval
+
+    def _is_off(self, stats: SiteStats) -> bool:
+        """Say whether the site's scale was never set, saturates, or lets too much underflow for no reason.
+
+        A gradient that underflows to zero hides all that would come before it in the model, so sites get their
+        first scale one after another.
+        """
+        wanted = scale_exp(stats.amax, parse(self.plan.sites[stats.site].format))
+        now = self.scale_exps.get(stats.site)
+        if wanted is None or wanted == now:
+            return False
+        if now is None or wanted < now - HEADROOM_EXP:
+            return True
+        return stats.underflow_ratio > self.rules.underflow and wanted > now + HEADROOM_EXP
 
     def _refresh_is_due(self) -> bool:
         if not self.rules.scale_gradients:
@@ -110,11 +160,10 @@ class Controller:
         changed: dict[int, int] = {}
         for site_id, amax in self._amax.items():
             k = scale_exp(amax, parse(self.plan.sites[site_id].format))
-            if k is not None and k != self.scale_exps.get(site_id, 0):
+            if k is not None and k != self.scale_exps.get(site_id):
                 changed[site_id] = k
         for site_id, k in changed.items():
-            detail = f"scale 2**{self.scale_exps.get(site_id, 0)} -> 2**{k}"
-            self.events.append(Event(self.step, "scale", describe(self.plan.sites[site_id]), detail))
+            self._tell("scale", self.plan.sites[site_id], f"scale 2**{self.scale_exps.get(site_id, 0)} -> 2**{k}")
         self.scale_exps.update(changed)
         self._amax.clear()
         self._last_refresh = self.step

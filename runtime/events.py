@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing worth telling. ``kind`` is "promotion", "scale", "fallback" or "relowering"."""
+    """One thing worth telling. ``kind`` is "promotion", "scale", "nan", "fallback" or "relowering"."""
 
     step: int
     kind: str

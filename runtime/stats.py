@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+MAX_PENDING = 256  # backward passes without a forward between them; then the oldest statistics are dropped
 FIELDS = ("overflow_ratio", "underflow_ratio", "amax")
 
 
@@ -32,7 +33,7 @@ class StatsQueue:
     """Statistics on their way to the host, oldest first."""
 
     def __init__(self) -> None:
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
 
     def push(self, sites: Sequence[int], stats: torch.Tensor) -> None:
         """Take one graph's stats vector, (3 * sites,) float32, without waiting for the device."""
