@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from fxprec.errors import ConfigError
-from fxprec.runtime.aps.exchange import Coder
+from fxprec.runtime.aps.coder import Coder
 from fxprec.runtime.aps.exponents import (
     exponent_codes,
     factor_exponents,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxprec.runtime.aps.coder import Coder
 from fxprec.runtime.aps.exchange import (
-    Coder,
     all_gather,
-    decode_messages,
     exchange_hierarchical,
+    split_messages,
     sum_fp32,
     sum_in_format,
     to_owners,
@@ -23,7 +23,6 @@ from fxprec.runtime.aps.exponents import (
     factor_exponents,
     largest_magnitudes,
     mask_factors,
-    scale_by_powers,
 )
 from fxprec.runtime.aps.layout import Layout, layout, sizes_of
 from fxprec.runtime.aps.state import APSState
@@ -102,10 +101,12 @@ class Exchange:
         self.exponents = factor_exponents(self.exponent_codes, self.state.wire.top)
         if not self._aps:
             self.exponents = torch.zeros_like(self.exponents)
-        scale_by_powers(self.layout.layers(self.flat), self.exponents)
-        self.message = self.coder.encode(self.flat)
-        if self.state.options.error_feedback:
-            self.lost = self.flat - self.coder.decode(self.message)
+        feedback = self.state.options.error_feedback
+        wanted = self.flat.clone() if feedback else self.flat
+        self.message = self.coder.scale_and_encode(self.flat, self.layout.bounds, self.exponents)
+        if feedback:
+            mask = mask_factors(self.exponent_codes)
+            self.lost = wanted - self.coder.decode_scaled(self.message, self.layout.bounds, -self.exponents, mask, 1)
 
     def scatter(self) -> None:
         """Send the codes to their owners, and layers that stay high on their own way."""
@@ -136,20 +137,22 @@ class Exchange:
         """Decode, unscale, divide by the number of ranks, and write into the bucket's buffer."""
         if self.work is None:
             return
-        lay = self.layout
+        pieces = self.layout.pieces
         if self.state.options.accumulate == "fp32":
-            total, second = decode_messages(self.message, self.coder, lay)
+            codes, second = split_messages(self.message, self.layout)
         else:
-            total = self.coder.wire.decode(self.message.reshape(-1))[: lay.total]
-            second = torch.zeros(len(lay.pieces), dtype=torch.int32, device=total.device)
-        layer_of = torch.tensor([p.layer for p in lay.pieces], device=total.device)
+            codes, second = self.message.reshape(-1), torch.zeros(len(pieces), dtype=torch.int32)
+        layer_of = torch.tensor([p.layer for p in pieces], device=self.exponents.device)
+        exponents = -second.to(layer_of.device) - self.exponents[layer_of]
         mask = mask_factors(self.exponent_codes)[layer_of]
-        pieces = [total[p.start : p.end] for p in lay.pieces]
-        scale_by_powers(pieces, -second - self.exponents[layer_of], mask)
+        bounds = [(p.start, p.end) for p in pieces]
+        whole = self.flat if self.flat.data_ptr() == self.bucket.buffer.data_ptr() else None
+        coder = self.coder if self.state.options.accumulate == "fp32" else replace(self.coder, bounded=False)
+        mean = coder.decode_scaled(codes, bounds, exponents, mask, self.state.groups.size, whole)
         if self.lost is not None:
             self._keep_residuals(self.lost)
-        torch.div(total, self.state.groups.size, out=total)
-        _write(total, self.bucket.low)
+        if whole is None:
+            _write(mean, self.bucket.low)
 
     @property
     def _aps(self) -> bool:
@@ -178,7 +181,6 @@ class Exchange:
 
     def _keep_residuals(self, lost: Tensor) -> None:
         layers = self.layout.layers(lost)
-        scale_by_powers(layers, -self.exponents)
         for layer, parameter in zip(layers, self.bucket.parameters, strict=True):
             self.state.residuals[parameter] = torch.nan_to_num(layer, nan=0.0, posinf=0.0, neginf=0.0)
 

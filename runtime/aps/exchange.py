@@ -6,41 +6,17 @@ All ranks decode the same bytes, so replicas stay bit-identical whatever is roun
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxprec.runtime.aps.exponents import ceil_log2, largest_magnitudes, scale_by_powers
+from fxprec.runtime.aps.coder import Coder
+from fxprec.runtime.aps.exponents import ceil_log2, largest_magnitudes
 from fxprec.runtime.aps.groups import Groups
 from fxprec.runtime.aps.layout import Layout, layout
-from fxprec.runtime.aps.wire import Wire
 
 _HEADER = torch.int16
 _all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
-
-
-@dataclass(frozen=True)
-class Coder:
-    """A wire with the rounding of this step."""
-
-    wire: Wire
-    generator: torch.Generator | None
-    """None rounds to nearest."""
-    bounded: bool
-
-    def encode(self, values: Tensor) -> Tensor:
-        """Bytes of scaled values."""
-        return self.wire.encode(values, generator=self.generator, bounded=self.bounded)
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """Values of bytes."""
-        return self.wire.decode(codes, bounded=self.bounded)
-
-    def round(self, values: Tensor) -> Tensor:
-        """Values of the wire format nearest to these, overflow by the format's own rule."""
-        return self.wire.decode(self.wire.encode(values, generator=self.generator))
 
 
 def sum_fp32(rows: Tensor, coder: Coder, lay: Layout, rank: int, lost: Tensor | None = None) -> Tensor:
@@ -49,21 +25,20 @@ def sum_fp32(rows: Tensor, coder: Coder, lay: Layout, rank: int, lost: Tensor | 
     The owner scales its pieces of layers by a second power of two and sends those exponents before the codes. What
     the second rounding takes is added to `lost` (total,), if given.
     """
-    total = coder.decode(rows[0])
-    for row in rows[1:]:
-        total += coder.decode(row)
+    total = coder.sum(rows)
     owned = lay.owned(rank)
     start = rank * lay.chunk
     pieces = [total[p.start - start : p.end - start] for p in owned]
     exponents = _second_exponents(pieces, coder) if coder.bounded else torch.zeros(len(owned), dtype=torch.int32)
-    scale_by_powers(pieces, exponents.to(total.device))
+    exponents = exponents.to(total.device)
     header = torch.zeros(lay.max_pieces, dtype=_HEADER, device=total.device)
     header[: len(owned)] = exponents
-    sent = coder.encode(total)
+    bounds = [(p.start - start, p.end - start) for p in owned]
+    wanted = total.clone() if lost is not None else total
+    sent = coder.scale_and_encode(total, bounds, exponents)
     if lost is not None:
-        total -= coder.decode(sent)
-        scale_by_powers(pieces, -exponents.to(total.device))
-        lost[start : start + lay.chunk] += total[: max(0, lay.total - start)]
+        got = coder.decode_scaled(sent, bounds, -exponents, torch.ones(len(owned), device=total.device), 1)
+        lost[start : start + lay.chunk] += wanted[: got.numel()] - got
     return torch.cat([header.view(torch.uint8), sent])
 
 
@@ -74,13 +49,12 @@ def _second_exponents(pieces: list[Tensor], coder: Coder) -> Tensor:
     return torch.where(usable, coder.wire.top - ceil_log2(torch.where(usable, wide, 1.0)), 0)
 
 
-def decode_messages(messages: Tensor, coder: Coder, lay: Layout) -> tuple[Tensor, Tensor]:
-    """Decoded sums (total,) of all owners' messages, and the second exponent of each of `lay.pieces`."""
+def split_messages(messages: Tensor, lay: Layout) -> tuple[Tensor, Tensor]:
+    """The codes (padded,) of all owners' messages, and the second exponent (int32) of each of `lay.pieces`."""
     header_bytes = lay.max_pieces * _HEADER.itemsize
-    total = coder.decode(messages[:, header_bytes:].reshape(-1))[: lay.total]
+    codes = messages[:, header_bytes:].reshape(-1)
     headers = messages[:, :header_bytes].contiguous().view(_HEADER).to(torch.int32)
-    exponents = [headers[r, : len(lay.owned(r))] for r in range(lay.num_ranks)]
-    return total, torch.cat(exponents)
+    return codes, torch.cat([headers[r, : len(lay.owned(r))] for r in range(lay.num_ranks)])
 
 
 def sum_in_format(rows: Tensor, coder: Coder, rank: int, kahan: bool) -> Tensor:

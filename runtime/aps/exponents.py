@@ -11,16 +11,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fxprec.runtime.aps import kernels
+from fxprec.runtime.aps.kernels import MAX_FACTOR_EXPONENT
+
 ZERO_LAYER = -128
 NON_FINITE_LAYER = 127
 EXPONENT_BIAS = 12
-MAX_FACTOR_EXPONENT = 126  # 2^126 and 2^-126 are normal float32 numbers
 
 
 def largest_magnitudes(layers: list[Tensor]) -> Tensor:
     """Largest magnitude of each layer, float32 (layers,); 0 for an empty one, NaN where there is a NaN."""
     device = layers[0].device if layers else torch.device("cpu")
     zero = torch.zeros((), device=device)
+    if layers and all(v.dtype == torch.float32 for v in layers) and kernels.usable(*layers):
+        return torch.tensor([kernels.largest_bits(v) for v in layers], dtype=torch.int32).view(torch.float32)
     found = [zero if v.numel() == 0 else torch.linalg.vector_norm(v, float("inf")).float() for v in layers]
     return torch.stack(found) if found else torch.zeros(0, device=device)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -54,6 +55,12 @@ class Layout:
                 found.append(Piece(start, stop, layer, owner))
                 start = stop
         return tuple(found)
+
+    @cached_property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """(start, end) of each layer."""
+        ends = list(accumulate(self.sizes))
+        return tuple(zip([0, *ends[:-1]], ends, strict=True)) if ends else ()
 
     @cached_property
     def max_pieces(self) -> int:

@@ -35,6 +35,10 @@ class Wire(Protocol):
         """Bytes of one code, 1 or 2."""
 
     @property
+    def kind(self) -> Format | Codec:
+        """What the codes are of."""
+
+    @property
     def top(self) -> int:
         """Exponent of the power of two that a layer's largest magnitude is brought to, at most."""
 
@@ -69,6 +73,11 @@ class FloatWire:
                 f"format {self.fmt.name} has {self.fmt.bits} bits; gradients are sent in codes of at most 16: choose "
                 "a narrower format, or leave the hook out"
             )
+
+    @property
+    def kind(self) -> Format:
+        """The format."""
+        return self.fmt
 
     @property
     def name(self) -> str:
@@ -115,6 +124,11 @@ class TableWire:
     """Codes of an 8-bit codec; the largest magnitude is brought to at most the codec's largest, 1 or below."""
 
     codec: Codec
+
+    @property
+    def kind(self) -> Codec:
+        """The codec."""
+        return self.codec
 
     @property
     def name(self) -> str:

@@ -1,0 +1,91 @@
+"""A wire with the rounding of one bucket: scaling, coding and summing, by the fast kernels where they apply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxprec.runtime.aps import kernels
+from fxprec.runtime.aps.exponents import power_of_two, scale_by_powers
+from fxprec.runtime.aps.kernels import MAX_FACTOR_EXPONENT
+from fxprec.runtime.aps.wire import Wire
+
+Bounds = Sequence[tuple[int, int]]
+"""(start, end) of pieces of a flat tensor, in elements."""
+
+
+@dataclass(frozen=True)
+class Coder:
+    """A wire with the rounding of this bucket and step."""
+
+    wire: Wire
+    generator: torch.Generator | None
+    """None rounds to nearest."""
+    bounded: bool
+    """Whether magnitudes are at most 2^top, as APS scales them."""
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Bytes of scaled values."""
+        return self.wire.encode(values, generator=self.generator, bounded=self.bounded)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Values of bytes."""
+        return self.wire.decode(codes, bounded=self.bounded)
+
+    def round(self, values: Tensor) -> Tensor:
+        """Values of the wire format nearest to these, overflow by the format's own rule."""
+        return self.wire.decode(self.wire.encode(values, generator=self.generator))
+
+    def scale_and_encode(self, values: Tensor, bounds: Bounds, exponents: Tensor) -> Tensor:
+        """Bytes of values (n,) whose pieces are multiplied by 2^exponent; `values` may be scaled in place."""
+        if self.generator is not None or not self._fast(values):
+            scale_by_powers([values[start:end] for start, end in bounds], exponents)
+            return self.encode(values)
+        codes = torch.empty(values.numel(), dtype=torch.uint8)
+        covered = 0
+        for (start, end), exponent in zip(bounds, exponents.tolist(), strict=True):
+            kernels.encode(values[start:end], exponent, self.wire.kind, codes[start:end])
+            covered = end
+        codes[covered:] = 0  # padding; what it decodes to reaches no gradient
+        return codes
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """Sum in float32, in order, of coded rows (rows, n * code_bytes)."""
+        if self._fast(rows):
+            return kernels.sum_rows(rows, self._table())
+        total = self.decode(rows[0])
+        for row in rows[1:]:
+            total += self.decode(row)
+        return total
+
+    def decode_scaled(
+        self, codes: Tensor, bounds: Bounds, exponents: Tensor, mask: Tensor, divisor: int, out: Tensor | None = None
+    ) -> Tensor:
+        """Values of bytes, each piece times 2^exponent and `mask`, divided by `divisor`; into `out` (n,) if given."""
+        count = bounds[-1][1] if bounds else 0
+        if self._fast(codes) and (out is None or kernels.usable(out)):
+            values = torch.empty(count) if out is None else out
+            tables = _scaled_tables(self._table(), exponents, mask, divisor)
+            for (start, end), table in zip(bounds, tables.unbind(), strict=True):
+                kernels.look_up(codes[start:end], table, values[start:end])
+            return values
+        values = self.decode(codes)[:count]
+        scale_by_powers([values[start:end] for start, end in bounds], exponents, mask)
+        torch.div(values, divisor, out=values)
+        return values if out is None else out.copy_(values)
+
+    def _fast(self, tensor: Tensor) -> bool:
+        return self.wire.code_bytes == 1 and kernels.usable(tensor)
+
+    def _table(self) -> Tensor:
+        return self.wire.decode(torch.arange(256, dtype=torch.uint8))
+
+
+def _scaled_tables(table: Tensor, exponents: Tensor, mask: Tensor, divisor: int) -> Tensor:
+    """The 256 values as each piece decodes them (pieces, 256): the same operations as on the values themselves."""
+    first = exponents.clamp(-MAX_FACTOR_EXPONENT, MAX_FACTOR_EXPONENT)
+    scaled = table * (power_of_two(first) * mask)[:, None] * power_of_two(exponents - first)[:, None]
+    return scaled / divisor

@@ -1,0 +1,133 @@
+"""The exchange's loops over CPU memory, compiled once by Inductor's own C++ builder and kept in its disk cache.
+
+Each has a plain torch form in `exponents` and `wire`, which decides; these give the same bits. Where no compiler is
+found a warning says so, and the plain forms run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fxprec.codec import format_row
+from fxprec.errors import FxprecWarning
+from fxprec.formats import Format
+from fxprec.runtime.codecs import Codec, thresholds
+
+_CELLS = 1 << 15
+MAX_FACTOR_EXPONENT = 126  # 2^126 and 2^-126 are normal float32 numbers
+
+
+class FormatConstants(ctypes.Structure):
+    """Mirrors ``struct Format``."""
+
+    _names: tuple[str, ...] = ("shift", "addend", "parity", "min_normal", "magic", "largest")
+    _names += ("code_adjust", "over_code", "nan_code", "sign_shift")
+    _fields_ = tuple((name, ctypes.c_int32) for name in _names)
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None, with a warning, without a compiler."""
+    source = Path(__file__).with_name("kernels.cpp").read_text(encoding="utf-8")
+    try:
+        from torch._inductor.codecache import CppCodeCache
+
+        loaded: ctypes.CDLL = CppCodeCache.load(source, device_type="cpu")
+    except Exception as error:  # any failure of a foreign compiler; the plain forms give the same result
+        cause = str(error).partition("\n")[0]
+        warnings.warn(
+            f"APS runs op by op, several times slower: its kernels did not compile ({cause}); give Inductor a C++ "
+            "compiler (CXX)",
+            FxprecWarning,
+            stacklevel=2,
+        )
+        return None
+    loaded.aps_largest.restype = ctypes.c_int32
+    return loaded
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Say whether the kernels can work on these tensors."""
+    plain = all(t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+    return plain and library() is not None
+
+
+def _at(t: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(t.data_ptr())
+
+
+def _call(name: str, *arguments: object) -> int:
+    loaded = library()
+    assert loaded is not None
+    return getattr(loaded, name)(*arguments)  # type: ignore[no-any-return]
+
+
+def largest_bits(x: Tensor) -> int:
+    """Bits of the largest magnitude of a float32 tensor; above those of inf where there is a NaN."""
+    return _call("aps_largest", _at(x), ctypes.c_int64(x.numel()))
+
+
+def _factors(exponent: int) -> tuple[ctypes.c_float, ctypes.c_float]:
+    """Two powers of two whose product is 2^exponent, each a normal float32."""
+    first = max(-MAX_FACTOR_EXPONENT, min(MAX_FACTOR_EXPONENT, exponent))
+    return ctypes.c_float(2.0**first), ctypes.c_float(2.0 ** (exponent - first))
+
+
+def encode(x: Tensor, exponent: int, kind: Format | Codec, out: Tensor) -> None:
+    """Codes (uint8) of x * 2^exponent, nearest, into `out`; `kind` has codes of at most 8 bits."""
+    head = (_at(x), _at(out), ctypes.c_int64(x.numel()), *_factors(exponent))
+    if isinstance(kind, Codec):
+        below, above, borders = _cells(kind)
+        _call("aps_encode_table", *head, _at(below), _at(above), _at(borders))
+    else:
+        _call("aps_encode", *head, ctypes.byref(_constants(kind)))
+
+
+def sum_rows(rows: Tensor, table: Tensor) -> Tensor:
+    """Sum over rows, in order, of the values of codes (rows, n) by a table of 256 float32 values (n,)."""
+    total = torch.empty(rows.shape[1], dtype=torch.float32)
+    _call("aps_sum", _at(rows), ctypes.c_int64(rows.shape[0]), ctypes.c_int64(rows.shape[1]), _at(table), _at(total))
+    return total
+
+
+def look_up(codes: Tensor, table: Tensor, out: Tensor) -> None:
+    """Values of codes (uint8) by a table of 256 float32 values, into `out`."""
+    _call("aps_look_up", _at(codes), ctypes.c_int64(codes.numel()), _at(table), _at(out))
+
+
+@cache
+def _constants(fmt: Format) -> FormatConstants:
+    row = format_row(fmt)
+    return FormatConstants(
+        shift=row.shift,
+        addend=row.addend,
+        parity=(row.min_normal & 3) - 1,
+        min_normal=row.min_normal,
+        magic=row.magic,
+        largest=row.largest,
+        code_adjust=(fmt.min_exponent - 1 + 127) << fmt.mantissa_bits,
+        over_code=fmt.overflow_code,
+        nan_code=fmt.largest_code if fmt.nan_code is None else fmt.nan_code,
+        sign_shift=32 - fmt.bits,
+    )
+
+
+@cache
+def _cells(c: Codec) -> tuple[Tensor, Tensor, Tensor]:
+    """By the upper 15 bits of a magnitude: the code at the cell's start and at its end; and the borders."""
+    borders = thresholds(c, torch.device("cpu"))
+    start = torch.arange(_CELLS, dtype=torch.int32) << 16
+    low, high = start.view(torch.float32), (start | 0xFFFF).view(torch.float32)
+    below, above = torch.bucketize(low, borders), torch.bucketize(high, borders)
+    # bucketize counts borders below a value: all that differ within a cell must be one border, perhaps repeated.
+    inside = above > below
+    same = borders[below[inside].clamp(max=126)] == borders[(above[inside] - 1).clamp(max=126)]
+    assert bool(same.all()), f"two borders of {c.name} lie in one cell"
+    padded = torch.cat([borders, torch.tensor([torch.inf])])
+    return below.to(torch.uint8), above.to(torch.uint8), padded
