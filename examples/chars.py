@@ -13,7 +13,7 @@ import fxprec
 from fxprec.demo.data import VOCAB, load_text
 from fxprec.demo.models import CharTransformer
 
-STEPS, BATCH, CONTEXT = 330, 32, 64
+STEPS, BATCH, CONTEXT = 250, 32, 64
 
 
 def windows(codes: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +41,7 @@ def main(recipe: str = "fp8") -> float:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 30 == 0:
+        if step % 25 == 0:
             print(f"step {step:3}: loss {loss.item():.3f} nats a character")
 
     with torch.no_grad():

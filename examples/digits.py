@@ -13,7 +13,7 @@ import fxprec
 from fxprec.demo.data import load_digits
 from fxprec.demo.models import SmallCNN
 
-EPOCHS, BATCH = 15, 64
+EPOCHS, BATCH = 10, 64
 
 
 def main(recipe: str = "fp8") -> float:

@@ -28,13 +28,14 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer steps, and fp32 and fp8 only.")] = False,
     recipes: Annotated[str, typer.Option(help="Recipes, for instance fp32,hfp8. Default: all four.")] = "",
     only: Annotated[str, typer.Option(help="One model: digits or text. Default: both.")] = "",
+    threads: Annotated[int, typer.Option(help="Threads to train with.")] = 1,
 ) -> None:
     """Train two small models on real data in fp32, bf16, fp8 and hfp8, and compare."""
     from fxprec.console import console_for
     from fxprec.demo.run import DemoOptions, run_demo
 
     chosen = tuple(name.strip() for name in recipes.split(",") if name.strip())
-    run_demo(DemoOptions(out=out, seed=seed, quick=quick, recipes=chosen, only=only), console_for())
+    run_demo(DemoOptions(out=out, seed=seed, quick=quick, recipes=chosen, only=only, threads=threads), console_for())
 
 
 @app.command()

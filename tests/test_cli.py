@@ -63,6 +63,7 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_2(monkeypatch, capsys):
     [
         (["--recipes", "fp32,fp9"], "--recipes: unknown 'fp9'; did you mean 'fp8'?; allowed: fp32, bf16, fp8, hfp8"),
         (["--only", "digit"], "--only: unknown 'digit'; did you mean 'digits'?; allowed: digits, text"),
+        (["--threads", "0"], "--threads is 0; give at least 1"),
     ],
 )
 def test_demo_names_the_wrong_word_and_the_allowed_ones(arguments, said, tmp_path, capsys):

@@ -43,6 +43,8 @@ class DemoOptions:
     quick: bool = False
     recipes: Sequence[str] = ()
     only: str = ""
+    threads: int = 1
+    """Networks this small gain nothing from a second thread, and lose much on a machine that others use."""
 
     def chosen_recipes(self) -> dict[str, dict[str, Any]]:
         """Return the recipes to run. Raises `ConfigError` for an unknown one."""
@@ -62,13 +64,19 @@ class DemoOptions:
 def run_demo(options: DemoOptions, console: Console) -> list[Outcome]:
     """Train, show, write. Returns the outcomes in the table's order; raises `FxprecError`, one line each."""
     recipes = options.chosen_recipes()
+    if options.threads < 1:
+        raise ConfigError(f"--threads is {options.threads}; give at least 1")
+    torch.set_num_threads(options.threads)
     _need_cxx_compiler()
     tasks = options.chosen_tasks()
     outcomes = []
     with _open_log(options.out) as log, _progress(console) as progress:
+        show = Show(log, progress)
         for task in tasks:
             for recipe, settings in recipes.items():
-                outcome = _run_one(task, recipe, settings, options.seed, log, progress)
+                show.start(task, recipe, options=settings, seed=options.seed)
+                outcome = train(task, recipe, settings, seed=options.seed, on_step=show.step)
+                show.finish(outcome)
                 _save_plans(outcome, options.out)
                 outcomes.append(outcome)
     console.print(result_table(outcomes))
@@ -88,26 +96,35 @@ class Log:
         self._stream.flush()
 
 
-def _run_one(task: Task, recipe: str, settings: Mapping[str, Any], seed: int, log: Log, progress: Progress) -> Outcome:
-    bar = progress.add_task(f"{task.name:6} {recipe:5}", total=task.steps, note="compiling")
-    log.write("start", task.name, recipe, options=settings, seed=seed, torch=torch.__version__)
+class Show:
+    """What the person in front sees while training, and what the log keeps of it."""
 
-    def on_step(step: int, loss: float) -> None:
-        progress.update(bar, completed=step, note=f"loss {loss:.3f}")
-        if step % LOG_EVERY == 0 or step in (1, task.steps):
-            log.write("step", task.name, recipe, step=step, loss=loss)
+    def __init__(self, log: Log, progress: Progress) -> None:
+        self._log, self._progress = log, progress
+        self._told: set[str] = set()
 
-    outcome = train(task, recipe, settings, seed=seed, on_step=on_step)
-    progress.remove_task(bar)
-    _log_outcome(outcome, log)
-    for notice in outcome.notices:
-        progress.console.print(f"[yellow]note[/] {task.name} {recipe}: ", end="")
-        progress.console.print(notice, markup=False, soft_wrap=True)
-    progress.console.print(
-        f"{task.name:6} {recipe:5} {score_text(outcome)}, saved {outcome.saved_bytes / 1e6:.2f} MB, "
-        f"compiled in {outcome.compile_seconds:.1f} s, {outcome.steps} steps in {outcome.train_seconds:.1f} s"
-    )
-    return outcome
+    def start(self, task: Task, recipe: str, **settings: Any) -> None:
+        self._task, self._recipe = task, recipe
+        self._bar = self._progress.add_task(f"{task.name:6} {recipe:5}", total=task.steps, note="compiling")
+        self._log.write("start", task.name, recipe, **settings, torch=torch.__version__)
+
+    def step(self, step: int, loss: float) -> None:
+        self._progress.update(self._bar, completed=step, note=f"loss {loss:.3f}")
+        if step % LOG_EVERY == 0 or step in (1, self._task.steps):
+            self._log.write("step", self._task.name, self._recipe, step=step, loss=loss)
+
+    def finish(self, outcome: Outcome) -> None:
+        """One line a run; a warning already shown is not shown again, but the log has it for each run."""
+        self._progress.remove_task(self._bar)
+        _log_outcome(outcome, self._log)
+        for notice in outcome.notices:
+            if notice not in self._told:
+                self._progress.console.print(f"note: {notice}", markup=False, soft_wrap=True)
+        self._told.update(outcome.notices)
+        self._progress.console.print(
+            f"{outcome.task:6} {outcome.recipe:5} {score_text(outcome)}, saved {outcome.saved_bytes / 1e6:.2f} MB, "
+            f"compiled in {outcome.compile_seconds:.1f} s, {outcome.steps} steps in {outcome.train_seconds:.1f} s"
+        )
 
 
 def _log_outcome(outcome: Outcome, log: Log) -> None:

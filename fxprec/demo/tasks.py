@@ -30,7 +30,7 @@ class Task:
     steps: int
 
 
-def digits_task(*, steps: int = 330, batch: int = 64) -> Task:
+def digits_task(*, steps: int = 220, batch: int = 64) -> Task:
     """The small CNN on 8x8 digits; test accuracy on 359 images."""
     digits = data.load_digits()
 
@@ -48,7 +48,7 @@ def digits_task(*, steps: int = 330, batch: int = 64) -> Task:
     return Task("digits", "accuracy", SmallCNN, batches, evaluate, learning_rate=5e-3, steps=steps)
 
 
-def text_task(*, steps: int = 330, batch: int = 32, context: int = 64) -> Task:
+def text_task(*, steps: int = 250, batch: int = 32, context: int = 64) -> Task:
     """The character transformer on Python source; loss on a held-out tenth, 256 windows of it."""
     text = data.load_text()
 
