@@ -267,13 +267,13 @@ def test_to_dict_is_json_and_names_a_policy_function():
         "name": "fp8",
         "hi": "bf16",
         "lo_forward": "e4m3fn",
-        "lo_backward": "e5m2",
+        "lo_backward": "e5m2_sat",
         "weight_grad": "bf16",
     }
     assert data["grad_scaling"] == {"underflow": 1e-3, "interval": 100, "estimate": "statistical"}
 
 
-@settings(deadline=None)
+@settings(derandomize=True, deadline=None)
 @given(st.floats())
 def test_a_ratio_is_taken_exactly_when_it_lies_in_range(ratio):
     if 0 <= ratio <= 1:

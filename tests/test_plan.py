@@ -110,7 +110,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(plans())
 def test_a_saved_plan_loads_as_the_same_plan_and_the_same_bytes(tmp_path_factory, plan):
     path = tmp_path_factory.getbasetemp() / "plan.json"
