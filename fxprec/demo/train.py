@@ -102,7 +102,7 @@ def train(task: Task, recipe: str, options: Mapping[str, Any], *, seed: int, on_
     def step() -> float:
         inputs, targets = next(batches)
         loss = cross_entropy(compiled(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
