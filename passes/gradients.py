@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from torch.fx import Node
 
 from fxprec.passes.groups import Grouped
-from fxprec.passes.operators import Operator
+from fxprec.passes.identities import Destinations
 
 # Called for each contribution as (node, the value whose gradient it adds to, the users that take it as such);
 # returns the node that stands for the contribution from now on.
@@ -27,7 +27,7 @@ class GradientWalk:
         self.operators = grouped.operators
         self.joint = grouped.operators.joint
         self.sums = self.operators.accumulations
-        self.input_gradients = {grad for _, grad in self.joint.gradients.values()}
+        self.destinations = Destinations(self.operators)
         self.contributions: dict[Node, list[Node]] = {}  # value -> contributions, as they stand in the graph
 
     def run(self) -> None:
@@ -35,14 +35,11 @@ class GradientWalk:
         for op in reversed(self.operators.all):
             if op.is_view:
                 continue
-            if op.backward:
-                inside = set(op.backward)
-                leaving = [n for n in op.backward if any(u not in inside for u in n.users)]
-                self._pass_on(op, leaving, inside)
-            elif op.outputs:
-                summed = self.sum_of(op.outputs[0])
-                if summed is not None:
-                    self._pass_on(op, [summed], set())
+            inside = set(op.backward)
+            leaving = [n for n in op.backward if any(u not in inside for u in n.users)]
+            if op.outputs and (summed := self.sum_of(op.outputs[0])) is not None:
+                leaving.append(summed)  # to the inputs, if any, through which the backward is the identity
+            self._pass_on(op.inputs, leaving, inside)
 
     def _start_at_tangents(self) -> None:
         """A tangent is the contribution of the code outside the graph to the value it returned."""
@@ -53,17 +50,13 @@ class GradientWalk:
             if isinstance(result, Node):
                 self._visit(tangent, self.operators.base(result), list(tangent.users))
 
-    def _pass_on(self, op: Operator, leaving: Iterable[Node], inside: set[Node]) -> None:
-        """Visit what ``op``'s backward passes on, once per value it belongs to."""
-        inputs = list(dict.fromkeys(self.operators.base(n) for n in op.inputs))
+    def _pass_on(self, inputs: Iterable[Node], leaving: Iterable[Node], inside: set[Node]) -> None:
+        """Visit what an operator's backward passes on, once per value it belongs to."""
+        values = list(dict.fromkeys(self.operators.base(n) for n in inputs))
         for node in leaving:
             belongs: dict[Node, list[Node]] = {}
             for user in node.users:
-                if user in inside or (user.op == "output" and node not in self.input_gradients):
-                    continue
-                ends = self._ends(user, node)
-                target = next((v for v in inputs if self._reaches(v, ends)), None)
-                if target is not None:
+                if user not in inside and (target := self.destinations.choose(values, node, user)) is not None:
                     belongs.setdefault(target, []).append(user)
             for target, users in belongs.items():
                 self._visit(node, target, users)
@@ -71,44 +64,9 @@ class GradientWalk:
     def _visit(self, node: Node, target: Node, users: list[Node]) -> None:
         tensor = self.grouped.grads.get(target)
         if users and tensor is not None and tensor.kind == "grad_output":
-            self.contributions.setdefault(target, []).append(self.visit(node, target, users))
-
-    def _ends(self, user: Node, via: Node) -> frozenset[Operator | Node]:
-        """Climb sums and views from ``user`` to the operators, or inputs, whose gradient it becomes."""
-        found: set[Operator | Node] = set()
-        seen: set[Node] = set()
-        stack = [(user, via)]
-        while stack:
-            node, source = stack.pop()
-            if node.op == "output":
-                found.update(p for p, (_, grad) in self.joint.gradients.items() if grad is source)
-                continue
-            owner = self.operators.of_backward_node.get(node)
-            if owner is not None and not owner.is_view:
-                found.add(owner)
-            elif node not in seen:
-                seen.add(node)
-                stack.extend((u, node) for u in node.users)
-        return frozenset(found)
-
-    def _reaches(self, value: Node, ends: frozenset[Operator | Node]) -> bool:
-        """Say whether ``value``'s gradient arrives at one of ``ends``, through identity backwards too."""
-        stack, seen = [value], set()
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            producer = self.operators.of_node.get(node)
-            if producer is None:
-                if node in ends:
-                    return True
-            elif producer.backward:
-                if producer in ends:
-                    return True
-            else:
-                stack.extend(self.operators.base(n) for n in producer.inputs)
-        return False
+            stands_for = self.visit(node, target, users)
+            self.destinations.follow(node, stands_for)
+            self.contributions.setdefault(target, []).append(stands_for)
 
     def sum_of(self, value: Node) -> Node | None:
         """Return the node that sums all contributions to ``value``'s gradient, or None where none is seen."""

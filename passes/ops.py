@@ -69,6 +69,9 @@ LAYOUT = _existing(
     " squeeze.dims unsqueeze clone alias detach split.Tensor split_with_sizes",
 ) | frozenset({operator.getitem})
 
+# Operators whose backward is the identity towards an input that was not broadcast; ``sub`` towards its first.
+LINEAR_SUMS = frozenset({"aten.add", "aten.sub"})
+
 CASTS = _existing(aten, "_to_copy") | _existing(prims, "convert_element_type")
 
 # Writes of functionalised mutations back to their inputs; never part of an operator.

@@ -1,0 +1,49 @@
+"""What the tests of the passes share: compiling with the eager lowering, and comparing bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import fxprec
+
+with warnings.catch_warnings():  # torch's own, at the import of Inductor
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import fxprec.backend
+
+
+def eager_backend(recipe: Any = "hfp8", **options: Any) -> fxprec.Backend:
+    """A backend whose casts run as their reference implementations; a compile takes seconds."""
+    return fxprec.Backend(fxprec.Config(recipe=recipe, lowering="eager", **options))
+
+
+def compiled(function: Callable[..., Any], backend: fxprec.Backend, *, dynamic: bool = False) -> Callable[..., Any]:
+    """Compile afresh, unaffected by earlier tests."""
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Take the gradients off a model."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[x.itemsize])
+
+
+def assert_bits_equal(got: torch.Tensor, wanted: torch.Tensor, what: str = "tensor") -> None:
+    """Assert equal shape, dtype and bits; the sign of a zero does not count, NaN equals NaN."""
+    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), what
+    same = (bits(got) == bits(wanted)) | ((got == 0) & (wanted == 0)) | (got.isnan() & wanted.isnan())
+    if not same.all():
+        first = tuple((~same).nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}: {int((~same).sum())} of {same.numel()} differ; first at {first}: "
+            f"{got[first].item()!r}, wanted {wanted[first].item()!r}"
+        )
