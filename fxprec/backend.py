@@ -110,9 +110,10 @@ def backend_of(compiled: object) -> Backend:
     ``compiled`` was compiled by another backend, or not at all.
     """
     wrapper = compat.wrapper_of(compiled)
-    if isinstance(wrapper, Backend):
-        return wrapper
-    if getattr(wrapper, "compiler_fn", None) is not fxprec:
+    function = getattr(wrapper, "compiler_fn", wrapper)
+    if isinstance(function, Backend):
+        return function
+    if function is not fxprec:
         raise ConfigError(
             f"{type(compiled).__name__} was not compiled by fxprec; give backend_of what "
             'torch.compile(model, backend="fxprec") returned'

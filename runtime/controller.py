@@ -5,6 +5,7 @@ It knows sites and numbers, no FX. It never blocks: what has not arrived is read
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -86,7 +87,8 @@ class Controller:
         limit = self.rules.promote_above
         if limit is None or site.promoted_at is not None:
             return False
-        return stats.overflow_ratio >= limit or (math.isnan(stats.amax) and self._loses_nan(site))
+        # The ratio arrives in float32, where 1 in 100 is less than 0.01.
+        return stats.overflow_ratio >= ctypes.c_float(limit).value or (math.isnan(stats.amax) and self._loses_nan(site))
 
     def _loses_nan(self, site: Site) -> bool:
         """Say whether storing a NaN turns it into a number (ALGORITHMS 1)."""

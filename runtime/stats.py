@@ -35,6 +35,9 @@ class StatsQueue:
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
 
+    def __len__(self) -> int:
+        return len(self._pending)
+
     def push(self, sites: Sequence[int], stats: torch.Tensor) -> None:
         """Take one graph's stats vector, (3 * sites,) float32, without waiting for the device."""
         if stats.device.type == "cpu":

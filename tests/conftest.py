@@ -1,0 +1,27 @@
+"""What every test starts from: seeded, and nothing compiled by the test before it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns of its own deprecated uses while it is imported
+    import torch
+    import torch._inductor.compile_fx
+
+# pytest records every logger's messages; torch would serialise each graph it traces for that.
+logging.getLogger("torch.__trace").disabled = True
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Dynamo looks at .grad of every input, and the input of a graph after a break is no leaf.
+    config.addinivalue_line("filterwarnings", "ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)

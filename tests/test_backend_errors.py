@@ -1,0 +1,165 @@
+"""Bad input: each mistake arrives through Dynamo as its own type, in one line that names the way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from backend_helpers import Cnn, eager_backend, mlp
+from torch import nn
+
+import fxprec
+
+
+def compile_and_run(model: nn.Module | None = None, x: torch.Tensor | None = None, **options) -> fxprec.Backend:
+    compiled = torch.compile(model or mlp(), backend="fxprec", options={"lowering": "eager", **options})
+    out = compiled(torch.randn(8, 16) if x is None else x)
+    out.square().mean().backward()
+    return fxprec.backend_of(compiled)
+
+
+def assert_refused(kind: type[Exception], words: str, **options) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        compile_and_run(**options)
+    assert isinstance(caught.value, fxprec.FxprecError)
+    assert "\n" not in str(caught.value), "one line: the thing, the cause, the way out"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"recipee": "fp8"}, r"^unknown option 'recipee'; did you mean 'recipe'\?"),
+        ({"recipe": 3}, r"^recipe is 3; give it one of 'fp32', 'bf16'"),
+        ({"low_ratio": "0.5"}, r"^low_ratio is '0\.5'; give it a number from 0 to 1"),
+        ({"low_ratio": 1.5}, r"^low_ratio is 1\.5, out of range; give it a number from 0 to 1"),
+        ({"low_ratio": 0.5, "activation_budget": "1GiB"}, r"^low_ratio and activation_budget are both given.*drop the"),
+        ({"recipe": "hfp8", "storage": "native"}, r"torch has no dtype for 1-6-9.*use storage='packed'"),
+        ({"strict": 1}, r"^strict is 1; "),
+    ],
+)
+def test_options_are_refused_in_words(options, words: str) -> None:
+    assert_refused(fxprec.ConfigError, words, **options)
+
+
+def test_an_impossible_budget_names_the_least_possible() -> None:
+    words = r"^activation_budget is 10 bytes, but .* takes at least .*; raise the budget"
+    assert_refused(fxprec.BudgetError, words, recipe="fp8", activation_budget=10)
+
+
+def test_inductor_modes_are_refused_and_not_ignored() -> None:
+    compiled = torch.compile(mlp(), backend="fxprec", mode="reduce-overhead")
+    with pytest.raises(fxprec.ConfigError, match=r"^mode='reduce-overhead' is a setting of Inductor.*leave it out"):
+        compiled(torch.randn(8, 16))
+
+
+def test_a_plan_of_another_model_names_the_first_difference(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    compile_and_run(recipe="hfp8").plans[0].save(path)
+    torch.compiler.reset()
+    other = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 4))
+    words = r"belongs to another model: .*tanh.*relu.*; drop plan= to solve anew"
+    assert_refused(fxprec.PlanError, words, model=other, recipe="hfp8", plan=str(path))
+    torch.compiler.reset()
+    words = r"^the plan has 4 groups, this graph 2: it belongs to another model; drop plan="
+    assert_refused(fxprec.PlanError, words, model=nn.Linear(16, 4), recipe="hfp8", plan=str(path))
+
+
+def test_a_plan_of_the_same_model_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    saved = compile_and_run(recipe="hfp8", low_ratio=0.4, policy="size-ascending").plans[0]
+    saved.save(path)
+    torch.compiler.reset()
+    followed = compile_and_run(recipe="hfp8", plan=str(path)).plans[0]
+    assert followed.formats == saved.formats
+    assert followed.low_groups == saved.low_groups != frozenset(range(4))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", r"plan\.json"),
+        (b"\x80\x04\x95", r"plan\.json"),
+        (b'{"schema": 99}', r"plan\.json"),
+        (json.dumps({"schema": 1, "sites": "os.system('true')"}).encode(), r"plan\.json"),
+    ],
+)
+def test_a_corrupt_plan_file_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    assert_refused(fxprec.PlanError, words, recipe="hfp8", plan=str(path))
+
+
+def test_a_missing_plan_file_is_refused(tmp_path: Path) -> None:
+    assert_refused(fxprec.PlanError, r"none\.json: cannot be read: No such file", plan=str(tmp_path / "none.json"))
+
+
+def test_a_format_without_exponent_bits_is_refused() -> None:
+    with pytest.raises(fxprec.FormatError, match="exponent"):
+        fxprec.Format(exponent_bits=0, mantissa_bits=7)
+    with pytest.raises(fxprec.ConfigError, match=r"recipe\.lo_forward: .*exponent"):
+        fxprec.Recipe(hi="bf16", lo_forward="1-0-7", lo_backward="e5m2")
+
+
+def test_a_float64_model_is_refused_with_tensor_module_and_line() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).double()
+
+    words = r"\(test_backend_errors\.py:\d+\) is float64: fxprec holds .*convert it with \.float\(\), or compile"
+    assert_refused(fxprec.LoweringError, words, model=Inside(), recipe="hfp8")
+    torch.compiler.reset()
+    with pytest.raises(fxprec.LoweringError, match=r"is float64"):
+        compile_and_run(model=mlp().double(), x=torch.randn(8, 16, dtype=torch.float64), recipe="hfp8")
+
+
+def test_a_float64_scalar_is_left_alone() -> None:
+    scale = torch.tensor(1.0 + 2.0**-40, dtype=torch.float64)
+    compiled = torch.compile(lambda x: (x * 2).sum() * scale, backend=eager_backend("simulate"))
+    found = compiled(torch.ones(4))
+    assert (found.item(), found.dtype) == (8.0 + 8 * 2.0**-40, torch.float64)
+
+
+def test_an_unsupported_device_is_refused() -> None:
+    model, x = mlp().to("meta"), torch.randn(8, 16, device="meta")
+    words = r"^device 'meta': fxprec lowers to cpu and cuda only; move the model there or compile"
+    assert_refused(fxprec.LoweringError, words, model=model, x=x)
+
+
+def test_the_triton_lowering_is_refused_on_a_cpu() -> None:
+    assert_refused(fxprec.LoweringError, r"^lowering='triton' .*; use 'inductor'", lowering="triton", recipe="fp8")
+
+
+NO_LOW = fxprec.Recipe(hi="1-6-9", lo_forward="1-6-9", lo_backward="1-6-9")
+FALLBACKS = [
+    ({"recipe": NO_LOW, "low_ratio": 0.5}, "low_ratio 0.5 is not reached"),
+    ({"recipe": "hfp8", "keep_high": ("nowhere.*",)}, r"keep_high pattern 'nowhere\.\*' matches no module"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), FALLBACKS)
+def test_a_fallback_is_a_warning_and_an_event(options, words: str) -> None:
+    with pytest.warns(fxprec.FxprecWarning, match=words) as caught:
+        backend = compile_and_run(**options)
+    assert len(caught) == 1
+    assert [e.kind for e in backend.events] == ["fallback"]
+
+
+@pytest.mark.parametrize(("options", "words"), FALLBACKS)
+def test_strict_makes_a_fallback_an_error(options, words: str) -> None:
+    assert_refused(fxprec.FallbackError, words, strict=True, **options)
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    backend = compile_and_run(recipe="hfp8")
+    torch.compiler.reset()
+    other = compile_and_run(model=Cnn(), x=torch.randn(2, 3, 8, 8), recipe="hfp8")
+    with pytest.raises(fxprec.PlanError, match="belongs to another model"):
+        other.load_state_dict(backend.state_dict())
+    with pytest.raises(fxprec.PlanError, match=r"pass what state_dict\(\) returned"):
+        other.load_state_dict({"plans": []})

@@ -1,0 +1,108 @@
+"""A checkpoint in the middle of training resumes bit for bit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from backend_helpers import Loud, eager_backend
+from torch import Tensor
+
+import fxprec
+
+BEFORE, AFTER = 7, 20
+
+
+class Training:
+    """SGD on a model whose activations overflow 8 bits, over batches that depend on the step alone."""
+
+    def __init__(self, storage: str, **options: Any) -> None:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        self.model = Loud()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9)
+        scaling = fxprec.GradScaling(interval=5)
+        options = {"recipe": "hfp8", "low_ratio": 0.8, "grad_scaling": scaling, **options}
+        self.backend = eager_backend(storage, **options)
+        self.compiled = torch.compile(self.model, backend=self.backend)
+
+    def run(self, start: int, stop: int) -> list[Tensor]:
+        """Return the losses and, last, every parameter."""
+        losses = []
+        for step in range(start, stop):
+            x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step)) * (1 + step % 3)
+            loss = self.compiled(x).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [*losses, *(p.detach().clone() for p in self.model.parameters())]
+
+    def save(self) -> str:
+        tensors = {k: v.clone() for k, v in self.model.state_dict().items()}
+        self.saved = tensors, [s["momentum_buffer"].clone() for s in self.optimizer.state.values()]
+        return json.dumps(self.backend.state_dict())
+
+    def load(self, other: Training, state: str) -> None:
+        tensors, momenta = other.saved
+        self.model.load_state_dict(tensors)
+        for parameter, momentum in zip(self.model.parameters(), momenta, strict=True):
+            self.optimizer.state[parameter]["momentum_buffer"] = momentum.clone()
+        self.backend.load_state_dict(json.loads(state))
+
+
+@pytest.mark.parametrize("storage", ["simulate", "packed"])
+@pytest.mark.parametrize("when", ["before compilation", "after compilation"])
+def test_resumed_training_is_bit_identical(storage: str, when: str) -> None:
+    whole = Training(storage)
+    whole.run(0, BEFORE)
+    plain = whole.run(BEFORE, BEFORE + AFTER)
+
+    interrupted = Training(storage)
+    interrupted.run(0, BEFORE)
+    state = interrupted.save()
+    assert interrupted.backend.plans[0].promoted, "the state holds promotions"
+    assert any(json.loads(state)["graphs"][0]["scale_exps"].values()), "and scales"
+
+    resumed = Training(storage)
+    if when == "after compilation":
+        resumed.run(0, 2)
+        resumed.optimizer.zero_grad()
+    resumed.load(interrupted, state)
+    found = resumed.run(BEFORE, BEFORE + AFTER)
+    for i, (a, b) in enumerate(zip(found, plain, strict=True)):
+        assert torch.equal(a, b), f"value {i} of {AFTER} losses and the parameters"
+    assert resumed.backend.plans[0] == whole.backend.plans[0]
+    assert len({event.step for event in whole.backend.events if event.step > BEFORE}) > 0, "state changed later too"
+
+
+def test_saving_disturbs_nothing() -> None:
+    plain = Training("packed").run(0, 10)
+    saving = Training("packed")
+    found: list[Tensor] = []
+    for step in range(10):
+        found = [*found[:step], *saving.run(step, step + 1)]
+        saving.save()
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+def test_a_state_holds_only_plain_data_and_survives_json() -> None:
+    training = Training("simulate")
+    training.run(0, 3)
+    state = training.backend.state_dict()
+    assert json.loads(json.dumps(state)) == state
+
+
+def test_exact_calibration_is_not_repeated_on_resume() -> None:
+    options = {"policy": "exact", "low_ratio": 0.5}
+    first = Training("packed", **options)
+    first.run(0, 3)
+    state = first.save()
+    resumed = Training("packed", **options)
+    resumed.load(first, state)
+    resumed.run(3, 4)
+    assert resumed.backend.plans[0].formats == first.backend.plans[0].formats
+    assert not any("calibration" in event.detail for event in resumed.backend.events)
+    assert any("calibration" in event.detail for event in first.backend.events)
