@@ -85,7 +85,7 @@ class APSReduceScatter(ReduceScatter):
         dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group)
         exponents = factor_exponents(codes, self.state.wire.top)
         scale_by_powers(pieces, exponents)
-        coder = Coder(self.state.wire, self.state.random(0, rows.device), bounded=True)
+        coder = Coder(self.state.wire, self.state.random(0, 0, rows.device), bounded=True)
         sent = coder.encode(rows.reshape(-1))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)

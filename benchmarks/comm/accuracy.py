@@ -52,9 +52,12 @@ class Block(nn.Module):
 
 
 def make_model(name: str) -> nn.Module:
-    if name == "cnn":
-        layers = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 16, 64), nn.ReLU(), nn.Linear(64, 10))
+    if (
+        name == "cnn"
+    ):  # no normalisation: gradients are small at the start, which formats without a scale do not survive
+        wide = [layer for _ in range(2) for layer in (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())]
+        layers = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), *wide, nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1)]
+        return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(32 * 16, 64), nn.ReLU(), nn.Linear(64, 10))
     stem = [nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     blocks = [Block(16), nn.Conv2d(16, 32, 2, stride=2), Block(32)]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))

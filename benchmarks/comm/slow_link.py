@@ -52,11 +52,12 @@ def tear_down(hosts: int) -> None:
         subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
-def run(hosts: int, repeats: int, out: Path) -> None:
+def run(hosts: int, repeats: int, bucket_mb: int, only: str, out: Path) -> None:
     ranks = []
     for k in range(hosts):
         words = [sys.executable, str(HERE / "slow_link_rank.py"), "--rank", str(k), "--world", str(hosts)]
         words += ["--master", "10.77.0.1", "--interface", "eth0", "--repeats", str(repeats), "--out", str(out)]
+        words += ["--bucket-mb", str(bucket_mb), "--only", only]
         env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         ranks.append(subprocess.Popen(["ip", "netns", "exec", f"fxh{k}", *words], env=env))
     codes = [p.wait(900) for p in ranks]
@@ -66,7 +67,7 @@ def run(hosts: int, repeats: int, out: Path) -> None:
 
 def table(found: dict[str, dict[str, float]]) -> str:
     base = found["fp32 all-reduce"]
-    half = found["fp16 hook"]
+    half = found.get("fp16 hook", base)
     lines = ["| way | s | MB sent | time of fp32 / this | bytes / fp32 | bytes / fp16 |", "|---|---|---|---|---|---|"]
     for name, row in found.items():
         if "error" in row:
@@ -100,18 +101,23 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--bucket-mb", type=int, default=25, help="DistributedDataParallel's bucket size.")
+    parser.add_argument("--only", default="", help="Comma-separated parts of names of the ways to run.")
     args = parser.parse_args()
     tear_down(args.hosts)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rank0.json"
         try:
             build(args.hosts, args.rate)
-            run(args.hosts, args.repeats, out)
+            run(args.hosts, args.repeats, args.bucket_mb, args.only, out)
         finally:
             tear_down(args.hosts)
         found = json.loads(out.read_text())
     print(table(found))
-    saved = machine.save("aps-slow-link", {"hosts": args.hosts, "rate": args.rate, "parameters": 25_000_000, "ways": found})
+    saved = machine.save(
+        f"aps-slow-link-{args.bucket_mb}mb",
+        {"hosts": args.hosts, "rate": args.rate, "parameters": 25_000_000, "bucket_mb": args.bucket_mb, "ways": found},
+    )
     plot(found, saved.with_suffix(".png"), f"{args.hosts} hosts, {args.rate}")
 
 

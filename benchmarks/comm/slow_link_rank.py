@@ -1,4 +1,4 @@
-"""One rank of the slow-link benchmark: times all-reduces of a model's gradients in every way, reads the wire's bytes."""
+"""One rank of the slow-link benchmark: times all-reduces of a model's gradients in every way, and reads the bytes."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def ways() -> dict[str, object]:
     }
 
 
-def measure(way: object, interface: str, repeats: int, rank: int) -> dict[str, float]:
-    ddp = DistributedDataParallel(Gradients())
+def measure(way: object, interface: str, repeats: int, rank: int, bucket_mb: int) -> dict[str, float]:
+    ddp = DistributedDataParallel(Gradients(), bucket_cap_mb=bucket_mb)
     if way is not None:
         state, hook = way
         ddp.register_comm_hook(state() if callable(state) else state, hook)
@@ -69,17 +69,19 @@ def measure(way: object, interface: str, repeats: int, rank: int) -> dict[str, f
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("rank", "world", "repeats"):
+    for name in ("rank", "world", "repeats", "bucket-mb"):
         parser.add_argument(f"--{name}", type=int)
-    for name in ("master", "interface", "out"):
+    for name in ("master", "interface", "out", "only"):
         parser.add_argument(f"--{name}")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://{args.master}:29500", rank=args.rank, world_size=args.world)
     found = {}
     for name, way in ways().items():
+        if not any(word in name for word in args.only.split(",")):
+            continue
         try:
-            found[name] = measure(way, args.interface, args.repeats, args.rank)
+            found[name] = measure(way, args.interface, args.repeats, args.rank, args.bucket_mb)
         except (RuntimeError, TypeError, ValueError) as error:
             found[name] = {"error": str(error).splitlines()[0]}
         if args.rank == 0:

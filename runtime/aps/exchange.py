@@ -23,7 +23,7 @@ def sum_fp32(rows: Tensor, coder: Coder, lay: Layout, rank: int, lost: Tensor | 
     """This owner's message: its chunk of all ranks' codes, added in float32 in rank order and rounded once more.
 
     The owner scales its pieces of layers by a second power of two and sends those exponents before the codes. What
-    the second rounding takes is added to `lost` (total,), if given.
+    the second rounding takes is written to `lost` (total,), if given, scaled like the codes.
     """
     total = coder.sum(rows)
     owned = lay.owned(rank)
@@ -38,7 +38,7 @@ def sum_fp32(rows: Tensor, coder: Coder, lay: Layout, rank: int, lost: Tensor | 
     sent = coder.scale_and_encode(total, bounds, exponents)
     if lost is not None:
         got = coder.decode_scaled(sent, bounds, -exponents, torch.ones(len(owned), device=total.device), 1)
-        lost[start : start + lay.chunk] += wanted[: got.numel()] - got
+        lost[start : start + got.numel()] = wanted[: got.numel()] - got
     return torch.cat([header.view(torch.uint8), sent])
 
 

@@ -8,6 +8,7 @@ process group still sees its collectives in bucket order on every rank.
 # No postponed annotations here: DistributedDataParallel compares the hook's annotations as types.
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -32,15 +33,16 @@ def aps_hook(
         return _done(buffer)
     with torch.no_grad():
         parts = split_bucket(state, bucket.index(), buffer, bucket.gradients(), bucket.parameters())
-        exchange = Exchange(state, parts)
-        exchange.start()
+        exchanges = [Exchange(state, part) for part in parts]
+        for exchange in exchanges:
+            exchange.start()
     if buffer.is_cuda:
         with torch.no_grad():
-            for name in Exchange.STAGES:
+            for exchange, name in product(exchanges, Exchange.STAGES):
                 getattr(exchange, name)()
         state.step += is_last
         return _done(buffer)
-    return _queue(state, exchange, is_last)
+    return _queue(state, exchanges, buffer, is_last)
 
 
 def _done(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -50,17 +52,22 @@ def _done(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-def _queue(state: APSState, exchange: Exchange, is_last: bool) -> torch.futures.Future[torch.Tensor]:
-    """Run the stages of an exchange, each on a thread of its own that takes buckets in order."""
+def _queue(
+    state: APSState, exchanges: list[Exchange], buffer: Tensor, is_last: bool
+) -> torch.futures.Future[torch.Tensor]:
+    """Run the stages of the exchanges, each stage on a thread of its own that takes them in order."""
     if not state.workers:
         state.workers = [ThreadPoolExecutor(1, thread_name_prefix=f"fxprec-aps-{name}") for name in Exchange.STAGES]
     ended: torch.futures.Future[BaseException | None] = torch.futures.Future()
-    previous: Future[None] | None = None
-    for worker, name in zip(state.workers, Exchange.STAGES, strict=True):
-        previous = worker.submit(_run_stage, exchange, name, previous)
-    assert previous is not None
-    previous.add_done_callback(partial(_deliver, state, is_last, ended))
-    return ended.then(partial(_result, exchange.bucket.buffer))
+    finished: list[Future[None]] = []
+    for exchange in exchanges:
+        previous: Future[None] | None = None
+        for worker, name in zip(state.workers, Exchange.STAGES, strict=True):
+            previous = worker.submit(_run_stage, exchange, name, previous)
+        assert previous is not None
+        finished.append(previous)
+    finished[-1].add_done_callback(lambda _: _deliver(state, is_last, ended, finished))
+    return ended.then(partial(_result, buffer))
 
 
 def _run_stage(exchange: Exchange, name: str, previous: "Future[None] | None") -> None:
@@ -72,10 +79,15 @@ def _run_stage(exchange: Exchange, name: str, previous: "Future[None] | None") -
 
 
 def _deliver(
-    state: APSState, is_last: bool, ended: "torch.futures.Future[BaseException | None]", last: "Future[None]"
+    state: APSState,
+    is_last: bool,
+    ended: "torch.futures.Future[BaseException | None]",
+    finished: "list[Future[None]]",
 ) -> None:
+    """Say how the parts ended, the last of which is through: their last stage takes them in order."""
     state.step += is_last
-    ended.set_result(last.exception())
+    errors = (part.exception() for part in finished)
+    ended.set_result(next((error for error in errors if error is not None), None))
 
 
 def _result(buffer: Tensor, ended: "torch.futures.Future[BaseException | None]") -> Tensor:

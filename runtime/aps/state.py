@@ -91,11 +91,11 @@ class APSState:
         """Tell the schedule which epoch (from 0) begins; every rank says the same."""
         self.epoch = epoch
 
-    def random(self, bucket: int, device: torch.device) -> torch.Generator | None:
-        """A generator of its own for each (seed, step, bucket, rank); None with nearest rounding."""
+    def random(self, bucket: int, part: int, device: torch.device) -> torch.Generator | None:
+        """A generator of its own for each (seed, step, bucket, part, rank); None with nearest rounding."""
         if self.options.rounding == "nearest":
             return None
-        parts = (self.options.seed, self.step, bucket, self.groups.rank)
+        parts = (self.options.seed, self.step, bucket, part, self.groups.rank)
         return torch.Generator(device).manual_seed(_mix(parts))
 
     def state_dict(self) -> dict[str, Any]:

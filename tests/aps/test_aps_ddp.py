@@ -52,13 +52,14 @@ def trained() -> dict[str, list[torch.Tensor]]:
 @pytest.mark.parametrize("mode", MODES)
 def test_replicas_are_bit_identical_after_200_steps(mode: str) -> None:
     first, *others = trained()[mode]
-    assert first.isfinite().all()
+    assert first.abs().max() < 10
     assert others
     assert all(torch.equal(first, other) for other in others)
 
 
 def test_modes_train_differently() -> None:
-    finals = [ranks[0] for ranks in trained().values()]
+    """On two ranks a sum of two has one rounding in every mode, so not all modes differ."""
+    finals = [trained()[mode][0] for mode in ("fp32", "hierarchical", "stochastic", "codec", "wide")]
     assert len({tuple(f.tolist()) for f in finals}) == len(finals)
 
 
