@@ -1,0 +1,111 @@
+"""Groups, sizes and demotion of the paper's four networks, against counts made without the passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+
+import pytest
+import sympy
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import cifar
+from cifar import GEMMS
+
+from fxprec.config import Config
+from fxprec.passes.assignment import assign
+
+RATIOS = [i / 10 for i in range(11)]
+GOLDEN = Path(__file__).parents[1] / "golden"
+NETWORKS = pytest.mark.parametrize("make", GEMMS, ids=lambda make: make.__name__)
+
+planned = cache(cifar.plan)
+
+
+@NETWORKS
+def test_groups_are_gemms_plus_one(make):
+    plan = planned(make).plan
+    assert len(plan.gemms) == GEMMS[make]
+    assert len(plan.groups) == GEMMS[make] + 1
+    assert [(g.group_before, g.group_after) for g in plan.gemms] == [(i, i + 1) for i in range(GEMMS[make])]
+
+
+@NETWORKS
+def test_elements_match_a_count_of_the_functions_the_model_calls(make):
+    plan, wanted = planned(make).plan, cifar.count(make)
+    for group in plan.groups:
+        assert {k: n for k, n in vars(group.elements_by_kind).items() if n} == dict(wanted[group.id]), group.id
+    assert plan.total_elements == sum(sum(kinds.values()) for kinds in wanted.values())
+
+
+def the_papers_demotion(sizes: dict[int, int], ratio: Fraction) -> tuple[list[int], set[int]]:
+    order = sorted(sizes, key=lambda g: (-sizes[g], g))
+    low: set[int] = set()
+    for group in order:
+        if Fraction(sum(sizes[g] for g in low), sum(sizes.values())) >= ratio:
+            break
+        low.add(group)
+    return order, low
+
+
+@NETWORKS
+@pytest.mark.parametrize("tenths", range(11))
+def test_demotion_order_ties_and_reached_ratio(make, tenths):
+    sizes = {g: sum(kinds.values()) for g, kinds in cifar.count(make).items()}
+    order, low = the_papers_demotion(sizes, Fraction(tenths, 10))
+    got = assign(planned(make).tensors, Config(recipe="hfp8", low_ratio=tenths / 10))
+    assert sorted(got.order, key=got.order.__getitem__) == order
+    assert got.low_groups == low
+    assert got.achieved_ratio == sum(sizes[g] for g in low) / sum(sizes.values())
+
+
+def test_ties_exist_so_that_their_order_is_tested():
+    sizes = [g.elements for g in planned(cifar.resnet18).plan.groups]
+    assert len(set(sizes)) < len(sizes)
+
+
+def summary(make) -> dict:
+    """What the golden file holds: all but FX node names, which belong to a torch version."""
+    plan, tensors = planned(make).plan, planned(make).tensors
+    sweep = {r: assign(tensors, Config(recipe="hfp8", low_ratio=r)) for r in RATIOS}
+    return {
+        "total_elements": plan.total_elements,
+        "gemms": [[g.op, g.module] for g in plan.gemms],
+        "groups": [[g.order, *vars(g.elements_by_kind).values()] for g in plan.groups],
+        "sites": [[s.kind, s.module, s.shape, s.group, s.format] for s in plan.sites],
+        "low_ratio": {
+            str(r): {"achieved": a.achieved_ratio, "bits": a.bit_ratio, "low_groups": sorted(a.low_groups)}
+            for r, a in sweep.items()
+        },
+    }
+
+
+@NETWORKS
+def test_plan_equals_the_golden_file(make):
+    """Run with FXPREC_REGENERATE=1 to accept a change."""
+    text = json.dumps(summary(make), separators=(",", ":")).replace("],", "],\n").replace("},", "},\n") + "\n"
+    path = GOLDEN / f"{make.__name__}.json"
+    if os.environ.get("FXPREC_REGENERATE") == "1" or not path.exists():
+        existed = path.exists()
+        GOLDEN.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        assert existed, f"{path.name} was missing and is written now: look at it, then run again"
+    assert text == path.read_text(encoding="utf-8")
+
+
+def test_one_plan_serves_every_batch_size_and_a_second_compile_gives_the_same_bytes(tmp_path):
+    make = cifar.resnet18
+    first, second = cifar.plan(make, dynamic=True).plan, cifar.plan(make, dynamic=True).plan
+    first.save(tmp_path / "first.json")
+    second.save(tmp_path / "second.json")
+    assert (tmp_path / "first.json").read_bytes() == (tmp_path / "second.json").read_bytes()
+    for dynamic, static in zip(first.groups, planned(make).plan.groups, strict=True):
+        size = sympy.sympify(dynamic.size)
+        (batch,) = size.free_symbols
+        assert size.subs(batch, cifar.BATCH) == static.elements == dynamic.elements
+        assert sympy.degree(size, batch) == 1
