@@ -7,7 +7,7 @@ to the value it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from torch.fx import Node
 
@@ -54,12 +54,9 @@ class GradientWalk:
         """Visit what an operator's backward passes on, once per value it belongs to."""
         values = list(dict.fromkeys(self.operators.base(n) for n in inputs))
         for node in leaving:
-            belongs: dict[Node, list[Node]] = {}
-            for user in node.users:
-                if user not in inside and (target := self.destinations.choose(values, node, user)) is not None:
-                    belongs.setdefault(target, []).append(user)
-            for target, users in belongs.items():
-                self._visit(node, target, users)
+            users = [u for u in node.users if u not in inside]
+            for target, taking in self.destinations.share(values, node, users).items():
+                self._visit(node, target, taking)
 
     def _visit(self, node: Node, target: Node, users: list[Node]) -> None:
         tensor = self.grouped.grads.get(target)
@@ -79,17 +76,27 @@ class GradientWalk:
             if above is None:
                 return None
             node = above
-            covered |= self._below(node)
-        return node
+            covered |= self._below(node, parts)
+        return self._above_repeated(node, covered, value)
 
-    def _below(self, node: Node) -> set[Node]:
-        """Return every node below ``node`` through sums and views."""
+    def _above_repeated(self, node: Node, covered: set[Node], value: Node) -> Node:
+        """Climb on where a contribution counts again, as both of ``a + a``: while that is still ``value``'s sum."""
+        highest = node
+        while (above := next((u for u in node.users if u in self.sums and covered.issuperset(u.all_input_nodes)), None)):
+            node = above
+            covered.add(node)
+            if self.destinations.is_whole(node, value):
+                highest = node
+        return highest
+
+    def _below(self, node: Node, parts: Collection[Node]) -> set[Node]:
+        """Return every node between ``node`` and ``parts``, both included, through sums and views."""
         found: set[Node] = set()
         stack = [node]
         while stack:
             n = stack.pop()
             found.add(n)
-            if self._is_passive(n):
+            if n not in parts and self._is_passive(n):
                 stack.extend(a for a in n.all_input_nodes if a not in found)
         return found
 

@@ -9,8 +9,10 @@ users take it, and where a gradient of each input would be taken. Paths are coun
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import product
 from typing import Self
 
 from torch.fx import Node
@@ -35,14 +37,17 @@ class Ends:
     def single(cls, index: int) -> Self:
         return cls(1 << index, random.Random(index).getrandbits(128))
 
-    def plus(self, other: Self, times: int = 1) -> Self:
-        return type(self)(self.mask | other.mask, (self.paths + times * other.paths) % (1 << 128))
+    def plus(self, other: Ends) -> Ends:
+        return Ends(self.mask | other.mask, (self.paths + other.paths) % (1 << 128))
 
-    def distance(self, other: Self) -> tuple[bool, int]:
-        return self.paths != other.paths, (self.mask ^ other.mask).bit_count()
+    def times(self, count: int) -> Ends:
+        return Ends(self.mask, (self.paths * count) % (1 << 128))
 
 
 NOWHERE = Ends()
+
+# An operator passes one gradient on to two inputs and few users; above this, each user goes to the nearest value.
+MAX_TRIES = 256
 
 
 class Destinations:
@@ -57,11 +62,39 @@ class Destinations:
         self._of_node = self._climb()
         self._of_value: dict[Node, Ends] = {}
 
-    def choose(self, values: Iterable[Node], node: Node, user: Node) -> Node | None:
-        """Return the value whose gradient ``node`` is where ``user`` takes it, or None."""
-        ends = self._returned.get(node, NOWHERE) if user.op == "output" else self._of_node.get(user, NOWHERE)
-        reached = [v for v in values if self.of_value(v).mask & ends.mask]
-        return min(reached, key=lambda v: self.of_value(v).distance(ends), default=None)
+    def share(self, values: Sequence[Node], node: Node, users: Sequence[Node]) -> dict[Node, list[Node]]:
+        """Return, by value, the ``users`` that take ``node`` as a gradient of it.
+
+        A gradient of one value goes to all of its users; one that an ``add`` passes on to both of its inputs is
+        shared out so that each input's part ends where that input's gradient ends.
+        """
+        ends = {user: self._ends(node, user) for user in users}
+        users = [user for user in users if any(self.of_value(v).mask & ends[user].mask for v in values)]
+        if len(values) > 1 and len(values) ** len(users) <= MAX_TRIES:
+            for choice in product(values, repeat=len(users)):
+                parts: dict[Node, list[Node]] = {}
+                for user, v in zip(users, choice, strict=True):
+                    parts.setdefault(v, []).append(user)
+                if all(self._total(ends[u] for u in part).paths == self.of_value(v).paths for v, part in parts.items()):
+                    return parts
+        nearest: dict[Node, list[Node]] = {}
+        for user in users:
+            overlapping = [v for v in values if self.of_value(v).mask & ends[user].mask]
+            v = min(overlapping, key=lambda v: (self.of_value(v).mask ^ ends[user].mask).bit_count())
+            nearest.setdefault(v, []).append(user)
+        return nearest
+
+    def is_whole(self, node: Node, value: Node) -> bool:
+        """Say whether the users of ``node`` take it where a gradient of ``value`` ends: it is that gradient."""
+        total = self._total(self._ends(node, u).times(max(u.args.count(node), 1)) for u in node.users)
+        return total.paths == self.of_value(value).paths
+
+    def _ends(self, node: Node, user: Node) -> Ends:
+        return self._returned.get(node, NOWHERE) if user.op == "output" else self._of_node.get(user, NOWHERE)
+
+    @staticmethod
+    def _total(ends: Iterable[Ends]) -> Ends:
+        return reduce(Ends.plus, ends, NOWHERE)
 
     def follow(self, node: Node, new: Node) -> None:
         """Note that ``new`` now stands where ``node`` stood."""
@@ -106,7 +139,7 @@ class Destinations:
                 continue
             ends = self._returned.get(node, NOWHERE)
             for user in node.users:
-                ends = ends.plus(found.get(user, NOWHERE), max(user.args.count(node), 1))
+                ends = ends.plus(found.get(user, NOWHERE).times(max(user.args.count(node), 1)))
             found[node] = ends
         return found
 
