@@ -101,11 +101,11 @@ def compare(model, args, emulate, recipe=HFP8, **options):
     return plan
 
 
-@pytest.mark.parametrize("low_ratio", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("low_ratio", [0.3, 1.0])
 def test_cnn_matches_the_emulation_bit_for_bit(low_ratio):
     torch.manual_seed(0)
     plan = compare(CNN(), (torch.randn(4, 3, 8, 8), torch.randint(5, (4,))), emulate_cnn, low_ratio=low_ratio)
-    assert 0 < len(plan.low_groups) < 6 or low_ratio in (0.0, 1.0)
+    assert 0 < len(plan.low_groups) < 6 or low_ratio == 1.0
 
 
 class Transformer(nn.Module):
@@ -156,9 +156,7 @@ def emulate_transformer(e: Emulator, m: Transformer, codes: torch.Tensor, labels
         kt = e.view(lambda t: t.transpose(-1, -2), k)
         scores = e.op(torch.bmm, batched(q, batch * 2, seq, 8), batched(kt, batch * 2, 8, seq), gemm=True)
         weights = e.softmax(e.op(lambda x: x * 0.5, reshaped(scores, batch, 2, seq, seq)))
-        mixed = e.op(
-            torch.bmm, reshaped(weights, batch * 2, seq, seq), batched(v, batch * 2, seq, 8), gemm=True
-        )
+        mixed = e.op(torch.bmm, reshaped(weights, batch * 2, seq, seq), batched(v, batch * 2, seq, 8), gemm=True)
         return reshaped(mixed, batch, 2, seq, 8)
 
     x = e.op(F.embedding, codes, e.param(m.embed.weight, None))
@@ -173,8 +171,7 @@ def emulate_transformer(e: Emulator, m: Transformer, codes: torch.Tensor, labels
     return e.leave(cross_entropy(e, logits, labels.view(-1)))
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["sdpa", "softmax"])
-@pytest.mark.parametrize("low_ratio", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("low_ratio", "explicit"), [(0.5, False), (0.5, True), (1.0, False)])
 def test_transformer_matches_the_emulation_bit_for_bit(low_ratio, explicit):
     torch.manual_seed(0)
     args = (torch.randint(11, (3, 6)), torch.randint(11, (3, 6)))
@@ -194,7 +191,7 @@ class Program(nn.Module):
         self.biases = nn.ParameterList(nn.Parameter(torch.randn(6)) for _ in range(2))
         self.code: list[tuple[str, int, int, int]] = []
         for i in range(length):
-            name = pick.choice("mm mm add add sub mul relu bias softmax halves twice scale".split())
+            name = pick.choice(["mm", "mm", "add", "add", "sub", "mul", "relu", "bias", "softmax", "halves", "twice", "scale"])
             near = [max(0, i - pick.randrange(3)) for _ in range(2)]
             self.code.append((name, *near, pick.randrange(6)))
         self.live = self._live()
@@ -261,7 +258,8 @@ def emulate_program(e: Emulator, m: Program, x: torch.Tensor) -> torch.Tensor:
     return e.leave(e.op(torch.add, values[-1], values[-2]))
 
 
-@pytest.mark.parametrize("seed", range(12))
+# Chosen among 100: each of these once rounded a gradient once too often, or not at all.
+@pytest.mark.parametrize("seed", [2, 11, 12, 21, 27, 63, 69, 0, 5])
 def test_random_programs_match_the_emulation_bit_for_bit(seed):
     torch.manual_seed(seed)
     compare(Program(seed), (torch.randn(4, 6),), emulate_program, low_ratio=0.5)
