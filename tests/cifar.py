@@ -7,10 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
-from helpers import compiled, eager_backend
+from helpers import compiled, eager_backend, recorded_works
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -21,8 +20,6 @@ from examples.models.mobilenet import mobilenet_v2
 from examples.models.resnet import resnet18
 from examples.models.shufflenet import shufflenet_v2
 from examples.models.squeezenet import squeezenet
-
-from fxprec.passes import pipeline
 from fxprec.passes.tensors import CountedTensor
 from fxprec.plan import Plan
 
@@ -38,15 +35,8 @@ class Planned:
 
 def plan(make: Callable[[], nn.Module], *, dynamic: bool = False) -> Planned:
     """Plan one training step at batch 128 without allocating or computing anything."""
-    works = []
-
-    def recorded(work, *args, **kwargs):
-        works.append(work)
-        return original(work, *args, **kwargs)
-
-    original = pipeline.run
     backend = eager_backend("hfp8", low_ratio=0.5)
-    with mock.patch.object(pipeline, "run", recorded), FakeTensorMode(allow_non_fake_inputs=True):
+    with recorded_works() as works, FakeTensorMode(allow_non_fake_inputs=True):
         model, images = make(), torch.empty(BATCH, 3, 32, 32)
         if dynamic:
             torch._dynamo.mark_dynamic(images, 0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -13,6 +15,7 @@ import fxprec
 with warnings.catch_warnings():  # torch's own, at the import of Inductor
     warnings.simplefilter("ignore", DeprecationWarning)
     import fxprec.backend
+    from fxprec.passes import pipeline
 
 
 def eager_backend(recipe: Any = "hfp8", **options: Any) -> fxprec.Backend:
@@ -47,3 +50,17 @@ def assert_bits_equal(got: torch.Tensor, wanted: torch.Tensor, what: str = "tens
             f"{what}: {int((~same).sum())} of {same.numel()} differ; first at {first}: "
             f"{got[first].item()!r}, wanted {wanted[first].item()!r}"
         )
+
+
+@contextmanager
+def recorded_works() -> Iterator[list[Any]]:
+    """Collect the `Work` of every graph planned inside."""
+    works: list[Any] = []
+    run = pipeline.run
+
+    def recording(work: Any, *args: Any) -> Any:
+        works.append(work)
+        return run(work, *args)
+
+    with mock.patch.object(pipeline, "run", recording):
+        yield works
