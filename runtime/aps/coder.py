@@ -37,7 +37,19 @@ class Coder:
 
     def round(self, values: Tensor) -> Tensor:
         """Values of the wire format nearest to these, overflow by the format's own rule."""
-        return self.wire.decode(self.wire.encode(values, generator=self.generator))
+        if self.generator is not None or not self._fast(values):
+            return self.wire.decode(self.wire.encode(values, generator=self.generator))
+        codes = torch.empty(values.numel(), dtype=torch.uint8)
+        kernels.encode(values, 0, self.wire.kind, codes)
+        return self.values_of(codes)
+
+    def values_of(self, codes: Tensor) -> Tensor:
+        """Values of bytes, overflow codes among them."""
+        if not self._fast(codes):
+            return self.wire.decode(codes)
+        values = torch.empty(codes.numel())
+        kernels.look_up(codes, self._table(), values)
+        return values
 
     def scale_and_encode(self, values: Tensor, bounds: Bounds, exponents: Tensor) -> Tensor:
         """Bytes of values (n,) whose pieces are multiplied by 2^exponent; `values` may be scaled in place."""

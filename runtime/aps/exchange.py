@@ -89,10 +89,10 @@ def _ring(codes: Tensor, coder: Coder, group: dist.ProcessGroup, kahan: bool) ->
 
 def accumulate(rows: list[Tensor], coder: Coder, kahan: bool) -> Tensor:
     """Sum of coded rows in this order, every operation rounded to the wire format; Kahan's keeps what was lost."""
-    total = coder.wire.decode(rows[0])
+    total = coder.values_of(rows[0])
     lost = torch.zeros_like(total)
     for row in rows[1:]:
-        term = coder.wire.decode(row)
+        term = coder.values_of(row)
         if not kahan:
             total = coder.round(total + term)
             continue

@@ -217,25 +217,55 @@ def stochastic_mean(rank: int, world: int) -> float:
     return float((total[last] / 400 - mean[last]).norm() / mean[last].norm())
 
 
-def compiled(rank: int, world: int, backend: str) -> dict[str, float]:
-    """Relative error of compiled DDP's gradients, both ways round, against eager DDP with the same hook."""
-    x = torch.randn(6, 12, generator=torch.Generator().manual_seed(rank))
+class Wide(nn.Module):
+    """Three layers in three of DDP's buckets. Not a Sequential: Dynamo does not trace torch's own modules from DDP."""
 
-    def grads(make: str) -> Tensor:
-        torch._dynamo.reset()
+    def __init__(self) -> None:
+        super().__init__()
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(12, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600))
-        inner = torch.compile(model, backend=backend) if make == "ddp(compile)" else model
-        ddp = DistributedDataParallel(inner, bucket_cap_mb=1)
-        ddp.register_comm_hook(APSState("e4m3fn"), aps_hook)
-        run = torch.compile(ddp, backend=backend) if make == "compile(ddp)" else ddp
-        for _ in range(2):
-            model.zero_grad()
-            run(x).square().mean().backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
+        self.a, self.b, self.c = nn.Linear(12, 600), nn.Linear(600, 600), nn.Linear(600, 600)
 
-    wanted = grads("eager")
-    return {m: float((grads(m) - wanted).norm() / wanted.norm()) for m in ("compile(ddp)", "ddp(compile)")}
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+def compiled_gradients(rank: int, make: str, backend: Any) -> Tensor:
+    torch._dynamo.reset()
+    model = Wide()
+    inner = torch.compile(model, backend=backend) if make == "ddp(compile)" else model
+    ddp = DistributedDataParallel(inner, bucket_cap_mb=1)
+    ddp.register_comm_hook(APSState("e4m3fn"), aps_hook)
+    run = torch.compile(ddp, backend=backend) if make == "compile(ddp)" else ddp
+    x = torch.randn(6, 12, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        model.zero_grad()
+        run(x).square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def compiled(rank: int, world: int) -> dict[str, Any]:
+    """Graphs seen, and relative error of compiled DDP's gradients against eager DDP with the same hook."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    from fxprec import Backend, Config
+    from fxprec.aps import keep_graphs_whole
+
+    wanted = compiled_gradients(rank, "eager", None)
+    found: dict[str, Any] = {}
+
+    def record(name: str, make: str, backend: Any, graphs: Any) -> None:
+        got = compiled_gradients(rank, make, backend)
+        found[name] = (graphs(), float((got - wanted).norm() / wanted.norm()))
+
+    for make in ("compile(ddp)", "ddp(compile)"):
+        counter = CompileCounterWithBackend("aot_eager")
+        record(f"{make} aot_eager", make, counter, lambda c=counter: c.frame_count)
+    found["switched"] = [keep_graphs_whole(), keep_graphs_whole()]
+    for make in ("compile(ddp)", "ddp(compile)"):
+        backend = Backend(Config(recipe="fp8", lowering="eager"))
+        record(f"{make} fxprec", make, backend, lambda b=backend: len(b.plans))
+    torch._dynamo.config.optimize_ddp = True
+    return found
 
 
 def several(rank: int, world: int, names: list[tuple[str, tuple[Any, ...]]]) -> dict[str, Any]:
