@@ -127,7 +127,9 @@ def main() -> None:
     torch._inductor.config.force_disable_caches = True
     rows = run(args.model, args.batch, args.width, args.steps, args.sides)
     path = machine.save(f"step-{args.model}", {"arguments": vars(args), "sides": [asdict(r) for r in rows]})
-    print(f"{'side':16} {'compile s':>10} {'passes s':>9} {'ratio':>6} {'step ms':>9} {'ratio':>6} {'saved MB':>9} {'ratio':>7}")
+    print(
+        f"{'side':16} {'compile s':>10} {'passes s':>9} {'ratio':>6} {'step ms':>9} {'ratio':>6} {'saved MB':>9} {'ratio':>7}"
+    )
     for r in rows:
         print(
             f"{r.side:16} {r.compile_s:10.1f} {r.passes_s:9.2f} {r.compile_ratio:6.2f} {r.step_ms:9.1f} {r.step_ratio:6.2f}"

@@ -82,7 +82,7 @@ class GradientWalk:
     def _above_repeated(self, node: Node, covered: set[Node], value: Node) -> Node:
         """Climb on where a contribution counts again, as both of ``a + a``: while that is still ``value``'s sum."""
         highest = node
-        while (above := next((u for u in node.users if u in self.sums and covered.issuperset(u.all_input_nodes)), None)):
+        while above := next((u for u in node.users if u in self.sums and covered.issuperset(u.all_input_nodes)), None):
             node = above
             covered.add(node)
             if self.destinations.is_whole(node, value):

@@ -16,7 +16,7 @@ _BLOCK = 1024
 _SEARCH_STEPS = 7  # 127 borders
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _encode_kernel(x_ptr, borders_ptr, out_ptr, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -33,7 +33,7 @@ def _encode_kernel(x_ptr, borders_ptr, out_ptr, n, BLOCK: tl.constexpr, STEPS: t
     tl.store(out_ptr + at, (index | sign).to(tl.uint8), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _decode_kernel(codes_ptr, table_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n

@@ -119,9 +119,7 @@ class Controller:
         """Promote what another graph of the same model has promoted: evaluation follows training."""
         promoted = {(s.tensor, s.kind, s.group, s.module) for s in other.promoted}
         moved = [
-            s.id
-            for s in self.plan.sites
-            if s.promoted_at is None and (s.tensor, s.kind, s.group, s.module) in promoted
+            s.id for s in self.plan.sites if s.promoted_at is None and (s.tensor, s.kind, s.group, s.module) in promoted
         ]
         for i in moved:
             site = self.plan.sites[i]

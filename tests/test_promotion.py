@@ -35,7 +35,9 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Counter:
 class Run:
     """A model, its uncompiled float32 twin, and the number of graphs Dynamo traced."""
 
-    def __init__(self, storage: str, model: nn.Module | None = None, dynamic: bool | None = None, **options: Any) -> None:
+    def __init__(
+        self, storage: str, model: nn.Module | None = None, dynamic: bool | None = None, **options: Any
+    ) -> None:
         torch._dynamo.utils.counters.clear()
         self.backend = eager_backend(storage, **{"recipe": narrow_recipe(storage), "low_ratio": 1.0, **options})
         self.model = model or Loud()
@@ -65,9 +67,7 @@ class Run:
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_offenders_of_a_step_move_together_in_cascades_without_a_retrace(
-    storage: str, compilations: Counter
-) -> None:
+def test_offenders_of_a_step_move_together_in_cascades_without_a_retrace(storage: str, compilations: Counter) -> None:
     run = Run(storage)
     errors = [run.step(torch.randn(64, 16)) for _ in range(9)]
     assert list(run.promotions) == [1, 2, 3, 4], "each saturated tensor hid the next"

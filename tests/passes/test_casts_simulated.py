@@ -191,7 +191,9 @@ class Program(nn.Module):
         self.biases = nn.ParameterList(nn.Parameter(torch.randn(6)) for _ in range(2))
         self.code: list[tuple[str, int, int, int]] = []
         for i in range(length):
-            name = pick.choice(["mm", "mm", "add", "add", "sub", "mul", "relu", "bias", "softmax", "halves", "twice", "scale"])
+            name = pick.choice(
+                ["mm", "mm", "add", "add", "sub", "mul", "relu", "bias", "softmax", "halves", "twice", "scale"]
+            )
             near = [max(0, i - pick.randrange(3)) for _ in range(2)]
             self.code.append((name, *near, pick.randrange(6)))
         self.live = self._live()

@@ -1,0 +1,76 @@
+"""recipe="fp32" is plain Inductor, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxprec
+from fxprec.demo.models import CharTransformer, SmallCNN
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 8))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "cnn": (SmallCNN, lambda: torch.rand(8, 1, 8, 8)),
+    "transformer": (
+        lambda: CharTransformer(vocab=31, context=16, layers=1, width=16, heads=2),
+        lambda: torch.randint(0, 31, (2, 16)),
+    ),
+    "dropout": (with_dropout, lambda: torch.randn(32, 16)),
+}
+
+
+def outputs_and_gradients(model: nn.Module, x: Tensor, **options: object) -> list[Tensor]:
+    torch.compiler.reset()
+    compiled = torch.compile(model, **options)  # type: ignore[call-overload]
+    torch.manual_seed(11)  # dropout's
+    out = compiled(x)
+    out.square().sum().backward()
+    return [out.detach(), *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", MODELS)
+def test_fp32_is_bit_identical_to_inductor(name: str) -> None:
+    make, batch = MODELS[name]
+    model, x = make(), batch()
+    twin = copy.deepcopy(model)
+    found = outputs_and_gradients(model, x, backend="fxprec", options={"recipe": "fp32"})
+    wanted = outputs_and_gradients(twin, x, backend="inductor")
+    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert a is not None, i
+        assert torch.equal(a, b), f"tensor {i} of {len(wanted)}"
+
+
+@pytest.mark.inductor
+def test_a_ratio_of_0_with_hi_fp32_changes_nothing() -> None:
+    recipe = fxprec.Recipe(hi="fp32", lo_forward="e4m3fn", lo_backward="e5m2")
+    x = torch.randn(32, 16)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8))
+    twin = copy.deepcopy(model)
+    options = {"recipe": recipe, "low_ratio": 0.0}
+    found = outputs_and_gradients(model, x, backend="fxprec", options=options)
+    for a, b in zip(found, outputs_and_gradients(twin, x, backend="inductor"), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("storage", ["packed", "simulate"])
+def test_the_default_lowering_agrees_with_the_eager_reference(storage: str) -> None:
+    """GEMMs are the same library calls; only pointwise code and sums differ, in the last float32 bits."""
+    results = []
+    x = torch.randn(32, 16)
+    for lowering in ("auto", "eager"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+        options = {"recipe": "hfp8", "storage": storage, "low_ratio": 1.0, "lowering": lowering}
+        results.append(outputs_and_gradients(model, x, backend="fxprec", options=options))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
