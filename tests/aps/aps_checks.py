@@ -268,6 +268,22 @@ def compiled(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+def odd_buckets(rank: int, world: int) -> dict[str, Any]:
+    """Buckets of nothing, of one empty layer, of one number; and one cut into parts by a large layer."""
+    found: dict[str, Any] = {}
+    for mode in ("fp32", "format"):
+        state = APSState(accumulate=mode)
+        for name, sizes in (("none", ()), ("empty", (0,)), ("one", (1,))):
+            layers = [torch.full((n,), 1.0 + rank) for n in sizes]
+            result = aps_hook(state, FakeBucket(layers, [nn.Parameter(torch.empty(n)) for n in sizes])).wait()
+            found[f"{mode} {name}"] = result.tolist()
+        sizes = (1_050_000, 3, 5)
+        layers = [torch.full((n,), float(k + 1)) for k, n in enumerate(sizes)]
+        result = aps_hook(state, FakeBucket(layers, [nn.Parameter(torch.empty(n)) for n in sizes])).wait()
+        found[f"{mode} parts"] = [(float(v.min()), float(v.max())) for v in result.split(list(sizes))]
+    return found
+
+
 def several(rank: int, world: int, names: list[tuple[str, tuple[Any, ...]]]) -> dict[str, Any]:
     """Many checks in one process group: name -> what it returned."""
     return {name: globals()[name](rank, world, *args) for name, args in names}

@@ -29,6 +29,7 @@ CHECKS: list[tuple[str, tuple[Any, ...]]] = [
     ("stochastic_mean", ()),
     ("mismatched_options", ()),
     ("compiled", ()),
+    ("odd_buckets", ()),
     ("fsdp", ()),
     ("tensor_parallel", ()),
 ]
@@ -73,6 +74,14 @@ def test_unused_parameters_and_parameters_of_no_or_one_element() -> None:
 
 def test_bf16_gradients_are_worked_on_in_float32_and_rounded_once() -> None:
     assert all(r["bf16_gradients"] == {"dtype": "torch.bfloat16", "equal": True} for r in checks())
+
+
+def test_empty_buckets_single_numbers_and_buckets_in_parts() -> None:
+    for found in (r["odd_buckets"] for r in checks()):
+        for mode in ("fp32", "format"):
+            assert found[f"{mode} none"] == found[f"{mode} empty"] == []
+            assert found[f"{mode} one"] == [1.5]
+            assert found[f"{mode} parts"] == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_the_layer_kept_high_equals_plain_ddp_and_the_others_do_not() -> None:
