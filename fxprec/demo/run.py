@@ -66,11 +66,10 @@ def run_demo(options: DemoOptions, console: Console) -> list[Outcome]:
     recipes = options.chosen_recipes()
     if options.threads < 1:
         raise ConfigError(f"--threads is {options.threads}; give at least 1")
-    torch.set_num_threads(options.threads)
     _need_cxx_compiler()
     tasks = options.chosen_tasks()
     outcomes = []
-    with _open_log(options.out) as log, _progress(console) as progress:
+    with _threads(options.threads), _open_log(options.out) as log, _progress(console) as progress:
         show = Show(log, progress)
         for task in tasks:
             for recipe, settings in recipes.items():
@@ -161,6 +160,16 @@ def _open_log(out: Path) -> Iterator[Log]:
         raise FxprecError(f"--out {out} cannot be written ({error.strerror}); name another folder") from None
     with stream:
         yield Log(stream)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager
