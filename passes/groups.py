@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import sympy
@@ -41,7 +43,14 @@ class Grouped:
 
     def group_size(self, group: int) -> sympy.Expr:
         """Return the group's elements as an expression in the dynamic dimensions."""
-        return sum((t.size for t in self.tensors if t.group == group), sympy.Integer(0))
+        return sympy.Add(*self._sizes[group])
+
+    @cached_property
+    def _sizes(self) -> Mapping[int, list[sympy.Expr]]:
+        sizes: dict[int, list[sympy.Expr]] = defaultdict(list)
+        for tensor in self.tensors:
+            sizes[tensor.group].append(tensor.size)
+        return sizes
 
 
 def group_tensors(operators: Operators) -> Grouped:
