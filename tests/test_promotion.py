@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -119,7 +120,7 @@ def test_the_table_changes_only_when_something_changed() -> None:
     for _ in range(12):
         run.step(x)
         tables.append(run.backend._graphs[0].controller.table)
-    changes = [i + 1 for i, (a, b) in enumerate(zip(tables, tables[1:], strict=False)) if a is not b]
+    changes = [i + 1 for i, (a, b) in enumerate(itertools.pairwise(tables)) if a is not b]
     told = {event.step for event in run.backend.events}
     assert set(changes) <= told
     assert tables[-1] is tables[-4]

@@ -75,6 +75,7 @@ def test_resumed_training_is_bit_identical(storage: str, when: str) -> None:
     for i, (a, b) in enumerate(zip(found, plain, strict=True)):
         assert torch.equal(a, b), f"value {i} of {AFTER} losses and the parameters"
     assert resumed.backend.plans[0] == whole.backend.plans[0]
+    assert resumed.backend.state_dict() == whole.backend.state_dict()
     assert len({event.step for event in whole.backend.events if event.step > BEFORE}) > 0, "state changed later too"
 
 
