@@ -119,6 +119,19 @@ def test_the_table_is_one_tensor_until_something_changes() -> None:
     assert torch.equal(it.table[PARAM], table[PARAM])
 
 
+def test_promotions_of_another_graph_are_taken_over_by_tensor_kind_and_group() -> None:
+    training, evaluation = controller(sites=6), controller(sites=6)
+    feed(training, FORWARD, overflow=1.0)
+    table = evaluation.table
+    evaluation.promote_as(training.plan)
+    assert [s.id for s in evaluation.plan.promoted] == [FORWARD]
+    assert not torch.equal(evaluation.table[FORWARD], table[FORWARD])
+    table = evaluation.table
+    evaluation.promote_as(training.plan)
+    assert evaluation.table is table
+    assert [e.detail for e in evaluation.events] == ["1-4-3+4 -> 1-6-9: promoted in training"]
+
+
 def test_scaling_can_be_switched_off() -> None:
     it = controller(scale_gradients=False)
     feed(it, GRADIENT, overflow=1.0, amax=1e9)
