@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.fx import GraphModule
 
 from fxprec import capture, compat
 from fxprec.config import Config
-from fxprec.errors import ConfigError, FxprecError, LoweringError, PlanError
+from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning, LoweringError, PlanError
 from fxprec.graph import PlannedGraph
 from fxprec.plan import Plan
 from fxprec.runtime.controller import plan_of
@@ -38,6 +39,7 @@ class Backend:
         if not self.config.changes_anything or not example_inputs:
             return compat.compile_fx(gm, example_inputs)  # type: ignore[no-any-return]
         _check_lowering(self.config)
+        _tell_what_is_missing(self.config)
         captured = capture.Captured.take(gm, example_inputs)
         state = self._loaded.pop(len(self._graphs), None)
         given = self._given if state is None else plan_of(state)
@@ -101,6 +103,16 @@ def _check_lowering(config: Config) -> None:
             "lowering='triton' is not available in this version; use 'inductor', which makes Inductor generate the "
             "Triton kernels, or 'auto'"
         )
+
+
+def _tell_what_is_missing(config: Config) -> None:
+    """Say which accepted options have no effect in this version; under ``strict`` that is an error."""
+    for name in ("dump", "verify"):
+        if getattr(config, name):
+            message = f"{name}={getattr(config, name)!r} has no effect in this version; leave it out"
+            if config.strict:
+                raise FallbackError(message)
+            warnings.warn(message, FxprecWarning, stacklevel=2)
 
 
 def backend_of(compiled: object) -> Backend:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from fxprec.commands.predict import predict
 from fxprec.errors import FxprecError
 
 app = typer.Typer(
@@ -69,6 +70,9 @@ def version() -> None:
     """Print the versions of fxprec and of the torch it runs on."""
     for name in ("fxprec", "torch"):
         print(name, metadata.version(name))
+
+
+app.command()(predict)
 
 
 def main(args: Sequence[str] | None = None) -> None:
