@@ -166,7 +166,9 @@ def test_a_model_with_no_gemm_is_one_group(storage: str) -> None:
     assert backend.plans[0].gemms == ()
 
 
-@pytest.mark.parametrize("function", [lambda x: x, lambda x: x + 1, lambda x: x.sum().item() + 1], ids=["identity", "add", "item"])
+@pytest.mark.parametrize(
+    "function", [lambda x: x, lambda x: x + 1, lambda x: x.sum().item() + 1], ids=["identity", "add", "item"]
+)
 def test_graphs_without_anything_to_plan(storage: str, function) -> None:
     backend = eager_backend(storage)
     for x in (torch.arange(3), torch.arange(4)):
