@@ -9,11 +9,11 @@ users take it, and where a gradient of each input would be taken. Paths are coun
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
-from typing import Self
+from typing import Self, TypeAlias
 
 from torch.fx import Node
 
@@ -45,6 +45,7 @@ class Ends:
 
 
 NOWHERE = Ends()
+Taker: TypeAlias = Operator | Node
 
 # An operator passes one gradient on to two inputs and few users; above this, each user goes to the nearest value.
 MAX_TRIES = 256
@@ -59,7 +60,8 @@ class Destinations:
         for i, node in enumerate(operators.joint.gradients):
             self._single[node] = Ends.single(len(operators.all) + i)
         self._returned = self._gradients_returned()  # gradient -> the graph inputs it belongs to
-        self._of_node = self._climb()
+        self._of_node: dict[Node, Ends] = {}
+        self._climb()
         self._of_value: dict[Node, Ends] = {}
 
     def share(self, values: Sequence[Node], node: Node, users: Sequence[Node]) -> dict[Node, list[Node]]:
@@ -68,33 +70,54 @@ class Destinations:
         A gradient of one value goes to all of its users; one that an ``add`` passes on to both of its inputs is
         shared out so that each input's part ends where that input's gradient ends.
         """
-        ends = {user: self._ends(node, user) for user in users}
-        users = [user for user in users if any(self.of_value(v).mask & ends[user].mask for v in values)]
-        if len(values) > 1 and len(values) ** len(users) <= MAX_TRIES:
-            for choice in product(values, repeat=len(users)):
-                parts: dict[Node, list[Node]] = {}
-                for user, v in zip(users, choice, strict=True):
-                    parts.setdefault(v, []).append(user)
-                if all(self._total(ends[u] for u in part).paths == self.of_value(v).paths for v, part in parts.items()):
-                    return parts
-        nearest: dict[Node, list[Node]] = {}
+        takers = self._takers(node, users)
+        takers = {t: found for t, found in takers.items() if any(self.of_value(v).mask & found.mask for v in values)}
+        choice = self._exact_choice(values, takers) if len(values) > 1 else None
+        if choice is None:
+            choice = tuple(self._nearest(values, ends) for ends in takers.values())
+        value_of = dict(zip(takers, choice, strict=True))
+        parts: dict[Node, list[Node]] = {}
         for user in users:
-            overlapping = [v for v in values if self.of_value(v).mask & ends[user].mask]
-            v = min(overlapping, key=lambda v: (self.of_value(v).mask ^ ends[user].mask).bit_count())
-            nearest.setdefault(v, []).append(user)
-        return nearest
+            if (taker := self._taker(user)) in value_of:
+                parts.setdefault(value_of[taker], []).append(user)
+        return parts
+
+    def _exact_choice(self, values: Sequence[Node], takers: Mapping[Taker, Ends]) -> tuple[Node, ...] | None:
+        """Return a value for each taker such that every value chosen gets exactly where its gradient ends."""
+        if len(values) ** len(takers) > MAX_TRIES:
+            return None
+        for choice in product(values, repeat=len(takers)):
+            totals: dict[Node, Ends] = {}
+            for v, ends in zip(choice, takers.values(), strict=True):
+                totals[v] = totals.get(v, NOWHERE).plus(ends)
+            if all(total.paths == self.of_value(v).paths for v, total in totals.items()):
+                return choice
+        return None
+
+    def _nearest(self, values: Sequence[Node], ends: Ends) -> Node:
+        overlapping = [v for v in values if self.of_value(v).mask & ends.mask]
+        return min(overlapping, key=lambda v: (self.of_value(v).mask ^ ends.mask).bit_count())
 
     def is_whole(self, node: Node, value: Node) -> bool:
         """Say whether the users of ``node`` take it where a gradient of ``value`` ends: it is that gradient."""
-        total = self._total(self._ends(node, u).times(max(u.args.count(node), 1)) for u in node.users)
-        return total.paths == self.of_value(value).paths
+        takers = self._takers(node, node.users, twice=True)
+        return reduce(Ends.plus, takers.values(), NOWHERE).paths == self.of_value(value).paths
 
-    def _ends(self, node: Node, user: Node) -> Ends:
-        return self._returned.get(node, NOWHERE) if user.op == "output" else self._of_node.get(user, NOWHERE)
+    def _takers(self, node: Node, users: Iterable[Node], *, twice: bool = False) -> dict[Taker, Ends]:
+        """Return who takes ``node`` and where it ends there; ``twice`` counts a sum of ``node`` with itself so.
 
-    @staticmethod
-    def _total(ends: Iterable[Ends]) -> Ends:
-        return reduce(Ends.plus, ends, NOWHERE)
+        An operator's backward reads a gradient in several nodes, but takes it once.
+        """
+        found: dict[Taker, Ends] = {}
+        for user in users:
+            times = max(user.args.count(node), 1) if twice and self._taker(user) is user else 1
+            ends = self._returned if user.op == "output" else self._of_node
+            found[self._taker(user)] = ends.get(node if user.op == "output" else user, NOWHERE).times(times)
+        return found
+
+    def _taker(self, user: Node) -> Taker:
+        owner = self.operators.of_backward_node.get(user)
+        return user if owner is None or owner.is_view else owner
 
     def follow(self, node: Node, new: Node) -> None:
         """Note that ``new`` now stands where ``node`` stood."""
@@ -129,19 +152,15 @@ class Destinations:
             found[gradient] = found.get(gradient, NOWHERE).plus(self._single[node])
         return found
 
-    def _climb(self) -> dict[Node, Ends]:
-        """Return, by backward node, the operators or inputs whose gradient it becomes."""
-        found: dict[Node, Ends] = {}
+    def _climb(self) -> None:
+        """Find, for each backward node, the operators or inputs whose gradient it becomes."""
         for node in reversed(list(self.operators.joint.backward_nodes())):
             owner = self.operators.of_backward_node.get(node)
             if owner is not None and not owner.is_view:
-                found[node] = self._single[owner]
+                self._of_node[node] = self._single[owner]
                 continue
-            ends = self._returned.get(node, NOWHERE)
-            for user in node.users:
-                ends = ends.plus(found.get(user, NOWHERE).times(max(user.args.count(node), 1)))
-            found[node] = ends
-        return found
+            takers = self._takers(node, (u for u in node.users if u.op != "output"), twice=True)
+            self._of_node[node] = reduce(Ends.plus, takers.values(), self._returned.get(node, NOWHERE))
 
 
 def _identity_inputs(op: Operator | None) -> list[Node]:

@@ -261,7 +261,7 @@ def emulate_program(e: Emulator, m: Program, x: torch.Tensor) -> torch.Tensor:
 
 
 # Chosen among 100: each of these once rounded a gradient once too often, or not at all.
-@pytest.mark.parametrize("seed", [2, 11, 12, 21, 27, 63, 69, 0, 5])
+@pytest.mark.parametrize("seed", [2, 11, 12, 21, 27, 45, 63, 69, 0])
 def test_random_programs_match_the_emulation_bit_for_bit(seed):
     torch.manual_seed(seed)
     compare(Program(seed), (torch.randn(4, 6),), emulate_program, low_ratio=0.5)
