@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from fxprec import capture, compat
 from fxprec.config import Config
 from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning, LoweringError, PlanError
-from fxprec.graph import PlannedGraph
+from fxprec.graph import CompileReport, PlannedGraph
 from fxprec.plan import Plan
 from fxprec.runtime.controller import plan_of
 from fxprec.runtime.events import Event
@@ -36,10 +36,10 @@ class Backend:
             raise compat.through_dynamo(error) from error
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if not self.config.changes_anything or not example_inputs:
-            return compat.compile_fx(gm, example_inputs)  # type: ignore[no-any-return]
         _check_lowering(self.config)
         _tell_what_is_missing(self.config)
+        if not self.config.changes_anything or not example_inputs:
+            return compat.compile_fx(gm, example_inputs)  # type: ignore[no-any-return]
         captured = capture.Captured.take(gm, example_inputs)
         state = self._loaded.pop(len(self._graphs), None)
         given = self._given if state is None else plan_of(state)
@@ -56,6 +56,11 @@ class Backend:
     def plans(self) -> tuple[Plan, ...]:
         """One plan per compiled training graph, in compile order."""
         return tuple(g.plan for g in self._graphs if g.is_training and g.plan is not None)
+
+    @property
+    def compile_reports(self) -> tuple[CompileReport, ...]:
+        """One report per compiled graph, in compile order: seconds, and what each pass did."""
+        return tuple(g.report for g in self._graphs)
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -106,13 +111,23 @@ def _check_lowering(config: Config) -> None:
 
 
 def _tell_what_is_missing(config: Config) -> None:
-    """Say which accepted options have no effect in this version; under ``strict`` that is an error."""
-    for name in ("dump", "verify"):
-        if getattr(config, name):
-            message = f"{name}={getattr(config, name)!r} has no effect in this version; leave it out"
-            if config.strict:
-                raise FallbackError(message)
-            warnings.warn(message, FxprecWarning, stacklevel=2)
+    """Say which of the options given have no effect; under ``strict`` that is an error."""
+    messages = [
+        f"{name}={getattr(config, name)!r} has no effect in this version; leave it out"
+        for name in ("dump", "verify")
+        if getattr(config, name)
+    ]
+    if not config.changes_anything:
+        messages += [
+            f"{name}={getattr(config, name)!r} has no effect: recipe {config.recipe_.name!r} holds everything in "
+            "float32; choose a recipe with a low format, such as 'fp8', or leave it out"
+            for name in ("low_ratio", "activation_budget", "plan")
+            if getattr(config, name)
+        ]
+    for message in messages:
+        if config.strict:
+            raise FallbackError(message)
+        warnings.warn(message, FxprecWarning, stacklevel=2)
 
 
 def backend_of(compiled: object) -> Backend:

@@ -65,10 +65,14 @@ class Captured:
         with compat.tracing_with(self.fake_mode):
             yield
 
+    def empty_table(self) -> torch.Tensor:
+        """Return a scale table of zeros, ``(capacity, TABLE_COLUMNS)`` int32."""
+        return torch.zeros(self.capacity, TABLE_COLUMNS, dtype=torch.int32, device=self.device)
+
     def with_table(self) -> tuple[GraphModule, torch.Tensor]:
         """Return a copy of the graph with the scale table as its last input, and the table's example."""
         gm = _copy(self.gm)
-        table = torch.zeros(self.capacity, TABLE_COLUMNS, dtype=torch.int32, device=self.device)
+        table = self.empty_table()
         if self.fake_mode is not None:
             table = self.fake_mode.from_tensor(table, static_shapes=True)
         last = _placeholders(gm.graph)[-1]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule
 
 import fxprec.runtime.cpu.ops
@@ -24,11 +24,24 @@ from fxprec.passes.lowering import lower
 from fxprec.plan import Plan, Site
 from fxprec.runtime.controller import Controller, Rules
 from fxprec.runtime.events import Event
-from fxprec.symbolic import TABLE_COLUMNS
 
 Compiled = Callable[..., Any]
 # Changes with what a pass may do to a graph; Inductor keys its code cache on the graphs that result anyway.
 _CACHE_KEY = "fxprec-1"
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What compiling one graph took. ``seconds``: every compilation, the first included, then each re-lowering."""
+
+    graph: int
+    seconds: tuple[float, ...]
+    passes: tuple[pipeline.PassReport, ...]  # of the latest compilation
+
+    @property
+    def passes_seconds(self) -> float:
+        """Seconds the passes took in the latest compilation."""
+        return sum(p.seconds for p in self.passes)
 
 
 class PlannedGraph:
@@ -57,6 +70,10 @@ class PlannedGraph:
         self._compiled = self._compile(captured.examples)
 
     @property
+    def report(self) -> CompileReport:
+        return CompileReport(self.index, tuple(self.compile_seconds), tuple(self.reports))
+
+    @property
     def plan(self) -> Plan | None:
         """The plan in force, or None while it is being calibrated."""
         return None if self.controller is None else self.controller.plan
@@ -65,7 +82,7 @@ class PlannedGraph:
         if self._damage is not None and self._damage.is_complete:
             self._compile_again("solved from the calibration step")
         if self.controller is None:
-            return self._compiled(*args, torch.zeros(self.captured.capacity, TABLE_COLUMNS, dtype=torch.int32))
+            return self._compiled(*args, self.captured.empty_table())
         self.controller.begin_step()
         if not self.is_training:
             self._follow_training()

@@ -10,6 +10,7 @@ from backend_helpers import Loud, mlp
 from torch import Tensor
 
 import fxprec
+from fxprec.passes import pipeline
 
 OPTIONS = {"recipe": "hfp8", "low_ratio": 0.6, "lowering": "eager"}
 
@@ -135,3 +136,21 @@ def test_inspecting_between_steps_does_not_swallow_a_promotion() -> None:
 
     for a, b in zip(gradients(True), gradients(False), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("asked", [{"low_ratio": 0.6}, {"activation_budget": "1GiB"}], ids=lambda a: next(iter(a)))
+def test_a_ratio_or_budget_that_recipe_fp32_cannot_honour_is_told(asked: dict[str, object]) -> None:
+    x, options = torch.randn(8, 16), {"recipe": "fp32", **asked}
+    with pytest.warns(fxprec.FxprecWarning, match=f"{next(iter(asked))}=.* has no effect: recipe 'fp32' holds every"):
+        torch.compile(mlp(), backend=fxprec.Backend(fxprec.Config(**options)))(x)
+    with pytest.raises(fxprec.FxprecError, match="choose a recipe with a low format, such as 'fp8', or leave it out"):
+        torch.compile(mlp(), backend=fxprec.Backend(fxprec.Config(strict=True, **options)))(x)
+
+
+def test_compile_reports_say_how_long_each_graph_took() -> None:
+    backend = fxprec.Backend(fxprec.Config(**OPTIONS))
+    train_step(torch.compile(mlp(), backend=backend), torch.randn(8, 16))
+    (report,) = backend.compile_reports
+    assert report.graph == 0
+    assert 0 < report.passes_seconds < sum(report.seconds)
+    assert len(report.passes) == len(pipeline.PIPELINE)
