@@ -13,7 +13,7 @@
     counted tensor ``x`` and its gradient would cost.
 
 On CPU, lowering turns them into three kernels: ``store`` (codes, rounded values, statistics), ``round`` (the same
-without codes) and ``load``.
+without codes) and ``load``; ``store_`` and ``round_`` write the rounded values over ``x``.
 
 Passes see the schemas and the fake implementations here; `fxprec.runtime.reference_ops` registers the real
 ones, so a graph runs at every stage of compilation.
@@ -43,6 +43,10 @@ _library.define(
     tags=_CPU_TAGS,
 )
 _library.define("round(Tensor x, Tensor table, int site, str format, str storage) -> (Tensor, Tensor)", tags=_CPU_TAGS)
+_library.define(
+    "store_(Tensor(a!) x, Tensor table, int site, str format, str storage) -> (Tensor, Tensor)", tags=_CPU_TAGS
+)
+_library.define("round_(Tensor(a!) x, Tensor table, int site, str format, str storage) -> Tensor", tags=_CPU_TAGS)
 _library.define("load(Tensor q, Tensor table, int site, str format) -> Tensor", tags=_CPU_TAGS)
 
 QUANTIZE = torch.ops.fxprec.quantize.default
@@ -51,6 +55,8 @@ SITE_STATS = torch.ops.fxprec.site_stats.default
 RESCALE = torch.ops.fxprec.rescale.default
 STORE = torch.ops.fxprec.store.default
 ROUND = torch.ops.fxprec.round.default
+STORE_ = torch.ops.fxprec.store_.default
+ROUND_ = torch.ops.fxprec.round_.default
 LOAD = torch.ops.fxprec.load.default
 OBSERVE = torch.ops.fxprec.observe.default
 DAMAGE = torch.ops.fxprec.damage.default
@@ -113,6 +119,16 @@ def _(
 @torch.library.register_fake("fxprec::round")
 def _(x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x, dtype=torch.float32), x.new_empty(3, dtype=torch.float32)
+
+
+@torch.library.register_fake("fxprec::store_")
+def _(x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x, dtype=stored_dtype(parse(format), storage)), x.new_empty(3, dtype=torch.float32)
+
+
+@torch.library.register_fake("fxprec::round_")
+def _(x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str) -> torch.Tensor:
+    return x.new_empty(3, dtype=torch.float32)
 
 
 @torch.library.register_fake("fxprec::load")

@@ -25,16 +25,21 @@ def test_memory_does_not_grow_with_steps(storage: str) -> None:
             compiled(x).square().mean().backward()
             model.zero_grad()
 
-    tracemalloc.start()
-    try:
-        steps(400)  # past compilation, a refresh of all scales, and the growth of Python's and torch's free lists
+    def growth() -> tuple[int, int]:
         gc.collect()
         objects, before = len(gc.get_objects()), tracemalloc.get_traced_memory()[0]
         steps(STEPS)
         gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - before
+        return len(gc.get_objects()) - objects, tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        steps(400)  # past compilation, and a refresh of all scales
+        windows = [growth() for _ in range(3)]
     finally:
         tracemalloc.stop()
-    assert len(gc.get_objects()) <= objects + STEPS // 20
-    assert grown < 60 * STEPS, f"{grown} bytes in {STEPS} steps"  # aot_eager: 20 a step and falling
+    # Free lists of Python and torch come and go by some 60 bytes a step, with aot_eager too: what leaks grows always.
+    objects, size = (min(column) for column in zip(*windows, strict=True))
+    assert objects <= STEPS // 20, f"objects and bytes in {STEPS} steps: {windows}"
+    assert size < 30 * STEPS, f"objects and bytes in {STEPS} steps: {windows}"
     assert len(backend._graphs[0].controller.queue) <= 2

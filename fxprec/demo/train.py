@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxprec.backend import Backend
-from fxprec.config import Config
+from fxprec.backend import backend_of
 from fxprec.demo.tasks import Task, cross_entropy
 from fxprec.plan import Plan
 from fxprec.runtime.events import Event
@@ -93,8 +92,8 @@ def train(task: Task, recipe: str, options: Mapping[str, Any], *, seed: int, on_
     torch.compiler.reset()
     torch.manual_seed(seed)
     model = task.make_model()
-    backend = Backend(Config(**options))
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend="fxprec", options=dict(options))
+    backend = backend_of(compiled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.learning_rate, total_steps=task.steps + 1)
     batches = task.batches(seed)

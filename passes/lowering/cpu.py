@@ -14,6 +14,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec import symbolic
+from fxprec.passes.lowering.layout import prefer_channels_last
+from fxprec.passes.lowering.reuse import is_ours_alone
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 
@@ -21,6 +23,7 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 def call_kernels(gm: GraphModule, watched: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:
     """Replace symbolic ops; return the watched sites met and the nodes of their statistics, in one order."""
     graph = gm.graph
+    prefer_channels_last(graph)
     stats: dict[int, Node] = {}
     for q in graph.find_nodes(op="call_function", target=symbolic.QUANTIZE):
         site = q.args[2]
@@ -36,8 +39,17 @@ def _store(graph: Graph, q: Node) -> Node:
     """Replace ``q`` and the dequantizes that read it; return the node of the statistics."""
     readers = [u for u in q.users if u.target is symbolic.DEQUANTIZE]
     keeps_codes = len(readers) < len(q.users) and q.args[4] != "simulate"
+    x = q.args[0]
+    overwrites = bool(readers) and is_ours_alone(x)
     with graph.inserting_before(q):
-        if keeps_codes:
+        if overwrites and keeps_codes:
+            call = graph.call_function(symbolic.STORE_, q.args)
+            codes, stats = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
+            values = x
+        elif overwrites:
+            stats = graph.call_function(symbolic.ROUND_, q.args)
+            codes = values = x
+        elif keeps_codes:
             call = graph.call_function(symbolic.STORE, (*q.args, bool(readers)))
             codes, values, stats = (graph.call_function(operator.getitem, (call, i)) for i in range(3))
         else:

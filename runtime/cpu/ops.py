@@ -14,6 +14,7 @@ import torch
 from torch._inductor.codecache import CppCodeCache
 
 from fxprec.formats import Format, parse
+from fxprec.memory import empty_like
 from fxprec.runtime.cpu.params import Params, params_of, params_of_row
 from fxprec.symbolic import stored_dtype
 
@@ -35,6 +36,11 @@ def _dense(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if torch.ops.aten.is_non_overlapping_and_dense(x) else x.contiguous()
 
 
+def _need_dense(x: torch.Tensor) -> None:
+    assert x.dtype == torch.float32, "lowering overwrites nothing else"
+    assert torch.ops.aten.is_non_overlapping_and_dense(x), "lowering overwrites nothing else"
+
+
 def _scale_exp(table: torch.Tensor, site: int) -> int:
     return int(table[site, 0])
 
@@ -43,15 +49,28 @@ def store(
     x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str, value: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (codes, rounded float32 values or an empty tensor, statistics (3,) float32)."""
-    fmt = parse(format)
     x = _dense(x, torch.float32)
-    codes = torch.empty_like(x, dtype=stored_dtype(fmt, storage))
-    values = torch.empty_like(x) if value else None
-    stats = torch.empty(3)
+    values = empty_like(x, x.dtype) if value else None
+    codes, stats = _store(x, values, table, site, parse(format), storage)
+    return codes, x.new_empty(0) if values is None else values, stats
+
+
+def store_(
+    x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`store`, the rounded values written over dense float32 ``x``."""
+    _need_dense(x)
+    return _store(x, x, table, site, parse(format), storage)
+
+
+def _store(
+    x: torch.Tensor, values: torch.Tensor | None, table: torch.Tensor, site: int, fmt: Format, storage: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, stats = empty_like(x, stored_dtype(fmt, storage)), torch.empty(3)
     function = _library().fxprec_store8 if fmt.bits <= 8 else _library().fxprec_store16
     params = params_of(fmt, _scale_exp(table, site))
     function(_pointer(x), _pointer(codes), _pointer(values), _pointer(stats), _count(x), ctypes.byref(params))
-    return codes, x.new_empty(0) if values is None else values, stats
+    return codes, stats
 
 
 def round_values(
@@ -59,10 +78,22 @@ def round_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (rounded float32 values, statistics); in ``simulate`` the table's row is the format."""
     x = _dense(x, torch.float32)
-    values, stats = torch.empty_like(x), torch.empty(3)
-    params = _round_params(table, site, parse(format), storage)
+    values = empty_like(x, x.dtype)
+    return values, _round(x, values, table, site, parse(format), storage)
+
+
+def round_(x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str) -> torch.Tensor:
+    """`round_values` over dense float32 ``x``; returns the statistics."""
+    _need_dense(x)
+    return _round(x, x, table, site, parse(format), storage)
+
+
+def _round(
+    x: torch.Tensor, values: torch.Tensor, table: torch.Tensor, site: int, fmt: Format, storage: str
+) -> torch.Tensor:
+    stats, params = torch.empty(3), _round_params(table, site, fmt, storage)
     _library().fxprec_round(_pointer(x), _pointer(values), _pointer(stats), _count(x), ctypes.byref(params))
-    return values, stats
+    return stats
 
 
 def _round_params(table: torch.Tensor, site: int, fmt: Format, storage: str) -> Params:
@@ -75,7 +106,7 @@ def load(q: torch.Tensor, table: torch.Tensor, site: int, format: str) -> torch.
     """Return the float32 values of stored codes, the scale undone."""
     fmt = parse(format)
     q = _dense(q, q.dtype)
-    values = torch.empty_like(q, dtype=torch.float32)
+    values = empty_like(q, torch.float32)
     function = _library().fxprec_load8 if fmt.bits <= 8 else _library().fxprec_load16
     function(_pointer(q), _pointer(values), _count(q), ctypes.byref(params_of(fmt, _scale_exp(table, site))))
     return values
@@ -87,4 +118,6 @@ def _count(x: torch.Tensor) -> ctypes.c_int64:
 
 torch.library.impl("fxprec::store", "CPU", store)
 torch.library.impl("fxprec::round", "CPU", round_values)
+torch.library.impl("fxprec::store_", "CPU", store_)
+torch.library.impl("fxprec::round_", "CPU", round_)
 torch.library.impl("fxprec::load", "CPU", load)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -19,8 +20,12 @@ import fxprec.runtime.reference_ops  # noqa: F401  both register implementations
 from fxprec import codec, symbolic
 from fxprec.formats import Format, parse
 from fxprec.passes.lowering.expand import expand
+from fxprec.passes.lowering.layout import prefer_channels_last
+from fxprec.passes.lowering.reuse import is_ours_alone
 from fxprec.runtime.reference import reference_decode, reference_encode, reference_quantize, reference_stats
 
+aten = torch.ops.aten
+FORCE = torch.ops.prims.inductor_force_stride_order.default
 NATIVE = ("bf16", "fp16", "e4m3fn", "e5m2")
 NAMED = (*NATIVE, "1-4-3+4", "1-5-2", "1-6-9", "1-3-0", "1-2-1")
 
@@ -119,8 +124,13 @@ def test_cpu_kernels_equal_the_reference_bit_for_bit(name, scale_exp):
     assert_bits_equal(symbolic.LOAD(codes, rows, 1, name), reference_decode(wanted, fmt) * 2.0**-scale_exp, "load")
     rounded, again = symbolic.ROUND(x, rows, 1, name, "simulate")
     assert_bits_equal(rounded, values, "round")
+    over, over2 = x.clone(), x.clone()
+    codes_, stats_ = symbolic.STORE_(over, rows, 1, name, "packed")
+    again_ = symbolic.ROUND_(over2, rows, 1, name, "simulate")
+    for got, kept in ((codes_, codes), (over, values), (over2, values)):
+        assert_bits_equal(got, kept, "in place")
     counted = reference_stats(scaled, fmt)
-    for got in (stats, again):
+    for got in (stats, again, stats_, again_):
         ratios = torch.tensor([counted.overflow / x.numel(), counted.underflow / x.numel()])
         assert_bits_equal(got[:2], ratios, "ratios")
         assert got[2].isnan(), "amax shows the NaN"
@@ -147,3 +157,65 @@ def test_statistics_of_nothing_are_zero():
     rows = table(parse("1-4-3+4"), 0)
     _, stats = symbolic.ROUND(torch.empty(0), rows, 1, "1-4-3+4", "simulate")
     assert stats.tolist() == [0.0, 0.0, 0.0]
+
+
+def _traced_with_a_quantize(function, *inputs):
+    """Trace ``function`` to a graph and quantize what it returns; return the graph and the quantize node."""
+    gm = make_fx(function)(*inputs)
+    graph, output = gm.graph, gm.graph.output_node()
+    x = output.args[0]
+    with graph.inserting_before(output):
+        table_ = graph.call_function(torch.zeros, ((4, 8),))
+        q = graph.call_function(symbolic.QUANTIZE, (x, table_, 1, "1-4-3+4", "packed"))
+        q.meta["val"] = torch.empty_like(x.meta["val"], dtype=torch.uint8)
+    output.args = (q,)
+    return graph, q
+
+
+PICTURES, KERNEL = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
+ALONE = {
+    "convolution": (lambda x, w: aten.convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), True),
+    "pointwise": (lambda x, w: aten.relu(aten.mul(x, 2.0)), True),
+    "sum": (lambda x, w: aten.add(aten.relu(x), aten.tanh(x)), True),
+    "input": (lambda x, w: x, False),
+    "view of an input": (lambda x, w: aten.view(x, [6, 25]), False),
+    "view": (lambda x, w: aten.permute(aten.relu(x), [0, 2, 3, 1]), False),
+    "sum with an input": (lambda x, w: aten.add(x, aten.relu(x)), False),
+    "sum with a constant": (lambda x, w: aten.add(aten.relu(x), aten.full([2, 3, 5, 5], 0.0)), False),
+    "number": (lambda x, w: aten.add(aten.relu(x), 0), False),
+    "overlapping": (lambda x, w: aten.expand(aten.relu(x), [7, 2, 3, 5, 5]), False),
+    "other dtype": (lambda x, w: aten.relu(x.double()), False),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_only_memory_of_its_own_is_rounded_in_place(name):
+    function, wanted = ALONE[name]
+    _, q = _traced_with_a_quantize(function, PICTURES, KERNEL)
+    assert is_ours_alone(q.args[0]) is wanted
+
+
+def test_a_tensor_read_twice_is_not_rounded_in_place():
+    graph, q = _traced_with_a_quantize(lambda x, w: aten.relu(x), PICTURES, KERNEL)
+    with graph.inserting_before(q):
+        graph.call_function(aten.neg.default, (q.args[0],))
+    assert not is_ours_alone(q.args[0])
+
+
+def test_what_a_convolution_touches_is_stored_channels_last():
+    graph, q = _traced_with_a_quantize(ALONE["convolution"][0], PICTURES, KERNEL)
+    conv = q.args[0]
+    prefer_channels_last(graph)
+    force = q.args[0]
+    assert (force.target, force.args) == (FORCE, (conv, [100, 1, 20, 4]))
+    assert is_ours_alone(force)
+    graph, q = _traced_with_a_quantize(ALONE["input"][0], PICTURES, KERNEL)
+    with graph.inserting_after(q):
+        reader = graph.call_function(symbolic.DEQUANTIZE, (q, *q.args[1:], torch.float32))
+    prefer_channels_last(graph)
+    assert q.args[0].op == "placeholder", "no convolution reads it"
+    with graph.inserting_after(reader):
+        graph.call_function(aten.convolution.default, (reader, reader))
+    prefer_channels_last(graph)
+    assert q.args[0].target is FORCE
+    assert not is_ours_alone(q.args[0]), "it may be the input itself"

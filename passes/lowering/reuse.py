@@ -1,0 +1,58 @@
+"""Which float32 tensors a kernel may round in place: fewer bytes allocated, written and held at the same time."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from fxprec.passes import ops
+
+aten = torch.ops.aten
+_FORCE = torch.ops.prims.inductor_force_stride_order.default
+
+# Ops that always write a tensor of their own: none is a view, and Inductor drops none as a copy of its input.
+_MAKES_NEW = (ops.GEMMS | ops.GEMMS_BACKWARD) | frozenset(
+    {
+        aten.relu.default,
+        aten.gelu.default,
+        aten.gelu_backward.default,
+        aten.silu.default,
+        aten.silu_backward.default,
+        aten.sigmoid.default,
+        aten.tanh.default,
+        aten.threshold_backward.default,
+        aten.where.self,
+        aten._softmax.default,
+        aten._softmax_backward_data.default,
+        aten._log_softmax.default,
+        aten._log_softmax_backward_data.default,
+    }
+)
+_SUMS_AND_PRODUCTS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})
+
+
+def is_ours_alone(x: object) -> bool:
+    """Say whether ``x`` is a dense float32 tensor in memory of its own that only one node reads."""
+    if not isinstance(x, Node) or len(x.users) != 1 or not _is_dense_float(x):
+        return False
+    if x.target is _FORCE:  # hands its input on where the strides are right already
+        return is_ours_alone(x.args[0])
+    source = x.args[0] if x.target is operator.getitem else x
+    assert isinstance(source, Node)
+    return source.target in _MAKES_NEW or (source.target in _SUMS_AND_PRODUCTS and _is_real_work(source))
+
+
+def _is_real_work(node: Node) -> bool:
+    """Say whether both operands are computed tensors: adding a constant 0 is dropped, and then its result is a view."""
+    return all(isinstance(a, Node) and a.op == "call_function" and a.target is not aten.full.default for a in node.args)
+
+
+def _is_dense_float(node: Node) -> bool:
+    val = node.meta.get("val")
+    return (
+        isinstance(val, torch.Tensor)
+        and val.dtype == torch.float32
+        and bool(torch.ops.aten.is_non_overlapping_and_dense(val))
+    )
