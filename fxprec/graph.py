@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule
 
 import fxprec.runtime.cpu.ops
@@ -208,14 +209,14 @@ class PlannedGraph:
         if not sites:
             return run
         compat.trim_output_strides(num_outputs)
-        return self._with_stats(run, sites)
+        return self._with_stats(run, num_outputs, sites)
 
-    def _with_stats(self, run: Compiled, sites: tuple[int, ...]) -> Compiled:
+    def _with_stats(self, run: Compiled, num_outputs: int, sites: tuple[int, ...]) -> Compiled:
         def call(args: list[Any]) -> Any:
             results = run(args)
             assert self.controller is not None
-            self.controller.queue.push(sites, results[-1])
-            return results[:-1]
+            self.controller.queue.push(sites, torch.cat(results[num_outputs:]))
+            return results[:num_outputs]
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call

@@ -14,7 +14,7 @@ from fxprec import symbolic
 from fxprec.passes.base import Work
 from fxprec.passes.gradients import GradientWalk
 from fxprec.passes.groups import Grouped
-from fxprec.passes.lowering.stats import append_output
+from fxprec.passes.lowering.stats import append_gathered
 from fxprec.passes.sites import emit, insertion_point_after, replace_uses
 from fxprec.recipes import Recipe
 
@@ -66,6 +66,6 @@ def measure(gm: GraphModule) -> tuple[int, ...]:
         node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
     if found:
-        append_output(gm.graph, list(found.values()))
+        append_gathered(gm.graph, list(found.values()))
     gm.recompile()
     return tuple(found)

@@ -8,13 +8,15 @@ from torch.fx import GraphModule
 
 from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
-from fxprec.passes.lowering.stats import append_output, watch
+from fxprec.passes.lowering.stats import append_outputs, watch
 
 
 def lower(
     gm: GraphModule, lowering: str, device_type: str, *, watched: Collection[int], scaled: frozenset[int]
 ) -> tuple[int, ...]:
-    """Lower one partitioned graph in place and append its statistics; return their sites in order.
+    """Lower one partitioned graph in place; return the sites whose statistics were appended to its outputs, in order.
+
+    They come as one vector, or as one a site.
 
     ``eager`` leaves the symbolic ops to their reference implementations; a CPU gets kernel calls; everything else
     ATen ops that Inductor fuses. ``scaled`` are the sites whose scale exponent may differ from 0.
@@ -22,7 +24,7 @@ def lower(
     if lowering != "eager" and device_type == "cpu":
         sites, stats = call_kernels(gm, watched)
         if sites:
-            append_output(gm.graph, stats)
+            append_outputs(gm.graph, stats)  # as they are: gathering them in the graph costs a C++ kernel each
         gm.graph.eliminate_dead_code()
     else:
         sites = watch(gm, watched)

@@ -1,4 +1,4 @@
-"""Append one statistics vector to a partitioned graph: three numbers per watched site."""
+"""Append statistics to the outputs of a partitioned graph: three numbers per watched site."""
 
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ def watch(gm: GraphModule, watched: Collection[int]) -> tuple[int, ...]:
                 nodes[site] = graph.call_function(symbolic.SITE_STATS, (x, table, site, fmt))
     if not nodes:
         return ()
-    append_output(graph, list(nodes.values()))
+    append_gathered(graph, list(nodes.values()))
     return tuple(nodes)
 
 
-def append_output(graph: Graph, vectors: list[Node]) -> None:
-    """Concatenate ``vectors`` and return the result after the graph's own outputs."""
+def append_gathered(graph: Graph, vectors: list[Node]) -> None:
+    """Return ``vectors`` as one vector after the graph's own outputs."""
+    with graph.inserting_before(graph.output_node()):
+        append_outputs(graph, [graph.call_function(torch.ops.aten.cat.default, (vectors,))])
+
+
+def append_outputs(graph: Graph, vectors: list[Node]) -> None:
+    """Return ``vectors`` after the graph's own outputs."""
     output = graph.output_node()
-    with graph.inserting_before(output):
-        stats = graph.call_function(torch.ops.aten.cat.default, (vectors,))
     results = output.args[0]
     assert isinstance(results, list | tuple)
-    output.args = (type(results)([*results, stats]),)
+    output.args = (type(results)([*results, *vectors]),)
