@@ -7,7 +7,6 @@
 carry the activations of model parallelism in Dettmers' 8-bit types.
 """
 
-from fxprec.runtime.aps.dynamo import keep_graphs_whole
 from fxprec.runtime.aps.hook import aps_hook
 from fxprec.runtime.aps.options import APSOptions
 from fxprec.runtime.aps.state import APSState
@@ -23,7 +22,6 @@ __all__ = [
     "all_to_all",
     "aps_hook",
     "copy_to_group",
-    "keep_graphs_whole",
     "reduce_from_group",
     "use_aps",
 ]

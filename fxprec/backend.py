@@ -40,6 +40,7 @@ class Backend:
         _tell_what_is_missing(self.config)
         if not self.config.changes_anything or not example_inputs:
             return compat.compile_fx(gm, example_inputs)  # type: ignore[no-any-return]
+        _want_it_whole()
         captured = capture.Captured.take(gm, example_inputs)
         state = self._loaded.pop(len(self._graphs), None)
         given = self._given if state is None else plan_of(state)
@@ -100,6 +101,20 @@ class Backend:
 
 
 STATE_VERSION = 1
+
+
+def _want_it_whole() -> None:
+    """Turn off Dynamo's DDP optimizer for this graph, with a message: each piece would be planned for itself."""
+    if not compat.widen_ddp_buckets():
+        return
+    warnings.warn(
+        "Dynamo's DDP optimizer is off for this graph: it cuts graphs at DDP's buckets, and fxprec plans whole ones; "
+        "gradients travel after the compiled backward pass. Set torch._dynamo.config.optimize_ddp = False to say so "
+        "yourself",
+        FxprecWarning,
+        stacklevel=2,
+    )
+    raise compat.TraceAgain("fxprec plans whole graphs")
 
 
 def _check_lowering(config: Config) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch._guards
-from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.backends.distributed import DDPOptimizer
+from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -69,6 +70,30 @@ def calling_wrapper() -> object | None:
             return wrapper
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+class TraceAgain(RestartAnalysis, ShortenTraceback):
+    """Asks Dynamo to trace the frame once more; of these two types, it lets one pass and acts on the other."""
+
+    def __init__(self, reason: str) -> None:
+        Exception.__init__(self, reason)
+        self.restart_reason, self.first_useful_frame = reason, None
+
+
+def widen_ddp_buckets() -> bool:
+    """Say whether Dynamo's DDP optimizer is calling us with a piece of a graph; if so, it cuts this one no more.
+
+    Raise `TraceAgain` then: the second time the graph comes whole. Each frame has an optimizer of its own.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        optimizer = frame.f_locals.get("self")
+        if isinstance(optimizer, DDPOptimizer):
+            cut = len(optimizer.buckets) > 1
+            optimizer.bucket_bytes_cap = optimizer.first_bucket_cap = sys.maxsize
+            return cut
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def wrapper_of(compiled: object) -> object | None:

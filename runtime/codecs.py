@@ -115,13 +115,14 @@ def decode_values(codes: Tensor, c: Codec) -> Tensor:
 def scale_of(x: Tensor, c: Codec) -> Tensor:
     """The float32 scalar a tensor is divided by before encoding: its largest magnitude, or a power of ten above it.
 
-    A tensor of zeros, or an empty one, has scale 1.
+    A tensor of zeros, or an empty one, has scale 1; one with an inf or a NaN has scale NaN, and decodes to NaN.
     """
     amax = x.detach().to(torch.float32).abs().amax() if x.numel() else torch.zeros((), device=x.device)
-    if c.normalisation == "maximum":
-        return torch.where(amax > 0, amax, torch.ones_like(amax))
-    decades = torch.ceil(torch.log10(amax.double() / c.largest))
-    return torch.where(amax > 0, torch.pow(10.0, decades), torch.ones_like(decades)).to(torch.float32)
+    scale = amax
+    if c.normalisation == "decade":
+        scale = torch.pow(10.0, torch.ceil(torch.log10(amax.double() / c.largest))).to(torch.float32)
+        scale = scale.clamp(torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max)
+    return torch.where(amax.isfinite(), torch.where(amax > 0, scale, 1.0), torch.nan)
 
 
 def encode(x: Tensor, c: Codec, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

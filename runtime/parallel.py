@@ -2,7 +2,8 @@
 
 Source: 8bit-approximations-for-parallelism.txt, sections 2.2 and 3. Each rank codes its tensor with a scale of its
 own, sent beside the codes; sums are made in float32 and coded once more. Rounding is straight-through: the derivative
-is that of the collective. All ranks get the same bits. Shapes are equal on all ranks.
+is that of the collective. All ranks get the same bits. Shapes are equal on all ranks. A tensor with an inf or a NaN
+arrives as NaN.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxprec.errors import ConfigError
 from fxprec.runtime import codecs
 from fxprec.runtime.codecs import Codec, codec
 
@@ -127,8 +129,13 @@ def all_reduce(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.Proces
 def all_to_all(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None) -> Tensor:
     """Parts of dimension 0 sent to their ranks, and what came from each in rank order; the gradient goes back alike.
 
-    Dimension 0 must be a multiple of the world size.
+    Dimension 0 must be a multiple of the world size; raises `ConfigError` where it is not.
     """
+    if x.dim() == 0 or x.shape[0] % _world(group):
+        raise ConfigError(
+            f"all_to_all of a tensor of shape {tuple(x.shape)} over {_world(group)} ranks: dimension 0 is shared out "
+            "evenly; pad it to a multiple of the ranks"
+        )
     return _AllToAll.apply(x, codec(data_type), group)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import machine
-from fxprec.runtime.aps.exchange import Coder, accumulate, decode_messages, sum_fp32
+from fxprec.runtime.aps.coder import Coder
+from fxprec.runtime.aps.exchange import accumulate, split_messages, sum_fp32
 from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, largest_magnitudes
 from fxprec.runtime.aps.layout import layout
 from fxprec.runtime.aps.wire import wire_of
@@ -45,7 +46,7 @@ def hierarchical(grads: Tensor, group_size: int, fmt: str, kahan: bool = False) 
     codes = [coder.encode(row) for row in values]
     if group_size < len(grads):
         parts = [codes[k : k + group_size] for k in range(0, len(codes), group_size)]
-        codes = [coder.wire.encode(accumulate(part, coder, kahan)) for part in parts]
+        codes = [coder.codes_of(accumulate(part, coder, kahan)) for part in parts]
     return accumulate(codes, coder, kahan) * 2.0**-t
 
 
@@ -58,8 +59,8 @@ def fp32_sums(grads: Tensor, fmt: str) -> Tensor:
     codes = torch.stack([coder.encode(row) for row in values])
     codes = torch.cat([codes, codes.new_zeros(nodes, lay.padded - elements)], 1).view(nodes, nodes, lay.chunk)
     messages = [sum_fp32(codes[:, owner], coder, lay, owner) for owner in range(nodes)]
-    longest = max(m.numel() for m in messages)
-    total, second = decode_messages(torch.stack([m for m in messages if m.numel() == longest]), coder, lay)
+    received, second = split_messages(torch.stack(messages), lay)
+    total = coder.decode(received)[: lay.total]
     for piece, exponent in zip(lay.pieces, second.tolist(), strict=True):
         total[piece.start : piece.end] *= 2.0**-exponent
     return total * 2.0**-t

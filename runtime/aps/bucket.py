@@ -56,7 +56,7 @@ def split_bucket(
 
     Parts of a large bucket keep wire and cores busy at once; a schedule's high phase codes nothing.
     """
-    high_phase = state.in_high_phase
+    high_phase = state.is_high(state.step)
     high: list[Tensor] = []
     parts = [Bucket(index, buffer, [], high, [])]
     for view, parameter in zip(views, parameters, strict=True):
@@ -110,12 +110,12 @@ class Exchange:
         if self.work is None:
             return
         self.work.wait()
-        self.coder = Coder(
-            self.state.wire, self.state.random(self.bucket.index, self.bucket.part, self.flat.device), self._aps
-        )
+        random = self.state.random(self.state.step, self.bucket.index, self.bucket.part, self.flat.device)
+        self.coder = Coder(self.state.wire, random, bounded=self._aps)
         self.exponents = factor_exponents(self.exponent_codes, self.state.wire.top)
         if not self._aps:
             self.exponents = torch.zeros_like(self.exponents)
+            self.flat /= self.state.groups.size
         feedback = self.state.options.error_feedback
         wanted = self.flat.clone() if feedback else self.flat
         self.message = self.coder.scale_and_encode(self.flat, self.layout.bounds, self.exponents)
@@ -167,7 +167,8 @@ class Exchange:
         bounds = [(p.start, p.end) for p in pieces]
         whole = self.flat if self.in_place else None
         coder = self.coder if self.state.options.accumulate == "fp32" else replace(self.coder, bounded=False)
-        mean = coder.decode_scaled(codes, bounds, exponents, mask, self.state.groups.size, whole)
+        divisor = self.state.groups.size if self._aps else 1
+        mean = coder.decode_scaled(codes, bounds, exponents, mask, divisor, whole)
         if self.lost is not None:
             self._keep_residuals(self.lost)
         if whole is None:

@@ -37,11 +37,17 @@ class Coder:
 
     def round(self, values: Tensor) -> Tensor:
         """Values of the wire format nearest to these, overflow by the format's own rule."""
-        if self.generator is not None or not self._fast(values):
+        if self.generator is not None:
             return self.wire.decode(self.wire.encode(values, generator=self.generator))
+        return self.values_of(self.codes_of(values))
+
+    def codes_of(self, values: Tensor) -> Tensor:
+        """Bytes of unscaled values, to nearest, overflow by the format's own rule."""
+        if not self._fast(values):
+            return self.wire.encode(values)
         codes = torch.empty(values.numel(), dtype=torch.uint8)
         kernels.encode(values, 0, self.wire.kind, codes)
-        return self.values_of(codes)
+        return codes
 
     def values_of(self, codes: Tensor) -> Tensor:
         """Values of bytes, overflow codes among them."""

@@ -63,7 +63,7 @@ def sum_in_format(rows: Tensor, coder: Coder, rank: int, kahan: bool) -> Tensor:
     The sum of rank c's chunk starts with rank c + 1 and ends with rank c.
     """
     order = [rows[(rank + 1 + k) % len(rows)] for k in range(len(rows))]
-    return coder.wire.encode(accumulate(order, coder, kahan))
+    return coder.codes_of(accumulate(order, coder, kahan))
 
 
 def exchange_hierarchical(codes: Tensor, coder: Coder, groups: Groups, kahan: bool) -> Tensor:
@@ -75,7 +75,7 @@ def exchange_hierarchical(codes: Tensor, coder: Coder, groups: Groups, kahan: bo
     else:
         rows = [torch.empty_like(codes) for _ in range(dist.get_world_size(groups.members))]
         dist.gather(codes, rows, dst=groups.master, group=groups.members)
-        result = _ring(coder.wire.encode(accumulate(rows, coder, kahan)), coder, groups.masters, kahan)
+        result = _ring(coder.codes_of(accumulate(rows, coder, kahan)), coder, groups.masters, kahan)
     dist.broadcast(result, groups.master, group=groups.members)
     return result
 

@@ -39,7 +39,8 @@ class APSOptions:
     high_epochs: int = 0
     """The same in epochs; tell them with `APSState.set_epoch`."""
     scaling: Scaling = "aps"
-    """``none`` sends unscaled values: only for showing what APS is worth."""
+    """``none`` sends what the paper sends without APS: gradients divided by the number of ranks and not scaled, as
+    PyTorch's fp16 hook does. Only for showing what APS is worth."""
     seed: int = 0
     """Seed of stochastic rounding."""
 
@@ -48,6 +49,11 @@ class APSOptions:
             _check_choice(field, getattr(self, field), allowed)
         for field in ("high_steps", "high_epochs", "seed"):
             _check_count(field, getattr(self, field), 0)
+        if self.error_feedback and self.scaling == "none":
+            raise ConfigError(
+                "APS error_feedback=True has no use with scaling='none', which shows what plain rounding does; use "
+                "scaling='aps', or leave error_feedback out"
+            )
         if self.group_size is not None:
             _check_count("group_size", self.group_size, 1)
             if self.accumulate == "fp32":

@@ -63,7 +63,7 @@ class APSState:
         self._kept = WeakTensorKeyDictionary()
         for parameter in _parameters(keep_high, model):
             self._kept[parameter] = True
-        self.step = 0
+        self.step = self.first_step = 0
         self.epoch = 0
         self.residuals = WeakTensorKeyDictionary()
         self.groups = self._meet(process_group)
@@ -83,19 +83,23 @@ class APSState:
         return parameter in self._kept
 
     @property
-    def in_high_phase(self) -> bool:
-        """Say whether the schedule still sends everything in the gradients' own dtype."""
-        return self.step < self.options.high_steps or self.epoch < self.options.high_epochs
+    def keeps_any(self) -> bool:
+        """Say whether any parameter was named to stay high."""
+        return len(self._kept) > 0
+
+    def is_high(self, step: int) -> bool:
+        """Say whether the schedule sends everything of this step in the gradients' own dtype."""
+        return step < self.options.high_steps or self.epoch < self.options.high_epochs
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the schedule which epoch (from 0) begins; every rank says the same."""
         self.epoch = epoch
 
-    def random(self, bucket: int, part: int, device: torch.device) -> torch.Generator | None:
+    def random(self, step: int, bucket: int, part: int, device: torch.device) -> torch.Generator | None:
         """A generator of its own for each (seed, step, bucket, part, rank); None with nearest rounding."""
         if self.options.rounding == "nearest":
             return None
-        parts = (self.options.seed, self.step, bucket, part, self.groups.rank)
+        parts = (self.options.seed, step, bucket, part, self.groups.rank)
         return torch.Generator(device).manual_seed(_mix(parts))
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,7 +113,8 @@ class APSState:
                 f"APS state was saved with ({saved.get('options')}), this one has ({self.options.text()}); "
                 "build it with the same options"
             )
-        self.step, self.epoch = int(saved["step"]), int(saved["epoch"])
+        self.step = self.first_step = int(saved["step"])
+        self.epoch = int(saved["epoch"])
 
 
 def _mix(parts: Iterable[int]) -> int:

@@ -1,4 +1,4 @@
-"""Process groups for tests: ranks as spawned processes on loopback, a free port each time."""
+"""Process groups for tests: ranks as processes on loopback, a free port each time, forked from one warm process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+PRELOADED = ["torch.nn.parallel", "torch._dynamo", "torch._inductor.codecache", "fxprec.backend", "fxprec.aps"]
 
 
 def _to_bytes(value: Any) -> bytes:
@@ -48,27 +50,35 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
 
     A rank that ends without a result counts as None.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     out = context.SimpleQueue()
+    port = free_port()
     processes = [
         context.Process(target=_rank, args=(r, world, port, timeout, out, work, args), daemon=True)
-        for port in [free_port()]
         for r in range(world)
     ]
     for p in processes:
         p.start()
-    results = []
-    while len(results) < world:
+    results: list[tuple[int, str, Any]] = []
+    start = time.monotonic()
+    while len(results) < world and time.monotonic() - start < 300:
+        all_ended = not any(p.is_alive() for p in processes)
         while not out.empty():
             results.append(out.get())
-        silent = sum(not p.is_alive() for p in processes)
-        if out.empty() and len(results) + sum(p.exitcode not in (None, 0) for p in processes) >= world and silent:
+        if all_ended:
             break
-        time.sleep(0.05)
+        time.sleep(0.02)
     for p in processes:
         p.join(30)
+        p.kill()
     results += [(r, "lost", None) for r in set(range(world)) - {r for r, _, _ in results}]
     results.sort(key=lambda result: result[0])
     failed = [text for _, status, text in results if status == "error"]
     assert not failed, "\n".join(failed)
     return [_from_bytes(value) for _, _, value in results]
+
+
+def several(rank: int, world: int, checks: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[str, Any]:
+    """Many checks in one process group: the function's name -> what it returned."""
+    return {check.__name__: check(rank, world, *args) for check, args in checks}

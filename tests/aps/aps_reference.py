@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 
-from fxprec.formats import Format
+from fxprec.formats import parse
+from fxprec.runtime.aps.wire import wire_of
+from fxprec.runtime.codec_tables import TABLES
+from fxprec.runtime.codecs import codec
 from fxprec.runtime.reference import reference_quantize
 
 
-def rounded(x: np.ndarray, fmt: Format) -> np.ndarray:
-    return reference_quantize(torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)), fmt).float().numpy()
+def nearest_in_table(x: np.ndarray, name: str) -> np.ndarray:
+    """Values by looking at every entry, in float64; ties to the smaller magnitude (the first of the sorted table)."""
+    table = np.array(codec(name).magnitudes, dtype=np.float64)
+    index = np.abs(np.abs(x.astype(np.float64))[:, None] - table[None, :]).argmin(1)
+    return np.copysign(table[index], x).astype(np.float32)
+
+
+def rounded(x: np.ndarray, kind: str) -> np.ndarray:
+    if kind in TABLES:
+        return nearest_in_table(x, kind)
+    values = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
+    return reference_quantize(values, parse(kind)).float().numpy()
 
 
 def ceil_log2(x: float) -> int:
@@ -30,45 +44,68 @@ def shared_exponent(layer: list[np.ndarray], num_terms: int) -> int | None:
     return None if largest == 0 else min(138, max(-115, ceil_log2(largest * num_terms)))
 
 
-def mean_of_layer(grads: list[np.ndarray], fmt: Format, top: int, owners: np.ndarray, mode: str) -> np.ndarray:
+def chunk_owners(total: int, num_owners: int) -> np.ndarray:
+    """Who owns each element of a bucket: equal chunks, the last one short."""
+    return np.arange(total) // -(-total // num_owners)
+
+
+def mean_of_bucket(ranks: list[list[np.ndarray]], options: dict[str, Any]) -> list[np.ndarray]:
+    """The mean gradient of each layer, of the layers by rank."""
+    num_owners = -(-len(ranks) // (options.get("group_size") or 1))
+    layers = list(zip(*ranks, strict=True))
+    sizes = [layer[0].size for layer in layers]
+    owners = np.split(chunk_owners(sum(sizes), num_owners), np.cumsum(sizes)[:-1])
+    return [mean_of_layer(list(layer), part, options) for layer, part in zip(layers, owners, strict=True)]
+
+
+def mean_of_layer(grads: list[np.ndarray], owners: np.ndarray, options: dict[str, Any]) -> np.ndarray:
     """The mean gradient (elements,) of one layer's gradients by rank; `owners` (elements,) says who sums."""
-    n = len(grads)
+    n, kind, mode = len(grads), options.get("format", "e5m2"), options.get("accumulate", "fp32")
+    if grads[0].size == 0:
+        return grads[0]
     if any(not np.isfinite(g).all() for g in grads):
         return np.full(grads[0].shape, np.nan, dtype=np.float32)
     shared = shared_exponent(grads, 1 if mode == "fp32" else n)
     if shared is None:
         return np.zeros(grads[0].shape, dtype=np.float32)
-    t = top - shared
-    sent = [rounded(ldexp(g, t), fmt) for g in grads]
+    scaled = options.get("scaling", "aps") == "aps"
+    top = wire_of(kind).top
+    t = top - shared if scaled else 0
+    sent = [rounded(ldexp(g, t) if scaled else g / np.float32(n), kind) for g in grads]
+    size = options.get("group_size") or 1
+    sent = [_in_order(sent[k : k + size], kind, mode) for k in range(0, n, size)]
     total = np.empty(grads[0].shape, dtype=np.float32)
     for owner in np.unique(owners):
         mask = owners == owner
         parts = [s[mask] for s in sent]
-        total[mask] = _sum_fp32(parts, fmt, top) if mode == "fp32" else _sum_ring(parts, fmt, int(owner), mode)
-    return ldexp(total, -t) / np.float32(n)
+        if mode == "fp32":
+            total[mask] = _sum_fp32(parts, kind, top if scaled else None)
+        else:
+            first = int(owner) + 1
+            total[mask] = _in_order([parts[(first + k) % len(parts)] for k in range(len(parts))], kind, mode)
+    return ldexp(total, -t) / np.float32(n) if scaled else total
 
 
-def _sum_fp32(parts: list[np.ndarray], fmt: Format, top: int) -> np.ndarray:
+def _sum_fp32(parts: list[np.ndarray], kind: str, top: int | None) -> np.ndarray:
     total = parts[0].copy()
     for p in parts[1:]:
         total = (total + p).astype(np.float32)
     largest = float(np.abs(total).max())
-    if largest == 0:
-        return total
+    if largest == 0 or top is None:
+        return rounded(total, kind)
     t = top - ceil_log2(largest)
-    return ldexp(rounded(ldexp(total, t), fmt), -t)
+    return ldexp(rounded(ldexp(total, t), kind), -t)
 
 
-def _sum_ring(parts: list[np.ndarray], fmt: Format, owner: int, mode: str) -> np.ndarray:
-    n = len(parts)
-    order = [parts[(owner + 1 + k) % n] for k in range(n)]
-    total, lost = order[0].copy(), np.zeros_like(order[0])
-    for term in order[1:]:
+def _in_order(terms: list[np.ndarray], kind: str, mode: str) -> np.ndarray:
+    """The sum in this order, every operation rounded; Kahan's with its compensation."""
+    total, lost = terms[0].copy(), np.zeros_like(terms[0])
+    for term in terms[1:]:
         if mode == "format":
-            total = rounded(total + term, fmt)
+            total = rounded(total + term, kind)
             continue
-        y = rounded(term - lost, fmt)
-        t = rounded(total + y, fmt)
-        lost = rounded(rounded(t - total, fmt) - y, fmt)
+        y = rounded(term - lost, kind)
+        t = rounded(total + y, kind)
+        lost = rounded(rounded(t - total, kind) - y, kind)
         total = t
     return total

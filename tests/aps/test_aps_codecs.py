@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from aps_reference import nearest_in_table
 
 from fxprec.errors import FormatError
 from fxprec.runtime import codecs
@@ -22,13 +23,6 @@ ERRORS = {
 }
 
 
-def nearest_by_search(x: np.ndarray, name: str) -> np.ndarray:
-    """Values by looking at every entry, in float64; ties to the smaller magnitude (the first of the sorted table)."""
-    table = np.array(codec(name).magnitudes, dtype=np.float64)
-    index = np.abs(np.abs(x.astype(np.float64))[:, None] - table[None, :]).argmin(1)
-    return np.copysign(table[index], x).astype(np.float32)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_encoding_is_the_true_nearest_entry(name: str) -> None:
     g = torch.Generator().manual_seed(0)
@@ -39,7 +33,7 @@ def test_encoding_is_the_true_nearest_entry(name: str) -> None:
     x = torch.cat([table, ties, *beside, random, torch.tensor([0.0, 1.5, 1e-30, 1e-45])])
     x = torch.cat([x, -x])
     found = codecs.decode_values(codecs.encode_values(x, codec(name)), codec(name))
-    np.testing.assert_array_equal(found.numpy(), nearest_by_search(x.numpy(), name))
+    np.testing.assert_array_equal(found.numpy(), nearest_in_table(x.numpy(), name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,6 +66,23 @@ def test_zero_stays_zero_where_the_table_has_one(name: str) -> None:
     found = codecs.decode(*codecs.encode(torch.zeros(5), c), c)
     assert bool((found == 0).all()) == c.has_zero == (name != "static-tree")
     assert codecs.encode(torch.empty(0), c)[0].shape == (0,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tensor_with_a_non_finite_number_decodes_to_nan_and_not_to_a_number(name: str) -> None:
+    c = codec(name)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        assert bool(codecs.decode(*codecs.encode(torch.tensor([1.0, bad, 0.0]), c), c).isnan().all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("power", [-149, -140, -126, 100, 127])
+def test_tiny_and_huge_tensors_keep_their_size(name: str, power: int) -> None:
+    c, x = codec(name), torch.tensor([1.0, -0.75]) * 2.0**power
+    found = codecs.decode(*codecs.encode(x, c), c)
+    assert bool(found.isfinite().all())
+    if power >= -126:
+        assert bool(((found - x).abs() <= 0.13 * x.abs()).all())
 
 
 def test_stochastic_codes_are_neighbours_with_the_right_mean() -> None:

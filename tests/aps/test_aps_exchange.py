@@ -1,54 +1,103 @@
-"""The exchange on real process groups against the plain definition, bit for bit."""
+"""The exchange on real process groups against the plain definition, bit for bit, on 1, 3 and 5 ranks."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from aps_checks import SIZES, exchange_all, gradients_of
-from aps_ranks import run_ranks
-from aps_reference import mean_of_layer
+import torch.distributed as dist
+from aps_buckets import SIZES, exchange, gradients_of
+from aps_ranks import run_ranks, several
+from aps_reference import mean_of_bucket
 
-from fxprec.formats import parse
-from fxprec.runtime.aps.layout import layout
-from fxprec.runtime.aps.wire import wire_of
+from fxprec.aps import APSState
+from fxprec.runtime.aps import groups, state
+
+pytestmark = pytest.mark.xdist_group("aps-exchange")
 
 CASES = ("plain", "zero-layer", "zero-on-one-rank", "huge", "denormal", "nan", "inf", "power")
 FORMATS = ("e5m2", "e4m3fn", "1-5-2", "1-4-3+4", "1-3-0", "1-2-1", "1-6-9", "bf16", "fp16")
 RUNS: list[tuple[str, dict[str, Any]]] = [
-    *[(case, {"format": "e5m2", "accumulate": mode}) for case in CASES for mode in ("fp32", "format", "kahan")],
+    *[(case, {"accumulate": mode}) for case in CASES for mode in ("fp32", "format", "kahan")],
     *[("plain", {"format": fmt, "accumulate": mode}) for fmt in FORMATS for mode in ("fp32", "format")],
+    *[
+        (case, {"format": fmt, "accumulate": mode, "group_size": size})
+        for case, fmt in (("plain", "1-4-3"), ("plain", "1-6-9"), ("nan", "e5m2"), ("zero-on-one-rank", "e5m2"))
+        for mode in ("format", "kahan")
+        for size in (1, 2, 3, 8)
+    ],
+    *[("plain", {"format": name}) for name in ("dynamic-tree", "dynamic-uniform", "mantissa", "linear")],
+    *[("plain", {"format": fmt, "scaling": "none"}) for fmt in ("1-4-3", "1-3-0", "bf16")],
+    *[("nan", {"format": "1-4-3", "scaling": "none", "accumulate": "format"})],
 ]
+RANDOM: list[dict[str, Any]] = [
+    {"rounding": "stochastic"},
+    {"rounding": "stochastic", "accumulate": "kahan"},
+    {"rounding": "stochastic", "accumulate": "format", "group_size": 2},
+    {"rounding": "stochastic", "error_feedback": True, "format": "linear"},
+]
+SUBSET = ("plain", {"format": "1-4-3", "accumulate": "format", "group_size": 2})
+
+
+def definitions(rank: int, world: int) -> list[torch.Tensor]:
+    """All runs; states of one group size share their process groups, which take most of the time to make."""
+    with mock.patch.object(state, "make_groups", cache(groups.make_groups)):
+        return [exchange(APSState(**options), gradients_of(rank, case)) for case, options in RUNS]
+
+
+def random(rank: int, world: int) -> list[torch.Tensor]:
+    """Two steps of each, so that residuals are among them."""
+    found = []
+    for options in RANDOM:
+        aps = APSState(**options)
+        parameters = [torch.nn.Parameter(torch.empty(n)) for n in SIZES]
+        found += [exchange(aps, gradients_of(rank), parameters) for _ in range(2)]
+    return found
+
+
+def parts_of_the_world(rank: int, world: int) -> tuple[list[int], torch.Tensor]:
+    """Two process groups side by side, one of them with sub-groups; the ranks of mine, and its mean."""
+    parts = [[1, 3, 4], [0, 2]] if world == 5 else [list(range(world))]
+    made = [dist.new_group(part) for part in parts]
+    mine = next(k for k, part in enumerate(parts) if rank in part)
+    case, options = SUBSET
+    return parts[mine], exchange(APSState(process_group=made[mine], **options), gradients_of(rank, case))
 
 
 @cache
-def results(world: int) -> list[list[list[torch.Tensor]]]:
-    return run_ranks(world, exchange_all, RUNS)
+def results(world: int) -> list[dict[str, Any]]:
+    return run_ranks(world, several, [(check, ()) for check in (definitions, random, parts_of_the_world)])
+
+
+def assert_is_the_definition(found: torch.Tensor, ranks: list[int], case: str, options: dict[str, Any]) -> None:
+    wanted = mean_of_bucket([[g.numpy() for g in gradients_of(r, case)] for r in ranks], options)
+    for layer, (a, b) in enumerate(zip(found.split(list(SIZES)), wanted, strict=True)):
+        np.testing.assert_array_equal(a.numpy(), b, err_msg=f"{case} {options}, layer {layer}")
 
 
 @pytest.mark.parametrize("world", [3, 5])
-@pytest.mark.parametrize("run", range(len(RUNS)), ids=lambda i: f"{RUNS[i][0]}-{'-'.join(RUNS[i][1].values())}")
-def test_mean_equals_the_definition_on_every_rank(world: int, run: int) -> None:
-    case, options = RUNS[run]
-    fmt, lay = parse(options["format"]), layout(SIZES, world)
-    ranks = [gradients_of(r, case) for r in range(world)]
-    owners = np.repeat(np.arange(world), lay.chunk)[: lay.total]
-    start = 0
-    for layer, size in enumerate(SIZES):
-        if size:
-            grads = [g[layer].numpy() for g in ranks]
-            wanted = mean_of_layer(grads, fmt, wire_of(fmt).top, owners[start : start + size], options["accumulate"])
-            for found in results(world):
-                np.testing.assert_array_equal(found[run][layer].numpy(), wanted)
-        start += size
+def test_the_mean_is_that_of_the_definition(world: int) -> None:
+    for k, (case, options) in enumerate(RUNS):
+        assert_is_the_definition(results(world)[0]["definitions"][k], list(range(world)), case, options)
+
+
+@pytest.mark.parametrize("world", [3, 5])
+@pytest.mark.parametrize("what", ["definitions", "random"])
+def test_all_ranks_get_the_same_bits(world: int, what: str) -> None:
+    first, *others = results(world)
+    for rank in others:
+        for found, wanted in zip(rank[what], first[what], strict=True):
+            assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 
 
 @pytest.mark.parametrize("world", [3, 5])
 def test_zero_stays_zero_and_non_finite_stays_in_its_layer(world: int) -> None:
-    by_case = {case: results(world)[0][3 * k] for k, case in enumerate(CASES)}
+    found = results(world)[0]["definitions"]
+    by_case = {case: found[3 * k].split(list(SIZES)) for k, case in enumerate(CASES)}
     assert (by_case["zero-layer"][3] == 0).all()
     assert by_case["nan"][3].isnan().all()
     assert torch.cat([by_case["nan"][k] for k in (0, 1, 2, 4)]).isfinite().all()
@@ -56,8 +105,19 @@ def test_zero_stays_zero_and_non_finite_stays_in_its_layer(world: int) -> None:
     assert torch.equal(by_case["inf"][4], by_case["plain"][4])
 
 
+def test_process_groups_side_by_side_with_subgroups_of_their_own() -> None:
+    for rank in results(5):
+        ranks, found = rank["parts_of_the_world"]
+        assert len(ranks) in (2, 3)
+        assert_is_the_definition(found, ranks, *SUBSET)
+
+
+def one_rank(rank: int, world: int) -> list[torch.Tensor]:
+    states = [APSState(), APSState(accumulate="kahan", group_size=2), APSState("1-3-0", rounding="stochastic")]
+    return [exchange(aps, gradients_of(0, case)) for aps in states for case in ("plain", "nan")]
+
+
 def test_one_rank_gets_its_gradient_back() -> None:
-    runs = [RUNS[0], ("nan", {"accumulate": "kahan", "group_size": 2})]
-    plain, nan = run_ranks(1, exchange_all, runs)[0]
-    for found, wanted in zip(plain + nan, gradients_of(0, "plain") + gradients_of(0, "nan"), strict=True):
-        assert torch.equal(found, wanted)
+    wanted = [torch.cat(gradients_of(0, case)) for case in ("plain", "nan")] * 3
+    for found, plain in zip(run_ranks(1, one_rank)[0], wanted, strict=True):
+        assert torch.equal(found.view(torch.int32), plain.view(torch.int32))

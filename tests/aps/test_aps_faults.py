@@ -1,18 +1,57 @@
-"""A rank that dies in the exchange: the others end with torch.distributed's own error within its timeout."""
+"""A rank lost in the middle of the exchange: the others end with torch.distributed's own error, within its timeout."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from unittest import mock
 
-from aps_checks import dies
+import pytest
+import torch
 from aps_ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fxprec.aps import APSState, aps_hook
+from fxprec.runtime.aps.bucket import Exchange
+
+pytestmark = pytest.mark.xdist_group("aps-faults")
+
+TIMEOUT = 5  # seconds
+MODES = {"fp32": {}, "hierarchical": {"accumulate": "format", "group_size": 2}}
 
 
-def test_the_others_end_with_an_error_when_a_rank_is_killed() -> None:
+def loses_rank_1(rank: int, world: int, how: str, mode: str) -> tuple[str, float]:
+    """In the second step rank 1 has its exponents through and then dies or stalls; how this rank's backward ended."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5))
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(APSState(**MODES[mode]), aps_hook)
+    x = torch.randn(6, 12)
+    ddp(x).sum().backward()
+    loss = ddp(x).sum()
+
+    def stops(self: Exchange) -> None:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(2 * TIMEOUT)
+
     start = time.monotonic()
-    ends = run_ranks(3, dies, timeout=6)
-    assert time.monotonic() - start < 60
-    assert ends[1] is None
-    for message in (ends[0], ends[2]):
+    stage = "scatter" if mode == "fp32" else "reduce"
+    with mock.patch.object(Exchange, stage, stops if rank == 1 else getattr(Exchange, stage)):
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
+@pytest.mark.parametrize(("how", "mode"), [("killed", "fp32"), ("killed", "hierarchical"), ("stalled", "fp32")])
+def test_the_others_end_with_torchs_error_when_a_rank_is_lost(how: str, mode: str) -> None:
+    ends = run_ranks(3, loses_rank_1, how, mode, timeout=TIMEOUT)
+    assert (ends[1] is None) == (how == "killed")
+    for message, seconds in (ends[0], ends[2]):
         assert message.startswith(("RuntimeError", "DistBackendError", "DistNetworkError")), message
         assert any(word in message for word in ("Connection", "Timed out", "timed out", "gloo")), message
+        assert seconds < TIMEOUT + 5

@@ -1,0 +1,101 @@
+"""torch.compile around and inside DistributedDataParallel, with Dynamo's DDP optimizer on, as it is by default."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from aps_ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fxprec import Backend, Config, backend_of
+from fxprec.aps import APSState, aps_hook
+
+pytestmark = pytest.mark.xdist_group("aps-compile")
+
+
+class Wide(nn.Module):
+    """Three layers in three of DDP's buckets. Not a Sequential: Dynamo does not trace torch's own modules from DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(12, 600), nn.Linear(600, 600), nn.Linear(600, 600)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+def gradients(rank: int, make: str, **how: Any) -> tuple[Tensor, Any]:
+    """Gradients after two steps, flat, and the compiled module."""
+    torch._dynamo.reset()
+    model = Wide()
+    inner = compiled = torch.compile(model, **how) if make == "ddp(compile)" else model
+    run = ddp = DistributedDataParallel(inner, bucket_cap_mb=1)
+    ddp.register_comm_hook(APSState("e4m3fn"), aps_hook)
+    if make == "compile(ddp)":
+        run = compiled = torch.compile(ddp, **how)
+    x = torch.randn(6, 12, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        model.zero_grad()
+        run(x).square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), compiled
+
+
+def compiled(rank: int, world: int) -> dict[str, Any]:
+    """By way: graphs seen, relative error of the gradients against eager DDP with the same hook, messages."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    wanted, _ = gradients(rank, "eager")
+    found: dict[str, Any] = {}
+
+    def record(name: str, make: str, graphs: Any, **how: Any) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got, made = gradients(rank, make, **how)
+        messages = [str(w.message) for w in caught if "DDP optimizer" in str(w.message)]
+        found[name] = (graphs(made), float((got - wanted).norm() / wanted.norm()), messages)
+
+    for make in ("compile(ddp)", "ddp(compile)"):
+        counter = CompileCounterWithBackend("aot_eager")
+        record(f"{make} aot_eager", make, lambda _, c=counter: c.frame_count, backend=counter)
+        backend = Backend(Config(recipe="fp8", lowering="eager"))
+        record(f"{make} fxprec", make, lambda _, b=backend: len(b.plans), backend=backend)
+    options = {"recipe": "fp8", "lowering": "eager"}
+    record("by name", "compile(ddp)", lambda made: len(backend_of(made).plans), backend="fxprec", options=options)
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        backend = Backend(Config(recipe="fp8", lowering="eager"))
+        record("switched off", "compile(ddp)", lambda _, b=backend: len(b.plans), backend=backend)
+    return found
+
+
+@cache
+def results() -> list[dict[str, Any]]:
+    return run_ranks(2, compiled)
+
+
+@pytest.mark.parametrize("make", ["compile(ddp)", "ddp(compile)"])
+def test_plain_backends_get_the_pieces_and_the_same_gradients(make: str) -> None:
+    for pieces, error, messages in (r[f"{make} aot_eager"] for r in results()):
+        assert pieces > 1
+        assert error < 1e-6
+        assert messages == []
+
+
+@pytest.mark.parametrize("way", ["compile(ddp) fxprec", "ddp(compile) fxprec", "by name"])
+def test_fxprec_gets_the_whole_graph_and_says_so_once(way: str) -> None:
+    for plans, error, messages in (r[way] for r in results()):
+        assert plans == 1
+        assert 0 < error < 0.2  # fp8 activations, not the exchange
+        assert len(messages) == 1
+        assert "off for this graph" in messages[0]
+        assert "Set torch._dynamo.config.optimize_ddp = False" in messages[0]
+
+
+def test_nothing_is_said_where_the_user_has_switched_the_optimizer_off() -> None:
+    for plans, _, messages in (r["switched off"] for r in results()):
+        assert (plans, messages) == (1, [])
