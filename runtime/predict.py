@@ -71,7 +71,7 @@ class Prediction:
         return self.step - self.computation
 
 
-# Measured: benchmarks/results/aps_codec_speed.json (e5m2, one core, encode and decode twice each for the two hops).
+# Measured: benchmarks/results/2026-11-21-aps-codec-speed.json (e5m2, one core; encoded and decoded once a hop).
 CODINGS = (
     Coding("32-bit", 4),
     Coding("16-bit", 2, 1.0),

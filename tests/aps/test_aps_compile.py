@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxprec import Backend, Config, backend_of
 from fxprec.aps import APSState, aps_hook
-
-pytestmark = pytest.mark.xdist_group("aps-compile")
 
 
 class Wide(nn.Module):
@@ -73,22 +71,22 @@ def compiled(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-@cache
-def results() -> list[dict[str, Any]]:
-    return run_ranks(2, compiled)
+@pytest.fixture(scope="module")
+def results(once: Callable[..., Any]) -> list[dict[str, Any]]:
+    return once("compile", lambda: run_ranks(2, compiled))
 
 
 @pytest.mark.parametrize("make", ["compile(ddp)", "ddp(compile)"])
-def test_plain_backends_get_the_pieces_and_the_same_gradients(make: str) -> None:
-    for pieces, error, messages in (r[f"{make} aot_eager"] for r in results()):
+def test_plain_backends_get_the_pieces_and_the_same_gradients(results: list[dict[str, Any]], make: str) -> None:
+    for pieces, error, messages in (r[f"{make} aot_eager"] for r in results):
         assert pieces > 1
         assert error < 1e-6
         assert messages == []
 
 
 @pytest.mark.parametrize("way", ["compile(ddp) fxprec", "ddp(compile) fxprec", "by name"])
-def test_fxprec_gets_the_whole_graph_and_says_so_once(way: str) -> None:
-    for plans, error, messages in (r[way] for r in results()):
+def test_fxprec_gets_the_whole_graph_and_says_so_once(results: list[dict[str, Any]], way: str) -> None:
+    for plans, error, messages in (r[way] for r in results):
         assert plans == 1
         assert 0 < error < 0.2  # fp8 activations, not the exchange
         assert len(messages) == 1
@@ -96,6 +94,6 @@ def test_fxprec_gets_the_whole_graph_and_says_so_once(way: str) -> None:
         assert "Set torch._dynamo.config.optimize_ddp = False" in messages[0]
 
 
-def test_nothing_is_said_where_the_user_has_switched_the_optimizer_off() -> None:
-    for plans, _, messages in (r["switched off"] for r in results()):
+def test_nothing_is_said_where_the_user_has_switched_the_optimizer_off(results: list[dict[str, Any]]) -> None:
+    for plans, _, messages in (r["switched off"] for r in results):
         assert (plans, messages) == (1, [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fxprec.aps import APSState, aps_hook
-
-pytestmark = pytest.mark.xdist_group("aps-ddp")
 
 WORLD = 3
 STEPS = 200
@@ -118,39 +116,44 @@ def accumulated(rank: int, world: int) -> tuple[float, int]:
     return float((found - plain).norm() / plain.norm()), state.step
 
 
-@cache
-def results() -> list[dict[str, Any]]:
-    return run_ranks(WORLD, several, [(check, ()) for check in (replicas, odd_parameters, kept_high, accumulated)])
+@pytest.fixture(scope="module")
+def results(once: Callable[..., Any]) -> list[dict[str, Any]]:
+    return once(
+        "ddp",
+        lambda: run_ranks(
+            WORLD, several, [(check, ()) for check in (replicas, odd_parameters, kept_high, accumulated)]
+        ),
+    )
 
 
-def test_replicas_are_bit_identical_after_200_steps_in_every_mode() -> None:
-    first, *others = (rank["replicas"] for rank in results())
+def test_replicas_are_bit_identical_after_200_steps_in_every_mode(results: list[dict[str, Any]]) -> None:
+    first, *others = (rank["replicas"] for rank in results)
     for mode, parameters in first.items():
         assert 0.1 < parameters.abs().max() < 10, mode
         assert all(torch.equal(parameters, other[mode]) for other in others), mode
 
 
-def test_every_mode_trains_differently_and_bucket_views_change_nothing() -> None:
-    finals = {mode: tuple(parameters.tolist()) for mode, parameters in results()[0]["replicas"].items()}
+def test_every_mode_trains_differently_and_bucket_views_change_nothing(results: list[dict[str, Any]]) -> None:
+    finals = {mode: tuple(parameters.tolist()) for mode, parameters in results[0]["replicas"].items()}
     assert finals.pop("views") == finals["fp32 sums"]
     assert len(set(finals.values())) == len(MODES)
 
 
-def test_unused_parameters_and_parameters_of_no_or_one_element() -> None:
-    for found in (r["odd_parameters"] for r in results()):
+def test_unused_parameters_and_parameters_of_no_or_one_element(results: list[dict[str, Any]]) -> None:
+    for found in (r["odd_parameters"] for r in results):
         assert found["unused"]
         assert found["error"] < 2**-8
         assert found["one"] == pytest.approx(1, abs=2**-8)
         assert found["none"] == (0,)
 
 
-def test_the_layer_kept_high_equals_plain_ddp_and_the_others_do_not() -> None:
-    for differences in (r["kept_high"] for r in results()):
+def test_the_layer_kept_high_equals_plain_ddp_and_the_others_do_not(results: list[dict[str, Any]]) -> None:
+    for differences in (r["kept_high"] for r in results):
         assert max(differences[-2:]) < 1e-6  # three ranks are added in another order
         assert differences[0] > 1e-3
 
 
-def test_gradients_accumulated_without_synchronising_go_once() -> None:
-    for error, steps in (r["accumulated"] for r in results()):
+def test_gradients_accumulated_without_synchronising_go_once(results: list[dict[str, Any]]) -> None:
+    for error, steps in (r["accumulated"] for r in results):
         assert 0 < error < 2**-8
         assert steps == 1

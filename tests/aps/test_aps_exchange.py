@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -16,8 +17,6 @@ from aps_reference import mean_of_bucket
 
 from fxprec.aps import APSState
 from fxprec.runtime.aps import groups, state
-
-pytestmark = pytest.mark.xdist_group("aps-exchange")
 
 CASES = ("plain", "zero-layer", "zero-on-one-rank", "huge", "denormal", "nan", "inf", "power")
 FORMATS = ("e5m2", "e4m3fn", "1-5-2", "1-4-3+4", "1-3-0", "1-2-1", "1-6-9", "bf16", "fp16")
@@ -40,6 +39,7 @@ RANDOM: list[dict[str, Any]] = [
     {"rounding": "stochastic", "accumulate": "format", "group_size": 2},
     {"rounding": "stochastic", "error_feedback": True, "format": "linear"},
 ]
+Results = Callable[[int], list[dict[str, Any]]]
 SUBSET = ("plain", {"format": "1-4-3", "accumulate": "format", "group_size": 2})
 
 
@@ -68,9 +68,13 @@ def parts_of_the_world(rank: int, world: int) -> tuple[list[int], torch.Tensor]:
     return parts[mine], exchange(APSState(process_group=made[mine], **options), gradients_of(rank, case))
 
 
-@cache
-def results(world: int) -> list[dict[str, Any]]:
-    return run_ranks(world, several, [(check, ()) for check in (definitions, random, parts_of_the_world)])
+@pytest.fixture(scope="module")
+def results(once: Callable[..., Any]) -> Results:
+    """By world size."""
+    return lambda world: once(
+        f"exchange-{world}",
+        lambda: run_ranks(world, several, [(check, ()) for check in (definitions, random, parts_of_the_world)]),
+    )
 
 
 def assert_is_the_definition(found: torch.Tensor, ranks: list[int], case: str, options: dict[str, Any]) -> None:
@@ -80,14 +84,14 @@ def assert_is_the_definition(found: torch.Tensor, ranks: list[int], case: str, o
 
 
 @pytest.mark.parametrize("world", [3, 5])
-def test_the_mean_is_that_of_the_definition(world: int) -> None:
+def test_the_mean_is_that_of_the_definition(results: Results, world: int) -> None:
     for k, (case, options) in enumerate(RUNS):
         assert_is_the_definition(results(world)[0]["definitions"][k], list(range(world)), case, options)
 
 
 @pytest.mark.parametrize("world", [3, 5])
 @pytest.mark.parametrize("what", ["definitions", "random"])
-def test_all_ranks_get_the_same_bits(world: int, what: str) -> None:
+def test_all_ranks_get_the_same_bits(results: Results, world: int, what: str) -> None:
     first, *others = results(world)
     for rank in others:
         for found, wanted in zip(rank[what], first[what], strict=True):
@@ -95,7 +99,7 @@ def test_all_ranks_get_the_same_bits(world: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("world", [3, 5])
-def test_zero_stays_zero_and_non_finite_stays_in_its_layer(world: int) -> None:
+def test_zero_stays_zero_and_non_finite_stays_in_its_layer(results: Results, world: int) -> None:
     found = results(world)[0]["definitions"]
     by_case = {case: found[3 * k].split(list(SIZES)) for k, case in enumerate(CASES)}
     assert (by_case["zero-layer"][3] == 0).all()
@@ -105,7 +109,7 @@ def test_zero_stays_zero_and_non_finite_stays_in_its_layer(world: int) -> None:
     assert torch.equal(by_case["inf"][4], by_case["plain"][4])
 
 
-def test_process_groups_side_by_side_with_subgroups_of_their_own() -> None:
+def test_process_groups_side_by_side_with_subgroups_of_their_own(results: Results) -> None:
     for rank in results(5):
         ranks, found = rank["parts_of_the_world"]
         assert len(ranks) in (2, 3)

@@ -16,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from fxprec.aps import APSState, aps_hook
 from fxprec.runtime.aps.bucket import Exchange
 
-pytestmark = pytest.mark.xdist_group("aps-faults")
-
 TIMEOUT = 5  # seconds
 MODES = {"fp32": {}, "hierarchical": {"accumulate": "format", "group_size": 2}}
 

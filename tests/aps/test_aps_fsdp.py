@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from fxprec.aps import APSReduceScatter, APSState, use_aps
 from fxprec.errors import ConfigError
 from fxprec.runtime.aps.wire import wire_of
-
-pytestmark = pytest.mark.xdist_group("aps-fsdp")
 
 WORLD = 3
 
@@ -159,15 +157,15 @@ def raw(rank: int, world: int) -> dict[str, Tensor]:
 CHECKS = (in_codes, schedule, stochastic, kept_high, refusals, raw)
 
 
-@cache
-def results() -> list[dict[str, Any]]:
-    return run_ranks(WORLD, several, [(check, ()) for check in CHECKS])
+@pytest.fixture(scope="module")
+def results(once: Callable[..., Any]) -> list[dict[str, Any]]:
+    return once("fsdp", lambda: run_ranks(WORLD, several, [(check, ()) for check in CHECKS]))
 
 
-def test_gradients_are_those_of_the_plain_model_but_for_one_rounding() -> None:
+def test_gradients_are_those_of_the_plain_model_but_for_one_rounding(results: list[dict[str, Any]]) -> None:
     bounds = {"16 bits": 2**-10, "codec": 2**-4, "8 bits": 2**-4, "bf16 gradients": 2**-4}
     bounds["a layer without a gradient"] = 2**-4
-    for found in (r["in_codes"] for r in results()):
+    for found in (r["in_codes"] for r in results):
         assert {name: len(by_parameter) for name, by_parameter in found.items()} == {
             name: 4 if "without" in name else 6 for name in bounds
         }
@@ -176,10 +174,10 @@ def test_gradients_are_those_of_the_plain_model_but_for_one_rounding() -> None:
 
 
 @pytest.mark.parametrize("case", ["plain", "zero-layer", "nan"])
-def test_the_sum_is_that_of_the_definition(case: str) -> None:
+def test_the_sum_is_that_of_the_definition(results: list[dict[str, Any]], case: str) -> None:
     """Each layer of each shard has a scale of its own; codes are added in float32, in rank order."""
     sent = [rows_of(r, case).numpy() for r in range(WORLD)]
-    for rank, found in enumerate(r["raw"][case] for r in results()):
+    for rank, found in enumerate(r["raw"][case] for r in results):
         for got, layer in zip(found.split(list(LAYERS)), np.cumsum(LAYERS), strict=True):
             parts = [rows[rank, layer - len(got) : layer] for rows in sent]
             np.testing.assert_array_equal(got.numpy(), sum_of_codes(parts))
@@ -198,28 +196,28 @@ def sum_of_codes(parts: list[np.ndarray]) -> np.ndarray:
     return ldexp(total, -t)
 
 
-def test_the_schedule_counts_steps_of_each_module_and_survives_loading() -> None:
-    for seen, counted, after_loading in (r["schedule"] for r in results()):
+def test_the_schedule_counts_steps_of_each_module_and_survives_loading(results: list[dict[str, Any]]) -> None:
+    for seen, counted, after_loading in (r["schedule"] for r in results):
         assert [error < 1e-5 for error in seen] == [True, True, False, False]
         assert counted == 4
         assert [error < 1e-5 for error in after_loading] == [True, False]
 
 
-def test_stochastic_rounding_has_no_bias() -> None:
-    for steps_differ, error in (r["stochastic"] for r in results()):
+def test_stochastic_rounding_has_no_bias(results: list[dict[str, Any]]) -> None:
+    for steps_differ, error in (r["stochastic"] for r in results):
         assert steps_differ
         assert error < 0.05
 
 
-def test_a_module_kept_high_is_reduced_as_it_is() -> None:
-    for count, by_parameter in (r["kept_high"] for r in results()):
+def test_a_module_kept_high_is_reduced_as_it_is(results: list[dict[str, Any]]) -> None:
+    for count, by_parameter in (r["kept_high"] for r in results):
         assert count == 1
         assert max(by_parameter["a.weight"], by_parameter["a.bias"]) < 1e-6
         assert by_parameter["b.weight"] > 1e-3
 
 
-def test_what_a_reduce_scatter_cannot_honour_is_refused() -> None:
-    for messages in (r["refusals"] for r in results()):
+def test_what_a_reduce_scatter_cannot_honour_is_refused(results: list[dict[str, Any]]) -> None:
+    for messages in (r["refusals"] for r in results):
         assert all("it needs accumulate='fp32', scaling='aps' and no error feedback" in m for m in messages[:3])
         assert "keep_high names 2 of the 4 parameters that FSDP2 reduces together" in messages[3]
         assert "build APSState after it" in messages[4]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +14,6 @@ from torch import Tensor
 from fxprec import aps
 from fxprec.errors import ConfigError
 from fxprec.runtime.codec_tables import TABLES
-
-pytestmark = pytest.mark.xdist_group("aps-model-parallel")
 
 WORLD = 3
 
@@ -94,28 +92,31 @@ def odd(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-@cache
-def results() -> list[dict[str, Any]]:
-    return run_ranks(WORLD, several, [(check, ()) for check in (tensor_parallel, collectives, odd)])
+@pytest.fixture(scope="module")
+def results(once: Callable[..., Any]) -> list[dict[str, Any]]:
+    return once(
+        "model_parallel",
+        lambda: run_ranks(WORLD, several, [(check, ()) for check in (tensor_parallel, collectives, odd)]),
+    )
 
 
 @pytest.mark.parametrize("name", list(TABLES))
-def test_tensor_parallel_layers_in_codes(name: str) -> None:
+def test_tensor_parallel_layers_in_codes(results: list[dict[str, Any]], name: str) -> None:
     bound = 0.05 if "dynamic" in name or name == "linear" else 0.2  # four bits of mantissa
-    for found in (r["tensor_parallel"][name] for r in results()):
+    for found in (r["tensor_parallel"][name] for r in results):
         assert set(found) == {"forward", "x", "w1", "w2"}
         assert all(0 < e < bound for e in found.values()), found
 
 
-def test_each_collective_and_its_gradient() -> None:
-    for found in (r["collectives"] for r in results()):
+def test_each_collective_and_its_gradient(results: list[dict[str, Any]]) -> None:
+    for found in (r["collectives"] for r in results):
         assert found.pop("reduce backward") < 1e-6  # equal numbers are exact
         assert found.pop("swap backward") < 0.02
         assert all(0 < e < 0.03 for e in found.values()), found
 
 
-def test_zeros_empties_and_nan() -> None:
-    for found in (r["odd"] for r in results()):
+def test_zeros_empties_and_nan(results: list[dict[str, Any]]) -> None:
+    for found in (r["odd"] for r in results):
         assert found["zeros"] == 0
         assert found["empty"] == (0,)
         assert found["finite"] == [True, False, True]  # the rank's tensor, and only it
@@ -124,6 +125,6 @@ def test_zeros_empties_and_nan() -> None:
         assert "pad it to a multiple of the ranks" in found["refusal"]
 
 
-def test_all_ranks_get_the_same_bits() -> None:
-    first, *others = (r["odd"]["bits"] for r in results())
+def test_all_ranks_get_the_same_bits(results: list[dict[str, Any]]) -> None:
+    first, *others = (r["odd"]["bits"] for r in results)
     assert all(torch.equal(first, other) for other in others)

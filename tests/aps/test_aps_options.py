@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from fxprec.aps import APSState, aps_hook
 from fxprec.errors import ConfigError
 from fxprec.runtime.aps.bucket import Exchange
-
-pytestmark = pytest.mark.xdist_group("aps-options")
 
 WORLD = 2
 LAST = slice(-SIZES[-1], None)
@@ -153,13 +151,13 @@ def overlap(rank: int, world: int) -> bool:
 CHECKS = (mismatched, bf16_gradients, schedule, resumed, feedback, stochastic, odd_buckets, overlap)
 
 
-@cache
-def results() -> list[dict[str, Any]]:
-    return run_ranks(WORLD, several, [(check, ()) for check in CHECKS])
+@pytest.fixture(scope="module")
+def results(once: Callable[..., Any]) -> list[dict[str, Any]]:
+    return once("options", lambda: run_ranks(WORLD, several, [(check, ()) for check in CHECKS]))
 
 
-def test_different_options_fail_on_every_rank_naming_both() -> None:
-    for messages in (r["mismatched"] for r in results()):
+def test_different_options_fail_on_every_rank_naming_both(results: list[dict[str, Any]]) -> None:
+    for messages in (r["mismatched"] for r in results):
         for message, pair in zip(messages, DIFFERENT, strict=True):
             assert "options differ between ranks: rank 0 has (" in message
             assert "give every rank the same" in message
@@ -168,45 +166,45 @@ def test_different_options_fail_on_every_rank_naming_both() -> None:
                     assert f"{name}=[(7,)]" in message if name == "keep_high" else f"{name}={value!r}" in message
 
 
-def test_bf16_gradients_are_worked_on_in_float32_and_rounded_once() -> None:
-    assert all(r["bf16_gradients"] == ("torch.bfloat16", True) for r in results())
+def test_bf16_gradients_are_worked_on_in_float32_and_rounded_once(results: list[dict[str, Any]]) -> None:
+    assert all(r["bf16_gradients"] == ("torch.bfloat16", True) for r in results)
 
 
-def test_the_schedule_sends_high_first() -> None:
-    assert all(r["schedule"] == [True, True, False, True, False] for r in results())
+def test_the_schedule_sends_high_first(results: list[dict[str, Any]]) -> None:
+    assert all(r["schedule"] == [True, True, False, True, False] for r in results)
 
 
-def test_a_resumed_state_draws_the_same_random_numbers() -> None:
-    for steps_differ, same_after_loading, refusal in (r["resumed"] for r in results()):
+def test_a_resumed_state_draws_the_same_random_numbers(results: list[dict[str, Any]]) -> None:
+    for steps_differ, same_after_loading, refusal in (r["resumed"] for r in results):
         assert steps_differ
         assert same_after_loading
         assert "build it with the same options" in refusal
 
 
-def test_error_feedback_makes_the_error_of_many_steps_vanish() -> None:
-    for found in (r["feedback"] for r in results()):
+def test_error_feedback_makes_the_error_of_many_steps_vanish(results: list[dict[str, Any]]) -> None:
+    for found in (r["feedback"] for r in results):
         assert found["without"] > 0.05
         assert found["with"] < found["without"] / 5
         assert found["after a NaN"] == 1
 
 
-def test_stochastic_rounding_has_no_bias_where_nearest_has() -> None:
-    for found in (r["stochastic"] for r in results()):
+def test_stochastic_rounding_has_no_bias_where_nearest_has(results: list[dict[str, Any]]) -> None:
+    for found in (r["stochastic"] for r in results):
         assert found["nearest"] > 0.1
         assert found["fp32"] < 0.05
         assert found["format"] < 0.05
 
 
-def test_empty_buckets_single_numbers_and_buckets_in_parts() -> None:
-    for found in (r["odd_buckets"] for r in results()):
+def test_empty_buckets_single_numbers_and_buckets_in_parts(results: list[dict[str, Any]]) -> None:
+    for found in (r["odd_buckets"] for r in results):
         for mode in ("fp32", "format"):
             assert found[f"{mode} none"] == found[f"{mode} empty"] == []
             assert found[f"{mode} one"] == [1.5]
             assert found[f"{mode} parts"] == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_exponents_travel_beside_the_payload_of_the_bucket_before() -> None:
-    assert all(r["overlap"] for r in results())
+def test_exponents_travel_beside_the_payload_of_the_bucket_before(results: list[dict[str, Any]]) -> None:
+    assert all(r["overlap"] for r in results)
 
 
 def test_without_a_process_group_the_error_says_what_to_call() -> None:
