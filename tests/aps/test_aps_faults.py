@@ -14,14 +14,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fxprec.aps import APSState, aps_hook
+from fxprec.runtime.aps import kernels
 from fxprec.runtime.aps.bucket import Exchange
 
-TIMEOUT = 5  # seconds
+TIMEOUT = 10  # seconds
 MODES = {"fp32": {}, "hierarchical": {"accumulate": "format", "group_size": 2}}
 
 
 def loses_rank_1(rank: int, world: int, how: str, mode: str) -> tuple[str, float]:
     """In the second step rank 1 has its exponents through and then dies or stalls; how this rank's backward ended."""
+    kernels.library()  # a first compilation takes longer than the timeout
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5))
     ddp = DistributedDataParallel(model)
@@ -52,4 +54,4 @@ def test_the_others_end_with_torchs_error_when_a_rank_is_lost(how: str, mode: st
     for message, seconds in (ends[0], ends[2]):
         assert message.startswith(("RuntimeError", "DistBackendError", "DistNetworkError")), message
         assert any(word in message for word in ("Connection", "Timed out", "timed out", "gloo")), message
-        assert seconds < TIMEOUT + 5
+        assert seconds < 2 * TIMEOUT
