@@ -1,0 +1,89 @@
+"""Under 16-bit recipes every GEMM multiplies 16-bit operands. Any CPU can: only its speed differs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from backend_helpers import eager_backend
+
+import fxprec.graph
+from fxprec.demo.models import CharTransformer
+from fxprec.passes import narrow_gemms, ops
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """Pretend this CPU has fast 16-bit GEMMs, and collect the graphs that are lowered."""
+    seen: list[torch.fx.GraphModule] = []
+    lower = fxprec.graph.lower
+
+    def spy(gm: torch.fx.GraphModule, *args, **options):
+        seen.append(gm)
+        return lower(gm, *args, **options)
+
+    monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
+    monkeypatch.setattr(fxprec.graph, "lower", spy)
+    return seen
+
+
+def operand_dtypes(gm: torch.fx.GraphModule) -> list[set[torch.dtype]]:
+    found = []
+    for node in gm.graph.nodes:
+        if node.target in ops.GEMM_OPERANDS:
+            operands = [node.args[i] for i in ops.GEMM_OPERANDS[node.target]]
+            found.append({a.meta["val"].dtype for a in operands})
+    return found
+
+
+def test_a_bf16_step_is_the_step_written_by_hand(graphs) -> None:
+    model = nn.Sequential(nn.Linear(24, 32, bias=False), nn.ReLU(), nn.Linear(32, 8, bias=False))
+    x, weight1, weight2 = torch.randn(16, 24), *(p.detach().bfloat16() for p in model.parameters())
+    out = torch.compile(model, backend=eager_backend("native", recipe="bf16", low_ratio=None))(x)
+    out.backward(torch.ones_like(out))
+
+    hidden = (x.bfloat16() @ weight1.t()).relu()
+    wanted = hidden @ weight2.t()
+    grad = torch.ones_like(wanted)
+    grad_hidden = torch.where(hidden > 0, grad @ weight2, 0)
+    assert torch.equal(out, wanted.float())
+    assert torch.equal(model[2].weight.grad, (grad.t() @ hidden).float())
+    assert torch.equal(model[0].weight.grad, (grad_hidden.t() @ x.bfloat16()).float())
+    assert [operand_dtypes(gm) for gm in graphs] == [[{torch.bfloat16}] * 2, [{torch.bfloat16}] * 3]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_every_gemm_of_a_transformer_is_narrow_and_gradients_stay_right(graphs, recipe: str) -> None:
+    torch.manual_seed(0)
+    model = CharTransformer(vocab=31, context=16, layers=1, width=32, heads=2)
+    codes = torch.randint(0, 31, (4, 16))
+    wanted = torch.autograd.grad(model(codes).square().mean(), list(model.parameters()))
+    backend = eager_backend("native", recipe=recipe, low_ratio=0.5 if recipe == "fp8" else None)
+    torch.compile(model, backend=backend)(codes).square().mean().backward()
+    for dtypes in (d for gm in graphs for d in operand_dtypes(gm)):
+        assert dtypes == {torch.bfloat16}
+    assert len([d for gm in graphs for d in operand_dtypes(gm)]) == 6 + 11, "attention's backward is one"
+    error = max((p.grad - w).norm() / w.norm() for p, w in zip(model.parameters(), wanted, strict=True))
+    assert error < (0.02 if recipe == "bf16" else 0.3)
+
+
+def test_fp16_narrows_the_forward_half_only(graphs) -> None:
+    """An unscaled gradient underflows in float16, so backward GEMMs stay wide."""
+    model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 8))
+    out = torch.compile(model, backend=eager_backend("native", recipe="fp16", low_ratio=None))(torch.randn(16, 24))
+    out.sum().backward()
+    assert [operand_dtypes(gm) for gm in graphs] == [[{torch.float16}] * 2, [{torch.float32}] * 3]
+
+
+def test_a_cpu_without_16_bit_gemms_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: False)
+    backend = eager_backend("native", recipe="bf16", low_ratio=None)
+    with pytest.warns(fxprec.FxprecWarning, match=r"narrow-gemms: this CPU has no torch\.bfloat16 GEMM"):
+        torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(2, 4)).sum().backward()
+    assert [e.kind for e in backend.events] == ["fallback"]
