@@ -40,15 +40,16 @@ def _store(graph: Graph, q: Node) -> Node:
     readers = [u for u in q.users if u.target is symbolic.DEQUANTIZE]
     keeps_codes = len(readers) < len(q.users) and q.args[4] != "simulate"
     x = q.args[0]
+    assert isinstance(x, Node)
     overwrites = bool(readers) and is_ours_alone(x)
+    values: Node = x
+    codes: Node = x
     with graph.inserting_before(q):
         if overwrites and keeps_codes:
             call = graph.call_function(symbolic.STORE_, q.args)
             codes, stats = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
-            values = x
         elif overwrites:
             stats = graph.call_function(symbolic.ROUND_, q.args)
-            codes = values = x
         elif keeps_codes:
             call = graph.call_function(symbolic.STORE, (*q.args, bool(readers)))
             codes, values, stats = (graph.call_function(operator.getitem, (call, i)) for i in range(3))

@@ -33,12 +33,12 @@ _MAKES_NEW = (ops.GEMMS | ops.GEMMS_BACKWARD) | frozenset(
 _SUMS_AND_PRODUCTS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})
 
 
-def is_ours_alone(x: object) -> bool:
+def is_ours_alone(x: Node) -> bool:
     """Say whether ``x`` is a dense float32 tensor in memory of its own that only one node reads."""
-    if not isinstance(x, Node) or len(x.users) != 1 or not _is_dense_float(x):
+    if len(x.users) != 1 or not _is_dense_float(x):
         return False
     if x.target is _FORCE:  # hands its input on where the strides are right already
-        return is_ours_alone(x.args[0])
+        return is_ours_alone(x.all_input_nodes[0])
     source = x.args[0] if x.target is operator.getitem else x
     assert isinstance(source, Node)
     return source.target in _MAKES_NEW or (source.target in _SUMS_AND_PRODUCTS and _is_real_work(source))
