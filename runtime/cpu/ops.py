@@ -31,9 +31,10 @@ def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
 
 
 def _dense(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``x`` as a tensor whose memory can be walked front to back."""
-    x = x.to(dtype)
-    return x if torch.ops.aten.is_non_overlapping_and_dense(x) else x.contiguous()
+    """Return ``x`` as a tensor whose memory can be walked front to back, with the strides its fake result promises."""
+    if torch.ops.aten.is_non_overlapping_and_dense(x):
+        return x.to(dtype)
+    return torch.empty_like(x, dtype=dtype).copy_(x)
 
 
 def _need_dense(x: torch.Tensor) -> None:
