@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fxprec import aps as aps
     from fxprec import formats as formats
+    from fxprec import optim as optim
     from fxprec.backend import Backend as Backend
     from fxprec.backend import backend_of as backend_of
     from fxprec.config import Config as Config
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from fxprec.errors import FormatError as FormatError
     from fxprec.errors import FxprecError as FxprecError
     from fxprec.errors import FxprecWarning as FxprecWarning
+    from fxprec.errors import GradientError as GradientError
     from fxprec.errors import LoweringError as LoweringError
     from fxprec.errors import PlanError as PlanError
     from fxprec.formats import Format as Format
@@ -51,13 +53,14 @@ _HOMES = {
             "ConfigError",
             "FallbackError",
             "FormatError",
+            "GradientError",
             "LoweringError",
             "PlanError",
         ),
         "errors",
     ),
 }
-_MODULES = ("aps", "formats")
+_MODULES = ("aps", "formats", "optim")
 
 __all__ = [*sorted(_HOMES), *_MODULES]
 

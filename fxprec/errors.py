@@ -37,6 +37,10 @@ class FallbackError(FxprecError, RuntimeError):
     """Under ``strict=True``: something asked for would have been left out."""
 
 
+class GradientError(FxprecError, RuntimeError):
+    """A gradient is not finite where ``error_if_nonfinite`` forbids it."""
+
+
 class FxprecWarning(UserWarning):
     """Something asked for was left out; the message names node, module and source line."""
 

@@ -1,0 +1,11 @@
+"""Optimizers whose weights and state are 16 bits, or any format (ALGORITHMS.md section 6; Zamirai et al. 2020).
+
+    opt = fxprec.optim.AdamW(model.bfloat16().parameters(), lr=1e-3, betas=(0.9, 0.997), update="kahan")
+
+torch.optim's signatures and state, and how the new weight is rounded: see `SGD`.
+"""
+
+from fxprec.runtime.optim.optimizers import SGD, AdamW
+from fxprec.runtime.optim.stepper import CancelledRow
+
+__all__ = ["SGD", "AdamW", "CancelledRow"]

@@ -1,0 +1,126 @@
+"""The generated CPU kernel: all parameters of a group in one call, one read and one write of each tensor.
+
+Printed from the trace of `maths`, compiled once for each rule by Inductor's own C++ builder (its compiler, flags and
+disk cache).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fxprec.errors import FxprecWarning
+from fxprec.runtime.optim.printer import Dialect, statements
+from fxprec.runtime.optim.rule import INTEGERS, Rule
+from fxprec.runtime.optim.trace import trace
+
+_TEMPLATE = Path(__file__).with_name("kernel.cpp")
+_FLAGS = ("-fno-math-errno",)  # with errno a square root is a call and a branch, and nothing is vectorised
+_CODES = {torch.float32: "float", torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
+
+
+def _number(value: float, dtype: torch.dtype) -> str:
+    if dtype != torch.float32:
+        return f"int32_t({int(value)}ll)"
+    if value in (torch.inf, -torch.inf):
+        return "__builtin_inff()" if value > 0 else "-__builtin_inff()"
+    return f"{float(value).hex()}f"
+
+
+_CPP = Dialect(
+    statement="const {type} {name} = {value};",
+    types={torch.float32: "float", torch.int32: "int32_t", torch.bool: "bool"},
+    number=_number,
+    expressions={
+        "add": "add({0}, {1})",
+        "sub": "sub({0}, {1})",
+        "rsub": "sub({1}, {0})",
+        "mul": "mul({0}, {1})",
+        "div": "{0} / {1}",
+        "neg": "-{0}",
+        "sqrt": "__builtin_sqrtf({0})",
+        "fma": "__builtin_fmaf({0}, {1}, {2})",
+        "maximum": "maximum({0}, {1})",
+        "clamp_min": "({0} < {1} ? {1} : {0})",
+        "clamp_max": "({0} > {1} ? {1} : {0})",
+        "clamp": "({0} < {1} ? {1} : {0} > {2} ? {2} : {0})",
+        "bitwise_and": "{0} & {1}",
+        "bitwise_or": "{0} | {1}",
+        "bitwise_xor": "{0} ^ {1}",
+        "__rshift__": "{0} >> {1}",
+        "__lshift__": "shift_left({0}, {1})",
+        "lt": "{0} < {1}",
+        "gt": "{0} > {1}",
+        "ge": "{0} >= {1}",
+        "eq": "{0} == {1}",
+        "ne": "{0} != {1}",
+        "where": "{0} ? {1} : {2}",
+        "scalar_tensor": "{0}",
+        "bits_of": "bits_of({0})",
+        "float_of": "float_of({0})",
+    },
+)
+
+
+def source(rule: Rule) -> str:
+    """Return the C++ source of a rule's kernel."""
+    lines, outputs = statements(trace(rule), _CPP)
+    names = rule.tensors
+    code = _CODES[rule.carrier]
+    pointers = [f"{code}* __restrict {name}_at = ({code}*)row[{i + 1}];" for i, name in enumerate(names)]
+    loads = [f"const float {name} = load({name}_at[i]);" for name in names]
+    scalars = [f"const float {name} = scalars[{i}];" for i, name in enumerate(rule.scalars)]
+    scalars += [f"const int32_t {name} = integers[{i}];" for i, name in enumerate(INTEGERS)]
+    stores = [f"store({name}_at[i], {outputs[name]});" for name in names if name in outputs]
+    stores += [f"{name}s += {outputs[name]};" for name in ("nonzero", "cancelled") if name in outputs]
+    indent = "\n    "
+    filled = {
+        "COLUMNS": str(len(names) + 1),
+        "SCALARS": str(len(rule.scalars)),
+        "INTEGERS": str(len(INTEGERS)),
+        "POINTERS": "\n  ".join(pointers + scalars),
+        "BODY": indent.join([*loads, *lines, *stores]),
+    }
+    text = _TEMPLATE.read_text(encoding="utf-8")
+    for name, value in filled.items():
+        text = text.replace(f"/*{name}*/", value)
+    return text
+
+
+@cache
+def library(rule: Rule) -> ctypes.CDLL | None:
+    """The compiled kernel, or None, with a warning, without a compiler."""
+    try:
+        from torch._inductor.codecache import CppCodeCache
+
+        loaded: ctypes.CDLL = CppCodeCache.load(source(rule), device_type="cpu", extra_flags=_FLAGS)
+    except Exception as error:  # any failure of a foreign compiler; the reference gives the same result
+        cause = str(error).partition("\n")[0]
+        warnings.warn(
+            f"the optimizer runs op by op, several times slower: its kernel did not compile ({cause}); give Inductor a "
+            "C++ compiler (CXX)",
+            FxprecWarning,
+            stacklevel=2,
+        )
+        return None
+    return loaded
+
+
+def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor, counts: Tensor | None) -> bool:
+    """Step every row of tensors (`Rule.tensors`; dense, equal layout) in place; False where no kernel compiles.
+
+    ``scalars``: float32 (rows, `Rule.scalars`); ``integers``: int32 (rows, `INTEGERS`); ``counts``: int64 (rows, 2),
+    to which the numbers of non-zero and of cancelled updates are added.
+    """
+    loaded = library(rule)
+    if loaded is None:
+        return False
+    table = torch.tensor([[row[0].numel(), *(t.data_ptr() for t in row)] for row in rows], dtype=torch.int64)
+    at = [ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in (table, scalars, integers, counts)]
+    loaded.fxprec_optim_step(ctypes.c_int64(len(rows)), *at)
+    return True

@@ -1,0 +1,81 @@
+"""Checks while training: gradients that are not finite, and a learning rate that can never move a weight."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxprec.errors import ConfigError, FxprecWarning, GradientError
+from fxprec.runtime.optim.options import name_of
+from fxprec.runtime.optim.rounding import nearest
+from fxprec.runtime.optim.rule import Rule
+
+_WARNED = "_fxprec_looked_at"
+
+
+def check_gradients(groups: list[dict[str, Any]]) -> None:
+    """Raise for sparse gradients, and for non-finite ones in groups with ``error_if_nonfinite``."""
+    for position, group in enumerate(groups):
+        given = [(i, p.grad) for i, p in enumerate(group["params"]) if p.grad is not None]
+        for index, grad in given:
+            if grad.layout != torch.strided:
+                raise ConfigError(
+                    f"the gradient of {name_of(group, index)} of group {position} is sparse, and only dense ones are "
+                    "stepped; make the embedding with sparse=False"
+                )
+        if group["error_if_nonfinite"]:
+            _check_finite(group, position, given)
+
+
+def _check_finite(group: Mapping[str, Any], position: int, given: list[tuple[int, Tensor]]) -> None:
+    grads = [grad for _, grad in given if grad.numel()]
+    norms = torch._foreach_norm(grads, float("inf")) if grads else []
+    if all(bool(torch.isfinite(norm)) for norm in norms):
+        return
+    index = next(i for i, grad in given if not bool(torch.isfinite(grad).all()))
+    raise GradientError(
+        f"the gradient of {name_of(group, index)} of group {position} has inf or NaN; weights and state are as before "
+        "this step: skip the batch, or lower the loss scale or learning rate"
+    )
+
+
+def warn_if_stuck(rule: Rule, group: dict[str, Any], position: int, indices: list[int]) -> None:
+    """Warn, at a group's first step, where rounding to nearest cancels every update its largest weight can get.
+
+    For AdamW the bound on an update is learning rate * max(1, (1 - beta1) / sqrt(1 - beta2)); for SGD it takes the
+    largest gradient of this step.
+    """
+    if rule.update != "nearest" or group.get(_WARNED) or group.get("capturable"):
+        return
+    group[_WARNED] = True
+    largest, owner = max((float(p.detach().abs().max()), i) for i in indices if (p := group["params"][i]).numel())
+    update = _largest_update(rule, group, indices, largest)
+    ends = torch.tensor([largest - update, largest + update], dtype=torch.float64).float()
+    weight = nearest(torch.tensor([largest, largest]), rule.format)
+    if update > 0 and largest > 0 and torch.equal(nearest(ends, rule.format), weight):
+        warnings.warn(
+            f"lr={_peak_lr(group)} can never move the largest weight of group {position}: {largest} in "
+            f"{name_of(group, owner)}; an update is at most {update:.3g}, which rounding to {rule.format.name} cancels; "
+            "raise lr, or use update='kahan' or update='stochastic'",
+            FxprecWarning,
+            stacklevel=6,
+        )
+
+
+def _peak_lr(group: Mapping[str, Any]) -> float:
+    """The largest learning rate the schedulers promise: warm-up starts low."""
+    return max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if group.get(name) is not None)
+
+
+def _largest_update(rule: Rule, group: Mapping[str, Any], indices: list[int], largest: float) -> float:
+    lr, decay = _peak_lr(group), float(group["weight_decay"])
+    if rule.algorithm == "adamw":
+        beta1, beta2 = group["betas"]
+        return lr * (max(1.0, (1 - beta1) / (1 - beta2) ** 0.5) + decay * largest)
+    grads = [float(group["params"][i].grad.abs().max()) for i in indices if group["params"][i].numel()]
+    momentum = float(group["momentum"])
+    return lr * (max(grads) + decay * largest) / ((1 - momentum) if momentum < 1 else 1)

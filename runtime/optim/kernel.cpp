@@ -1,0 +1,95 @@
+// One optimizer step over many tensors. The parts in capitals are printed by runtime/optim/cpp.py.
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__GNUC__) && !defined(__clang__)
+// Inductor switches the first off: its own loops are written in vectors.
+#pragma GCC optimize("tree-loop-vectorize", "no-trapping-math", "signed-zeros")
+#endif
+
+namespace {
+
+constexpr int64_t kChunk = 1 << 14;  // elements; also the most one thread takes at a time
+constexpr int64_t kParallelFrom = 1 << 15;
+
+inline int32_t bits_of(float x) { int32_t b; std::memcpy(&b, &x, 4); return b; }
+inline float float_of(int32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
+// Integers wrap, as torch's do.
+inline int32_t add(int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); }
+inline int32_t sub(int32_t a, int32_t b) { return int32_t(uint32_t(a) - uint32_t(b)); }
+inline int32_t mul(int32_t a, int32_t b) { return int32_t(uint32_t(a) * uint32_t(b)); }
+inline int32_t shift_left(int32_t a, int32_t b) { return int32_t(uint32_t(a) << b); }
+inline float add(float a, float b) { return a + b; }
+inline float sub(float a, float b) { return a - b; }
+inline float mul(float a, float b) { return a * b; }
+inline float maximum(float a, float b) { return (a > b) | (a != a) ? a : b; }
+
+struct Bfloat16 { uint16_t code; };
+struct Float16 { uint16_t code; };
+
+inline float load(const float& x) { return x; }
+inline float load(const Bfloat16& x) { return float_of(int32_t(uint32_t(x.code) << 16)); }
+inline float load(const Float16& x) {
+  const int32_t magnitude = int32_t(x.code & 0x7fff) << 13;
+  const int32_t finite = bits_of(float_of(magnitude) * 0x1p112f);
+  const int32_t value = magnitude < 0x0f800000 ? finite : magnitude | 0x7f800000;
+  return float_of(value | int32_t(uint32_t(x.code & 0x8000) << 16));
+}
+
+// What is stored is a number of the format already, or inf or NaN: nothing is rounded here.
+inline void store(float& to, float x) { to = x; }
+inline void store(Bfloat16& to, float x) {
+  const int32_t bits = bits_of(x);
+  to.code = uint16_t((uint32_t(bits) >> 16) | ((bits & 0x7fffffff) > 0x7f800000 ? 0x40 : 0));
+}
+inline void store(Float16& to, float x) {
+  const int32_t magnitude = bits_of(x) & 0x7fffffff;
+  const int32_t finite = bits_of(float_of(magnitude) * 0x1p-112f) >> 13;
+  const int32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+  to.code = uint16_t((magnitude < 0x7f800000 ? finite : special) | int32_t(uint32_t(bits_of(x) & ~0x7fffffff) >> 16));
+}
+
+struct Chunk { int64_t item, begin, end; };
+struct Counts { int32_t nonzero, cancelled; };
+
+// Not inlined: OpenMP's own functions do not take over the options above.
+#if defined(__GNUC__)
+__attribute__((noinline))
+#endif
+Counts walk(const Chunk chunk, const int64_t* row, const float* scalars, const int32_t* integers) {
+  /*POINTERS*/
+  int32_t nonzeros = 0, cancelleds = 0;
+#pragma omp simd reduction(+ : nonzeros, cancelleds)
+  for (int64_t i = chunk.begin; i < chunk.end; ++i) {
+    const int32_t index = int32_t(i);
+    /*BODY*/
+  }
+  return {nonzeros, cancelleds};
+}
+
+}  // namespace
+
+// `table` (items, columns): number of elements, then the address of each tensor; `counts` (items, 2) or null.
+extern "C" void fxprec_optim_step(int64_t items, const int64_t* table, const float* scalars, const int32_t* integers,
+                                  int64_t* counts) {
+  std::vector<Chunk> chunks;
+  int64_t total = 0;
+  for (int64_t item = 0; item < items; ++item) {
+    const int64_t n = table[item * /*COLUMNS*/];
+    total += n;
+    for (int64_t at = 0; at < n; at += kChunk) chunks.push_back({item, at, at + kChunk < n ? at + kChunk : n});
+  }
+#pragma omp parallel for schedule(dynamic) if (total > kParallelFrom)
+  for (int64_t c = 0; c < int64_t(chunks.size()); ++c) {
+    const int64_t item = chunks[c].item;
+    const Counts found = walk(chunks[c], table + item * /*COLUMNS*/, scalars + item * /*SCALARS*/,
+                              integers + item * /*INTEGERS*/);
+    if (counts) {
+#pragma omp atomic
+      counts[item * 2] += found.nonzero;
+#pragma omp atomic
+      counts[item * 2 + 1] += found.cancelled;
+    }
+  }
+}

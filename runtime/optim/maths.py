@@ -1,0 +1,111 @@
+"""The maths of a step, once: eager torch runs it, Dynamo inlines it, and the printers turn its trace into kernels.
+
+All values are float32 on the way. Each numbered line of the paper's Algorithms 2 to 5 is one operation: its inputs are
+numbers of the format, it computes in float32, its result is rounded to nearest once. At float32 the operations are
+those of torch.optim, in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fxprec.formats import Format
+from fxprec.runtime.optim.fma import fma, sqrt
+from fxprec.runtime.optim.rounding import nearest, random_bits, stochastic
+from fxprec.runtime.optim.rule import CARRIERS, Rule
+
+Values: TypeAlias = Mapping[str, Tensor]
+
+
+class Stepped(NamedTuple):
+    """New values by tensor name, and what `Rule.statistics` counts: masks of updates not zero, and of those lost."""
+
+    values: dict[str, Tensor]
+    nonzero: Tensor | None
+    cancelled: Tensor | None
+
+
+def step(rule: Rule, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
+    """One step of one parameter. ``tensors``: float32 (n,) by `Rule.tensors`; ``scalars``: 0-dim by `Rule.scalars`
+    and `INTEGERS`; ``index``: int32 (n,) element numbers, only read by stochastic rounding."""
+    grad = -tensors["grad"] if rule.maximize else tensors["grad"]
+    if CARRIERS[rule.carrier] != rule.format:
+        grad = nearest(grad, rule.format)
+    kernel = _sgd if rule.algorithm == "sgd" else _adamw
+    return kernel(rule, grad, tensors, scalars, index)
+
+
+def _sgd(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
+    """Algorithms 2 and 3, with torch's dampening and Nesterov momentum."""
+    param, fmt = tensors["param"], rule.format
+    state: dict[str, Tensor] = {}
+    if rule.weight_decay:
+        grad = nearest(fma(param, scalars["weight_decay"], grad), fmt)
+    if rule.momentum:
+        decayed = tensors["momentum_buffer"] * scalars["momentum"]
+        buffer = nearest(fma(grad, scalars["undamped"], decayed), fmt)
+        buffer = torch.where(scalars["first"] != 0, grad, buffer)
+        state["momentum_buffer"] = buffer
+        grad = nearest(fma(buffer, scalars["momentum"], grad), fmt) if rule.nesterov else buffer
+    update = grad * scalars["neg_lr"]
+    moved = fma(grad, scalars["neg_lr"], param)
+    return _finish(rule, update, moved, state, tensors, scalars, index)
+
+
+def _adamw(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
+    """Algorithms 4 and 5, with torch's bias correction (float32 scalars) and AMSGrad."""
+    param, fmt = tensors["param"], rule.format
+    mean, square = tensors["exp_avg"], tensors["exp_avg_sq"]
+    if rule.long_lerp:
+        mean = nearest(fma(mean - grad, scalars["beta1"], grad), fmt)
+    else:
+        mean = nearest(fma(grad - mean, scalars["rest1"], mean), fmt)
+    square = nearest(fma(grad * scalars["rest2"], grad, square * scalars["beta2"]), fmt)
+    state = {"exp_avg": mean, "exp_avg_sq": square}
+    if rule.amsgrad:
+        square = state["max_exp_avg_sq"] = torch.maximum(tensors["max_exp_avg_sq"], square)
+    denominator = nearest(sqrt(square) / scalars["root2"], fmt) + scalars["eps"]
+    change = mean * scalars["neg_step_size"] / denominator
+    update, start = change, param
+    if rule.weight_decay:
+        update = fma(param, scalars["neg_lr_decay"], change)
+        start = param * scalars["decay"]
+    return _finish(rule, update, start + change, state, tensors, scalars, index)
+
+
+def _finish(
+    rule: Rule,
+    update: Tensor,
+    moved: Tensor,
+    state: dict[str, Tensor],
+    tensors: Values,
+    scalars: Values,
+    index: Tensor | None,
+) -> Stepped:
+    """Add the update: ``moved`` is param + update in float32, as torch computes it."""
+    param, fmt = tensors["param"], rule.format
+    random = None
+    if rule.stochastic and index is not None:
+        random = random_bits(index, scalars["key0"], scalars["key1"], scalars["step"])
+    if not rule.kahan:
+        new = _rounded(moved, random, fmt)
+        lost = new == param
+    else:
+        old = tensors["compensation"]
+        y = nearest(nearest(update, fmt) - old, fmt)
+        new = _rounded(param + y, random, fmt)
+        state["compensation"] = nearest(nearest(new - param, fmt) - y, fmt)
+        lost = (new == param) & (state["compensation"] == old)
+    values = {"param": new, **state}
+    if not rule.statistics:
+        return Stepped(values, None, None)
+    nonzero = update != 0
+    return Stepped(values, nonzero, nonzero & lost)
+
+
+def _rounded(x: Tensor, random: Tensor | None, fmt: Format) -> Tensor:
+    return nearest(x, fmt) if random is None else stochastic(x, random, fmt)

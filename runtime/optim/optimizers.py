@@ -1,0 +1,115 @@
+"""`SGD` and `AdamW`: torch.optim's, with weights and state in any format."""
+
+from __future__ import annotations
+
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from fxprec.formats import Format
+from fxprec.runtime.optim.options import own_defaults
+from fxprec.runtime.optim.rule import Update
+from fxprec.runtime.optim.stepper import Stepper
+
+
+class SGD(Stepper, torch.optim.SGD):
+    """``torch.optim.SGD`` for 16-bit (or narrower) weights; Zamirai et al. 2020, Algorithms 2 and 3.
+
+    Every option of torch.optim.SGD, and per param group:
+
+    ``update``: how the new weight is rounded: ``"nearest"``, ``"stochastic"``, ``"kahan"`` (a compensation of the
+    weight's size is kept) or ``"stochastic+kahan"``. ``format``: a `Format` or its name that weights and state are
+    rounded to; None takes that of each parameter's dtype. ``error_if_nonfinite``: raise `GradientError` before
+    anything is changed. ``count_cancelled``: count what `cancelled` returns.
+    ``seed`` or ``generator`` (from which one seed is drawn) decide the random bits, which are a function of seed,
+    parameter, element and step: the same on all ranks that use the same seed, 0 by default.
+    ``foreach=False`` runs the plain reference op by op; any other value one kernel for all parameters of a group.
+
+    Raises `ConfigError` (a ``ValueError``) for what docs/optim.md lists under "What is refused".
+    """
+
+    _algorithm = "sgd"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        update: Update = "stochastic",
+        format: Format | str | None = None,
+        generator: torch.Generator | None = None,
+        seed: int | None = None,
+        error_if_nonfinite: bool = False,
+        count_cancelled: bool = False,
+    ) -> None:
+        self._own = own_defaults(update, format, generator, seed, error_if_nonfinite, count_cancelled)
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+        )
+        self.defaults |= self._own
+
+
+class AdamW(Stepper, torch.optim.AdamW):
+    """``torch.optim.AdamW`` for 16-bit (or narrower) weights; Zamirai et al. 2020, Algorithms 4 and 5.
+
+    Every option of torch.optim.AdamW; the others are those of `SGD`. With bf16 weights torch's default beta2 of 0.999
+    rounds to 1 and is refused: the paper takes 0.997.
+    """
+
+    _algorithm = "adamw"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        update: Update = "stochastic",
+        format: Format | str | None = None,
+        generator: torch.Generator | None = None,
+        seed: int | None = None,
+        error_if_nonfinite: bool = False,
+        count_cancelled: bool = False,
+    ) -> None:
+        self._own = own_defaults(update, format, generator, seed, error_if_nonfinite, count_cancelled)
+        betas = (float(betas[0]), float(betas[1]))
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+        )
+        self.defaults |= self._own
+
+

@@ -1,0 +1,134 @@
+"""What the optimizers take beyond torch.optim's options, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxprec.errors import ConfigError, did_you_mean
+from fxprec.formats import Format, parse
+from fxprec.runtime.optim.rounding import nearest
+from fxprec.runtime.optim.rule import CARRIERS, UPDATES, Rule
+
+OWN = ("update", "format", "seed", "error_if_nonfinite", "count_cancelled")
+"""The keys our param groups have beside torch.optim's."""
+
+
+def own_defaults(
+    update: str,
+    format: Format | str | None,
+    generator: torch.Generator | None,
+    seed: int | None,
+    error_if_nonfinite: bool,
+    count_cancelled: bool,
+) -> dict[str, Any]:
+    """Return the default values of `OWN`, as plain data: a state dict holds them. Raises `ConfigError`."""
+    if seed is not None and generator is not None:
+        raise ConfigError("seed and generator are both given, and each decides the random bits; keep one of them")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ConfigError(f"seed is {seed!r}; give it an int")
+    if generator is not None:
+        seed = int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
+    return {
+        "update": update,
+        "format": None if format is None else parse(format).name,
+        "seed": seed or 0,
+        "error_if_nonfinite": error_if_nonfinite,
+        "count_cancelled": count_cancelled,
+    }
+
+
+def check_group(group: dict[str, Any], position: int) -> None:
+    """Bring a new param group into canonical form. Raises `ConfigError` (see docs/optim.md, "What is refused")."""
+    if group["update"] not in UPDATES:
+        hint = did_you_mean(str(group["update"]), UPDATES)
+        raise ConfigError(
+            f"update={group['update']!r} of group {position} is unknown{hint}; use one of {list(UPDATES)}"
+        )
+    if group["format"] is not None:
+        group["format"] = parse(group["format"]).name
+    if group.get("differentiable"):
+        raise ConfigError("differentiable=True cannot be: rounding has no derivative; use torch.optim for that")
+    if group["error_if_nonfinite"] and group.get("capturable"):
+        raise ConfigError("error_if_nonfinite waits for the device, which capturable=True forbids; drop one of them")
+    for name, param in _named(group):
+        _check_param(name, param, position)
+    _check_formats(group, position)
+    for fmt in {format_of(group, param) for param in group["params"]}:
+        _check_betas(group, fmt, position)
+
+
+def format_of(group: Mapping[str, Any], param: Tensor) -> Format:
+    """The format of a parameter: the group's, or that of its dtype."""
+    return CARRIERS[param.dtype] if group["format"] is None else parse(group["format"])
+
+
+def name_of(group: Mapping[str, Any], index: int) -> str:
+    """How messages call a parameter."""
+    names = group.get("param_names")
+    return f"parameter {names[index]!r}" if names else f"parameter {index}"
+
+
+def _named(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    return ((name_of(group, i), param) for i, param in enumerate(group["params"]))
+
+
+def _check_param(name: str, param: Tensor, position: int) -> None:
+    if param.dtype in CARRIERS:
+        return
+    if param.is_complex():
+        way_out = "give torch.view_as_real of it, or use torch.optim"
+    elif param.is_floating_point():
+        way_out = "steps are computed in float32: convert it with .float(), or use torch.optim"
+    else:
+        way_out = "only floating-point weights are trained: leave it out of the param groups"
+    raise ConfigError(f"{name} of group {position} is {str(param.dtype)[6:]}; {way_out}")
+
+
+def _check_formats(group: Mapping[str, Any], position: int) -> None:
+    params = list(_named(group))
+    if group["format"] is None and len({param.dtype for _, param in params}) > 1:
+        (first, one), (second, other) = params[0], next(p for p in params if p[1].dtype != params[0][1].dtype)
+        raise ConfigError(
+            f"group {position} mixes formats: {first} is {CARRIERS[one.dtype].name}, {second} is "
+            f"{CARRIERS[other.dtype].name}; put them in groups of their own, or give the group one format="
+        )
+    for name, param in params:
+        fmt, carrier = format_of(group, param), CARRIERS[param.dtype]
+        if not carrier.contains(fmt):
+            raise ConfigError(
+                f"{name} of group {position} is {carrier.name}, which cannot hold every number of {fmt.name}; "
+                f"convert it with .float(), or use format={carrier.name!r}"
+            )
+
+
+def _check_betas(group: Mapping[str, Any], fmt: Format, position: int) -> None:
+    betas = {f"betas[{i}]": beta for i, beta in enumerate(group.get("betas", ()))}
+    betas |= {"momentum": group["momentum"]} if "momentum" in group else {}
+    for name, beta in betas.items():
+        if beta < 1 and float(nearest(torch.tensor(float(beta)), fmt)) >= 1:
+            raise ConfigError(
+                f"{name}={float(beta)} of group {position} rounds to 1 in {fmt.name}: the average would never forget; "
+                f"use less than {1 - 2.0 ** -(fmt.mantissa_bits + 2)} (the paper takes 0.997 for bf16)"
+            )
+
+
+def rule_of(group: Mapping[str, Any], algorithm: str, param: Tensor) -> Rule:
+    """Return what the kernel of this group depends on."""
+    adamw = algorithm == "adamw"
+    return Rule(
+        algorithm="adamw" if adamw else "sgd",
+        update=group["update"],
+        format=format_of(group, param),
+        carrier=param.dtype,
+        momentum=not adamw and group["momentum"] != 0,
+        nesterov=not adamw and bool(group["nesterov"]),
+        weight_decay=bool(group["weight_decay"] != 0),
+        maximize=bool(group["maximize"]),
+        amsgrad=adamw and bool(group["amsgrad"]),
+        long_lerp=adamw and 1 - group["betas"][0] >= 0.5,
+        statistics=bool(group["count_cancelled"]),
+    )

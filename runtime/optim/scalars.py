@@ -1,0 +1,61 @@
+"""The numbers of a step that change while training: learning rate, bias corrections, keys of the random bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxprec.runtime.optim.rounding import keys_of
+from fxprec.runtime.optim.rule import Rule
+
+
+def floats(rule: Rule, group: Mapping[str, Any], steps: Tensor) -> Tensor:
+    """Return float32 (parameters, `Rule.scalars`) on the device of ``steps`` (float, (parameters,), counted from 1).
+
+    Computed in float64, as torch.optim does with Python's floats; no value is read back from a device.
+    """
+    count = steps.double()
+    values = _sgd(group, count) if rule.algorithm == "sgd" else _adamw(group, count)
+    columns = [torch.as_tensor(values[name], dtype=torch.float64, device=count.device) for name in rule.scalars]
+    return torch.stack([column.expand_as(count) for column in columns], 1).float()
+
+
+def _sgd(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
+    return {
+        "neg_lr": -_scalar(group["lr"], count),
+        "momentum": group["momentum"],
+        "undamped": 1 - group["dampening"],
+        "weight_decay": group["weight_decay"],
+        "first": count == 1,
+    }
+
+
+def _adamw(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
+    beta1, beta2 = group["betas"]
+    lr = _scalar(group["lr"], count)
+    rest1 = torch.tensor(1 - beta1, dtype=torch.float32)
+    return {
+        "neg_step_size": -(lr / (1 - beta1**count)),
+        "decay": 1 - lr * group["weight_decay"],
+        "neg_lr_decay": -(lr * group["weight_decay"]),
+        "beta1": float(1 - rest1),  # torch's lerp has it in float32
+        "rest1": 1 - beta1,
+        "beta2": beta2,
+        "rest2": 1 - beta2,
+        "root2": (1 - beta2**count) ** 0.5,
+        "eps": group["eps"],
+    }
+
+
+def _scalar(lr: float | Tensor, like: Tensor) -> float | Tensor:
+    """A tensor learning rate stays on its device; a number stays a number."""
+    return lr.detach().reshape(()).to(device=like.device, dtype=torch.float64) if isinstance(lr, Tensor) else lr
+
+
+def integers(seed: int, places: list[tuple[int, ...]], steps: Tensor) -> Tensor:
+    """Return int32 (parameters, `INTEGERS`): keys from the seed and each parameter's place, and the step."""
+    keys = torch.tensor([keys_of(seed, *place) for place in places], dtype=torch.int32, device=steps.device)
+    return torch.cat([keys, steps.to(torch.int32)[:, None]], 1)

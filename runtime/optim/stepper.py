@@ -1,0 +1,209 @@
+"""What SGD and AdamW share: state, checks, and one kernel call for all parameters of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _use_grad_for_differentiable
+
+from fxprec.runtime.optim import cpp, guards, reference, scalars
+from fxprec.runtime.optim.local import dense_rows, place_of
+from fxprec.runtime.optim.options import OWN, check_group, name_of, rule_of
+from fxprec.runtime.optim.rule import Rule
+
+
+class CancelledRow(NamedTuple):
+    """How many updates of one parameter rounding threw away."""
+
+    group: int
+    parameter: int
+    """Position in its group."""
+    name: str
+    nonzero: int
+    """Updates that were not zero, since the counts were last reset."""
+    cancelled: int
+    """Of these, those that changed neither the weight nor its compensation."""
+
+    @property
+    def share(self) -> float:
+        """cancelled / nonzero, 0 where there was none."""
+        return self.cancelled / self.nonzero if self.nonzero else 0.0
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The parameters of one group that have a gradient."""
+
+    indices: list[int]
+    rows: list[list[Tensor]]
+    """For each, the tensors of `Rule.tensors`."""
+    steps: list[Tensor]
+    counts: list[Tensor]
+
+
+class Stepper(Optimizer):
+    """Mixin before ``torch.optim.SGD`` or ``AdamW``: their constructors, groups and state, our step."""
+
+    _algorithm: str
+    _own: dict[str, Any]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch.optim does. Raises `ConfigError` for what docs/optim.md says is refused."""
+        for name, value in self._own.items():
+            param_group.setdefault(name, value)
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1], len(self.param_groups) - 1)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    @_use_grad_for_differentiable  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient; return the closure's loss, if one is given.
+
+        Raises `GradientError`, before anything is changed, where ``error_if_nonfinite`` is set and a gradient is not
+        finite; `ConfigError` for a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not torch.compiler.is_compiling():
+            guards.check_gradients(self.param_groups)
+        first = 0
+        for position, group in enumerate(self.param_groups):
+            self._step_group(position, group, first)
+            first += len(group["params"])
+        return loss
+
+    def _step_group(self, position: int, group: dict[str, Any], first: int) -> None:
+        by_rule: dict[Rule, list[int]] = {}
+        for index, param in enumerate(group["params"]):
+            if param.grad is not None:
+                by_rule.setdefault(rule_of(group, self._algorithm, param), []).append(index)
+        for rule, indices in by_rule.items():
+            batch = self._batch(rule, group, indices)
+            if not torch.compiler.is_compiling():
+                guards.warn_if_stuck(rule, group, position, indices)
+            self._step_batch(rule, group, batch, first)
+
+    def _batch(self, rule: Rule, group: Mapping[str, Any], indices: list[int]) -> _Batch:
+        rows, steps, counts = [], [], []
+        for index in indices:
+            param = group["params"][index]
+            state = self.state[param]
+            self._fill_state(rule, group, param, state)
+            rows.append([param, param.grad, *(state[name] for name in rule.state)])
+            if "step" in state:
+                steps.append(state["step"])
+            if rule.statistics:
+                counts.append(state["update_counts"])
+        return _Batch(indices, rows, steps, counts)
+
+    @staticmethod
+    def _fill_state(rule: Rule, group: Mapping[str, Any], param: Tensor, state: dict[str, Any]) -> None:
+        """Add what is missing: all of it at the first step, ours only after torch.optim's state was loaded."""
+        had_momentum = state.get("momentum_buffer") is not None
+        for name in rule.state:
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        if "step" not in state and (rule.state or rule.stochastic):
+            on_device = group.get("capturable") or group.get("fused")
+            device = param.device if on_device or torch.compiler.is_compiling() else torch.device("cpu")
+            state["step"] = torch.tensor(float(had_momentum), dtype=torch.float32, device=device)
+        if rule.statistics and "update_counts" not in state:
+            state["update_counts"] = torch.zeros(2, dtype=torch.int64, device=param.device)
+
+    def _step_batch(self, rule: Rule, group: Mapping[str, Any], batch: _Batch, first: int) -> None:
+        if batch.steps:
+            torch._foreach_add_(batch.steps, 1)
+            steps = torch.stack(batch.steps)
+        else:
+            steps = torch.zeros(len(batch.rows), dtype=torch.float32)
+        places = [(first + i, *place_of(row[0])) for i, row in zip(batch.indices, batch.rows, strict=True)]
+        floats = scalars.floats(rule, group, steps)
+        integers = scalars.integers(group["seed"], places, steps)
+        if torch.compiler.is_compiling() or group["foreach"] is False:
+            _run_reference(rule, batch, floats, integers)
+        else:
+            _run_kernel(rule, batch, floats, integers)
+
+    def cancelled(self, *, reset: bool = False) -> list[CancelledRow]:
+        """Return, for each parameter of the groups with ``count_cancelled``, its updates lost to rounding.
+
+        Counts run since the last ``reset`` (or load). Source: Zamirai et al. 2020, D.3. Waits for the device.
+        """
+        rows = []
+        for position, group in enumerate(self.param_groups):
+            for index, param in enumerate(group["params"]):
+                counts = self.state[param].get("update_counts") if param in self.state else None
+                if counts is not None:
+                    name = name_of(group, index)
+                    rows.append(CancelledRow(position, index, name, *(int(n) for n in counts.tolist())))
+                    if reset:
+                        counts.zero_()
+        return rows
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of torch.optim's: options the state does not name stay as they are.
+
+        State of another dtype than the weights is rounded to theirs; `cancelled` counts start again.
+        """
+        kept = [{name: group[name] for name in OWN} for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for position, (group, own) in enumerate(zip(self.param_groups, kept, strict=True)):
+            for name, value in own.items():
+                group.setdefault(name, value)
+            check_group(group, position)
+        for state in self.state.values():
+            state.pop("update_counts", None)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["differentiable"] = False
+
+
+def _run_reference(rule: Rule, batch: _Batch, floats: Tensor, integers: Tensor) -> None:
+    for i, (row, copies) in enumerate(zip(batch.rows, dense_rows(batch.rows), strict=True)):
+        device = copies[0].device
+        counts = batch.counts[i] if batch.counts else None
+        reference.run(rule, copies, floats[i].to(device), integers[i].to(device), counts)
+        _write_back(row, copies)
+
+
+def _run_kernel(rule: Rule, batch: _Batch, floats: Tensor, integers: Tensor) -> None:
+    rows = dense_rows(batch.rows)
+    device = rows[0][0].device
+    counts = torch.zeros(len(rows), 2, dtype=torch.int64, device=device) if batch.counts else None
+    if device.type == "cpu":
+        done = cpp.run(rule, rows, floats, integers, counts)
+    else:
+        from fxprec.runtime.optim import triton_step
+
+        done = triton_step.run(rule, rows, floats, integers, counts)
+    if not done:
+        _run_reference(rule, batch, floats, integers)
+        return
+    for row, copies in zip(batch.rows, rows, strict=True):
+        _write_back(row, copies)
+    if counts is not None:
+        torch._foreach_add_(batch.counts, list(counts.unbind()))
+
+
+def _write_back(row: list[Tensor], copies: list[Tensor]) -> None:
+    """Copy what was stepped outside its own memory; kernels write past autograd's notice, so tell it."""
+    for i, (t, copy) in enumerate(zip(row, copies, strict=True)):
+        if i == 1:
+            continue
+        local = t.to_local() if hasattr(t, "to_local") else t
+        if copy.data_ptr() != local.data_ptr():
+            local.copy_(copy.view(local.shape))
+        elif i == 0 and not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(t)

@@ -1,0 +1,60 @@
+"""Rules, and tensors with every special value, for the tests of the kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxprec.formats import parse
+from fxprec.runtime.optim.rule import Rule
+
+_SPECIAL = (0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-45, -3e-39, 3.3e38, 65519.9, 65520.0, 1.0)
+
+
+def rule(algorithm: str, update: str, fmt: str, carrier: torch.dtype, **options: bool) -> Rule:
+    """A rule with every option that adds operations, unless ``options`` says otherwise."""
+    every = {"weight_decay": True, "statistics": True}
+    every |= {"momentum": True, "nesterov": True} if algorithm == "sgd" else {"amsgrad": True}
+    return Rule(algorithm, update, parse(fmt), carrier, **(every | options))  # type: ignore[arg-type]
+
+
+RULES = [
+    rule("sgd", "nearest", "fp32", torch.float32, maximize=True),
+    rule("sgd", "stochastic", "bf16", torch.bfloat16),
+    rule("sgd", "stochastic+kahan", "fp16", torch.float16),
+    rule("sgd", "kahan", "1-8-3:ieee", torch.bfloat16, momentum=False, nesterov=False),
+    rule("adamw", "stochastic", "1-5-2", torch.float32, amsgrad=False),
+    rule("adamw", "stochastic+kahan", "bf16", torch.bfloat16, long_lerp=True),
+    rule("adamw", "nearest", "fp32", torch.float32, weight_decay=False),
+]
+
+
+def row_of(rule: Rule, n: int, seed: int = 0) -> list[Tensor]:
+    """Tensors of 16 decades, every special value against ordinary ones in each of them."""
+    g = torch.Generator().manual_seed(seed)
+    row = []
+    for name in rule.tensors:
+        x = torch.randn(n, generator=g) * 10 ** (torch.rand(n, generator=g) * 16 - 12)
+        special = torch.tensor(_SPECIAL)[: n // 4]
+        x[torch.randperm(n, generator=g)[: len(special)]] = special
+        row.append((x.abs() if "sq" in name else x).to(rule.carrier))
+    return row
+
+
+def numbers_of(rule: Rule, rows: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Scalars as a step has them, and integers, for each of ``rows`` parameters."""
+    g = torch.Generator().manual_seed(seed)
+    usual = {
+        "neg_lr": -0.03, "momentum": 0.9, "undamped": 0.7, "weight_decay": 0.01, "first": 0.0,
+        "neg_step_size": -0.02, "decay": 0.999, "neg_lr_decay": -0.001, "beta1": 0.3, "rest1": 0.7,
+        "beta2": 0.98, "rest2": 0.02, "root2": 0.4, "eps": 1e-8,
+    }  # fmt: skip
+    scalars = torch.tensor([[usual[name] for name in rule.scalars]] * rows)
+    scalars = scalars * (1 + 0.1 * torch.arange(rows)[:, None])
+    return scalars, torch.randint(-(2**31), 2**31 - 1, (rows, 3), dtype=torch.int32, generator=g)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, any NaN equal to any other."""
+    dtype = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return bool(((a.view(dtype) == b.view(dtype)) | (a.isnan() & b.isnan())).all())
