@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fxprec import aps as aps
+    from fxprec import arith as arith
     from fxprec import formats as formats
     from fxprec import optim as optim
     from fxprec.backend import Backend as Backend
@@ -60,7 +61,7 @@ _HOMES = {
         "errors",
     ),
 }
-_MODULES = ("aps", "formats", "optim")
+_MODULES = ("aps", "arith", "formats", "optim")
 
 __all__ = [*sorted(_HOMES), *_MODULES]
 

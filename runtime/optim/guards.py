@@ -14,8 +14,6 @@ from fxprec.runtime.optim.options import name_of
 from fxprec.runtime.optim.rounding import nearest
 from fxprec.runtime.optim.rule import Rule
 
-_WARNED = "_fxprec_looked_at"
-
 
 def check_gradients(groups: list[dict[str, Any]]) -> None:
     """Raise for sparse gradients, and for non-finite ones in groups with ``error_if_nonfinite``."""
@@ -43,24 +41,24 @@ def _check_finite(group: Mapping[str, Any], position: int, given: list[tuple[int
     )
 
 
-def warn_if_stuck(rule: Rule, group: dict[str, Any], position: int, indices: list[int]) -> None:
-    """Warn, at a group's first step, where rounding to nearest cancels every update its largest weight can get.
+def warn_if_stuck(rule: Rule, group: Mapping[str, Any], position: int, indices: list[int]) -> None:
+    """Warn, once for each group, where rounding to nearest cancels every update its largest weight can get.
 
     For AdamW the bound on an update is learning rate * max(1, (1 - beta1) / sqrt(1 - beta2)); for SGD it takes the
     largest gradient of this step.
     """
-    if rule.update != "nearest" or group.get(_WARNED) or group.get("capturable"):
+    sizes = [(float(p.detach().abs().max()), i) for i in indices if (p := group["params"][i]).numel()]
+    if not sizes:
         return
-    group[_WARNED] = True
-    largest, owner = max((float(p.detach().abs().max()), i) for i in indices if (p := group["params"][i]).numel())
+    largest, owner = max(sizes)
     update = _largest_update(rule, group, indices, largest)
     ends = torch.tensor([largest - update, largest + update], dtype=torch.float64).float()
     weight = nearest(torch.tensor([largest, largest]), rule.format)
     if update > 0 and largest > 0 and torch.equal(nearest(ends, rule.format), weight):
         warnings.warn(
             f"lr={_peak_lr(group)} can never move the largest weight of group {position}: {largest} in "
-            f"{name_of(group, owner)}; an update is at most {update:.3g}, which rounding to {rule.format.name} cancels; "
-            "raise lr, or use update='kahan' or update='stochastic'",
+            f"{name_of(group, owner)}; updates of at most {update:.3g} are cancelled by rounding to "
+            f"{rule.format.name}; raise lr, or use update='kahan' or update='stochastic'",
             FxprecWarning,
             stacklevel=6,
         )
@@ -75,7 +73,7 @@ def _largest_update(rule: Rule, group: Mapping[str, Any], indices: list[int], la
     lr, decay = _peak_lr(group), float(group["weight_decay"])
     if rule.algorithm == "adamw":
         beta1, beta2 = group["betas"]
-        return lr * (max(1.0, (1 - beta1) / (1 - beta2) ** 0.5) + decay * largest)
+        return lr * (max(1.0, float((1 - beta1) / (1 - beta2) ** 0.5)) + decay * largest)
     grads = [float(group["params"][i].grad.abs().max()) for i in indices if group["params"][i].numel()]
     momentum = float(group["momentum"])
     return lr * (max(grads) + decay * largest) / ((1 - momentum) if momentum < 1 else 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -111,5 +110,3 @@ class AdamW(Stepper, torch.optim.AdamW):
             differentiable=differentiable,
         )
         self.defaults |= self._own
-
-

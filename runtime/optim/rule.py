@@ -18,7 +18,7 @@ CARRIERS: dict[torch.dtype, Format] = {torch.float32: FP32, torch.bfloat16: BF16
 
 @dataclass(frozen=True)
 class Rule:
-    """One way to step one kind of tensor: everything that changes the code, and nothing that is a number at run time."""
+    """One way to step one kind of tensor: what changes the code, and nothing that is a number at run time."""
 
     algorithm: Literal["sgd", "adamw"]
     update: Update

@@ -37,8 +37,11 @@ def _adamw(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
     beta1, beta2 = group["betas"]
     lr = _scalar(group["lr"], count)
     rest1 = torch.tensor(1 - beta1, dtype=torch.float32)
+    correction = 1 - beta1**count
+    if isinstance(lr, Tensor):
+        correction = correction.to(lr.dtype)  # torch.optim divides in the dtype of a tensor learning rate
     return {
-        "neg_step_size": -(lr / (1 - beta1**count)),
+        "neg_step_size": -(lr / correction),
         "decay": 1 - lr * group["weight_decay"],
         "neg_lr_decay": -(lr * group["weight_decay"]),
         "beta1": float(1 - rest1),  # torch's lerp has it in float32
@@ -52,7 +55,7 @@ def _adamw(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
 
 def _scalar(lr: float | Tensor, like: Tensor) -> float | Tensor:
     """A tensor learning rate stays on its device; a number stays a number."""
-    return lr.detach().reshape(()).to(device=like.device, dtype=torch.float64) if isinstance(lr, Tensor) else lr
+    return lr.detach().reshape(()).to(like.device) if isinstance(lr, Tensor) else lr
 
 
 def integers(seed: int, places: list[tuple[int, ...]], steps: Tensor) -> Tensor:

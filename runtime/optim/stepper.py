@@ -63,7 +63,7 @@ class Stepper(Optimizer):
             self.param_groups.pop()
             raise
 
-    @_use_grad_for_differentiable  # type: ignore[untyped-decorator]
+    @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient; return the closure's loss, if one is given.
 
@@ -89,9 +89,15 @@ class Stepper(Optimizer):
                 by_rule.setdefault(rule_of(group, self._algorithm, param), []).append(index)
         for rule, indices in by_rule.items():
             batch = self._batch(rule, group, indices)
-            if not torch.compiler.is_compiling():
-                guards.warn_if_stuck(rule, group, position, indices)
+            if rule.update == "nearest" and not (torch.compiler.is_compiling() or group.get("capturable")):
+                self._warn_if_stuck(rule, group, position, indices)
             self._step_batch(rule, group, batch, first)
+
+    def _warn_if_stuck(self, rule: Rule, group: Mapping[str, Any], position: int, indices: list[int]) -> None:
+        looked_at = self.__dict__.setdefault("_looked_at", set())
+        if position not in looked_at:
+            looked_at.add(position)
+            guards.warn_if_stuck(rule, group, position, indices)
 
     def _batch(self, rule: Rule, group: Mapping[str, Any], indices: list[int]) -> _Batch:
         rows, steps, counts = [], [], []

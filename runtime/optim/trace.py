@@ -48,4 +48,4 @@ def trace(rule: Rule) -> Traced:
     graph.eliminate_dead_code()
     (returned,) = graph.output_node().args
     outputs = dict(zip(names, returned, strict=True))  # type: ignore[arg-type]
-    return Traced(graph, kinds, outputs)  # type: ignore[arg-type]
+    return Traced(graph, kinds, outputs)

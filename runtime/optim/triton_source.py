@@ -81,9 +81,7 @@ def source(rule: Rule) -> str:
     """Return the Triton source of a rule's kernel."""
     lines, outputs = statements(trace(rule), _TRITON)
     names, dtype = rule.tensors, str(rule.carrier)[6:]
-    body = [
-        f"{name}_at = tl.load(row + {i + 1}).to(tl.pointer_type(tl.{dtype})) + at" for i, name in enumerate(names)
-    ]
+    body = [f"{name}_at = tl.load(row + {i + 1}).to(tl.pointer_type(tl.{dtype})) + at" for i, name in enumerate(names)]
     body += [f"{name} = tl.load({name}_at, mask=inside, other=0.0).to(tl.float32)" for name in names]
     for kind, fields in (("scalars", rule.scalars), ("integers", INTEGERS)):
         body += [f"{name} = tl.load({kind}_ptr + item * {len(fields)} + {i})" for i, name in enumerate(fields)]

@@ -1,0 +1,1 @@
+"""Training with 16-bit weights, and arithmetic at any precision."""

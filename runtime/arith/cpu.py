@@ -1,0 +1,97 @@
+"""The compiled CPU kernel, built once by Inductor's own C++ builder and kept in its disk cache."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fxprec.codec import format_row
+from fxprec.errors import FxprecWarning
+from fxprec.formats import FP32, Format
+from fxprec.runtime.arith.spec import Spec
+
+
+class FormatConstants(ctypes.Structure):
+    """Mirrors ``struct Format`` of kernel.cpp."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32)
+        for name in ("shift", "addend", "parity", "min_normal", "magic", "largest", "overflow", "exact")
+    )
+
+
+class Task(ctypes.Structure):
+    """Mirrors ``struct Task`` of kernel.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("a", "b", "out")),
+        *((name, ctypes.c_int64) for name in ("m", "k", "n", "chunk")),
+        ("product", FormatConstants),
+        ("sum", FormatConstants),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernel, or None, with a warning, without a compiler."""
+    source = Path(__file__).with_name("kernel.cpp").read_text(encoding="utf-8")
+    try:
+        from torch._inductor.codecache import CppCodeCache
+
+        loaded: ctypes.CDLL = CppCodeCache.load(source, device_type="cpu")
+    except Exception as error:  # any failure of a foreign compiler; the reference gives the same result
+        cause = str(error).partition("\n")[0]
+        warnings.warn(
+            f"fxprec.arith runs as a plain loop, many times slower: its kernel did not compile ({cause}); give "
+            "Inductor a C++ compiler (CXX)",
+            FxprecWarning,
+            stacklevel=2,
+        )
+        return None
+    return loaded
+
+
+def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor | None:
+    """As `reference.matmul`, same bits; None where no kernel compiles."""
+    loaded = library()
+    if loaded is None:
+        return None
+    a, b = a.contiguous(), b.contiguous()
+    out = torch.empty(a.shape[0], b.shape[1])
+    task = Task(
+        a=a.data_ptr(), b=b.data_ptr(), out=out.data_ptr(), m=a.shape[0], k=a.shape[1], n=b.shape[1], chunk=spec.chunk,
+        product=_constants(spec.fmt), sum=_constants(spec.accumulate),
+    )  # fmt: skip
+    flags = (_is_plain(a, b, spec), spec.odd_product, spec.odd_sum, spec.kahan)
+    loaded.fxprec_arith_matmul(ctypes.byref(task), *(ctypes.c_int32(flag) for flag in flags))
+    return out
+
+
+def _is_plain(a: Tensor, b: Tensor, spec: Spec) -> bool:
+    """Whether inf and NaN cannot occur, which spares the kernel a third of its work."""
+    formats = (spec.fmt, spec.accumulate)
+    if any(f.overflow != "saturate" or f.mantissa_bits == 0 for f in formats):
+        return False
+    finite = all(t.numel() == 0 or bool(torch.isfinite(t.abs().max())) for t in (a, b))
+    # Sums of two saturated numbers must not reach float32's inf.
+    return finite and all(f.largest < 2.0**126 for f in formats) and spec.fmt.largest**2 < 2.0**127
+
+
+@cache
+def _constants(fmt: Format) -> FormatConstants:
+    row = format_row(fmt)
+    return FormatConstants(
+        shift=row.shift,
+        addend=row.addend,
+        parity=(row.min_normal & 3) - 1,
+        min_normal=row.min_normal,
+        magic=row.magic,
+        largest=row.largest,
+        overflow=row.overflow,
+        exact=fmt == FP32,
+    )

@@ -1,0 +1,143 @@
+// Matrix products with every product and every partial sum rounded: one pass, vectors along the columns of b.
+//
+// The same bits as runtime/arith/reference.py. No multiply and add is fused (-ffp-contract=off, and the roundings
+// between them are integer operations).
+#include <cstdint>
+#include <cstring>
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("tree-loop-vectorize", "no-trapping-math", "signed-zeros")
+#define FXPREC_INLINE inline __attribute__((always_inline))
+#define FXPREC_NOINLINE __attribute__((noinline))  // OpenMP's own functions do not take over the options above
+#else
+#define FXPREC_INLINE inline
+#define FXPREC_NOINLINE
+#endif
+
+namespace {
+
+constexpr int32_t kMagnitude = 0x7fffffff;
+constexpr int32_t kInfinity = 0x7f800000;
+constexpr int64_t kLanes = 64;  // columns worked on at a time
+
+FXPREC_INLINE int32_t bits_of(float x) { int32_t b; std::memcpy(&b, &x, 4); return b; }
+FXPREC_INLINE float float_of(int32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
+
+// Mirrors runtime/arith/cpu.py: FormatConstants; the meaning of each is in fxprec/codec.py: FormatRow.
+struct Format { int32_t shift, addend, parity, min_normal, magic, largest, overflow, exact; };
+struct Task {
+  const float *a, *b;
+  float* out;
+  int64_t m, k, n, chunk;
+  Format product, sum;
+};
+
+// kPlain: saturating, a mantissa bit to break ties, no inf or NaN among the operands.
+template <bool kPlain>
+FXPREC_INLINE float rounded(float x, const Format& f, int32_t mask) {
+  const int32_t bits = bits_of(x);
+  const int32_t a = bits & kMagnitude;
+  const int32_t last = (a >> f.shift) & 1;
+  const int32_t up = int32_t(uint32_t(a) + uint32_t(f.addend) + uint32_t(kPlain ? last : last * f.parity));
+  const int32_t normal = up & mask;
+  const float magic = float_of(f.magic);
+  const int32_t subnormal = bits_of((float_of(a) + magic) - magic);
+  int32_t r = a < f.min_normal ? subnormal : normal;
+  if (kPlain) {
+    r = r > f.largest ? f.largest : r;
+  } else {
+    r = r > f.largest ? f.overflow : r;
+    r = a > kInfinity ? a : r;
+    r = f.exact ? a : r;
+  }
+  return float_of(r | (bits & ~kMagnitude));
+}
+
+FXPREC_INLINE float to_odd(float near, bool inexact, bool positive) {
+  const int32_t bits = bits_of(near);
+  const int32_t zero = (bits & kMagnitude) == 0;
+  const int32_t base = zero ? (positive ? 0 : ~kMagnitude) : bits;
+  const int32_t step = (zero | (positive == (bits >= 0))) ? 1 : -1;
+  const bool finite = (bits & kMagnitude) < kInfinity;
+  return float_of((inexact & finite & ((base & 1) == 0)) ? base + step : bits);
+}
+
+FXPREC_INLINE float product_to_odd(float a, float b) {
+  const double exact = double(a) * double(b);
+  const float near = float(exact);
+  const double error = exact - double(near);
+  return to_odd(near, (error > 0) | (error < 0), error > 0);
+}
+
+FXPREC_INLINE float sum_to_odd(float a, float b) {
+  const float total = a + b;
+  const float other = total - a;
+  const float error = (a - (total - other)) + (b - other);
+  return to_odd(total, (error > 0) | (error < 0), error > 0);
+}
+
+template <bool kPlain, bool kOdd>
+FXPREC_INLINE float plus(float a, float b, const Format& f, int32_t mask) {
+  return rounded<kPlain>(kOdd ? sum_to_odd(a, b) : a + b, f, mask);
+}
+
+// s += p, with the compensation c where kKahan.
+template <bool kPlain, bool kOdd, bool kKahan>
+FXPREC_INLINE void accumulate(float& s, float& c, float p, const Format& f, int32_t mask) {
+  if (!kKahan) {
+    s = plus<kPlain, kOdd>(s, p, f, mask);
+    return;
+  }
+  const float y = plus<kPlain, kOdd>(p, -c, f, mask);
+  const float t = plus<kPlain, kOdd>(s, y, f, mask);
+  c = plus<kPlain, kOdd>(plus<kPlain, kOdd>(t, -s, f, mask), -y, f, mask);
+  s = t;
+}
+
+template <bool kPlain, bool kOddProduct, bool kOddSum, bool kKahan>
+FXPREC_NOINLINE void row(const Task& task, int64_t i, int64_t column) {
+  const Format fp = task.product, fs = task.sum;
+  const int32_t product_mask = ~((1 << fp.shift) - 1), sum_mask = ~((1 << fs.shift) - 1);
+  const int64_t width = task.n - column < kLanes ? task.n - column : kLanes;
+  const int64_t chunk = task.chunk > 0 ? task.chunk : task.k + 1;
+  float s[kLanes] = {}, c[kLanes] = {}, total[kLanes] = {}, total_c[kLanes] = {}, line[kLanes] = {};
+  for (int64_t k = 0; k < task.k; ++k) {
+    const float a = task.a[i * task.k + k];
+    const float* b = task.b + k * task.n + column;
+    if (width < kLanes) {
+      for (int64_t j = 0; j < width; ++j) line[j] = b[j];
+      b = line;
+    }
+#pragma omp simd
+    for (int64_t j = 0; j < kLanes; ++j) {
+      const float p = rounded<kPlain>(kOddProduct ? product_to_odd(a, b[j]) : a * b[j], fp, product_mask);
+      accumulate<kPlain, kOddSum, kKahan>(s[j], c[j], p, fs, sum_mask);
+    }
+    if ((k + 1) % chunk == 0 || (task.chunk > 0 && k + 1 == task.k)) {
+#pragma omp simd
+      for (int64_t j = 0; j < kLanes; ++j) {
+        accumulate<kPlain, kOddSum, kKahan>(total[j], total_c[j], s[j], fs, sum_mask);
+        s[j] = c[j] = 0;
+      }
+    }
+  }
+  const float* from = task.chunk > 0 ? total : s;
+  for (int64_t j = 0; j < width; ++j) task.out[i * task.n + column + j] = from[j];
+}
+
+using Row = void (*)(const Task&, int64_t, int64_t);
+template <bool kPlain, bool kOddProduct, bool kOddSum>
+Row with_kahan(bool kahan) { return kahan ? row<kPlain, kOddProduct, kOddSum, true> : row<kPlain, kOddProduct, kOddSum, false>; }
+template <bool kPlain, bool kOddProduct>
+Row with_sum(bool odd, bool kahan) { return odd ? with_kahan<kPlain, kOddProduct, true>(kahan) : with_kahan<kPlain, kOddProduct, false>(kahan); }
+template <bool kPlain>
+Row with_product(bool odd, bool sum, bool kahan) { return odd ? with_sum<kPlain, true>(sum, kahan) : with_sum<kPlain, false>(sum, kahan); }
+
+}  // namespace
+
+extern "C" void fxprec_arith_matmul(const Task* task, int32_t plain, int32_t odd_product, int32_t odd_sum, int32_t kahan) {
+  const Row run = plain ? with_product<true>(odd_product, odd_sum, kahan) : with_product<false>(odd_product, odd_sum, kahan);
+  const int64_t columns = (task->n + kLanes - 1) / kLanes;
+#pragma omp parallel for schedule(dynamic, 4) if (task->m * columns * task->k > 4096)
+  for (int64_t at = 0; at < task->m * columns; ++at) run(*task, at / columns, at % columns * kLanes);
+}

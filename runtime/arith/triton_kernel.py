@@ -1,0 +1,147 @@
+"""The Triton kernel: a tile of sums in registers, products and partial sums rounded in integer arithmetic."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fxprec.codec import format_row
+from fxprec.formats import FP32, Format
+from fxprec.runtime.arith.spec import Spec
+
+_ROWS, _COLUMNS = 32, 32
+
+
+@triton.jit
+def _rounded(  # type: ignore[no-untyped-def]
+    x, SHIFT: tl.constexpr, ADDEND: tl.constexpr, PARITY: tl.constexpr, MIN_NORMAL: tl.constexpr,
+             MAGIC: tl.constexpr, LARGEST: tl.constexpr, OVERFLOW: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    if EXACT:
+        return x
+    bits = x.to(tl.int32, bitcast=True)
+    a = bits & 0x7FFFFFFF
+    normal = ((a + ADDEND + ((a >> SHIFT) & 1) * PARITY) >> SHIFT) << SHIFT
+    subnormal = ((a.to(tl.float32, bitcast=True) + MAGIC) - MAGIC).to(tl.int32, bitcast=True)
+    r = tl.where(a < MIN_NORMAL, subnormal, normal)
+    r = tl.where(r > LARGEST, OVERFLOW, r)
+    r = tl.where(a > 0x7F800000, a, r)
+    return (r | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _to_odd(near, error):  # type: ignore[no-untyped-def]
+    bits = near.to(tl.int32, bitcast=True)
+    zero = (bits & 0x7FFFFFFF) == 0
+    base = tl.where(zero, tl.where(error > 0, 0, -0x80000000), bits)
+    step = tl.where(zero | ((error > 0) == (bits >= 0)), 1, -1)
+    inexact = ((error > 0) | (error < 0)) & ((bits & 0x7FFFFFFF) < 0x7F800000) & ((base & 1) == 0)
+    return tl.where(inexact, base + step, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(a, b, F: tl.constexpr, ODD: tl.constexpr):  # type: ignore[no-untyped-def]
+    near = a * b
+    if ODD:
+        exact = a.to(tl.float64) * b.to(tl.float64)
+        near = exact.to(tl.float32)
+        near = _to_odd(near, exact - near.to(tl.float64))
+    return _rounded(near, F[0], F[1], F[2], F[3], F[4], F[5], F[6], F[7])
+
+
+@triton.jit
+def _plus(a, b, F: tl.constexpr, ODD: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = a + b
+    if ODD:
+        other = total - a
+        total = _to_odd(total, (a - (total - other)) + (b - other))
+    return _rounded(total, F[0], F[1], F[2], F[3], F[4], F[5], F[6], F[7])
+
+
+@triton.jit
+def _accumulate(s, c, p, F: tl.constexpr, ODD: tl.constexpr, KAHAN: tl.constexpr):  # type: ignore[no-untyped-def]
+    if KAHAN:
+        y = _plus(p, -c, F, ODD)
+        t = _plus(s, y, F, ODD)
+        c = _plus(_plus(t, -s, F, ODD), -y, F, ODD)
+        s = t
+    else:
+        s = _plus(s, p, F, ODD)
+    return s, c
+
+
+@triton.jit
+def _matmul_kernel(  # type: ignore[no-untyped-def]
+    a_ptr, b_ptr, out_ptr, m, depth, n, chunk, PRODUCT: tl.constexpr, SUM: tl.constexpr,
+                   ODD_PRODUCT: tl.constexpr, ODD_SUM: tl.constexpr, KAHAN: tl.constexpr, CHUNKED: tl.constexpr,
+                   ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    s = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    c = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    total_c = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    a_at = a_ptr + i.to(tl.int64) * depth
+    b_at = b_ptr + j
+    for k in range(0, depth):
+        a = tl.load(a_at, mask=i < m, other=0.0)
+        b = tl.load(b_at, mask=j < n, other=0.0)
+        a_at += 1
+        b_at += n
+        p = _product(a[:, None], b[None, :], PRODUCT, ODD_PRODUCT)
+        s, c = _accumulate(s, c, p, SUM, ODD_SUM, KAHAN)
+        if CHUNKED:  # noqa: SIM102  # known when compiling, the other is not
+            if ((k + 1) % chunk == 0) | (k + 1 == depth):
+                total, total_c = _accumulate(total, total_c, s, SUM, ODD_SUM, KAHAN)
+                s = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+                c = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    if CHUNKED:
+        s = total
+    at = i[:, None].to(tl.int64) * n + j[None, :]
+    tl.store(out_ptr + at, s, mask=(i[:, None] < m) & (j[None, :] < n))
+
+
+def _constants(fmt: Format) -> tuple[int | float | bool, ...]:
+    row = format_row(fmt)
+    magic = float(torch.tensor(row.magic, dtype=torch.int32).view(torch.float32))
+    parity = (row.min_normal & 3) - 1
+    return (row.shift, row.addend, parity, row.min_normal, magic, row.largest, row.overflow, fmt == FP32)
+
+
+def _flags(spec: Spec) -> dict[str, object]:
+    return {
+        "PRODUCT": _constants(spec.fmt),
+        "SUM": _constants(spec.accumulate),
+        "ODD_PRODUCT": spec.odd_product,
+        "ODD_SUM": spec.odd_sum,
+        "KAHAN": spec.kahan,
+        "CHUNKED": spec.chunk > 0,
+        "ROWS": _ROWS,
+        "COLUMNS": _COLUMNS,
+    }
+
+
+def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor:
+    """As `reference.matmul`, same bits."""
+    a, b = a.contiguous(), b.contiguous()
+    (m, depth), n = a.shape, b.shape[1]
+    out = torch.empty(m, n, device=a.device)
+    if out.numel():
+        grid = (triton.cdiv(m, _ROWS), triton.cdiv(n, _COLUMNS))
+        _matmul_kernel[grid](a, b, out, m, depth, n, max(1, spec.chunk), **_flags(spec), enable_fp_fusion=False)
+    return out
+
+
+def compile_to_ptx(spec: Spec, arch: int) -> str:
+    """PTX of the kernel for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kinds = {"a_ptr": "*fp32", "b_ptr": "*fp32", "out_ptr": "*fp32"}
+    kinds |= dict.fromkeys(("m", "depth", "n", "chunk"), "i32") | dict.fromkeys(_flags(spec), "constexpr")
+    source = ASTSource(_matmul_kernel, kinds, _flags(spec))
+    target = GPUTarget("cuda", arch, 32)
+    return str(triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["ptx"])

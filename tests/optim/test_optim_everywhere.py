@@ -1,0 +1,91 @@
+"""Under torch.compile, and on several ranks: replicas stay bit-identical, shards draw bits of their own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fxprec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "aps"))
+from aps_ranks import run_ranks
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    return net.bfloat16()
+
+
+def steps(net: torch.nn.Module, opt: torch.optim.Optimizer, rank: int, count: int = 4) -> None:
+    for step in range(count):
+        opt.zero_grad()
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
+        net(x).float().square().mean().backward()
+        opt.step()
+
+
+def replicated(rank: int, world: int) -> list[torch.Tensor]:
+    torch.manual_seed(rank)  # ranks differ in their own generators
+    net = torch.nn.parallel.DistributedDataParallel(model())
+    steps(net, fxprec.optim.AdamW(net.parameters(), lr=1e-2, betas=(0.9, 0.99)), rank)
+    return [p.detach() for p in net.parameters()]
+
+
+def sharded(rank: int, world: int) -> list[torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = model()
+    fully_shard(net, mesh=init_device_mesh("cpu", (world,)))
+    opt = fxprec.optim.AdamW(net.parameters(), lr=1e-2, betas=(0.9, 0.99), update="kahan", count_cancelled=True)
+    steps(net, opt, rank=0)
+    assert sum(row.nonzero for row in opt.cancelled()) > 0
+    # All of a weight starts at 1 and gets one gradient: only the random bits tell its two halves apart.
+    half = torch.nn.Linear(64, 64, bias=False).bfloat16()
+    torch.nn.init.ones_(half.weight)
+    fully_shard(half, mesh=init_device_mesh("cpu", (world,)))
+    half.weight.grad = torch.ones_like(half.weight)
+    fxprec.optim.SGD(half.parameters(), lr=1e-3).step()
+    found = [p.full_tensor().detach() for p in net.parameters()] + [half.weight.full_tensor().detach()]
+    dist.barrier()
+    return found
+
+
+def test_replicas_of_ddp_stay_bit_identical() -> None:
+    first, second = run_ranks(2, replicated)
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(first[0], model()[0].weight)
+
+
+def test_shards_of_fsdp2_step_as_the_whole_model() -> None:
+    found, _ = run_ranks(2, sharded)
+    net = model()
+    steps(net, fxprec.optim.AdamW(net.parameters(), lr=1e-2, betas=(0.9, 0.99), update="kahan"), rank=0)
+    for ours, whole in zip(found, net.parameters(), strict=False):
+        assert torch.equal(ours, whole.detach())
+    moved = (found[-1] != 1).view(2, -1)
+    assert moved.any(1).all()
+    assert not torch.equal(moved[0], moved[1])
+
+
+@pytest.mark.inductor
+def test_a_compiled_step_gives_the_same_bits() -> None:
+    eager, compiled = model(), model()
+    options = {"lr": torch.tensor(1e-2), "betas": (0.9, 0.99), "update": "stochastic+kahan", "capturable": True}
+    one = fxprec.optim.AdamW(eager.parameters(), **options)  # type: ignore[arg-type]
+    two = fxprec.optim.AdamW(compiled.parameters(), **options)  # type: ignore[arg-type]
+    step = torch.compile(two.step)
+    for count in range(4):
+        for a, b in zip(eager.parameters(), compiled.parameters(), strict=True):
+            a.grad = torch.randn(a.shape, generator=torch.Generator().manual_seed(count)).bfloat16()
+            b.grad = a.grad.clone()
+        one.step()
+        step()
+    for a, b in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(one.state[a]["exp_avg_sq"], two.state[b]["exp_avg_sq"])
