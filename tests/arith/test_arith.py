@@ -116,7 +116,7 @@ def test_inf_and_nan_are_kept_where_the_format_can(fmt: str) -> None:
     assert torch.equal(found.nan_to_num(0), wanted.nan_to_num(0))
 
 
-def test_512_cubed_in_the_papers_formats_is_bit_exact() -> None:
+def test_512_deep_sums_in_the_papers_formats_are_bit_exact() -> None:
     a, b = operands(48, 512, 80)
     for accumulate in ("1-5-2", "1-6-9"):
         assert torch.equal(
@@ -178,7 +178,7 @@ def test_what_is_refused_and_what_it_says(call, words: str) -> None:  # type: ig
 def test_triton_kernels_give_the_bits(fmt: str, accumulate: str, kahan: bool, chunk: int | None) -> None:
     from fxprec.runtime.arith import triton_kernel
 
-    a, b = operands(5, 20, 35)
+    a, b = operands(5, 9, 35)
     spec = Spec(parse(fmt), parse(accumulate), kahan, chunk or 0)
     a, b = fxprec.quantize(a, fmt), fxprec.quantize(b, fmt)
     with np.errstate(all="ignore"):  # the interpreter is NumPy
