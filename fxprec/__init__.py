@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from fxprec.backend import Backend as Backend
     from fxprec.backend import backend_of as backend_of
     from fxprec.config import Config as Config
-    from fxprec.config import GradScaling as GradScaling
     from fxprec.errors import BudgetError as BudgetError
     from fxprec.errors import ConfigError as ConfigError
+    from fxprec.errors import DoubleBackwardError as DoubleBackwardError
     from fxprec.errors import FallbackError as FallbackError
     from fxprec.errors import FormatError as FormatError
     from fxprec.errors import FxprecError as FxprecError
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from fxprec.errors import LoweringError as LoweringError
     from fxprec.errors import PlanError as PlanError
     from fxprec.formats import Format as Format
+    from fxprec.grad_scaling import GradScaling as GradScaling
+    from fxprec.grad_scaling import LossScaling as LossScaling
     from fxprec.plan import Plan as Plan
     from fxprec.recipes import Recipe as Recipe
     from fxprec.rounding import decode as decode
@@ -38,7 +40,8 @@ _HOMES = {
     "Backend": "backend",
     "backend_of": "backend",
     "Config": "config",
-    "GradScaling": "config",
+    "GradScaling": "grad_scaling",
+    "LossScaling": "grad_scaling",
     "Recipe": "recipes",
     "Plan": "plan",
     "Event": "runtime.events",
@@ -52,6 +55,7 @@ _HOMES = {
             "FxprecWarning",
             "BudgetError",
             "ConfigError",
+            "DoubleBackwardError",
             "FallbackError",
             "FormatError",
             "GradientError",

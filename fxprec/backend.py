@@ -11,10 +11,12 @@ from torch.fx import GraphModule
 from fxprec import capture, compat
 from fxprec.config import Config
 from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning, LoweringError, PlanError
+from fxprec.grad_scaling import LossScaling
 from fxprec.graph import CompileReport, PlannedGraph
 from fxprec.plan import Plan
-from fxprec.runtime.controller import plan_of
+from fxprec.runtime.controller import Controller, plan_of
 from fxprec.runtime.events import Event
+from fxprec.skip_steps import StepSkipper
 
 
 class Backend:
@@ -27,6 +29,7 @@ class Backend:
         self.config = config or Config()
         self._graphs: list[PlannedGraph] = []
         self._loaded: dict[int, Mapping[str, Any]] = {}  # saved states of graphs not compiled yet
+        self._skips = StepSkipper(self._controllers) if _skips_steps(self.config) else None
         self._given = None if self.config.plan is None else Plan.load(self.config.plan)
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -45,13 +48,17 @@ class Backend:
         state = self._loaded.pop(len(self._graphs), None)
         given = self._given if state is None else plan_of(state)
         try:
-            graph = PlannedGraph(captured, self.config, self._graphs, given)
+            graph = PlannedGraph(captured, self.config, self._graphs, given, self._skips)
         except capture.TableFull as full:
-            graph = PlannedGraph(captured.with_capacity(full.sites), self.config, self._graphs, given)
+            larger = captured.with_capacity(full.sites)
+            graph = PlannedGraph(larger, self.config, self._graphs, given, self._skips)
         if state is not None and graph.controller is not None:
             graph.controller.load_state_dict(state)
         self._graphs.append(graph)
         return graph
+
+    def _controllers(self) -> list[Controller]:
+        return [graph.controller for graph in self._graphs if graph.controller is not None]
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -100,7 +107,11 @@ class Backend:
             graph.controller.load_state_dict(saved)
 
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+
+
+def _skips_steps(config: Config) -> bool:
+    return isinstance(config.grad_scaling_, LossScaling) and config.grad_scaling_.dynamic
 
 
 def _want_it_whole() -> None:

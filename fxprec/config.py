@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
 from fxprec import checks
 from fxprec.checks import one_of
 from fxprec.errors import ConfigError, did_you_mean
+from fxprec.grad_scaling import NAMED, GradScaling, LossScaling, Scaling
 from fxprec.recipes import Recipe, find_recipe
 
 Storage = Literal["native", "packed", "simulate"]
@@ -22,26 +23,6 @@ LOWERINGS = ("auto", "triton", "inductor", "eager")
 
 # The middle of the paper's range: accuracy falls as the ratio grows (Kang et al. 2023, section 5.3).
 DEFAULT_LOW_RATIO = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradScaling:
-    """How gradients are scaled into their format (Zhao et al. 2021; ALGORITHMS 4)."""
-
-    underflow: float = 1e-3
-    """Share of a gradient's non-zero elements that may round to zero, between 0 and 1 (their gamma)."""
-    interval: int = 100
-    """Steps between two refreshes of the scales, at least 1."""
-    estimate: Literal["statistical", "histogram"] = "statistical"
-    """``"statistical"`` assumes the paper's distributions; ``"histogram"`` counts exponents and assumes nothing."""
-
-    def __post_init__(self) -> None:
-        underflow = checks.number("grad_scaling.underflow", self.underflow, "a number between 0 and 1, both excluded")
-        if not 0 < underflow < 1:
-            raise ConfigError(f"grad_scaling.underflow is {underflow!r}; it must lie between 0 and 1, both excluded")
-        object.__setattr__(self, "underflow", underflow)
-        object.__setattr__(self, "interval", checks.integer("grad_scaling.interval", self.interval, least=1))
-        one_of("grad_scaling.estimate", self.estimate, ("statistical", "histogram"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +62,9 @@ class Config:
     promote_above: float | None = 0.01
     """Overflow ratio from which a forward tensor is promoted to high for good, above 0 up to 1; None: never."""
 
-    grad_scaling: Literal["auto", "none"] | GradScaling = "auto"
-    """``"auto"`` scales gradients whose format has a narrow range, ``"none"`` leaves them, `GradScaling` tunes it."""
+    grad_scaling: Literal["auto", "none", "fixed", "dynamic"] | Scaling = "auto"
+    """How gradients are scaled into formats of a narrow range: ``"auto"`` or a `GradScaling`, each by itself;
+    ``"fixed"``, ``"dynamic"`` or a `LossScaling`, all by one loss scale (for comparison); ``"none"``: not."""
 
     lowering: Literal["auto", "triton", "inductor", "eager"] = "auto"
     """How casts become code; ``"eager"`` is the slow reference."""
@@ -121,8 +103,8 @@ class Config:
         put(self, "verify", checks.boolean("verify", self.verify))
         one_of("lowering", self.lowering, LOWERINGS)
         one_of("grouping", self.grouping, ("execution",))
-        if not isinstance(self.grad_scaling, GradScaling):
-            one_of("grad_scaling", self.grad_scaling, ("auto", "none"), "or a fxprec.GradScaling")
+        if not isinstance(self.grad_scaling, GradScaling | LossScaling):
+            one_of("grad_scaling", self.grad_scaling, tuple(NAMED), "or a fxprec.GradScaling or fxprec.LossScaling")
         if self.storage is not None:
             _check_storage(one_of("storage", self.storage, STORAGES), recipe)
         _refuse_contradictions(self)
@@ -152,6 +134,11 @@ class Config:
         return "simulate" if _without_dtype(self.recipe_) else "native"
 
     @property
+    def grad_scaling_(self) -> Scaling | None:
+        """The scaling in force, None for none."""
+        return self.grad_scaling if isinstance(self.grad_scaling, Scaling) else NAMED[self.grad_scaling]
+
+    @property
     def low_ratio_(self) -> float | None:
         """The ratio in force: as given, or the default; None under a budget or a plan, which take its place."""
         if self.low_ratio is not None or self.activation_budget is not None or self.plan is not None:
@@ -176,8 +163,8 @@ class Config:
         values = {name: getattr(self, name) for name in _names()}
         if callable(self.policy):
             values["policy"] = policy_name(self.policy)
-        if isinstance(self.grad_scaling, GradScaling):
-            values["grad_scaling"] = {f.name: getattr(self.grad_scaling, f.name) for f in fields(GradScaling)}
+        if not isinstance(self.grad_scaling, str):
+            values["grad_scaling"] = asdict(self.grad_scaling)
         if self.keep_high != "ends":
             values["keep_high"] = list(self.keep_high)
         return values | {"recipe": self.recipe_.to_dict()}
@@ -204,7 +191,7 @@ ALLOWED: Mapping[str, str] = {
     "plan": "the path of a plan file or None",
     "keep_high": "a tuple of module-name patterns, or 'ends'",
     "promote_above": "a number above 0 and up to 1, or None",
-    "grad_scaling": "'auto', 'none' or a fxprec.GradScaling",
+    "grad_scaling": "'auto', 'none', 'fixed', 'dynamic', a fxprec.GradScaling or a fxprec.LossScaling",
     "lowering": ", ".join(map(repr, LOWERINGS)),
     "dump": "the path of a folder or None",
     "strict": "True or False",

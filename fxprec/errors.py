@@ -33,6 +33,10 @@ class LoweringError(FxprecError, RuntimeError):
     """A plan cannot be made real on this device, dtype or version."""
 
 
+class DoubleBackwardError(FxprecError, RuntimeError):
+    """Second derivatives were asked of a compiled graph, which has none."""
+
+
 class FallbackError(FxprecError, RuntimeError):
     """Under ``strict=True``: something asked for would have been left out."""
 

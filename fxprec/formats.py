@@ -225,6 +225,8 @@ FP32 = Format(8, 23, specials="ieee")
 """IEEE single; rounding to it is the identity."""
 FP16 = Format(5, 10, specials="ieee")
 """IEEE half: beyond 65504 is inf, as the hardware does."""
+FP16_SAT = Format(5, 10, specials="ieee", overflow="saturate")
+"""IEEE half, where inf and larger become 65504: for gradients that carry a scale of their own."""
 BF16 = Format(8, 7, specials="ieee")
 """bfloat16: beyond 3.39e38 is inf, as the hardware does."""
 E5M2 = Format(5, 2, specials="ieee")
@@ -249,6 +251,7 @@ APS_121 = Format(2, 1)
 NAMED: dict[str, Format] = {
     "fp32": FP32,
     "fp16": FP16,
+    "fp16_sat": FP16_SAT,
     "bf16": BF16,
     "e5m2": E5M2,
     "e5m2_sat": E5M2_SAT,

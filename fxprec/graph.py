@@ -15,9 +15,10 @@ import fxprec.runtime.cpu.ops
 import fxprec.runtime.reference_ops  # noqa: F401  both register implementations
 from fxprec import capture, compat
 from fxprec.calibration import Calibration, interpreted
-from fxprec.config import Config, GradScaling
-from fxprec.errors import FallbackError, FxprecWarning
+from fxprec.config import Config
+from fxprec.errors import DoubleBackwardError, FallbackError, FxprecWarning
 from fxprec.formats import parse
+from fxprec.grad_scaling import GradScaling
 from fxprec.passes import pipeline
 from fxprec.passes.base import Notice, Work
 from fxprec.passes.joint import JointGraph
@@ -25,6 +26,9 @@ from fxprec.passes.lowering import lower
 from fxprec.plan import Plan, Site
 from fxprec.runtime.controller import Controller, Rules
 from fxprec.runtime.events import Event
+from fxprec.runtime.scaling import keeper_of
+from fxprec.scales import ScaleGraph
+from fxprec.skip_steps import StepSkipper
 
 Compiled = Callable[..., Any]
 # Changes with what a pass may do to a graph; Inductor keys its code cache on the graphs that result anyway.
@@ -53,7 +57,12 @@ class PlannedGraph:
     """
 
     def __init__(
-        self, captured: capture.Captured, config: Config, siblings: Sequence[PlannedGraph], given: Plan | None
+        self,
+        captured: capture.Captured,
+        config: Config,
+        siblings: Sequence[PlannedGraph],
+        given: Plan | None,
+        skips: StepSkipper | None = None,
     ) -> None:
         self.captured, self.config, self.index = captured, config, len(siblings)
         self.controller: Controller | None = None
@@ -68,6 +77,9 @@ class PlannedGraph:
         self._in_force: Plan  # what the compiled code was lowered for
         self._watched: frozenset[int] = frozenset()
         self._scaled: frozenset[int] = frozenset()
+        self._measured: frozenset[int] = frozenset()
+        self._counted: frozenset[int] = frozenset()
+        self._skips = skips
         self._compiled = self._compile(captured.examples)
 
     @property
@@ -89,7 +101,12 @@ class PlannedGraph:
             self._follow_training()
         if self.controller.plan is not self._in_force:
             self.follow_plan()
-        return self._compiled(*args, self.controller.table)
+        results = self._compiled(*args, self.controller.table)
+        if self.is_training:
+            _refuse_double_backward(results)
+        if self._skips is not None:
+            self._skips.saw(args)
+        return results
 
     def follow_plan(self) -> None:
         """Make a changed plan real. In ``simulate`` the table already has; real storage is lowered again."""
@@ -153,39 +170,35 @@ class PlannedGraph:
         assert work.plan is not None
         for notice in work.notices:
             self._tell(notice)
-        self._adopt(work.plan)
+        self._adopt(work.plan, work.scales)
 
     def _plans_of_siblings(self) -> tuple[Plan, ...]:
         return tuple(g.plan for g in self._siblings if g.plan is not None and g.is_training)
 
-    def _adopt(self, plan: Plan) -> None:
-        if len(plan.sites) > self.captured.capacity:
-            raise capture.TableFull(len(plan.sites))
-        hi = self.config.recipe_.hi.name
-        self._scaled = frozenset(s.id for s in plan.sites if self._is_scaled(s))
-        self._watched = self._scaled | {s.id for s in plan.sites if self._can_lose(s)}
+    def _adopt(self, plan: Plan, scales: ScaleGraph | None) -> None:
+        rows = len(plan.sites) if scales is None else scales.num_rows(len(plan.sites))
+        if rows > self.captured.capacity:
+            raise capture.TableFull(rows)
+        scaling = self.config.grad_scaling_
+        self._scaled = frozenset() if scales is None else scales.rows
+        casts = frozenset() if scales is None else frozenset(scales.casts)
+        if scales is not None and isinstance(scaling, GradScaling):
+            self._measured = casts | scales.operands
+            self._counted = casts if scaling.estimate == "histogram" else frozenset()
+        self._watched = casts | self._measured | {s.id for s in plan.sites if self._can_lose(s)}
         self._in_force = plan
-        if self.controller is None:
-            scales = self.config.grad_scaling
-            rules = Rules(
-                promote_above=self.config.promote_above,
-                scale_gradients=scales != "none",
-                interval=scales.interval if isinstance(scales, GradScaling) else Rules.interval,
-                underflow=scales.underflow if isinstance(scales, GradScaling) else Rules.underflow,
-                hi=hi,
-            )
-            self.controller = Controller(plan, rules, self.captured.capacity, self.captured.device)
-        else:
+        if self.controller is not None:
             self.controller.plan = plan
-
-    def _is_scaled(self, site: Site) -> bool:
-        """A stored gradient whose format has less range than bfloat16 gets a scale."""
-        narrow = parse(site.format).exponent_bits < 6
-        return self.config.grad_scaling != "none" and site.kind == "grad_output" and narrow
+            return
+        keeper = None if scales is None or scaling is None else keeper_of(scaling, scales, self.config.promote_above)
+        rules = Rules(promote_above=self.config.promote_above, hi=self.config.recipe_.hi.name)
+        self.controller = Controller(plan, rules, self.captured.capacity, self.captured.device, keeper=keeper)
 
     def _can_lose(self, site: Site) -> bool:
         """Say whether a site can overflow where hi does not, or turn a NaN into a number."""
         if self.config.storage_ == "packed" and parse(site.format).nan_code is None:
+            return True
+        if site.direction == "backward" and parse(site.format).exponent_bits < 8:
             return True
         return site.kind != "grad_param" and site.format != self.config.recipe_.hi.name
 
@@ -203,23 +216,48 @@ class PlannedGraph:
         if self._damage is not None:
             return self._damage.watch(gm)
         num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-        sites = lower(gm, self.config.lowering, self.captured.device.type, watched=self._watched, scaled=self._scaled)
+        sites, counted = lower(
+            gm,
+            self.config.lowering,
+            self.captured.device.type,
+            watched=self._watched,
+            scaled=self._scaled,
+            measured=self._measured,
+            counted=self._counted,
+        )
         eager = self.config.lowering == "eager"
         run = interpreted(gm) if eager else compat.compile_fx_inner(gm, examples, **options)
         if not sites:
             return run
         compat.trim_output_strides(num_outputs)
-        return self._with_stats(run, num_outputs, sites)
+        return self._with_stats(run, num_outputs, sites, counted)
 
-    def _with_stats(self, run: Compiled, num_outputs: int, sites: tuple[int, ...]) -> Compiled:
+    def _with_stats(
+        self, run: Compiled, num_outputs: int, sites: tuple[int, ...], counted: tuple[int, ...]
+    ) -> Compiled:
         def call(args: list[Any]) -> Any:
             results = run(args)
             assert self.controller is not None
-            self.controller.queue.push(sites, torch.cat(results[num_outputs:]))
+            self.controller.queue.push(sites, torch.cat(results[num_outputs:]), counted)
             return results[:num_outputs]
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+
+def _refuse_double_backward(results: Any) -> None:
+    """Raise `DoubleBackwardError` from the first backward under ``create_graph=True``, where the cause is in sight."""
+    for result in results if isinstance(results, list | tuple) else [results]:
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            result.register_hook(_check_grad_mode)
+
+
+def _check_grad_mode(grad: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise DoubleBackwardError(
+            "backward(create_graph=True) went into a graph compiled by fxprec, and compiled graphs have no second "
+            "derivatives; leave create_graph out, or run this part of the model uncompiled (torch.compiler.disable)"
+        )
 
 
 def _gemms(plan: Plan) -> list[tuple[str, str]]:

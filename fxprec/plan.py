@@ -129,6 +129,8 @@ class Plan:
     total_elements: int = 0
     saved_bytes: ByteCount | None = None
     """Predicted, or None where nothing is saved for backward."""
+    notes: tuple[str, ...] = ()
+    """What is worth knowing though nothing asked for was left out, such as operators with unscaled gradients."""
     schema: int = SCHEMA
     fxprec: str = field(default_factory=lambda: _version("fxprec"))
     torch: str = field(default_factory=lambda: _version("torch"))

@@ -200,6 +200,7 @@ PLAN = _record(
         "gap": _or_null(_finite),
         "total_elements": _count,
         "saved_bytes": _or_null(_record(ByteCount, {"fp32": _count, "planned": _count})),
+        "notes": _texts,
         "gemms": partial(_rows, GEMM),
         "groups": partial(_rows, GROUP),
         "sites": partial(_rows, SITE),

@@ -34,6 +34,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "bit_ratio": plan.bit_ratio,
         "gap": plan.gap,
         "total_elements": plan.total_elements,
+        "notes": list(plan.notes),
         "saved_bytes": None if plan.saved_bytes is None else asdict(plan.saved_bytes),
     }
     tables = {name: [_row(row) for row in getattr(plan, name)] for name in _TABLES}

@@ -1,19 +1,25 @@
 """The whole IR extension: symbolic ops that passes insert and lowering expands.
 
-``quantize(x, table, site, format, storage) -> q``
-    Round ``x * 2**k`` to ``format`` and store it; ``k`` is the site's scale exponent, ``table[site, 0]``.
-``dequantize(q, table, site, format, storage, dtype) -> x``
-    Read ``q`` back as ``dtype`` and undo the scale.
-``site_stats(x, table, site, format) -> (3,) float32``
-    Overflow ratio, underflow ratio and amax of ``x`` for the site; lowering adds one per watched quantize.
-``rescale(g, table, site) -> g``
-    Multiply by ``2**table[site, 0]``; exact, since the factor is a power of two.
+``quantize(x, table, row, format, storage) -> q``
+    Round ``x * 2**table[row, 0]`` to ``format`` and store it. The row is the site's id; where a site is stored in
+    several places, the later ones have rows of their own.
+``dequantize(q, table, row, format, storage, dtype) -> x``
+    Read ``q`` back as ``dtype``, multiplied by ``2**-table[row, 0]``; row ``AS_STORED`` leaves it as it is.
+``keep_nonfinite(rounded, x) -> y``
+    ``rounded`` where ``x`` is finite, else ``x``: inf and NaN of a gradient survive formats that have none.
+``site_stats(x, table, row, format) -> (7,) float32``
+    What rounding ``x`` for the row does, and its moments (`STATS`); lowering adds one per watched quantize.
+``histogram(x, table, row, format) -> (128,) float32``
+    Counts by exponent: how many elements under- and overflow at any scale (`fxprec.runtime.histogram`).
+``rescale(g, table, row) -> g``
+    Multiply by ``2**table[row, 0]``; exact, since the factor is a power of two.
 ``observe(grad, x, tensor, format, grad_format) -> grad``
     Identity on the gradient of ``x``; marks where policy ``exact`` measures, with ``damage``, what rounding the
     counted tensor ``x`` and its gradient would cost.
 
 On CPU, lowering turns them into three kernels: ``store`` (codes, rounded values, statistics), ``round`` (the same
-without codes) and ``load``; ``store_`` and ``round_`` write the rounded values over ``x``.
+without codes) and ``load``; ``store_`` and ``round_`` write the rounded values over ``x``. The values come at the scale
+they were stored with; ``keep`` keeps inf and NaN there.
 
 Passes see the schemas and the fake implementations here; `fxprec.runtime.reference_ops` registers the real
 ones, so a graph runs at every stage of compilation.
@@ -28,29 +34,49 @@ import torch
 from fxprec.formats import Format, parse
 
 Storage = Literal["native", "packed", "simulate"]
-TABLE_COLUMNS = 8
+AS_STORED = -1
+# Columns of the table: 0 scale exponent, 1 to 7 the format (`codec.FormatRow`), then these.
+CARRIED = 8  # the scale exponent that what comes into the row's quantize carries already
+MEASURE = 9  # 1 in steps that measure moments and histograms
+TABLE_COLUMNS = 10
+
+# Fields of a row of statistics. Ratios are shares of all elements; the others are of the tensor without its scale.
+# The last four are measured only where the table says so; elsewhere ``nonzero_ratio`` is -1.
+STATS = ("overflow_ratio", "underflow_ratio", "amax", "rms", "nonzero_ratio", "mean_ln", "std_ln")
+UNMEASURED = (0.0, -1.0, 0.0, 0.0)
+HISTOGRAM_BINS = 64
 
 _library = torch.library.Library("fxprec", "DEF")
-_library.define("quantize(Tensor x, Tensor table, int site, str format, str storage) -> Tensor")
-_library.define("dequantize(Tensor q, Tensor table, int site, str format, str storage, ScalarType dtype) -> Tensor")
-_library.define("site_stats(Tensor x, Tensor table, int site, str format) -> Tensor")
-_library.define("rescale(Tensor g, Tensor table, int site) -> Tensor")
+_library.define("quantize(Tensor x, Tensor table, int row, str format, str storage) -> Tensor")
+_library.define("dequantize(Tensor q, Tensor table, int row, str format, str storage, ScalarType dtype) -> Tensor")
+_library.define("keep_nonfinite(Tensor rounded, Tensor x) -> Tensor")
+_library.define("site_stats(Tensor x, Tensor table, int row, str format) -> Tensor")
+_library.define("histogram(Tensor x, Tensor table, int row, str format) -> Tensor")
+_library.define("rescale(Tensor g, Tensor table, int row) -> Tensor")
 _library.define("observe(Tensor grad, Tensor x, int tensor, str format, str grad_format) -> Tensor")
 _library.define("damage(Tensor grad, Tensor x, int tensor, str format, str grad_format) -> Tensor")
 _CPU_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 _library.define(
-    "store(Tensor x, Tensor table, int site, str format, str storage, bool value) -> (Tensor, Tensor, Tensor)",
+    "store(Tensor x, Tensor table, int row, str format, str storage, bool value, bool keep)"
+    " -> (Tensor, Tensor, Tensor)",
     tags=_CPU_TAGS,
 )
-_library.define("round(Tensor x, Tensor table, int site, str format, str storage) -> (Tensor, Tensor)", tags=_CPU_TAGS)
 _library.define(
-    "store_(Tensor(a!) x, Tensor table, int site, str format, str storage) -> (Tensor, Tensor)", tags=_CPU_TAGS
+    "round(Tensor x, Tensor table, int row, str format, str storage, bool keep) -> (Tensor, Tensor)", tags=_CPU_TAGS
 )
-_library.define("round_(Tensor(a!) x, Tensor table, int site, str format, str storage) -> Tensor", tags=_CPU_TAGS)
-_library.define("load(Tensor q, Tensor table, int site, str format) -> Tensor", tags=_CPU_TAGS)
+_library.define(
+    "store_(Tensor(a!) x, Tensor table, int row, str format, str storage, bool keep) -> (Tensor, Tensor)",
+    tags=_CPU_TAGS,
+)
+_library.define(
+    "round_(Tensor(a!) x, Tensor table, int row, str format, str storage, bool keep) -> Tensor", tags=_CPU_TAGS
+)
+_library.define("load(Tensor q, Tensor table, int row, str format) -> Tensor", tags=_CPU_TAGS)
 
 QUANTIZE = torch.ops.fxprec.quantize.default
 DEQUANTIZE = torch.ops.fxprec.dequantize.default
+KEEP_NONFINITE = torch.ops.fxprec.keep_nonfinite.default
+HISTOGRAM = torch.ops.fxprec.histogram.default
 SITE_STATS = torch.ops.fxprec.site_stats.default
 RESCALE = torch.ops.fxprec.rescale.default
 STORE = torch.ops.fxprec.store.default
@@ -78,22 +104,32 @@ def stored_dtype(fmt: Format, storage: str) -> torch.dtype:
 
 
 @torch.library.register_fake("fxprec::quantize")
-def _(x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str) -> torch.Tensor:
+def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str) -> torch.Tensor:
     return torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
 
 
 @torch.library.register_fake("fxprec::dequantize")
-def _(q: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str, dtype: torch.dtype) -> torch.Tensor:
+def _(q: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(q, dtype=dtype)
 
 
 @torch.library.register_fake("fxprec::site_stats")
-def _(x: torch.Tensor, table: torch.Tensor, site: int, format: str) -> torch.Tensor:
-    return x.new_empty(3, dtype=torch.float32)
+def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+    return x.new_empty(len(STATS), dtype=torch.float32)
+
+
+@torch.library.register_fake("fxprec::keep_nonfinite")
+def _(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(rounded)
+
+
+@torch.library.register_fake("fxprec::histogram")
+def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+    return x.new_empty(2 * HISTOGRAM_BINS, dtype=torch.float32)
 
 
 @torch.library.register_fake("fxprec::rescale")
-def _(g: torch.Tensor, table: torch.Tensor, site: int) -> torch.Tensor:
+def _(g: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
     return torch.empty_like(g)
 
 
@@ -109,28 +145,33 @@ def _(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_format
 
 @torch.library.register_fake("fxprec::store")
 def _(
-    x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str, value: bool
+    x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, value: bool, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     codes = torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
     values = torch.empty_like(x, dtype=torch.float32) if value else x.new_empty(0, dtype=torch.float32)
-    return codes, values, x.new_empty(3, dtype=torch.float32)
+    return codes, values, x.new_empty(len(STATS), dtype=torch.float32)
 
 
 @torch.library.register_fake("fxprec::round")
-def _(x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x, dtype=torch.float32), x.new_empty(3, dtype=torch.float32)
+def _(
+    x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x, dtype=torch.float32), x.new_empty(len(STATS), dtype=torch.float32)
 
 
 @torch.library.register_fake("fxprec::store_")
-def _(x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x, dtype=stored_dtype(parse(format), storage)), x.new_empty(3, dtype=torch.float32)
+def _(
+    x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
+    return codes, x.new_empty(len(STATS), dtype=torch.float32)
 
 
 @torch.library.register_fake("fxprec::round_")
-def _(x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str) -> torch.Tensor:
-    return x.new_empty(3, dtype=torch.float32)
+def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool) -> torch.Tensor:
+    return x.new_empty(len(STATS), dtype=torch.float32)
 
 
 @torch.library.register_fake("fxprec::load")
-def _(q: torch.Tensor, table: torch.Tensor, site: int, format: str) -> torch.Tensor:
+def _(q: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
     return torch.empty_like(q, dtype=torch.float32)

@@ -16,6 +16,7 @@ from fxprec.passes.joint import JointGraph
 from fxprec.passes.operators import Operators
 from fxprec.passes.sites import SiteBook
 from fxprec.plan import Plan
+from fxprec.scales import ScaleGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Work:
     assignment: Assignment | None = None  # assign-precision
     book: SiteBook | None = None  # insert-casts
     plan: Plan | None = None  # write-plan
+    scales: ScaleGraph | None = None  # carry-scales, where a gradient needs one
+    remarks: list[str] = field(default_factory=list)  # what the plan should say; nothing was left out
     notices: list[Notice] = field(default_factory=list)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fxprec.grad_scaling import GradScaling
 from fxprec.passes.base import Work
 from fxprec.passes.casts_simulated import insert_simulated_casts
 from fxprec.passes.casts_stored import insert_stored_casts
@@ -27,6 +28,7 @@ class InsertCasts:
             storage=work.config.storage_,
             low=work.assignment.low,
             formats=formats,
+            guards_gradients=isinstance(work.config.grad_scaling_, GradScaling),
         )
         insert = insert_simulated_casts if work.config.storage_ == "simulate" else insert_stored_casts
         insert(work.grouped, work.book)

@@ -79,6 +79,10 @@ class _Narrow:
     def _operand(self, node: Node, gemm: Node) -> Node:
         if node.target is symbolic.DEQUANTIZE:
             return emit(self.graph, node.target, (*node.args[:5], self.dtype), node)
+        if node.target is symbolic.KEEP_NONFINITE:
+            rounded, x = node.args
+            assert isinstance(rounded, Node)
+            return emit(self.graph, node.target, (self.operand(rounded, gemm), x), node)
         if node.target in ops.VIEWS and len(node.all_input_nodes) == 1 and not node.kwargs:
             return emit(self.graph, node.target, (self.operand(node.all_input_nodes[0], gemm), *node.args[1:]), node)
         return emit(self.graph, _CONVERT, (node, self.dtype), node)

@@ -13,7 +13,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-def _existing(namespace: object, names: str) -> frozenset[object]:
+def existing(namespace: object, names: str) -> frozenset[object]:
     """Resolve ``op.overload`` names; ones this torch lacks are left out."""
     found = []
     for name in names.split():
@@ -25,45 +25,45 @@ def _existing(namespace: object, names: str) -> frozenset[object]:
 
 
 # Scaled-dot-product attention contains GEMMs and is one operator (ALGORITHMS 2).
-ATTENTION = _existing(
+ATTENTION = existing(
     aten,
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"
     " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
     " _scaled_dot_product_fused_attention_overrideable",
 )
-ATTENTION_BACKWARD = _existing(
+ATTENTION_BACKWARD = existing(
     aten,
     "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward"
     " _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward"
     " _scaled_dot_product_fused_attention_overrideable_backward",
 )
 GEMMS = (
-    _existing(aten, "convolution convolution_overrideable mm addmm bmm baddbmm linear _scaled_mm addmv mv dot")
+    existing(aten, "convolution convolution_overrideable mm addmm bmm baddbmm linear _scaled_mm addmv mv dot")
     | ATTENTION
 )
-GEMMS_BACKWARD = _existing(aten, "convolution_backward mm addmm bmm baddbmm mv addmv dot") | ATTENTION_BACKWARD
+GEMMS_BACKWARD = existing(aten, "convolution_backward mm addmm bmm baddbmm mv addmv dot") | ATTENTION_BACKWARD
 
 # Positions of the tensor operands that a GEMM multiplies; the rest (bias, statistics) is not an operand.
 GEMM_OPERANDS: dict[object, tuple[int, ...]] = {
-    **dict.fromkeys(_existing(aten, "convolution mm bmm linear mv dot _scaled_mm"), (0, 1)),
-    **dict.fromkeys(_existing(aten, "addmm baddbmm addmv"), (1, 2)),
-    **dict.fromkeys(_existing(aten, "convolution_backward"), (0, 1, 2)),
+    **dict.fromkeys(existing(aten, "convolution mm bmm linear mv dot _scaled_mm"), (0, 1)),
+    **dict.fromkeys(existing(aten, "addmm baddbmm addmv"), (1, 2)),
+    **dict.fromkeys(existing(aten, "convolution_backward"), (0, 1, 2)),
     **dict.fromkeys(ATTENTION, (0, 1, 2)),
     **dict.fromkeys(ATTENTION_BACKWARD, (0, 1, 2, 3)),
 }
 
 # Ops that move or alias data: not counted, they follow their producer's precision (ALGORITHMS 2).
-VIEWS = _existing(
+VIEWS = existing(
     aten,
     "view _unsafe_view reshape _reshape_alias permute transpose.int t expand slice.Tensor select.int split.Tensor"
     " split_with_sizes unbind.int squeeze squeeze.dim squeeze.dims unsqueeze clone contiguous alias detach"
     " as_strided diagonal unfold narrow chunk flatten.using_ints unflatten.int movedim.int swapaxes"
     " lift_fresh_copy lift_fresh view_as_real view_as_complex expand_as view_as ravel swapdims"
     " _to_copy numpy_T matrix_H mT mH T",
-) - _existing(aten, "_to_copy")
+) - existing(aten, "_to_copy")
 
 # Value-preserving layout ops a dequantize may sink below: the copy is then made in the low dtype.
-LAYOUT = _existing(
+LAYOUT = existing(
     aten,
     "view _unsafe_view reshape permute transpose.int t expand slice.Tensor select.int squeeze squeeze.dim"
     " squeeze.dims unsqueeze clone alias detach split.Tensor split_with_sizes",
@@ -72,9 +72,9 @@ LAYOUT = _existing(
 # Operators whose backward is the identity towards an input that was not broadcast; ``sub`` towards its first.
 LINEAR_SUMS = frozenset({"aten.add", "aten.sub"})
 
-CASTS = _existing(aten, "_to_copy") | _existing(prims, "convert_element_type")
+CASTS = existing(aten, "_to_copy") | existing(prims, "convert_element_type")
 
 # Writes of functionalised mutations back to their inputs; never part of an operator.
-MUTATIONS = _existing(aten, "copy_ set_.source_Tensor") | _existing(prims, "copy_to")
+MUTATIONS = existing(aten, "copy_ set_.source_Tensor") | existing(prims, "copy_to")
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})

@@ -12,6 +12,7 @@ from torch.fx import Graph
 
 from fxprec.passes.assign_precision import AssignPrecision
 from fxprec.passes.base import Pass, Work
+from fxprec.passes.carry_scales import CarryScales
 from fxprec.passes.groups import GroupTensors
 from fxprec.passes.guide_partition import GuidePartition
 from fxprec.passes.insert_casts import InsertCasts
@@ -27,6 +28,7 @@ PIPELINE: tuple[Pass, ...] = (
     GroupTensors(),  # needs operators in execution order
     AssignPrecision(),  # needs group sizes
     InsertCasts(),  # needs who is low
+    CarryScales(),  # needs the casts; rows of its own come after the sites
     WritePlan(),  # needs the sites
     NarrowGemms(),  # needs the casts beside each GEMM
     GuidePartition(),  # last: marks the nodes the others made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Graph, Node
@@ -56,15 +56,18 @@ class SiteBook:
     storage: str
     low: frozenset[int]  # ids of the counted tensors held low
     formats: Mapping[tuple[str, str], str] = field(default_factory=dict)  # (tensor, kind) -> format, from a plan
+    guards_gradients: bool = False  # gradients saturate where they are scaled, and keep the model's own inf and NaN
     sites: list[Site] = field(default_factory=list)
     nodes: dict[int, Node] = field(default_factory=dict)  # site id -> quantize node
     _by_tensor: dict[int, Site] = field(default_factory=dict)
 
     def format(self, tensor: CountedTensor) -> Format:
         named = self.formats.get((tensor.name, tensor.kind))
-        if named is not None:
-            return parse(named)
-        return self.recipe.format_of(tensor.kind, low=tensor.id in self.low)
+        fmt = self.recipe.format_of(tensor.kind, low=tensor.id in self.low) if named is None else parse(named)
+        return _saturating(fmt) if self._is_guarded(tensor.kind, fmt) else fmt
+
+    def _is_guarded(self, kind: str, fmt: Format) -> bool:
+        return self.guards_gradients and kind.startswith("grad") and fmt.exponent_bits < 8
 
     def site(self, tensor: CountedTensor) -> Site:
         """Return the tensor's row, opening it at first use."""
@@ -92,15 +95,22 @@ class SiteBook:
         return self.storage != "simulate" and self.format(tensor).torch_dtype == dtype
 
     def store(self, node: Node, tensor: CountedTensor, *, backward: bool | None = None) -> tuple[Node, Node]:
-        """Insert ``dequantize(quantize(node))`` at the insertion point; return both nodes."""
+        """Insert ``dequantize(quantize(node))`` at the insertion point; return the stored and the read value."""
         site = self.site(tensor)
         wide: torch.Tensor = node.meta["val"]
         narrow = torch.empty_like(wide, dtype=symbolic.stored_dtype(parse(site.format), self.storage))
         common = (self.table, site.id, site.format, self.storage)
         q = emit(self.graph, symbolic.QUANTIZE, (node, *common), node, backward=backward, val=narrow)
-        x = emit(self.graph, symbolic.DEQUANTIZE, (q, *common, wide.dtype), node, backward=backward, val=wide)
+        reads = (self.table, symbolic.AS_STORED, site.format, self.storage, wide.dtype)
+        x = emit(self.graph, symbolic.DEQUANTIZE, (q, *reads), node, backward=backward, val=wide)
+        if self._is_guarded(tensor.kind, parse(site.format)):
+            x = emit(self.graph, symbolic.KEEP_NONFINITE, (x, node), node, backward=backward, val=wide)
         self.nodes[site.id] = q
         return q, x
+
+
+def _saturating(fmt: Format) -> Format:
+    return replace(fmt, overflow="saturate") if fmt.overflow == "inf" else fmt
 
 
 def insertion_point_after(node: Node) -> Node:

@@ -37,6 +37,7 @@ class WritePlan:
             gemms=_gemms(work.grouped),
             groups=_groups(work.grouped, assignment.low_groups, assignment.order),
             sites=tuple(work.book.sites),
+            notes=tuple(work.remarks),
         )
         work.plan = plan if work.given is None else _keep_promotions(plan, work.given)
 

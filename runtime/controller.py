@@ -18,70 +18,85 @@ from fxprec.formats import parse
 from fxprec.plan import Plan, Site
 from fxprec.plan_json import from_dict
 from fxprec.runtime.events import Event
-from fxprec.runtime.scaling import HEADROOM_EXP, scale_exp
+from fxprec.runtime.scaling import Keeper
 from fxprec.runtime.stats import SiteStats, StatsQueue
-from fxprec.runtime.table import build_table
+from fxprec.runtime.table import format_rows, with_scales
 
 MAX_EVENTS = 10_000  # scales change as long as training runs; the oldest are forgotten, promotions never
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What the controller may do. ``interval`` is in steps."""
+    """What the controller may do to forward tensors."""
 
     promote_above: float | None = 0.01
-    scale_gradients: bool = True
-    interval: int = 100
-    underflow: float = 1e-3  # share of a gradient's elements that may round to zero before a refresh is due
     hi: str = "bf16"  # the format a promoted tensor gets
 
 
 @dataclass
 class Controller:
-    """Precision state of one graph: its plan, its scale exponents, its latest statistics."""
+    """Precision state of one graph: its plan, its scales, its latest statistics."""
 
     plan: Plan
     rules: Rules
     capacity: int  # rows of the scale table
     device: torch.device
     step: int = 0
-    scale_exps: dict[int, int] = field(default_factory=dict)
+    keeper: Keeper | None = None  # None where no gradient needs a scale
     events: list[Event] = field(default_factory=list)
     queue: StatsQueue = field(default_factory=StatsQueue)
-    latest: dict[int, SiteStats] = field(default_factory=dict)
-    _amax: dict[int, float] = field(default_factory=dict)  # largest since the last refresh
-    _last_refresh: int | None = None
+    latest: dict[int, SiteStats] = field(default_factory=dict)  # by row
+    _formats: torch.Tensor | None = None  # the table without scales
     _table: torch.Tensor | None = None
+    _on_device: torch.Tensor | None = None
+    _made_for: tuple[list[int], bool] | None = None  # exponents and flag in the table
 
     @property
     def table(self) -> torch.Tensor:
         """The current table; the same tensor until something changes."""
-        if self._table is None:
-            self._table = build_table(self.plan.sites, self.scale_exps, self.capacity, self.device)
-        return self._table
+        if self._formats is None:
+            graph = None if self.keeper is None else self.keeper.graph
+            self._formats = self._table = format_rows(self.plan.sites, self.capacity, graph)
+            self._made_for = None
+        if self.keeper is not None and (self.keeper.exps, self.keeper.measures) != self._made_for:
+            exps, measure = list(self.keeper.exps), self.keeper.measures
+            self._table = with_scales(self._formats, self.keeper.graph, exps, measure=measure)
+            self._made_for = exps, measure
+            self._on_device = None
+        if self._on_device is None:
+            assert self._table is not None
+            self._on_device = self._table.to(self.device, non_blocking=True)
+        return self._on_device
 
     def begin_step(self) -> None:
         """Act on the statistics that have arrived: afterwards ``plan`` and ``table`` are those of this step."""
-        self._read(wait=False)
+        self.read(wait=self.keeper is not None and self.step > 0 and self.keeper.waits)
+        if self.keeper is not None:
+            self.keeper.update(self.step, self._tell_scale)
         self.step += 1
 
-    def _read(self, *, wait: bool) -> None:
+    def read(self, *, wait: bool) -> None:
+        """Take the statistics that have arrived; with ``wait``, all that were pushed."""
         offenders: dict[int, SiteStats] = {}
-        seen_gradients = False
         for stats in self.queue.poll(wait=wait):
-            site = self.plan.sites[stats.site]
+            site = self.site_of(stats.site)
             if math.isnan(stats.amax):
                 self._note_nan(site)
             self.latest[stats.site] = stats
-            if site.direction == "backward":
-                seen_gradients = True
-                self._note_gradient(stats)
-            elif self._overflows(site, stats):
+            if self.keeper is not None:
+                self.keeper.note(stats)
+            if site.direction == "forward" and self._overflows(site, stats):
                 offenders[stats.site] = stats
         if offenders:
             self._promote(offenders)
-        if seen_gradients and self._refresh_is_due():
-            self._refresh_scales()
+
+    def site_of(self, row: int) -> Site:
+        """Return the site a row of statistics belongs to."""
+        further = {} if self.keeper is None else self.keeper.graph.site_of
+        return self.plan.sites[further.get(row, row)]
+
+    def _tell_scale(self, site: int, detail: str) -> None:
+        self._tell("scale", self.plan.sites[site], detail)
 
     def _overflows(self, site: Site, stats: SiteStats) -> bool:
         limit = self.rules.promote_above
@@ -113,7 +128,7 @@ class Controller:
             site = self.plan.sites[i]
             self._tell("promotion", site, f"{site.format} -> {hi}: overflow ratio {offenders[i].overflow_ratio:.4g}")
         self.plan = self.plan.promote(moved, step=self.step, hi=hi)
-        self._table = None
+        self._formats = self._on_device = None
 
     def promote_as(self, other: Plan) -> None:
         """Promote what another graph of the same model has promoted: evaluation follows training."""
@@ -126,96 +141,73 @@ class Controller:
             self._tell("promotion", site, f"{site.format} -> {self.rules.hi}: promoted in training")
         if moved:
             self.plan = self.plan.promote(moved, step=self.step, hi=self.rules.hi)
-            self._table = None
-
-    def _note_gradient(self, stats: SiteStats) -> None:
-        if not (0.0 < stats.amax < math.inf):
-            return
-        site = stats.site
-        # A maximum from before the scale went wrong says nothing of the gradient as it is now.
-        self._amax[site] = stats.amax if self._is_off(stats) else max(self._amax.get(site, 0.0), stats.amax)
-        if self._is_off(stats):
-            self._last_refresh = None  # now, not at the next interval
-
-    def _is_off(self, stats: SiteStats) -> bool:
-        """Say whether the site's scale was never set, saturates, or lets too much underflow for no reason.
-
-        A gradient that underflows to zero hides all that would come before it in the model, so sites get their
-        first scale one after another.
-        """
-        wanted = scale_exp(stats.amax, parse(self.plan.sites[stats.site].format))
-        now = self.scale_exps.get(stats.site)
-        if wanted is None or wanted == now:
-            return False
-        if now is None or wanted < now - HEADROOM_EXP:
-            return True
-        return stats.underflow_ratio > self.rules.underflow and wanted > now + HEADROOM_EXP
-
-    def _refresh_is_due(self) -> bool:
-        if not self.rules.scale_gradients:
-            return False
-        return self._last_refresh is None or self.step - self._last_refresh >= self.rules.interval
-
-    def _refresh_scales(self) -> None:
-        changed: dict[int, int] = {}
-        for site_id, amax in self._amax.items():
-            k = scale_exp(amax, parse(self.plan.sites[site_id].format))
-            if k is not None and k != self.scale_exps.get(site_id):
-                changed[site_id] = k
-        for site_id, k in changed.items():
-            self._tell("scale", self.plan.sites[site_id], f"scale 2**{self.scale_exps.get(site_id, 0)} -> 2**{k}")
-        self.scale_exps.update(changed)
-        self._amax.clear()
-        self._last_refresh = self.step
-        if changed:
-            self._table = None
+            self._formats = self._on_device = None
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per site: format, module, scale exponent and the latest statistics (or None)."""
-        self._read(wait=True)
-        return [self._row(site) for site in self.plan.sites]
+        """Return one row per cast: site, format, module, scale and the latest statistics (or None).
 
-    def _row(self, site: Site) -> dict[str, Any]:
-        stats = self.latest.get(site.id)
+        A site has one cast, or in ``simulate`` one for each consumer of its value.
+        """
+        self.read(wait=True)
+        rows = [self._row(site, site.id) for site in self.plan.sites]
+        if self.keeper is not None:
+            further = sorted(row for row in self.keeper.graph.casts if row >= len(self.plan.sites))
+            rows += [self._row(self.site_of(row), row) for row in further]
+        return rows
+
+    def _row(self, site: Site, row: int) -> dict[str, Any]:
+        stats = self.latest.get(row)
+        scaled = self.keeper is not None and row in self.keeper.graph.casts
+        scale = self.keeper.describe(row) if self.keeper is not None and scaled else UNSCALED
         return {
             "site": site.id,
             "tensor": site.tensor,
             "kind": site.kind,
             "module": site.module,
             "format": site.format,
-            "scale_exponent": self.scale_exps.get(site.id, 0),
             "amax": None if stats is None else stats.amax,
             "overflow_ratio": None if stats is None else stats.overflow_ratio,
             "underflow_ratio": None if stats is None else stats.underflow_ratio,
             "promoted_at": site.promoted_at,
+            **scale,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain JSON data: everything that decides the numbers of the next step."""
-        self._read(wait=True)
+        self.read(wait=True)
         return {
             "step": self.step,
-            "last_refresh": self._last_refresh,
-            "scale_exps": {str(k): v for k, v in sorted(self.scale_exps.items())},
-            "amax": {str(k): v for k, v in sorted(self._amax.items())},
+            "scales": None if self.keeper is None else self.keeper.state_dict(),
             "plan": self.plan.to_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a saved state. Raises `PlanError` for another model's state."""
-        self._read(wait=True)
+        self.read(wait=True)
         plan = plan_of(state)
         difference = self.plan.first_difference(plan, there="the saved state", sizes=False)
         if difference is not None:
             raise PlanError(
                 f"the saved state belongs to another model or config: {difference}; load it where it was saved from"
             )
+        scales = state["scales"]
+        if (scales is None) != (self.keeper is None) or (
+            self.keeper is not None and len(scales["exps"]) != len(self.keeper.exps)
+        ):
+            raise PlanError("the saved state has other scales; load it under the grad_scaling it was saved with")
         self.plan = plan
         self.step = state["step"]
-        self._last_refresh = state["last_refresh"]
-        self.scale_exps = {int(k): v for k, v in state["scale_exps"].items()}
-        self._amax = {int(k): v for k, v in state["amax"].items()}
-        self._table = None
+        if self.keeper is not None:
+            self.keeper.load_state_dict(scales)
+        self._formats = self._on_device = None
+
+
+UNSCALED: Mapping[str, Any] = {
+    "scale_exponent": 0,
+    "estimated_underflow": None,
+    "estimated_overflow": None,
+    "history": [],
+}
 
 
 def plan_of(state: Mapping[str, Any]) -> Plan:

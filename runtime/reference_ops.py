@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fxprec.codec import round_stats, round_with_row
 from fxprec.formats import Format, parse
+from fxprec.runtime.histogram import count_exponents
 from fxprec.runtime.reference import reference_decode, reference_encode, reference_quantize
-from fxprec.symbolic import stored_dtype
+from fxprec.symbolic import AS_STORED, CARRIED, HISTOGRAM_BINS, MEASURE, UNMEASURED, stored_dtype
 
 
-def quantize(x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str) -> torch.Tensor:
-    scaled = _scaled(x, table, site)
+def quantize(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str) -> torch.Tensor:
+    scaled = _scaled(x, table, row)
     if storage == "simulate":
-        return round_with_row(scaled, *table[site].tolist()[1:])
+        return round_with_row(scaled, *table[row].tolist()[1:CARRIED])
     fmt = parse(format)
     return _as_stored(reference_encode(scaled, fmt), fmt, storage)
 
@@ -24,15 +27,19 @@ def _as_stored(codes: torch.Tensor, fmt: Format, storage: str) -> torch.Tensor:
 
 
 def dequantize(
-    q: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str, dtype: torch.dtype
+    q: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, dtype: torch.dtype
 ) -> torch.Tensor:
     fmt = parse(format)
     x = q if storage == "simulate" else reference_decode(q.view(fmt.code_dtype), fmt)
-    return (x * 2.0 ** -_scale_exp(table, site)).to(dtype)
+    return (x * 2.0 ** -_scale_exp(table, row)).to(dtype)
 
 
-def rescale(g: torch.Tensor, table: torch.Tensor, site: int) -> torch.Tensor:
-    return _scaled(g, table, site).to(g.dtype)
+def keep_nonfinite(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isfinite(), rounded, x.to(rounded.dtype))
+
+
+def rescale(g: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
+    return _scaled(g, table, row).to(g.dtype)
 
 
 def observe(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_format: str) -> torch.Tensor:
@@ -55,21 +62,45 @@ def _first_order(x: torch.Tensor, other: torch.Tensor, fmt: str) -> torch.Tensor
     return product.sum().abs() + product.square().sum().sqrt()
 
 
-def site_stats(x: torch.Tensor, table: torch.Tensor, site: int, format: str) -> torch.Tensor:
-    row = table[site].tolist()
-    stats = round_stats(_scaled(x, table, site), tuple(row))
+def site_stats(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+    entries = table[row].tolist()
+    stats = round_stats(_scaled(x, table, row), tuple(entries[:CARRIED]))
     count = max(x.numel(), 1)
-    amax = x.abs().max().float() if x.numel() else torch.zeros((), device=x.device)
-    return torch.stack([stats.overflow / count, stats.underflow / count, amax])
+    amax = float(x.abs().max()) if x.numel() else 0.0
+    moments = measured_moments(x, entries[CARRIED]) if entries[MEASURE] else UNMEASURED
+    ratios = int(stats.overflow) / count, int(stats.underflow) / count
+    values = [*ratios, amax * 2.0 ** -entries[CARRIED], *moments]
+    return torch.tensor(values, dtype=torch.float32, device=x.device)
 
 
-def _scale_exp(table: torch.Tensor, site: int) -> int:
-    return int(table[site, 0])
+def measured_moments(x: torch.Tensor, carried_exp: int) -> tuple[float, float, float, float]:
+    """Return rms, share of non-zero elements, and mean and deviation of ln|x| over these, the scale taken off.
+
+    The deviation is the population's. Without a non-zero element all are 0.
+    """
+    wide = x.detach().double().abs()
+    nonzero = wide[wide > 0]
+    if not nonzero.numel():
+        return (0.0, 0.0, 0.0, 0.0)
+    logs = nonzero.log()
+    rms = float(wide.square().mean().sqrt()) * 2.0**-carried_exp
+    mean_ln = float(logs.mean()) - carried_exp * math.log(2)
+    return rms, nonzero.numel() / x.numel(), mean_ln, float(logs.std(correction=0))
 
 
-def _scaled(x: torch.Tensor, table: torch.Tensor, site: int) -> torch.Tensor:
-    return x.to(torch.float32) * 2.0 ** _scale_exp(table, site)
+def histogram(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+    if x.device.type == "cpu" and not int(table[row, MEASURE]):
+        return torch.zeros(2 * HISTOGRAM_BINS)  # elsewhere, asking would wait for the device
+    return count_exponents(x, parse(format))
 
 
-for _function in (quantize, dequantize, rescale, observe, damage, site_stats):
+def _scale_exp(table: torch.Tensor, row: int) -> int:
+    return 0 if row == AS_STORED else int(table[row, 0])
+
+
+def _scaled(x: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
+    return x.to(torch.float32) * 2.0 ** _scale_exp(table, row)
+
+
+for _function in (quantize, dequantize, keep_nonfinite, rescale, observe, damage, site_stats, histogram):
     torch.library.impl(f"fxprec::{_function.__name__}", "CompositeExplicitAutograd", _function)

@@ -1,29 +1,263 @@
-"""A scale of its own for every stored gradient: a power of two from the largest magnitude seen.
-
-The gradient between two sites is unscaled float32 or bfloat16, which does not underflow; only its stored copy is
-narrow. So each site multiplies by ``2**k`` when it stores and by ``2**-k`` when it reads, and nothing downstream
-needs to know.
-"""
+"""The scales of one graph's gradients while training runs: when to measure, when to solve, what to remember."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
-from fxprec.formats import Format
-from fxprec.runtime.table import MAX_SCALE_EXP
+from fxprec.formats import parse
+from fxprec.grad_scaling import GradScaling, LossScaling
+from fxprec.runtime.histogram import Histogram
+from fxprec.runtime.loss_scaling import LossScaleKeeper
+from fxprec.runtime.solver import FOOTROOM_EXP, HEADROOM_EXP, Measured, scale_exp, solve
+from fxprec.runtime.stats import SiteStats
+from fxprec.scales import Cast, ScaleGraph
 
-# Room for gradients to grow between two refreshes before they saturate: 2**3.
-HEADROOM_EXP = 3
+# A gradient that underflows to zero hides what comes before it in the model, so the first scales take a few steps.
+MAX_SETTLING = 8
+# Share of underflow at which waiting for the next refresh would cost too much.
+GROSS_UNDERFLOW = 0.05
+AT_ONCE_ABOVE = 0.01
+HISTORY = 1000  # refreshes remembered per cast
+
+Tell = Callable[[int, str], None]  # (site, detail)
 
 
-def scale_exp(amax: float, fmt: Format) -> int | None:
-    """Return the exponent k that puts ``amax * 2**k`` ``HEADROOM_EXP`` below ``fmt.largest``, rounded down.
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """One cast at one refresh: the exponent chosen, and what was estimated and measured for it.
 
-    None when ``amax`` says nothing: zero, infinite or NaN.
+    Shares are of the non-zero elements; ``measured_underflow`` and ``overflow`` are those of the step measured, at
+    the exponent in force then.
     """
-    if not (0.0 < amax < math.inf):
-        return None
-    _, largest_exp = math.frexp(fmt.largest)
-    _, amax_exp = math.frexp(amax)
-    k = largest_exp - 1 - HEADROOM_EXP - amax_exp
-    return max(-MAX_SCALE_EXP, min(MAX_SCALE_EXP, k))
+
+    step: int
+    scale_exponent: int
+    estimated_underflow: float
+    estimated_overflow: float
+    measured_underflow: float
+    overflow: float
+
+
+class Keeper(Protocol):
+    """Scale exponents of one graph, by variable of its `ScaleGraph`."""
+
+    graph: ScaleGraph
+    exps: list[int]
+
+    @property
+    def measures(self) -> bool:
+        """Whether the coming step measures moments."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the statistics on their way are worth waiting for."""
+
+    def note(self, stats: SiteStats) -> None:
+        """Take one row's statistics, gradients and operands alike."""
+
+    def update(self, step: int, tell: Tell) -> None:
+        """Act on what was noted, before step number ``step`` begins."""
+
+    def describe(self, row: int) -> dict[str, Any]:
+        """Return what `Backend.stats` shows of a cast."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take `state_dict`'s result."""
+
+
+def keeper_of(scaling: GradScaling | LossScaling, graph: ScaleGraph, at_once_above: float | None) -> Keeper:
+    """Return what keeps the scales that ``scaling`` asks for.
+
+    ``at_once_above`` is the overflow ratio from which a scale is lowered without waiting for a refresh; None: 0.01.
+    """
+    if isinstance(scaling, LossScaling):
+        return LossScaleKeeper(scaling, graph)
+    return ScaleKeeper(scaling, graph, AT_ONCE_ABOVE if at_once_above is None else at_once_above)
+
+
+@dataclass
+class ScaleKeeper:
+    """A scale of its own for every cast, solved every ``interval`` steps and once right after the first."""
+
+    scaling: GradScaling
+    graph: ScaleGraph
+    at_once_above: float  # overflow ratio that lowers a scale at once
+    exps: list[int] = field(default_factory=list)
+    _measured: dict[int, SiteStats] = field(default_factory=dict)  # the last good measurement, by row
+    _amax: dict[int, float] = field(default_factory=dict)  # largest since the last refresh
+    _margins: dict[int, int] = field(default_factory=dict)
+    _saturating: dict[int, float] = field(default_factory=dict)  # row -> its largest magnitude, to act on at once
+    _fresh: set[int] = field(default_factory=set)  # casts measured since the last refresh
+    _due: bool = True
+    _settling: int = 0  # refreshes in a row
+    _last_refresh: int = 0
+    _history: dict[int, deque[Refresh]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.exps:
+            self.exps = [0] * len(self.graph.variables)
+
+    @property
+    def measures(self) -> bool:
+        return self._due
+
+    @property
+    def waits(self) -> bool:
+        return self._last_refresh == 0 and not self._fresh  # step 2 is to be scaled
+
+    def note(self, stats: SiteStats) -> None:
+        row = stats.site
+        is_cast = row in self.graph.casts
+        if not (is_cast or row in self.graph.operands) or not 0.0 < stats.amax < math.inf:
+            return  # zeros say nothing, and a bad batch must not decide
+        if stats.is_measured:
+            self._measured[row] = stats
+            if is_cast:
+                self._fresh.add(row)
+        off = is_cast and stats.overflow_ratio >= self.at_once_above
+        # A maximum from before the scale went wrong says nothing of the gradient as it is now.
+        self._amax[row] = stats.amax if off else max(self._amax.get(row, 0.0), stats.amax)
+        if off:
+            self._saturating[row] = stats.amax
+        elif is_cast and stats.underflow_ratio > GROSS_UNDERFLOW and self._can_rise(row):
+            self._due, self._settling = True, 0
+
+    def _can_rise(self, row: int) -> bool:
+        variable = self.graph.casts[row]
+        cap = scale_exp(self._amax[row], parse(self._cast(variable).format))
+        return cap is not None and self.exps[variable] < cap
+
+    def _cast(self, variable: int) -> Cast:
+        found = self.graph.variables[variable]
+        assert isinstance(found, Cast)
+        return found
+
+    def update(self, step: int, tell: Tell) -> None:
+        if self._fresh:
+            self._refresh(step, tell)
+        elif self._saturating:
+            self._lower(tell)
+        self._saturating.clear()
+        self._due = self._due or step + 1 - self._last_refresh >= self.scaling.interval
+
+    def _lower(self, tell: Tell) -> None:
+        """Lower the scales of saturating casts now, by their largest magnitudes; the others wait for a refresh."""
+        exps = list(self.exps)
+        for row, amax in self._saturating.items():
+            variable = self.graph.casts[row]
+            cap = scale_exp(amax, parse(self._cast(variable).format))
+            if cap is not None:
+                exps[variable] = min(exps[variable], cap)
+        self._change(exps, tell)
+        self._due, self._settling = True, 0
+
+    def _refresh(self, step: int, tell: Tell) -> None:
+        measured = Measured(self._measured, self._peaks(), self._histograms())
+        self._adapt_margins(measured)
+        exps = solve(self.graph, measured, self.scaling.underflow, self._margins)
+        moved = self._change(exps, tell)
+        for row, variable in self.graph.casts.items():
+            self._remember(row, variable, measured, step)
+        unknown = any(row not in self._measured for row in self.graph.casts)
+        self._settling += 1
+        self._due = (unknown or moved > HEADROOM_EXP) and self._settling < MAX_SETTLING
+        if not self._due:
+            self._settling = 0
+        self._fresh.clear()
+        self._last_refresh = step
+        self._amax.clear()
+
+    def _peaks(self) -> dict[int, float]:
+        """Return the largest magnitude by row: since the last refresh, or when last measured."""
+        return {row: stats.amax for row, stats in self._measured.items()} | self._amax
+
+    def _histograms(self) -> dict[int, Histogram]:
+        return {
+            row: Histogram.of(stats.counts, stats.amax, parse(self._cast(self.graph.casts[row]).format))
+            for row, stats in self._measured.items()
+            if stats.counts and row in self.graph.casts
+        }
+
+    def _adapt_margins(self, measured: Measured) -> None:
+        """Raise an exponent where the model says it is high enough but too many underflowed; lower it slowly."""
+        limit = self.scaling.underflow
+        for row in self._fresh:
+            variable = self.graph.casts[row]
+            distribution = measured.distribution(self._cast(variable))
+            assert distribution is not None
+            lost, margin = underflow_of(self._measured[row]), self._margins.get(row, 0)
+            if lost > limit >= distribution.underflow(self.exps[variable]):
+                self._margins[row] = margin + FOOTROOM_EXP
+            elif margin and lost < limit / 64:
+                self._margins[row] = margin - 1
+
+    def _change(self, exps: list[int], tell: Tell) -> int:
+        """Put new exponents in force; return the largest change of a cast."""
+        moved = 0
+        for row, variable in self.graph.casts.items():
+            was, now = self.exps[variable], exps[variable]
+            if was != now:
+                moved = max(moved, abs(now - was))
+                tell(self.graph.site_of[row], f"scale 2**{was} -> 2**{now}")
+        self.exps = exps
+        return moved
+
+    def _remember(self, row: int, variable: int, measured: Measured, step: int) -> None:
+        distribution, stats = measured.distribution(self._cast(variable)), self._measured.get(row)
+        if distribution is None or stats is None:
+            return
+        exp = self.exps[variable]
+        entry = Refresh(
+            step=step,
+            scale_exponent=exp,
+            estimated_underflow=distribution.underflow(exp),
+            estimated_overflow=distribution.overflow(exp),
+            measured_underflow=underflow_of(stats),
+            overflow=stats.overflow_ratio,
+        )
+        self._history.setdefault(row, deque(maxlen=HISTORY)).append(entry)
+
+    def describe(self, row: int) -> dict[str, Any]:
+        past = self._history.get(row, ())
+        return {
+            "scale_exponent": self.exps[self.graph.casts[row]],
+            "estimated_underflow": past[-1].estimated_underflow if past else None,
+            "estimated_overflow": past[-1].estimated_overflow if past else None,
+            "history": [asdict(entry) for entry in past],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "exps": list(self.exps),
+            "measured": [{**asdict(stats), "counts": list(stats.counts)} for stats in self._measured.values()],
+            "amax": {str(k): v for k, v in self._amax.items()},
+            "margins": {str(k): v for k, v in self._margins.items()},
+            "saturating": {str(k): v for k, v in self._saturating.items()},
+            "fresh": sorted(self._fresh),
+            "due": self._due,
+            "settling": self._settling,
+            "last_refresh": self._last_refresh,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.exps = list(state["exps"])
+        rows = (SiteStats(**{**stats, "counts": tuple(stats["counts"])}) for stats in state["measured"])
+        self._measured = {stats.site: stats for stats in rows}
+        self._amax = {int(k): v for k, v in state["amax"].items()}
+        self._margins = {int(k): v for k, v in state["margins"].items()}
+        self._saturating = {int(k): v for k, v in state["saturating"].items()}
+        self._fresh, self._due = set(state["fresh"]), state["due"]
+        self._settling, self._last_refresh = state["settling"], state["last_refresh"]
+        self._history.clear()
+
+
+def underflow_of(stats: SiteStats) -> float:
+    """Return the share of the non-zero elements that underflowed, from a step that measured."""
+    return min(1.0, stats.underflow_ratio / stats.nonzero_ratio) if stats.nonzero_ratio > 0 else 0.0

@@ -4,27 +4,43 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from fxprec.symbolic import HISTOGRAM_BINS, STATS
+
 MAX_PENDING = 256  # backward passes without a forward between them; then the oldest statistics are dropped
-FIELDS = ("overflow_ratio", "underflow_ratio", "amax")
+_BASIC = 3  # the fields every step measures
 
 
 @dataclass(frozen=True, slots=True)
 class SiteStats:
-    """One site in one step. Ratios are shares of the tensor's elements; ``amax`` is before scaling."""
+    """One row of the table in one step. Ratios are shares of the tensor's elements; nothing carries a scale."""
 
     site: int
+    """The row: the site's id, or that of a further cast of a site."""
     overflow_ratio: float
     underflow_ratio: float
     amax: float
+    rms: float = 0.0
+    nonzero_ratio: float = -1.0
+    """-1 in steps that do not measure moments."""
+    mean_ln: float = 0.0
+    """Of ln|x| over the non-zero elements, as is ``std_ln``."""
+    std_ln: float = 0.0
+    counts: tuple[float, ...] = ()
+    """Histogram of exponents, where one was taken."""
+
+    @property
+    def is_measured(self) -> bool:
+        return self.nonzero_ratio >= 0
 
 
 @dataclass(slots=True)
 class _Pending:
     sites: Sequence[int]
+    counted: Sequence[int]
     host: torch.Tensor
     arrived: torch.cuda.Event | None
 
@@ -38,16 +54,19 @@ class StatsQueue:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def push(self, sites: Sequence[int], stats: torch.Tensor) -> None:
-        """Take one graph's stats vector, (3 * sites,) float32, without waiting for the device."""
+    def push(self, sites: Sequence[int], stats: torch.Tensor, counted: Sequence[int] = ()) -> None:
+        """Take one graph's vector without waiting for the device.
+
+        (7 * sites + 128 * counted,) float32: a row of statistics per site, then the histograms of ``counted``.
+        """
         if stats.device.type == "cpu":
-            self._pending.append(_Pending(sites, stats, None))
+            self._pending.append(_Pending(sites, counted, stats, None))
             return
         host = torch.empty(stats.shape, dtype=stats.dtype, pin_memory=True)
         host.copy_(stats, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._pending.append(_Pending(sites, host, event))
+        self._pending.append(_Pending(sites, counted, host, event))
 
     def poll(self, *, wait: bool = False) -> Iterator[SiteStats]:
         """Yield what has arrived; with ``wait``, everything that was pushed."""
@@ -58,6 +77,20 @@ class StatsQueue:
                     return
                 head.arrived.synchronize()
             self._pending.popleft()
-            rows = head.host.view(len(head.sites), len(FIELDS)).tolist()
-            for site, row in zip(head.sites, rows, strict=True):
-                yield SiteStats(site, *row)
+            yield from _rows(head)
+
+
+def _rows(pending: _Pending) -> Iterator[SiteStats]:
+    width = len(STATS)
+    table = pending.host[: len(pending.sites) * width].view(len(pending.sites), width)
+    measured = (table[:, STATS.index("nonzero_ratio")] >= 0).tolist()
+    some = any(measured)
+    rows = (table if some else table[:, :_BASIC]).tolist()
+    counts = _counts(pending) if some else {}
+    for site, row in zip(pending.sites, rows, strict=True):
+        yield replace(SiteStats(site, *row), counts=counts[site]) if site in counts else SiteStats(site, *row)
+
+
+def _counts(pending: _Pending) -> dict[int, tuple[float, ...]]:
+    values = pending.host[len(pending.sites) * len(STATS) :].view(-1, 2 * HISTOGRAM_BINS).tolist()
+    return dict(zip(pending.counted, map(tuple, values), strict=True))

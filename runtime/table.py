@@ -1,7 +1,8 @@
-"""The scale table: one int32 row per site, an input of every compiled graph.
+"""The scale table: one int32 row per site, cast or rescale; an input of every compiled graph.
 
-Column 0 is the scale exponent; the others parameterise rounding for storage ``simulate`` (`codec.format_row`). A
-change makes a new tensor: the backward of a step always reads the table of its forward.
+Column 0 is the scale exponent; the next seven parameterise rounding for storage ``simulate`` (`codec.format_row`),
+the last two are `symbolic.CARRIED` and `symbolic.MEASURE`. A change makes a new tensor: the backward of a step always
+reads the table of its forward.
 """
 
 from __future__ import annotations
@@ -13,14 +14,31 @@ import torch
 from fxprec.codec import format_row
 from fxprec.formats import parse
 from fxprec.plan import Site
-from fxprec.symbolic import TABLE_COLUMNS
+from fxprec.scales import Cast, ScaleGraph
+from fxprec.symbolic import CARRIED, MEASURE, TABLE_COLUMNS
 
-MAX_SCALE_EXP = 100  # x * 2**k and its inverse stay normal float32 numbers
+
+def format_rows(sites: Sequence[Site], rows: int, scales: ScaleGraph | None = None) -> torch.Tensor:
+    """Return the (rows, 10) int32 table without scales. Rows that nobody uses are zero."""
+    table = [[0] * TABLE_COLUMNS for _ in range(rows)]
+    used = [(site.id, site.format) for site in sites]
+    used += [(v.row, v.format) for v in (() if scales is None else scales.variables) if isinstance(v, Cast)]
+    for row, fmt in used:
+        table[row] = [0, *format_row(parse(fmt))[1:], 0, 0]
+    return torch.tensor(table, dtype=torch.int32)
 
 
-def build_table(sites: Sequence[Site], scale_exps: dict[int, int], rows: int, device: torch.device) -> torch.Tensor:
-    """Return the (rows, 8) int32 table; rows beyond the sites are zero and never read."""
-    table = torch.zeros(rows, TABLE_COLUMNS, dtype=torch.int32)
-    for site in sites:
-        table[site.id] = torch.tensor([scale_exps.get(site.id, 0), *format_row(parse(site.format))[1:]])
-    return table.to(device, non_blocking=True)
+def with_scales(base: torch.Tensor, scales: ScaleGraph, exps: Sequence[int], *, measure: bool) -> torch.Tensor:
+    """Return a copy of `format_rows` with exponents, ``exps`` by variable of ``scales``, and the flag to measure."""
+
+    def exp(variable: int | None) -> int:
+        return 0 if variable is None else exps[variable]
+
+    table = base.clone()
+    shifts = {slot.row: exp(slot.plus) - exp(slot.minus) for slot in scales.slots}
+    carried = {v.row: exp(v.source) for v in scales.variables if isinstance(v, Cast)}
+    shifts |= {row: exps[variable] - carried[row] for row, variable in scales.casts.items()}
+    table[list(shifts), 0] = torch.tensor(list(shifts.values()), dtype=torch.int32)
+    table[list(carried), CARRIED] = torch.tensor(list(carried.values()), dtype=torch.int32)
+    table[:, MEASURE] = int(measure)
+    return table

@@ -159,8 +159,14 @@ def test_a_budget_must_be_positive(size):
         ({"keep_high": "fc"}, ["keep_high is the text 'fc'; give it a tuple of patterns, ('fc',), or 'ends'"]),
         ({"keep_high": ("fc", 3)}, ["keep_high is ('fc', 3); give it a tuple of module-name patterns, or 'ends'"]),
         ({"keep_high": ("",)}, ["keep_high is ('',)"]),
-        ({"grad_scaling": "dynamic"}, ["unknown grad_scaling 'dynamic'", "'auto', 'none', or a fxprec.GradScaling"]),
-        ({"grad_scaling": 65536}, ["grad_scaling is 65536; give it one of 'auto', 'none', or a fxprec.GradScaling"]),
+        (
+            {"grad_scaling": "dinamic"},
+            ["unknown grad_scaling 'dinamic'; did you mean 'dynamic'?", "or a fxprec.GradScaling"],
+        ),
+        (
+            {"grad_scaling": 65536},
+            ["grad_scaling is 65536; give it one of 'auto', 'none', 'fixed', 'dynamic', or a fxprec."],
+        ),
         ({"strict": 1}, ["strict is 1; give it True or False"]),
         ({"verify": "yes"}, ["verify is 'yes'; give it True or False"]),
         ({"seed": -1}, ["seed is -1; give it an int of at least 0"]),

@@ -8,27 +8,37 @@ from torch.fx import GraphModule
 
 from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
-from fxprec.passes.lowering.stats import append_outputs, watch
+from fxprec.passes.lowering.stats import append_gathered, append_outputs, count, watch
 
 
 def lower(
-    gm: GraphModule, lowering: str, device_type: str, *, watched: Collection[int], scaled: frozenset[int]
-) -> tuple[int, ...]:
-    """Lower one partitioned graph in place; return the sites whose statistics were appended to its outputs, in order.
+    gm: GraphModule,
+    lowering: str,
+    device_type: str,
+    *,
+    watched: Collection[int],
+    scaled: frozenset[int],
+    measured: frozenset[int] = frozenset(),
+    counted: Collection[int] = (),
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lower one partitioned graph in place and append its statistics; return the rows they are of, in order.
 
-    They come as one vector, or as one a site.
+    They come as one vector, or as one a row.
 
     ``eager`` leaves the symbolic ops to their reference implementations; a CPU gets kernel calls; everything else
-    ATen ops that Inductor fuses. ``scaled`` are the sites whose scale exponent may differ from 0.
+    ATen ops that Inductor fuses. ``scaled`` are the rows whose scale exponent may differ from 0, ``measured`` those
+    whose moments count, ``counted`` those that get a histogram: their rows come second.
     """
+    counted_rows, histograms = count(gm, counted)
     if lowering != "eager" and device_type == "cpu":
-        sites, stats = call_kernels(gm, watched)
-        if sites:
-            append_outputs(gm.graph, stats)  # as they are: gathering them in the graph costs a C++ kernel each
-        gm.graph.eliminate_dead_code()
+        rows, stats = call_kernels(gm, watched)
+        append_outputs(gm.graph, [*stats, *histograms])  # gathering them in the graph costs a C++ kernel each
     else:
-        sites = watch(gm, watched)
-        if lowering != "eager":
-            expand(gm, scaled)
+        rows, stats = watch(gm, watched)
+        if stats:
+            append_gathered(gm.graph, [*stats, *histograms])
+    if lowering != "eager":
+        expand(gm, scaled, measured)
+    gm.graph.eliminate_dead_code()
     gm.recompile()
-    return sites
+    return rows, counted_rows

@@ -6,7 +6,9 @@ site: pointwise ops know no shapes, so one trace serves all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,61 +19,88 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import codec, symbolic
 from fxprec.formats import parse
+from fxprec.symbolic import CARRIED
 
 aten = torch.ops.aten
 
 
-def expand(gm: GraphModule, scaled: frozenset[int]) -> None:
-    """Replace every symbolic node of ``gm``. ``scaled`` are the sites whose scale exponent may differ from 0."""
+def expand(gm: GraphModule, scaled: frozenset[int], measured: frozenset[int] = frozenset()) -> None:
+    """Replace every symbolic node of ``gm`` that has an expansion.
+
+    ``scaled`` are the rows whose scale exponent may differ from 0, ``measured`` those whose moments count.
+    """
+    rows = Rows(scaled, measured)
     for node in list(gm.graph.nodes):
         recipe = _RECIPES.get(node.target)
         if recipe is None:
             continue
         with gm.graph.inserting_before(node):
-            function, static, columns = recipe(node, scaled)
-            template = _traced(function, _dtype(node.args[0]), static, len(columns))
+            function, static, columns = recipe(node, rows)
+            template = _traced(function, tuple(map(_dtype, _tensors(node))), static, len(columns))
             row = [_column(gm.graph, node.args[1], node.args[2], column) for column in columns]
-            new = _inline(gm.graph, template, (node.args[0], *row))
+            new = _inline(gm.graph, template, (*_tensors(node), *row))
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
     gm.recompile()
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What is known of the table's rows when code is made."""
+
+    scaled: frozenset[int]
+    measured: frozenset[int]
+
+
 _Recipe = tuple[Callable[..., torch.Tensor], tuple[Any, ...], tuple[int, ...]]
+_FORMAT_COLUMNS = tuple(range(CARRIED))
 
 
-def _quantize_recipe(node: Node, scaled: frozenset[int]) -> _Recipe:
-    _, _, site, fmt, storage = node.args
+def _quantize_recipe(node: Node, rows: Rows) -> _Recipe:
+    _, _, row, fmt, storage = node.args
+    scaled = row in rows.scaled
     if storage == "simulate":
-        return _simulate, (site in scaled,), tuple(range(8))
-    return _quantize, (fmt, storage, site in scaled), (0,) if site in scaled else ()
+        return _simulate, (scaled,), _FORMAT_COLUMNS
+    return _quantize, (fmt, storage, scaled), (0,) if scaled else ()
 
 
-def _dequantize_recipe(node: Node, scaled: frozenset[int]) -> _Recipe:
-    _, _, site, fmt, _, dtype = node.args
-    return _dequantize, (fmt, dtype, site in scaled), (0,) if site in scaled else ()
+def _dequantize_recipe(node: Node, rows: Rows) -> _Recipe:
+    _, _, row, fmt, _, dtype = node.args
+    scaled = row in rows.scaled
+    return _dequantize, (fmt, dtype, scaled), (0,) if scaled else ()
 
 
-def _stats_recipe(node: Node, scaled: frozenset[int]) -> _Recipe:
-    x, _, site, fmt = node.args
+def _stats_recipe(node: Node, rows: Rows) -> _Recipe:
+    x, _, row, fmt = node.args
     assert isinstance(x, Node)
     simulated = any(u.target is symbolic.QUANTIZE and u.args[4] == "simulate" for u in x.users)
-    if simulated:
-        return _simulated_stats, (site in scaled,), (0, 1, 5, 7)
-    return _static_stats, (fmt, site in scaled), (0,) if site in scaled else ()
+    static = (None if simulated else fmt, row in rows.scaled, row in rows.measured)
+    columns = (1, 5, 7) if simulated else ()
+    return _site_stats, static, (0, CARRIED, *columns)
 
 
-def _rescale_recipe(node: Node, scaled: frozenset[int]) -> _Recipe:
+def _rescale_recipe(node: Node, rows: Rows) -> _Recipe:
     return _rescale, (), (0,)
 
 
-_RECIPES: dict[object, Callable[[Node, frozenset[int]], _Recipe]] = {
+def _keep_recipe(node: Node, rows: Rows) -> _Recipe:
+    return _keep_nonfinite, (), ()
+
+
+_RECIPES: dict[object, Callable[[Node, Rows], _Recipe]] = {
     symbolic.QUANTIZE: _quantize_recipe,
     symbolic.DEQUANTIZE: _dequantize_recipe,
     symbolic.SITE_STATS: _stats_recipe,
     symbolic.RESCALE: _rescale_recipe,
+    symbolic.KEEP_NONFINITE: _keep_recipe,
 }
+
+
+def _tensors(node: Node) -> tuple[Node, ...]:
+    """Return what a symbolic node reads beside the table."""
+    read = node.args[:2] if node.target is symbolic.KEEP_NONFINITE else node.args[:1]
+    return tuple(n for n in read if isinstance(n, Node))
 
 
 def _dtype(node: object) -> torch.dtype:
@@ -96,27 +125,29 @@ def _inline(graph: Graph, template: GraphModule, args: tuple[Any, ...]) -> Node:
 
 @lru_cache(maxsize=1024)
 def _traced(
-    function: Callable[..., torch.Tensor], dtype: torch.dtype, static: tuple[Any, ...], num_columns: int
+    function: Callable[..., torch.Tensor], dtypes: tuple[torch.dtype, ...], static: tuple[Any, ...], num_columns: int
 ) -> GraphModule:
-    """Trace ``function(x, *columns, *static)`` on a small example; the trace holds for every shape."""
-    example = torch.zeros(2, 3, dtype=torch.float32).to(dtype)
+    """Trace ``function(*tensors, columns, *static)`` on a small example; the trace holds for every shape."""
+    examples = [torch.zeros(2, 3, dtype=torch.float32).to(dtype) for dtype in dtypes]
     columns = [torch.zeros((), dtype=torch.int32) for _ in range(num_columns)]
 
-    def call(x: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
-        return function(x, columns, *static)
+    def call(*args: torch.Tensor) -> torch.Tensor:
+        return function(*args[: len(dtypes)], args[len(dtypes) :], *static)
 
-    return make_fx(call, decomposition_table=select_decomp_table())(example, *columns)
+    return make_fx(call, decomposition_table=select_decomp_table())(*examples, *columns)
 
 
 _Columns = tuple[torch.Tensor, ...]
 
 
+def _power(exponent: torch.Tensor) -> torch.Tensor:
+    """Return ``2.0**exponent``, written as a float's bits."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
 def _scale(x: torch.Tensor, columns: _Columns, scaled: bool, sign: int = 1) -> torch.Tensor:
-    """Multiply by ``2.0 ** (sign * columns[0])``, the power written as a float's bits."""
-    if not scaled:
-        return x
-    exponent = columns[0] if sign > 0 else -columns[0]
-    return x * ((exponent + 127) << 23).view(torch.float32)
+    """Multiply by ``2.0 ** (sign * columns[0])``."""
+    return x * _power(columns[0] if sign > 0 else -columns[0]) if scaled else x
 
 
 def _simulate(x: torch.Tensor, columns: _Columns, scaled: bool) -> torch.Tensor:
@@ -139,33 +170,44 @@ def _dequantize(q: torch.Tensor, columns: _Columns, fmt: str, dtype: torch.dtype
     return _scale(x, columns, scaled, sign=-1).to(dtype)
 
 
+def _keep_nonfinite(rounded: torch.Tensor, x: torch.Tensor, columns: _Columns) -> torch.Tensor:
+    wide = x.to(torch.float32)
+    return torch.where((wide.view(torch.int32) & codec.MAGNITUDE) < codec.INFINITY, rounded, x.to(rounded.dtype))
+
+
 def _rescale(g: torch.Tensor, columns: _Columns) -> torch.Tensor:
     return _scale(g.to(torch.float32), columns, True).to(g.dtype)
 
 
-def _static_stats(x: torch.Tensor, columns: _Columns, fmt: str, scaled: bool) -> torch.Tensor:
-    form = parse(fmt)
-    row = codec.format_row(form)
-    return _stats(x, columns, scaled, codec.overflow_threshold(row.shift, row.largest), row.underflow)
-
-
-def _simulated_stats(x: torch.Tensor, columns: _Columns, scaled: bool) -> torch.Tensor:
-    _, shift, largest, underflow = columns
-    threshold = codec.overflow_threshold(shift, largest)
-    assert isinstance(threshold, torch.Tensor)
-    return _stats(x, columns, scaled, threshold, underflow)
-
-
-def _stats(
-    x: torch.Tensor,
-    columns: _Columns,
-    scaled: bool,
-    overflow: int | torch.Tensor,
-    underflow: int | torch.Tensor,
-) -> torch.Tensor:
+def _site_stats(x: torch.Tensor, columns: _Columns, fmt: str | None, scaled: bool, measured: bool) -> torch.Tensor:
     """Compare magnitudes as integers: float32 bits are ordered, and NaN lies above infinity."""
+    if fmt is None:
+        shift, largest, underflow = columns[2:]
+        overflow = codec.overflow_threshold(shift, largest)
+    else:
+        row = codec.format_row(parse(fmt))
+        overflow, underflow = codec.overflow_threshold(row.shift, row.largest), row.underflow  # type: ignore[assignment]
     wide = x.to(torch.float32)
-    bits = _scale(wide, columns, scaled).view(torch.int32) & 0x7FFFFFFF
+    stored = _scale(wide, columns, scaled)
+    bits = stored.view(torch.int32) & codec.MAGNITUDE
     over = (bits >= overflow).to(torch.float32)
     under = ((bits > 0) & (bits <= underflow)).to(torch.float32)
-    return torch.stack([torch.mean(over), torch.mean(under), torch.amax(torch.abs(wide))])
+    amax = torch.amax(torch.abs(wide))
+    parts = [torch.mean(over), torch.mean(under), amax * _power(-columns[1]) if scaled else amax]
+    if measured:
+        return torch.stack([*parts, *_moments(stored, bits, columns[0] + columns[1])])
+    zero = (columns[0] & 0).to(torch.float32)  # on the graph's device, which a constant made here is not
+    return torch.stack([*parts, *(zero + value for value in symbolic.UNMEASURED)])
+
+
+def _moments(stored: torch.Tensor, bits: torch.Tensor, scale_exp: torch.Tensor) -> list[torch.Tensor]:
+    """Moments of the tensor as it is stored: near 1, where squares neither over- nor underflow."""
+    nonzero = bits > 0
+    logs = torch.where(nonzero, torch.log(torch.where(nonzero, torch.abs(stored), 1.0)), 0.0)
+    share = torch.mean(nonzero.to(torch.float32))
+    rms = torch.sqrt(torch.mean(stored * stored)) * _power(-scale_exp)
+    present = torch.clamp_min(share, 1e-30)
+    mean = torch.mean(logs) / present
+    variance = torch.clamp_min(torch.mean(logs * logs) / present - mean * mean, 0.0)
+    has_any = (share > 0).to(torch.float32)
+    return [rms, share, (mean - scale_exp * math.log(2)) * has_any, torch.sqrt(variance)]

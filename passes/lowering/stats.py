@@ -1,4 +1,4 @@
-"""Append statistics to the outputs of a partitioned graph: three numbers per watched site."""
+"""Append statistics to the outputs of a partitioned graph: a row of numbers per watched cast."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from torch.fx import Graph, GraphModule, Node
 from fxprec import symbolic
 
 
-def watch(gm: GraphModule, watched: Collection[int]) -> tuple[int, ...]:
-    """Add a ``site_stats`` node beside each watched ``quantize`` and return their vector as a last output.
+def watch(gm: GraphModule, watched: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:
+    """Add a ``site_stats`` node beside each watched ``quantize``; return their rows and nodes, in one order."""
+    return _add_beside(gm.graph, symbolic.SITE_STATS, watched)
 
-    Returns the site ids in the vector's order; ``()`` leaves the graph as it was.
-    """
-    graph = gm.graph
+
+def count(gm: GraphModule, counted: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:
+    """Add a ``histogram`` node beside each counted ``quantize``; return their rows and nodes, in one order."""
+    return _add_beside(gm.graph, symbolic.HISTOGRAM, counted)
+
+
+def _add_beside(graph: Graph, target: object, rows: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:
     nodes: dict[int, Node] = {}
     for q in graph.find_nodes(op="call_function", target=symbolic.QUANTIZE):
-        x, table, site, fmt, _ = q.args
-        if site in watched and site not in nodes:
+        x, table, row, fmt, _ = q.args
+        if row in rows and row not in nodes:
             with graph.inserting_before(q):
-                nodes[site] = graph.call_function(symbolic.SITE_STATS, (x, table, site, fmt))
-    if not nodes:
-        return ()
-    append_gathered(graph, list(nodes.values()))
-    return tuple(nodes)
+                nodes[row] = graph.call_function(target, (x, table, row, fmt))  # type: ignore[arg-type]
+    return tuple(nodes), list(nodes.values())
 
 
 def append_gathered(graph: Graph, vectors: list[Node]) -> None:

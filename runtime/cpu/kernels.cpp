@@ -37,9 +37,10 @@ struct Params {
   int32_t sign_shift;   // from float32's sign bit to the code's
   int32_t inf_code;     // code magnitude of infinity, or -1
   int32_t nan_from;     // smallest code magnitude that is NaN, or INT32_MAX
+  int32_t infinity;     // float32 bits that infinity becomes among the values
   float quantum;        // smallest subnormal
   float scale;          // 2^k
-  float unscale;        // 2^-k
+  float unscale;        // of what is loaded, or of the statistics
 };
 
 struct Stats { int64_t over; int64_t under; int32_t amax; };
@@ -72,8 +73,9 @@ Stats store(const float* x, Code* codes, float* values, int64_t n, const Params 
     }
     if (kValues) {
       r = is_over ? p.over : r;
+      r = (raw & kMagnitude) == kInfinity ? p.infinity : r;
       r = is_nan ? a : r;
-      values[i] = float_of(r | (bits & ~kMagnitude)) * p.unscale;
+      values[i] = float_of(r | (bits & ~kMagnitude));
     }
   }
   return {over, under, amax};
@@ -97,10 +99,13 @@ void load(const Code* codes, float* values, int64_t n, const Params p) {
   }
 }
 
-void report(float* stats, const Stats s, int64_t n) {
+// stats: symbolic.STATS, the moments left unmeasured; amax is given without the scale it carries.
+void report(float* stats, const Stats s, int64_t n, const Params& p) {
   stats[0] = n ? static_cast<float>(static_cast<double>(s.over) / n) : 0.0f;
   stats[1] = n ? static_cast<float>(static_cast<double>(s.under) / n) : 0.0f;
-  stats[2] = float_of(s.amax);
+  stats[2] = float_of(s.amax) * p.unscale;
+  stats[4] = -1.0f;
+  stats[3] = stats[5] = stats[6] = 0.0f;
 }
 
 }  // namespace
@@ -109,16 +114,16 @@ extern "C" {
 
 void fxprec_store8(const float* x, uint8_t* codes, float* values, float* stats, int64_t n, const Params* p) {
   report(stats, values ? store<uint8_t, true, true>(x, codes, values, n, *p)
-                       : store<uint8_t, true, false>(x, codes, nullptr, n, *p), n);
+                       : store<uint8_t, true, false>(x, codes, nullptr, n, *p), n, *p);
 }
 
 void fxprec_store16(const float* x, uint16_t* codes, float* values, float* stats, int64_t n, const Params* p) {
   report(stats, values ? store<uint16_t, true, true>(x, codes, values, n, *p)
-                       : store<uint16_t, true, false>(x, codes, nullptr, n, *p), n);
+                       : store<uint16_t, true, false>(x, codes, nullptr, n, *p), n, *p);
 }
 
 void fxprec_round(const float* x, float* values, float* stats, int64_t n, const Params* p) {
-  report(stats, store<uint8_t, false, true>(x, nullptr, values, n, *p), n);
+  report(stats, store<uint8_t, false, true>(x, nullptr, values, n, *p), n, *p);
 }
 
 void fxprec_load8(const uint8_t* codes, float* values, int64_t n, const Params* p) { load(codes, values, n, *p); }

@@ -15,8 +15,9 @@ from torch._inductor.codecache import CppCodeCache
 
 from fxprec.formats import Format, parse
 from fxprec.memory import empty_like
-from fxprec.runtime.cpu.params import Params, params_of, params_of_row
-from fxprec.symbolic import stored_dtype
+from fxprec.runtime.cpu.measure import wanted_moments, with_moments
+from fxprec.runtime.cpu.params import params_of, params_of_row
+from fxprec.symbolic import AS_STORED, CARRIED, STATS, stored_dtype
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 
@@ -42,74 +43,76 @@ def _need_dense(x: torch.Tensor) -> None:
     assert torch.ops.aten.is_non_overlapping_and_dense(x), "lowering overwrites nothing else"
 
 
-def _scale_exp(table: torch.Tensor, site: int) -> int:
-    return int(table[site, 0])
-
-
 def store(
-    x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str, value: bool
+    x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, value: bool, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (codes, rounded float32 values or an empty tensor, statistics (3,) float32)."""
+    """Return (codes, rounded float32 values or an empty tensor, statistics (7,) float32).
+
+    The values keep the scale they are stored with; ``keep`` keeps infinities among them.
+    """
     x = _dense(x, torch.float32)
     values = empty_like(x, x.dtype) if value else None
-    codes, stats = _store(x, values, table, site, parse(format), storage)
+    codes, stats = _store(x, values, table, row, parse(format), storage, keep)
     return codes, x.new_empty(0) if values is None else values, stats
 
 
 def store_(
-    x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str
+    x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`store`, the rounded values written over dense float32 ``x``."""
     _need_dense(x)
-    return _store(x, x, table, site, parse(format), storage)
+    return _store(x, x, table, row, parse(format), storage, keep)
 
 
 def _store(
-    x: torch.Tensor, values: torch.Tensor | None, table: torch.Tensor, site: int, fmt: Format, storage: str
+    x: torch.Tensor, values: torch.Tensor | None, table: torch.Tensor, row: int, fmt: Format, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, stats = empty_like(x, stored_dtype(fmt, storage)), torch.empty(3)
+    entries = table[row].tolist()
+    moments = wanted_moments(x, entries)  # first: x may be overwritten
+    codes, stats = empty_like(x, stored_dtype(fmt, storage)), torch.empty(len(STATS))
     function = _library().fxprec_store8 if fmt.bits <= 8 else _library().fxprec_store16
-    params = params_of(fmt, _scale_exp(table, site))
+    params = params_of(fmt, entries[0], entries[CARRIED], keep)
     function(_pointer(x), _pointer(codes), _pointer(values), _pointer(stats), _count(x), ctypes.byref(params))
-    return codes, stats
+    return codes, with_moments(stats, moments)
 
 
 def round_values(
-    x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str
+    x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (rounded float32 values, statistics); in ``simulate`` the table's row is the format."""
     x = _dense(x, torch.float32)
     values = empty_like(x, x.dtype)
-    return values, _round(x, values, table, site, parse(format), storage)
+    return values, _round(x, values, table, row, parse(format), storage, keep)
 
 
-def round_(x: torch.Tensor, table: torch.Tensor, site: int, format: str, storage: str) -> torch.Tensor:
+def round_(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool) -> torch.Tensor:
     """`round_values` over dense float32 ``x``; returns the statistics."""
     _need_dense(x)
-    return _round(x, x, table, site, parse(format), storage)
+    return _round(x, x, table, row, parse(format), storage, keep)
 
 
 def _round(
-    x: torch.Tensor, values: torch.Tensor, table: torch.Tensor, site: int, fmt: Format, storage: str
+    x: torch.Tensor, values: torch.Tensor, table: torch.Tensor, row: int, fmt: Format, storage: str, keep: bool
 ) -> torch.Tensor:
-    stats, params = torch.empty(3), _round_params(table, site, fmt, storage)
+    entries = table[row].tolist()
+    moments = wanted_moments(x, entries)
+    stats = torch.empty(len(STATS))
+    if storage == "simulate":
+        params = params_of_row(entries[:CARRIED], unscale_exp=entries[CARRIED], keep=keep)
+    else:
+        params = params_of(fmt, entries[0], entries[CARRIED], keep)
     _library().fxprec_round(_pointer(x), _pointer(values), _pointer(stats), _count(x), ctypes.byref(params))
-    return stats
+    return with_moments(stats, moments)
 
 
-def _round_params(table: torch.Tensor, site: int, fmt: Format, storage: str) -> Params:
-    if storage != "simulate":
-        return params_of(fmt, _scale_exp(table, site))
-    return params_of_row(table[site].tolist())
-
-
-def load(q: torch.Tensor, table: torch.Tensor, site: int, format: str) -> torch.Tensor:
-    """Return the float32 values of stored codes, the scale undone."""
+def load(q: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+    """Return the float32 values of stored codes, less the row's scale exponent."""
     fmt = parse(format)
     q = _dense(q, q.dtype)
     values = empty_like(q, torch.float32)
     function = _library().fxprec_load8 if fmt.bits <= 8 else _library().fxprec_load16
-    function(_pointer(q), _pointer(values), _count(q), ctypes.byref(params_of(fmt, _scale_exp(table, site))))
+    scale_exp = 0 if row == AS_STORED else int(table[row, 0])
+    function(_pointer(q), _pointer(values), _count(q), ctypes.byref(params_of(fmt, unscale_exp=scale_exp)))
     return values
 
 

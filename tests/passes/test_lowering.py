@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from pathlib import Path
@@ -55,17 +56,18 @@ def bit_patterns(count: int, fmt: Format) -> torch.Tensor:
     return torch.cat([anything.view(torch.float32), near, ties, values, torch.tensor(edges)])
 
 
-def table(fmt: Format, scale_exp: int) -> torch.Tensor:
-    return torch.tensor([[0] * 8, [scale_exp, *codec.format_row(fmt)[1:]]], dtype=torch.int32)
+def table(fmt: Format, scale_exp: int, carried: int = 0, measure: bool = False) -> torch.Tensor:
+    row = [scale_exp, *codec.format_row(fmt)[1:], carried, int(measure)]
+    return torch.tensor([[0] * symbolic.TABLE_COLUMNS, row], dtype=torch.int32)
 
 
-def expanded(target, x: torch.Tensor, rows: torch.Tensor, *args, scaled: bool = True) -> torch.Tensor:
+def expanded(target, x: torch.Tensor, rows: torch.Tensor, *args, scaled=True, measured=False) -> torch.Tensor:
     graph = Graph()
     node, row = graph.placeholder("x"), graph.placeholder("table")
     node.meta["val"] = x
     graph.output(graph.call_function(target, (node, row, *args)))
     gm = GraphModule({}, graph)
-    expand(gm, frozenset({1}) if scaled else frozenset())
+    expand(gm, frozenset({1} if scaled else ()), frozenset({1} if measured else ()))
     assert not gm.graph.find_nodes(op="call_function", target=target), "the op was replaced"
     return gm(x, rows)
 
@@ -106,7 +108,58 @@ def test_expanded_statistics_equal_the_reference(name, storage, scale_exp):
     x[:50] = torch.tensor(fmt.smallest_subnormal / 3) / 2**scale_exp
     got = expanded(symbolic.SITE_STATS, x, rows, 1, name, scaled=scale_exp != 0)
     wanted = reference_stats(x * 2.0**scale_exp, fmt)
-    assert got.tolist() == pytest.approx([wanted.overflow / 5000, wanted.underflow / 5000, float(x.abs().max())])
+    amax = float(x.abs().max())
+    basic = [wanted.overflow / 5000, wanted.underflow / 5000, amax]
+    assert got.tolist() == pytest.approx([*basic, *symbolic.UNMEASURED])
+
+
+def moments(x: torch.Tensor) -> list[float]:
+    logs = x[x != 0].double().abs().log()
+    share = logs.numel() / x.numel()
+    return [float(x.double().square().mean().sqrt()), share, float(logs.mean()), float(logs.std(correction=0))]
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 2.0**-45, 1e-30, 1e12])
+def test_moments_are_those_of_the_gradient_without_its_scale(magnitude):
+    """Whatever is carried in or added, on every path: reference, kernel, expansion."""
+    x = torch.randn(70_000) * magnitude
+    x[::3] = 0
+    wanted = moments(x)
+    carried = 20 if magnitude < 1 else -20
+    rows = table(parse("1-5-2"), 7, carried, measure=True)
+    given = x * 2.0**carried
+    _, kernel = symbolic.ROUND(given, rows, 1, "1-5-2", "packed", False)
+    reference = symbolic.SITE_STATS(given, rows, 1, "1-5-2")
+    for stats in (kernel, reference):
+        assert stats[2].item() == float(x.abs().max())
+        assert stats[3:].tolist() == pytest.approx(wanted, rel=2e-5, abs=2e-5)
+    if 1e-12 < magnitude < 1e3:  # a compiled graph measures what it stores, near 1 once scaled
+        code = expanded(symbolic.SITE_STATS, given, rows, 1, "1-5-2", measured=True)
+        assert code.tolist() == pytest.approx([*kernel.tolist()], rel=2e-4, abs=2e-4 * magnitude)
+
+
+@pytest.mark.parametrize("fill", [0.0, 3.0])
+def test_moments_of_equal_values(fill):
+    rows = table(parse("1-5-2"), 0, measure=True)
+    x = torch.full((4000,), fill)
+    for stats in (symbolic.ROUND(x, rows, 1, "1-5-2", "packed", False)[1], symbolic.SITE_STATS(x, rows, 1, "1-5-2")):
+        assert stats[3:].tolist() == pytest.approx(
+            [fill, float(fill > 0), math.log(fill) if fill else 0, 0.0], abs=2e-5
+        )
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("name", ["1-5-2", "fp16_sat", "e5m2_sat"])
+def test_inf_and_nan_of_a_gradient_are_kept_where_asked(name, keep):
+    """And what is finite saturates, also where the scale itself lifts it beyond float32."""
+    fmt, rows = parse(name), table(parse(name), 60)
+    x = torch.tensor([1e30, -1e30, torch.inf, -torch.inf, torch.nan, 0.0])
+    values, _ = symbolic.ROUND(x, rows, 1, name, "packed", keep)
+    limit = torch.inf if keep else fmt.largest
+    assert values[:4].tolist() == [fmt.largest, -fmt.largest, limit, -limit]
+    assert values[4].isnan()
+    rounded = reference_quantize(x * 2.0**60, fmt)
+    assert_bits_equal(values, symbolic.KEEP_NONFINITE(rounded, x) if keep else rounded)
 
 
 @pytest.mark.parametrize("scale_exp", [0, 9])
@@ -115,18 +168,21 @@ def test_cpu_kernels_equal_the_reference_bit_for_bit(name, scale_exp):
     fmt = parse(name)
     x, rows = bit_patterns(200_000, fmt), table(fmt, scale_exp)
     scaled = x * 2.0**scale_exp
-    codes, values, stats = symbolic.STORE(x, rows, 1, name, "packed", True)
+    codes, values, stats = symbolic.STORE(x, rows, 1, name, "packed", True, False)
     wanted = reference_encode(scaled, fmt)
     assert_bits_equal(codes.view(fmt.code_dtype), wanted, "codes")
     exact = ~x.isnan()  # a format without NaN keeps it among the values and saturates the code
-    assert_bits_equal(values[exact], (reference_quantize(scaled, fmt) * 2.0**-scale_exp)[exact], "values")
+    assert_bits_equal(
+        values[exact], reference_quantize(scaled, fmt)[exact], "values, at the scale they are stored with"
+    )
     assert values[~exact].isnan().all()
     assert_bits_equal(symbolic.LOAD(codes, rows, 1, name), reference_decode(wanted, fmt) * 2.0**-scale_exp, "load")
-    rounded, again = symbolic.ROUND(x, rows, 1, name, "simulate")
+    assert_bits_equal(symbolic.LOAD(codes, rows, symbolic.AS_STORED, name), reference_decode(wanted, fmt), "as stored")
+    rounded, again = symbolic.ROUND(x, rows, 1, name, "simulate", False)
     assert_bits_equal(rounded, values, "round")
     over, over2 = x.clone(), x.clone()
-    codes_, stats_ = symbolic.STORE_(over, rows, 1, name, "packed")
-    again_ = symbolic.ROUND_(over2, rows, 1, name, "simulate")
+    codes_, stats_ = symbolic.STORE_(over, rows, 1, name, "packed", False)
+    again_ = symbolic.ROUND_(over2, rows, 1, name, "simulate", False)
     for got, kept in ((codes_, codes), (over, values), (over2, values)):
         assert_bits_equal(got, kept, "in place")
     counted = reference_stats(scaled, fmt)
@@ -145,11 +201,11 @@ def test_cpu_kernels_keep_layouts_and_take_any_strides(storage):
     for given in layouts:
         promised = torch.empty_like(given).stride()
         wanted = reference_quantize(given, fmt)
-        rounded, _ = symbolic.ROUND(given, rows, 1, fmt.name, storage)
+        rounded, _ = symbolic.ROUND(given, rows, 1, fmt.name, storage, False)
         assert_bits_equal(rounded, wanted)
         assert rounded.stride() == promised
         if storage == "packed":
-            codes, values, _ = symbolic.STORE(given, rows, 1, fmt.name, storage, True)
+            codes, values, _ = symbolic.STORE(given, rows, 1, fmt.name, storage, True, False)
             assert_bits_equal(values, wanted)
             assert_bits_equal(symbolic.LOAD(codes, rows, 1, fmt.name), wanted)
             assert codes.stride() == values.stride() == promised
@@ -157,8 +213,8 @@ def test_cpu_kernels_keep_layouts_and_take_any_strides(storage):
 
 def test_statistics_of_nothing_are_zero():
     rows = table(parse("1-4-3+4"), 0)
-    _, stats = symbolic.ROUND(torch.empty(0), rows, 1, "1-4-3+4", "simulate")
-    assert stats.tolist() == [0.0, 0.0, 0.0]
+    _, stats = symbolic.ROUND(torch.empty(0), rows, 1, "1-4-3+4", "simulate", False)
+    assert stats.tolist() == [0.0, 0.0, 0.0, *symbolic.UNMEASURED]
 
 
 def _traced_with_a_quantize(function, *inputs):
@@ -167,7 +223,7 @@ def _traced_with_a_quantize(function, *inputs):
     graph, output = gm.graph, gm.graph.output_node()
     x = output.args[0]
     with graph.inserting_before(output):
-        table_ = graph.call_function(torch.zeros, ((4, 8),))
+        table_ = graph.call_function(torch.zeros, ((4, symbolic.TABLE_COLUMNS),))
         q = graph.call_function(symbolic.QUANTIZE, (x, table_, 1, "1-4-3+4", "packed"))
         q.meta["val"] = torch.empty_like(x.meta["val"], dtype=torch.uint8)
     output.args = (q,)

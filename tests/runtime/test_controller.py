@@ -7,10 +7,14 @@ import math
 import pytest
 import torch
 
+from fxprec import symbolic
+from fxprec.grad_scaling import GradScaling
 from fxprec.plan import Group, KindCounts, Plan, Site
 from fxprec.recipes import HFP8
-from fxprec.runtime.controller import MAX_EVENTS, Controller, Rules
+from fxprec.runtime.controller import Controller, Rules
+from fxprec.runtime.scaling import ScaleKeeper
 from fxprec.runtime.stats import MAX_PENDING, StatsQueue
+from fxprec.scales import Cast, ScaleGraph
 
 FORWARD, GRADIENT, PARAM = 0, 1, 2
 INTERVAL = 10
@@ -25,6 +29,7 @@ def site(i: int, kind: str, fmt: str) -> Site:
 
 
 def controller(storage: str = "simulate", sites: int = 3, **rules) -> Controller:
+    """Sites are an output, its gradient and a parameter, again and again; gradients carry one scale after the other."""
     kinds = [("output", "1-4-3+4"), ("grad_output", "1-5-2"), ("param", "1-4-3+4")]
     plan = Plan(
         sites=tuple(site(i, *kinds[i % 3]) for i in range(sites)),
@@ -33,13 +38,22 @@ def controller(storage: str = "simulate", sites: int = 3, **rules) -> Controller
         recipe=HFP8,
         storage=storage,
     )
-    return Controller(plan, Rules(hi="1-6-9", interval=INTERVAL, **rules), 256, torch.device("cpu"))
+    rows = range(GRADIENT, sites, 3)
+    casts = tuple(Cast(row, row, "1-5-2", i - 1 if i else None) for i, row in enumerate(rows))
+    keeper = ScaleKeeper(GradScaling(interval=INTERVAL), ScaleGraph(casts), 0.01)
+    return Controller(plan, Rules(hi="1-6-9", **rules), 256, torch.device("cpu"), keeper=keeper)
 
 
 def feed(target: Controller, which: int, overflow: float = 0.0, underflow: float = 0.0, amax: float = 1.0) -> None:
-    """One statistic, then the beginning of the next step."""
-    target.queue.push((which,), torch.tensor([overflow, underflow, amax]))
+    """One statistic, of equal values where the step measures, then the beginning of the next step."""
+    measured = int(target.table[which, symbolic.MEASURE])
+    moments = (amax, 1.0, math.log(amax) if amax > 0 else 0.0, 0.0) if measured else symbolic.UNMEASURED
+    target.queue.push((which,), torch.tensor([overflow, underflow, amax, *moments]))
     target.begin_step()
+
+
+def scale(target: Controller, row: int = GRADIENT) -> int:
+    return target.keeper.exps[target.keeper.graph.casts[row]]
 
 
 def test_forward_sites_are_promoted_from_the_threshold_on_and_for_good() -> None:
@@ -57,43 +71,76 @@ def test_forward_sites_are_promoted_from_the_threshold_on_and_for_good() -> None
 
 def test_gradients_are_never_promoted_but_scaled_down_at_the_next_step() -> None:
     it = controller()
-    feed(it, GRADIENT, amax=1.0)
-    first = it.scale_exps[GRADIENT]
-    feed(it, GRADIENT, overflow=0.5, amax=1024.0)
-    assert it.scale_exps[GRADIENT] == first - 10
+    for _ in range(2):
+        feed(it, GRADIENT, amax=1.0)
+    assert scale(it) < 0, "1-5-2 holds 2**-16: of a normal with deviation 1 hardly anything underflows"
+    feed(it, GRADIENT, overflow=0.5, amax=2.0**30)
+    assert scale(it) == 16 - 3 - 1 - 30
     assert it.plan.promoted == ()
-    assert int(it.table[GRADIENT, 0]) == first - 10
+    assert int(it.table[GRADIENT, 0]) == scale(it)
 
 
-def test_the_first_scale_comes_with_the_first_gradient_however_late() -> None:
-    """A gradient that rounded to zero hid those before it: each appears a step after the other."""
+def test_a_little_overflow_waits_for_the_refresh() -> None:
+    it = controller()
+    feed(it, GRADIENT, amax=1.0)
+    feed(it, GRADIENT, amax=1.0)
+    first, table = scale(it), it.table
+    feed(it, GRADIENT, overflow=0.009, amax=2.0**40)
+    assert it.table is table
+    found = []
+    for _ in range(INTERVAL + 3):
+        feed(it, GRADIENT, amax=1.0)
+        found.append(scale(it))
+    assert min(found) == 16 - 3 - 1 - 40, "the largest of the interval counts"
+    assert found[-1] == first, "and is forgotten"
+
+
+def test_what_was_not_measured_inherits_the_scale_that_comes_in() -> None:
+    """A gradient that rounded to zero hid those before it: they move along, and are solved when they appear."""
     it = controller(sites=6)
-    feed(it, GRADIENT, amax=1.0)
-    feed(it, GRADIENT + 3, amax=0.0)
-    assert GRADIENT + 3 not in it.scale_exps
-    feed(it, GRADIENT + 3, amax=2.0**-30)
-    assert it.scale_exps[GRADIENT + 3] == it.scale_exps[GRADIENT] + 30
+    feed(it, GRADIENT, amax=2.0**-30)
+    assert scale(it, GRADIENT + 3) == scale(it) > 0
+    feed(it, GRADIENT + 3, amax=2.0**-40)
+    assert scale(it, GRADIENT + 3) == scale(it) + 10
+    assert int(it.table[GRADIENT + 3, 0]) == 10, "quantize multiplies by the quotient"
+    assert int(it.table[GRADIENT + 3, symbolic.CARRIED]) == scale(it)
 
 
-def test_a_shrinking_gradient_is_scaled_up_when_it_underflows_not_before() -> None:
+def test_gross_underflow_measures_at_the_next_step_and_a_little_waits() -> None:
+    it = controller()
+    for _ in range(2):
+        feed(it, GRADIENT, amax=1.0)
+    first = scale(it)
+    feed(it, GRADIENT, underflow=0.04, amax=2.0**-8)
+    assert not it.table[:, symbolic.MEASURE].any()
+    feed(it, GRADIENT, underflow=0.06, amax=2.0**-8)
+    assert it.table[GRADIENT, symbolic.MEASURE]
+    feed(it, GRADIENT, underflow=0.06, amax=2.0**-8)
+    assert scale(it) == first + 8
+
+
+def test_steps_measure_once_an_interval() -> None:
+    it = controller()
+    measuring = []
+    for step in range(35):
+        measuring += [step] if it.table[GRADIENT, symbolic.MEASURE] else []
+        feed(it, GRADIENT, amax=1.0)
+    assert measuring == [0, 1, 11, 21, 31], "the first scale moved far, so the next step measures again"
+
+
+def test_exponents_that_underflow_more_than_the_model_says_rise_and_come_back() -> None:
     it = controller()
     feed(it, GRADIENT, amax=1.0)
-    first = it.scale_exps[GRADIENT]
-    feed(it, GRADIENT, amax=2.0**-8)
-    assert it.scale_exps[GRADIENT] == first
-    feed(it, GRADIENT, underflow=0.01, amax=2.0**-8)
-    assert it.scale_exps[GRADIENT] == first + 8
-
-
-def test_the_scale_follows_the_largest_of_an_interval() -> None:
-    it = controller()
-    feed(it, GRADIENT, amax=1.0)
-    first = it.scale_exps[GRADIENT]
-    for amax in (4.0, 0.5, *[1.0] * (INTERVAL - 2)):
-        feed(it, GRADIENT, amax=amax)
-        assert it.scale_exps[GRADIENT] in (first, first - 2)
-    feed(it, GRADIENT, amax=1.0)
-    assert it.scale_exps[GRADIENT] == first - 2
+    first = scale(it)
+    for _ in range(3):
+        feed(it, GRADIENT, underflow=0.04, amax=1.0)
+        while not it.table[GRADIENT, symbolic.MEASURE]:
+            feed(it, GRADIENT, amax=1.0)
+    raised = scale(it)
+    assert first < raised <= 16 - 3 - 1
+    for _ in range(12 * INTERVAL):
+        feed(it, GRADIENT, amax=1.0)
+    assert scale(it) == first
 
 
 @pytest.mark.parametrize("amax", [math.inf, math.nan])
@@ -101,11 +148,9 @@ def test_inf_and_nan_leave_the_scales_alone(amax: float) -> None:
     it = controller()
     feed(it, GRADIENT, amax=1.0)
     table = it.table
-    for _ in range(2 * INTERVAL):
+    for _ in range(INTERVAL // 2):
         feed(it, GRADIENT, overflow=1.0, amax=amax)
-    assert it.table is table
-    feed(it, GRADIENT, amax=1.0)
-    assert it.scale_exps == {GRADIENT: int(table[GRADIENT, 0])}
+    assert scale(it) == int(table[GRADIENT, 0])
 
 
 def test_the_table_is_one_tensor_until_something_changes() -> None:
@@ -133,9 +178,10 @@ def test_promotions_of_another_graph_are_taken_over_by_tensor_kind_and_group() -
 
 
 def test_scaling_can_be_switched_off() -> None:
-    it = controller(scale_gradients=False)
+    it = controller()
+    it.keeper = None
     feed(it, GRADIENT, overflow=1.0, amax=1e9)
-    assert it.scale_exps == {}
+    assert int(it.table[GRADIENT, 0]) == 0
     assert it.events == []
 
 
@@ -148,20 +194,22 @@ def test_nan_promotes_where_it_would_become_a_number(storage: str, promoted: boo
     assert [e.kind for e in it.events] == (["nan", "promotion"] if promoted else []), "told once, not every step"
 
 
-def test_events_stay_bounded_and_promotions_are_kept() -> None:
+def test_events_stay_bounded_and_promotions_are_kept(monkeypatch) -> None:
+    monkeypatch.setattr("fxprec.runtime.controller.MAX_EVENTS", 100)
     it = controller()
     feed(it, FORWARD, overflow=1.0)
-    for i in range(MAX_EVENTS + 50):
-        feed(it, GRADIENT, underflow=1.0, amax=2.0 ** (10 * (i % 2)))
-    assert len(it.events) == MAX_EVENTS
+    for i in range(200):
+        feed(it, GRADIENT, overflow=float(i % 2), amax=2.0 ** (20 * (i % 2)))
+    assert len(it.events) == 100
     assert it.events[0].kind == "promotion"
-    assert it.events[-1].step == it.step - 1
+    assert it.events[-1].step > 190
 
 
 def test_the_queue_keeps_order_and_never_grows_without_bound() -> None:
     queue = StatsQueue()
     for i in range(MAX_PENDING + 5):
-        queue.push((0, 1), torch.tensor([0.0, 0.0, float(i), 0.5, 0.25, -1.0]))
+        rows = [0.0, 0.0, float(i), *symbolic.UNMEASURED, 0.5, 0.25, -1.0, *symbolic.UNMEASURED]
+        queue.push((0, 1), torch.tensor(rows))
     assert len(queue) == MAX_PENDING
     found = list(queue.poll())
     assert [(s.site, s.amax) for s in found[:2]] == [(0, 5.0), (1, -1.0)]
@@ -180,7 +228,7 @@ def test_a_state_round_trip_decides_the_same() -> None:
         for _ in range(INTERVAL):
             feed(it, GRADIENT, amax=2.0)
     assert second.plan == first.plan
-    assert second.scale_exps == first.scale_exps
+    assert second.keeper.exps == first.keeper.exps
     assert torch.equal(second.table, first.table)
     assert second.step == first.step
 

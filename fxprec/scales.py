@@ -1,0 +1,90 @@
+"""How gradients carry their scales: a small DAG of power-of-two exponents, as plain data (ALGORITHMS 4).
+
+Pass 5 extracts it from the joint graph once; the runtime solves it at every refresh and writes the exponents into the
+scale table. A *variable* is one exponent ``a``: the gradient it belongs to travels as ``2**a * g``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+Producer: TypeAlias = Literal["gemm", "softmax", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """The GEMM dX = f(dY, W) that made a gradient: what Theorem 1 needs to know."""
+
+    length: int
+    """Accumulation length N."""
+    gradient: int
+    """Row of the table where dY is stored."""
+    operand: int
+    """Row of the table where W, the other operand, is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A place where a gradient is narrowed to its format: it gets a scale of its own."""
+
+    row: int
+    """Its row of the scale table."""
+    site: int
+    """Site of the plan; a site with several casts (``simulate``: one per consumer) has several rows."""
+    format: str
+    source: int | None
+    """Variable the incoming gradient carries, None for a gradient without a scale."""
+    producer: Producer = "other"
+    gemm: Gemm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A sum of gradients, which must agree on one scale."""
+
+    parts: tuple[int | None, ...]
+    """Variables of the summands; None carries no scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A row of the table without a site: its exponent is that of ``plus`` less that of ``minus``; None counts 0."""
+
+    row: int
+    plus: int | None
+    minus: int | None
+
+
+@dataclass(frozen=True)
+class ScaleGraph:
+    """Variables in topological order, and what the table derives from them."""
+
+    variables: tuple[Cast | Join, ...] = ()
+    slots: tuple[Slot, ...] = ()
+
+    @cached_property
+    def casts(self) -> Mapping[int, int]:
+        """Variable by row, of the casts."""
+        return {v.row: i for i, v in enumerate(self.variables) if isinstance(v, Cast)}
+
+    @cached_property
+    def operands(self) -> frozenset[int]:
+        """Rows of forward tensors that Theorem 1 needs statistics of."""
+        return frozenset(v.gemm.operand for v in self.variables if isinstance(v, Cast) and v.gemm is not None)
+
+    @cached_property
+    def rows(self) -> frozenset[int]:
+        """Rows whose scale exponent may differ from 0."""
+        return frozenset(self.casts) | {slot.row for slot in self.slots}
+
+    def num_rows(self, sites: int) -> int:
+        """Return the rows a table with ``sites`` sites needs."""
+        return max(sites, *(row + 1 for row in self.rows))
+
+    @cached_property
+    def site_of(self) -> Mapping[int, int]:
+        """Site by row, for the rows beyond the sites that are casts too."""
+        return {v.row: v.site for v in self.variables if isinstance(v, Cast)}

@@ -1,0 +1,235 @@
+"""Pass 5: let every gradient carry a power-of-two scale of its own (Zhao et al. 2021; ALGORITHMS 4).
+
+The backward half is walked in execution order. A gradient gets a scale where it is narrowed to its format: the
+``quantize`` there multiplies by the new scale over the one that comes in. Operators linear in the gradient pass the
+scale on (`linear.TERMS`); where scaled gradients are added up they agree on one scale first; operators that are not
+linear, or unknown, and the code outside the graph get unscaled gradients.
+
+No exponent is known here: nodes refer to rows of the scale table, and `work.scales` tells the runtime what they mean.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from fxprec import symbolic
+from fxprec.formats import parse
+from fxprec.passes import linear
+from fxprec.passes.base import Work
+from fxprec.passes.fold_scales import fold_into_decodes
+from fxprec.passes.joint import is_float
+from fxprec.passes.operators import module_path
+from fxprec.passes.producers import is_zero, producer_of
+from fxprec.passes.sites import emit, insertion_point_after, replace_uses
+from fxprec.scales import Cast, Join, ScaleGraph, Slot
+
+# bfloat16 and float32 have 8 exponent bits: no gradient leaves their range.
+WIDE_EXPONENT_BITS = 8
+Scale = int | None  # a variable, or None for a gradient without a scale
+
+
+def needs_scale(fmt: str) -> bool:
+    """Say whether a gradient in this format can need a scale."""
+    return parse(fmt).exponent_bits < WIDE_EXPONENT_BITS
+
+
+@dataclass(frozen=True)
+class CarryScales:
+    """Fill ``work.scales`` and insert what carries them."""
+
+    name: str = "carry-scales"
+
+    def apply(self, work: Work) -> None:
+        if work.config.grad_scaling_ is None or not work.joint.tangents:
+            return
+        walk = _Walk(work)
+        if walk.is_needed():
+            walk.run()
+            work.scales = ScaleGraph(tuple(walk.variables), tuple(walk.slots.values()))
+
+
+@dataclass
+class _Walk:
+    work: Work
+    variables: list[Cast | Join] = field(default_factory=list)
+    slots: dict[tuple[Scale, Scale], Slot] = field(default_factory=dict)
+    carried: dict[Node, int] = field(default_factory=dict)  # node -> variable, where it carries a scale
+    casts: dict[Node, int] = field(default_factory=dict)  # quantize node -> its row
+    rescaled: dict[tuple[Node, Scale], Node] = field(default_factory=dict)
+    unknown: dict[str, Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.work.book is not None
+        self.book = self.work.book
+        self.graph = self.work.joint.graph
+        self.next_row = len(self.book.sites)
+        self.leaving = _leaving(self.graph.nodes)
+
+    def is_needed(self) -> bool:
+        return any(s.direction == "backward" and needs_scale(s.format) for s in self.book.sites)
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op == "call_function":  # autograd does not mark a custom function's backward as such
+                self._visit(node)
+        self._unscale(self.work.joint.output)
+        fold_into_decodes(self.graph, [n for (_, to), n in self.rescaled.items() if to is None], self._inverse_row)
+        for target, node in self.unknown.items():
+            module = module_path((list((node.meta.get("fwd_nn_module_stack") or {}).values()) or [("", "")])[-1][0])
+            where = f" ({module})" if module else ""
+            self.work.remarks.append(f"{target}{where} gets unscaled gradients: it is not in the table of linear ones")
+
+    def _visit(self, node: Node) -> None:
+        if node.target is symbolic.QUANTIZE:
+            self._cast(node)
+        elif node.target in (symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, operator.getitem):
+            self._pass_on(node, node.args[0])
+        elif any(n in self.carried for n in node.all_input_nodes):
+            self._compute(node)
+
+    def _pass_on(self, node: Node, source: object) -> None:
+        if isinstance(source, Node) and source in self.carried:
+            self.carried[node] = self.carried[source]
+
+    def _cast(self, q: Node) -> None:
+        """Give a cast a scale; rounding to a format as wide as float32 passes the incoming scale on."""
+        x, table, site, fmt, storage = q.args
+        assert isinstance(x, Node)
+        assert isinstance(site, int)
+        assert isinstance(fmt, str)
+        if self.book.sites[site].direction != "backward" or not needs_scale(fmt):
+            self._pass_on(q, x)
+            return
+        row = site
+        if site in self.casts.values():  # a further consumer's contribution to the same gradient
+            row = self._new_row()
+            q.args = (x, table, row, fmt, storage)
+        assert self.work.operators is not None
+        producer, gemm = producer_of(x, self.work.operators, self.casts)
+        self.casts[q] = row
+        self.carried[q] = self._new(Cast(row, site, fmt, self.carried.get(x), producer, gemm))
+
+    def _compute(self, node: Node) -> None:
+        terms = linear.TERMS.get(node.target)
+        if terms is None or not _pads_with_zero(node):
+            self._unscale(node)
+            self.unknown.setdefault(str(node.target), node)
+            return
+        if node in self.leaving and node.target in linear.PASSING:
+            self._unscale(node)
+            return
+        self._unscale(node, keep=_factors(node, terms, self.carried))
+        parts = _parts(node, terms, self.carried)
+        if parts is None:  # a constant is added that cannot be scaled
+            self._unscale(node)
+            return
+        scales = {self.carried.get(n) for n in parts}
+        if len(scales) == 1:
+            common = scales.pop()
+        else:
+            common = self._new(Join(tuple(sorted(scales, key=lambda s: -1 if s is None else s))))
+            for n in parts:
+                self._rescale_input(node, n, common)
+        if common is not None and any(n in self.carried for n in node.all_input_nodes):
+            self.carried[node] = common
+
+    def _unscale(self, node: Node, keep: Iterable[Node] = ()) -> None:
+        """Take the scale off ``node``'s inputs; of those in ``keep`` a single one may stay scaled."""
+        kept = set(keep)
+        for n in node.all_input_nodes:
+            if n in self.carried and n not in kept:
+                self._rescale_input(node, n, None)
+
+    def _rescale_input(self, node: Node, n: Node, to: Scale) -> None:
+        if self.carried.get(n) != to:
+            replace_uses(n, self._rescale(n, to), [node])
+
+    def _rescale(self, n: Node, to: Scale) -> Node:
+        found = self.rescaled.get((n, to))
+        if found is None:
+            slot = self._slot(to, self.carried.get(n))
+            with self.graph.inserting_before(insertion_point_after(n).next):
+                args = (n, self.book.table, slot.row)
+                found = emit(self.graph, symbolic.RESCALE, args, n, backward=True, val=n.meta["val"])
+            self.rescaled[n, to] = found
+            if to is not None:
+                self.carried[found] = to
+        return found
+
+    def _slot(self, plus: Scale, minus: Scale) -> Slot:
+        found = self.slots.get((plus, minus))
+        if found is None:
+            found = self.slots[plus, minus] = Slot(self._new_row(), plus, minus)
+        return found
+
+    def _inverse_row(self, rescale: Node) -> int:
+        n = rescale.args[0]
+        assert isinstance(n, Node)
+        return self._slot(self.carried[n], None).row
+
+    def _new(self, variable: Cast | Join) -> int:
+        self.variables.append(variable)
+        return len(self.variables) - 1
+
+    def _new_row(self) -> int:
+        self.next_row += 1
+        return self.next_row - 1
+
+
+def _leaving(nodes: Iterable[Node]) -> set[Node]:
+    """Return the backward nodes all of whose users lead out of the graph, through nothing but `linear.PASSING`."""
+    found: set[Node] = set()
+    for node in reversed(list(nodes)):
+        if node.users and all(u.op == "output" or (u in found and u.target in linear.PASSING) for u in node.users):
+            found.add(node)
+    return found
+
+
+def _pads_with_zero(node: Node) -> bool:
+    position = linear.PAD_VALUE.get(node.target)
+    return position is None or len(node.args) <= position or bool(node.args[position] == 0)
+
+
+def _arguments(arg: object) -> list[object]:
+    return list(arg) if isinstance(arg, list | tuple) else [arg]
+
+
+def _factors(node: Node, terms: linear.Terms, carried: dict[Node, int]) -> list[Node]:
+    """Return the inputs that may keep their scale: of each product, the first one that is a gradient's."""
+    kept: list[Node] = []
+    elsewhere: set[Node] = set()
+    for position, arg in enumerate(node.args):
+        if not any(position in term for term in terms):
+            elsewhere.update(n for n in _arguments(arg) if isinstance(n, Node))
+    for term in terms:
+        factors = [node.args[p] for p in term if p < len(node.args)]
+        if len(term) == 1:
+            kept += [n for n in _arguments(factors[0] if factors else None) if isinstance(n, Node)]
+        else:
+            scaled = [n for n in factors if isinstance(n, Node) and n in carried]
+            kept += [n for n in scaled[:1] if scaled.count(n) == 1]  # a square is not linear
+    return [n for n in kept if n not in elsewhere]
+
+
+def _parts(node: Node, terms: linear.Terms, carried: dict[Node, int]) -> list[Node] | None:
+    """Return the input of each term that carries the term's scale, zeros left out; None where there is no such."""
+    parts: list[Node] = []
+    for term in terms:
+        factors = [arg for p in term if p < len(node.args) for arg in _arguments(node.args[p])]
+        if len(term) > 1:
+            nodes = [n for n in factors if isinstance(n, Node)]
+            if nodes and not any(is_zero(arg) for arg in factors):
+                parts.append(next((n for n in nodes if n in carried), nodes[0]))
+            continue
+        for arg in factors:
+            if is_zero(arg) or arg is None:
+                continue
+            if not isinstance(arg, Node):
+                return None
+            if is_float(arg):
+                parts.append(arg)
+    return parts

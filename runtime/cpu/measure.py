@@ -1,0 +1,57 @@
+"""Moments of a dense float32 tensor on the CPU, in steps that measure; elsewhere they cost nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch._inductor.codecache import CppCodeCache
+
+from fxprec.symbolic import CARRIED, MEASURE
+
+_SOURCE = Path(__file__).with_name("measure.cpp")
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return CppCodeCache.load(_SOURCE.read_text(encoding="utf-8"), device_type="cpu")  # type: ignore[no-any-return]
+
+
+Moments: TypeAlias = tuple[float, float, float, float]
+
+
+def wanted_moments(x: torch.Tensor, entries: Sequence[int]) -> Moments | None:
+    """Return the moments of dense float32 ``x``, without its scale, where row ``entries`` of the table wants them."""
+    if not entries[MEASURE]:
+        return None
+    return moments_of(x, float(x.abs().max()) if x.numel() else 0.0, entries[CARRIED])
+
+
+def with_moments(stats: torch.Tensor, moments: Moments | None) -> torch.Tensor:
+    """Fill in the moments that a storing kernel leaves open; ``stats`` is (7,) float32 (`symbolic.STATS`)."""
+    if moments is not None:
+        stats[3:] = torch.tensor(moments)
+    return stats
+
+
+def moments_of(x: torch.Tensor, amax: float, carried_exp: int) -> Moments:
+    """Return what `reference_ops.measured_moments` does, within float32's accuracy."""
+    if not 0.0 < amax < math.inf or not x.numel():
+        return (0.0, 0.0, 0.0, 0.0)
+    # Squares are taken relative to the largest, logs relative to 2^-20 of it: neither underflows nor cancels.
+    _, exponent = math.frexp(amax)
+    unit = max(-126, min(127, -exponent))
+    out = (ctypes.c_double * 4)()
+    arguments = (ctypes.c_int64(x.numel()), ctypes.c_float(2.0**unit), ctypes.c_float(exponent - 20))
+    _library().fxprec_moments(ctypes.c_void_p(x.data_ptr()), out, *arguments)
+    squares, nonzero, logs, log_squares = out
+    mean = logs / nonzero
+    deviation = math.sqrt(max(log_squares / nonzero - mean * mean, 0.0))
+    rms = math.ldexp(math.sqrt(squares / x.numel()), -unit - carried_exp)
+    mean_ln = (mean + exponent - 20 - carried_exp) * math.log(2)
+    return rms, nonzero / x.numel(), mean_ln, deviation * math.log(2)

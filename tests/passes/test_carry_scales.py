@@ -1,0 +1,260 @@
+"""Pass 5: every gradient carries the power of two the table says, and is unscaled where it leaves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from helpers import assert_bits_equal
+from scale_helpers import IDENTITY, Joint, Recording, joint_of, scaled_identity
+from test_casts_simulated import CNN, Program, Transformer
+
+from fxprec import symbolic
+from fxprec.passes.joint import is_backward
+from fxprec.recipes import HFP8
+from fxprec.scales import Cast, Gemm, Join
+
+
+def inputs(joint: Joint, model: nn.Module, args: tuple[torch.Tensor, ...], exps: list[int], dtype: torch.dtype):
+    """Values for the joint graph's placeholders: what Dynamo lifted, by shape and order, then tangents."""
+    given = iter([*args, *(t for t in (*model.parameters(), *model.buffers()))])
+    pool = [t.detach() for t in given]
+    values = []
+    for node in joint.plain.find_nodes(op="placeholder"):
+        val = node.meta["val"]
+        if val.dtype == torch.int32 and val.dim() == 2 and val.shape[1] == symbolic.TABLE_COLUMNS:
+            values.append(joint.table(exps))
+        elif "tangent" in node.name:
+            values.append(
+                torch.linspace(-1, 2, val.numel(), dtype=dtype).view(val.shape)
+                if val.dim()
+                else torch.ones((), dtype=dtype)
+            )
+        else:
+            at = next(i for i, t in enumerate(pool) if t.shape == val.shape and t.dtype == val.dtype)
+            taken = pool.pop(at)
+            values.append(taken.to(dtype) if taken.is_floating_point() else taken)
+    return values
+
+
+def run(joint: Joint, graph, values, given=None) -> Recording:
+    recording = Recording(graph, joint.root, given)
+    with torch.no_grad():
+        recording.run(*values)
+    return recording
+
+
+def without_casts(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """The same graph, casts taken out: plain ATen, which runs in float64 too."""
+    bare = torch.fx.Graph()
+    bare.output(bare.graph_copy(graph, {}))
+    for node in list(bare.nodes):
+        if node.target in (symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE):
+            node.replace_all_uses_with(node.args[0])
+            bare.erase_node(node)
+        elif node.kwargs.get("dtype") is torch.float32:
+            node.kwargs = {**node.kwargs, "dtype": torch.float64}
+    return bare
+
+
+def is_float32(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+
+
+def depends_on_tangents(node: torch.fx.Node) -> bool:
+    return is_backward(node) or any("tangent" in n.name or depends_on_tangents(n) for n in node.all_input_nodes)
+
+
+def check_every_gradient(joint: Joint, model: nn.Module, args: tuple[torch.Tensor, ...], seed: int) -> int:
+    """Compare each carried node with the float64 gradient times 2**exponent; return how many there were."""
+    exps = joint.random_exps(seed)
+    got = run(joint, joint.scaled, inputs(joint, model, args, exps, torch.float32)).values
+    forward = {  # the same values, so that no ReLU decides otherwise
+        node.name: got[node.name].double()
+        for node in joint.plain.nodes
+        if node.op == "call_function" and not depends_on_tangents(node) and is_float32(got.get(node.name))
+    }
+    wide = run(joint, without_casts(joint.plain), inputs(joint, model, args, exps, torch.float64), forward).values
+    checked = 0
+    for node in joint.scaled.nodes:
+        variable, value = joint.carried.get(node.name), got[node.name]
+        if variable is None or node.name not in wide or not isinstance(value, torch.Tensor):
+            continue
+        wanted = wide[node.name] * 2.0 ** exps[variable]
+        largest = float(wanted.abs().max())
+        tolerance = 1e-5 * max(largest, 0.1 * 2.0 ** exps[variable])  # sums of gradients near 1 may cancel
+        assert float((value.double() - wanted).abs().max()) <= tolerance, (node.name, exps[variable])
+        checked += largest > 1e-3 * 2.0 ** exps[variable]
+    for out, plain in zip(joint.scaled.output_node().args[0], wide["output"], strict=True):
+        if isinstance(out, torch.fx.Node) and isinstance(plain, torch.Tensor):
+            assert out.name not in joint.carried, "what leaves the graph carries no scale"
+            error = float((got[out.name].double() - plain).abs().max())
+            assert error <= 1e-5 * max(float(plain.abs().max()), 1e-6), out.name
+    return checked
+
+
+@pytest.mark.parametrize("first", range(0, 200, 25))
+def test_every_intermediate_gradient_carries_its_scale(first: int) -> None:
+    """200 random programs with branches, splits and concats, random exponents from -40 to 40."""
+    checked = 0
+    with scaled_identity():
+        for seed in range(first, first + 25):
+            torch.manual_seed(seed)
+            model, x = Program(seed, length=3 + seed % 4), torch.randn(4, 6)
+            joint = joint_of(model, x)
+            assert joint.remarks == [], "every operator is known"
+            checked += check_every_gradient(joint, model, (x,), seed)
+    assert checked > 25, checked
+
+
+class TwoLosses(nn.Module):
+    """Two heads on one trunk; two losses come back, the second one detached from half of the trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = F.gelu(self.trunk(x))
+        return F.cross_entropy(self.left(h), y), self.right(torch.dropout(h, 0.0, True)).square().mean()
+
+
+class Shapes(nn.Module):
+    """Operators that move or pool: padding, pooling, upsampling, norms, indexing, reductions, softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up = nn.Conv2d(3, 8, 3, padding=1), nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.group, self.norm = nn.GroupNorm(2, 8), nn.LayerNorm(8)
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = F.silu(self.group(self.conv(F.pad(x, (1, 0, 0, 1)))))
+        a = F.max_pool2d(h, 2)
+        b = F.avg_pool2d(h[:, :, :8, :8], 2)
+        h = self.up(a[:, :, :4, :4] + b) * torch.sigmoid(F.interpolate(b, scale_factor=2))
+        rows = self.norm(h.flatten(2).transpose(1, 2))
+        rows = torch.stack([rows[:, ::2], rows[:, 1::2]], dim=1).flatten(1, 2)
+        rows = rows[:, torch.tensor([3, 1, 1, 7])].cumsum(1) / (1 + rows.var(dim=1, keepdim=True))
+        return F.nll_loss(F.log_softmax(self.out(rows.mean(1)), -1), y) + F.adaptive_avg_pool2d(h, 1).tanh().sum()
+
+
+def examples() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
+    torch.manual_seed(0)
+    images, labels = torch.randn(4, 3, 8, 8), torch.randint(5, (4,))
+    codes = torch.randint(11, (3, 6))
+    return {
+        "cnn": (CNN(), (images, labels)),
+        "transformer": (Transformer(explicit=False), (codes, codes.flip(0))),
+        "explicit attention": (Transformer(explicit=True), (codes, codes.flip(0))),
+        "two losses": (TwoLosses(), (torch.randn(6, 8), torch.randint(4, (6,)))),
+        "shapes": (Shapes(), (torch.randn(2, 3, 8, 8), torch.randint(5, (2,)))),
+    }
+
+
+@pytest.mark.parametrize("storage", ["simulate", "packed"])
+@pytest.mark.parametrize("name", list(examples()))
+def test_rescaling_alone_changes_no_bit_of_what_leaves(name: str, storage: str) -> None:
+    """Powers of two in float32: parameter gradients are those without scaling, whatever the exponents."""
+    model, args = examples()[name]
+    with scaled_identity():
+        joint = joint_of(model, *args, storage=storage)
+    assert joint.remarks == []
+    assert any(isinstance(v, Join) for v in joint.scales.variables) or name == "explicit attention", (
+        "gradients are summed"
+    )
+    plain = run(joint, joint.plain, inputs(joint, model, args, [0] * len(joint.scales.variables), torch.float32))
+    for seed in range(3):
+        exps = joint.random_exps(seed)
+        assert max(map(abs, exps)) > 20
+        got = run(joint, joint.scaled, inputs(joint, model, args, exps, torch.float32))
+        for i, (a, b) in enumerate(zip(got.values["output"], plain.values["output"], strict=True)):
+            if isinstance(a, torch.Tensor):
+                assert_bits_equal(a, b, f"{name}: output {i}")
+        assert sum(isinstance(a, torch.Tensor) for a in got.values["output"]) > 4
+
+
+class Chain(nn.Module):
+    """conv, relu, conv, softmax over pixels: one GEMM behind a mask, one behind a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()).log_softmax(1)
+
+
+@pytest.mark.parametrize("storage", ["simulate", "packed"])
+def test_producers_are_recognised(storage: str) -> None:
+    joint = joint_of(Chain(), torch.randn(2, 3, 8, 8), recipe=HFP8, storage=storage)
+    sites = joint.plan.sites
+    casts = {sites[v.site].tensor: v for v in joint.scales.variables if isinstance(v, Cast) and v.row == v.site}
+    assert casts["convolution_1"].producer == "softmax"
+    made = casts["relu"] if storage == "simulate" else casts["convolution"]
+    assert made.producer == "gemm"
+    weight = next(s for s in sites if s.tensor == "second.weight")
+    assert made.gemm == Gemm(length=4 * 9, gradient=casts["convolution_1"].row, operand=weight.id)
+
+
+def test_scales_come_off_in_the_decode_of_a_gemm_where_there_is_one() -> None:
+    """Packed: dW = (X / a)^T (a dZ), and no pass over dW."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    joint = joint_of(model, torch.randn(32, 8), recipe=HFP8, storage="packed")
+    slots = {slot.row for slot in joint.scales.slots}
+    divided = [n for n in joint.scaled.find_nodes(op="call_function", target=symbolic.DEQUANTIZE) if n.args[2] in slots]
+    assert len(divided) == 2, "one for each weight gradient"
+    leaving = [n for n in joint.scaled.output_node().args[0] if isinstance(n, torch.fx.Node)]
+    for node in leaving:
+        while node.target is torch.ops.aten.permute.default:
+            node = node.args[0]
+        assert not (node.target is symbolic.RESCALE and node.args[0].target is torch.ops.aten.mm.default)
+
+
+class Odd(nn.Module):
+    """A backward that is not linear in the gradient."""
+
+    class Clipped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad.clamp(-0.1, 0.1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.Clipped.apply(self.first(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
+def test_an_operator_not_in_the_table_gets_unscaled_gradients_and_the_plan_says_so() -> None:
+    model, x = Odd(), torch.randn(5, 8)
+    with scaled_identity():
+        joint = joint_of(model, x)
+    assert any("clamp" in note and "unscaled" in note for note in joint.plan.notes)
+    assert check_every_gradient(joint, model, (x,), seed=0) > 3
+
+
+@pytest.mark.parametrize("recipe", ["bf16", IDENTITY])
+def test_wide_gradients_need_no_scale(recipe) -> None:
+    from unittest import mock
+
+    from fxprec.config import Config
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    with mock.patch.object(Config, "changes_anything", True):
+        joint = joint_of(model, torch.randn(4, 8), recipe=recipe)
+    assert joint.scales is None
+    assert joint.scaled.find_nodes(op="call_function", target=symbolic.RESCALE) == []
