@@ -20,7 +20,7 @@ with warnings.catch_warnings():  # torch's own, at the import of Inductor
 
 def eager_backend(recipe: Any = "hfp8", **options: Any) -> fxprec.Backend:
     """A backend whose casts run as their reference implementations; a compile takes seconds."""
-    return fxprec.Backend(fxprec.Config(recipe=recipe, lowering="eager", **options))
+    return fxprec.Backend(fxprec.Config(**{"recipe": recipe, "lowering": "eager", **options}))
 
 
 def compiled(function: Callable[..., Any], backend: fxprec.Backend, *, dynamic: bool = False) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ import fxprec
 from fxprec import GradScaling, LossScaling
 
 TINY = 1e-9
-STEPS = 100
+STEPS = 200
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*this CPU has no:fxprec.FxprecWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo does it
@@ -27,7 +27,7 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
 
 
-def data(n: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
+def data(n: int = 2048) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(n, 16, generator=generator)
     return x, (x[:, :4] * x[:, 4:8]).tanh() + 0.5 * torch.randn(n, 4, generator=generator)
@@ -347,3 +347,29 @@ def test_options_of_loss_scaling_are_checked() -> None:
         with pytest.raises(fxprec.ConfigError) as error:
             LossScaling(**options)
         assert words in str(error.value)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(("storage", "estimate"), [("packed", "statistical"), ("simulate", "histogram")])
+def test_compiled_code_scales_as_the_reference_does(storage: str, estimate: str) -> None:
+    """The same exponents and, up to how GEMMs add, the same gradients."""
+    x, y = data()
+    found = {}
+    for lowering in ("eager", "auto"):
+        model = mlp()
+        backend = eager_backend(
+            "hfp8",
+            storage=storage,
+            low_ratio=1.0,
+            lowering=lowering,
+            grad_scaling=GradScaling(estimate=estimate, interval=2),
+        )
+        function = compiled(model, backend)
+        for _ in range(4):
+            model.zero_grad()
+            F.mse_loss(function(x), y).mul(TINY).backward()
+        found[lowering] = grads(model), [r["scale_exponent"] for r in backend.stats()]
+    assert found["auto"][1] == found["eager"][1]
+    assert any(found["auto"][1])
+    for a, b in zip(found["auto"][0], found["eager"][0], strict=True):
+        assert float((a - b).norm()) <= 1e-3 * float(b.norm())

@@ -89,5 +89,6 @@ def _replace(graph: Graph, x: Node, values: Node) -> None:
     dtype = x.args[5]
     with graph.inserting_before(x):
         new = values if dtype == torch.float32 else graph.call_function(_CONVERT, (values, dtype))
+    new.meta.setdefault("val", x.meta["val"])  # what scales it is expanded after this
     x.replace_all_uses_with(new)
     graph.erase_node(x)

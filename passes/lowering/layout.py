@@ -32,6 +32,8 @@ def prefer_channels_last(graph: Graph) -> None:
             with graph.inserting_before(q):
                 forced[x] = graph.call_function(_FORCE, (x, strides))
             forced[x].meta["val"] = x.meta["val"]
+        for guard in [g for g in _guards(q) if g.args[1] is x]:
+            guard.args = (guard.args[0], forced[x])
         q.args = (forced[x], *q.args[1:])
 
 
@@ -40,7 +42,13 @@ def _is_convolved(x: Node, q: Node) -> bool:
     if isinstance(source, Node) and source.target in _CONVOLUTIONS:
         return True
     readers = [u for u in q.users if u.target is symbolic.DEQUANTIZE]
-    return any(user.target in _CONVOLUTIONS for reader in readers for user in reader.users)
+    return any(user.target in _CONVOLUTIONS for reader in (*readers, *_guards(q)) for user in reader.users)
+
+
+def _guards(q: Node) -> list[Node]:
+    """Return the ``keep_nonfinite`` nodes of what is read back from ``q``."""
+    readers = [u for u in q.users if u.target is symbolic.DEQUANTIZE]
+    return [u for reader in readers for u in reader.users if u.target is symbolic.KEEP_NONFINITE]
 
 
 def _channels_last(val: torch.Tensor) -> list[int] | None:
