@@ -122,6 +122,11 @@ void fxprec_store16(const float* x, uint16_t* codes, float* values, float* stats
                        : store<uint16_t, true, false>(x, codes, nullptr, n, *p), n, *p);
 }
 
+void fxprec_store32(const float* x, uint32_t* codes, float* values, float* stats, int64_t n, const Params* p) {
+  report(stats, values ? store<uint32_t, true, true>(x, codes, values, n, *p)
+                       : store<uint32_t, true, false>(x, codes, nullptr, n, *p), n);
+}
+
 void fxprec_round(const float* x, float* values, float* stats, int64_t n, const Params* p) {
   report(stats, store<uint8_t, false, true>(x, nullptr, values, n, *p), n, *p);
 }
@@ -129,4 +134,6 @@ void fxprec_round(const float* x, float* values, float* stats, int64_t n, const 
 void fxprec_load8(const uint8_t* codes, float* values, int64_t n, const Params* p) { load(codes, values, n, *p); }
 
 void fxprec_load16(const uint16_t* codes, float* values, int64_t n, const Params* p) { load(codes, values, n, *p); }
+
+void fxprec_load32(const uint32_t* codes, float* values, int64_t n, const Params* p) { load(codes, values, n, *p); }
 }

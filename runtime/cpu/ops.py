@@ -7,6 +7,7 @@ disk cache). Strides are kept, so channels-last tensors stay so.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +26,11 @@ _SOURCE = Path(__file__).with_name("kernels.cpp")
 @cache
 def _library() -> ctypes.CDLL:
     return CppCodeCache.load(_SOURCE.read_text(encoding="utf-8"), device_type="cpu")  # type: ignore[no-any-return]
+
+
+def _kernel(name: str, fmt: Format) -> Callable[..., None]:
+    """Return the kernel for codes of the format's width: 8, 16 or 32 bits."""
+    return getattr(_library(), f"fxprec_{name}{8 * fmt.code_dtype.itemsize}")  # type: ignore[no-any-return]
 
 
 def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
@@ -70,7 +76,7 @@ def _store(
     entries = table[row].tolist()
     moments = wanted_moments(x, entries)  # first: x may be overwritten
     codes, stats = empty_like(x, stored_dtype(fmt, storage)), torch.empty(len(STATS))
-    function = _library().fxprec_store8 if fmt.bits <= 8 else _library().fxprec_store16
+    function = _kernel("store", fmt)
     params = params_of(fmt, entries[0], entries[CARRIED], keep)
     function(_pointer(x), _pointer(codes), _pointer(values), _pointer(stats), _count(x), ctypes.byref(params))
     return codes, with_moments(stats, moments)
@@ -110,7 +116,7 @@ def load(q: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.T
     fmt = parse(format)
     q = _dense(q, q.dtype)
     values = empty_like(q, torch.float32)
-    function = _library().fxprec_load8 if fmt.bits <= 8 else _library().fxprec_load16
+    function = _kernel("load", fmt)
     scale_exp = 0 if row == AS_STORED else int(table[row, 0])
     function(_pointer(q), _pointer(values), _count(q), ctypes.byref(params_of(fmt, unscale_exp=scale_exp)))
     return values

@@ -31,6 +31,9 @@ NATIVE = ("bf16", "fp16", "e4m3fn", "e5m2")
 NAMED = (*NATIVE, "1-4-3+4", "1-5-2", "1-6-9", "1-3-0", "1-2-1")
 
 
+WIDE = ("1-5-11", "1-8-8", "1-8-13", "1-3-20-5", "1-8-18", "1-6-23", "1-8-22")  # codes of 32 bits
+
+
 def random_formats(count: int) -> list[str]:
     pick = random.Random(0)
     names = []
@@ -163,7 +166,7 @@ def test_inf_and_nan_of_a_gradient_are_kept_where_asked(name, keep):
 
 
 @pytest.mark.parametrize("scale_exp", [0, 9])
-@pytest.mark.parametrize("name", [*NAMED, *random_formats(12)])
+@pytest.mark.parametrize("name", [*NAMED, *random_formats(12), *WIDE])
 def test_cpu_kernels_equal_the_reference_bit_for_bit(name, scale_exp):
     fmt = parse(name)
     x, rows = bit_patterns(200_000, fmt), table(fmt, scale_exp)
