@@ -124,7 +124,7 @@ void fxprec_store16(const float* x, uint16_t* codes, float* values, float* stats
 
 void fxprec_store32(const float* x, uint32_t* codes, float* values, float* stats, int64_t n, const Params* p) {
   report(stats, values ? store<uint32_t, true, true>(x, codes, values, n, *p)
-                       : store<uint32_t, true, false>(x, codes, nullptr, n, *p), n);
+                       : store<uint32_t, true, false>(x, codes, nullptr, n, *p), n, *p);
 }
 
 void fxprec_round(const float* x, float* values, float* stats, int64_t n, const Params* p) {
