@@ -14,6 +14,7 @@ from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning
 from fxprec.grad_scaling import LossScaling
 from fxprec.graph import CompileReport, PlannedGraph
 from fxprec.plan import Plan
+from fxprec.report.folder import DumpFolder
 from fxprec.runtime.controller import Controller, plan_of
 from fxprec.runtime.events import Event
 from fxprec.skip_steps import StepSkipper
@@ -25,8 +26,9 @@ class Backend:
     One backend serves every graph of one model: Dynamo calls it once per captured graph.
     """
 
-    def __init__(self, config: Config | None = None) -> None:
+    def __init__(self, config: Config | None = None, *, dump: DumpFolder | None = None) -> None:
         self.config = config or Config()
+        self._dump = dump or DumpFolder.of(self.config)
         self._graphs: list[PlannedGraph] = []
         self._loaded: dict[int, Mapping[str, Any]] = {}  # saved states of graphs not compiled yet
         self._skips = StepSkipper(self._controllers) if _skips_steps(self.config) else None
@@ -47,11 +49,12 @@ class Backend:
         captured = capture.Captured.take(gm, example_inputs)
         state = self._loaded.pop(len(self._graphs), None)
         given = self._given if state is None else plan_of(state)
+        dump = None if self._dump is None else self._dump.graph(len(self._graphs))
         try:
-            graph = PlannedGraph(captured, self.config, self._graphs, given, self._skips)
+            graph = PlannedGraph(captured, self.config, self._graphs, given, self._skips, dump)
         except capture.TableFull as full:
             larger = captured.with_capacity(full.sites)
-            graph = PlannedGraph(larger, self.config, self._graphs, given, self._skips)
+            graph = PlannedGraph(larger, self.config, self._graphs, given, self._skips, dump)
         if state is not None and graph.controller is not None:
             graph.controller.load_state_dict(state)
         self._graphs.append(graph)
@@ -140,7 +143,7 @@ def _tell_what_is_missing(config: Config) -> None:
     """Say which of the options given have no effect; under ``strict`` that is an error."""
     messages = [
         f"{name}={getattr(config, name)!r} has no effect in this version; leave it out"
-        for name in ("dump", "verify")
+        for name in ("verify",)
         if getattr(config, name)
     ]
     if not config.changes_anything:

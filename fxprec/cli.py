@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from fxprec.commands.inspect import diff, dump, explain, report
 from fxprec.commands.predict import predict
 from fxprec.errors import FxprecError
 
@@ -72,7 +73,8 @@ def version() -> None:
         print(name, metadata.version(name))
 
 
-app.command()(predict)
+for command in (predict, dump, diff, explain, report):
+    app.command()(command)
 
 
 def main(args: Sequence[str] | None = None) -> None:

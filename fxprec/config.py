@@ -70,7 +70,7 @@ class Config:
     """How casts become code; ``"eager"`` is the slow reference."""
 
     dump: str | os.PathLike[str] | None = None
-    """Folder for inspection dumps, or None."""
+    """Folder for inspection dumps, or None: then the environment's ``FXPREC_DUMP``, if set. See docs/inspect.md."""
 
     strict: bool = False
     """Whether anything that would be left out is an error (`FallbackError`) and not a warning."""

@@ -24,6 +24,7 @@ from fxprec.passes.base import Notice, Work
 from fxprec.passes.joint import JointGraph
 from fxprec.passes.lowering import lower
 from fxprec.plan import Plan, Site
+from fxprec.report.folder import GraphDump
 from fxprec.runtime.controller import Controller, Rules
 from fxprec.runtime.events import Event
 from fxprec.runtime.scaling import keeper_of
@@ -63,6 +64,7 @@ class PlannedGraph:
         siblings: Sequence[PlannedGraph],
         given: Plan | None,
         skips: StepSkipper | None = None,
+        dump: GraphDump | None = None,
     ) -> None:
         self.captured, self.config, self.index = captured, config, len(siblings)
         self.controller: Controller | None = None
@@ -72,6 +74,7 @@ class PlannedGraph:
         self.is_training = False
         self._siblings = siblings
         self._given = given
+        self._dump = dump
         self._damage = Calibration() if config.policy == "exact" and given is None else None
         self._followed: Plan | None = None  # the training plan an inference graph follows
         self._in_force: Plan  # what the compiled code was lowered for
@@ -97,6 +100,8 @@ class PlannedGraph:
         if self.controller is None:
             return self._compiled(*args, self.captured.empty_table())
         self.controller.begin_step()
+        if self._dump is not None:
+            self._dump.write_stats(self.controller)
         if not self.is_training:
             self._follow_training()
         if self.controller.plan is not self._in_force:
@@ -115,6 +120,8 @@ class PlannedGraph:
             self._given = self.controller.plan
             self._compile_again("for the changed plan")
         self._in_force = self.controller.plan
+        if self._dump is not None:
+            self._dump.write_plan(self.controller.plan)
 
     def _follow_training(self) -> None:
         """Evaluate as training runs: the same groups low, the same tensors promoted."""
@@ -166,7 +173,7 @@ class PlannedGraph:
                 pipeline.run(work, pipeline.CALIBRATION)
                 return
             work.damage, self._damage = self._damage.by_tensor(), None
-        self.reports = pipeline.run(work)
+        self.reports = pipeline.run(work) if self._dump is None else self._dump.run(work)
         assert work.plan is not None
         for notice in work.notices:
             self._tell(notice)

@@ -102,7 +102,7 @@ def _continued_run(found: list[Operator], node: Node) -> Operator | None:
     if not found or _is_whole(found[-1].nodes[0]):
         return None
     last = found[-1]
-    same = (_aten_name(node), node.meta.get("seq_nr"), _module(node), _source(node)) == (
+    same = (_aten_name(node), node.meta.get("seq_nr"), module_of(node), source_of(node)) == (
         last.aten,
         last.seq_nr,
         last.module,
@@ -123,8 +123,8 @@ def _new_operator(index: int, node: Node) -> Operator:
         id=index,
         aten=_aten_name(node),
         nodes=[node],
-        module=_module(node),
-        source=_source(node),
+        module=module_of(node),
+        source=source_of(node),
         seq_nr=node.meta.get("seq_nr"),
         is_gemm=node.target in ops.GEMMS,
         is_view=original in ops.VIEWS or node.target in ops.VIEWS,
@@ -135,7 +135,7 @@ def _aten_name(node: Node) -> str:
     return str(node.meta.get("original_aten", node.target)).rpartition(".")[0] or str(node.target)
 
 
-def _module(node: Node) -> str:
+def module_of(node: Node) -> str:
     """Return the innermost module's path as the user writes it, ``layer1.0.conv1``."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
@@ -150,7 +150,7 @@ def module_path(path: str) -> str:
     return ".".join(parts[2:] if parts[:1] == ["L"] else parts)
 
 
-def _source(node: Node) -> str:
+def source_of(node: Node) -> str:
     """Return ``file.py:line`` of the user's innermost frame."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     return f"{frames[-1][0].rpartition('/')[2]}:{frames[-1][1]}" if frames else ""

@@ -1,0 +1,108 @@
+"""``fxprec dump``, ``diff``, ``explain`` and ``report``: looking at what was decided."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fxprec.errors import ConfigError, PlanError
+
+
+def dump(
+    target: Annotated[str, typer.Argument(help="path/file.py:factory or module:callable; returns (model, inputs).")],
+    out: Annotated[Path, typer.Option(help="Folder for the dump.")] = Path("fxprec-dump"),
+    recipe: Annotated[str, typer.Option(help="Recipe, for instance fp8.")] = "fp8",
+    storage: Annotated[str, typer.Option(help="native, packed or simulate. Default: by recipe.")] = "",
+    low_ratio: Annotated[float | None, typer.Option(help="Share of elements held low, 0 to 1.")] = None,
+    budget: Annotated[str, typer.Option(help="Instead: bytes saved for backward, for instance 12GiB.")] = "",
+    policy: Annotated[str, typer.Option(help="Which groups go first.")] = "size",
+) -> None:
+    """Plan a model under fake tensors (no weights, no run) and dump every pass, the plan and a report."""
+    from fxprec.config import Config
+
+    config = Config(
+        recipe=recipe,
+        storage=storage or None,  # type: ignore[arg-type]
+        low_ratio=low_ratio,
+        activation_budget=budget or None,
+        policy=policy,  # type: ignore[arg-type]
+        lowering="eager",
+        dump=out,
+    )
+    if not config.changes_anything:
+        raise ConfigError(f"recipe {recipe!r} holds everything in float32, so there is nothing to plan; choose 'fp8'")
+    if policy == "exact":
+        raise ConfigError("policy 'exact' measures a training step, and fxprec dump runs none; choose 'size'")
+    from fxprec.backend import Backend
+    from fxprec.report.folder import DumpFolder
+    from fxprec.report.target import find_factory, plan_under_fakes
+
+    factory = find_factory(target)
+    _empty(out)
+    folder = DumpFolder(out, plan_only=True)
+    folder.forget()
+    plan_under_fakes(factory, Backend(config, dump=folder), target, folder)
+    for graph in sorted(folder.root.glob("graph-*")):
+        print(graph)
+
+
+def _empty(out: Path) -> None:
+    """Take the graphs of an earlier dump away, and nothing else."""
+    for old in out.glob("graph-*") if out.is_dir() else ():
+        if (old / "00-joint.txt").exists():
+            shutil.rmtree(old)
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(help="A plan file or dump folder.")],
+    b: Annotated[Path, typer.Argument(help="Another.")],
+) -> None:
+    """Say what moved between two plans, why and by how many bytes. Exit code 1 where they differ, 0 where not."""
+    from fxprec.report.compare import differences
+    from fxprec.report.load import plans_of
+
+    ours, theirs = plans_of(a), plans_of(b)
+    if len(ours) == len(theirs) == 1:
+        ours, theirs = {"": next(iter(ours.values()))}, {"": next(iter(theirs.values()))}
+    differ = False
+    for name in dict.fromkeys([*ours, *theirs]):
+        if name in ours and name in theirs:
+            lines = list(differences(ours[name], theirs[name]))
+        else:
+            lines = [f"only in {a if name in ours else b}"]
+        for line in lines:
+            differ = True
+            print(f"{name}: {line}" if name else line)
+    raise typer.Exit(int(differ))
+
+
+def explain(
+    plan: Annotated[Path, typer.Argument(help="A plan file, or a dump folder.")],
+    tensor: Annotated[str, typer.Argument(help="Name of a tensor, a module, or a site's number.")],
+) -> None:
+    """Say why a tensor has the precision it has."""
+    from fxprec.report.explain import explain as explained
+    from fxprec.report.load import plans_of
+
+    plans = plans_of(plan)
+    if len(plans) > 1:
+        raise PlanError(f"{plan}: holds {len(plans)} graphs; give one of {', '.join(plans)} in it")
+    print("\n".join(explained(next(iter(plans.values())), tensor)))
+
+
+def report(folder: Annotated[Path, typer.Argument(help="A dump folder, or a plan file.")]) -> None:
+    """Write report.html anew beside each plan, from the plan as it is now."""
+    from fxprec.report.html import write_report
+    from fxprec.report.load import plans_of
+
+    for name, plan in plans_of(folder).items():
+        place = folder / name if folder.is_dir() else folder.parent
+        out = place / "report.html"
+        try:
+            write_report(plan, out, title=place.resolve().name)
+        except OSError as error:
+            raise ConfigError(f"{out}: cannot be written: {error.strerror}; choose a writable folder") from None
+        print(out)

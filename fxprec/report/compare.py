@@ -1,0 +1,82 @@
+"""What moved between two plans: from and to which format, why, by how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fxprec.formats import parse
+from fxprec.plan import Plan, Site
+from fxprec.report.graph_text import one_line
+
+_VERSIONS = {"fxprec", "torch", "schema"}
+_TABLES = ("gemms", "groups", "sites")
+_SAID = {"format", "promoted_at"}  # of a site; those have a line of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One site whose format differs. ``bytes``: how many more its tensor takes in the second plan."""
+
+    before: Site
+    after: Site
+    bytes: int
+    why: str
+
+
+def moves(a: Plan, b: Plan) -> list[Move]:
+    """Return the sites of both plans whose formats differ, matched by tensor and kind, in the first plan's order."""
+    there = {(s.tensor, s.kind): s for s in b.sites}
+    found = []
+    for site in a.sites:
+        other = there.get((site.tensor, site.kind))
+        if other is not None and other.format != site.format:
+            found.append(Move(site, other, _bytes(other) - _bytes(site), _why(a, b, site, other)))
+    return found
+
+
+def differences(a: Plan, b: Plan) -> Iterator[str]:
+    """Yield one line for each difference; none where the plans agree in all but the versions that wrote them."""
+    ours, theirs = a.to_dict(), b.to_dict()
+    for name in ours:
+        if name not in (*_TABLES, *_VERSIONS) and ours[name] != theirs[name]:
+            yield f"{name}: {ours[name]} -> {theirs[name]}"
+    found = moves(a, b)
+    for move in found:
+        s = move.before
+        where = one_line(", ".join(part for part in (s.kind, f"group {s.group}", s.module, s.source) if part))
+        formats = f"{s.format} -> {move.after.format}"
+        yield f"{one_line(s.tensor)} ({where}): {formats}, {move.bytes:+,} bytes: {move.why}"
+    yield from _unmatched(a, b, "only in the first")
+    yield from _unmatched(b, a, "only in the second")
+    for table in _TABLES:
+        changed = sum(_rest(x, table) != _rest(y, table) for x, y in zip(ours[table], theirs[table], strict=False))
+        if changed or len(ours[table]) != len(theirs[table]):
+            yield f"{table}: {len(ours[table])} -> {len(theirs[table])}, {changed} with other fields changed"
+    if found:
+        yield f"{len(found)} tensors moved, {sum(m.bytes for m in found):+,} bytes"
+
+
+def _rest(row: dict[str, object], table: str) -> dict[str, object]:
+    return {k: v for k, v in row.items() if table != "sites" or k not in _SAID}
+
+
+def _unmatched(a: Plan, b: Plan, where: str) -> Iterator[str]:
+    known = {(s.tensor, s.kind) for s in b.sites}
+    for site in a.sites:
+        if (site.tensor, site.kind) not in known:
+            yield f"{one_line(site.tensor)} ({site.kind}, group {site.group}): {where}, {site.format}"
+
+
+def _bytes(site: Site) -> int:
+    return -(-site.elements * parse(site.format).bits // 8)
+
+
+def _why(a: Plan, b: Plan, before: Site, after: Site) -> str:
+    for plan, site in ((b, after), (a, before)):
+        if site.promoted_at is not None:
+            return f"promoted at step {site.promoted_at} of the {'second' if plan is b else 'first'}"
+    was, now = before.group in a.low_groups, after.group in b.low_groups
+    if was != now:
+        return f"group {after.group} is {'low' if now else 'high'} in the second"
+    return "other recipe" if a.recipe != b.recipe else "chosen for this tensor (policy, keep_high or an edited plan)"

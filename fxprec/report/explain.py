@@ -1,0 +1,60 @@
+"""Why a tensor has its precision, in sentences, from the plan alone."""
+
+from __future__ import annotations
+
+from fxprec.errors import PlanError, did_you_mean
+from fxprec.plan import Plan, Site
+from fxprec.report.graph_text import one_line
+
+
+def explain(plan: Plan, tensor: str) -> list[str]:
+    """Return the lines on every site of a tensor or, where no tensor is called so, a module or a site's number.
+
+    Raises `PlanError` for a name the plan does not have.
+    """
+    found = [s for s in plan.sites if s.tensor == tensor] or [s for s in plan.sites if s.module == tensor]
+    if not found and tensor.isdecimal():
+        found = [s for s in plan.sites if s.id == int(tensor)]
+    if not found:
+        known = {s.tensor for s in plan.sites} | {s.module for s in plan.sites if s.module}
+        raise PlanError(
+            f"{one_line(tensor)!r} is no tensor or module of this plan{did_you_mean(tensor, sorted(known))}; "
+            "plan.sites and the dump's texts list them"
+        )
+    return [line for site in found for line in _site(plan, site)]
+
+
+def _site(plan: Plan, site: Site) -> list[str]:
+    where = ", ".join(part for part in (site.module, site.source) if part)
+    head = f"{site.tensor} ({site.kind}, site {site.id}, {site.shape}{', ' + where if where else ''}): {site.format}"
+    return [one_line(head), *(f"  {reason}" for reason in _reasons(plan, site))]
+
+
+def _reasons(plan: Plan, site: Site) -> list[str]:
+    group = plan.groups[site.group]
+    asked = (
+        f"activation_budget {plan.activation_budget}"
+        if plan.activation_budget is not None
+        else f"low_ratio {plan.requested_low_ratio}"
+    )
+    reasons = [
+        f"group {group.id} of {len(plan.groups)}, {group.elements:,} elements, is {'low' if group.low else 'high'}: "
+        f"number {group.order + 1} in the order of policy {plan.policy!r}, which reached {plan.achieved_low_ratio:.4g} "
+        f"for {asked}"
+    ]
+    low, high = (plan.recipe.format_of(site.kind, low=is_low).name for is_low in (True, False))
+    if site.kind == "grad_param":
+        reasons.append(f"a parameter's gradient always has the recipe's weight_grad format, {low}")
+    elif site.promoted_at is not None:
+        reasons.append(f"it overflowed and was promoted to {site.format} at step {site.promoted_at}, for good")
+    elif site.format == low and group.low:
+        reasons.append(f"recipe {plan.recipe.name!r} holds a low {site.kind} in {low}")
+    elif site.format == high and group.low:
+        reasons.append("its group is low, but keep_high (or a plan given) holds this tensor high")
+    elif site.format == high:
+        reasons.append(f"recipe {plan.recipe.name!r} holds a high {site.kind} in {high}")
+    elif site.format == low:
+        reasons.append("its group is not low as a whole; the policy chose this tensor alone")
+    else:
+        reasons.append("neither format of the recipe: the plan was edited")
+    return reasons

@@ -1,0 +1,84 @@
+"""One joint graph as text: a line per node, the same bytes for the same graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.fx import Node
+
+from fxprec.passes.base import Work
+from fxprec.passes.joint import is_backward, shape_text, value
+from fxprec.passes.operators import module_of, source_of
+from fxprec.symbolic import DEQUANTIZE, QUANTIZE
+
+_SITE = 2  # position of the site, which is its row of the scale table, among a cast's arguments; its format follows
+
+
+def graph_text(work: Work, title: str, changed: Mapping[str, tuple[int, int]]) -> str:
+    """Return the graph under a title and the operator counts that ``changed`` (before, after).
+
+    A node's line: half (``f`` or ``b``), name, operator and arguments, dtype and shape, then after ``#`` its group,
+    site (also its row of the scale table) and format, module and source line, as far as the passes know them yet.
+    """
+    head = [f"# {title}", f"# {len(work.joint.graph.nodes)} nodes"]
+    head += [f"# {name}: {before} -> {after}" for name, (before, after) in changed.items()]
+    return "\n".join([*head, "", *(_line(node, work) for node in work.joint.graph.nodes)]) + "\n"
+
+
+def _line(node: Node, work: Work) -> str:
+    half = "b" if is_backward(node) or "tangent" in node.name else "f"
+    notes = ", ".join(_notes(node, work))
+    made = f"{half} {node.name} = {_call(node)}{_typed(node)}"
+    return made + (f"  # {one_line(notes)}" if notes else "")
+
+
+def _call(node: Node) -> str:
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "output":
+        return f"output({', '.join(map(_shown, node.args))})"
+    given = [_shown(a) for a in node.args] + [f"{k}={_shown(v)}" for k, v in node.kwargs.items()]
+    target = node.target if isinstance(node.target, str) else _target(node.target)
+    return f"{target}({', '.join(given)})"
+
+
+def _target(target: object) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return getattr(target, "__name__", type(target).__name__)
+
+
+def _shown(value: object) -> str:
+    """Write an argument without addresses or anything else that changes from run to run."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, Node):
+        return f"%{value.name}"
+    if value is None or isinstance(value, str | bool | int | float):
+        return repr(value)
+    known = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat)
+    return str(value) if isinstance(value, known) else type(value).__name__
+
+
+def _typed(node: Node) -> str:
+    val = value(node)
+    return "" if val is None else f" : {str(val.dtype).removeprefix('torch.')} {shape_text(val)}"
+
+
+def _notes(node: Node, work: Work) -> list[str]:
+    notes = []
+    if node.op == "placeholder" and node not in work.joint.tangents:
+        described = work.joint.describe(node)
+        notes.append(f"{described.kind} {described.name}")
+    if work.grouped is not None and node in work.grouped.values:
+        notes.append(f"group {work.grouped.values[node].group}")
+    if node.target in (QUANTIZE, DEQUANTIZE):
+        notes.append(f"site {node.args[_SITE]} {node.args[_SITE + 1]}")
+    module, source = module_of(node), source_of(node)
+    return notes + ([f"module {module}"] if module else []) + ([source] if source else [])
+
+
+def one_line(text: str) -> str:
+    """Escape what would end a line: names come from the user's model."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

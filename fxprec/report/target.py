@@ -1,0 +1,90 @@
+"""Planning a model that is never allocated: a factory is called and its model compiled under fake tensors."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from fxprec.errors import ConfigError, FxprecError, did_you_mean
+from fxprec.report.folder import DumpFolder
+
+Factory = Callable[[], Any]
+_FORM = "give path/file.py:factory or module:callable"
+
+
+def find_factory(target: str) -> Factory:
+    """Return the callable that ``path/file.py:factory`` or ``module:callable`` names. Raises `ConfigError`."""
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise ConfigError(f"target {target!r} names no factory; {_FORM}")
+    try:
+        module = _import(place)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"target {target!r}: cannot import {place}: {_line(error)}; {_FORM}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        near = did_you_mean(name, [n for n, v in vars(module).items() if callable(v)])
+        raise ConfigError(f"target {target!r}: {place} has no callable {name!r}{near}; {_FORM}")
+    return found  # type: ignore[no-any-return]
+
+
+def _import(place: str) -> Any:
+    if not place.endswith(".py"):
+        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(place)
+    path = Path(place).resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def plan_under_fakes(factory: Factory, backend: Callable[..., Any], target: str, folder: DumpFolder) -> None:
+    """Build ``(model, example inputs)`` and compile until ``folder`` holds a plan. Raises `FxprecError`."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the user's code and torch's tracing, which is not run here
+        try:
+            model, inputs = _made(factory(), target)
+            inputs = tree_map_only(torch.Tensor, lambda t: _fake(mode, t), inputs)
+            torch.compile(model, backend=backend)(*inputs)
+        except Exception as error:
+            if any(folder.root.glob("graph-*/plan.json")):
+                return  # planned; what came after, such as running on fake tensors, is of no interest
+            if isinstance(error, FxprecError):
+                raise
+            raise ConfigError(
+                f"target {target!r}: cannot be planned under fake tensors: {_line(error)}; make it run as "
+                "model(*inputs) without reading values"
+            ) from error
+
+
+def _made(result: Any, target: str) -> tuple[Any, tuple[Any, ...]]:
+    if not isinstance(result, tuple | list) or len(result) != 2 or not callable(result[0]):
+        raise ConfigError(
+            f"target {target!r} returned {type(result).__name__}; let it return (model, example inputs), the inputs "
+            "a tensor or a tuple"
+        )
+    inputs = result[1]
+    return result[0], tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if isinstance(tensor, torch._subclasses.FakeTensor) else mode.from_tensor(tensor)
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,200 @@
+"""Dump folders, `fxprec dump`, `diff`, `explain`, `report`."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fxprec import Plan, cli
+from fxprec.report.compare import moves
+from fxprec.report.html import ratio_curve, report_html
+from tests.helpers import compiled, eager_backend, pipeline
+
+NAMES = [f"{i:02}-{name}" for i, name in enumerate(("joint", *(step.name for step in pipeline.PIPELINE)))]
+FACTORY = """import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(3, 4)
+
+def wrong():
+    return 3
+
+def broken():
+    class Reads(nn.Module):
+        def forward(self, x):
+            raise ValueError("cannot go on")
+    return Reads(), torch.ones(2)
+"""
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(a) for a in arguments])
+    return int(end.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory):
+    """Two dumps of one small model, at different ratios."""
+    place = tmp_path_factory.mktemp("dumps")
+    (place / "net.py").write_text(FACTORY)
+    for name, ratio in (("a", 0.5), ("again", 0.5), ("b", 1.0)):
+        torch._dynamo.reset()
+        target = f"{place}/net.py:make"
+        assert run("dump", target, "--out", place / name, "--recipe", "hfp8", "--low-ratio", ratio) == 0
+    return place
+
+
+def test_one_text_a_pass_the_plan_and_the_report(dumped):
+    names = sorted(p.name for p in (dumped / "a" / "graph-0").iterdir())
+    assert names == [*(f"{n}.txt" for n in NAMES), "plan.json", "report.html"]
+    assert Plan.load(dumped / "a" / "graph-0" / "plan.json").storage == "simulate"
+
+
+def test_a_second_dump_has_the_same_bytes(dumped):
+    first, second = ({p.name: p.read_bytes() for p in (dumped / d / "graph-0").iterdir()} for d in ("a", "again"))
+    assert first == second
+
+
+def test_text_names_shapes_formats_sites_modules_and_lines(dumped):
+    joint = (dumped / "a" / "graph-0" / "00-joint.txt").read_text()
+    assert "input : float32 8 x 4  # param 0.weight" in joint
+    assert "fxprec" not in re.sub("fxprec_table", "", joint)
+    assert re.search(r"f addmm = aten\.addmm\.default\(%\w+, %\w+, %\w+\) : float32 3 x 8  # module 0", joint)
+    casts = (dumped / "a" / "graph-0" / "04-insert-casts.txt").read_text()
+    plan = Plan.load(dumped / "a" / "graph-0" / "plan.json")
+    assert re.findall(r"^# fxprec\.quantize\S*: 0 -> (\d+)$", casts, re.M) == [
+        str(len(re.findall(r"= fxprec\.quantize", casts)))
+    ]
+    said = {(int(i), f) for i, f in re.findall(r"# .*?site (\d+) (\S+?)(?:,|$)", casts, re.M)}
+    assert said == {(s.id, s.format) for s in plan.sites}
+
+
+def test_dump_option_in_training_writes_statistics_and_no_warning(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    backend = eager_backend(dump=tmp_path / "d", low_ratio=1.0)
+    step = compiled(model, backend)
+    for _ in range(3):
+        step(torch.randn(3, 4)).sum().backward()
+    rows = [json.loads(line) for line in (tmp_path / "d/graph-0/stats.jsonl").read_text().splitlines()]
+    assert {r["step"] for r in rows} == {1, 2}
+    assert len(rows) == len({(r["step"], r["site"]) for r in rows})
+    assert rows[0].keys() == {
+        "step", "site", "tensor", "format", "scale_exponent", "amax", "overflow_ratio", "underflow_ratio"
+    }  # fmt: skip
+    assert Plan.load(tmp_path / "d/graph-0/plan.json") == backend.plans[0]
+
+
+def test_the_environment_names_the_folder_too_and_a_second_model_gets_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("FXPREC_DUMP", str(tmp_path))
+    for _ in range(2):
+        compiled(nn.Linear(2, 2), eager_backend(low_ratio=1.0))(torch.ones(1, 2))
+    assert (tmp_path / "graph-0/plan.json").exists()
+    assert (tmp_path / "model-1/graph-0/plan.json").exists()
+
+
+def test_diff_is_0_where_equal_1_where_not_and_counts_bytes(dumped, capsys):
+    assert run("diff", dumped / "a", dumped / "again") == 0
+    assert capsys.readouterr().out == ""
+    assert run("diff", dumped / "a", dumped / "b" / "graph-0" / "plan.json") == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "requested_low_ratio: 0.5 -> 1.0"
+    a, b = (Plan.load(dumped / d / "graph-0/plan.json") for d in ("a", "b"))
+    changed = [x for x, y in zip(a.sites, b.sites, strict=True) if x.format != y.format]
+    # hfp8: 16 bits high (1-6-9), 8 low, and the larger ratio only lowers
+    assert changed
+    assert said[-1] == f"{len(changed)} tensors moved, {-sum(s.elements for s in changed):+,} bytes"
+    assert sum(" is low in the second" in line for line in said) == len(changed)
+
+
+def test_diff_names_a_promotion_as_the_cause(dumped):
+    plan = Plan.load(dumped / "b/graph-0/plan.json")
+    site = next(s for s in plan.sites if s.kind == "output" and s.format != plan.recipe.hi.name)
+    (move,) = moves(plan, plan.promote([site.id], step=7))
+    assert (move.why, move.bytes) == ("promoted at step 7 of the second", site.elements)
+
+
+def test_diff_finds_what_is_no_format(dumped, tmp_path, capsys):
+    plan = Plan.load(dumped / "a/graph-0/plan.json")
+    edited = replace(plan, groups=(replace(plan.groups[0], order=9), *plan.groups[1:]))
+    edited.save(tmp_path / "edited.json")
+    assert run("diff", dumped / "a", tmp_path / "edited.json") == 1
+    assert capsys.readouterr().out == "groups: 3 -> 3, 1 with other fields changed\n"
+
+
+def test_explain_gives_the_reason(dumped, capsys):
+    plan = Plan.load(dumped / "b/graph-0/plan.json")
+    promoted = next(s for s in plan.sites if s.kind == "output" and s.format != plan.recipe.hi.name)
+    plan.promote([promoted.id], step=7).save(dumped / "promoted.json")
+    assert run("explain", dumped / "promoted.json", promoted.tensor) == 0
+    said = capsys.readouterr().out
+    assert f"promoted to {plan.recipe.hi.name} at step 7" in said
+    assert f"group {promoted.group} of 3, " in said
+    assert "policy 'size', which reached 1 for low_ratio 1.0" in said
+    low = next(s for s in plan.sites if s.kind == "param")
+    assert run("explain", dumped / "b", low.id) == 0
+    assert f"recipe 'hfp8' holds a low param in {plan.recipe.lo_forward.name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["diff", "{d}/a", "{d}/none"], "{d}/none: cannot be read: No such file or directory; give the path of a plan file"),
+        (["diff", "{d}/a", "{d}/empty"], "{d}/empty: holds no dump (no graph-0); give a folder that dump= or fxprec dump wrote"),
+        (["report", "{d}/half"], "{d}/half/graph-0: has no plan.json, so this compilation did not end; dump the model again"),
+        (["explain", "{d}/a", "addm"], "'addm' is no tensor or module of this plan; did you mean 'addmm'?; plan.sites and the dump's texts list them"),
+        (["dump", "net.py"], "target 'net.py' names no factory; give path/file.py:factory or module:callable"),
+        (["dump", "{d}/net.py:mak"], "target '{d}/net.py:mak': {d}/net.py has no callable 'mak'; did you mean 'make'?; give path/file.py:factory or module:callable"),
+        (["dump", "{d}/net.py:wrong", "--out", "{d}/w"], "target '{d}/net.py:wrong' returned int; let it return (model, example inputs), the inputs a tensor or a tuple"),
+        (["dump", "{d}/net.py:make", "--recipe", "fp32"], "recipe 'fp32' holds everything in float32, so there is nothing to plan; choose 'fp8'"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_2(arguments, said, dumped, capsys):
+    (dumped / "empty").mkdir(exist_ok=True)
+    (dumped / "half/graph-0").mkdir(parents=True, exist_ok=True)
+    assert run(*(a.format(d=dumped) for a in arguments)) == 2
+    assert capsys.readouterr().err == f"fxprec: error: {said.format(d=dumped)}\n"
+
+
+def test_a_model_that_fails_is_one_line(dumped, capsys):
+    assert run("dump", f"{dumped}/net.py:broken", "--out", dumped / "w") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "cannot be planned under fake tensors" in error
+
+
+def test_names_in_the_report_stay_text(dumped):
+    plan = Plan.load(dumped / "a/graph-0/plan.json")
+    bad = "</script><script>alert(1)</script>\"'"
+    hostile = replace(plan, sites=tuple(replace(s, module=bad) for s in plan.sites))
+    page = report_html(hostile, title=bad)
+    assert page.count("<script>") == 1 == page.count("</script>")
+    assert not re.search(r"(?:src|href)=[\"'](?!data:,)", page)
+    data = re.search(r'<div id="data" hidden>(.*?)</div>', page, re.S)
+    assert data is not None
+    assert json.loads(html.unescape(data[1]))["sites"][0][3] == bad
+
+
+def test_the_curve_ends_at_everything(dumped):
+    plan = Plan.load(dumped / "a/graph-0/plan.json")
+    curve = ratio_curve(plan)
+    assert [g for g, _ in curve] == [g.id for g in sorted(plan.groups, key=lambda g: g.order)]
+    assert curve[-1][1] == 1.0
+
+
+def test_report_is_written_anew(dumped, capsys):
+    page: Path = dumped / "b/graph-0/report.html"
+    before = page.read_bytes()
+    page.unlink()
+    assert run("report", dumped / "b") == 0
+    assert page.read_bytes() == before
