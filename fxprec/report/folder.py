@@ -126,9 +126,11 @@ class GraphDump:
         self._seen.update(fresh)
         text = ""
         for i, stats in fresh.items():
-            site = controller.plan.sites[i]
-            row: dict[str, Any] = {"step": controller.step - 1, "site": i, "tensor": site.tensor, "format": site.format}
-            row |= {"scale_exponent": controller.scale_exps.get(i, 0)}
+            site = controller.site_of(i)
+            row: dict[str, Any] = {"step": controller.step - 1, "row": i, "site": site.id, "tensor": site.tensor}
+            row["format"] = site.format
+            if controller.keeper is not None and i in controller.keeper.graph.casts:
+                row["scale_exponent"] = controller.keeper.describe(i)["scale_exponent"]  # its history is in stats()
             row |= {f: _finite(getattr(stats, f)) for f in ("amax", "overflow_ratio", "underflow_ratio")}
             text += json.dumps(row) + "\n"
         self._lines += len(fresh)

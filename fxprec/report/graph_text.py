@@ -10,7 +10,7 @@ from torch.fx import Node
 from fxprec.passes.base import Work
 from fxprec.passes.joint import is_backward, shape_text, value
 from fxprec.passes.operators import module_of, source_of
-from fxprec.symbolic import DEQUANTIZE, QUANTIZE
+from fxprec.symbolic import AS_STORED, DEQUANTIZE, QUANTIZE
 
 _SITE = 2  # position of the site, which is its row of the scale table, among a cast's arguments; its format follows
 
@@ -74,7 +74,9 @@ def _notes(node: Node, work: Work) -> list[str]:
     if work.grouped is not None and node in work.grouped.values:
         notes.append(f"group {work.grouped.values[node].group}")
     if node.target in (QUANTIZE, DEQUANTIZE):
-        notes.append(f"site {node.args[_SITE]} {node.args[_SITE + 1]}")
+        row, name = node.args[_SITE], node.args[_SITE + 1]
+        is_site = isinstance(row, int) and work.book is not None and 0 <= row < len(work.book.sites)
+        notes.append(name if row == AS_STORED else f"{'site' if is_site else 'row'} {row} {name}")
     module, source = module_of(node), source_of(node)
     return notes + ([f"module {module}"] if module else []) + ([source] if source else [])
 
