@@ -28,7 +28,7 @@ def dump(
         storage=storage or None,  # type: ignore[arg-type]
         low_ratio=low_ratio,
         activation_budget=budget or None,
-        policy=policy,  # type: ignore[arg-type]
+        policy=policy,
         lowering="eager",
         dump=out,
     )

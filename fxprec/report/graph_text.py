@@ -76,7 +76,7 @@ def _notes(node: Node, work: Work) -> list[str]:
     if node.target in (QUANTIZE, DEQUANTIZE):
         row, name = node.args[_SITE], node.args[_SITE + 1]
         is_site = isinstance(row, int) and work.book is not None and 0 <= row < len(work.book.sites)
-        notes.append(name if row == AS_STORED else f"{'site' if is_site else 'row'} {row} {name}")
+        notes.append(str(name) if row == AS_STORED else f"{'site' if is_site else 'row'} {row} {name}")
     module, source = module_of(node), source_of(node)
     return notes + ([f"module {module}"] if module else []) + ([source] if source else [])
 
