@@ -7,7 +7,6 @@ found a warning says so, and the plain forms run.
 from __future__ import annotations
 
 import ctypes
-import warnings
 from functools import cache
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fxprec.codec import format_row
-from fxprec.errors import FxprecWarning
 from fxprec.formats import Format
+from fxprec.runtime import native
 from fxprec.runtime.codecs import Codec, thresholds
 
 _CELLS = 1 << 15
@@ -35,20 +34,9 @@ class FormatConstants(ctypes.Structure):
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None, with a warning, without a compiler."""
     source = Path(__file__).with_name("kernels.cpp").read_text(encoding="utf-8")
-    try:
-        from torch._inductor.codecache import CppCodeCache
-
-        loaded: ctypes.CDLL = CppCodeCache.load(source, device_type="cpu")
-    except Exception as error:  # any failure of a foreign compiler; the plain forms give the same result
-        cause = str(error).partition("\n")[0]
-        warnings.warn(
-            f"APS runs op by op, several times slower: its kernels did not compile ({cause}); give Inductor a C++ "
-            "compiler (CXX)",
-            FxprecWarning,
-            stacklevel=2,
-        )
-        return None
-    loaded.aps_largest.restype = ctypes.c_int32
+    loaded = native.load_or_warn(source, "APS runs op by op, several times slower")
+    if loaded is not None:
+        loaded.aps_largest.restype = ctypes.c_int32
     return loaded
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import warnings
 from functools import cache
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fxprec.codec import format_row
-from fxprec.errors import FxprecWarning
 from fxprec.formats import FP32, Format
+from fxprec.runtime import native
 from fxprec.runtime.arith.spec import Spec
 
 
@@ -40,20 +39,7 @@ class Task(ctypes.Structure):
 def library() -> ctypes.CDLL | None:
     """The compiled kernel, or None, with a warning, without a compiler."""
     source = Path(__file__).with_name("kernel.cpp").read_text(encoding="utf-8")
-    try:
-        from torch._inductor.codecache import CppCodeCache
-
-        loaded: ctypes.CDLL = CppCodeCache.load(source, device_type="cpu")
-    except Exception as error:  # any failure of a foreign compiler; the reference gives the same result
-        cause = str(error).partition("\n")[0]
-        warnings.warn(
-            f"fxprec.arith runs as a plain loop, many times slower: its kernel did not compile ({cause}); give "
-            "Inductor a C++ compiler (CXX)",
-            FxprecWarning,
-            stacklevel=2,
-        )
-        return None
-    return loaded
+    return native.load_or_warn(source, "fxprec.arith runs as a plain loop, many times slower")
 
 
 def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor | None:

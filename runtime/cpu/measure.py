@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from torch._inductor.codecache import CppCodeCache
 
+from fxprec.runtime import native
 from fxprec.symbolic import CARRIED, MEASURE
 
 _SOURCE = Path(__file__).with_name("measure.cpp")
@@ -19,7 +19,7 @@ _SOURCE = Path(__file__).with_name("measure.cpp")
 
 @cache
 def _library() -> ctypes.CDLL:
-    return CppCodeCache.load(_SOURCE.read_text(encoding="utf-8"), device_type="cpu")  # type: ignore[no-any-return]
+    return native.load(_SOURCE.read_text(encoding="utf-8"))
 
 
 Moments: TypeAlias = tuple[float, float, float, float]

@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch._inductor.codecache import CppCodeCache
 
 from fxprec.formats import Format, parse
 from fxprec.memory import empty_like
+from fxprec.runtime import native
 from fxprec.runtime.cpu.measure import wanted_moments, with_moments
 from fxprec.runtime.cpu.params import params_of, params_of_row
 from fxprec.symbolic import AS_STORED, CARRIED, STATS, stored_dtype
@@ -25,7 +25,7 @@ _SOURCE = Path(__file__).with_name("kernels.cpp")
 
 @cache
 def _library() -> ctypes.CDLL:
-    return CppCodeCache.load(_SOURCE.read_text(encoding="utf-8"), device_type="cpu")  # type: ignore[no-any-return]
+    return native.load(_SOURCE.read_text(encoding="utf-8"))
 
 
 def _kernel(name: str, fmt: Format) -> Callable[..., None]:

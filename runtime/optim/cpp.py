@@ -7,14 +7,13 @@ disk cache).
 from __future__ import annotations
 
 import ctypes
-import warnings
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fxprec.errors import FxprecWarning
+from fxprec.runtime import native
 from fxprec.runtime.optim.printer import Dialect, statements
 from fxprec.runtime.optim.rule import INTEGERS, Rule
 from fxprec.runtime.optim.trace import trace
@@ -95,20 +94,7 @@ def source(rule: Rule) -> str:
 @cache
 def library(rule: Rule) -> ctypes.CDLL | None:
     """The compiled kernel, or None, with a warning, without a compiler."""
-    try:
-        from torch._inductor.codecache import CppCodeCache
-
-        loaded: ctypes.CDLL = CppCodeCache.load(source(rule), device_type="cpu", extra_flags=_FLAGS)
-    except Exception as error:  # any failure of a foreign compiler; the reference gives the same result
-        cause = str(error).partition("\n")[0]
-        warnings.warn(
-            f"the optimizer runs op by op, several times slower: its kernel did not compile ({cause}); give Inductor a "
-            "C++ compiler (CXX)",
-            FxprecWarning,
-            stacklevel=2,
-        )
-        return None
-    return loaded
+    return native.load_or_warn(source(rule), "the optimizer runs op by op, several times slower", _FLAGS)
 
 
 def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor, counts: Tensor | None) -> bool:
