@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fxprec import arith as arith
     from fxprec import formats as formats
     from fxprec import optim as optim
+    from fxprec import testing as testing
     from fxprec.backend import Backend as Backend
     from fxprec.backend import backend_of as backend_of
     from fxprec.config import Config as Config
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
     from fxprec.errors import FormatError as FormatError
     from fxprec.errors import FxprecError as FxprecError
     from fxprec.errors import FxprecWarning as FxprecWarning
+    from fxprec.errors import GoldenError as GoldenError
     from fxprec.errors import GradientError as GradientError
     from fxprec.errors import LoweringError as LoweringError
+    from fxprec.errors import NumericsError as NumericsError
     from fxprec.errors import PlanError as PlanError
+    from fxprec.errors import ReferenceRunError as ReferenceRunError
     from fxprec.formats import Format as Format
     from fxprec.grad_scaling import GradScaling as GradScaling
     from fxprec.grad_scaling import LossScaling as LossScaling
@@ -58,14 +62,17 @@ _HOMES = {
             "DoubleBackwardError",
             "FallbackError",
             "FormatError",
+            "GoldenError",
             "GradientError",
             "LoweringError",
+            "NumericsError",
             "PlanError",
+            "ReferenceRunError",
         ),
         "errors",
     ),
 }
-_MODULES = ("aps", "arith", "formats", "optim")
+_MODULES = ("aps", "arith", "formats", "optim", "testing")
 
 __all__ = [*sorted(_HOMES), *_MODULES]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -14,7 +15,7 @@ from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning
 from fxprec.grad_scaling import LossScaling
 from fxprec.graph import CompileReport, PlannedGraph
 from fxprec.plan import Plan
-from fxprec.report.folder import DumpFolder
+from fxprec.report.folder import DumpFolder, GraphDump
 from fxprec.runtime.controller import Controller, plan_of
 from fxprec.runtime.events import Event
 from fxprec.skip_steps import StepSkipper
@@ -23,11 +24,13 @@ from fxprec.skip_steps import StepSkipper
 class Backend:
     """A ``torch.compile`` backend with its own plans, statistics and events.
 
-    One backend serves every graph of one model: Dynamo calls it once per captured graph.
+    One backend serves every graph of one model: Dynamo calls it once per captured graph. With ``portable`` GEMMs on a
+    CPU compute in float32 on every CPU, whether or not it has narrower ones.
     """
 
-    def __init__(self, config: Config | None = None, *, dump: DumpFolder | None = None) -> None:
+    def __init__(self, config: Config | None = None, *, dump: DumpFolder | None = None, portable: bool = False) -> None:
         self.config = config or Config()
+        self.portable = portable
         self._dump = dump or DumpFolder.of(self.config)
         self._graphs: list[PlannedGraph] = []
         self._loaded: dict[int, Mapping[str, Any]] = {}  # saved states of graphs not compiled yet
@@ -51,14 +54,16 @@ class Backend:
         given = self._given if state is None else plan_of(state)
         dump = None if self._dump is None else self._dump.graph(len(self._graphs))
         try:
-            graph = PlannedGraph(captured, self.config, self._graphs, given, self._skips, dump)
+            graph = self._planned(captured, given, dump)
         except capture.TableFull as full:
-            larger = captured.with_capacity(full.sites)
-            graph = PlannedGraph(larger, self.config, self._graphs, given, self._skips, dump)
+            graph = self._planned(captured.with_capacity(full.sites), given, dump)
         if state is not None and graph.controller is not None:
             graph.controller.load_state_dict(state)
         self._graphs.append(graph)
         return graph
+
+    def _planned(self, captured: capture.Captured, given: Plan | None, dump: GraphDump | None) -> PlannedGraph:
+        return PlannedGraph(captured, self.config, self._graphs, given, self._skips, dump, portable=self.portable)
 
     def _controllers(self) -> list[Controller]:
         return [graph.controller for graph in self._graphs if graph.controller is not None]
@@ -67,6 +72,11 @@ class Backend:
     def plans(self) -> tuple[Plan, ...]:
         """One plan per compiled training graph, in compile order."""
         return tuple(g.plan for g in self._graphs if g.is_training and g.plan is not None)
+
+    @property
+    def all_plans(self) -> tuple[Plan | None, ...]:
+        """The plan of every compiled graph, inference graphs too; None while it is being calibrated."""
+        return tuple(g.plan for g in self._graphs)
 
     @property
     def compile_reports(self) -> tuple[CompileReport, ...]:
@@ -86,6 +96,11 @@ class Backend:
             if graph.controller is not None:
                 rows += [{"graph": graph.index, **row} for row in graph.controller.rows()]
         return rows
+
+    def stop_promoting(self) -> None:
+        """Promote no tensor from now on: for measuring how a plan behaves."""
+        for controller in self._controllers():
+            controller.rules = replace(controller.rules, promote_above=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain JSON data: plans with their promotions, and scales. Training resumes bit-identically."""

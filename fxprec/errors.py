@@ -45,6 +45,18 @@ class GradientError(FxprecError, RuntimeError):
     """A gradient is not finite where ``error_if_nonfinite`` forbids it."""
 
 
+class NumericsError(FxprecError, AssertionError):
+    """Numerics are not what they should be; the message is a table of the worst tensors, not one line."""
+
+
+class GoldenError(FxprecError, ValueError):
+    """A golden file of the numerics kit is unreadable, edited into nonsense, or of another version."""
+
+
+class ReferenceRunError(FxprecError, RuntimeError):
+    """A model cannot run in a precision it is to be compared with."""
+
+
 class FxprecWarning(UserWarning):
     """Something asked for was left out; the message names node, module and source line."""
 

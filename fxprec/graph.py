@@ -65,6 +65,8 @@ class PlannedGraph:
         given: Plan | None,
         skips: StepSkipper | None = None,
         dump: GraphDump | None = None,
+        *,
+        portable: bool = False,
     ) -> None:
         self.captured, self.config, self.index = captured, config, len(siblings)
         self.controller: Controller | None = None
@@ -75,6 +77,7 @@ class PlannedGraph:
         self._siblings = siblings
         self._given = given
         self._dump = dump
+        self._portable = portable
         self._damage = Calibration() if config.policy == "exact" and given is None else None
         self._followed: Plan | None = None  # the training plan an inference graph follows
         self._in_force: Plan  # what the compiled code was lowered for
@@ -167,7 +170,7 @@ class PlannedGraph:
         self.is_training = bool(joint.tangents)
         if self._damage is not None and not self.is_training:
             self._damage = None  # nothing to calibrate on
-        work = Work(joint, self.config, given=self._given, siblings=self._plans_of_siblings())
+        work = Work(joint, self.config, given=self._given, siblings=self._plans_of_siblings(), portable=self._portable)
         if self._damage is not None:
             if not self._damage.is_complete:
                 pipeline.run(work, pipeline.CALIBRATION)

@@ -35,6 +35,7 @@ class Work:
     config: Config
     given: Plan | None = None  # a plan to follow instead of solving
     siblings: tuple[Plan, ...] = ()  # plans of the model's training graphs compiled before
+    portable: bool = False  # the same arithmetic on every CPU: nothing that only some have
     damage: dict[int, float] | None = None  # counted tensor's id -> measured damage, for policy "exact"
     operators: Operators | None = None  # recover-operators
     grouped: Grouped | None = None  # group-tensors

@@ -31,7 +31,10 @@ class NarrowGemms:
         dtype = work.config.recipe_.hi.torch_dtype
         if work.config.storage_ == "simulate" or dtype not in (torch.bfloat16, torch.float16):
             return
-        if not _has_gemm(dtype, work.joint.table.meta["val"].device.type):
+        device_type = work.joint.table.meta["val"].device.type
+        if work.portable and device_type == "cpu":
+            return
+        if not _has_gemm(dtype, device_type):
             detail = f"this CPU has no {dtype} GEMM: GEMMs compute in float32 on {dtype} values"
             work.notices.append(Notice("narrow-gemms", detail))
             return

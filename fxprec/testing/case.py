@@ -1,0 +1,203 @@
+"""What is checked: a model, its inputs and its loss, run for one step in several precisions."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
+
+from fxprec.backend import Backend
+from fxprec.config import Config
+from fxprec.errors import ConfigError, ReferenceRunError
+
+Loss = Callable[[Any], Tensor]
+Tensors = Mapping[str, Tensor]
+"""Of one step, by name: ``output``, ``loss`` and each ``PARAMETER.grad``; float64, on the CPU."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# The statistics of the first step choose the scales, and those of the second arrive in the third.
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model as its factory made it. Runs work on copies, so that each begins at the same weights."""
+
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    loss: Loss | None = None
+    seed: int = 0
+
+    @classmethod
+    def make(cls, factory: Callable[[], Any], inputs: Any = None, *, loss: Loss | None = None, seed: int = 0) -> Case:
+        """Call ``factory`` under ``seed``. It returns a module, or ``(module, inputs)`` where ``inputs`` is None.
+
+        ``inputs`` is a tensor, a tuple of arguments, or a function of no arguments that returns either. Raises
+        `ConfigError`.
+        """
+        if not callable(factory):
+            raise ConfigError(f"factory is {type(factory).__name__}; give a function that returns the model")
+        torch.manual_seed(seed)
+        made = factory()
+        if inputs is None and isinstance(made, tuple | list) and len(made) == 2:
+            made, inputs = made
+        inputs = inputs() if callable(inputs) else inputs
+        if not isinstance(made, nn.Module):
+            raise ConfigError(f"the factory returned {type(made).__name__}; let it return a torch.nn.Module")
+        if inputs is None:
+            raise ConfigError("inputs is None; give the model's inputs, or let the factory return (model, inputs)")
+        return cls(made, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), loss, seed)
+
+    def reference(self) -> Tensors:
+        """Run in float64, uncompiled. Raises `ReferenceRunError` where the model cannot."""
+        before = torch.get_rng_state()
+        found = self._converted(torch.float64, "make its constants follow the inputs' dtype (x.new_tensor, .to(x))")
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ReferenceRunError(
+                f"{self.name} draws random numbers in forward (dropout?), so no two runs agree; set their probability "
+                "to 0 or call .eval() in the factory"
+            )
+        return found
+
+    def yardstick(self, reference: str) -> Tensors:
+        """Run in the reference precision ("bf16", "fp16" or "fp32"), uncompiled."""
+        others = ", ".join(repr(name) for name in DTYPES if name != reference)
+        return self._converted(DTYPES[reference], f"choose another reference: {others}")
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+    def _converted(self, dtype: torch.dtype, way_out: str) -> Tensors:
+        """Run a copy of the model and its inputs converted to ``dtype``."""
+        name = str(dtype).removeprefix("torch.")
+        model = copy.deepcopy(self.model).to(dtype)
+        inputs = _own(self.inputs, dtype)
+        try:
+            outputs = model(*inputs)
+        except Exception as error:
+            copy.deepcopy(self.model)(*self.inputs)  # a model that runs in no precision says so itself
+            raise ReferenceRunError(f"{self.name} cannot run in {name}: {first_line(error)}; {way_out}") from None
+        found = next((o.dtype for o in tree_leaves(outputs) if _is_float(o) and o.dtype != dtype), None)
+        if found is not None and dtype == torch.float64:
+            raise ReferenceRunError(f"{self.name} cannot run in {name}: its output is {found}; {way_out}")
+        return _step(model, outputs, self.loss)
+
+    def fresh(self) -> nn.Module:
+        """Return a copy of the model as it was made."""
+        return copy.deepcopy(self.model)
+
+
+class Compiled:
+    """A case compiled by fxprec. ``torch.compile`` starts afresh, so that earlier models leave no trace."""
+
+    def __init__(self, case: Case, config: Config) -> None:
+        self.case, self.model, self.backend = case, case.fresh(), Backend(config, portable=config.lowering == "eager")
+        self.inputs = _own(case.inputs)
+        torch.compiler.reset()
+        with quiet():
+            self._call = torch.compile(self.model, backend=self.backend)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def run(self, steps: int) -> Tensors:
+        """Run ``steps`` steps on the same inputs; return what the last one gave."""
+        for _ in range(steps):
+            self.model.zero_grad(set_to_none=True)
+            torch.manual_seed(self.case.seed)
+            with quiet():
+                outputs = self._call(*_own(self.inputs))
+                found = _step(self.model, outputs, self.case.loss)
+        return found
+
+    @contextmanager
+    def jittered(self, scale: float, seed: int) -> Iterator[None]:
+        """Multiply parameters and inputs by ``1 + scale * normal`` meanwhile, but for values exact in bfloat16.
+
+        Those may lie on a tie between two numbers of a format, which no other machine would break either.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        targets = [p for p in (*self.model.parameters(), *tree_leaves(self.inputs)) if _is_float(p)]
+        before = [t.detach().clone() for t in targets]
+        for target in targets:
+            noise = torch.randn(target.shape, generator=generator).to(target)
+            exact = target.detach().bfloat16().to(target.dtype) == target.detach()
+            target.data.mul_(torch.where(exact, 1.0, 1.0 + scale * noise))
+        try:
+            yield
+        finally:
+            for target, value in zip(targets, before, strict=True):
+                target.data.copy_(value)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Ignore torch's warnings of its own deprecated uses, and no others."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        yield
+
+
+def first_line(error: BaseException) -> str:
+    """Return ``Type: message``, the first line of it."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _own(inputs: Any, dtype: torch.dtype | None = None) -> Any:
+    """Copy the inputs, floating-point ones to ``dtype``."""
+
+    def convert(t: Tensor) -> Tensor:
+        to = dtype if dtype is not None and t.is_floating_point() else t.dtype
+        return t.detach().to(to, copy=True).requires_grad_(t.requires_grad)
+
+    return tree_map_only(Tensor, convert, inputs)
+
+
+def _step(model: nn.Module, outputs: Any, loss: Loss | None) -> Tensors:
+    """Take the loss of ``outputs``, run backward, and name what came out."""
+    found = {}
+    for path, leaf in tree_flatten_with_path(outputs)[0]:
+        if _is_float(leaf):
+            found[f"output{keystr(path)}"] = leaf
+    wide = tree_map_only(Tensor, _at_least_float32, outputs)
+    value = weighted_mean(tree_leaves(wide)) if loss is None else loss(wide)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ConfigError(f"loss returned {shown}; let it return a tensor of one element")
+    found["loss"] = value
+    if value.requires_grad:
+        value.backward()
+    found |= {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: t.detach().to("cpu", torch.float64).clone() for name, t in found.items()}
+
+
+def _at_least_float32(t: Tensor) -> Tensor:
+    return t.float() if t.is_floating_point() and t.itemsize < 4 else t
+
+
+def weighted_mean(outputs: Sequence[Any]) -> Tensor:
+    """Return the mean of every floating-point output times fixed normal weights; of a single scalar, itself.
+
+    So every element of every output has a gradient of its own.
+    """
+    outputs = [o for o in outputs if _is_float(o)]
+    if not outputs:
+        raise ConfigError("the model returned no floating-point tensor; give a loss")
+    if len(outputs) == 1 and outputs[0].ndim == 0:
+        return outputs[0]  # type: ignore[no-any-return]
+    generator = torch.Generator().manual_seed(0)
+    parts = [(o * torch.randn(o.shape, generator=generator).to(o)).mean() for o in outputs]
+    return torch.stack([p.to(parts[0]) for p in parts]).sum()

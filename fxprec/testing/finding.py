@@ -1,0 +1,95 @@
+"""What a check found wrong, and the table that says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fxprec.report.graph_text import one_line
+from fxprec.testing.measure import Measured
+
+SHOWN = 10  # rows of a table
+WIDEST = 60  # characters of a cell
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the user's model."""
+
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of a step, and the error it may have."""
+
+    measured: Measured
+    place: Place
+    allowed: float
+    share: float
+    """Error over what is allowed."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data; numbers that are not finite as text."""
+        m = self.measured
+        numbers = {"error": m.error, "reference_error": m.reference_error, "sqnr": m.sqnr, "gain": m.gain}
+        numbers |= {"allowed": self.allowed, "share": self.share}
+        return {"tensor": m.name, "numel": m.numel, **asdict(self.place), **{k: plain(v) for k, v in numbers.items()}}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong. ``tensor`` in brackets is none: ``(plan)``, ``(options)``."""
+
+    tensor: str
+    place: Place
+    text: str
+    severity: float = 1.0
+    """For the order; 1 at the limit."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {"tensor": self.tensor, **asdict(self.place), "text": self.text, "severity": plain(self.severity)}
+
+
+def plain(number: float) -> float | str:
+    """Return a number as JSON can hold it."""
+    return number if math.isfinite(number) else str(number)
+
+
+def table(findings: Sequence[Finding], rows: Sequence[Row]) -> str:
+    """Return a headline, what moved in options and plan, and the worst tensors with how far each is from float64."""
+    worst = sorted(findings, key=lambda f: -f.severity)
+    about = [f for f in worst if f.tensor.startswith("(")]
+    tensors = [f for f in worst if not f.tensor.startswith("(")]
+    first = f"numerics differ: {len(findings)} findings, the worst {one_line((tensors or about)[0].tensor)}"
+    lines = [f"{f.tensor[1:-1]}: {one_line(f.text)}" for f in about[:SHOWN]] + _rest(about)
+    return "\n".join([first, *lines, *([_tensor_table(tensors, rows)] if tensors else []), *_rest(tensors)])
+
+
+def _tensor_table(findings: Sequence[Finding], rows: Sequence[Row]) -> str:
+    by_name = {row.measured.name: row.measured for row in rows}
+    lines = [("tensor", "module", "source", "error", "reference's", "dB", "what")]
+    for f in findings[:SHOWN]:
+        m = by_name.get(f.tensor)
+        numbers = ("", "", "") if m is None else (f"{m.error:.2e}", f"{m.reference_error:.2e}", f"{m.sqnr:.1f}")
+        lines.append((f.tensor, f.place.module, f.place.source, *numbers, f.text))
+    return aligned(lines)
+
+
+def _rest(findings: Sequence[Finding]) -> list[str]:
+    return [f"... and {len(findings) - SHOWN} more"] if len(findings) > SHOWN else []
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return rows of text as columns; the last one is never cut."""
+    cut = [[*(_cut(one_line(c)) for c in line[:-1]), one_line(line[-1])] for line in lines]
+    widths = [max(len(line[i]) for line in cut) for i in range(len(cut[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cut)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."

@@ -1,0 +1,148 @@
+"""The pytest plugin in a project of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from fxprec.testing import page, verify, verify_training
+from tests.testing.kit_projects import MODEL, THREE_LINES
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_is_loaded(tmp_path_factory):
+    """A run inside this process forgets the modules it imports, and torch cannot be imported twice."""
+    verify(lambda: nn.Linear(2, 2), torch.ones(2, 2), options={"recipe": "fp8", "low_ratio": 1.0})
+    assert callable(page.write)
+    assert callable(verify_training)
+
+
+@pytest.fixture
+def project(pytester):
+    pytester.makepyfile(model=MODEL, test_block=THREE_LINES)
+    return pytester
+
+
+def run(project, *options):
+    return project.runpytest_inprocess("-n0", "-p", "no:cacheprovider", *options)
+
+
+def no_traceback(text):
+    return "Traceback" not in text and "fixture.py" not in text and "tensor([" not in text
+
+
+def test_first_run_writes_and_fails_then_passes_then_shows_a_table_then_updates(project):
+    first = run(project)
+    golden = project.path / "test_block" / "test_block.json"
+    assert first.ret == 1
+    assert f"no golden file yet: wrote {golden}; read it, commit it, and run again" in first.stdout.str()
+    written = golden.read_bytes()
+    assert run(project).ret == 0
+    assert golden.read_bytes() == written
+
+    model = project.path / "model.py"
+    model.write_text(model.read_text().replace("torch.relu(", "1.02 * torch.relu("))
+    changed = run(project, f"--numerics-report={project.path}/out")
+    text = changed.stdout.str()
+    assert changed.ret == 1
+    assert "plan: graph 0: " in text
+    line = next(n for n, row in enumerate(MODEL.splitlines()) if "self.down(" in row)
+    assert re.search(
+        rf"^down\.weight\.grad +down +model\.py:{line} +\d\.\d\de-\d\d +\d\.\d\de-\d\d +\d+\.\d  .* was ", text, re.M
+    )
+    assert no_traceback(text)
+
+    report = json.loads((project.path / "out" / "numerics.json").read_text())
+    (test,) = report["tests"]
+    assert (test["test"], test["outcome"]) == ("test_block.py::test_block", "failed")
+    (check,) = test["checks"]
+    assert {row["tensor"] for row in check["rows"]} >= {"output", "loss", "up.weight.grad", "norm.bias.grad"}
+    assert check["message"] in text
+    assert "test_block.py::test_block" in (project.path / "out" / "index.html").read_text()
+
+    assert run(project, "--numerics-update").ret == 0
+    assert golden.read_bytes() != written
+    assert run(project).ret == 0
+
+
+BAD_GOLDENS = {
+    "[1, 2": "is no JSON",
+    "[1, 2]": "is a list, and no golden file of the numerics kit",
+    '{"schema": 99}': "has schema 99, and this fxprec reads 1",
+    '{"schema": 1, "options": {}, "plans": [{"sites": 3}], "statistics": [], "torch": "2"}': "top level: has no 'schema'",
+    '{"schema": 1, "options": {}, "plans": [], "statistics": [{"name": "a", "numbers": {"b": [1, -1]}}], "torch": "2"}': "statistics[0].numbers.b is [1, -1], and must be [value, tolerance]",
+    '{"schema": 1, "options": {}, "plans": [], "statistics": [], "torch": NaN}': "torch is missing or no str",
+    '{"schema": 1, "options": [], "plans": []}': "options is missing or no dict",
+}
+
+
+def test_bad_use_is_one_line_each_and_exit_code_2(pytester):
+    """Golden files edited into nonsense, a model without float64, one with dropout, an unknown option."""
+    goldens = pytester.mkdir("test_bad")
+    for i, text in enumerate(BAD_GOLDENS):
+        (goldens / f"golden{i}.json").write_text(text)
+    pytester.makepyfile(
+        model=MODEL,
+        test_bad=f"""
+        import pytest, torch
+        from torch import nn
+        from model import Block, inputs
+
+        @pytest.mark.parametrize("i", range({len(BAD_GOLDENS)}))
+        def test_golden(numerics, i):
+            numerics.check(Block, inputs, options={{"recipe": "fp8"}}, name=f"golden{{i}}")
+
+        class Single(Block):
+            def forward(self, x):
+                return super().forward(x.float())
+
+        def test_float64(numerics):
+            numerics.check(Single, inputs)
+
+        def test_dropout(numerics):
+            numerics.check(lambda: nn.Sequential(Block(), nn.Dropout(0.5)), inputs)
+
+        def test_option(numerics):
+            numerics.check(Block, inputs, options={{"recipi": "fp8"}})
+
+        def test_factory(numerics):
+            numerics.check(lambda: 3, inputs)
+
+        def test_shared_name(numerics):
+            numerics.check(Block, inputs, name="golden0")
+        """,
+    )
+    result = run(pytester)
+    text = result.stdout.str()
+    assert result.ret == 2
+    assert no_traceback(text)
+    said = [line for line in result.outlines if line.startswith("fxprec: error: ")]
+    words = [
+        *BAD_GOLDENS.values(),
+        "Single cannot run in float64: RuntimeError: mat1 and mat2 must have the same dtype",
+        "Sequential draws random numbers in forward (dropout?)",
+        "unknown option 'recipi'; did you mean 'recipe'?",
+        "the factory returned int; let it return a torch.nn.Module",
+        "golden0.json is the golden file of test_bad.py::test_golden[0] too; give one of them another name=",
+    ]
+    assert len(said) == len(words)
+    for line, wanted in zip(said, words, strict=True):
+        assert wanted in line
+    assert all("rewrite it with --numerics-update" in line for line in said[: len(BAD_GOLDENS)])
+
+
+def test_pytest_starts_without_torch(pytester):
+    pytester.makepyfile("import sys\ndef test_modules():\n    assert 'torch' not in sys.modules\n")
+    command = [sys.executable, "-W", "error", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=pytester.path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    shown = subprocess.run([*command[:-3], "--help"], cwd=pytester.path, capture_output=True, text=True, check=True)
+    assert "--numerics-report=DIR" in shown.stdout
