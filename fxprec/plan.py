@@ -63,6 +63,8 @@ class Group:
     """Elements as an expression in the dynamic dimensions; for people and comparison, never evaluated."""
     saved_bytes: int | None = None
     """Predicted bytes its tensors take while saved for backward."""
+    saved_elements: int | None = None
+    """Elements of its tensors that backward reads."""
 
 
 @dataclass(frozen=True, kw_only=True)

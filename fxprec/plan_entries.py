@@ -151,6 +151,7 @@ GROUP = _record(
         "operators": _texts,
         "size": _text,
         "saved_bytes": _or_null(_count),
+        "saved_elements": _or_null(_count),
     },
 )
 SITE = _record(

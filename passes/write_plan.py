@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fxprec.errors import PlanError
+from fxprec.passes.assignment import Assignment
 from fxprec.passes.base import Work
 from fxprec.passes.groups import Grouped
+from fxprec.passes.saved_bytes import SavedBytes
+from fxprec.passes.tensors import CountedTensor
 from fxprec.plan import Gemm, Group, KindCounts, Plan
+from fxprec.recipes import Recipe
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class WritePlan:
             total_elements=sum(t.elements for t in work.grouped.tensors),
             saved_bytes=assignment.saved if work.joint.tangents else None,
             gemms=_gemms(work.grouped),
-            groups=_groups(work.grouped, assignment.low_groups, assignment.order),
+            groups=_groups(work.grouped, assignment, config.recipe_),
             sites=tuple(work.book.sites),
             notes=tuple(work.remarks),
         )
@@ -49,10 +52,15 @@ def _gemms(grouped: Grouped) -> tuple[Gemm, ...]:
     )
 
 
-def _groups(grouped: Grouped, low: frozenset[int], order: Mapping[int, int]) -> tuple[Group, ...]:
+def _groups(grouped: Grouped, assignment: Assignment, recipe: Recipe) -> tuple[Group, ...]:
     counts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for tensor in grouped.tensors:
         counts[tensor.group][tensor.kind] += tensor.elements
+    saved: dict[int, list[CountedTensor]] = defaultdict(list)
+    for tensor in grouped.tensors:
+        if tensor.saved:
+            saved[tensor.group].append(tensor)
+    bytes_of = SavedBytes.predict(grouped.tensors, recipe)
     names: dict[int, list[str]] = defaultdict(list)
     for op, group in grouped.group_of.items():
         if op.outputs and not op.is_view:
@@ -62,10 +70,12 @@ def _groups(grouped: Grouped, low: frozenset[int], order: Mapping[int, int]) -> 
             id=g,
             elements=sum(counts[g].values()),
             elements_by_kind=KindCounts(**counts[g]),
-            low=g in low,
-            order=order.get(g, g),
+            low=g in assignment.low_groups,
+            order=assignment.order.get(g, g),
             operators=tuple(names[g]),
             size=str(grouped.group_size(g)),
+            saved_bytes=sum((bytes_of.low if t.id in assignment.low else bytes_of.high)[t.id] for t in saved[g]),
+            saved_elements=sum(t.elements for t in saved[g]),
         )
         for g in range(grouped.num_groups)
     )

@@ -100,9 +100,7 @@ def report(folder: Annotated[Path, typer.Argument(help="A dump folder, or a plan
 
     for name, plan in plans_of(folder).items():
         place = folder / name if folder.is_dir() else folder.parent
-        out = place / "report.html"
         try:
-            write_report(plan, out, title=place.resolve().name)
+            print(write_report(plan, place, title=place.resolve().name))
         except OSError as error:
-            raise ConfigError(f"{out}: cannot be written: {error.strerror}; choose a writable folder") from None
-        print(out)
+            raise ConfigError(f"{place}: cannot be written: {error.strerror}; choose a writable folder") from None

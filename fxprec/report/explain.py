@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fxprec.errors import PlanError, did_you_mean
+from fxprec.formats import Format
 from fxprec.plan import Plan, Site
 from fxprec.report.graph_text import one_line
 
@@ -27,34 +30,41 @@ def explain(plan: Plan, tensor: str) -> list[str]:
 def _site(plan: Plan, site: Site) -> list[str]:
     where = ", ".join(part for part in (site.module, site.source) if part)
     head = f"{site.tensor} ({site.kind}, site {site.id}, {site.shape}{', ' + where if where else ''}): {site.format}"
-    return [one_line(head), *(f"  {reason}" for reason in _reasons(plan, site))]
+    return [one_line(head), *(f"  {reason}" for reason in reasons(plan, site))]
 
 
-def _reasons(plan: Plan, site: Site) -> list[str]:
+def _stored(fmt: Format, site: Site) -> str:
+    """Return the format's name, of the saturating one where that is what the site has."""
+    saturating = replace(fmt, overflow="saturate").name
+    return saturating if site.format == saturating else fmt.name
+
+
+def reasons(plan: Plan, site: Site) -> list[str]:
+    """Return why a site has its format, a sentence each."""
     group = plan.groups[site.group]
     asked = (
         f"activation_budget {plan.activation_budget}"
         if plan.activation_budget is not None
         else f"low_ratio {plan.requested_low_ratio}"
     )
-    reasons = [
+    why = [
         f"group {group.id} of {len(plan.groups)}, {group.elements:,} elements, is {'low' if group.low else 'high'}: "
         f"number {group.order + 1} in the order of policy {plan.policy!r}, which reached {plan.achieved_low_ratio:.4g} "
         f"for {asked}"
     ]
-    low, high = (plan.recipe.format_of(site.kind, low=is_low).name for is_low in (True, False))
+    low, high = (_stored(plan.recipe.format_of(site.kind, low=is_low), site) for is_low in (True, False))
     if site.kind == "grad_param":
-        reasons.append(f"a parameter's gradient always has the recipe's weight_grad format, {low}")
+        why.append(f"a parameter's gradient always has the recipe's weight_grad format, {low}")
     elif site.promoted_at is not None:
-        reasons.append(f"it overflowed and was promoted to {site.format} at step {site.promoted_at}, for good")
+        why.append(f"it overflowed and was promoted to {site.format} at step {site.promoted_at}, for good")
     elif site.format == low and group.low:
-        reasons.append(f"recipe {plan.recipe.name!r} holds a low {site.kind} in {low}")
+        why.append(f"recipe {plan.recipe.name!r} holds a low {site.kind} in {low}")
     elif site.format == high and group.low:
-        reasons.append("its group is low, but keep_high (or a plan given) holds this tensor high")
+        why.append("its group is low, but keep_high (or a plan given) holds this tensor high")
     elif site.format == high:
-        reasons.append(f"recipe {plan.recipe.name!r} holds a high {site.kind} in {high}")
+        why.append(f"recipe {plan.recipe.name!r} holds a high {site.kind} in {high}")
     elif site.format == low:
-        reasons.append("its group is not low as a whole; the policy chose this tensor alone")
+        why.append("its group is not low as a whole; the policy chose this tensor alone")
     else:
-        reasons.append("neither format of the recipe: the plan was edited")
-    return reasons
+        why.append("neither format of the recipe: the plan was edited")
+    return why

@@ -17,12 +17,17 @@ from fxprec.errors import ConfigError
 from fxprec.passes import pipeline
 from fxprec.passes.base import Work
 from fxprec.plan import Plan
+from fxprec.report.drawing import FILE as GRAPH
+from fxprec.report.drawing import Drawing
 from fxprec.report.graph_text import graph_text
+from fxprec.report.history import FILE as STATS
 from fxprec.report.html import write_report
 from fxprec.runtime.controller import Controller
 
 VARIABLE = "FXPREC_DUMP"
 THIN_AFTER = 20_000  # lines of stats.jsonl; after each so many, half as many steps are recorded
+
+WHOLE = ("plan.json", GRAPH, "report.html")  # written once a compilation has come so far
 
 _claimed: Counter[Path] = Counter()
 
@@ -69,6 +74,7 @@ class GraphDump:
         self._folder, self._index = folder, index
         self._lines, self._seen = 0, dict[int, object]()
         self._texts = 0
+        self._drawing: Drawing | None = None
 
     @cached_property
     def path(self) -> Path:
@@ -87,18 +93,24 @@ class GraphDump:
 
     def _start(self) -> None:
         """Make the folder; take away what an earlier run, perhaps of more passes, left there."""
-        self._texts = 0
+        self._texts, self._drawing = 0, None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            for old in (*self.path.glob("[0-9][0-9]-*.txt"), self.path / "plan.json", self.path / "report.html"):
+            for old in (*self.path.glob("[0-9][0-9]-*.txt"), *(self.path / name for name in WHOLE)):
                 old.unlink(missing_ok=True)
             if not self._lines:
-                (self.path / "stats.jsonl").unlink(missing_ok=True)
+                (self.path / STATS).unlink(missing_ok=True)
         except OSError as error:
             raise _unwritable(self.path, error) from None
 
     def _after(self, report: pipeline.PassReport, work: Work) -> None:
         self._text(report.name, work, report.changed)
+        if work.plan is not None and self._drawing is None:  # later passes insert what nobody asked to see
+            self._drawing = Drawing.of(work)
+            try:
+                self._drawing.save(self.path / GRAPH)
+            except OSError as error:
+                raise _unwritable(self.path, error) from None
 
     def _text(self, name: str, work: Work, changed: dict[str, tuple[int, int]]) -> None:
         number = f"{self._texts:02}-{name}"
@@ -112,7 +124,7 @@ class GraphDump:
         """Write ``plan.json`` and the report drawn from it."""
         plan.save(self.path / "plan.json")
         try:
-            write_report(plan, self.path / "report.html", title=self.path.name)
+            write_report(plan, self.path, title=self.path.name, drawing=self._drawing)
         except OSError as error:
             raise _unwritable(self.path, error) from None
 
@@ -135,7 +147,7 @@ class GraphDump:
             text += json.dumps(row) + "\n"
         self._lines += len(fresh)
         try:
-            with (self.path / "stats.jsonl").open("a", encoding="utf-8") as file:
+            with (self.path / STATS).open("a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
             raise _unwritable(self.path, error) from None

@@ -39,11 +39,12 @@ def _call(node: Node) -> str:
     if node.op == "output":
         return f"output({', '.join(map(_shown, node.args))})"
     given = [_shown(a) for a in node.args] + [f"{k}={_shown(v)}" for k, v in node.kwargs.items()]
-    target = node.target if isinstance(node.target, str) else _target(node.target)
+    target = node.target if isinstance(node.target, str) else target_text(node.target)
     return f"{target}({', '.join(given)})"
 
 
-def _target(target: object) -> str:
+def target_text(target: object) -> str:
+    """Name an operator: ``aten.mm.default``."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return getattr(target, "__name__", type(target).__name__)
@@ -83,4 +84,6 @@ def _notes(node: Node, work: Work) -> list[str]:
 
 def one_line(text: str) -> str:
     """Escape what would end a line: names come from the user's model."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

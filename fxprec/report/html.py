@@ -4,61 +4,45 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fxprec.formats import parse
 from fxprec.plan import Plan
+from fxprec.report.drawing import FILE, Drawing
+from fxprec.report.history import FILE as STATS
+from fxprec.report.history import read_history
+from fxprec.report.page_data import page_data
+
+SCRIPTS = ("base.js", "charts.js", "layout.js", "graph.js", "detail.js", "tables.js", "main.js")
 
 
-def write_report(plan: Plan, path: Path, *, title: str) -> None:
-    """Write the page. Raises OSError."""
-    path.write_text(report_html(plan, title=title), encoding="utf-8")
+def write_report(plan: Plan, folder: Path, *, title: str, drawing: Drawing | None = None) -> Path:
+    """Write ``report.html`` into a dump folder, with the graph and the statistics found there; return its path.
+
+    ``drawing`` spares reading the graph again. Raises OSError, and `PlanError` for a file there that is not whole.
+    """
+    drawing = drawing or Drawing.load(folder / FILE, plan)
+    history = read_history(folder / STATS, len(plan.sites))
+    path = folder / "report.html"
+    path.write_text(report_html(plan, title=title, drawing=drawing, history=history), encoding="utf-8")
+    return path
 
 
-def report_html(plan: Plan, *, title: str) -> str:
-    """Return the page: the same plan and title give the same bytes."""
-    page = resources.files("fxprec.report").joinpath("report.html").read_text(encoding="utf-8")
-    data = html.escape(json.dumps(_data(plan), allow_nan=False))
-    return page.replace("{{title}}", html.escape(title)).replace("{{data}}", data)
-
-
-def _data(plan: Plan) -> dict[str, Any]:
-    return {
-        "recipe": plan.recipe.to_dict(),
-        "storage": plan.storage,
-        "policy": plan.policy,
-        "asked": plan.requested_low_ratio if plan.activation_budget is None else f"{plan.activation_budget} bytes",
-        "reached": plan.achieved_low_ratio,
-        "saved": None if plan.saved_bytes is None else [plan.saved_bytes.fp32, plan.saved_bytes.planned],
-        "curve": ratio_curve(plan),
-        "groups": [
-            {"id": g.id, "low": g.low, "order": g.order, "elements": g.elements, "operators": list(g.operators)}
-            for g in plan.groups
-        ],
-        "sites": [
-            [
-                s.id,
-                s.tensor,
-                s.kind,
-                s.module,
-                s.source,
-                s.shape,
-                s.group,
-                s.format,
-                parse(s.format).bits,
-                s.promoted_at,
-            ]
-            for s in plan.sites
-        ],
+def report_html(
+    plan: Plan, *, title: str, drawing: Drawing | None = None, history: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """Return the page: the same arguments give the same bytes."""
+    page = resources.files("fxprec.report") / "page"
+    parts = {name: (page / name).read_text(encoding="utf-8") for name in ("page.html", "style.css", *SCRIPTS)}
+    data = json.dumps(page_data(plan, title, drawing, history), allow_nan=False, separators=(",", ":"))
+    filled = {
+        "title": html.escape(title),
+        "style": parts["style.css"],
+        "script": "".join(parts[name] for name in SCRIPTS),
+        "data": data.replace("<", r"\u003c"),  # in a script element, only "<" can end or comment anything
     }
-
-
-def ratio_curve(plan: Plan) -> list[list[float]]:
-    """Return [group, share of all elements low once it and all before it are demoted], in order of demotion."""
-    reached, curve = 0, []
-    for group in sorted(plan.groups, key=lambda g: g.order):
-        reached += group.elements
-        curve.append([group.id, round(reached / max(plan.total_elements, 1), 6)])
-    return curve
+    text = parts["page.html"]
+    before, *rest = text.split("{{")
+    return before + "".join(filled[name] + after for name, _, after in (piece.partition("}}") for piece in rest))

@@ -1,0 +1,75 @@
+"""``stats.jsonl`` as series for drawing: few enough points for a page, whatever the file's length."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fxprec.errors import PlanError
+
+FILE = "stats.jsonl"
+MAX_POINTS = 40_000  # of all rows together: about 1.5 MB in the page
+_LONGEST = 200  # points of one row
+
+
+def read_history(path: Path, sites: int) -> list[dict[str, Any]]:
+    """Return one series per cast (row): site, steps, log2 of amax, overflow and underflow ratios, scale exponents.
+
+    An empty list where there is no file. A last line that training has not finished writing is left out. Raises
+    `PlanError` for any other line that `GraphDump.write_stats` cannot have written.
+    """
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row in _rows(path, sites):
+        found.setdefault(row["row"], []).append(row)
+    keep = max(8, min(_LONGEST, MAX_POINTS // max(len(found), 1)))
+    return [_series(row, _thinned(lines, keep)) for row, lines in sorted(found.items())]
+
+
+def _rows(path: Path, sites: int) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: cannot be read: {error}; dump the model again") from None
+    lines = text.split("\n")
+    for number, line in enumerate(lines[:-1], start=1):  # the last is empty, or half a line
+        try:
+            row = json.loads(line)
+            ok = type(row["row"]) is int and type(row["step"]) is int and 0 <= row["site"] < sites
+            row |= {name: float(row[name]) for name in ("amax", "overflow_ratio", "underflow_ratio")}
+            row["scale_exponent"] = None if row.get("scale_exponent") is None else int(row["scale_exponent"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            ok = False
+        if not ok:
+            raise PlanError(f"{path}: line {number} is no line of statistics of this plan; dump the model again")
+        yield row
+
+
+def _thinned(rows: list[dict[str, Any]], keep: int) -> list[dict[str, Any]]:
+    if len(rows) <= keep:
+        return rows
+    return [rows[round(i * (len(rows) - 1) / (keep - 1))] for i in range(keep)]
+
+
+def _series(row: int, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    scales = [line["scale_exponent"] for line in lines]
+    return {
+        "row": row,
+        "site": lines[0]["site"],
+        "steps": [line["step"] for line in lines],
+        "amax": [_exponent(line["amax"]) for line in lines],
+        "overflow": [_ratio(line["overflow_ratio"]) for line in lines],
+        "underflow": [_ratio(line["underflow_ratio"]) for line in lines],
+        "scale": None if None in scales else scales,
+    }
+
+
+def _exponent(amax: float) -> float | None:
+    """Return log2 of the largest magnitude; None for zero and for what is no number."""
+    return round(math.log2(amax), 2) if 0 < amax < math.inf else None
+
+
+def _ratio(share: float) -> float | None:
+    return float(f"{share:.3g}") if math.isfinite(share) else None

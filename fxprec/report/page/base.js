@@ -1,0 +1,77 @@
+// The data, decoded, and how elements are made: text is always set as text.
+const $ = id => document.getElementById(id);
+const raw = JSON.parse($("data").textContent);
+const T = i => raw.texts[i];
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (value === null || value === undefined) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value);
+  }
+  node.append(...children.filter(child => child !== null && child !== undefined).map(child => child instanceof Node ? child : String(child)));
+  return node;
+}
+const el = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
+const svg = (tag, attributes, ...children) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+
+const count = n => n === null ? "?" : n.toLocaleString("en");
+function scaled(n, base, units) {
+  let i = 0;
+  while (n >= base && i < units.length - 1) { n /= base; i++; }
+  return `${i && n < 100 ? n.toPrecision(3) : Math.round(n)}${units[i]}`;
+}
+const short = n => n === null ? "?" : scaled(n, 1000, ["", " k", " M", " G", " T", " P"]);
+const bytes = n => n === null ? "?" : scaled(n, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]);
+const width = bits => bits === undefined ? "b0" : bits <= 8 ? "b8" : bits <= 16 ? "b16" : "b32";
+const cut = (text, most) => text.length > most ? text.slice(0, most - 1) + "…" : text;
+
+const sites = raw.sites.map(([tensor, kind, module, source, shape, group, format, promoted, elements, why], id) => ({
+  id, tensor: T(tensor), kind: T(kind), module: T(module), source: T(source), shape: T(shape), group, format: T(format),
+  promoted, elements, why: T(why), cls: width(raw.bits[T(format)]),
+}));
+const groups = raw.groups.map(([id, low, order, elements, savedElements, savedBytes, operators]) => ({
+  id, low: !!low, order, elements, savedElements, savedBytes, operators: T(operators), nodes: [], sites: [], parts: {},
+}));
+for (const site of sites) {
+  const group = groups[site.group];
+  group.sites.push(site);
+  group.parts[site.cls] = (group.parts[site.cls] ?? 0) + site.elements;
+}
+for (const group of groups) {
+  const known = Object.values(group.parts).reduce((a, b) => a + b, 0);
+  if (group.elements > known) group.parts.b0 = group.elements - known;
+  group.module = group.id ? T(raw.gemms[group.id - 1]?.[2] ?? 0) : commonModule(group.sites.map(site => site.module).filter(Boolean));
+}
+
+// Without graph.json there are no edges, and each site is drawn as a node.
+const nodes = raw.nodes
+  ? raw.nodes.map(([name, op, module, source, value, group, backward, elements, saved, ids], id) => ({
+      id, name: T(name), op: T(op), module: T(module), source: T(source), value: T(value), group, backward: !!backward,
+      elements, saved: !!saved, sites: ids.map(i => sites[i]), cls: ids.length ? sites[ids[0]].cls : "b0", to: [], from: [],
+    }))
+  : sites.map(site => ({
+      id: site.id, name: site.tensor, op: site.kind, module: site.module, source: site.source, value: site.shape, group: site.group,
+      backward: site.kind.startsWith("grad"), elements: site.elements, saved: false, sites: [site], cls: site.cls, to: [], from: [],
+    }));
+for (const node of nodes) {
+  groups[node.group].nodes.push(node);
+  for (const site of node.sites) site.node ??= node;
+}
+for (let i = 0; i < raw.edges.length; i += 2) {
+  const [a, b] = [nodes[raw.edges[i]], nodes[raw.edges[i + 1]]];
+  a.to.push(b);
+  b.from.push(a);
+}
+
+function commonModule(paths) {
+  if (!paths.length) return "";
+  let parts = paths[0].split(".");
+  for (const path of paths) {
+    const other = path.split(".");
+    let i = 0;
+    while (i < parts.length && parts[i] === other[i]) i++;
+    parts = parts.slice(0, i);
+  }
+  return parts.join(".") || paths[0].split(".")[0];
+}

@@ -1,0 +1,50 @@
+// Line charts and sparklines.
+function ticks(low, high, wanted) {
+  const rough = (high - low) / wanted || 1, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].find(s => s * power >= rough) * power, found = [];
+  for (let t = Math.ceil(low / step) * step; t <= high + step * 1e-9; t += step) found.push(Math.abs(t) < step * 1e-9 ? 0 : t);
+  return found;
+}
+
+const plain = v => String(+v.toPrecision(6));
+
+// series: [{points: [[x, y or null], ...], cls, name}]; options: caption, y (label of a tick), x, now (x of a vertical line), dots
+function chart(series, { caption, x = plain, y = plain, now = null, dots = null, zero = true }) {
+  const W = 420, H = 190, L = 62, R = 10, top = 8, bottom = 24;
+  const points = series.flatMap(s => s.points).filter(p => p[1] !== null);
+  const xs = points.map(p => p[0]), ys = points.map(p => p[1]);
+  const least = (values, start) => values.reduce((a, b) => Math.min(a, b), start), most = (values, start) => values.reduce((a, b) => Math.max(a, b), start);
+  const x0 = least(xs, Infinity), x1 = Math.max(most(xs, -Infinity), x0 + 1e-9);
+  const y0 = least(ys, zero ? 0 : Infinity), y1 = Math.max(most(ys, -Infinity), y0 + 1e-9);
+  const X = v => L + (W - L - R) * (v - x0) / (x1 - x0), Y = v => H - bottom - (H - top - bottom) * (v - y0) / (y1 - y0);
+  const picture = svg("svg", { class: "chart", viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": caption });
+  const unit = y === bytes ? 1024 ** Math.floor(Math.log(y1) / Math.log(1024)) : 1;
+  for (const t of ticks(y0 / unit, y1 / unit, 4).map(t => t * unit)) picture.append(svg("line", { class: "axis", x1: L, x2: W - R, y1: Y(t), y2: Y(t) }), svg("text", { x: L - 6, y: Y(t) + 4, "text-anchor": "end" }, y(t)));
+  for (const t of ticks(x0, x1, 5)) picture.append(svg("text", { x: X(t), y: H - 7, "text-anchor": "middle" }, x(t)));
+  if (now !== null && now >= x0 && now <= x1) picture.append(svg("line", { class: "now", x1: X(now), x2: X(now), y1: top, y2: H - bottom }));
+  for (const { points, cls } of series) {
+    let path = "", pen = "M";
+    for (const [a, b] of points) {
+      if (b === null) { pen = "M"; continue; }
+      path += `${pen}${X(a).toFixed(1)},${Y(b).toFixed(1)}`;
+      pen = "L";
+    }
+    picture.append(svg("path", { class: cls, d: path }));
+    if (points.length === 1 && path) picture.append(svg("circle", { class: cls, cx: X(points[0][0]), cy: Y(points[0][1]), r: 3 }));
+  }
+  for (const { at, cls, title, onclick } of dots ?? []) picture.append(svg("circle", { class: cls, cx: X(at[0]), cy: Y(at[1]), r: 5, onclick }, svg("title", {}, title)));
+  const names = series.filter(s => s.name).flatMap(s => [el("span", { class: `swatch ${s.cls}` }), s.name]);
+  return el("figure", {}, picture, el("figcaption", {}, caption, names.length ? ": " : "", ...names));
+}
+
+function spark(values, cls) {
+  const known = values.filter(v => v !== null), high = known.reduce((a, b) => Math.max(a, b), 1e-9);
+  const step = 100 / Math.max(values.length - 1, 1);
+  let path = "", pen = "M";
+  values.forEach((v, i) => {
+    if (v === null) { pen = "M"; return; }
+    path += `${pen}${(i * step).toFixed(1)},${(19 - 18 * v / high).toFixed(1)}`;
+    pen = "L";
+  });
+  return svg("svg", { class: `chart spark ${cls}`, viewBox: "0 0 100 20", preserveAspectRatio: "none", "aria-hidden": "true" }, svg("path", { d: path }));
+}

@@ -1,0 +1,118 @@
+"""The data ``report.html`` draws: plain JSON, texts that repeat listed once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from fxprec.formats import parse
+from fxprec.plan import Gemm, Plan, Site
+from fxprec.report.curve import Point, by_group, by_ratio
+from fxprec.report.drawing import Drawing, DrawnNode
+from fxprec.report.explain import reasons
+from fxprec.report.flops import GemmCost
+
+_WIDTH = {"bfloat16": 16, "float16": 16}
+
+
+@dataclass
+class _Texts:
+    """Hands out a number for each different text."""
+
+    known: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, text: str) -> int:
+        return self.known.setdefault(text, len(self.known))
+
+
+def page_data(plan: Plan, title: str, drawing: Drawing | None, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return everything the page shows of a plan; ``texts`` holds what the numbers in rows of tables stand for."""
+    texts = _Texts()
+    row = _Gemms(plan, drawing, texts).row
+    points = by_group(plan, None if drawing is None else drawing.damage)
+    data = {
+        "title": title,
+        "fxprec": plan.fxprec,
+        "torch": plan.torch,
+        "recipe": plan.recipe.to_dict(),
+        "storage": plan.storage,
+        "policy": plan.policy,
+        "asked": plan.requested_low_ratio,
+        "budget": plan.activation_budget,
+        "reached": plan.achieved_low_ratio,
+        "elements": plan.total_elements,
+        "notes": list(plan.notes),
+        "bits": {name: parse(name).bits for name in sorted({s.format for s in plan.sites})},
+        "saved": _saved(plan),
+        "groups": [
+            [g.id, int(g.low), g.order, g.elements, g.saved_elements, g.saved_bytes, texts(_operators(g.operators))]
+            for g in plan.groups
+        ],
+        "curve": [_point(p) for p in points],
+        "ratios": [_point(p) for p in by_ratio(points)],
+        "gemms": [row(g) for g in plan.gemms],
+        "sites": [_site(plan, s, texts) for s in plan.sites],
+        "nodes": None if drawing is None else [_node(n, texts) for n in drawing.nodes],
+        "edges": [] if drawing is None else [i for edge in drawing.edges for i in edge],
+        "history": list(history),
+    }
+    return data | {"texts": list(texts.known)}
+
+
+def _operators(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+def _saved(plan: Plan) -> dict[str, int] | None:
+    """Float32 takes four bytes an element and bf16 two; masks and indices are not counted."""
+    if plan.saved_bytes is None:
+        return None
+    return {"fp32": plan.saved_bytes.fp32, "bf16": plan.saved_bytes.fp32 // 2, "planned": plan.saved_bytes.planned}
+
+
+def _point(point: Point) -> list[float | None]:
+    damage = None if point.damage is None else float(f"{point.damage:.4g}")
+    return [point.groups, round(point.reached, 6), point.saved_bytes, float(f"{point.error:.4g}"), damage]
+
+
+def _site(plan: Plan, s: Site, texts: _Texts) -> list[Any]:
+    where = [texts(t) for t in (s.tensor, s.kind, s.module, s.source, s.shape)]
+    return [*where, s.group, texts(s.format), s.promoted_at, s.elements, texts("\n".join(reasons(plan, s)))]
+
+
+def _node(n: DrawnNode, texts: _Texts) -> list[Any]:
+    where = [texts(t) for t in (n.name, n.op, n.module, n.source, n.value)]
+    return [*where, n.group, int(n.backward), n.elements, int(n.saved), list(n.sites)]
+
+
+@dataclass(frozen=True)
+class _Gemms:
+    """Rows of the GEMM table."""
+
+    plan: Plan
+    drawing: Drawing | None
+    texts: _Texts
+
+    @cached_property
+    def bits(self) -> Mapping[str, int]:
+        """Bits an element of each stored tensor takes, by name."""
+        drawn = () if self.drawing is None else self.drawing.nodes
+        stored = {s.tensor: parse(s.format).bits for s in self.plan.sites if s.kind in ("output", "param")}
+        return {n.name: _WIDTH.get(n.value.partition(" ")[0], 32) for n in drawn} | stored
+
+    def row(self, gemm: Gemm) -> list[Any]:
+        """``pays`` and ``why`` are in plans of the versions that ask; elsewhere None."""
+        pays, why = getattr(gemm, "pays", None), getattr(gemm, "why", None)
+        cost = None if self.drawing is None else self.drawing.gemms[gemm.id]
+        names = [self.texts(t) for t in (gemm.node, gemm.op, gemm.module)]
+        return [*names, None if cost is None else cost.flops, *self._bytes(gemm, cost), pays, why and self.texts(why)]
+
+    def _bytes(self, gemm: Gemm, cost: GemmCost | None) -> list[int | None]:
+        """Bytes of operands and result: all in bf16, and as planned."""
+        if cost is None or self.drawing is None:
+            return [None, None]
+        read = [(self.drawing.nodes[i].name, n) for i, n in cost.operands]
+        planned = sum(self.bits.get(name, 32) * n for name, n in [*read, (gemm.node, cost.result)])
+        return [2 * (sum(n for _, n in read) + cost.result), planned // 8]
