@@ -33,7 +33,6 @@ class Operator:
     source: str
     seq_nr: int | None
     is_gemm: bool
-    is_view: bool
     outputs: list[Node] = field(default_factory=list)  # floating-point values later operators or the user read
     inputs: list[Node] = field(default_factory=list)  # values from other operators and from the graph's inputs
     backward: list[Node] = field(default_factory=list)
@@ -41,6 +40,12 @@ class Operator:
     @property
     def name(self) -> str:
         return (self.outputs[0] if self.outputs else self.nodes[-1]).name
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it only moves data. A decomposition may begin with a view and compute after it (group norm)."""
+        moves = ops.VIEWS | {operator.getitem}
+        return self.nodes[0].meta.get("original_aten") in ops.VIEWS or all(node.target in moves for node in self.nodes)
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,6 @@ def _is_whole(node: Node) -> bool:
 
 
 def _new_operator(index: int, node: Node) -> Operator:
-    original = node.meta.get("original_aten", node.target)
     return Operator(
         id=index,
         aten=_aten_name(node),
@@ -127,7 +131,6 @@ def _new_operator(index: int, node: Node) -> Operator:
         source=source_of(node),
         seq_nr=node.meta.get("seq_nr"),
         is_gemm=node.target in ops.GEMMS,
-        is_view=original in ops.VIEWS or node.target in ops.VIEWS,
     )
 
 

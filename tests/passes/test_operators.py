@@ -92,6 +92,29 @@ def test_inference_graphs_give_the_same_operators():
     assert not any(op.backward for op in found.all)
 
 
+class Moved(nn.Module):
+    """A group norm, whose decomposition begins with a view, and a log-softmax that first copies its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.log_softmax(self.norm(self.conv(x)).relu(), dim=1)
+
+
+def test_an_operator_that_begins_with_a_view_is_no_view():
+    torch.manual_seed(0)
+    images = torch.randn(2, 2, 4, 4, requires_grad=True)
+    with recorded_works() as works:
+        compiled(Moved().to(memory_format=torch.channels_last), eager_backend())(images).sum().backward()
+    (work,) = works
+    names = [aten.removeprefix("native_") for aten, _ in counted(work.operators)]
+    assert names == ["convolution", "group_norm", "relu", "_log_softmax"]
+    kinds = [(s.kind, s.module) for s in work.plan.sites if s.shape == "2 x 4 x 4 x 4"]
+    assert kinds.count(("grad_output", "conv")) == kinds.count(("output", "norm")) == 1
+
+
 def test_source_lines_point_into_the_model():
     lines, start = inspect.getsourcelines(Model)
     here = Path(__file__).name
