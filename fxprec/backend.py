@@ -102,6 +102,20 @@ class Backend:
         for controller in self._controllers():
             controller.rules = replace(controller.rules, promote_above=None)
 
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps left out because a dynamic loss scale overflowed."""
+        return 0 if self._skips is None else self._skips.skipped
+
+    def refresh_scales(self) -> None:
+        """Measure gradients in the next step and solve their scales again, as when data or loss change abruptly.
+
+        It happens every `GradScaling.interval` steps in any case. A loss scale measures nothing.
+        """
+        for controller in self._controllers():
+            if controller.keeper is not None:
+                controller.keeper.ask()
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain JSON data: plans with their promotions, and scales. Training resumes bit-identically."""
         graphs = [None if g.controller is None else g.controller.state_dict() for g in self._graphs]

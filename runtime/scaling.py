@@ -56,6 +56,9 @@ class Keeper(Protocol):
     def waits(self) -> bool:
         """Whether the statistics on their way are worth waiting for."""
 
+    def ask(self) -> None:
+        """Measure in the coming step, whenever the next refresh would be."""
+
     def note(self, stats: SiteStats) -> None:
         """Take one row's statistics, gradients and operands alike."""
 
@@ -111,6 +114,9 @@ class ScaleKeeper:
     @property
     def waits(self) -> bool:
         return self._last_refresh == 0 and not self._fresh  # step 2 is to be scaled
+
+    def ask(self) -> None:
+        self._due, self._settling = True, 0
 
     def note(self, stats: SiteStats) -> None:
         row = stats.site

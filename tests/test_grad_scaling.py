@@ -102,6 +102,22 @@ def test_stats_show_estimates_beside_measurements_over_time() -> None:
     assert "scale" in kinds
 
 
+def test_refresh_scales_measures_in_the_coming_step() -> None:
+    model = mlp()
+    backend = eager_backend("fp16", storage="simulate", grad_scaling=GradScaling(interval=10_000))
+    function = compiled(model, backend)
+    train(model, function, 12)
+
+    def refreshes() -> list[int]:
+        return [e["step"] for r in backend.stats() if r["kind"] == "grad_output" for e in r["history"]]
+
+    assert max(refreshes()) < 12
+    backend.refresh_scales()
+    train(model, function, 2)
+    assert max(refreshes()) == 13
+    assert backend.skipped_steps == 0
+
+
 def grads(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
@@ -196,6 +212,7 @@ def test_a_dynamic_loss_scale_backs_off_skips_and_grows() -> None:
     first = moved.index(True)
     assert exps[first] == 40 - first, "halved at each overflow"
     assert not any(moved[:first])
+    assert backend.skipped_steps == moved.count(False)
     assert exps[first : first + 4] == [exps[first]] * 3 + [exps[first] + 1], "doubled after three good steps"
     changes = [b - a for a, b in zip(exps[first:], exps[first + 1 :], strict=False)]
     assert set(changes) == {-1, 0, 1}
