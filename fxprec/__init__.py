@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fxprec import formats as formats
     from fxprec import optim as optim
     from fxprec import testing as testing
+    from fxprec.accumulator import Accumulator as Accumulator
     from fxprec.backend import Backend as Backend
     from fxprec.backend import backend_of as backend_of
     from fxprec.config import Config as Config
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from fxprec.runtime.events import Event as Event
 
 _HOMES = {
+    "Accumulator": "accumulator",
     "Backend": "backend",
     "backend_of": "backend",
     "Config": "config",

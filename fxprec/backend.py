@@ -50,6 +50,8 @@ class Backend:
             return compat.compile_fx(gm, example_inputs)  # type: ignore[no-any-return]
         _want_it_whole()
         captured = capture.Captured.take(gm, example_inputs)
+        if self.config.recipe_.pure:
+            captured.refuse_wide_weights(self.config.recipe_)
         state = self._loaded.pop(len(self._graphs), None)
         given = self._given if state is None else plan_of(state)
         dump = None if self._dump is None else self._dump.graph(len(self._graphs))

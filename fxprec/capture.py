@@ -13,9 +13,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec import compat
-from fxprec.errors import LoweringError
+from fxprec.errors import ConfigError, LoweringError
 from fxprec.passes.joint import GraphInput
 from fxprec.passes.operators import module_path
+from fxprec.recipes import Recipe
 from fxprec.symbolic import TABLE_COLUMNS
 
 SUPPORTED_DEVICES = ("cpu", "cuda")
@@ -58,6 +59,16 @@ class Captured:
     def fake_examples(self) -> list[Any]:
         """Example inputs with the symbolic shapes of the first compilation."""
         return [n.meta.get("example_value") for n in _placeholders(self.gm.graph)]
+
+    def refuse_wide_weights(self, recipe: Recipe) -> None:
+        """Raise `ConfigError` for a weight that a pure recipe's high format does not hold."""
+        wanted = recipe.hi.torch_dtype
+        for known, value in zip(self.inputs, self.fake_examples, strict=False):
+            if known.kind == "param" and value.is_floating_point() and value.dtype != wanted:
+                raise ConfigError(
+                    f"recipe {recipe.name!r} keeps weights in {wanted}, and {known.name} is {value.dtype}; call "
+                    f"model.to({wanted}) before, and train with fxprec.optim"
+                )
 
     @contextmanager
     def tracing(self) -> Iterator[None]:

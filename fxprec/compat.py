@@ -21,6 +21,14 @@ compile_fx: Callable[..., Any] = _compile_fx.compile_fx
 compile_fx_inner: Callable[..., Any] = _compile_fx.compile_fx_inner
 
 
+def whole_gemms() -> dict[Any, Callable[..., Any]]:
+    """Return Inductor's decompositions without those that make sums of products of small GEMMs."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    gemms = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+    return {op: f for op, f in select_decomp_table().items() if getattr(op, "overloadpacket", op) not in gemms}
+
+
 class GraphPass(CustomGraphPass):
     """A joint-graph pass from a function; ``key`` names what it depends on, for Inductor's code cache."""
 

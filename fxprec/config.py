@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
 from fxprec import checks
+from fxprec.accumulator import Accumulator, find_accumulator
 from fxprec.checks import one_of
 from fxprec.errors import ConfigError, did_you_mean
+from fxprec.formats import Format
 from fxprec.grad_scaling import NAMED, GradScaling, LossScaling, Scaling
 from fxprec.recipes import Recipe, find_recipe
 
@@ -34,11 +36,13 @@ class Config:
     """
 
     recipe: str | Recipe = "bf16"
-    """Formats by role: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp8"``, ``"hfp8"`` or a `Recipe` (see `recipes`)."""
+    """Formats by role: ``"fp32"``, ``"bf16"``, ``"bf16-pure"``, ``"fp16"``, ``"fp8"``, ``"hfp8"`` or a `Recipe` (see
+    `recipes`)."""
 
     storage: Storage | None = None
     """Where values live: ``"native"`` hardware dtypes, ``"packed"`` integer codes of any format, ``"simulate"``
-    float32 carriers. None: native where every format of the recipe has a dtype (``hfp8`` has not), else simulate."""
+    float32 carriers. None: native where every format of the recipe has a dtype (``hfp8`` has not), else simulate;
+    simulate under ``accumulator``."""
 
     policy: str | Policy = "size"
     """Which groups are low: ``"size"`` (largest first), ``"size-ascending"``, ``"random"``, ``"uniform"``,
@@ -65,6 +69,10 @@ class Config:
     grad_scaling: Literal["auto", "none", "fixed", "dynamic"] | Scaling = "auto"
     """How gradients are scaled into formats of a narrow range: ``"auto"`` or a `GradScaling`, each by itself;
     ``"fixed"``, ``"dynamic"`` or a `LossScaling`, all by one loss scale (for comparison); ``"none"``: not."""
+
+    accumulator: Accumulator | Format | str | None = None
+    """Format of every GEMM's partial sums, or an `Accumulator` with more options; storage ``simulate`` only, many times
+    slower. None: the device's own, float32."""
 
     lowering: Literal["auto", "triton", "inductor", "eager"] = "auto"
     """How casts become code; ``"eager"`` is the slow reference."""
@@ -98,6 +106,7 @@ class Config:
         put(self, "promote_above", checks.ratio("promote_above", self.promote_above, above_zero=True))
         put(self, "plan", checks.path("plan", self.plan, "a plan file"))
         put(self, "dump", checks.path("dump", self.dump, "a folder"))
+        put(self, "accumulator", find_accumulator(self.accumulator))
         put(self, "seed", checks.integer("seed", self.seed, least=0))
         put(self, "strict", checks.boolean("strict", self.strict))
         put(self, "verify", checks.boolean("verify", self.verify))
@@ -131,12 +140,18 @@ class Config:
         """The storage in force."""
         if self.storage is not None:
             return self.storage
-        return "simulate" if _without_dtype(self.recipe_) else "native"
+        return "simulate" if self.accumulator is not None or _without_dtype(self.recipe_) else "native"
 
     @property
     def grad_scaling_(self) -> Scaling | None:
         """The scaling in force, None for none."""
         return self.grad_scaling if isinstance(self.grad_scaling, Scaling) else NAMED[self.grad_scaling]
+
+    @property
+    def accumulator_(self) -> Accumulator | None:
+        """The accumulator in canonical form."""
+        assert not isinstance(self.accumulator, Format | str)
+        return self.accumulator
 
     @property
     def low_ratio_(self) -> float | None:
@@ -155,6 +170,8 @@ class Config:
     def changes_anything(self) -> bool:
         """Whether any tensor can end up in another format than float32; otherwise plain Inductor does the job."""
         recipe = self.recipe_
+        if self.accumulator is not None:
+            return True
         used = recipe.formats if recipe.has_low and self.low_ratio_ != 0 else (recipe.hi, recipe.weight_grad)
         return any(fmt.name != "fp32" for fmt in used)
 
@@ -165,6 +182,9 @@ class Config:
             values["policy"] = policy_name(self.policy)
         if not isinstance(self.grad_scaling, str):
             values["grad_scaling"] = asdict(self.grad_scaling)
+        if self.accumulator_ is not None:
+            formats = {name: getattr(self.accumulator_, name).name for name in ("format", "products")}
+            values["accumulator"] = asdict(self.accumulator_) | formats
         if self.keep_high != "ends":
             values["keep_high"] = list(self.keep_high)
         return values | {"recipe": self.recipe_.to_dict()}
@@ -183,7 +203,7 @@ def _names() -> list[str]:
 
 
 ALLOWED: Mapping[str, str] = {
-    "recipe": "'fp32', 'bf16', 'fp16', 'fp8', 'hfp8' or a fxprec.Recipe",
+    "recipe": "'fp32', 'bf16', 'bf16-pure', 'fp16', 'fp8', 'hfp8' or a fxprec.Recipe",
     "storage": "'native', 'packed', 'simulate' or None",
     "policy": ", ".join(map(repr, POLICIES)) + " or a function f(tensors, config) -> group ids",
     "low_ratio": "a number from 0 to 1 or None",
@@ -192,6 +212,7 @@ ALLOWED: Mapping[str, str] = {
     "keep_high": "a tuple of module-name patterns, or 'ends'",
     "promote_above": "a number above 0 and up to 1, or None",
     "grad_scaling": "'auto', 'none', 'fixed', 'dynamic', a fxprec.GradScaling or a fxprec.LossScaling",
+    "accumulator": "a fxprec.Format, its name, a fxprec.Accumulator or None",
     "lowering": ", ".join(map(repr, LOWERINGS)),
     "dump": "the path of a folder or None",
     "strict": "True or False",
@@ -241,6 +262,11 @@ def _check_storage(storage: str, recipe: Recipe) -> None:
 
 
 def _refuse_contradictions(config: Config) -> None:
+    if config.accumulator is not None and config.storage not in (None, "simulate"):
+        raise ConfigError(
+            f"accumulator simulates sums that no machine has, and storage={config.storage!r} computes GEMMs on the "
+            "machine's own; use storage='simulate' or leave accumulator out"
+        )
     goals = ("low_ratio", "activation_budget", "plan")
     given = [name for name in goals if getattr(config, name) is not None]
     if len(given) > 1:

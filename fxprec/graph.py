@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
+import fxprec.runtime.arith.gemm_ops
 import fxprec.runtime.cpu.ops
-import fxprec.runtime.reference_ops  # noqa: F401  both register implementations
+import fxprec.runtime.reference_ops  # noqa: F401  all register implementations
 from fxprec import capture, compat
 from fxprec.calibration import Calibration, interpreted
 from fxprec.config import Config
@@ -159,6 +160,7 @@ class PlannedGraph:
                 gm,
                 [*examples, table],
                 inner_compile=self._compile_half,
+                decompositions=None if self.config.accumulator is None else compat.whole_gemms(),
                 config_patches={"joint_custom_pre_pass": compat.GraphPass(self._run_passes, _CACHE_KEY)},
             )
         self.compile_seconds.append(time.perf_counter() - start)

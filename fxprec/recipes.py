@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import Any
 
 from fxprec.errors import ConfigError, FormatError, did_you_mean
 from fxprec.formats import Format, parse
@@ -24,6 +25,8 @@ class Recipe:
     """Low output gradients."""
     weight_grad: Format = None  # type: ignore[assignment]  # __post_init__ makes it hi
     """Parameter gradients, low or not; ``hi`` when left out."""
+    pure: bool = False
+    """Whether weights must have ``hi``'s dtype already, so that no wider copy of anything exists."""
     name: str = "custom"
     """What plans and reports call it."""
 
@@ -34,6 +37,8 @@ class Recipe:
             object.__setattr__(self, role, _format(role, getattr(self, role)))
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"recipe.name is {self.name!r}; give it a non-empty text")
+        if self.pure and (self.hi.torch_dtype is None or self.hi.bits != 16):
+            raise ConfigError(f"recipe.pure wants a hi of 16 bits that torch has a dtype for, not {self.hi.name}")
         for role in ("lo_forward", "lo_backward"):
             low: Format = getattr(self, role)
             if low.bits > self.hi.bits:
@@ -65,7 +70,7 @@ class Recipe:
         return {"name": self.name} | {role: getattr(self, role).name for role in FORMAT_ROLES}
 
 
-FORMAT_ROLES = tuple(f.name for f in fields(Recipe) if f.name != "name")
+FORMAT_ROLES = tuple(f.name for f in fields(Recipe) if f.name not in ("name", "pure"))
 
 
 def _format(role: str, value: object) -> Format:
@@ -81,8 +86,9 @@ def _format(role: str, value: object) -> Format:
         raise ConfigError(f"recipe.{role}: {error}") from None
 
 
-def _same(name: str) -> Recipe:
-    return Recipe(name=name, hi=name, lo_forward=name, lo_backward=name)  # type: ignore[arg-type]
+def _same(format: str, name: str | None = None, *, pure: bool = False) -> Recipe:
+    formats: Any = {"hi": format, "lo_forward": format, "lo_backward": format}
+    return Recipe(name=name or format, pure=pure, **formats)
 
 
 FP32 = _same("fp32")
@@ -90,6 +96,11 @@ FP32 = _same("fp32")
 
 BF16 = _same("bf16")
 """16 bits everywhere with float32's range: half the memory, no overflow; 8 significant bits of accuracy."""
+
+BF16_PURE = _same("bf16", "bf16-pure", pure=True)
+"""Weights in bf16 too (Zamirai et al. 2020): call ``model.bfloat16()`` and train with `fxprec.optim`, whose stochastic
+rounding or Kahan summation keeps small updates. No float32 copy of any tensor; norms and softmax keep their row
+statistics in float32."""
 
 FP16 = _same("fp16")
 """16 bits everywhere, 11 significant bits: more accurate than bf16, but gradients need scaling."""
@@ -102,7 +113,7 @@ HFP8 = Recipe(name="hfp8", hi="1-6-9", lo_forward="1-4-3+4", lo_backward="1-5-2"
 """The formats of Sun et al. 2019 as used by Kang et al. 2023: for comparison with the papers; no hardware has
 them, so it is simulated unless ``storage="packed"`` stores their codes."""
 
-RECIPES = MappingProxyType({r.name: r for r in (FP32, BF16, FP16, FP8, HFP8)})
+RECIPES = MappingProxyType({r.name: r for r in (FP32, BF16, BF16_PURE, FP16, FP8, HFP8)})
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:

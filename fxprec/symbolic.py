@@ -17,6 +17,9 @@
     Identity on the gradient of ``x``; marks where policy ``exact`` measures, with ``damage``, what rounding the
     counted tensor ``x`` and its gradient would cost.
 
+``matmul(a, b, *sums)``, ``convolution(x, weight, ..., *sums)``, ``convolution_backward(grad, x, weight, ..., *sums)``
+    A GEMM whose products and partial sums are rounded to formats of their own, for option ``accumulator``.
+
 On CPU, lowering turns them into three kernels: ``store`` (codes, rounded values, statistics), ``round`` (the same
 without codes) and ``load``; ``store_`` and ``round_`` write the rounded values over ``x``. The values come at the scale
 they were stored with; ``keep`` keeps inf and NaN there.
@@ -27,7 +30,7 @@ ones, so a graph runs at every stage of compilation.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -73,6 +76,17 @@ _library.define(
 )
 _library.define("load(Tensor q, Tensor table, int row, str format) -> Tensor", tags=_CPU_TAGS)
 
+_SUMS = "str products, str sums, bool kahan, int chunk"
+_WINDOW = (
+    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
+)
+_library.define(f"matmul(Tensor a, Tensor b, {_SUMS}) -> Tensor")
+_library.define(f"convolution(Tensor x, Tensor weight, {_WINDOW}, bool channels_last, {_SUMS}) -> Tensor")
+_library.define(
+    f"convolution_backward(Tensor grad, Tensor x, Tensor weight, {_WINDOW}, bool channels_last, bool[] mask, {_SUMS})"
+    " -> (Tensor, Tensor)"
+)
+
 QUANTIZE = torch.ops.fxprec.quantize.default
 DEQUANTIZE = torch.ops.fxprec.dequantize.default
 KEEP_NONFINITE = torch.ops.fxprec.keep_nonfinite.default
@@ -84,6 +98,9 @@ ROUND = torch.ops.fxprec.round.default
 STORE_ = torch.ops.fxprec.store_.default
 ROUND_ = torch.ops.fxprec.round_.default
 LOAD = torch.ops.fxprec.load.default
+MATMUL = torch.ops.fxprec.matmul.default
+CONVOLUTION = torch.ops.fxprec.convolution.default
+CONVOLUTION_BACKWARD = torch.ops.fxprec.convolution_backward.default
 OBSERVE = torch.ops.fxprec.observe.default
 DAMAGE = torch.ops.fxprec.damage.default
 
@@ -175,3 +192,27 @@ def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str,
 @torch.library.register_fake("fxprec::load")
 def _(q: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
     return torch.empty_like(q, dtype=torch.float32)
+
+
+@torch.library.register_fake("fxprec::matmul")
+def _(a: torch.Tensor, b: torch.Tensor, *sums: object) -> torch.Tensor:
+    return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32)
+
+
+@torch.library.register_fake("fxprec::convolution")
+def _(x: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
+    *window, channels_last = options[:7]
+    shape = torch.ops.aten.convolution(x, weight, None, *window).shape
+    return _in_layout(x.new_empty(shape, dtype=torch.float32), channels_last)
+
+
+@torch.library.register_fake("fxprec::convolution_backward")
+def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    channels_last, mask = options[6:8]
+    wanted = (t if asked else t.new_empty(0) for t, asked in zip((x, weight), mask, strict=True))
+    first, second = (_in_layout(t.new_empty(t.shape, dtype=torch.float32), channels_last) for t in wanted)
+    return first, second
+
+
+def _in_layout(t: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    return t.contiguous(memory_format=torch.channels_last) if channels_last and t.dim() == 4 else t

@@ -16,6 +16,7 @@ from fxprec.passes.carry_scales import CarryScales
 from fxprec.passes.groups import GroupTensors
 from fxprec.passes.guide_partition import GuidePartition
 from fxprec.passes.insert_casts import InsertCasts
+from fxprec.passes.narrow_accumulators import NarrowAccumulators
 from fxprec.passes.narrow_gemms import NarrowGemms
 from fxprec.passes.observe import InsertObservers
 from fxprec.passes.operators import RecoverOperators
@@ -29,6 +30,7 @@ PIPELINE: tuple[Pass, ...] = (
     AssignPrecision(),  # needs group sizes
     InsertCasts(),  # needs who is low
     CarryScales(),  # needs the casts; rows of its own come after the sites
+    NarrowAccumulators(),  # needs operators paired with the GEMMs it replaces; leaves a remark for the plan
     WritePlan(),  # needs the sites
     NarrowGemms(),  # needs the casts beside each GEMM
     GuidePartition(),  # last: marks the nodes the others made

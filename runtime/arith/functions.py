@@ -48,15 +48,20 @@ def matmul(
         )
     with torch.no_grad():
         a, b = (quantize(_wide(t), product) for t in (a, b))
-        if a.dim() == b.dim() == 2:
-            return _multiply(a, b, spec, method)
-        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        lefts = a.expand(*batch, *a.shape[-2:]).reshape(-1, *a.shape[-2:])
-        rights = b.expand(*batch, *b.shape[-2:]).reshape(-1, *b.shape[-2:])
-        pairs = zip(lefts, rights, strict=True)
-        parts = [_multiply(left, right, spec, method) for left, right in pairs]
-        shape = (*batch, a.shape[-2], b.shape[-1])
-        return torch.stack(parts).view(shape) if parts else a.new_zeros(shape)
+        return multiply(a, b, spec, method)
+
+
+def multiply(a: Tensor, b: Tensor, spec: Spec, method: Method = "auto") -> Tensor:
+    """As `matmul`, of float32 numbers that are rounded to ``spec.fmt`` already."""
+    if a.dim() == b.dim() == 2:
+        return _multiply(a, b, spec, method)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    lefts = a.expand(*batch, *a.shape[-2:]).reshape(-1, *a.shape[-2:])
+    rights = b.expand(*batch, *b.shape[-2:]).reshape(-1, *b.shape[-2:])
+    pairs = zip(lefts, rights, strict=True)
+    parts = [_multiply(left, right, spec, method) for left, right in pairs]
+    shape = (*batch, a.shape[-2], b.shape[-1])
+    return torch.stack(parts).view(shape) if parts else a.new_zeros(shape)
 
 
 def dot(

@@ -1,0 +1,142 @@
+"""Give every GEMM an accumulator of the format asked for (Han et al. 2020, section 5): simulation only."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec import symbolic
+from fxprec.accumulator import Accumulator
+from fxprec.passes import ops
+from fxprec.passes.base import Notice, Work
+from fxprec.passes.joint import value
+from fxprec.passes.operators import module_of, source_of
+from fxprec.passes.sites import emit
+
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+@dataclass(frozen=True)
+class NarrowAccumulators:
+    """Replace GEMMs, forward and backward, by ``fxprec::matmul`` and ``fxprec::convolution``."""
+
+    name: str = "narrow-accumulators"
+
+    def apply(self, work: Work) -> None:
+        accumulator = work.config.accumulator_
+        if accumulator is None:
+            return
+        work.remarks.append(f"GEMMs add up in {accumulator.describe()}")
+        graph = work.joint.graph
+        for node in list(graph.nodes):
+            if node.target not in ops.GEMMS | ops.GEMMS_BACKWARD:
+                continue
+            rewrite = _REWRITES.get(node.target)
+            if rewrite is None:
+                work.notices.append(_left_alone(node, accumulator))
+                continue
+            with graph.inserting_before(node):
+                rewrite(_Emitter(graph, node, _arguments(accumulator)))
+
+
+def _arguments(accumulator: Accumulator) -> tuple[object, ...]:
+    return accumulator.products.name, accumulator.format.name, accumulator.kahan, accumulator.chunk or 0
+
+
+def _left_alone(node: Node, accumulator: Accumulator) -> Notice:
+    site = ", ".join(part for part in (node.name, module_of(node), source_of(node)) if part)
+    fused = node.target in ops.ATTENTION | ops.ATTENTION_BACKWARD
+    way_out = "; torch.nn.attention.sdpa_kernel(SDPBackend.MATH) makes GEMMs of it" if fused else ""
+    return Notice(site, f"{node.target} keeps its own accumulator, not {accumulator.format.name}{way_out}")
+
+
+@dataclass(frozen=True)
+class _Emitter:
+    """Writes nodes in front of one GEMM and takes its place."""
+
+    graph: Graph
+    gemm: Node
+    sums: tuple[object, ...]
+
+    def op(self, target: object, *args: object) -> Node:
+        return emit(self.graph, target, args, self.gemm)
+
+    def matmul(self, a: object, b: object) -> Node:
+        return self.op(symbolic.MATMUL, a, b, *self.sums)
+
+    def replace(self, old: Node, new: Node) -> None:
+        val = value(old)
+        if val is not None and val.dtype != torch.float32:
+            new = self.op(_CONVERT, new, val.dtype)
+        old.replace_all_uses_with(new)
+
+    def scaled(self, x: Node, factor: object) -> Node:
+        return x if factor == 1 else self.op(ops.aten.mul.Tensor, x, factor)
+
+
+def _product(out: _Emitter) -> None:
+    out.replace(out.gemm, out.matmul(*out.gemm.args[:2]))
+
+
+def _product_and_sum(out: _Emitter) -> None:
+    """``beta * input + alpha * (a @ b)``; the addition is float32's."""
+    added, a, b = out.gemm.args
+    assert isinstance(added, Node)
+    alpha, beta = (out.gemm.kwargs.get(name, 1) for name in ("alpha", "beta"))
+    found = out.scaled(out.matmul(a, b), alpha)
+    if beta != 0:
+        found = out.op(ops.aten.add.Tensor, found, out.scaled(added, beta))
+    out.replace(out.gemm, found)
+
+
+def _vector_product(out: _Emitter) -> None:
+    """(m, k) by (k,), or (k,) by (k,)."""
+    a, b = out.gemm.args[:2]
+    assert isinstance(a, Node)
+    assert isinstance(b, Node)
+    dot = a.meta["val"].dim() == 1
+    rows = out.op(ops.aten.unsqueeze.default, a, 0) if dot else a
+    found = out.op(ops.aten.squeeze.dim, out.matmul(rows, out.op(ops.aten.unsqueeze.default, b, 1)), 1)
+    out.replace(out.gemm, out.op(ops.aten.squeeze.dim, found, 0) if dot else found)
+
+
+def _convolution(out: _Emitter) -> None:
+    x, weight, bias, *window = out.gemm.args
+    found = out.op(symbolic.CONVOLUTION, x, weight, *window, _is_channels_last(out.gemm), *out.sums)
+    if isinstance(bias, Node):
+        ones = [1] * (out.gemm.meta["val"].dim() - 2)
+        found = out.op(ops.aten.add.Tensor, found, out.op(ops.aten.view.default, bias, [-1, *ones]))
+    out.replace(out.gemm, found)
+
+
+def _convolution_backward(out: _Emitter) -> None:
+    grad, x, weight, _, *window, mask = out.gemm.args
+    assert isinstance(mask, list | tuple)
+    assert isinstance(grad, Node)
+    parts = [u for u in list(out.gemm.users) if u.target is operator.getitem]
+    layout = any(_is_channels_last(p) for p in parts if p.args[1] != 2)
+    found = out.op(symbolic.CONVOLUTION_BACKWARD, grad, x, weight, *window, layout, list(mask[:2]), *out.sums)
+    for part in parts:
+        if part.args[1] == 2:
+            dims = [d for d in range(grad.meta["val"].dim()) if d != 1]
+            out.replace(part, out.op(ops.aten.sum.dim_IntList, grad, dims))
+        else:
+            out.replace(part, out.op(operator.getitem, found, part.args[1]))
+
+
+def _is_channels_last(node: Node) -> bool:
+    val = node.meta["val"]
+    return val.dim() == 4 and val.is_contiguous(memory_format=torch.channels_last) and not val.is_contiguous()
+
+
+_REWRITES: dict[object, Callable[[_Emitter], None]] = {
+    **dict.fromkeys(ops.existing(ops.aten, "mm bmm"), _product),
+    **dict.fromkeys(ops.existing(ops.aten, "addmm baddbmm"), _product_and_sum),
+    **dict.fromkeys(ops.existing(ops.aten, "mv dot"), _vector_product),
+    **dict.fromkeys(ops.existing(ops.aten, "convolution"), _convolution),
+    **dict.fromkeys(ops.existing(ops.aten, "convolution_backward"), _convolution_backward),
+}
