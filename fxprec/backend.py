@@ -62,7 +62,7 @@ class Backend:
         if state is not None and graph.controller is not None:
             graph.controller.load_state_dict(state)
         self._graphs.append(graph)
-        return graph
+        return graph.__call__  # a plain callable: debuggers such as depyf look at its code
 
     def _planned(self, captured: capture.Captured, given: Plan | None, dump: GraphDump | None) -> PlannedGraph:
         return PlannedGraph(captured, self.config, self._graphs, given, self._skips, dump, portable=self.portable)

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._dynamo.utils
 import torch._functorch.config
 import torch._guards
+import torch._inductor.config
+import torch._logging._internal
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
 from torch._inductor import compile_fx as _compile_fx
@@ -67,6 +70,26 @@ def trim_output_strides(num_outputs: int) -> None:
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.output_strides is not None:
         del context.output_strides[num_outputs:]
+
+
+def traces_artifacts() -> bool:
+    """Say whether torch's structured trace (``TORCH_TRACE``, read by ``tlparse``) is on."""
+    return bool(torch._logging._internal.trace_log.handlers)
+
+
+def trace_artifact(name: str, encoding: str, payload: str) -> None:
+    """Add a file to the structured trace of the compilation under way. ``encoding`` is "string" or "json"."""
+    torch._logging.trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=lambda: payload
+    )
+
+
+def debug_folder() -> str | None:
+    """Return where torch writes under ``TORCH_COMPILE_DEBUG=1``, or None where that is not set."""
+    return torch._dynamo.utils.get_debug_dir() if torch._inductor.config.trace.enabled else None
+
+
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 def calling_wrapper() -> object | None:

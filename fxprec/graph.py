@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,13 +26,17 @@ from fxprec.passes.base import Notice, Work
 from fxprec.passes.joint import JointGraph
 from fxprec.passes.lowering import lower
 from fxprec.plan import Plan, Site
+from fxprec.ranges import interpreted_by_group as by_group
+from fxprec.ranges import ranged
 from fxprec.report.folder import GraphDump
+from fxprec.report.watch import run_passes
 from fxprec.runtime.controller import Controller, Rules
 from fxprec.runtime.events import Event
 from fxprec.runtime.scaling import keeper_of
 from fxprec.scales import ScaleGraph
 from fxprec.skip_steps import StepSkipper
 
+log = logging.getLogger(__name__)  # TORCH_LOGS="fxprec" shows it, "+fxprec" the passes too
 Compiled = Callable[..., Any]
 # Changes with what a pass may do to a graph; Inductor keys its code cache on the graphs that result anyway.
 _CACHE_KEY = "fxprec-1"
@@ -150,6 +155,7 @@ class PlannedGraph:
             self._compiled = self._compile(self.captured.fake_examples)
         step = 0 if self.controller is None else self.controller.step
         detail = f"compiled again in {self.compile_seconds[-1]:.1f} s, {why}"
+        log.info("graph %d: %s", self.index, detail)
         self.events.append(Event(step, "relowering", f"graph {self.index}", detail))
 
     def _compile(self, examples: Sequence[Any]) -> Compiled:
@@ -178,7 +184,7 @@ class PlannedGraph:
                 pipeline.run(work, pipeline.CALIBRATION)
                 return
             work.damage, self._damage = self._damage.by_tensor(), None
-        self.reports = pipeline.run(work) if self._dump is None else self._dump.run(work)
+        self.reports = run_passes(work, self._dump)
         assert work.plan is not None
         for notice in work.notices:
             self._tell(notice)
@@ -199,6 +205,7 @@ class PlannedGraph:
             self._counted = casts if scaling.estimate == "histogram" else frozenset()
         self._watched = casts | self._measured | {s.id for s in plan.sites if self._can_lose(s)}
         self._in_force = plan
+        log.info("graph %d: %s", self.index, summary(plan))
         if self.controller is not None:
             self.controller.plan = plan
             return
@@ -238,7 +245,8 @@ class PlannedGraph:
             counted=self._counted,
         )
         eager = self.config.lowering == "eager"
-        run = interpreted(gm) if eager else compat.compile_fx_inner(gm, examples, **options)
+        run = by_group(gm, interpreted(gm)) if eager else compat.compile_fx_inner(gm, examples, **options)
+        run = ranged(run, f"fxprec graph {self.index} {'backward' if options.get('is_backward') else 'forward'}")
         if not sites:
             return run
         compat.trim_output_strides(num_outputs)
@@ -270,6 +278,17 @@ def _check_grad_mode(grad: torch.Tensor) -> None:
             "backward(create_graph=True) went into a graph compiled by fxprec, and compiled graphs have no second "
             "derivatives; leave create_graph out, or run this part of the model uncompiled (torch.compiler.disable)"
         )
+
+
+def summary(plan: Plan) -> str:
+    """Return what the plan decided, in one line."""
+    low = sum(group.low for group in plan.groups)
+    saved = plan.saved_bytes
+    bytes_saved = "" if saved is None else f", {saved.planned} of {saved.fp32} bytes saved for backward"
+    return (
+        f"recipe {plan.recipe.name}, {plan.storage} storage: {low} of {len(plan.groups)} groups low, "
+        f"{plan.achieved_low_ratio:.4f} of {plan.total_elements} elements, {len(plan.sites)} sites{bytes_saved}"
+    )
 
 
 def _gemms(plan: Plan) -> list[tuple[str, str]]:

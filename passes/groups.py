@@ -21,6 +21,8 @@ from fxprec.passes.tensors import CountedTensor
 if TYPE_CHECKING:
     from fxprec.passes.base import Notice, Work
 
+GROUP_META = "fxprec_group"  # of a node: the group its operator lies in, for profiler ranges
+
 
 @dataclass(frozen=True)
 class Grouped:
@@ -216,4 +218,7 @@ class GroupTensors:
     def apply(self, work: Work) -> None:
         assert work.operators is not None
         work.grouped = group_tensors(work.operators)
+        for op, group in work.grouped.group_of.items():
+            for node in (*op.nodes, *op.backward):
+                node.meta[GROUP_META] = group
         work.notices += _complex_values(work.operators)

@@ -10,12 +10,13 @@ from torch.fx import Graph, Node
 
 from fxprec import symbolic
 from fxprec.formats import Format, parse
+from fxprec.passes.groups import GROUP_META
 from fxprec.passes.joint import is_backward
 from fxprec.passes.tensors import CountedTensor
 from fxprec.plan import Site
 from fxprec.recipes import Recipe
 
-_COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack", "fwd_nn_module_stack")
+_COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", GROUP_META)
 
 
 def emit(

@@ -6,6 +6,7 @@ It knows sites and numbers, no FX. It never blocks: what has not arrived is read
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from fxprec.runtime.scaling import Keeper
 from fxprec.runtime.stats import SiteStats, StatsQueue
 from fxprec.runtime.table import format_rows, with_scales
 
+log = logging.getLogger(__name__)
+_LEVELS = {"scale": logging.DEBUG}  # as long as training runs; what happens once is told at INFO
 MAX_EVENTS = 10_000  # scales change as long as training runs; the oldest are forgotten, promotions never
 
 
@@ -115,6 +118,7 @@ class Controller:
             self._tell("nan", site, f"NaN stored as {parse(site.format).largest:g}: {site.format} has no NaN")
 
     def _tell(self, kind: str, site: Site, detail: str) -> None:
+        log.log(_LEVELS.get(kind, logging.INFO), "step %d: %s of %s: %s", self.step, kind, describe(site), detail)
         self.events.append(Event(self.step, kind, describe(site), detail))
         if len(self.events) > MAX_EVENTS:
             del self.events[next((i for i, e in enumerate(self.events) if e.kind != "promotion"), 0)]

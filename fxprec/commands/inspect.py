@@ -93,14 +93,26 @@ def explain(
     print("\n".join(explained(next(iter(plans.values())), tensor)))
 
 
-def report(folder: Annotated[Path, typer.Argument(help="A dump folder, or a plan file.")]) -> None:
-    """Write report.html anew beside each plan, from the plan as it is now."""
+def report(
+    folder: Annotated[Path, typer.Argument(help="A dump folder, or a plan file.")],
+    dot: Annotated[bool, typer.Option("--dot", help="Write graph.dot, for Graphviz, as well.")] = False,
+) -> None:
+    """Write report.html anew beside each plan: from the plan as it is now, and the statistics so far."""
+    from fxprec.report.dot import dot_text
+    from fxprec.report.drawing import FILE, Drawing
     from fxprec.report.html import write_report
     from fxprec.report.load import plans_of
 
     for name, plan in plans_of(folder).items():
         place = folder / name if folder.is_dir() else folder.parent
+        title = place.resolve().name
+        drawing = Drawing.load(place / FILE, plan)
+        if dot and drawing is None:
+            raise ConfigError(f"{place}: has no {FILE}, which --dot draws; dump the model again")
         try:
-            print(write_report(plan, place, title=place.resolve().name))
+            print(write_report(plan, place, title=title, drawing=drawing))
+            if dot and drawing is not None:
+                (place / "graph.dot").write_text(dot_text(plan, drawing, title), encoding="utf-8")
+                print(place / "graph.dot")
         except OSError as error:
             raise ConfigError(f"{place}: cannot be written: {error.strerror}; choose a writable folder") from None

@@ -6,20 +6,21 @@ import json
 import math
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fxprec import compat
 from fxprec.config import Config
 from fxprec.errors import ConfigError
-from fxprec.passes import pipeline
 from fxprec.passes.base import Work
 from fxprec.plan import Plan
 from fxprec.report.drawing import FILE as GRAPH
 from fxprec.report.drawing import Drawing
-from fxprec.report.graph_text import graph_text
 from fxprec.report.history import FILE as STATS
 from fxprec.report.html import write_report
 from fxprec.runtime.controller import Controller
@@ -44,8 +45,10 @@ class DumpFolder:
 
     @classmethod
     def of(cls, config: Config) -> DumpFolder | None:
-        """Return the folder that ``config.dump`` or else ``FXPREC_DUMP`` names, or None."""
+        """Return the folder that ``config.dump``, ``FXPREC_DUMP`` or ``TORCH_COMPILE_DEBUG=1`` means, or None."""
         path = config.dump or os.environ.get(VARIABLE)
+        if not path and (debug := compat.debug_folder()):
+            path = os.path.join(debug, "fxprec")
         return cls(Path(path)) if path else None
 
     @cached_property
@@ -73,60 +76,45 @@ class GraphDump:
     def __init__(self, folder: DumpFolder, index: int) -> None:
         self._folder, self._index = folder, index
         self._lines, self._seen = 0, dict[int, object]()
-        self._texts = 0
         self._drawing: Drawing | None = None
 
     @cached_property
     def path(self) -> Path:
         return self._folder.root / f"graph-{self._index}"
 
-    def run(self, work: Work) -> list[pipeline.PassReport]:
-        """Run the passes, with a text before the first and after each; then write the plan."""
-        self._start()
-        self._text("joint", work, {})
-        reports = pipeline.run(work, pipeline.PIPELINE, self._after)
-        assert work.plan is not None
-        self.write_plan(work.plan)
-        if self._folder.plan_only:
-            raise Planned
-        return reports
-
-    def _start(self) -> None:
+    def start(self) -> None:
         """Make the folder; take away what an earlier run, perhaps of more passes, left there."""
-        self._texts, self._drawing = 0, None
-        try:
+        self._drawing = None
+        with _writable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             for old in (*self.path.glob("[0-9][0-9]-*.txt"), *(self.path / name for name in WHOLE)):
                 old.unlink(missing_ok=True)
             if not self._lines:
                 (self.path / STATS).unlink(missing_ok=True)
-        except OSError as error:
-            raise _unwritable(self.path, error) from None
 
-    def _after(self, report: pipeline.PassReport, work: Work) -> None:
-        self._text(report.name, work, report.changed)
-        if work.plan is not None and self._drawing is None:  # later passes insert what nobody asked to see
+    def write_text(self, number: str, text: str) -> None:
+        """Write the text of one pass, ``number`` being such as ``04-insert-casts``."""
+        with _writable(self.path):
+            (self.path / f"{number}.txt").write_text(text, encoding="utf-8")
+
+    def draw(self, work: Work) -> None:
+        """Write ``graph.json`` once the plan is known: later passes insert what nobody asked to see."""
+        if work.plan is not None and self._drawing is None:
             self._drawing = Drawing.of(work)
-            try:
+            with _writable(self.path):
                 self._drawing.save(self.path / GRAPH)
-            except OSError as error:
-                raise _unwritable(self.path, error) from None
 
-    def _text(self, name: str, work: Work, changed: dict[str, tuple[int, int]]) -> None:
-        number = f"{self._texts:02}-{name}"
-        self._texts += 1
-        try:
-            (self.path / f"{number}.txt").write_text(graph_text(work, number, changed), encoding="utf-8")
-        except OSError as error:
-            raise _unwritable(self.path, error) from None
+    def finish(self, plan: Plan) -> None:
+        """Write the plan. Raises `Planned` where no more than that is wanted."""
+        self.write_plan(plan)
+        if self._folder.plan_only:
+            raise Planned
 
     def write_plan(self, plan: Plan) -> None:
         """Write ``plan.json`` and the report drawn from it."""
         plan.save(self.path / "plan.json")
-        try:
+        with _writable(self.path):
             write_report(plan, self.path, title=self.path.name, drawing=self._drawing)
-        except OSError as error:
-            raise _unwritable(self.path, error) from None
 
     def write_stats(self, controller: Controller) -> None:
         """Append a line for each site whose statistics have arrived since the last call."""
@@ -146,16 +134,19 @@ class GraphDump:
             row |= {f: _finite(getattr(stats, f)) for f in ("amax", "overflow_ratio", "underflow_ratio")}
             text += json.dumps(row) + "\n"
         self._lines += len(fresh)
-        try:
-            with (self.path / STATS).open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise _unwritable(self.path, error) from None
+        with _writable(self.path), (self.path / STATS).open("a", encoding="utf-8") as file:
+            file.write(text)
 
 
 def _finite(number: float) -> float | str:
     return number if math.isfinite(number) else str(number)
 
 
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"dump: {path} cannot be written: {error.strerror or error}; choose a writable folder")
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"dump: {path} cannot be written: {error.strerror or error}; choose a writable folder"
+        ) from None

@@ -1,0 +1,52 @@
+"""Running the passes while someone looks: a text per pass for the dump folder and for torch's structured trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxprec import compat
+from fxprec.passes import pipeline
+from fxprec.passes.base import Work
+from fxprec.plan_json import dumps
+from fxprec.report.folder import GraphDump
+from fxprec.report.graph_text import graph_text
+
+
+def run_passes(work: Work, dump: GraphDump | None) -> list[pipeline.PassReport]:
+    """Run the pipeline; nothing is written, and no text made, where neither a dump nor a trace is wanted.
+
+    Raises `Planned` where the dump needs nothing but the plan, `ConfigError` where it cannot be written.
+    """
+    if dump is None and not compat.traces_artifacts():
+        return pipeline.run(work)
+    reports = _Watch(dump).run(work)
+    assert work.plan is not None
+    compat.trace_artifact("fxprec_plan", "json", dumps(work.plan))
+    if dump is not None:
+        dump.finish(work.plan)
+    return reports
+
+
+@dataclass
+class _Watch:
+    dump: GraphDump | None
+    texts: int = 0
+
+    def run(self, work: Work) -> list[pipeline.PassReport]:
+        if self.dump is not None:
+            self.dump.start()
+        self.tell("joint", work, {})
+        return pipeline.run(work, pipeline.PIPELINE, self.after)
+
+    def after(self, report: pipeline.PassReport, work: Work) -> None:
+        self.tell(report.name, work, report.changed)
+        if self.dump is not None:
+            self.dump.draw(work)
+
+    def tell(self, name: str, work: Work, changed: dict[str, tuple[int, int]]) -> None:
+        number = f"{self.texts:02}-{name}"
+        self.texts += 1
+        text = graph_text(work, number, changed)
+        compat.trace_artifact(f"fxprec_{number}", "string", text)
+        if self.dump is not None:
+            self.dump.write_text(number, text)
