@@ -79,7 +79,7 @@ def traces_artifacts() -> bool:
 
 def trace_artifact(name: str, encoding: str, payload: str) -> None:
     """Add a file to the structured trace of the compilation under way. ``encoding`` is "string" or "json"."""
-    torch._logging.trace_structured(
+    torch._logging._internal.trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=lambda: payload
     )
 
