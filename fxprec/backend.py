@@ -67,6 +67,11 @@ class Backend:
     def _planned(self, captured: capture.Captured, given: Plan | None, dump: GraphDump | None) -> PlannedGraph:
         return PlannedGraph(captured, self.config, self._graphs, given, self._skips, dump, portable=self.portable)
 
+    @property
+    def controllers(self) -> tuple[Controller, ...]:
+        """The state of every graph that has a plan, in compile order."""
+        return tuple(self._controllers())
+
     def _controllers(self) -> list[Controller]:
         return [graph.controller for graph in self._graphs if graph.controller is not None]
 
@@ -101,7 +106,7 @@ class Backend:
 
     def stop_promoting(self) -> None:
         """Promote no tensor from now on: for measuring how a plan behaves."""
-        for controller in self._controllers():
+        for controller in self.controllers:
             controller.rules = replace(controller.rules, promote_above=None)
 
     @property

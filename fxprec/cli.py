@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
+from fxprec.commands.ci import ci
 from fxprec.commands.inspect import diff, dump, explain, report
+from fxprec.commands.minify import minify
 from fxprec.commands.predict import predict
 from fxprec.errors import FxprecError
 
@@ -73,7 +75,7 @@ def version() -> None:
         print(name, metadata.version(name))
 
 
-for command in (predict, dump, diff, explain, report):
+for command in (predict, dump, diff, explain, report, minify, ci):
     app.command()(command)
 
 

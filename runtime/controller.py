@@ -49,6 +49,7 @@ class Controller:
     events: list[Event] = field(default_factory=list)
     queue: StatsQueue = field(default_factory=StatsQueue)
     latest: dict[int, SiteStats] = field(default_factory=dict)  # by row
+    _held: Mapping[int, str] = field(default_factory=dict)  # other formats than the plan's, by site
     _formats: torch.Tensor | None = None  # the table without scales
     _table: torch.Tensor | None = None
     _on_device: torch.Tensor | None = None
@@ -59,7 +60,7 @@ class Controller:
         """The current table; the same tensor until something changes."""
         if self._formats is None:
             graph = None if self.keeper is None else self.keeper.graph
-            self._formats = self._table = format_rows(self.plan.sites, self.capacity, graph)
+            self._formats = self._table = format_rows(self.plan.sites, self.capacity, graph, self._held)
             self._made_for = None
         if self.keeper is not None and (self.keeper.exps, self.keeper.measures) != self._made_for:
             exps, measure = list(self.keeper.exps), self.keeper.measures
@@ -70,6 +71,15 @@ class Controller:
             assert self._table is not None
             self._on_device = self._table.to(self.device, non_blocking=True)
         return self._on_device
+
+    def hold(self, formats: Mapping[int, str]) -> None:
+        """Round these sites to other formats than the plan's from the next step on; the plan stays.
+
+        For experiments in storage ``simulate``, where a format is a row of the table and nothing is compiled again.
+        """
+        assert self.plan.storage == "simulate"
+        self._held = dict(formats)
+        self._formats = self._on_device = None
 
     def begin_step(self) -> None:
         """Act on the statistics that have arrived: afterwards ``plan`` and ``table`` are those of this step."""

@@ -7,7 +7,7 @@ reads the table of its forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -18,11 +18,18 @@ from fxprec.scales import Cast, ScaleGraph
 from fxprec.symbolic import CARRIED, MEASURE, TABLE_COLUMNS
 
 
-def format_rows(sites: Sequence[Site], rows: int, scales: ScaleGraph | None = None) -> torch.Tensor:
-    """Return the (rows, 10) int32 table without scales. Rows that nobody uses are zero."""
+def format_rows(
+    sites: Sequence[Site], rows: int, scales: ScaleGraph | None = None, held: Mapping[int, str] | None = None
+) -> torch.Tensor:
+    """Return the (rows, 10) int32 table without scales. Rows that nobody uses are zero.
+
+    ``held`` names other formats than the plan's, by site.
+    """
     table = [[0] * TABLE_COLUMNS for _ in range(rows)]
-    used = [(site.id, site.format) for site in sites]
-    used += [(v.row, v.format) for v in (() if scales is None else scales.variables) if isinstance(v, Cast)]
+    held = held or {}
+    used = [(site.id, held.get(site.id, site.format)) for site in sites]
+    casts = (v for v in (() if scales is None else scales.variables) if isinstance(v, Cast))
+    used += [(v.row, held.get(v.site, v.format)) for v in casts]
     for row, fmt in used:
         table[row] = [0, *format_row(parse(fmt))[1:], 0, 0]
     return torch.tensor(table, dtype=torch.int32)

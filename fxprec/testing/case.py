@@ -19,7 +19,8 @@ from fxprec.errors import ConfigError, ReferenceRunError
 
 Loss = Callable[[Any], Tensor]
 Tensors = Mapping[str, Tensor]
-"""Of one step, by name: ``output``, ``loss`` and each ``PARAMETER.grad``; float64, on the CPU."""
+"""Of one step, by name: ``output``, ``loss``, each ``PARAMETER.grad``, and ``input[i].grad`` of inputs that require
+one; float64, on the CPU."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The statistics of the first step choose the scales, and those of the second arrive in the third.
@@ -88,7 +89,7 @@ class Case:
         found = next((o.dtype for o in tree_leaves(outputs) if _is_float(o) and o.dtype != dtype), None)
         if found is not None and dtype == torch.float64:
             raise ReferenceRunError(f"{self.name} cannot run in {name}: its output is {found}; {way_out}")
-        return _step(model, outputs, self.loss)
+        return _step(model, inputs, outputs, self.loss)
 
     def fresh(self) -> nn.Module:
         """Return a copy of the model as it was made."""
@@ -113,9 +114,9 @@ class Compiled:
         for _ in range(steps):
             self.model.zero_grad(set_to_none=True)
             torch.manual_seed(self.case.seed)
+            inputs = _own(self.inputs)
             with quiet():
-                outputs = self._call(*_own(self.inputs))
-                found = _step(self.model, outputs, self.case.loss)
+                found = _step(self.model, inputs, self._call(*inputs), self.case.loss)
         return found
 
     @contextmanager
@@ -166,14 +167,14 @@ def _own(inputs: Any, dtype: torch.dtype | None = None) -> Any:
     return tree_map_only(Tensor, convert, inputs)
 
 
-def _step(model: nn.Module, outputs: Any, loss: Loss | None) -> Tensors:
+def _step(model: nn.Module, inputs: tuple[Any, ...], outputs: Any, loss: Loss | None) -> Tensors:
     """Take the loss of ``outputs``, run backward, and name what came out."""
     found = {}
     for path, leaf in tree_flatten_with_path(outputs)[0]:
         if _is_float(leaf):
             found[f"output{keystr(path)}"] = leaf
     wide = tree_map_only(Tensor, _at_least_float32, outputs)
-    value = weighted_mean(tree_leaves(wide)) if loss is None else loss(wide)
+    value = squared_distance(tree_leaves(wide)) if loss is None else loss(wide)
     if not isinstance(value, Tensor) or value.numel() != 1:
         shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ConfigError(f"loss returned {shown}; let it return a tensor of one element")
@@ -181,6 +182,9 @@ def _step(model: nn.Module, outputs: Any, loss: Loss | None) -> Tensors:
     if value.requires_grad:
         value.backward()
     found |= {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for path, leaf in tree_flatten_with_path(inputs)[0]:
+        if _is_float(leaf) and leaf.grad is not None:
+            found[f"input{keystr(path)}.grad"] = leaf.grad
     return {name: t.detach().to("cpu", torch.float64).clone() for name, t in found.items()}
 
 
@@ -188,10 +192,10 @@ def _at_least_float32(t: Tensor) -> Tensor:
     return t.float() if t.is_floating_point() and t.itemsize < 4 else t
 
 
-def weighted_mean(outputs: Sequence[Any]) -> Tensor:
-    """Return the mean of every floating-point output times fixed normal weights; of a single scalar, itself.
+def squared_distance(outputs: Sequence[Any]) -> Tensor:
+    """Return half the mean squared distance of every floating-point output to fixed normal targets; a scalar, itself.
 
-    So every element of every output has a gradient of its own.
+    So every element has a gradient of its own, and the loss is no small difference of large numbers.
     """
     outputs = [o for o in outputs if _is_float(o)]
     if not outputs:
@@ -199,5 +203,5 @@ def weighted_mean(outputs: Sequence[Any]) -> Tensor:
     if len(outputs) == 1 and outputs[0].ndim == 0:
         return outputs[0]  # type: ignore[no-any-return]
     generator = torch.Generator().manual_seed(0)
-    parts = [(o * torch.randn(o.shape, generator=generator).to(o)).mean() for o in outputs]
+    parts = [(o - torch.randn(o.shape, generator=generator).to(o)).square().mean() / 2 for o in outputs]
     return torch.stack([p.to(parts[0]) for p in parts]).sum()

@@ -91,9 +91,9 @@ def verify(
     """Measure one training step of ``factory()`` and compare; see `Thresholds` for the rules.
 
     ``options`` are `fxprec.Config`'s, with ``lowering="eager"`` unless told otherwise. ``loss`` maps the outputs, in
-    float32 or wider, to a scalar; left out, a fixed weighted mean of the outputs. With ``golden``, plan and
-    statistics are compared with that file, which is written where it is missing or ``update`` is set, if the rules
-    hold.
+    float32 or wider, to a scalar; left out, half the mean squared distance of the outputs to fixed targets. With
+    ``golden``, plan and statistics are compared with that file, which is written where it is missing or ``update`` is
+    set, if the rules hold.
 
     Raises `ConfigError`, `ReferenceRunError` and `GoldenError` for what cannot be compared; never for numbers.
     """

@@ -1,0 +1,92 @@
+"""``fxprec minify``: which tensor causes an error, and the smallest script that shows a failure."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fxprec.errors import ConfigError, FxprecWarning
+
+if TYPE_CHECKING:
+    from fxprec.config import Config
+    from fxprec.minify.oracle import Failure
+    from fxprec.testing.case import Case
+
+
+def minify(
+    target: Annotated[str, typer.Argument(help="path/file.py:factory or module:callable; returns (model, inputs).")],
+    error_above: Annotated[float | None, typer.Option(help="Reduce while a tensor's relative error is above.")] = None,
+    crash: Annotated[bool, typer.Option("--crash", help="Reduce while compiling or running raises.")] = False,
+    out: Annotated[Path, typer.Option(help="The script to write.")] = Path("repro.py"),
+    recipe: Annotated[str, typer.Option(help="Recipe, for instance fp8.")] = "fp8",
+    storage: Annotated[str, typer.Option(help="native, packed or simulate. Default: by recipe.")] = "",
+    low_ratio: Annotated[float | None, typer.Option(help="Share of elements held low, 0 to 1.")] = None,
+    policy: Annotated[str, typer.Option(help="Which groups go first.")] = "size",
+    lowering: Annotated[str, typer.Option(help="eager (fast to try) or inductor.")] = "eager",
+    tensor: Annotated[str, typer.Option(help="Whose error to explain. Default: the furthest off.")] = "",
+    top: Annotated[int, typer.Option(help="Length of the short list.")] = 10,
+    seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
+) -> None:
+    """Name the tensors that, held low, cause an error; reduce an error or a crash to a small script."""
+    from fxprec.config import Config
+
+    if crash and error_above is not None:
+        raise ConfigError("--crash and --error-above are both given; choose the failure to reduce")
+    # Promotion would take the error away after the first step.
+    options: dict[str, Any] = {"recipe": recipe, "policy": policy, "lowering": lowering, "promote_above": None}
+    options |= {"storage": storage} if storage else {}
+    options |= {} if low_ratio is None else {"low_ratio": low_ratio}
+    config = Config.from_options(options)
+    if not config.changes_anything:
+        raise ConfigError(f"recipe {recipe!r} holds everything in float32, so it adds no error; choose 'fp8'")
+    from fxprec.report.target import find_factory
+    from fxprec.testing.case import Case
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FxprecWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        case = Case.make(find_factory(target), seed=seed)
+        failure = _failure(case, config, target, error_above) if crash or error_above is not None else None
+        if not crash:
+            from fxprec.minify.culprits import find_culprits
+
+            print(find_culprits(case, config, tensor=tensor or None, top=top).text())
+        if failure is not None:
+            _reduce(case, failure, options, target, error_above, out, seed)
+
+
+def _failure(case: Case, config: Config, target: str, limit: float | None) -> Failure:
+    from fxprec.minify.oracle import Crashes, ErrorAbove
+
+    failure = Crashes(config) if limit is None else ErrorAbove(config, limit)
+    if not failure.fails(case):
+        raise ConfigError(f"target {target!r} does not fail: {failure.describe(case)}; nothing to reduce")
+    return failure
+
+
+def _reduce(
+    case: Case, failure: Failure, options: dict[str, Any], target: str, limit: float | None, out: Path, seed: int
+) -> None:
+    from fxprec.minify.piece import capture
+    from fxprec.minify.reduce import reduced
+    from fxprec.minify.script import script
+    from fxprec.testing.case import STEPS
+
+    whole = capture(case)
+    if not failure.fails(whole.case(seed)):
+        raise ConfigError(
+            f"target {target!r} fails on its own inputs, and not on random ones of the same shapes, means and "
+            f"deviations ({failure.describe(whole.case(seed))}); let the factory return inputs that are random"
+        )
+    small = reduced(whole, lambda piece: failure.fails(piece.case(seed)))
+    said = failure.describe(small.case(seed))
+    text = script(small, target=target, failure=said, options=options, seed=seed, limit=limit, steps=STEPS)
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written: {error.strerror}; choose a writable path") from None
+    print(f"{len(whole.operators)} operators reduced to {len(small.operators)}: {said}")
+    print(out)

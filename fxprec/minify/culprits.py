@@ -1,0 +1,118 @@
+"""Which tensor, held low, causes an error? Bisection over the plan's sites, most harmful half first."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from fxprec.config import Config
+from fxprec.errors import ConfigError
+from fxprec.minify.oracle import Exact
+from fxprec.plan import Plan, Site
+from fxprec.runtime.controller import Controller
+from fxprec.testing.case import STEPS, Case, Compiled
+from fxprec.testing.finding import aligned
+
+WORTH_NAMING = 0.01  # of the squared error of the whole plan; below it the search ends
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """One site, and the relative error it alone adds while all others are high."""
+
+    site: Site
+    error: float
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search found: the tensor whose error was looked at, that error, and the sites to blame."""
+
+    tensor: str
+    error: float
+    high: float
+    """The error with every site high."""
+    culprits: list[Culprit]
+    plan: Plan
+    """The plan searched, of the first graph."""
+    sites: int
+    """Sites that were low, in all graphs."""
+    runs: int
+    """Steps it took."""
+
+    def text(self) -> str:
+        """Return the short list as a table, most harmful first."""
+        head = f"{self.tensor}: error {self.error:.3g} as planned, {self.high:.3g} with every tensor high"
+        lines = [("tensor", "kind", "module", "source", "format", "adds")]
+        for c in self.culprits:
+            s = c.site
+            lines.append((s.tensor, s.kind, s.module, s.source, s.format, f"{c.error:.3g}"))
+        table = aligned(lines) if self.culprits else "no tensor held low adds to it"
+        return f"{head} ({self.sites} low, {self.runs} runs)\n{table}"
+
+
+def find_culprits(case: Case, config: Config, *, tensor: str | None = None, top: int = 10) -> Search:
+    """Name up to ``top`` low sites by the error each adds to ``tensor`` (None: the one that is furthest off).
+
+    Runs in storage ``simulate``, where a site's format is a row of the scale table: one compilation, then a step for
+    each subset tried. Errors of independent roundings add up as squares, so a subset is worth looking into as far as
+    its square goes; subsets are halved, the most harmful first. Raises `ConfigError`.
+    """
+    compiled = Compiled(case, replace(config, storage="simulate", lowering="eager", promote_above=None))
+    exact = Exact.of(case)
+    planned = exact.errors(compiled.run(STEPS))
+    if not planned:
+        raise ConfigError("float32 itself is far from float64 in every tensor of this model, so no error can be told")
+    if not compiled.backend.plans:
+        raise ConfigError(f"{case.name} has no graph that is planned, so no tensor can be to blame")
+    name = tensor or max(planned.values(), key=lambda m: m.error).name
+    if name not in planned:
+        raise ConfigError(f"{name!r} is none of the tensors compared: {', '.join(planned)}")
+    sites = [(c, s) for c in compiled.backend.controllers for s in c.plan.sites if s.format != _high(c, s)]
+    runs = count(1)
+
+    def error_of(low: Sequence[tuple[Controller, Site]]) -> float:
+        next(runs)
+        chosen = {(id(c), s.id) for c, s in low}
+        for c in compiled.backend.controllers:
+            c.hold({s.id: _high(c, s) for s in c.plan.sites if (id(c), s.id) not in chosen})
+        measured = exact.errors(compiled.run(1)).get(name)
+        return math.inf if measured is None else measured.error
+
+    high = error_of([])
+    found = [Culprit(s, e) for (_, s), e in _largest(sites, error_of, high, top)]
+    return Search(name, planned[name].error, high, found, compiled.backend.plans[0], len(sites), next(runs))
+
+
+def _high(controller: Controller, site: Site) -> str:
+    return controller.plan.recipe.format_of(site.kind, low=False).name
+
+
+Subset = Sequence[tuple[Controller, Site]]
+
+
+def _largest(
+    sites: Subset, error_of: Callable[[Subset], float], high: float, top: int
+) -> Iterator[tuple[tuple[Controller, Site], float]]:
+    """Yield single sites with the error each adds, largest first."""
+
+    def added(subset: Subset) -> float:
+        return max(error_of(subset) ** 2 - high**2, 0.0)
+
+    order = count()  # so that the heap never compares subsets
+    total = added(sites) if sites else 0.0
+    heap = [(-total, next(order), sites)] if sites else []
+    while heap and top:
+        worst, _, subset = heapq.heappop(heap)
+        if -worst <= WORTH_NAMING * total:
+            return
+        if len(subset) == 1:
+            top -= 1
+            yield subset[0], math.sqrt(-worst)
+            continue
+        middle = len(subset) // 2
+        for half in (subset[:middle], subset[middle:]):
+            heapq.heappush(heap, (-added(half), next(order), half))

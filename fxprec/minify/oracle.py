@@ -1,0 +1,127 @@
+"""What counts as a failure: an error against float64, or an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fxprec.config import Config
+from fxprec.errors import ConfigError
+from fxprec.testing.case import STEPS, Case, Compiled, Tensors, first_line
+from fxprec.testing.measure import Measured, measure
+
+# A tensor that float32 itself gets this wrong is rounding noise, such as the gradient of a bias before a batch norm.
+TOLD_BY_FLOAT32 = 1e-3
+
+
+def largest_error(
+    factory: Callable[[], Any], inputs: Any = None, options: Mapping[str, Any] | None = None
+) -> tuple[str, float]:
+    """Return the tensor of one training step that is furthest from float64, and its relative L2 error.
+
+    ``factory`` and ``inputs`` as in `fxprec.testing.verify`, ``options`` as in `fxprec.Config`.
+    """
+    config = Config.from_options({"lowering": "eager", **(options or {})})
+    worst = furthest(Case.make(factory, inputs), config)
+    return worst.name, worst.error
+
+
+def furthest(case: Case, config: Config) -> Measured:
+    """Return the measured tensor with the largest error."""
+    exact = Exact.of(case)
+    return exact.furthest(Compiled(case, config).run(STEPS))
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What a case should give, and what float32 makes of it."""
+
+    tensors: Tensors
+    in_float32: Tensors
+
+    @classmethod
+    def of(cls, case: Case) -> Exact:
+        return cls(case.reference(), case.yardstick("fp32"))
+
+    def errors(self, found: Tensors) -> dict[str, Measured]:
+        """Measure every tensor that float32 can tell."""
+        rows = measure(found, self.tensors, self.in_float32)
+        return {m.name: m for m in rows if m.reference_error <= TOLD_BY_FLOAT32}
+
+    def furthest(self, found: Tensors) -> Measured:
+        rows = self.errors(found).values()
+        if not rows:
+            raise ConfigError(
+                "float32 itself is far from float64 in every tensor of this model, so no error can be told"
+            )
+        return max(rows, key=lambda m: m.error)
+
+
+class Failure(Protocol):
+    """What a reduction keeps."""
+
+    def fails(self, case: Case) -> bool:
+        """Say whether ``case`` still shows it."""
+
+    def describe(self, case: Case) -> str:
+        """Say in words what ``case`` shows, failing or not."""
+
+
+@dataclass(frozen=True)
+class ErrorAbove:
+    """Fails where any tensor of a step is further than ``limit`` from float64."""
+
+    config: Config
+    limit: float
+
+    def fails(self, case: Case) -> bool:
+        try:
+            return furthest(case, self.config).error > self.limit
+        except Exception:  # a piece of a graph may not run at all; that is another failure
+            return False
+
+    def describe(self, case: Case) -> str:
+        worst = furthest(case, self.config)
+        where = "above" if worst.error > self.limit else "not above"
+        return f"relative error of {worst.name} is {worst.error:.3g}, {where} {self.limit:g}"
+
+
+@dataclass
+class Crashes:
+    """Fails where compiling or running raises the same exception as the first case did."""
+
+    config: Config
+    _kind: str = field(default="", init=False)
+
+    def fails(self, case: Case) -> bool:
+        error = crash_of(case, self.config)
+        if error is None:
+            return False
+        kind = type(innermost(error)).__name__
+        self._kind = self._kind or kind
+        return kind == self._kind
+
+    def describe(self, case: Case) -> str:
+        error = crash_of(case, self.config)
+        return "raises nothing" if error is None else f"raises {first_line(innermost(error))}"
+
+
+def crash_of(case: Case, config: Config) -> Exception | None:
+    """Compile and run ``case``; return what it raises, if it runs without fxprec."""
+    try:
+        outputs = case.fresh()(*case.inputs)
+    except Exception:
+        return None
+    del outputs
+    try:
+        Compiled(case, config).run(STEPS)
+    except Exception as error:
+        return error
+    return None
+
+
+def innermost(error: BaseException) -> BaseException:
+    """Return the exception that Dynamo wrapped."""
+    inner = getattr(error, "inner_exception", None) or error.__cause__
+    return error if inner is None or isinstance(error, ConfigError) else innermost(inner)
