@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
 from aps_reference import nearest_in_table
+from interpreted import interpreted, run_interpreted
 
 from fxprec.errors import FormatError
 from fxprec.runtime import codecs
@@ -107,7 +106,7 @@ def test_an_unknown_codec_is_an_error_with_the_nearest_name() -> None:
         codec("dynamic-tre")
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run in a process of its own, below")
+@interpreted
 @pytest.mark.parametrize("name", NAMES)
 def test_triton_kernels_give_the_same_codes(name: str) -> None:
     from fxprec.runtime import codec_triton
@@ -124,21 +123,7 @@ def test_triton_kernels_give_the_same_codes(name: str) -> None:
 
 
 def test_triton_kernels_in_the_interpreter() -> None:
-    """The interpreter must be chosen before a kernel is decorated: hence another process."""
-    import subprocess
-    import sys
-
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton_kernels_give"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert "5 passed" in run.stdout
+    assert run_interpreted(__file__) == len(NAMES)
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 100])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from interpreted import interpreted, run_interpreted
 from torch import Tensor
 
 import fxprec
@@ -173,7 +171,7 @@ def test_what_is_refused_and_what_it_says(call, words: str) -> None:  # type: ig
         call()
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run in a process of its own, below")
+@interpreted
 @pytest.mark.parametrize(("fmt", "accumulate", "kahan", "chunk"), CASES)
 def test_triton_kernels_give_the_bits(fmt: str, accumulate: str, kahan: bool, chunk: int | None) -> None:
     from fxprec.runtime.arith import triton_kernel
@@ -187,18 +185,7 @@ def test_triton_kernels_give_the_bits(fmt: str, accumulate: str, kahan: bool, ch
 
 
 def test_triton_kernels_in_the_interpreter() -> None:
-    """The interpreter must be chosen before a kernel is decorated: hence another process."""
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton_kernels_give"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert f"{len(CASES)} passed" in run.stdout
+    assert run_interpreted(__file__) == len(CASES)
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 100])

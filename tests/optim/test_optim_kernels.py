@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from interpreted import interpreted, run_interpreted
 from optim.rules import RULES, numbers_of, row_of, same_bits
 
 from fxprec.runtime.optim import cpp, reference
@@ -67,7 +65,7 @@ def test_square_roots_are_rounded_once() -> None:
     assert np.array_equal(sqrt(x).numpy(), np.sqrt(x.numpy()))
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run in a process of its own, below")
+@interpreted
 @pytest.mark.parametrize("rule", RULES, ids=_name)
 def test_triton_kernels_give_the_bits_of_the_reference(rule: Rule) -> None:
     from fxprec.runtime.optim import triton_step
@@ -77,18 +75,7 @@ def test_triton_kernels_give_the_bits_of_the_reference(rule: Rule) -> None:
 
 
 def test_triton_kernels_in_the_interpreter() -> None:
-    """The interpreter must be chosen before a kernel is decorated: hence another process."""
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "triton_kernels_give"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert f"{len(RULES)} passed" in run.stdout
+    assert run_interpreted(__file__) == len(RULES)
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 100])
