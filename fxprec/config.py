@@ -21,6 +21,7 @@ Policy = Callable[[Sequence[Any], "Config"], Iterable[int]]
 
 STORAGES = ("native", "packed", "simulate")
 POLICIES = ("size", "size-ascending", "random", "uniform", "operator", "operator-io", "exact")
+GEMMS = ("auto", "low", "high")
 LOWERINGS = ("auto", "triton", "inductor", "eager")
 
 # The middle of the paper's range: accuracy falls as the ratio grows (Kang et al. 2023, section 5.3).
@@ -77,6 +78,10 @@ class Config:
     lowering: Literal["auto", "triton", "inductor", "eager"] = "auto"
     """How casts become code; ``"eager"`` is the slow reference."""
 
+    gemms: Literal["auto", "low", "high"] = "auto"
+    """Which GEMMs multiply stored codes on a GPU: ``"auto"`` where the cost model says it pays (the plan's ``pays``),
+    ``"low"`` wherever a kernel can, ``"high"`` none. What is stored low does not change. See docs/gemm.md."""
+
     dump: str | os.PathLike[str] | None = None
     """Folder for inspection dumps, or None: then the environment's ``FXPREC_DUMP``, if set. See docs/inspect.md."""
 
@@ -111,6 +116,7 @@ class Config:
         put(self, "strict", checks.boolean("strict", self.strict))
         put(self, "verify", checks.boolean("verify", self.verify))
         one_of("lowering", self.lowering, LOWERINGS)
+        one_of("gemms", self.gemms, GEMMS)
         one_of("grouping", self.grouping, ("execution",))
         if not isinstance(self.grad_scaling, GradScaling | LossScaling):
             one_of("grad_scaling", self.grad_scaling, tuple(NAMED), "or a fxprec.GradScaling or fxprec.LossScaling")
@@ -214,6 +220,7 @@ ALLOWED: Mapping[str, str] = {
     "grad_scaling": "'auto', 'none', 'fixed', 'dynamic', a fxprec.GradScaling or a fxprec.LossScaling",
     "accumulator": "a fxprec.Format, its name, a fxprec.Accumulator or None",
     "lowering": ", ".join(map(repr, LOWERINGS)),
+    "gemms": ", ".join(map(repr, GEMMS)),
     "dump": "the path of a folder or None",
     "strict": "True or False",
     "grouping": "'execution'",

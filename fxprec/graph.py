@@ -14,6 +14,8 @@ from torch.fx import Graph, GraphModule
 
 import fxprec.runtime.arith.gemm_ops
 import fxprec.runtime.cpu.ops
+import fxprec.runtime.gemm.ops
+import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.reference_ops  # noqa: F401  all register implementations
 from fxprec import capture, compat
 from fxprec.calibration import Calibration, interpreted

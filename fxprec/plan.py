@@ -30,6 +30,10 @@ class Gemm:
     """Group of its inputs and weight."""
     group_after: int
     """Group its output opens."""
+    pays: bool | None = None
+    """Whether the GEMM, its backward included, multiplies stored codes; None: not asked (docs/gemm.md)."""
+    why: str = ""
+    """The cost model's reason, or whose word it was."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,7 +136,17 @@ def _record(cls: type[T], readers: Mapping[str, Reader]) -> Callable[[Entry], T]
 RECIPE = _record(Recipe, {"name": _text} | dict.fromkeys(FORMAT_ROLES, _format))
 KIND = _word("output", "param", "grad_output", "grad_param")
 GEMM = _record(
-    Gemm, {"id": _count, "node": _text, "op": _text, "module": _text, "group_before": _count, "group_after": _count}
+    Gemm,
+    {
+        "id": _count,
+        "node": _text,
+        "op": _text,
+        "module": _text,
+        "group_before": _count,
+        "group_after": _count,
+        "pays": _or_null(_flag),
+        "why": _text,
+    },
 )
 GROUP = _record(
     Group,

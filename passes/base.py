@@ -11,6 +11,7 @@ from typing import Protocol
 
 from fxprec.config import Config
 from fxprec.passes.assignment import Assignment
+from fxprec.passes.gemm_costs import Answer
 from fxprec.passes.groups import Grouped
 from fxprec.passes.joint import JointGraph
 from fxprec.passes.operators import Operators
@@ -41,6 +42,7 @@ class Work:
     grouped: Grouped | None = None  # group-tensors
     assignment: Assignment | None = None  # assign-precision
     book: SiteBook | None = None  # insert-casts
+    answers: tuple[Answer, ...] = ()  # weigh-gemms, one per GEMM
     plan: Plan | None = None  # write-plan
     scales: ScaleGraph | None = None  # carry-scales, where a gradient needs one
     remarks: list[str] = field(default_factory=list)  # what the plan should say; nothing was left out

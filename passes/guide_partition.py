@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxprec import symbolic
 from fxprec.passes.base import Work
 from fxprec.passes.joint import is_backward, is_float, value
+from fxprec.symbolic_gemms import TRANSPOSED
 
 _AC_GRAPH_ID = 0
 
@@ -32,7 +33,7 @@ class GuidePartition:
         for node in work.joint.graph.nodes:
             if node.op != "call_function" or is_backward(node) or "recompute" in node.meta:
                 continue
-            if node.target is symbolic.QUANTIZE:
+            if node.target in (symbolic.QUANTIZE, TRANSPOSED):
                 _mark(node, CheckpointPolicy.MUST_SAVE)
             elif node.target is symbolic.DEQUANTIZE or _is_cheap(node):
                 _mark(node, CheckpointPolicy.MUST_RECOMPUTE)

@@ -59,7 +59,8 @@ def numel_expr(val: torch.Tensor) -> sympy.Expr:
     return expr
 
 
-def _hint(size: int | torch.SymInt) -> int:
+def dim_hint(size: int | torch.SymInt) -> int:
+    """Return a size as it was traced."""
     if isinstance(size, torch.SymInt):
         return int(size.node.hint) if size.node.hint is not None else int(size)
     return int(size)
@@ -69,7 +70,7 @@ def numel_hint(val: torch.Tensor) -> int:
     """Return the number of elements at the traced sizes."""
     count = 1
     for size in val.shape:
-        count *= _hint(size)
+        count *= dim_hint(size)
     return count
 
 

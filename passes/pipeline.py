@@ -16,10 +16,12 @@ from fxprec.passes.carry_scales import CarryScales
 from fxprec.passes.groups import GroupTensors
 from fxprec.passes.guide_partition import GuidePartition
 from fxprec.passes.insert_casts import InsertCasts
+from fxprec.passes.low_gemms import LowGemms
 from fxprec.passes.narrow_accumulators import NarrowAccumulators
 from fxprec.passes.narrow_gemms import NarrowGemms
 from fxprec.passes.observe import InsertObservers
 from fxprec.passes.operators import RecoverOperators
+from fxprec.passes.weigh_gemms import WeighGemms
 from fxprec.passes.write_plan import WritePlan
 
 log = logging.getLogger(__name__)
@@ -31,8 +33,10 @@ PIPELINE: tuple[Pass, ...] = (
     InsertCasts(),  # needs who is low
     CarryScales(),  # needs the casts; rows of its own come after the sites
     NarrowAccumulators(),  # needs operators paired with the GEMMs it replaces; leaves a remark for the plan
-    WritePlan(),  # needs the sites
+    WeighGemms(),  # needs the casts beside each GEMM that is left
+    WritePlan(),  # needs the sites and the answers
     NarrowGemms(),  # needs the casts beside each GEMM
+    LowGemms(),  # takes what is left of them; after it, since a GEMM over codes keeps the dtype it has by then
     GuidePartition(),  # last: marks the nodes the others made
 )
 

@@ -37,7 +37,7 @@ class WritePlan:
             gap=assignment.gap,
             total_elements=sum(t.elements for t in work.grouped.tensors),
             saved_bytes=assignment.saved if work.joint.tangents else None,
-            gemms=_gemms(work.grouped),
+            gemms=_gemms(work),
             groups=_groups(work.grouped, assignment, config.recipe_),
             sites=tuple(work.book.sites),
             notes=tuple(work.remarks),
@@ -45,10 +45,20 @@ class WritePlan:
         work.plan = plan if work.given is None else _keep_promotions(plan, work.given)
 
 
-def _gemms(grouped: Grouped) -> tuple[Gemm, ...]:
+def _gemms(work: Work) -> tuple[Gemm, ...]:
+    assert work.grouped is not None
     return tuple(
-        Gemm(id=i, node=op.name, op=op.aten, module=op.module, group_before=i, group_after=i + 1)
-        for i, op in enumerate(grouped.gemms)
+        Gemm(
+            id=i,
+            node=op.name,
+            op=op.aten,
+            module=op.module,
+            group_before=i,
+            group_after=i + 1,
+            pays=answer.pays,
+            why=answer.why,
+        )
+        for i, (op, answer) in enumerate(zip(work.grouped.gemms, work.answers, strict=True))
     )
 
 

@@ -103,11 +103,9 @@ class _Gemms:
         return {n.name: _WIDTH.get(n.value.partition(" ")[0], 32) for n in drawn} | stored
 
     def row(self, gemm: Gemm) -> list[Any]:
-        """``pays`` and ``why`` are in plans of the versions that ask; elsewhere None."""
-        pays, why = getattr(gemm, "pays", None), getattr(gemm, "why", None)
         cost = None if self.drawing is None else self.drawing.gemms[gemm.id]
         names = [self.texts(t) for t in (gemm.node, gemm.op, gemm.module)]
-        return [*names, None if cost is None else cost.flops, *self._bytes(gemm, cost), pays, why and self.texts(why)]
+        return [*names, None if cost is None else cost.flops, *self._bytes(gemm, cost), gemm.pays, self.texts(gemm.why)]
 
     def _bytes(self, gemm: Gemm, cost: GemmCost | None) -> list[int | None]:
         """Bytes of operands and result: all in bf16, and as planned."""

@@ -8,6 +8,7 @@ from torch.fx import GraphModule
 
 from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
+from fxprec.passes.lowering.gemms import lower_gemms
 from fxprec.passes.lowering.stats import append_gathered, append_outputs, count, watch
 
 
@@ -38,6 +39,7 @@ def lower(
         if stats:
             append_gathered(gm.graph, [*stats, *histograms])
     if lowering != "eager":
+        lower_gemms(gm, device_type, scaled, measured)
         expand(gm, scaled, measured)
     gm.graph.eliminate_dead_code()
     gm.recompile()

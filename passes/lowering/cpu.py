@@ -64,6 +64,7 @@ def _store(graph: Graph, q: Node) -> Node:
             codes = values
     for reader in readers:
         _replace(graph, reader, values)
+    codes.meta.setdefault("val", q.meta["val"])
     q.replace_all_uses_with(codes)
     graph.erase_node(q)
     return stats

@@ -17,7 +17,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxprec import codec, symbolic
+from fxprec import codec, formats, symbolic, symbolic_gemms
 from fxprec.formats import parse
 from fxprec.symbolic import CARRIED
 
@@ -80,6 +80,10 @@ def _stats_recipe(node: Node, rows: Rows) -> _Recipe:
     return _site_stats, static, (0, CARRIED, *columns)
 
 
+def _counted_recipe(node: Node, rows: Rows) -> _Recipe:
+    return _counted_stats, (), (CARRIED,)
+
+
 def _rescale_recipe(node: Node, rows: Rows) -> _Recipe:
     return _rescale, (), (0,)
 
@@ -92,6 +96,7 @@ _RECIPES: dict[object, Callable[[Node, Rows], _Recipe]] = {
     symbolic.QUANTIZE: _quantize_recipe,
     symbolic.DEQUANTIZE: _dequantize_recipe,
     symbolic.SITE_STATS: _stats_recipe,
+    symbolic_gemms.COUNTED_STATS: _counted_recipe,
     symbolic.RESCALE: _rescale_recipe,
     symbolic.KEEP_NONFINITE: _keep_recipe,
 }
@@ -121,6 +126,11 @@ def _inline(graph: Graph, template: GraphModule, args: tuple[Any, ...]) -> Node:
     result = graph.graph_copy(template.graph, mapping)
     assert isinstance(result, Node)
     return result
+
+
+def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node) -> Node:
+    """Insert ``function(x, ())``, decomposed as Inductor wants it, at the graph's insertion point."""
+    return _inline(graph, _traced(function, (_dtype(x),), (), 0), (x,))
 
 
 @lru_cache(maxsize=1024)
@@ -172,7 +182,25 @@ def _dequantize(q: torch.Tensor, columns: _Columns, fmt: str, dtype: torch.dtype
 
 def _keep_nonfinite(rounded: torch.Tensor, x: torch.Tensor, columns: _Columns) -> torch.Tensor:
     wide = x.to(torch.float32)
+    if rounded.dtype in _KEPT_CODES:
+        return _keep_codes(rounded, wide)
     return torch.where((wide.view(torch.int32) & codec.MAGNITUDE) < codec.INFINITY, rounded, x.to(rounded.dtype))
+
+
+# Codes of inf and of NaN. Written out, since casts of inf saturate on some devices.
+_KEPT_CODES = {
+    torch.float8_e5m2: (formats.E5M2.overflow_code, formats.E5M2.nan_code or 0),
+    torch.float8_e4m3fn: (formats.E4M3FN.nan_code or 0, formats.E4M3FN.nan_code or 0),
+}
+
+
+def _keep_codes(rounded: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    bits = wide.view(torch.int32)
+    magnitude = bits & codec.MAGNITUDE
+    inf, nan = _KEPT_CODES[rounded.dtype]
+    special = torch.where(magnitude > codec.INFINITY, nan, inf) | ((bits >> 24) & 0x80)
+    code = rounded.view(torch.uint8).to(torch.int32)
+    return torch.where(magnitude < codec.INFINITY, code, special).to(torch.uint8).view(rounded.dtype)
 
 
 def _rescale(g: torch.Tensor, columns: _Columns) -> torch.Tensor:
@@ -198,6 +226,16 @@ def _site_stats(x: torch.Tensor, columns: _Columns, fmt: str | None, scaled: boo
         return torch.stack([*parts, *_moments(stored, bits, columns[0] + columns[1])])
     zero = (columns[0] & 0).to(torch.float32)  # on the graph's device, which a constant made here is not
     return torch.stack([*parts, *(zero + value for value in symbolic.UNMEASURED)])
+
+
+def _counted_stats(counts: torch.Tensor, columns: _Columns) -> torch.Tensor:
+    """Ratios in float64, as the reference divides integers."""
+    over, under, bits, elements = counts.unbind()
+    share = torch.clamp_min(elements, 1).to(torch.float64)
+    ratios = [(n.to(torch.float64) / share).to(torch.float32) for n in (over, under)]
+    amax = bits.to(torch.int32).view(torch.float32) * _power(-columns[0])
+    zero = (columns[0] & 0).to(torch.float32)
+    return torch.stack([*ratios, amax, *(zero + value for value in symbolic.UNMEASURED)])
 
 
 def _moments(stored: torch.Tensor, bits: torch.Tensor, scale_exp: torch.Tensor) -> list[torch.Tensor]:

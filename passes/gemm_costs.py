@@ -1,0 +1,129 @@
+"""What a GEMM costs with low operands and without, by GPU, from the figures in ``gemm_costs.json``.
+
+Storage is the plan's to choose; what is weighed here is arithmetic: multiply the codes (in a transposed copy where
+the tensor cores need one), or decode them and multiply in high precision. A GEMM takes the longer of its arithmetic
+and its traffic, and every kernel a launch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_FIGURES = Path(__file__).with_name("gemm_costs.json")
+_CODE_BYTES = 1
+FP8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Whether multiplying codes pays for a GEMM, its backward included; None: not asked."""
+
+    pays: bool | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device as torch describes it."""
+
+    name: str
+    capability: tuple[int, int]
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.capability >= FP8_CAPABILITY
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """Return the GPU a graph is compiled for, or None on a CPU."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.name, (properties.major, properties.minor))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Rates of one device."""
+
+    source: str
+    """``measured`` or ``estimate``."""
+    bytes_per_s: float
+    bf16_flop_per_s: float
+    fp8_flop_per_s: float | None
+    generated_flop_per_s: float
+    fp32_flop_per_s: float
+    launch_s: float
+    own_launch_s: float
+    """Of a kernel of ours, which compiled code calls through Python."""
+
+    def product(self, m: int, n: int, k: int, rate: float, operand_bytes: float, out_bytes: float = 2) -> float:
+        """Seconds of one GEMM at ``rate`` operations a second, operands of so many bytes an element; no launch."""
+        traffic = (operand_bytes * (m * k + k * n) + out_bytes * m * n) / self.bytes_per_s
+        return max(2.0 * m * n * k / rate, traffic)
+
+
+@cache
+def _figures() -> Mapping[str, Any]:
+    found: Mapping[str, Any] = json.loads(_FIGURES.read_text(encoding="utf-8"))
+    return found
+
+
+def margin() -> float:
+    """Return the share of the high GEMM's time that the low one must stay below."""
+    return float(_figures()["margin"])
+
+
+def costs_of(gpu: Gpu) -> Costs:
+    """Return a device's figures: by name, else those of the nearest older architecture, as estimates."""
+    devices = _figures()["devices"]
+    named = [d for d in devices if d["name"] in gpu.name]
+    older = sorted((d for d in devices if tuple(d["capability"]) <= gpu.capability), key=lambda d: d["capability"])
+    entry = named[0] if named else (older or devices)[-1]
+    values = {name: entry[name] for name in Costs.__dataclass_fields__}
+    return Costs(**values if named else values | {"source": "estimate"})
+
+
+@dataclass(frozen=True)
+class Product:
+    """One GEMM node, and what multiplying its codes or their decoded numbers takes. Sizes in elements."""
+
+    m: int
+    n: int
+    k: int
+    kernel: str
+    """``native`` or ``generated``."""
+    copies: tuple[int, ...] = ()
+    """Transposed copies that a native GEMM needs and no GEMM before it made."""
+    decodes: tuple[int, ...] = ()
+    """Operands saved by forward, which backward otherwise decodes in a kernel of its own each."""
+    written: int = 0
+    """Operands that the kernel which rounds them otherwise writes decoded as well."""
+    high: torch.dtype = torch.bfloat16
+    """What the GEMM computes in otherwise."""
+
+
+def low_seconds(product: Product, costs: Costs) -> float:
+    """Seconds of the GEMM over codes, its transposed copies made."""
+    native = product.kernel == "native"
+    rate = costs.fp8_flop_per_s if native else costs.generated_flop_per_s
+    assert rate is not None
+    launches = len(product.copies) * costs.own_launch_s + (costs.launch_s if native else costs.own_launch_s)
+    copies = 2 * _CODE_BYTES * sum(product.copies) / costs.bytes_per_s
+    return launches + copies + costs.product(product.m, product.n, product.k, rate, _CODE_BYTES)
+
+
+def high_seconds(product: Product, costs: Costs) -> float:
+    """Seconds of decoding the operands and multiplying in high precision."""
+    wide = product.high.itemsize
+    rate = costs.bf16_flop_per_s if wide == 2 else costs.fp32_flop_per_s
+    launches = (len(product.decodes) + 1) * costs.launch_s
+    moved = (_CODE_BYTES + wide) * sum(product.decodes) + wide * product.written
+    return launches + moved / costs.bytes_per_s + costs.product(product.m, product.n, product.k, rate, wide)

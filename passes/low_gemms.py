@@ -1,0 +1,167 @@
+"""Multiply stored codes where that pays: ``gemm(dequantize(a), dequantize(b))`` becomes ``fxprec::gemm(a, b)``.
+
+Scales are powers of two in the table, so taking them off costs nothing. Where a native GEMM reads a forward tensor
+along its rows, backward gets a transposed copy made once, beside the first; what else backward reads of that tensor
+it then reads from the copy too, so that only one is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec import symbolic, symbolic_gemms
+from fxprec.passes import gemm_costs
+from fxprec.passes.base import Work
+from fxprec.passes.coded_gemms import PURE_VIEWS, Coded, Layout
+from fxprec.passes.joint import is_backward, value
+from fxprec.passes.sites import emit
+from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
+
+aten = torch.ops.aten
+_NATIVE: tuple[Layout, Layout] = ("rows", "columns")  # what torch._scaled_mm takes
+
+
+@dataclass(frozen=True)
+class LowGemms:
+    """Rewrite the GEMMs whose answer in ``work.answers`` is yes."""
+
+    name: str = "low-gemms"
+
+    def apply(self, work: Work) -> None:
+        assert work.grouped is not None
+        gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
+        if gpu is None:
+            return
+        rewrite = _Rewrite(work.joint.graph)
+        for op, answer in zip(work.grouped.gemms, work.answers, strict=True):
+            for node in gemm_nodes(op) if answer.pays else ():
+                found = kernel_of(node, gpu)
+                if isinstance(found, Found):
+                    rewrite.gemm(node, found)
+                else:
+                    work.remarks.append(f"{node.name} decodes its operands: {found}")
+        rewrite.read_copies()
+
+
+class _Rewrite:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.codes: dict[tuple[Node, Node | None], Node] = {}
+        self.copies: dict[Node, Node] = {}  # codes -> their transposed copy
+
+    def gemm(self, node: Node, found: Found) -> None:
+        a, b = found.a, found.b
+        bias = node.args[0] if node.target is aten.addmm.default else None
+        out = value(node)
+        assert out is not None
+        native, backward = found.kernel == "native", is_backward(node)
+        factors = [
+            self.copy(code) if native and x.layout != layout else code
+            for code, x, layout in zip((self.code(a), self.code(b)), (a, b), _NATIVE, strict=True)
+        ]
+        with self.graph.inserting_before(node):
+            args = tuple(self.seen(c, x, backward) for c, x in zip(factors, (a, b), strict=True))
+            rest = (bias, a.table, a.row, b.row, a.fmt.name, b.fmt.name, out.dtype, found.kernel)
+            new = emit(self.graph, symbolic_gemms.GEMM, (*args, *rest), node, val=out)
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+    def code(self, x: Coded) -> Node:
+        """Return the codes to multiply: of a guarded gradient, with its inf and NaN."""
+        found = self.codes.get((x.q, x.source))
+        if found is None:
+            found = self.codes[x.q, x.source] = self._code(x)
+        return found
+
+    def _code(self, x: Coded) -> Node:
+        code = x.q
+        stored = value(code)
+        assert stored is not None
+        with self.graph.inserting_before(code.next):
+            if x.fmt.torch_dtype is not None and stored.dtype != x.fmt.torch_dtype and x.fmt.bits <= 8:
+                code = emit(self.graph, aten.view.dtype, (code, x.fmt.torch_dtype), x.q)
+            if x.source is not None:
+                code = emit(self.graph, symbolic.KEEP_NONFINITE, (code, x.source), x.q)
+        return code
+
+    def seen(self, code: Node, x: Coded, backward: bool) -> Node:
+        """Return codes, or their transposed copy, as the matrix the GEMM multiplies."""
+        val = value(code)
+        assert val is not None
+        if val.ndim != 2:
+            code = emit(self.graph, aten.view.default, (code, [-1, int(val.shape[-1])]), code, backward=backward)
+        is_copy = code.target is symbolic_gemms.TRANSPOSED
+        if is_copy == (x.layout == "columns"):
+            return code
+        return emit(self.graph, aten.permute.default, (code, [1, 0]), code, backward=backward)
+
+    def copy(self, code: Node) -> Node:
+        """Return the transposed copy, made once, right where the codes are."""
+        if code not in self.copies:
+            with self.graph.inserting_before(code.next):
+                self.copies[code] = emit(self.graph, symbolic_gemms.TRANSPOSED, (code,), code)
+        return self.copies[code]
+
+    def read_copies(self) -> None:
+        """Let backward read forward tensors from the copy it has anyway."""
+        for code, copy in self.copies.items():
+            q = code if code.target is symbolic.QUANTIZE else code.args[0]
+            assert isinstance(q, Node)
+            if is_backward(q):
+                continue
+            for decode in [u for u in q.users if u.target is symbolic.DEQUANTIZE]:
+                found = list(_backward_readers(decode))
+                x = self._decoded(copy, decode, [reader for _, reader in found]) if found else None
+                if x is not None:
+                    for shown, reader in found:
+                        with self.graph.inserting_before(reader):
+                            reader.replace_input_with(shown, self._as_shown(shown, decode, x))
+
+    def _decoded(self, copy: Node, decode: Node, readers: list[Node]) -> Node | None:
+        """Decode the copy in front of its readers; None where the shape cannot be written down: both are saved."""
+        q, table, row, fmt, storage, dtype = decode.args
+        assert isinstance(q, Node)
+        stored = value(q)
+        assert stored is not None
+        if stored.ndim != 2 and not all(isinstance(size, int) for size in stored.shape):
+            return None
+        with self.graph.inserting_before(min(readers)):
+            x = emit(self.graph, aten.permute.default, (copy, [1, 0]), q, backward=True)
+            if stored.dtype != x.meta["val"].dtype:
+                x = emit(self.graph, aten.view.dtype, (x, stored.dtype), q, backward=True)
+            x = emit(self.graph, symbolic.DEQUANTIZE, (x, table, row, fmt, storage, dtype), q, backward=True)
+            x = self._contiguous(x, q)
+            if stored.ndim != 2:
+                x = emit(self.graph, aten.view.default, (x, [int(s) for s in stored.shape]), q, backward=True)
+        return x
+
+    def _as_shown(self, shown: Node, decode: Node, x: Node) -> Node:
+        """Repeat the views between ``decode`` and ``shown`` on ``x``."""
+        if shown is decode:
+            return x
+        (source,) = shown.all_input_nodes[:1]
+        return emit(
+            self.graph, shown.target, (self._as_shown(source, decode, x), *shown.args[1:]), shown, backward=True
+        )
+
+    def _contiguous(self, x: Node, like: Node) -> Node:
+        val: torch.Tensor = x.meta["val"]
+        clone = emit(self.graph, aten.clone.default, (x,), like, backward=True, val=val.contiguous())
+        clone.kwargs = {"memory_format": torch.contiguous_format}
+        return clone
+
+
+def _backward_readers(decode: Node) -> Iterator[tuple[Node, Node]]:
+    """Yield (what is read, by whom): backward nodes that read a decoded tensor, or forward views of it."""
+    stack = [decode]
+    while stack:
+        shown = stack.pop()
+        for user in shown.users:
+            if is_backward(user):
+                yield shown, user
+            elif user.target in PURE_VIEWS:
+                stack.append(user)

@@ -1,0 +1,116 @@
+"""Say of each GEMM whether multiplying its stored codes pays, for the plan and for `low_gemms`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fxprec.passes import gemm_costs
+from fxprec.passes.base import Work
+from fxprec.passes.coded_gemms import MATMULS, Coded, coded, is_plain, native_refusal, operands
+from fxprec.passes.gemm_costs import Answer, Costs, Gpu, Product
+from fxprec.passes.joint import dim_hint, is_backward, value
+from fxprec.passes.operators import Operator
+
+
+@dataclass(frozen=True)
+class WeighGemms:
+    """Fill ``work.answers``, one per GEMM of the plan: a person's word first, then the cost model's."""
+
+    name: str = "weigh-gemms"
+
+    def apply(self, work: Work) -> None:
+        assert work.grouped is not None
+        gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
+        given = [] if work.given is None else [g.pays for g in work.given.gemms]
+        work.answers = tuple(
+            _answer(op, gpu, work, given[i] if i < len(given) else None) for i, op in enumerate(work.grouped.gemms)
+        )
+
+
+def _answer(op: Operator, gpu: Gpu | None, work: Work, given: bool | None) -> Answer:
+    if gpu is None:
+        return Answer(None, "not asked on cpu")
+    if work.config.storage_ == "simulate":
+        return Answer(None, "not asked in simulation")
+    if work.config.accumulator_ is not None:
+        return Answer(False, "it adds up in an accumulator of its own")
+    found = [kernel_of(node, gpu) for node in gemm_nodes(op)]
+    if all(isinstance(f, str) for f in found):
+        return Answer(False, str(found[0]) if found else f"{op.aten} has no kernel for codes")
+    if work.config.gemms != "auto":
+        low = work.config.gemms == "low"
+        return Answer(low, f"as gemms={work.config.gemms!r} asks")
+    if given is not None:
+        return Answer(given, "as the given plan says")
+    high_dtype = work.config.recipe_.hi.torch_dtype
+    known = [(node, f) for node, f in zip(gemm_nodes(op), found, strict=True) if not isinstance(f, str)]
+    return weigh(list(products_of(known, high_dtype)), gemm_costs.costs_of(gpu))
+
+
+def weigh(products: Sequence[Product], costs: Costs) -> Answer:
+    """Compare the two ways of the GEMMs of one operator."""
+    low = sum(gemm_costs.low_seconds(p, costs) for p in products)
+    high = sum(gemm_costs.high_seconds(p, costs) for p in products)
+    pays = low <= gemm_costs.margin() * high
+    counts = f"{len(products)} GEMM{'s' * (len(products) > 1)}"
+    return Answer(pays, f"{counts} over codes {low * 1e6:.0f} us, decoded {high * 1e6:.0f} us ({costs.source})")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A GEMM node's coded operands, and the kernel for them."""
+
+    a: Coded
+    b: Coded
+    kernel: str
+
+
+def gemm_nodes(op: Operator) -> list[Node]:
+    """Return the matrix products of an operator, forward and backward."""
+    return [n for n in _nodes(op) if n.target in MATMULS]
+
+
+def _nodes(op: Operator) -> Iterable[Node]:
+    yield from op.nodes
+    yield from op.backward
+
+
+def kernel_of(gemm: Node, gpu: Gpu) -> Found | str:
+    """Return the kernel that can multiply a GEMM's codes, or why none can."""
+    if not is_plain(gemm):
+        return "more than a product and a bias"
+    first, second = (coded(x) for x in operands(gemm))
+    if isinstance(first, str) or isinstance(second, str):
+        return first if isinstance(first, str) else str(second)
+    if gpu.has_fp8 and native_refusal(first, second, gemm) is None:
+        return Found(first, second, "native")
+    if first.fmt.bits > 8 and second.fmt.bits > 8:
+        return f"operands are {first.fmt.name} and {second.fmt.name}"
+    return Found(first, second, "generated")
+
+
+def products_of(nodes: Iterable[tuple[Node, Found]], high: torch.dtype | None) -> Iterator[Product]:
+    """Yield what each of one operator's GEMMs takes; what an earlier one made, a later one has."""
+    made: set[tuple[Node, str]] = set()
+    wide = high if high in (torch.bfloat16, torch.float16) else torch.float32
+    for gemm, found in nodes:
+        left, right = (value(x) for x in operands(gemm))  # type: ignore[arg-type]
+        assert left is not None
+        assert right is not None
+        (m, k), n = (dim_hint(s) for s in left.shape), dim_hint(right.shape[1])
+        sizes = ((found.a, m * k, "rows"), (found.b, k * n, "columns"))
+        copies = [size for x, size, layout in sizes if x.layout != layout and _is_new(made, x, "copy")]
+        decodes = [s for x, s, _ in sizes if is_backward(gemm) > is_backward(x.q) and _is_new(made, x, "decode")]
+        written = [s for x, s, _ in sizes if is_backward(gemm) == is_backward(x.q) and _is_new(made, x, "write")]
+        copies = copies if found.kernel == "native" else []
+        yield Product(m, n, k, found.kernel, tuple(copies), tuple(decodes), sum(written), wide)
+
+
+def _is_new(made: set[tuple[Node, str]], x: Coded, what: str) -> bool:
+    known = (x.q, what) in made
+    made.add((x.q, what))
+    return not known

@@ -1,0 +1,1 @@
+"""Triton kernels around GEMMs whose operands are stored in a few bits."""

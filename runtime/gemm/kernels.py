@@ -1,0 +1,89 @@
+"""The kernels as they are used in training, to be compiled ahead of time: which formats, layouts and tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxprec.formats import parse
+from fxprec.runtime.gemm import aot, matmul, transpose
+from fxprec.runtime.gemm.tiles import TILES, Tile
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel with everything its machine code depends on."""
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+    def compile(self, arch: int) -> Any:
+        return aot.compile_for(self.kernel, self.signature, self.constants, arch, **self.options)
+
+
+# (format, what is rounded, layout): aligned rows as activations have them, and any strides.
+_CASTS = (
+    ("e4m3fn", "fp32", "rows"),
+    ("e5m2_sat", "bf16", "rows"),
+    ("1-4-3+4", "fp32", "rows"),
+    ("1-6-9", "fp32", "rows"),
+    ("e4m3fn", "fp32", "strided"),
+)
+# (a, b, codes that come out or None).
+_PRODUCTS = (
+    ("e4m3fn", "e5m2_sat", None),
+    ("1-4-3+4", "1-5-2", "1-5-2"),
+    ("1-6-9", "1-4-3+4", None),
+    ("1-6-9", "1-4-3+4", "1-6-9"),
+)
+
+
+def cases(arch: int, *, quick: bool = False) -> Iterator[Case]:
+    """Yield the kernels used on an architecture; ``quick``: one of each kind."""
+    yield from (_cast(*case) for case in (_CASTS[:1] if quick else _CASTS))
+    yield _transposition()
+    tiles = [t for t in TILES if t.least_arch <= arch]
+    for a, b, out in _PRODUCTS[1:2] if quick else _PRODUCTS:
+        yield from (_product(a, b, out, tile) for tile in (tiles[:1] if quick else tiles))
+
+
+def _pointer(name: str) -> str:
+    fmt = parse(name)
+    return f"*u{8 * fmt.code_dtype.itemsize}:16"
+
+
+def _cast(name: str, source: str, layout: str) -> Case:
+    fmt = parse(name)
+    signature = {"x_ptr": f"*{source}:16", "exp_ptr": "*i32", "q_ptr": _pointer(name), "t_ptr": _pointer(name)}
+    signature |= {"counts_ptr": "*i64:16", "m": "i32:16", "n": "i32:16", "stride_m": "i32:16"}
+    constants = transpose.flags(fmt, keep=fmt.nan_code is not None)
+    if layout == "rows":
+        constants["stride_n"] = 1
+    else:
+        signature = {key: kind.removesuffix(":16") for key, kind in signature.items()} | {"stride_n": "i32"}
+    title = f"quantize+transpose {source} to {name}, {layout}"
+    return Case(title, transpose.quantize_transpose_kernel, signature, constants, {"num_warps": transpose.WARPS})
+
+
+def _transposition() -> Case:
+    signature = {"q_ptr": "*u8:16", "t_ptr": "*u8:16", "m": "i32:16", "n": "i32:16", "stride_m": "i32:16"}
+    constants = {"stride_n": 1, "ROWS": transpose.ROWS, "COLUMNS": transpose.COLUMNS}
+    return Case("transpose u8", transpose.transpose_kernel, signature, constants, {"num_warps": transpose.WARPS})
+
+
+def _product(a: str, b: str, out: str | None, tile: Tile) -> Case:
+    signature = {"a_ptr": _pointer(a), "b_ptr": _pointer(b), "bias_ptr": "*bf16:16", "exp_a_ptr": "*i32"}
+    signature |= {"exp_b_ptr": "*i32", "exp_ptr": "*i32", "out_ptr": _pointer(out) if out else "*bf16:16"}
+    signature |= {"counts_ptr": "*i64:16", "m": "i32:16", "n": "i32:16", "k": "i32:16", "bucket": "i32:16"}
+    signature |= {"stride_am": "i32:16", "stride_bn": "i32:16"}  # both operands along the summed dimension
+    codes = None if out is None else parse(out)
+    constants = matmul.flags(parse(a), parse(b), out=codes, bias=True, middle=torch.bfloat16) | matmul.tile_flags(tile)
+    constants |= {"stride_ak": 1, "stride_bk": 1}
+    title = f"gemm {a} x {b} to {out or 'bf16'}, {tile.rows}x{tile.columns}x{tile.depth}"
+    return Case(title, matmul.matmul_kernel, signature, constants, {"num_warps": tile.warps, "num_stages": tile.stages})

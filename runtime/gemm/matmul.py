@@ -1,0 +1,197 @@
+"""A Triton GEMM of stored operands: codes are decoded on the way in, and may be encoded on the way out.
+
+Operands are codes of any format of at most 16 bits, or plain floats; each is read as the narrowest dtype that holds
+its numbers exactly, so products are exact, and sums are float32, in steps of the tile's depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from fxprec.formats import BF16, FP16, FP32, Format
+from fxprec.runtime.gemm.counts import COUNTS, add_counts, thresholds
+from fxprec.runtime.gemm.device_codec import constants, decode, encode, power
+from fxprec.runtime.gemm.tiles import SMALL, TILES, Tile
+
+_GROUP = 8  # rows of tiles that share columns of B in the L2 cache
+TF32_MANTISSA = 10
+
+
+@triton.jit
+def _read(at, inside, F: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of an operand as the tensor cores take it; zeros outside."""
+    value = tl.load(at, mask=inside, other=0.0 if len(F) == 0 else 0)
+    if len(F) > 0:
+        value = decode(value.to(tl.int32), F)
+    return value.to(DTYPE)
+
+
+@triton.jit
+def matmul_kernel(  # type: ignore[no-untyped-def]
+    a_ptr, b_ptr, bias_ptr, exp_a_ptr, exp_b_ptr, exp_ptr, out_ptr, counts_ptr, m, n, k, stride_am, stride_ak,
+    stride_bk, stride_bn, bucket, FA: tl.constexpr, FB: tl.constexpr, FO: tl.constexpr, LIMITS: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, MIDDLE: tl.constexpr, SCALED_A: tl.constexpr,
+    SCALED_B: tl.constexpr, BIAS: tl.constexpr, STATS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    program = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
+    first = program // (GROUP * tiles_n) * GROUP
+    tall = tl.minimum(tiles_m - first, GROUP)
+    i = (first + program % (GROUP * tiles_n) % tall) * ROWS + tl.arange(0, ROWS)
+    j = (program % (GROUP * tiles_n)) // tall * COLUMNS + tl.arange(0, COLUMNS)
+    d = tl.arange(0, DEPTH)
+    a_at = a_ptr + i[:, None].to(tl.int64) * stride_am + d[None, :] * stride_ak
+    b_at = b_ptr + d[:, None] * stride_bk + j[None, :].to(tl.int64) * stride_bn
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(0, k, DEPTH):
+        left = k - start
+        a = _read(a_at, (i[:, None] < m) & (d[None, :] < left), FA, DTYPE)
+        b = _read(b_at, (d[:, None] < left) & (j[None, :] < n), FB, DTYPE)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+        a_at += DEPTH * stride_ak
+        b_at += DEPTH * stride_bk
+    if SCALED_A:
+        total = total * power(-tl.load(exp_a_ptr))
+    if SCALED_B:
+        total = total * power(-tl.load(exp_b_ptr))
+    if BIAS:
+        total = total + tl.load(bias_ptr + j, mask=j < n, other=0.0).to(tl.float32)[None, :]
+    inside = (i[:, None] < m) & (j[None, :] < n)
+    at = out_ptr + i[:, None].to(tl.int64) * n + j[None, :]
+    if len(FO) == 0:
+        tl.store(at, total.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        total = total.to(MIDDLE).to(tl.float32)  # as a GEMM that hands on this dtype would
+        stored = total * power(tl.load(exp_ptr))
+        tl.store(at, encode(stored, FO).to(out_ptr.dtype.element_ty), mask=inside)
+        if STATS:
+            if program == 0:
+                tl.store(counts_ptr + 3, m.to(tl.int64) * n)
+            add_counts(total, stored, inside, counts_ptr, LIMITS)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix as it is stored, in any layout. ``value = decode(codes, fmt) * 2**-exponent``."""
+
+    codes: Tensor
+    """(M, K) or (K, N): unsigned codes of ``fmt``, or plain floats."""
+    fmt: Format | None = None
+    """None for plain floats."""
+    exponent: Tensor | None = None
+    """0-dim int32, or None for no scale."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """How the product is stored as codes: ``encode(product * 2**exponent, fmt)``."""
+
+    fmt: Format
+    exponent: Tensor
+    keep: bool = False
+    stats: bool = True
+
+
+_TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def dot_dtype(a: Format, b: Format) -> tuple[torch.dtype, str]:
+    """Return the dtype in which tensor cores multiply numbers of ``a`` and ``b`` exactly, and the precision to ask.
+
+    bfloat16 or float16 where one holds both, else float32: as tf32 where 10 mantissa bits are enough.
+    """
+    for dtype, carrier in ((torch.bfloat16, BF16), (torch.float16, FP16)):
+        if carrier.contains(a) and carrier.contains(b):
+            return dtype, "ieee"
+    exact = max(a.mantissa_bits, b.mantissa_bits) <= TF32_MANTISSA
+    return torch.float32, "tf32" if exact else "ieee"
+
+
+def flags(a: Format, b: Format, *, coded: tuple[bool, bool] = (True, True), out: Format | None = None,
+          keep: bool = False, stats: bool = True, scaled: tuple[bool, bool] = (True, True), bias: bool = False,
+          middle: torch.dtype = torch.float32) -> dict[str, Any]:  # fmt: skip
+    """Return the compile-time arguments for operands of formats ``a`` and ``b`` and codes ``out``, if any."""
+    dtype, precision = dot_dtype(a, b)
+    if dtype == torch.bfloat16 and isinstance(matmul_kernel, InterpretedFunction):
+        dtype = torch.float32  # the same numbers: the interpreter multiplies bfloat16 as if it were integers
+    return {
+        "FA": constants(a) if coded[0] else (),
+        "FB": constants(b) if coded[1] else (),
+        "FO": constants(out, keep=keep) if out is not None else (),
+        "LIMITS": thresholds(out) if out is not None else (),
+        "DTYPE": _TRITON[dtype],
+        "PRECISION": precision,
+        "MIDDLE": _TRITON[middle],
+        "SCALED_A": scaled[0],
+        "SCALED_B": scaled[1],
+        "BIAS": bias,
+        "STATS": stats and out is not None,
+        "GROUP": _GROUP,
+    }
+
+
+def tile_flags(tile: Tile) -> dict[str, int]:
+    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
+
+
+_PLAIN = {torch.bfloat16: BF16, torch.float16: FP16}
+
+
+def matmul(
+    a: Operand,
+    b: Operand,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    out: Output | None = None,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the product (M, N) and counts (4,) int64.
+
+    The product is rounded to ``dtype``, and with ``out`` stored as codes of that. ``tile`` None: the fastest of
+    `TILES` for the shape, found at its first run (rows in powers of two count as one shape).
+    """
+    (m, k), n = a.codes.shape, b.codes.shape[1]
+    formats = [x.fmt or _PLAIN.get(x.codes.dtype, FP32) for x in (a, b)]
+    result = torch.empty(m, n, dtype=dtype if out is None else out.fmt.code_dtype, device=a.codes.device)
+    counts = torch.zeros(COUNTS, dtype=torch.int64, device=a.codes.device)
+    if not result.numel():
+        return result, counts
+    static = flags(
+        *formats, coded=(a.fmt is not None, b.fmt is not None), out=None if out is None else out.fmt,
+        keep=bool(out and out.keep), stats=bool(out and out.stats), middle=dtype, bias=bias is not None,
+        scaled=(a.exponent is not None, b.exponent is not None),
+    )  # fmt: skip
+    spare = counts  # never read
+    args = (
+        a.codes, b.codes, spare if bias is None else bias, spare if a.exponent is None else a.exponent,
+        spare if b.exponent is None else b.exponent, spare if out is None else out.exponent, result, counts, m, n, k,
+        *a.codes.stride(), *b.codes.stride(), triton.next_power_of_2(m),
+    )  # fmt: skip
+    if tile is None and isinstance(matmul_kernel, InterpretedFunction):
+        tile = SMALL
+    if tile is None:
+        major, minor = torch.cuda.get_device_capability(a.codes.device)
+        _tuned(10 * major + minor)[lambda meta: (triton.cdiv(m, meta["ROWS"]) * triton.cdiv(n, meta["COLUMNS"]),)](
+            *args, **static
+        )
+    else:
+        grid = (triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)
+        shape = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+        matmul_kernel[grid](*args, **static, **tile_flags(tile), **shape)
+    return result, counts
+
+
+@cache
+def _tuned(arch: int) -> Any:
+    tiles = [t for t in TILES if t.least_arch <= arch]
+    configs = [triton.Config(tile_flags(t), num_warps=t.warps, num_stages=t.stages) for t in tiles]
+    return triton.autotune(configs, key=["bucket", "n", "k"], reset_to_zero=["counts_ptr"])(matmul_kernel)

@@ -1,0 +1,92 @@
+"""The kernels as ops of compiled graphs. On a CPU they run in Triton's interpreter, or not at all."""
+
+from __future__ import annotations
+
+import torch
+
+from fxprec.errors import LoweringError
+from fxprec.formats import parse
+from fxprec.symbolic import AS_STORED, stored_dtype
+
+
+def quantize_transpose(
+    x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from fxprec.runtime.gemm import transpose
+
+    _check_device(x)
+    fmt = parse(format)
+    dtype = stored_dtype(fmt, storage)
+    q, t, counts = transpose.quantize_transpose(x.reshape(-1, x.shape[-1]), table[row, 0], fmt, keep=keep)
+    return q.view(x.shape).view(dtype), t.view(dtype), counts
+
+
+def transpose_codes(q: torch.Tensor) -> torch.Tensor:
+    from fxprec.runtime.gemm import transpose
+
+    _check_device(q)
+    return transpose.transpose(q.reshape(-1, q.shape[-1]))
+
+
+def matmul_codes(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    table: torch.Tensor,
+    row_a: int,
+    row_b: int,
+    format_a: str,
+    format_b: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    from fxprec.runtime.gemm.matmul import matmul
+
+    _check_device(a)
+    return matmul(_operand(a, format_a, table, row_a), _operand(b, format_b, table, row_b), bias, dtype)[0]
+
+
+def matmul_to_codes(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    table: torch.Tensor,
+    row_a: int,
+    row_b: int,
+    format_a: str,
+    format_b: str,
+    dtype: torch.dtype,
+    row: int,
+    format: str,
+    storage: str,
+    keep: bool,
+    stats: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from fxprec.runtime.gemm.matmul import Output, matmul
+
+    _check_device(a)
+    out = Output(parse(format), table[row, 0], keep, stats)
+    operands = _operand(a, format_a, table, row_a), _operand(b, format_b, table, row_b)
+    q, counts = matmul(*operands, bias, dtype, out)
+    return q.view(stored_dtype(out.fmt, storage)), counts
+
+
+def _operand(codes: torch.Tensor, format: str, table: torch.Tensor, row: int):  # type: ignore[no-untyped-def]
+    from fxprec.runtime.gemm.matmul import Operand
+
+    fmt = parse(format)
+    return Operand(codes.view(fmt.code_dtype), fmt, None if row == AS_STORED else table[row, 0])
+
+
+def _check_device(x: torch.Tensor) -> None:
+    import triton
+
+    if x.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise LoweringError(
+            f"Triton kernels do not run on {x.device.type!r}; move the tensors to 'cuda', or set TRITON_INTERPRET=1 "
+            "before the first import to run them in the interpreter"
+        )
+
+
+for _function in (quantize_transpose, transpose_codes, matmul_codes, matmul_to_codes):
+    for _key in ("CPU", "CUDA"):
+        torch.library.impl(f"fxprec::{_function.__name__}", _key, _function)

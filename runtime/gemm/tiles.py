@@ -1,0 +1,33 @@
+"""Tiles of the generated GEMM: what autotuning chooses from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How much of the product one program makes: a ``rows`` x ``columns`` tile in steps of ``depth``."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    least_arch: int = 80
+    """The oldest architecture on which it spills no registers."""
+
+
+# Large tiles for the tensor cores, small ones for few rows and for odd shapes. None spills where it is used, and each
+# fits sm_89's 99 KiB (benchmarks/results/*-gemm-kernels.json).
+TILES = (
+    Tile(128, 128, 64, 8, 3, least_arch=89),
+    Tile(128, 128, 32, 8, 4, least_arch=89),
+    Tile(128, 64, 64, 4, 3),
+    Tile(64, 128, 64, 4, 3),
+    Tile(64, 64, 64, 4, 4),
+    Tile(32, 64, 128, 4, 3),
+    Tile(16, 128, 128, 4, 3),
+)
+SMALL = Tile(16, 32, 32, 4, 1)
+"""The interpreter's: it runs programs one by one, and edges want to be met."""

@@ -1,0 +1,102 @@
+"""One read of a matrix, two low copies: its codes row-major and transposed, and what rounding did to it.
+
+The three GEMMs of a linear layer want both on Hopper, whose fp8 tensor cores read operands along the summed
+dimension only (docs/gemm.md has the table).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fxprec.formats import Format
+from fxprec.runtime.gemm.counts import COUNTS, add_counts, thresholds
+from fxprec.runtime.gemm.device_codec import constants, encode, power
+
+# 94 to 99 registers and no spill on sm_80 to sm_100 (4 warps: 180, and 500 spilled bytes for strided input).
+ROWS, COLUMNS, WARPS = 64, 128, 8
+
+
+@triton.jit
+def quantize_transpose_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, exp_ptr, q_ptr, t_ptr, counts_ptr, m, n, stride_m, stride_n, F: tl.constexpr, LIMITS: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, STATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    tiles = tl.cdiv(n, COLUMNS)
+    program = tl.program_id(0)
+    i = (program // tiles) * ROWS + tl.arange(0, ROWS)
+    j = (program % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (i[:, None] < m) & (j[None, :] < n)
+    at = i[:, None].to(tl.int64) * stride_m + j[None, :].to(tl.int64) * stride_n
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    stored = x * power(tl.load(exp_ptr))
+    code = encode(stored, F).to(q_ptr.dtype.element_ty)
+    if ROW_MAJOR:
+        tl.store(q_ptr + i[:, None].to(tl.int64) * n + j[None, :], code, mask=inside)
+    tl.store(t_ptr + j[:, None].to(tl.int64) * m + i[None, :], tl.trans(code), mask=tl.trans(inside))
+    if STATS:
+        if program == 0:
+            tl.store(counts_ptr + 3, m.to(tl.int64) * n)
+        add_counts(x, stored, inside, counts_ptr, LIMITS)
+
+
+@triton.jit
+def transpose_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, t_ptr, m, n, stride_m, stride_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    tiles = tl.cdiv(n, COLUMNS)
+    i = (tl.program_id(0) // tiles) * ROWS + tl.arange(0, ROWS)
+    j = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (i[:, None] < m) & (j[None, :] < n)
+    code = tl.load(q_ptr + i[:, None].to(tl.int64) * stride_m + j[None, :].to(tl.int64) * stride_n, mask=inside)
+    tl.store(t_ptr + j[:, None].to(tl.int64) * m + i[None, :], tl.trans(code), mask=tl.trans(inside))
+
+
+def _grid(m: int, n: int) -> tuple[int]:
+    return (triton.cdiv(m, ROWS) * triton.cdiv(n, COLUMNS),)
+
+
+def flags(fmt: Format, *, keep: bool = False, row_major: bool = True, stats: bool = True) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel for a format."""
+    return {
+        "F": constants(fmt, keep=keep),
+        "LIMITS": thresholds(fmt),
+        "ROW_MAJOR": row_major,
+        "STATS": stats,
+        "ROWS": ROWS,
+        "COLUMNS": COLUMNS,
+    }
+
+
+def quantize_transpose(
+    x: Tensor, exponent: Tensor, fmt: Format, *, keep: bool = False, stats: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (M, N), their transpose (N, M), both contiguous, and the counts (4,) int64, of x (M, N).
+
+    ``x`` is float32, bfloat16 or float16 in any layout; ``exponent`` a 0-dim int32, the scale's. Bits as
+    ``encode(x * 2**exponent)``.
+    """
+    m, n = x.shape
+    q = torch.empty(m, n, dtype=fmt.code_dtype, device=x.device)
+    t = torch.empty(n, m, dtype=fmt.code_dtype, device=x.device)
+    counts = torch.zeros(COUNTS, dtype=torch.int64, device=x.device)
+    if x.numel():
+        quantize_transpose_kernel[_grid(m, n)](
+            x, exponent, q, t, counts, m, n, *x.stride(), **flags(fmt, keep=keep, stats=stats), num_warps=WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return q, t, counts
+
+
+def transpose(q: Tensor) -> Tensor:
+    """Return the contiguous transpose (N, M) of codes (M, N) in any layout."""
+    m, n = q.shape
+    codes = q.view(torch.uint8) if q.itemsize == 1 else q.view(torch.uint16)
+    t = torch.empty(n, m, dtype=codes.dtype, device=q.device)
+    if q.numel():
+        transpose_kernel[_grid(m, n)](codes, t, m, n, *q.stride(), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    return t.view(q.dtype)

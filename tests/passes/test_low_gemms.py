@@ -1,0 +1,201 @@
+"""GEMMs over stored codes: found, weighed, rewritten; the same bits as decoding first. Any device can: only speed differs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from helpers import assert_bits_equal, recorded_works
+
+import fxprec.graph
+from fxprec import symbolic_gemms
+from fxprec.calibration import interpreted
+from fxprec.passes import gemm_costs, narrow_gemms
+from fxprec.passes.gemm_costs import Costs, Gpu, Product
+from fxprec.passes.weigh_gemms import weigh
+
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0))
+A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0))
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """Pretend this is an H100 whose library calls run here, without code generation; collect the lowered graphs."""
+    seen: list[torch.fx.GraphModule] = []
+
+    def compile_nothing(gm: torch.fx.GraphModule, examples: Any, **options: Any) -> Any:
+        seen.append(gm)
+        for view in gm.graph.find_nodes(op="call_function", target=aten.view.default):
+            view.target = aten.reshape.default  # as Inductor does, whose strides are not those traced
+        gm.recompile()
+        return interpreted(gm)
+
+    monkeypatch.setattr(gemm_costs, "gpu_of", lambda device: H100)
+    monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
+    monkeypatch.setattr(fxprec.graph.compat, "compile_fx_inner", compile_nothing)
+    return seen
+
+
+def network(act: type[nn.Module] = nn.GELU) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), act(), nn.Linear(64, 48))
+
+
+def step(model: nn.Module, shape: tuple[int, ...] = (4, 16, 32), loud: float = 1.0, **options: Any):
+    """One training step; (output and gradients, backend)."""
+    torch.compiler.reset()
+    torch.manual_seed(1)
+    dynamic = options.pop("dynamic", False)
+    defaults = {"recipe": "fp8", "low_ratio": 1.0, "promote_above": None, "gemms": "low"}
+    backend = fxprec.Backend(fxprec.Config(**{**defaults, **options}))
+    x = torch.randn(shape, requires_grad=True)
+    out = torch.compile(model, backend=backend, dynamic=dynamic)(x)
+    weight = torch.randn(out.shape)
+    weight.view(-1)[3] *= loud
+    (out * weight).sum().backward()
+    found = [out.detach(), x.grad, *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    return found, backend
+
+
+def calls(gm: torch.fx.GraphModule, target: object) -> list[torch.fx.Node]:
+    return gm.graph.find_nodes(op="call_function", target=target)
+
+
+def saved_bytes(model: nn.Module, **options: Any) -> int:
+    held: dict[int, Tensor] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        held[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        step(model, **options)
+    return sum(t.untyped_storage().nbytes() for t in held.values() if t.itemsize == 1)
+
+
+@pytest.mark.parametrize("act", [nn.GELU, nn.ReLU])
+@pytest.mark.parametrize(
+    ("recipe", "storage"), [("fp8", "native"), ("fp8", "packed"), ("hfp8", "packed")], ids=["native", "packed", "hfp8"]
+)
+def test_a_step_over_codes_has_the_bits_of_the_decoded_step(graphs, recipe: str, storage: str, act) -> None:
+    """`torch._scaled_mm` on this CPU, and the eager reference, against decoding and multiplying."""
+    options = {"recipe": recipe, "storage": storage}
+    found, backend = step(network(act), **options)
+    products = [n for gm in graphs for n in calls(gm, aten._scaled_mm.default)]
+    wanted, _ = step(network(act), **options, gemms="high")
+    eager, _ = step(network(act), **options, lowering="eager")
+    for a, b, c in zip(found, wanted, eager, strict=True):
+        assert_bits_equal(a, b)
+        assert_bits_equal(c, b)
+    assert [g.pays for g in backend.plans[0].gemms] == [True, True]
+    if recipe == "fp8":
+        assert len(products) == 6, "two layers of three GEMMs"
+    else:
+        assert not products, "no hardware multiplies the papers' formats"
+    for node in products:
+        a, b = node.args[:2]
+        assert (a.meta["val"].stride(1), b.meta["val"].stride(0)) == (1, 1), "both along the summed dimension"
+
+
+@pytest.mark.parametrize("act", [nn.GELU, nn.ReLU])
+def test_each_operand_is_transposed_once_and_only_that_copy_is_saved(graphs, act) -> None:
+    """ReLU's backward reads its output, which a GEMM reads too: it must read the copy that is saved anyway."""
+    with recorded_works() as works:
+        low = saved_bytes(network(act), lowering="eager")
+    nodes = works[0].joint.graph.nodes
+    copied = [n.args[0].name for n in nodes if n.target is symbolic_gemms.TRANSPOSED]
+    assert len(copied) == len(set(copied)) == 6, "x, W and dy of two layers"
+    assert low == saved_bytes(network(act), lowering="eager", gemms="high")
+
+
+def test_a_gradient_keeps_its_infinity_in_codes(graphs) -> None:
+    """e5m2_sat saturates; without the guard 57344 would come out of the GEMM."""
+    for lowering in ("auto", "eager"):
+        found, _ = step(network(), loud=torch.inf, lowering=lowering)
+        wanted, _ = step(network(), loud=torch.inf, lowering=lowering, gemms="high")
+        assert not found[1].isfinite().all()
+        for a, b in zip(found[1:], wanted[1:], strict=True):
+            assert torch.equal(a.isfinite(), b.isfinite())
+
+
+def test_under_a_dynamic_batch_only_what_sums_over_it_is_not_native(graphs) -> None:
+    """dW sums over the rows, whose number no kernel may assume to be a multiple of 16."""
+    with recorded_works() as works:
+        found, _ = step(network(), shape=(48, 32), dynamic=True)
+    kernels = [n.args[-1] for n in works[0].joint.graph.nodes if n.target is symbolic_gemms.GEMM]
+    assert sorted(kernels) == ["generated"] * 2 + ["native"] * 4
+    for a, b in zip(found, step(network(), shape=(48, 32), gemms="high")[0], strict=True):
+        assert_bits_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "options", "words"),
+    [
+        (lambda: nn.Linear(20, 32), (16, 20), {}, "3 GEMMs over codes 45 us, decoded 20 us (estimate)"),
+        (lambda: nn.Conv2d(16, 16, 3), (2, 16, 8, 8), {}, "aten.convolution has no kernel for codes"),
+        (lambda: nn.Linear(32, 32), (16, 32), {"recipe": "bf16", "low_ratio": None}, "operands are bf16 and bf16"),
+    ],
+)
+def test_the_plan_says_why_a_gemm_stays_high(graphs, model, shape, options, words: str) -> None:
+    _, backend = step(model(), shape, **{"gemms": "auto", "lowering": "eager", **options})
+    (gemm,) = backend.plans[0].gemms
+    assert gemm.pays is False
+    assert words in gemm.why
+
+
+def test_the_cost_model_leaves_small_layers_high_and_takes_large_ones() -> None:
+    costs = gemm_costs.costs_of(H100)
+
+    def layer(tokens: int, width: int, rates: Costs = costs, kernel: str = "native"):
+        x, w = tokens * width, width**2
+        copies = ((), (w,), (x, x)) if kernel == "native" else ((), (), ())
+        decodes, written = ((), (w,), (x,)), (x + w, x, 0)
+        sizes = ((tokens, width, width), (tokens, width, width), (width, width, tokens))
+        return weigh(
+            [Product(*s, kernel, *p) for s, p in zip(sizes, zip(copies, decodes, written, strict=True), strict=True)],
+            rates,
+        )
+
+    assert layer(8192, 4096).pays is True
+    assert layer(64, 64).pays is False
+    assert "3 GEMMs over codes" in layer(64, 64).why
+    assert "(estimate)" in layer(64, 64).why, "nothing is measured yet"
+    a100 = gemm_costs.costs_of(A100)
+    assert a100.fp8_flop_per_s is None
+    assert layer(8192, 4096, a100, "generated").pays is False, "0.6 of the rate, and decoding is cheap beside it"
+    assert gemm_costs.costs_of(Gpu("NVIDIA GeForce RTX 4090", (8, 9))).source == "estimate"
+
+
+def test_a_persons_word_goes_first_and_survives_the_plan_file(graphs, tmp_path) -> None:
+    _, backend = step(network(), gemms="auto", lowering="eager")
+    assert [g.pays for g in backend.plans[0].gemms] == [False, False], "too small to gain"
+    path = tmp_path / "plan.json"
+    path.write_text(fxprec_dumps(backend.plans[0]).replace('"pays": false', '"pays": true', 1))
+    plan = fxprec.Plan.load(path)
+    assert [g.pays for g in plan.gemms] == [True, False]
+    _, backend = step(network(), gemms="auto", lowering="eager", plan=str(path), low_ratio=None)
+    first, second = backend.plans[0].gemms
+    assert (first.pays, first.why) == (True, "as the given plan says")
+    assert second.pays is False
+
+
+def fxprec_dumps(plan: fxprec.Plan) -> str:
+    from fxprec.plan_json import dumps
+
+    return dumps(plan)
+
+
+def test_on_a_cpu_nobody_asks_and_nothing_changes() -> None:
+    with pytest.warns(fxprec.FxprecWarning, match="narrow-gemms"), recorded_works() as works:
+        _, backend = step(network(), lowering="eager")
+    assert {(g.pays, g.why) for g in backend.plans[0].gemms} == {(None, "not asked on cpu")}
+    assert not [n for n in works[0].joint.graph.nodes if n.target is symbolic_gemms.GEMM]

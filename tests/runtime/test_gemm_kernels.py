@@ -1,0 +1,224 @@
+"""The Triton kernels around GEMMs: bits against the reference in the interpreter, machine code without a GPU."""
+
+from __future__ import annotations
+
+import operator
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+import fxprec.runtime.gemm.ops
+import fxprec.runtime.gemm.reference_ops
+import fxprec.runtime.reference_ops  # noqa: F401
+from fxprec import symbolic, symbolic_gemms
+from fxprec.codec import format_row
+from fxprec.errors import LoweringError
+from fxprec.formats import parse
+from fxprec.passes.lowering import lower_gemms
+from fxprec.runtime.reference import reference_decode, reference_encode, reference_stats
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run in a process of its own, below")
+
+# Every family and overflow rule, no mantissa, one exponent bit, odd biases, and 16-bit codes.
+FORMATS = [
+    "e4m3fn", "e4m3fn_nan", "e5m2", "e5m2_sat", "1-4-3", "1-4-3+4", "1-5-2", "1-3-0", "1-2-1", "1-1-3", "1-7-0",
+    "1-5-2-100", "1-4-3-70:fn", "1-8-5:ieee", "1-8-7", "1-6-9", "bf16", "fp16_sat",
+]  # fmt: skip
+PAIRS = [
+    ("e4m3fn", "e5m2_sat"), ("1-4-3+4", "1-5-2"), ("1-3-0", "e4m3fn"), ("1-6-9", "1-4-3"), ("fp16", "1-4-3"),
+]  # fmt: skip
+
+
+def hard_numbers(*shape: int) -> Tensor:
+    """Every pattern of bits, ordinary numbers of many sizes, infinities, NaN and zeros."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(-(2**31), 2**31, shape, generator=g).to(torch.int32).view(torch.float32)
+    usual = torch.randn(shape, generator=g) * 2.0 ** torch.randint(-12, 12, shape, generator=g)
+    x = torch.where(torch.rand(shape, generator=g) < 0.7, usual, x)
+    x[0, :6] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1e-45])
+    return x
+
+
+def exponent(value: int) -> Tensor:
+    return torch.tensor(value, dtype=torch.int32)
+
+
+def table_of(*rows: tuple[int, str], carried: int = 0) -> Tensor:
+    found = [[exp, *format_row(parse(fmt))[1:], carried, 0] for exp, fmt in rows]
+    return torch.tensor(found, dtype=torch.int32)
+
+
+@interpreted
+@pytest.mark.parametrize("name", FORMATS)
+def test_interpreted_both_copies_have_the_bits_of_the_reference(name: str) -> None:
+    from fxprec.runtime.gemm.transpose import quantize_transpose
+
+    fmt, x = parse(name), hard_numbers(67, 131)  # edges of the tiles
+    with np.errstate(all="ignore"):
+        q, t, counts = quantize_transpose(x, exponent(3), fmt)
+    wanted, stats = reference_encode(x * 8.0, fmt), reference_stats(x * 8.0, fmt)
+    assert torch.equal(q.long(), wanted.long())
+    assert torch.equal(t.long(), wanted.t().long())
+    assert t.is_contiguous()
+    assert counts[[0, 1, 3]].tolist() == [stats.overflow, stats.underflow, x.numel()]
+    assert torch.tensor(int(counts[2]), dtype=torch.int32).view(torch.float32).isnan(), "amax of a NaN"
+
+
+@interpreted
+def test_interpreted_layouts_dtypes_and_kept_infinities() -> None:
+    from fxprec.runtime.gemm.transpose import quantize_transpose, transpose
+
+    fmt, x = parse("e5m2_sat"), hard_numbers(40, 70)
+    with np.errstate(all="ignore"):
+        for source in (x.t().contiguous().t(), hard_numbers(80, 70)[::2], x.bfloat16(), x.half()):
+            q, t, _ = quantize_transpose(source, exponent(0), fmt)
+            assert torch.equal(q, reference_encode(source.float(), fmt))
+            assert torch.equal(t, q.t())
+        q, t, counts = quantize_transpose(x, exponent(0), fmt, keep=True)
+    finite = x.isfinite()
+    assert torch.equal(finite, reference_decode(q, fmt).isfinite())
+    assert torch.equal(q[finite], reference_encode(x, fmt)[finite])
+    assert torch.equal(transpose(q.t()), q.contiguous())
+    assert counts[0] == reference_stats(x, fmt).overflow
+    assert quantize_transpose(x[:0], exponent(0), fmt)[1].shape == (70, 0)
+
+
+@interpreted
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_interpreted_products_are_exact_where_float32_sums_are(first: str, second: str) -> None:
+    """Small whole numbers: no sum rounds, so no order of summation is right or wrong."""
+    from fxprec.runtime.gemm.matmul import Operand, matmul
+
+    fa, fb = parse(first), parse(second)
+    g = torch.Generator().manual_seed(0)
+    a, b = (
+        2.0 ** torch.randint(0, 3, s, generator=g) * torch.randint(-1, 2, s, generator=g) for s in ((37, 70), (70, 45))
+    )
+    qa, qb = reference_encode(a, fa), reference_encode(b, fb)
+    wanted = reference_decode(qa, fa, torch.float64) @ reference_decode(qb, fb, torch.float64)
+    for right in (qb, qb.t().contiguous().t()):
+        found, _ = matmul(Operand(qa, fa, exponent(3)), Operand(right, fb, exponent(-1)))
+        assert torch.equal(found.double() * 4, wanted)
+    bias = torch.arange(45.0)
+    found, _ = matmul(Operand(qa, fa), Operand(b.half()), bias)
+    assert torch.equal(found.double(), reference_decode(qa, fa, torch.float64) @ b.double() + bias)
+
+
+@interpreted
+def test_interpreted_sums_stay_within_float32s_error_of_float64() -> None:
+    """At most k roundings of 2^-24 of the sum of magnitudes, in whatever order."""
+    from fxprec.runtime.gemm.matmul import Operand, matmul
+
+    fmt, k = parse("e4m3fn"), 300
+    qa, qb = reference_encode(torch.randn(20, k), fmt), reference_encode(torch.randn(k, 33), fmt)
+    a, b = (reference_decode(q, fmt, torch.float64) for q in (qa, qb))
+    found, _ = matmul(Operand(qa, fmt), Operand(qb, fmt))
+    assert ((found.double() - a @ b).abs() <= k * 2.0**-24 * (a.abs() @ b.abs())).all()
+
+
+@interpreted
+def test_interpreted_products_are_encoded_and_counted_on_the_way_out() -> None:
+    from fxprec.runtime.gemm.matmul import Operand, Output, matmul
+
+    fmt, out = parse("1-4-3+4"), parse("1-5-2")
+    g = torch.Generator().manual_seed(0)
+    operands = [Operand(reference_encode(torch.randn(s, generator=g), fmt), fmt) for s in ((37, 70), (70, 45))]
+    bias = torch.randn(45, generator=g)
+    bias[0], bias[1] = torch.inf, 1e12
+    plain, _ = matmul(*operands, bias, torch.bfloat16)
+    codes, counts = matmul(*operands, bias, torch.bfloat16, Output(out, exponent(-16)))
+    assert plain.dtype == torch.bfloat16
+    assert torch.equal(codes, reference_encode(plain.float() * 2.0**-16, out))
+    stats = reference_stats(plain.float() * 2.0**-16, out)
+    assert counts[[0, 1, 3]].tolist() == [stats.overflow, stats.underflow, plain.numel()]
+    assert stats.overflow > 37 < stats.underflow
+
+
+def half_graph(table: Tensor, **options: Any) -> GraphModule:
+    """x -> quantize -> (codes, transpose); dy likewise; dW = dy^T x; a product that is stored in codes; statistics."""
+    graph = Graph()
+    x, dy, t = (graph.placeholder(name) for name in ("x", "dy", "table"))
+    call = graph.call_function
+    q = call(symbolic.QUANTIZE, (x, t, 0, "e4m3fn", "native"))
+    qd = call(symbolic.QUANTIZE, (dy, t, 1, "e5m2_sat", "native"))
+    kept = call(symbolic.KEEP_NONFINITE, (qd, dy))
+    stats = [call(symbolic.SITE_STATS, (n, t, r, f)) for n, r, f in ((x, 0, "e4m3fn"), (dy, 1, "e5m2_sat"))]
+    turned, turned_dy = call(symbolic_gemms.TRANSPOSED, (q,)), call(symbolic_gemms.TRANSPOSED, (kept,))
+    b = call(torch.ops.aten.permute.default, (turned, [1, 0]))
+    args = (turned_dy, b, None, t, 1, -1, "e5m2_sat", "e4m3fn", torch.float32)
+    dw = call(symbolic_gemms.GEMM, (*args, "native"))
+    y = call(symbolic_gemms.GEMM, (*args, "generated"))
+    qy = call(symbolic.QUANTIZE, (y, t, 2, "1-5-2", "packed"))
+    stats.append(call(symbolic.SITE_STATS, (y, t, 2, "1-5-2")))
+    graph.output((q, turned, turned_dy, dw, qy, *stats))
+    gm = GraphModule(torch.nn.Module(), graph)
+    torch.fx.passes.fake_tensor_prop.FakeTensorProp(gm).propagate(torch.empty(64, 32), torch.empty(64, 48), table)
+    for node in graph.nodes:
+        node.meta.setdefault("val", node.meta.get("val"))
+    return gm
+
+
+@interpreted
+def test_interpreted_graphs_do_casts_statistics_and_products_in_kernels() -> None:
+    table = table_of((0, "e4m3fn"), (5, "e5m2_sat"), (-4, "1-5-2"), carried=2)
+    g = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(64, 32, generator=g) * 200, torch.randn(64, 48, generator=g)
+    dy[3, 4] = torch.inf
+    gm = half_graph(table)
+    wanted = gm(x, dy, table)
+    lower_gemms(gm, "cpu", scaled=frozenset({1, 2}))
+    names = [n.target for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    assert names.count(symbolic_gemms.QUANTIZE_TRANSPOSE) == 2
+    assert names.count(symbolic_gemms.MATMUL_TO_CODES) == 1
+    assert names.count(torch.ops.aten._scaled_mm.default) == 1
+    assert names.count(symbolic_gemms.COUNTED_STATS) == 3
+    assert not {symbolic.QUANTIZE, symbolic.SITE_STATS, symbolic_gemms.TRANSPOSED} & set(names), (
+        "one read of each source"
+    )
+    found = gm(x, dy, table)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        same = a.float().nan_to_num(7.0, 8.0, 9.0), b.float().nan_to_num(7.0, 8.0, 9.0)
+        assert torch.equal(*same)
+
+
+def test_the_interpreted_tests_pass() -> None:
+    """The interpreter must be chosen before a kernel is decorated: hence another process."""
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_interpreted"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert f"{len(FORMATS) + len(PAIRS) + 4} passed" in run.stdout
+
+
+def test_without_a_device_the_kernels_say_so() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("here they run")
+    with pytest.raises(LoweringError, match=r"Triton kernels do not run on 'cpu'; move the tensors to 'cuda'"):
+        torch.ops.fxprec.transpose_codes(torch.zeros(2, 2, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_machine_code_spills_no_registers(arch: int) -> None:
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("interpreted functions have no machine code")
+    from fxprec.runtime.gemm import aot, kernels
+
+    for case in kernels.cases(arch, quick=True):
+        used = aot.resources(case.compile(arch), arch)
+        assert used.fits, (case.name, used)
+        assert used.registers > 0
