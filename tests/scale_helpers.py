@@ -71,11 +71,12 @@ def joint_of(function: Callable[..., Any], *args: Any, recipe: Any = IDENTITY, s
         walks.append(walk)
 
     def run(work: Any) -> None:
-        before = pipeline.PIPELINE[: [p.name for p in pipeline.PIPELINE].index("carry-scales")]
+        names = [p.name for p in pipeline.PIPELINE]
+        before = pipeline.PIPELINE[: names.index("carry-scales")]
         run_passes(work, before)
         plain = Graph()
         plain.output(plain.graph_copy(work.joint.graph, {}))
-        after = pipeline.PIPELINE[len(before) : len(before) + 2]  # carry-scales, write-plan
+        after = pipeline.PIPELINE[len(before) : names.index("write-plan") + 1]
         for step in after:
             step.apply(work)
         work.joint.graph.lint()

@@ -1,0 +1,1 @@
+"""The GPU benchmark suite: ``python -m benchmarks.gpu`` (docs/gemm.md)."""
