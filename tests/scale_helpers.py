@@ -70,7 +70,7 @@ def joint_of(function: Callable[..., Any], *args: Any, recipe: Any = IDENTITY, s
         walk_init(walk)
         walks.append(walk)
 
-    def run(work: Any) -> None:
+    def run(work: Any, *_: Any) -> None:
         names = [p.name for p in pipeline.PIPELINE]
         before = pipeline.PIPELINE[: names.index("carry-scales")]
         run_passes(work, before)
