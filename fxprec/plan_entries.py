@@ -133,7 +133,7 @@ def _record(cls: type[T], readers: Mapping[str, Reader]) -> Callable[[Entry], T]
     return read
 
 
-RECIPE = _record(Recipe, {"name": _text} | dict.fromkeys(FORMAT_ROLES, _format))
+RECIPE = _record(Recipe, {"name": _text} | dict.fromkeys(FORMAT_ROLES, _format) | {"pure": _flag})
 KIND = _word("output", "param", "grad_output", "grad_param")
 GEMM = _record(
     Gemm,

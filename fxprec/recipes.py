@@ -65,9 +65,10 @@ class Recipe:
             return self.hi
         return self.lo_backward if kind == "grad_output" else self.lo_forward
 
-    def to_dict(self) -> dict[str, str]:
-        """Return names only: ``{"name": "fp8", "hi": "bf16", ...}``."""
-        return {"name": self.name} | {role: getattr(self, role).name for role in FORMAT_ROLES}
+    def to_dict(self) -> dict[str, str | bool]:
+        """Return names: ``{"name": "fp8", "hi": "bf16", ...}``, and ``"pure": True`` where it is."""
+        formats = {role: getattr(self, role).name for role in FORMAT_ROLES}
+        return {"name": self.name, **formats, **({"pure": True} if self.pure else {})}
 
 
 FORMAT_ROLES = tuple(f.name for f in fields(Recipe) if f.name not in ("name", "pure"))
