@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from torch.fx import Node
@@ -140,11 +140,11 @@ def _aten_name(node: Node) -> str:
 
 def module_of(node: Node) -> str:
     """Return the innermost module's path as the user writes it, ``layer1.0.conv1``."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()]
-    return module_path(paths[-1]) if paths else ""
+    stack = node.meta.get("nn_module_stack")
+    return module_path(stack[next(reversed(stack))][0]) if stack else ""
 
 
+@lru_cache(maxsize=4096)
 def module_path(path: str) -> str:
     """Turn Dynamo's ``L['self']._modules['layer1']._modules['0']`` (or ``L['self'].layer1[0]``) into ``layer1.0``."""
     path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
@@ -155,7 +155,12 @@ def module_path(path: str) -> str:
 
 def source_of(node: Node) -> str:
     """Return ``file.py:line`` of the user's innermost frame."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return _innermost(node.meta.get("stack_trace") or "")
+
+
+@lru_cache(maxsize=4096)
+def _innermost(stack_trace: str) -> str:
+    frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
     return f"{frames[-1][0].rpartition('/')[2]}:{frames[-1][1]}" if frames else ""
 
 

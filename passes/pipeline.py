@@ -79,7 +79,10 @@ def run(work: Work, passes: Sequence[Pass] = PIPELINE, observer: Observer | None
 
 
 def _counts(graph: Graph) -> Counter[str]:
-    return Counter(str(n.target) for n in graph.nodes if n.op == "call_function")
+    found: Counter[str] = Counter()
+    for target, count in Counter(n.target for n in graph.nodes if n.op == "call_function").items():
+        found[str(target)] += count  # two overloads may print alike
+    return found
 
 
 def _changes(before: Counter[str], after: Counter[str]) -> dict[str, tuple[int, int]]:

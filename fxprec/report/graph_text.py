@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch.fx import Node
@@ -43,6 +44,7 @@ def _call(node: Node) -> str:
     return f"{target}({', '.join(given)})"
 
 
+@lru_cache(maxsize=1024)
 def target_text(target: object) -> str:
     """Name an operator: ``aten.mm.default``."""
     if isinstance(target, torch._ops.OpOverload):
