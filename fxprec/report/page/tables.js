@@ -47,8 +47,8 @@ function siteTable() {
 }
 
 function gemmTable() {
-  const gemms = raw.gemms.map(([node, op, module, flops, half, planned, pays, why]) => ({ node: T(node), op: T(op), module: T(module), flops, half, planned, pays, why: why === null ? "" : T(why) }));
-  const asked = gemms.some(g => g.pays !== null && g.pays !== undefined);
+  const gemms = raw.gemms.map(([node, op, module, flops, half, planned, pays, why]) => ({ node: T(node), op: T(op), module: T(module), flops, half, planned, pays, why: T(why) }));
+  const asked = gemms.some(g => g.pays !== null || g.why);
   $("gemm-note").textContent = "One forward GEMM a row, its two backward GEMMs cost as much each. FLOP per byte says what a GEMM waits for: many, arithmetic; few, memory. "
     + (asked ? "" : "This plan does not say which would pay: no cost model was asked.");
   const at = new Map(nodes.filter(n => !n.backward).map(n => [n.name, n]));
