@@ -128,6 +128,9 @@ def dlrm(method: str, fmt: Format | None, seed: int) -> dict[str, float]:
             opt.cancelled(reset=True)  # what follows is the last tenth
     with torch.no_grad():
         late = {"auc": 100 * auc(model(test.dense, test.categories), test.clicked)}
+        seen = slice((steps - steps // 8) * batch, steps * batch)  # the paper's Figure 10 shows training AUC
+        logits = model(train.dense[seen], train.categories[seen])
+        late["training_auc"] = 100 * auc(logits, train.clicked[seen])
     return late | lost(opt)
 
 
@@ -165,7 +168,8 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore", fxprec.FxprecWarning)  # `standard` is meant to be stuck
     if given.what == "formats":
-        wanted = [(dlrm, method, parse(f"1-8-{m}:ieee")) for m in (5, 3, 1) for method in ("stochastic", "kahan")]
+        narrow = [(method, parse(f"1-8-{m}:ieee")) for m in (5, 3, 1) for method in ("stochastic", "kahan")]
+        wanted = [(dlrm, *row) for row in [("fp32", None), ("kahan", BF16), *narrow]]
     else:
         task = {"digits": digits, "chars": chars, "dlrm": dlrm}[given.what]
         wanted = [(task, method, None if method == "fp32" else BF16) for method in METHODS]

@@ -7,6 +7,7 @@ disk cache).
 from __future__ import annotations
 
 import ctypes
+from array import array
 from functools import cache
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor,
     loaded = library(rule)
     if loaded is None:
         return False
-    table = torch.tensor([[row[0].numel(), *(t.data_ptr() for t in row)] for row in rows], dtype=torch.int64)
-    at = [ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in (table, scalars, integers, counts)]
-    loaded.fxprec_optim_step(ctypes.c_int64(len(rows)), *at)
+    table = array("q", [number for row in rows for number in (row[0].numel(), *(t.data_ptr() for t in row))])
+    at = [ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in (scalars, integers, counts)]
+    loaded.fxprec_optim_step(ctypes.c_int64(len(rows)), ctypes.c_void_p(table.buffer_info()[0]), *at)
     return True

@@ -15,19 +15,18 @@ def place_of(param: Tensor) -> tuple[int, ...]:
     return tuple(c for c, placement in zip(coordinates, param.placements, strict=False) if placement.is_shard())
 
 
-def dense_rows(rows: list[list[Tensor]]) -> list[list[Tensor]]:
-    """Return each row's local tensors as flat memory in one common order, copied where theirs is another.
+def is_dense(row: list[Tensor]) -> bool:
+    """Whether a row's own tensors are flat memory in one common order already. Row as for `dense_row`."""
+    dtype = row[0].dtype
+    return all(t.dtype == dtype and t.is_contiguous() and not isinstance(t, DTensor) for t in row)
+
+
+def dense_row(row: list[Tensor]) -> list[Tensor]:
+    """Return a row's local tensors as flat memory in one common order, copied where theirs is another.
 
     Row element 0 is the parameter, 1 its gradient, which takes the parameter's dtype.
     """
-    return [_dense_row([_local(t) for t in row]) for row in rows]
-
-
-def _local(t: Tensor) -> Tensor:
-    return t.to_local() if isinstance(t, DTensor) else t
-
-
-def _dense_row(row: list[Tensor]) -> list[Tensor]:
+    row = [t.to_local() if isinstance(t, DTensor) else t for t in row]
     param = row[0].detach()
     if param.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(param):
         return [t.detach().to(param.dtype).contiguous().view(-1) for t in row]

@@ -57,13 +57,13 @@ def check_group(group: dict[str, Any], position: int) -> None:
     for name, param in _named(group):
         _check_param(name, param, position)
     _check_formats(group, position)
-    for fmt in {format_of(group, param) for param in group["params"]}:
+    for fmt in {format_of(group, param.dtype) for param in group["params"]}:
         _check_betas(group, fmt, position)
 
 
-def format_of(group: Mapping[str, Any], param: Tensor) -> Format:
-    """The format of a parameter: the group's, or that of its dtype."""
-    return CARRIERS[param.dtype] if group["format"] is None else parse(group["format"])
+def format_of(group: Mapping[str, Any], dtype: torch.dtype) -> Format:
+    """The format of a parameter of ``dtype``: the group's, or that of the dtype."""
+    return CARRIERS[dtype] if group["format"] is None else parse(group["format"])
 
 
 def name_of(group: Mapping[str, Any], index: int) -> str:
@@ -97,7 +97,7 @@ def _check_formats(group: Mapping[str, Any], position: int) -> None:
             f"{CARRIERS[other.dtype].name}; put them in groups of their own, or give the group one format="
         )
     for name, param in params:
-        fmt, carrier = format_of(group, param), CARRIERS[param.dtype]
+        fmt, carrier = format_of(group, param.dtype), CARRIERS[param.dtype]
         if not carrier.contains(fmt):
             raise ConfigError(
                 f"{name} of group {position} is {carrier.name}, which cannot hold every number of {fmt.name}; "
@@ -116,14 +116,14 @@ def _check_betas(group: Mapping[str, Any], fmt: Format, position: int) -> None:
             )
 
 
-def rule_of(group: Mapping[str, Any], algorithm: str, param: Tensor) -> Rule:
+def rule_of(group: Mapping[str, Any], algorithm: str, dtype: torch.dtype) -> Rule:
     """Return what the kernel of this group depends on."""
     adamw = algorithm == "adamw"
     return Rule(
         algorithm="adamw" if adamw else "sgd",
         update=group["update"],
-        format=format_of(group, param),
-        carrier=param.dtype,
+        format=format_of(group, dtype),
+        carrier=dtype,
         momentum=not adamw and group["momentum"] != 0,
         nesterov=not adamw and bool(group["nesterov"]),
         weight_decay=bool(group["weight_decay"] != 0),

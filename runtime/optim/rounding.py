@@ -20,6 +20,10 @@ def nearest(x: Tensor, fmt: Format) -> Tensor:
     if not _has_float32_exponents(fmt):
         return round_with_row(x, *row[1:])
     bits = x.view(torch.int32)
+    if row.largest + (1 << row.shift) == row.overflow == INFINITY:
+        # The carry past the largest number is inf, so the sign can stay where it is: 9 operations for 14.
+        rounded = (bits + (row.addend + ((bits >> row.shift) & 1))) & -(1 << row.shift)
+        return torch.where(x != x, QUIET_NAN | (bits & SIGN), rounded).view(torch.float32)
     magnitude = bits & MAGNITUDE
     rounded = ((magnitude + row.addend + ((magnitude >> row.shift) & 1)) >> row.shift) << row.shift
     rounded = torch.where(rounded > row.largest, row.overflow, rounded)

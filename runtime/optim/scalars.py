@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxprec.runtime.optim.rounding import keys_of
-from fxprec.runtime.optim.rule import Rule
+from fxprec.runtime.optim.rule import INTEGERS, Rule
 
 
 def floats(rule: Rule, group: Mapping[str, Any], steps: Tensor) -> Tensor:
@@ -58,7 +58,12 @@ def _scalar(lr: float | Tensor, like: Tensor) -> float | Tensor:
     return lr.detach().reshape(()).to(like.device) if isinstance(lr, Tensor) else lr
 
 
-def integers(seed: int, places: list[tuple[int, ...]], steps: Tensor) -> Tensor:
-    """Return int32 (parameters, `INTEGERS`): keys from the seed and each parameter's place, and the step."""
+def integers(seed: int, places: list[tuple[int, ...]] | None, steps: Tensor) -> Tensor:
+    """Return int32 (parameters, `INTEGERS`): keys from the seed and each parameter's place, and the step.
+
+    Without places, where nothing is random, zeros.
+    """
+    if places is None:
+        return torch.zeros(len(steps), len(INTEGERS), dtype=torch.int32, device=steps.device)
     keys = torch.tensor([keys_of(seed, *place) for place in places], dtype=torch.int32, device=steps.device)
     return torch.cat([keys, steps.to(torch.int32)[:, None]], 1)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
 from fxprec.runtime.optim import cpp, guards, reference, scalars
-from fxprec.runtime.optim.local import dense_rows, place_of
+from fxprec.runtime.optim.local import dense_row, is_dense, place_of
 from fxprec.runtime.optim.options import OWN, check_group, name_of, rule_of
 from fxprec.runtime.optim.rule import Rule
 
@@ -83,11 +83,12 @@ class Stepper(Optimizer):
         return loss
 
     def _step_group(self, position: int, group: dict[str, Any], first: int) -> None:
-        by_rule: dict[Rule, list[int]] = {}
+        by_dtype: dict[torch.dtype, list[int]] = {}
         for index, param in enumerate(group["params"]):
             if param.grad is not None:
-                by_rule.setdefault(rule_of(group, self._algorithm, param), []).append(index)
-        for rule, indices in by_rule.items():
+                by_dtype.setdefault(param.dtype, []).append(index)
+        for dtype, indices in by_dtype.items():
+            rule = rule_of(group, self._algorithm, dtype)
             batch = self._batch(rule, group, indices)
             if rule.update == "nearest" and not (torch.compiler.is_compiling() or group.get("capturable")):
                 self._warn_if_stuck(rule, group, position, indices)
@@ -132,9 +133,9 @@ class Stepper(Optimizer):
             steps = torch.stack(batch.steps)
         else:
             steps = torch.zeros(len(batch.rows), dtype=torch.float32)
-        places = [(first + i, *place_of(row[0])) for i, row in zip(batch.indices, batch.rows, strict=True)]
         floats = scalars.floats(rule, group, steps)
-        integers = scalars.integers(group["seed"], places, steps)
+        places = [(first + i, *place_of(row[0])) for i, row in zip(batch.indices, batch.rows, strict=True)]
+        integers = scalars.integers(group["seed"], places if rule.stochastic else None, steps)
         if torch.compiler.is_compiling() or group["foreach"] is False:
             _run_reference(rule, batch, floats, integers)
         else:
@@ -177,7 +178,8 @@ class Stepper(Optimizer):
 
 
 def _run_reference(rule: Rule, batch: _Batch, floats: Tensor, integers: Tensor) -> None:
-    for i, (row, copies) in enumerate(zip(batch.rows, dense_rows(batch.rows), strict=True)):
+    for i, row in enumerate(batch.rows):
+        copies = dense_row(row)
         device = copies[0].device
         counts = batch.counts[i] if batch.counts else None
         reference.run(rule, copies, floats[i].to(device), integers[i].to(device), counts)
@@ -185,7 +187,7 @@ def _run_reference(rule: Rule, batch: _Batch, floats: Tensor, integers: Tensor) 
 
 
 def _run_kernel(rule: Rule, batch: _Batch, floats: Tensor, integers: Tensor) -> None:
-    rows = dense_rows(batch.rows)
+    rows = [row if is_dense(row) else dense_row(row) for row in batch.rows]
     device = rows[0][0].device
     counts = torch.zeros(len(rows), 2, dtype=torch.int64, device=device) if batch.counts else None
     if device.type == "cpu":
@@ -198,18 +200,19 @@ def _run_kernel(rule: Rule, batch: _Batch, floats: Tensor, integers: Tensor) -> 
         _run_reference(rule, batch, floats, integers)
         return
     for row, copies in zip(batch.rows, rows, strict=True):
-        _write_back(row, copies)
+        if copies is not row:
+            _write_back(row, copies)
+    # Kernels write past autograd's notice.
+    torch.autograd.graph.increment_version([row[0] for row in batch.rows])
     if counts is not None:
         torch._foreach_add_(batch.counts, list(counts.unbind()))
 
 
 def _write_back(row: list[Tensor], copies: list[Tensor]) -> None:
-    """Copy what was stepped outside its own memory; kernels write past autograd's notice, so tell it."""
+    """Copy what was stepped outside its own memory."""
     for i, (t, copy) in enumerate(zip(row, copies, strict=True)):
         if i == 1:
             continue
         local = t.to_local() if hasattr(t, "to_local") else t
         if copy.data_ptr() != local.data_ptr():
             local.copy_(copy.view(local.shape))
-        elif i == 0 and not torch.compiler.is_compiling():
-            torch.autograd.graph.increment_version(t)
