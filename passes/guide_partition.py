@@ -45,13 +45,21 @@ def _mark(node: Node, policy: CheckpointPolicy) -> None:
 
 
 def _is_cheap(node: Node) -> bool:
-    """Say whether a forward node is pointwise on tensors of its own size: free to repeat next to its reader."""
+    """Say whether a forward node is pointwise on tensors of its own size: free to repeat next to its reader.
+
+    One that narrows is not: repeating it would keep its wide input.
+    """
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
         return False
     val = value(node)
     if val is None or not is_float(node) or torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
-    return any(_numel(arg) == _numel(node) for arg in node.all_input_nodes)
+    return any(_numel(arg) == _numel(node) and _width(arg) <= _width(node) for arg in node.all_input_nodes)
+
+
+def _width(node: Node) -> int:
+    val = value(node)
+    return 0 if val is None else val.dtype.itemsize
 
 
 def _numel(node: Node) -> object:

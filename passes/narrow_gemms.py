@@ -32,19 +32,18 @@ class NarrowGemms:
         if work.config.storage_ == "simulate" or dtype not in (torch.bfloat16, torch.float16):
             return
         device_type = work.joint.table.meta["val"].device.type
-        if work.portable and device_type == "cpu":
-            return
-        if not _has_gemm(dtype, device_type):
-            detail = f"this CPU has no {dtype} GEMM: GEMMs compute in float32 on {dtype} values"
-            work.notices.append(Notice("narrow-gemms", detail))
-            return
-        graph = work.joint.graph
+        on_cpu, everything = device_type == "cpu", dtype == torch.bfloat16
+        if on_cpu and (work.portable or not _has_gemm(dtype, device_type)):
+            if not work.portable:
+                detail = f"this CPU has no {dtype} GEMM: GEMMs compute in float32 on {dtype} values"
+                work.notices.append(Notice("narrow-gemms", detail))
+            dtype, everything = torch.float32, True  # those of a 16-bit model too: emulated ones are 15 times slower
         # An unscaled gradient keeps its range in bfloat16 and underflows in float16.
-        targets = ops.GEMMS | ops.GEMMS_BACKWARD if dtype == torch.bfloat16 else ops.GEMMS
-        narrow = _Narrow(graph, dtype)
-        for node in list(graph.nodes):
-            if node.target in targets and (dtype == torch.bfloat16 or not is_backward(node)):
-                narrow.gemm(node)
+        targets = ops.GEMMS | ops.GEMMS_BACKWARD if everything else ops.GEMMS
+        convert = _Convert(work.joint.graph, dtype)
+        for node in list(work.joint.graph.nodes):
+            if node.target in targets and (everything or not is_backward(node)):
+                convert.gemm(node)
 
 
 def _has_gemm(dtype: torch.dtype, device_type: str) -> bool:
@@ -54,7 +53,9 @@ def _has_gemm(dtype: torch.dtype, device_type: str) -> bool:
     return bool(getattr(torch.ops.mkldnn, supported)())
 
 
-class _Narrow:
+class _Convert:
+    """Makes GEMMs compute in ``dtype``; what follows them sees the dtype it was traced with."""
+
     def __init__(self, graph: Graph, dtype: torch.dtype) -> None:
         self.graph, self.dtype = graph, dtype
         self.made: dict[Node, Node] = {}
@@ -66,14 +67,14 @@ class _Narrow:
         attention = node.target in (ops.ATTENTION | ops.ATTENTION_BACKWARD)
         with self.graph.inserting_before(node):
             new = {a: self.operand(a, node) for a in floats if not (attention and _is_logsumexp(a))}
-        wide = node.meta["val"]
+        traced = node.meta["val"]
         node.args = torch.fx.map_arg(node.args, lambda a: new.get(a, a))
         fakes, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
         node.meta["val"] = node.target(*fakes, **kwargs)  # type: ignore[operator]
-        self.widen(node, wide)
+        self.restore(node, traced)
 
     def operand(self, node: Node, gemm: Node) -> Node:
-        """Return ``node`` in the narrow dtype, re-reading its stored copy where there is one."""
+        """Return ``node`` in that dtype, re-reading its stored copy where there is one."""
         found = self.made.get(node)
         if found is None or gemm < found:
             found = self.made[node] = self._operand(node, gemm)
@@ -90,14 +91,14 @@ class _Narrow:
             return emit(self.graph, node.target, (self.operand(node.all_input_nodes[0], gemm), *node.args[1:]), node)
         return emit(self.graph, _CONVERT, (node, self.dtype), node)
 
-    def widen(self, node: Node, wide: object) -> None:
-        """Give the users of a narrowed GEMM the dtype they were traced with."""
-        if isinstance(wide, torch.Tensor):
-            self._convert_back(node, wide.dtype)
+    def restore(self, node: Node, traced: object) -> None:
+        """Give the users of a converted GEMM the dtype they were traced with."""
+        if isinstance(traced, torch.Tensor):
+            self._convert_back(node, traced.dtype)
             return
-        assert isinstance(wide, tuple | list)
+        assert isinstance(traced, tuple | list)
         for item in [u for u in node.users if u.target is operator.getitem]:
-            was = wide[item.args[1]]  # type: ignore[index]
+            was = traced[item.args[1]]  # type: ignore[index]
             item.meta["val"] = node.meta["val"][item.args[1]]
             if isinstance(was, torch.Tensor):
                 self._convert_back(item, was.dtype)

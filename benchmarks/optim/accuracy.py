@@ -110,12 +110,17 @@ def chars(method: str, fmt: Format | None, seed: int) -> dict[str, float]:
         return {"loss": loss_of(text.held_out, 512).item()} | lost(opt)
 
 
-def dlrm(method: str, fmt: Format | None, seed: int) -> dict[str, float]:
+def converged_dlrm(method: str, fmt: Format | None, seed: int) -> dict[str, float]:
+    """At 5 times the learning rate: at 0.1 fp32 is far from its best, and the noise of few bits helps it."""
+    return dlrm(method, fmt, seed, lr=0.5)
+
+
+def dlrm(method: str, fmt: Format | None, seed: int, lr: float = 0.1) -> dict[str, float]:
     steps, batch = 2500, 128
     train, test = generate_clicks(steps * batch, seed=1 + seed), generate_clicks(40_000, seed=0)
     model = DLRM()
     simulate(model, fmt)
-    opt = make_optimizer("SGD", model, method, fmt, lr=0.1)
+    opt = make_optimizer("SGD", model, method, fmt, lr=lr)
     schedule = torch.optim.lr_scheduler.ConstantLR(opt, factor=1)
     late: dict[str, float] = {}
     for i in range(steps):
@@ -169,7 +174,7 @@ def main() -> None:
     warnings.simplefilter("ignore", fxprec.FxprecWarning)  # `standard` is meant to be stuck
     if given.what == "formats":
         narrow = [(method, parse(f"1-8-{m}:ieee")) for m in (5, 3, 1) for method in ("stochastic", "kahan")]
-        wanted = [(dlrm, *row) for row in [("fp32", None), ("kahan", BF16), *narrow]]
+        wanted = [(converged_dlrm, *row) for row in [("fp32", None), ("kahan", BF16), *narrow]]
     else:
         task = {"digits": digits, "chars": chars, "dlrm": dlrm}[given.what]
         wanted = [(task, method, None if method == "fp32" else BF16) for method in METHODS]

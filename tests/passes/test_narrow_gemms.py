@@ -87,3 +87,18 @@ def test_a_cpu_without_16_bit_gemms_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.warns(fxprec.FxprecWarning, match=r"narrow-gemms: this CPU has no torch\.bfloat16 GEMM"):
         torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(2, 4)).sum().backward()
     assert [e.kind for e in backend.events] == ["fallback"]
+
+
+def test_a_bf16_model_computes_its_gemms_in_float32_there(graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 8, bias=False)).bfloat16()
+    x = torch.randn(16, 24, dtype=torch.bfloat16)
+    with pytest.warns(fxprec.FxprecWarning, match=r"GEMMs compute in float32 on torch\.bfloat16 values"):
+        out = torch.compile(model, backend=eager_backend("native", recipe="bf16-pure", low_ratio=None))(x)
+    out.backward(torch.ones_like(out))
+    wide = [p.detach().float() for p in model.parameters()]
+    hidden = torch.addmm(wide[1], x.float(), wide[0].t()).bfloat16().relu()
+    assert torch.equal(out, (hidden.float() @ wide[2].t()).bfloat16())
+    assert torch.equal(model[2].weight.grad, (torch.ones(8, 16) @ hidden.float()).bfloat16())
+    assert [operand_dtypes(gm) for gm in graphs] == [[{torch.float32}] * 2, [{torch.float32}] * 3]
