@@ -106,7 +106,7 @@ def branches():
     original = pipeline.PIPELINE
     run = pipeline.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "run", lambda work: run(work, (*original, Keep())))
+        patch.setattr(pipeline, "run", lambda work, *_: run(work, (*original, Keep())))
         compiled(Branches(), backend)(torch.randn(4, 3, 8, 8)).sum().backward()
     return graphs[0], backend.plans[0]
 
