@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,6 +162,30 @@ def test_bad_input_is_one_line_and_2(arguments, said, dumped, capsys):
     (dumped / "half/graph-0").mkdir(parents=True, exist_ok=True)
     assert run(*(a.format(d=dumped) for a in arguments)) == 2
     assert capsys.readouterr().err == f"fxprec: error: {said.format(d=dumped)}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("plan.json", "is not valid JSON at line 15, column 1: .*; it may be truncated, write it again"),
+        ("graph.json", r"is no graph that fxprec wrote \(.*\); dump the model again"),
+    ],
+)
+def test_a_half_written_file_is_one_line_and_2(name, said, dumped, tmp_path, capsys):
+    folder = tmp_path / "graph-0"
+    shutil.copytree(dumped / "a/graph-0", folder)
+    (folder / name).write_text("".join((folder / name).read_text().splitlines(keepends=True)[:14]))
+    assert run("report", tmp_path) == 2
+    assert re.fullmatch(f"fxprec: error: {re.escape(str(folder / name))}: {said}\n", capsys.readouterr().err)
+
+
+def test_other_files_in_a_dump_do_not_matter(dumped, tmp_path, capsys):
+    shutil.copytree(dumped / "a", tmp_path / "a")
+    (tmp_path / "a/graph-0/kernels").mkdir()
+    (tmp_path / "a/graph-0/kernels/graph-0-group-1.py").write_text("x = 1\n")
+    assert run("diff", tmp_path / "a", dumped / "a") == 0
+    assert run("report", tmp_path / "a") == 0
+    assert capsys.readouterr().out == f"{tmp_path}/a/graph-0/report.html\n"
 
 
 def test_a_model_that_fails_is_one_line(dumped, capsys):

@@ -18,7 +18,9 @@ def plans_of(path: Path) -> dict[str, Plan]:
         return {"": Plan.load(path)}
     if (path / "plan.json").exists():
         return {"": Plan.load(path / "plan.json")}
-    folders = sorted(path.glob("**/graph-*"), key=lambda p: [int(n) for n in re.findall(r"\d+", str(p))])
+    folders = sorted(
+        filter(Path.is_dir, path.glob("**/graph-*")), key=lambda p: [int(n) for n in re.findall(r"\d+", str(p))]
+    )
     if not folders:
         if any(path.glob("00-joint.txt")):
             raise _unfinished(path)

@@ -28,14 +28,16 @@ function nodeDetail(node) {
       ["operator", node.op], ["module", node.module], ["source", node.source], ["value", node.value], ["elements", node.elements ? count(node.elements) : ""],
       ["half", node.backward ? "backward" : "forward"], ["saved", node.saved ? "for backward" : ""], ["group", goTo(groups[node.group], String(node.group))],
     ]),
-    ...(node.sites.length ? node.sites.flatMap(siteDetail) : [el("p", { class: "hint" }, "Not stored in a chosen format: it stays in registers, or in the dtype it has.")]),
+    ...(node.sites.length ? node.sites.flatMap(site => siteDetail(site, node)) : [el("p", { class: "hint" }, "Not stored in a chosen format: it stays in registers, or in the dtype it has.")]),
   ];
 }
-function siteDetail(site) {
+function siteDetail(site, node) {
+  const other = site.tensor !== node.name;  // a gradient bears the name of its value
   return [
     el("h3", {}, `site ${site.id}: `, el("span", { class: `format ${site.cls}` }, site.format)),
     facts([
-      ["tensor", site.tensor], ["kind", site.kind], ["shape", site.shape], ["module", site.module], ["source", site.source],
+      ["kind", site.kind],
+      ...(other ? [["tensor", site.tensor], ["shape", site.shape], ["module", site.module], ["source", site.source]] : []),
       ["promoted", site.promoted === null ? "" : `at step ${site.promoted}`],
     ]),
     ...site.why.split("\n").map(why => el("p", { class: "hint" }, why)),
