@@ -229,6 +229,7 @@ class PlannedGraph:
             raise FallbackError(message)
         event = Event(0, "fallback", notice.site, notice.detail)
         if event not in self.events:  # a re-lowering finds the same again
+            log.info("graph %d: fallback: %s", self.index, message)
             warnings.warn(message, FxprecWarning, stacklevel=2)
             self.events.append(event)
 

@@ -43,7 +43,7 @@ def watched(tmp_path_factory):
         env={**os.environ, **switches},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
     )
     assert run.returncode == 0, run.stderr
     return place, run.stderr
