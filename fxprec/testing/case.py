@@ -15,7 +15,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 
 from fxprec.backend import Backend
 from fxprec.config import Config
-from fxprec.errors import ConfigError, ReferenceRunError
+from fxprec.errors import ConfigError, FxprecError, ReferenceRunError
 
 Loss = Callable[[Any], Tensor]
 Tensors = Mapping[str, Tensor]
@@ -83,13 +83,20 @@ class Case:
         inputs = _own(self.inputs, dtype)
         try:
             outputs = model(*inputs)
+            found = _step(model, inputs, outputs, self.loss)
+        except FxprecError:
+            raise
         except Exception as error:
-            copy.deepcopy(self.model)(*self.inputs)  # a model that runs in no precision says so itself
+            self._run_as_it_is()  # what runs in no precision says so itself
             raise ReferenceRunError(f"{self.name} cannot run in {name}: {first_line(error)}; {way_out}") from None
-        found = next((o.dtype for o in tree_leaves(outputs) if _is_float(o) and o.dtype != dtype), None)
-        if found is not None and dtype == torch.float64:
-            raise ReferenceRunError(f"{self.name} cannot run in {name}: its output is {found}; {way_out}")
-        return _step(model, inputs, outputs, self.loss)
+        got = next((o.dtype for o in tree_leaves(outputs) if _is_float(o) and o.dtype != dtype), None)
+        if got is not None and dtype == torch.float64:
+            raise ReferenceRunError(f"{self.name} cannot run in {name}: its output is {got}; {way_out}")
+        return found
+
+    def _run_as_it_is(self) -> None:
+        model, inputs = self.fresh(), _own(self.inputs)
+        _step(model, inputs, model(*inputs), self.loss)
 
     def fresh(self) -> nn.Module:
         """Return a copy of the model as it was made."""

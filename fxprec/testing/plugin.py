@@ -5,11 +5,14 @@ Loaded at every start of pytest where fxprec is installed, so nothing heavy is i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from fxprec.errors import ConfigError
 
 if TYPE_CHECKING:
     from fxprec.testing.fixture import Numerics
@@ -70,4 +73,8 @@ class _Collector:
         if self.folder is not None:
             from fxprec.testing.page import write
 
-            write(Path(self.folder), sorted(self.tests, key=lambda t: t["test"]))
+            try:
+                write(Path(self.folder), sorted(self.tests, key=lambda t: str(t["test"])))
+            except ConfigError as error:
+                print(f"fxprec: error: {error}", file=sys.stderr)
+                session.exitstatus = BAD_USE

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from fxprec import cli
 from fxprec.testing import page, verify, verify_training
 from tests.testing.kit_projects import MODEL, THREE_LINES
 
@@ -146,3 +147,39 @@ def test_pytest_starts_without_torch(pytester):
     assert done.returncode == 0, done.stdout
     shown = subprocess.run([*command[:-3], "--help"], cwd=pytester.path, capture_output=True, text=True, check=True)
     assert "--numerics-report=DIR" in shown.stdout
+
+
+def test_under_xdist_every_check_reaches_the_report(pytester):
+    """One check passes, one finds a broken golden file, which is exit code 2."""
+    pytester.mkdir("test_two").joinpath("broken.json").write_text("{")
+    pytester.makepyfile(
+        model=MODEL,
+        test_two="""
+        from model import Block, inputs
+
+        def test_rules(numerics):
+            numerics.check(Block, inputs, options={"recipe": "fp8", "low_ratio": 0.4}, golden=False)
+
+        def test_broken(numerics):
+            numerics.check(Block, inputs, name="broken")
+        """,
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-n1", "--numerics-report=out"]
+    done = subprocess.run(command, cwd=pytester.path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stdout
+    report = json.loads((pytester.path / "out" / "numerics.json").read_text())
+    found = {test["test"]: test["checks"][0]["status"] for test in report["tests"]}
+    assert found == {"test_two.py::test_rules": "passed", "test_two.py::test_broken": "error"}
+
+
+def test_ci_prints_a_workflow_and_refuses_what_is_no_path(capsys):
+    for arguments, code, words in (
+        (["ci", "--tests", "tests/numerics"], 0, "run: pytest tests/numerics --numerics-report=numerics-report"),
+        (["ci", "--tests", "$(rm)"], 2, "fxprec: error: --tests is '$(rm)'; give letters, digits"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            cli.main(arguments)
+        said = capsys.readouterr()
+        assert int(end.value.code or 0) == code
+        assert words in (said.err if code else said.out)
+        assert "{{" not in said.out
