@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -148,10 +149,18 @@ class Compiled:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore torch's warnings of its own deprecated uses, and no others."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-        yield
+    """Ignore torch's warnings of its own deprecated uses, and no others; write no trace of every graph.
+
+    pytest records what every logger says, and torch would serialise its graphs for that.
+    """
+    trace = logging.getLogger("torch.__trace")
+    before, trace.disabled = trace.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+            yield
+    finally:
+        trace.disabled = before
 
 
 def first_line(error: BaseException) -> str:
