@@ -7,7 +7,7 @@
 ``transposed(q) -> t``
     Codes (..., N) as a contiguous matrix (N, rest): the second copy that a native GEMM over the rows reads.
 ``counted_stats(counts, table, row) -> (7,) float32``
-    A row of statistics from what a kernel counted: overflowed, underflowed, bits of amax, elements; int64.
+    A row of statistics from what a kernel counted (`fxprec.runtime.gemm.counts`).
 
 Kernels: ``quantize_transpose`` (codes, transposed codes, counts), ``transpose_codes``, ``matmul_codes`` and
 ``matmul_to_codes`` (codes, counts; its product is rounded to ``dtype`` before it is encoded).
@@ -84,7 +84,7 @@ def _(
     x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     codes = x.new_empty(x.shape, dtype=stored_dtype(parse(format), storage))
-    return codes, _transposed(codes), x.new_empty(4, dtype=torch.int64)
+    return codes, _transposed(codes), x.new_empty(8, dtype=torch.int64)
 
 
 @torch.library.register_fake("fxprec::matmul_codes")
@@ -120,4 +120,4 @@ def _(
     stats: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     codes = a.new_empty(a.shape[0], b.shape[1], dtype=stored_dtype(parse(format), storage))
-    return codes, a.new_empty(4, dtype=torch.int64)
+    return codes, a.new_empty(8, dtype=torch.int64)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fxprec
+from benchmarks.gpu.fragments import table_of
 from benchmarks.gpu.suite import Row, Setting
 from fxprec.formats import parse
 from fxprec.runtime.gemm.matmul import Operand, Output, matmul
@@ -36,11 +37,10 @@ def _codes(setting: Setting) -> Row:
     rows, columns = (67, 131) if setting.tiny else (517, 1031)
     x = torch.randn(rows, columns) * 2.0 ** torch.randint(-30, 30, (rows, columns))
     x[0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
-    exponent = torch.tensor(3, dtype=torch.int32, device=setting.device)
     for name in FORMATS:
         fmt = parse(name)
         for source in (x, x.bfloat16()):
-            q, t, counts = quantize_transpose(source.to(setting.device), exponent, fmt)
+            q, t, counts = quantize_transpose(source.to(setting.device), table_of([name], setting.device, 3)[0], fmt)
             wanted, stats = reference_encode(source.float() * 8.0, fmt), reference_stats(source.float() * 8.0, fmt)
             if not torch.equal(q.cpu().long(), wanted.long()) or not torch.equal(t.cpu().long(), wanted.t().long()):
                 raise WrongResult(f"quantize+transpose to {name} differs from the reference")
@@ -75,9 +75,9 @@ def _products(setting: Setting) -> Iterator[Row]:
 
 def _check_codes(operands: tuple[Operand, Operand], out: fxprec.Format, setting: Setting) -> None:
     tile = SMALL if not setting.compiles else TILES[-1]
-    exponent = torch.tensor(-2, dtype=torch.int32, device=setting.device)
+    row = table_of([out.name], setting.device, -2)[0]
     plain, _ = matmul(*operands, dtype=torch.bfloat16, tile=tile)
-    codes, _ = matmul(*operands, dtype=torch.bfloat16, out=Output(out, exponent), tile=tile)
+    codes, _ = matmul(*operands, dtype=torch.bfloat16, out=Output(out, row), tile=tile)
     if not torch.equal(codes.cpu().long(), reference_encode(plain.cpu().float() * 0.25, out).long()):
         raise WrongResult(f"codes of a product in {out.name} differ from the reference")
 

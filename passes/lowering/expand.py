@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import codec, formats, symbolic, symbolic_gemms
 from fxprec.formats import parse
-from fxprec.symbolic import CARRIED
+from fxprec.symbolic import CARRIED, MEASURE
 
 aten = torch.ops.aten
 
@@ -81,7 +81,7 @@ def _stats_recipe(node: Node, rows: Rows) -> _Recipe:
 
 
 def _counted_recipe(node: Node, rows: Rows) -> _Recipe:
-    return _counted_stats, (), (CARRIED,)
+    return _counted_stats, (), (0, CARRIED, MEASURE)
 
 
 def _rescale_recipe(node: Node, rows: Rows) -> _Recipe:
@@ -230,12 +230,25 @@ def _site_stats(x: torch.Tensor, columns: _Columns, fmt: str | None, scaled: boo
 
 def _counted_stats(counts: torch.Tensor, columns: _Columns) -> torch.Tensor:
     """Ratios in float64, as the reference divides integers."""
-    over, under, bits, elements = counts.unbind()
+    scale_exp, carried, measure = columns
+    over, under, bits, elements = counts[:4].unbind()
     share = torch.clamp_min(elements, 1).to(torch.float64)
     ratios = [(n.to(torch.float64) / share).to(torch.float32) for n in (over, under)]
-    amax = bits.to(torch.int32).view(torch.float32) * _power(-columns[0])
-    zero = (columns[0] & 0).to(torch.float32)
-    return torch.stack([*ratios, amax, *(zero + value for value in symbolic.UNMEASURED)])
+    amax = bits.to(torch.int32).view(torch.float32) * _power(-carried)
+    nonzero, squares, logs, squared_logs = counts[4:].view(torch.float64).unbind()
+    present = torch.clamp_min(nonzero, 1)
+    mean = logs / present
+    moments = [
+        torch.sqrt(squares / share) * _power(-(scale_exp + carried)),
+        nonzero / share,
+        torch.where(nonzero > 0, mean - (scale_exp + carried) * math.log(2), 0.0),
+        torch.sqrt(torch.clamp_min(squared_logs / present - mean * mean, 0.0)),
+    ]
+    some = [
+        torch.where((measure != 0) & (nonzero >= 0), value.to(torch.float32), unmeasured)
+        for value, unmeasured in zip(moments, symbolic.UNMEASURED, strict=True)
+    ]
+    return torch.stack([*ratios, amax, *some])
 
 
 def _moments(stored: torch.Tensor, bits: torch.Tensor, scale_exp: torch.Tensor) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ def replace(graph: Graph, node: Node, new: Node) -> None:
     graph.erase_node(node)
 
 
-def copy_with_codes(graph: Graph, copy: Node, measured: frozenset[int]) -> bool:
+def copy_with_codes(graph: Graph, copy: Node) -> bool:
     """Make codes and their transpose in one kernel, where what is rounded is in memory anyway; say whether.
 
     Elsewhere the codes come out of the kernel that computes the values, and one byte an element is read back.
@@ -55,8 +55,7 @@ def copy_with_codes(graph: Graph, copy: Node, measured: frozenset[int]) -> bool:
         both = call(graph, gemms.QUANTIZE_TRANSPOSE, source, table, row, fmt, storage, keep)
         codes, turned, counts = (call(graph, operator.getitem, both, i) for i in range(3))
     codes.meta["val"], turned.meta["val"] = q.meta["val"], copy.meta["val"].to(q.meta["val"].dtype)
-    if row not in measured:
-        _take_statistics(graph, x, row, table, counts)
+    _take_statistics(graph, x, row, table, counts)
     _put(graph, copy, turned)
     if code is not q:
         _put(graph, code, codes)

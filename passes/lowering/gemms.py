@@ -32,8 +32,8 @@ def lower_gemms(
 ) -> None:
     """Replace ``gemm``, ``transposed`` and the casts and statistics that their kernels take over.
 
-    ``scaled`` are the rows whose scale exponent may differ from 0; ``measured`` rows keep statistics of their own,
-    since kernels take no moments. Runs before the casts are expanded.
+    ``scaled`` are the rows whose scale exponent may differ from 0; ``measured`` those whose moments count, which
+    GEMMs do not take. Runs before the casts are expanded.
     """
     graph, triton = gm.graph, runs_triton(device_type)
     copies, products = find(graph, gemms.TRANSPOSED), find(graph, gemms.GEMM)
@@ -41,7 +41,7 @@ def lower_gemms(
         return
     scales = _Scales(graph, scaled)
     for copy in copies:
-        if not (triton and copy_with_codes(graph, copy, measured)):
+        if not (triton and copy_with_codes(graph, copy)):
             _copy(graph, copy, triton)
     for node in products:
         if node.args[-1] == "native":

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from fxprec.formats import BF16, FP16, FP32, Format
-from fxprec.runtime.gemm.counts import COUNTS, add_counts, thresholds
+from fxprec.runtime.gemm.counts import COUNTS, add_counts, no_moments, thresholds
 from fxprec.runtime.gemm.device_codec import constants, decode, encode, power
 from fxprec.runtime.gemm.tiles import SMALL, TILES, Tile
 
@@ -36,7 +36,7 @@ def _read(at, inside, F: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def matmul_kernel(  # type: ignore[no-untyped-def]
-    a_ptr, b_ptr, bias_ptr, exp_a_ptr, exp_b_ptr, exp_ptr, out_ptr, counts_ptr, m, n, k, stride_am, stride_ak,
+    a_ptr, b_ptr, bias_ptr, exp_a_ptr, exp_b_ptr, row_ptr, out_ptr, counts_ptr, m, n, k, stride_am, stride_ak,
     stride_bk, stride_bn, bucket, FA: tl.constexpr, FB: tl.constexpr, FO: tl.constexpr, LIMITS: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, MIDDLE: tl.constexpr, SCALED_A: tl.constexpr,
     SCALED_B: tl.constexpr, BIAS: tl.constexpr, STATS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
@@ -71,11 +71,12 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         total = total.to(MIDDLE).to(tl.float32)  # as a GEMM that hands on this dtype would
-        stored = total * power(tl.load(exp_ptr))
+        stored = total * power(tl.load(row_ptr))
         tl.store(at, encode(stored, FO).to(out_ptr.dtype.element_ty), mask=inside)
         if STATS:
             if program == 0:
                 tl.store(counts_ptr + 3, m.to(tl.int64) * n)
+                no_moments(counts_ptr)  # they would spill the large tiles' registers
             add_counts(total, stored, inside, counts_ptr, LIMITS)
 
 
@@ -93,10 +94,11 @@ class Operand:
 
 @dataclass(frozen=True)
 class Output:
-    """How the product is stored as codes: ``encode(product * 2**exponent, fmt)``."""
+    """How the product is stored as codes: ``encode(product * 2**row[0], fmt)``."""
 
     fmt: Format
-    exponent: Tensor
+    row: Tensor
+    """Its row of the scale table, (10,) int32."""
     keep: bool = False
     stats: bool = True
 
@@ -154,7 +156,7 @@ def matmul(
     out: Output | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the product (M, N) and counts (4,) int64.
+    """Return the product (M, N) and counts (8,) int64.
 
     The product is rounded to ``dtype``, and with ``out`` stored as codes of that. ``tile`` None: the fastest of
     `TILES` for the shape, found at its first run (rows in powers of two count as one shape).
@@ -173,7 +175,7 @@ def matmul(
     spare = counts  # never read
     args = (
         a.codes, b.codes, spare if bias is None else bias, spare if a.exponent is None else a.exponent,
-        spare if b.exponent is None else b.exponent, spare if out is None else out.exponent, result, counts, m, n, k,
+        spare if b.exponent is None else b.exponent, spare if out is None else out.row, result, counts, m, n, k,
         *a.codes.stride(), *b.codes.stride(), triton.next_power_of_2(m),
     )  # fmt: skip
     if tile is None and isinstance(matmul_kernel, InterpretedFunction):

@@ -17,7 +17,7 @@ def quantize_transpose(
     _check_device(x)
     fmt = parse(format)
     dtype = stored_dtype(fmt, storage)
-    q, t, counts = transpose.quantize_transpose(x.reshape(-1, x.shape[-1]), table[row, 0], fmt, keep=keep)
+    q, t, counts = transpose.quantize_transpose(x.reshape(-1, x.shape[-1]), table[row], fmt, keep=keep)
     return q.view(x.shape).view(dtype), t.view(dtype), counts
 
 
@@ -64,7 +64,7 @@ def matmul_to_codes(
     from fxprec.runtime.gemm.matmul import Output, matmul
 
     _check_device(a)
-    out = Output(parse(format), table[row, 0], keep, stats)
+    out = Output(parse(format), table[row], keep, stats)
     operands = _operand(a, format_a, table, row_a), _operand(b, format_b, table, row_b)
     q, counts = matmul(*operands, bias, dtype, out)
     return q.view(stored_dtype(out.fmt, storage)), counts

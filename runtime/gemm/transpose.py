@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fxprec.formats import Format
-from fxprec.runtime.gemm.counts import COUNTS, add_counts, thresholds
+from fxprec.runtime.gemm.counts import COUNTS, add_counts, add_moments, thresholds
 from fxprec.runtime.gemm.device_codec import constants, encode, power
+from fxprec.symbolic import MEASURE
 
 # 94 to 99 registers and no spill on sm_80 to sm_100 (4 warps: 180, and 500 spilled bytes for strided input).
 ROWS, COLUMNS, WARPS = 64, 128, 8
@@ -23,8 +24,8 @@ ROWS, COLUMNS, WARPS = 64, 128, 8
 
 @triton.jit
 def quantize_transpose_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, exp_ptr, q_ptr, t_ptr, counts_ptr, m, n, stride_m, stride_n, F: tl.constexpr, LIMITS: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, STATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x_ptr, row_ptr, q_ptr, t_ptr, counts_ptr, m, n, stride_m, stride_n, F: tl.constexpr, LIMITS: tl.constexpr,
+    ROW_MAJOR: tl.constexpr, STATS: tl.constexpr, FLAG: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     tiles = tl.cdiv(n, COLUMNS)
     program = tl.program_id(0)
@@ -33,7 +34,7 @@ def quantize_transpose_kernel(  # type: ignore[no-untyped-def]
     inside = (i[:, None] < m) & (j[None, :] < n)
     at = i[:, None].to(tl.int64) * stride_m + j[None, :].to(tl.int64) * stride_n
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    stored = x * power(tl.load(exp_ptr))
+    stored = x * power(tl.load(row_ptr))
     code = encode(stored, F).to(q_ptr.dtype.element_ty)
     if ROW_MAJOR:
         tl.store(q_ptr + i[:, None].to(tl.int64) * n + j[None, :], code, mask=inside)
@@ -42,6 +43,8 @@ def quantize_transpose_kernel(  # type: ignore[no-untyped-def]
         if program == 0:
             tl.store(counts_ptr + 3, m.to(tl.int64) * n)
         add_counts(x, stored, inside, counts_ptr, LIMITS)
+        if tl.load(row_ptr + FLAG) != 0:
+            add_moments(stored, inside, counts_ptr)
 
 
 @triton.jit
@@ -67,18 +70,19 @@ def flags(fmt: Format, *, keep: bool = False, row_major: bool = True, stats: boo
         "LIMITS": thresholds(fmt),
         "ROW_MAJOR": row_major,
         "STATS": stats,
+        "FLAG": MEASURE,
         "ROWS": ROWS,
         "COLUMNS": COLUMNS,
     }
 
 
 def quantize_transpose(
-    x: Tensor, exponent: Tensor, fmt: Format, *, keep: bool = False, stats: bool = True
+    x: Tensor, row: Tensor, fmt: Format, *, keep: bool = False, stats: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes (M, N), their transpose (N, M), both contiguous, and the counts (4,) int64, of x (M, N).
+    """Return codes (M, N), their transpose (N, M), both contiguous, and the counts (8,) int64, of x (M, N).
 
-    ``x`` is float32, bfloat16 or float16 in any layout; ``exponent`` a 0-dim int32, the scale's. Bits as
-    ``encode(x * 2**exponent)``.
+    ``x`` is float32, bfloat16 or float16 in any layout; ``row`` the format's row of the scale table,
+    (10,) int32. Bits as ``encode(x * 2**row[0])``.
     """
     m, n = x.shape
     q = torch.empty(m, n, dtype=fmt.code_dtype, device=x.device)
@@ -86,7 +90,7 @@ def quantize_transpose(
     counts = torch.zeros(COUNTS, dtype=torch.int64, device=x.device)
     if x.numel():
         quantize_transpose_kernel[_grid(m, n)](
-            x, exponent, q, t, counts, m, n, *x.stride(), **flags(fmt, keep=keep, stats=stats), num_warps=WARPS,
+            x, row, q, t, counts, m, n, *x.stride(), **flags(fmt, keep=keep, stats=stats), num_warps=WARPS,
             enable_fp_fusion=False,
         )  # fmt: skip
     return q, t, counts
