@@ -9,9 +9,9 @@ import torch
 from torch.fx import Node
 
 from fxprec.passes import gemm_costs
-from fxprec.passes.base import Work
+from fxprec.passes.base import Notice, Work
 from fxprec.passes.coded_gemms import MATMULS, Coded, coded, is_plain, native_refusal, operands
-from fxprec.passes.gemm_costs import Answer, Costs, Gpu, Product
+from fxprec.passes.gemm_costs import Answer, Costs, Gpu, Product, costs_of
 from fxprec.passes.joint import dim_hint, is_backward, value
 from fxprec.passes.operators import Operator
 
@@ -25,10 +25,17 @@ class WeighGemms:
     def apply(self, work: Work) -> None:
         assert work.grouped is not None
         gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
-        given = [] if work.given is None else [g.pays for g in work.given.gemms]
-        work.answers = tuple(
-            _answer(op, gpu, work, given[i] if i < len(given) else None) for i, op in enumerate(work.grouped.gemms)
-        )
+        given = {} if work.given is None else {g.id: g.pays for g in work.given.gemms}
+        work.answers = tuple(_answer(op, gpu, work, given.get(i)) for i, op in enumerate(work.grouped.gemms))
+        if work.config.gemms == "low":
+            _tell_what_stays_high(work)
+
+
+def _tell_what_stays_high(work: Work) -> None:
+    high = [a for a in work.answers if not a.pays]
+    if high:
+        detail = f"gemms='low', but {len(high)} of {len(work.answers)} GEMMs decode their operands: {high[0].why}"
+        work.notices.append(Notice("weigh-gemms", detail))
 
 
 def _answer(op: Operator, gpu: Gpu | None, work: Work, given: bool | None) -> Answer:
@@ -38,17 +45,21 @@ def _answer(op: Operator, gpu: Gpu | None, work: Work, given: bool | None) -> An
         return Answer(None, "not asked in simulation")
     if work.config.accumulator_ is not None:
         return Answer(False, "it adds up in an accumulator of its own")
-    found = [kernel_of(node, gpu) for node in gemm_nodes(op)]
-    if all(isinstance(f, str) for f in found):
-        return Answer(False, str(found[0]) if found else f"{op.aten} has no kernel for codes")
+    found = [(node, kernel_of(node, gpu)) for node in gemm_nodes(op)]
+    known = [(node, f) for node, f in found if isinstance(f, Found)]
+    refused = [f for _, f in found if isinstance(f, str)]
+    if not known:
+        return Answer(False, refused[0] if refused else f"{op.aten} has no kernel for codes")
+    answer = _asked(work, given) or weigh(list(products_of(known, work.config.recipe_.hi.torch_dtype)), costs_of(gpu))
+    rest = f"; {len(refused)} of {len(found)} decoded: {refused[0]}" if refused and answer.pays else ""
+    return Answer(answer.pays, answer.why + rest)
+
+
+def _asked(work: Work, given: bool | None) -> Answer | None:
+    """Return a person's word, if there is one."""
     if work.config.gemms != "auto":
-        low = work.config.gemms == "low"
-        return Answer(low, f"as gemms={work.config.gemms!r} asks")
-    if given is not None:
-        return Answer(given, "as the given plan says")
-    high_dtype = work.config.recipe_.hi.torch_dtype
-    known = [(node, f) for node, f in zip(gemm_nodes(op), found, strict=True) if not isinstance(f, str)]
-    return weigh(list(products_of(known, high_dtype)), gemm_costs.costs_of(gpu))
+        return Answer(work.config.gemms == "low", f"as gemms={work.config.gemms!r} asks")
+    return None if given is None else Answer(given, "as the given plan says")
 
 
 def weigh(products: Sequence[Product], costs: Costs) -> Answer:

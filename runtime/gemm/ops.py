@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from fxprec.errors import LoweringError
@@ -87,6 +91,29 @@ def _check_device(x: torch.Tensor) -> None:
         )
 
 
+def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn Triton's own errors into one line that names kernel, cause and way out."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] != "triton":
+                raise
+            cause = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            raise LoweringError(
+                f"the Triton kernel of fxprec::{function.__name__} does not run on {_device_name(args[0])}: {cause}; "
+                "compile with options={'gemms': 'high'}, which leaves GEMMs and casts to torch"
+            ) from error
+
+    return call
+
+
+def _device_name(x: torch.Tensor) -> str:
+    return torch.cuda.get_device_name(x.device) if x.device.type == "cuda" else str(x.device)
+
+
 for _function in (quantize_transpose, transpose_codes, matmul_codes, matmul_to_codes):
     for _key in ("CPU", "CUDA"):
-        torch.library.impl(f"fxprec::{_function.__name__}", _key, _function)
+        torch.library.impl(f"fxprec::{_function.__name__}", _key, _named(_function))

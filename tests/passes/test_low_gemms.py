@@ -194,8 +194,17 @@ def fxprec_dumps(plan: fxprec.Plan) -> str:
     return dumps(plan)
 
 
+def test_what_cannot_be_had_is_said(graphs) -> None:
+    model = nn.Sequential(nn.Conv2d(16, 16, 1), nn.Flatten(), nn.Linear(16, 32))
+    words = r"gemms='low', but 1 of 2 GEMMs decode their operands: aten\.convolution has no kernel for codes"
+    with pytest.warns(fxprec.FxprecWarning, match=words):
+        _, backend = step(model, (16, 16, 1, 1), lowering="eager")
+    assert [e.kind for e in backend.events] == ["fallback"]
+    assert "1 of 3 decoded" not in backend.plans[0].gemms[1].why
+
+
 def test_on_a_cpu_nobody_asks_and_nothing_changes() -> None:
     with pytest.warns(fxprec.FxprecWarning, match="narrow-gemms"), recorded_works() as works:
-        _, backend = step(network(), lowering="eager")
+        _, backend = step(network(), lowering="eager", gemms="auto")
     assert {(g.pays, g.why) for g in backend.plans[0].gemms} == {(None, "not asked on cpu")}
     assert not [n for n in works[0].joint.graph.nodes if n.target is symbolic_gemms.GEMM]

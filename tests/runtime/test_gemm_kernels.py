@@ -219,6 +219,20 @@ def test_without_a_device_the_kernels_say_so() -> None:
         torch.ops.fxprec.transpose_codes(torch.zeros(2, 2, dtype=torch.uint8))
 
 
+def test_a_kernel_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    from fxprec.runtime.gemm import ops, transpose
+
+    def broken(q: Tensor) -> Tensor:
+        raise triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(ops, "_check_device", lambda x: None)
+    monkeypatch.setattr(transpose, "transpose", broken)
+    words = r"kernel of fxprec::transpose_codes does not run on cpu: .*shared memory.*'gemms': 'high'"
+    with pytest.raises(LoweringError, match=words):
+        torch.ops.fxprec.transpose_codes(torch.zeros(2, 2, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("arch", [80, 90])
 def test_machine_code_spills_no_registers(arch: int) -> None:
     pytest.importorskip("triton")
