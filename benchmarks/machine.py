@@ -23,9 +23,16 @@ def describe() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in packages},
+        "versions": {name: _version(name) for name in packages},
         "command": "python -m " + " ".join([_module_name(), *sys.argv[1:]]),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # run from a tree, as on a lent GPU
+        return "not installed"
 
 
 def _module_name() -> str:

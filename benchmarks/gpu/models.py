@@ -24,7 +24,7 @@ class Shape:
 LLAMA_BLOCK = Shape()
 MODEL_1_5B = Shape(layers=6, vocabulary=8192)  # 6 blocks of 243e6, embedding and head of 34e6 each: 1.53e9
 TINY = Shape(width=32, hidden=64, heads=2)
-TINY_MODEL = Shape(width=32, hidden=64, heads=2, layers=2, vocabulary=64)
+TINY_MODEL = Shape(width=32, hidden=64, heads=2, vocabulary=64)
 
 
 class Norm(nn.Module):

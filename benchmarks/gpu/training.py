@@ -168,7 +168,7 @@ def _step(side: str, network: nn.Module, loss: Callable[[nn.Module], Tensor], se
     optimizer: torch.optim.Optimizer
     if side.endswith("16-bit AdamW"):
         network = network.bfloat16()
-        optimizer = fxprec.optim.AdamW(network.parameters(), lr=1e-4, update="stochastic")
+        optimizer = fxprec.optim.AdamW(network.parameters(), lr=1e-4, betas=(0.9, 0.997), update="stochastic")
     else:
         optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=setting.device.type == "cuda")
     compiled = torch.compile(network, backend=backend)

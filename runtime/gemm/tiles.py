@@ -26,8 +26,8 @@ TILES = (
     Tile(128, 64, 64, 4, 3),
     Tile(64, 128, 64, 4, 3),
     Tile(64, 64, 64, 4, 4),
-    Tile(32, 64, 128, 4, 3),
-    Tile(16, 128, 128, 4, 3),
+    Tile(32, 64, 32, 4, 4),
+    Tile(16, 128, 64, 4, 4),
 )
 SMALL = Tile(16, 32, 32, 4, 1)
 """The interpreter's: it runs programs one by one, and edges want to be met."""
