@@ -68,7 +68,7 @@ def model(setting: Setting) -> Iterator[Row]:
 
 def convolutions(setting: Setting) -> Iterator[Row]:
     """ResNet-50's shapes, 128 pictures of 224 x 224."""
-    batch, size, width = (4, 32, 4) if setting.tiny else (128, 224, 64)
+    batch, size, width = (2, 32, 2) if setting.tiny else (128, 224, 64)
 
     def make() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
         network = ResNetShapes(width).to(setting.device)
