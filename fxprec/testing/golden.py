@@ -27,6 +27,9 @@ SCHEMA = 1
 # values which may round the other way there do so here too. The spread seen over JITTERS runs is doubled.
 JITTER = 2.0**-18
 JITTERS = 6
+# One of 1,000 numbers that rounds the other way in 8 bits moves a sketch by up to 0.12 / sqrt(1000) of its scale, and
+# jitter need not have met one.
+SKETCH_FLOOR = 5e-3
 MAX_BYTES = 64 * 2**20
 _REWRITE = "rewrite it with --numerics-update"
 
@@ -69,7 +72,7 @@ def take(config: Config, backend: Backend, tensors: Iterable[Measured]) -> Golde
 def _tensor_entry(m: Measured) -> Entry:
     numbers = {"error": Number(m.error, 0.05 * m.error + 1e-4), "gain": Number(m.gain, 1e-3)}
     if m.numel > 1:
-        numbers |= {f"sketch{i}": Number(m.sketch[i], 2e-3) for i in range(SKETCH)}
+        numbers |= {f"sketch{i}": Number(m.sketch[i], SKETCH_FLOOR) for i in range(SKETCH)}
     return Entry(m.name, numbers)
 
 
