@@ -69,16 +69,21 @@ FXPREC_INLINE float product_to_odd(float a, float b) {
   return to_odd(near, (error > 0) | (error < 0), error > 0);
 }
 
+// All in 32-bit integers, which the compiler turns into vectors; a sum that rounds to zero is exact.
+template <bool kPlain>
 FXPREC_INLINE float sum_to_odd(float a, float b) {
   const float total = a + b;
   const float other = total - a;
-  const float error = (a - (total - other)) + (b - other);
-  return to_odd(total, (error > 0) | (error < 0), error > 0);
+  const int32_t bits = bits_of(total), error = bits_of((a - (total - other)) + (b - other));
+  const int32_t inexact = (error & kMagnitude) != 0 ? ~bits & 1 : 0;
+  const int32_t moved = kPlain || (bits & kMagnitude) < kInfinity ? inexact : 0;
+  const int32_t step = ((bits ^ error) >> 31) | 1;  // away from zero where the error has the sum's sign
+  return float_of(bits + (step & -moved));
 }
 
 template <bool kPlain, bool kOdd>
 FXPREC_INLINE float plus(float a, float b, const Format& f, int32_t mask) {
-  return rounded<kPlain>(kOdd ? sum_to_odd(a, b) : a + b, f, mask);
+  return rounded<kPlain>(kOdd ? sum_to_odd<kPlain>(a, b) : a + b, f, mask);
 }
 
 // s += p, with the compensation c where kKahan.
