@@ -10,7 +10,7 @@ import torch
 from backend_helpers import eager_backend
 from torch import nn
 
-STEPS = 200
+STEPS = 100
 
 
 @pytest.mark.parametrize("storage", ["packed", "simulate"])
@@ -34,7 +34,7 @@ def test_memory_does_not_grow_with_steps(storage: str) -> None:
 
     tracemalloc.start()
     try:
-        steps(400)  # past compilation, and a refresh of all scales
+        steps(250)  # past compilation, and a refresh of all scales
         windows = [growth() for _ in range(3)]
     finally:
         tracemalloc.stop()
