@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from fxprec import capture, compat
 from fxprec.config import Config
-from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning, LoweringError, PlanError
+from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning, PlanError
 from fxprec.grad_scaling import LossScaling
 from fxprec.graph import CompileReport, PlannedGraph
 from fxprec.plan import Plan
@@ -44,7 +44,6 @@ class Backend:
             raise compat.through_dynamo(error) from error
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        _check_lowering(self.config)
         _tell_what_is_missing(self.config)
         if not self.config.changes_anything or not example_inputs:
             return compat.compile_fx(gm, example_inputs)  # type: ignore[no-any-return]
@@ -167,23 +166,11 @@ def _want_it_whole() -> None:
     raise compat.TraceAgain("fxprec plans whole graphs")
 
 
-def _check_lowering(config: Config) -> None:
-    if config.lowering == "triton":
-        raise LoweringError(
-            "lowering='triton' is not available in this version; use 'inductor', which makes Inductor generate the "
-            "Triton kernels, or 'auto'"
-        )
-
-
 def _tell_what_is_missing(config: Config) -> None:
     """Say which of the options given have no effect; under ``strict`` that is an error."""
-    messages = [
-        f"{name}={getattr(config, name)!r} has no effect in this version; leave it out"
-        for name in ("verify",)
-        if getattr(config, name)
-    ]
+    messages = []
     if not config.changes_anything:
-        messages += [
+        messages = [
             f"{name}={getattr(config, name)!r} has no effect: recipe {config.recipe_.name!r} holds everything in "
             "float32; choose a recipe with a low format, such as 'fp8', or leave it out"
             for name in ("low_ratio", "activation_budget", "plan")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ import torch._inductor.config
 import torch._logging._internal
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor import compile_fx as _compile_fx
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
@@ -90,6 +93,92 @@ def debug_folder() -> str | None:
 
 
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+class TritonCalls:
+    """Calls of Triton kernels as graph nodes: the operator Dynamo itself writes for a user's kernel."""
+
+    target = triton_kernel_wrapper_functional
+
+    def keywords(
+        self, source: str, name: str, programs: object, arguments: dict[str, object], written: list[str]
+    ) -> dict[str, Any]:
+        """Return the operator's keyword arguments. The source is kept in Inductor's cache folder."""
+        return {
+            "kernel_idx": kernel_side_table.add_kernel(load_kernel(source, name)),
+            "constant_args_idx": kernel_side_table.add_constant_args({}),
+            "grid": [(programs, 1, 1)],
+            "tma_descriptor_metadata": {},
+            "kwargs": arguments,
+            "tensors_to_clone": written,
+        }
+
+
+def load_kernel(source: str, name: str) -> Any:
+    """Return the Triton function ``name`` of generated ``source``."""
+    return getattr(PyCodeCache.load(source), name)
+
+
+OLDEST_TRITON = (3, 6)
+
+
+def no_triton(device: torch.device) -> str | None:
+    """Say why generated Triton kernels cannot run on ``device``, or None where they can."""
+    try:
+        import triton
+    except ImportError:
+        return "Triton is not installed"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
+        return f"Triton {triton.__version__} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    interpreted = bool(triton.knobs.runtime.interpret)
+    if device.type == "cpu":
+        why = "a CPU runs Triton kernels in Triton's interpreter only, which TRITON_INTERPRET=1 chooses at start"
+        return None if interpreted else why
+    if interpreted:
+        return "TRITON_INTERPRET=1 keeps Triton from compiling for a GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
+
+
+def compile_ahead(
+    source: str, name: str, parameters: Sequence[tuple[str, str]], num_warps: int, arch: int
+) -> tuple[bytes, int]:
+    """Compile a generated kernel for an NVIDIA architecture (80, 89, 90, 100), with no GPU.
+
+    Returns its machine code and the bytes of shared memory it takes. Pointers and sizes are multiples of 16, as they
+    nearly always are. Raises what Triton's compiler raises.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = load_kernel(source, name)
+    function = function.fn if isinstance(function, triton.runtime.Autotuner) else function
+    multiples = [i for i, (_, kind) in enumerate(parameters) if kind.startswith("*")]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in multiples}
+    compiled = triton.compile(
+        ASTSource(function, dict(parameters), attrs=attributes),
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": num_warps},
+    )
+    return compiled.asm["cubin"], compiled.metadata.shared
+
+
+def triton_tool(name: str) -> Path:
+    """Return a program that comes with Triton: ``cuobjdump``, ``ptxas``."""
+    from triton.backends import nvidia
+
+    return Path(str(nvidia.__file__)).parent / "bin" / name
+
+
+def why_not_compiled(source: str, name: str, parameters: Sequence[tuple[str, str]], num_warps: int) -> str | None:
+    """Compile a generated kernel for the current GPU; return the compiler's first line where that fails."""
+    try:
+        major, minor = torch.cuda.get_device_capability()
+        compile_ahead(source, name, parameters, num_warps, 10 * major + minor)
+    except Exception as error:  # the compiler's own types differ by version
+        return f"it does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return None
 
 
 def calling_wrapper() -> object | None:

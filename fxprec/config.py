@@ -76,7 +76,8 @@ class Config:
     slower. None: the device's own, float32."""
 
     lowering: Literal["auto", "triton", "inductor", "eager"] = "auto"
-    """How casts become code; ``"eager"`` is the slow reference."""
+    """How casts become code: ``"inductor"`` expands them for Inductor (on CPUs: compiled kernels), ``"triton"``
+    generates kernels for NVIDIA GPUs (docs/triton.md), ``"eager"`` is the slow reference. ``"auto"``: inductor."""
 
     gemms: Literal["auto", "low", "high"] = "auto"
     """Which GEMMs multiply stored codes on a GPU: ``"auto"`` where the cost model says it pays (the plan's ``pays``),
@@ -95,7 +96,7 @@ class Config:
     """Seed of policy ``"random"``, at least 0."""
 
     verify: bool = False
-    """Whether each compiled graph is compared with the eager reference at its first step (slow)."""
+    """Whether each kernel's first output is compared with the reference (first step slow); wrong ones are left out."""
 
     def __new__(cls, *args: object, **options: object) -> Self:
         _refuse_unknown(options)

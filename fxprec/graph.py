@@ -22,11 +22,12 @@ from fxprec.calibration import Calibration, interpreted
 from fxprec.config import Config
 from fxprec.errors import DoubleBackwardError, FallbackError, FxprecWarning
 from fxprec.formats import parse
+from fxprec.generated import Half, Lowering, interpreted_kernels
 from fxprec.grad_scaling import GradScaling
 from fxprec.passes import pipeline
 from fxprec.passes.base import Notice, Work
 from fxprec.passes.joint import JointGraph
-from fxprec.passes.lowering import lower
+from fxprec.passes.lowering import Lowered, lower
 from fxprec.plan import Plan, Site
 from fxprec.ranges import interpreted_by_group as by_group
 from fxprec.ranges import ranged
@@ -94,6 +95,7 @@ class PlannedGraph:
         self._measured: frozenset[int] = frozenset()
         self._counted: frozenset[int] = frozenset()
         self._skips = skips
+        self._lowering = Lowering(config, captured.device, self._tell)
         self._compiled = self._compile(captured.examples)
 
     @property
@@ -117,6 +119,9 @@ class PlannedGraph:
             self._follow_training()
         if self.controller.plan is not self._in_force:
             self.follow_plan()
+        if self._lowering.is_stale:
+            self._lowering.is_stale = False
+            self._compile_again("without kernels that failed")
         results = self._compiled(*args, self.controller.table)
         if self.is_training:
             _refuse_double_backward(results)
@@ -238,30 +243,44 @@ class PlannedGraph:
         if self._damage is not None:
             return self._damage.watch(gm)
         num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-        sites, counted = lower(
+        name = "backward" if options.get("is_backward") else "forward"
+
+        def build(gm: GraphModule) -> Compiled:
+            if self._lowering.name == "eager":
+                run = by_group(gm, interpreted(gm))
+            elif self._lowering.is_interpreted:
+                run = interpreted_kernels(interpreted(gm))
+            else:
+                run = compat.compile_fx_inner(gm, examples, **options)
+            return ranged(run, f"fxprec graph {self.index} {name}")
+
+        half = self._lowering.compile(gm, self._lower, build)
+        if self._dump is not None and self._lowering.name == "triton":
+            self._dump.write_kernels(half.lowered.generated.kernels, self._in_force, name)
+        if not half.lowered.rows:
+            return half if half.has_first_run else half.run
+        compat.trim_output_strides(num_outputs)
+        return self._with_stats(half, num_outputs)
+
+    def _lower(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
+        return lower(
             gm,
-            self.config.lowering,
+            lowering,
             self.captured.device.type,
             watched=self._watched,
             scaled=self._scaled,
             measured=self._measured,
             counted=self._counted,
+            calls=compat.TritonCalls(),
+            without=without,
         )
-        eager = self.config.lowering == "eager"
-        run = by_group(gm, interpreted(gm)) if eager else compat.compile_fx_inner(gm, examples, **options)
-        run = ranged(run, f"fxprec graph {self.index} {'backward' if options.get('is_backward') else 'forward'}")
-        if not sites:
-            return run
-        compat.trim_output_strides(num_outputs)
-        return self._with_stats(run, num_outputs, sites, counted)
 
-    def _with_stats(
-        self, run: Compiled, num_outputs: int, sites: tuple[int, ...], counted: tuple[int, ...]
-    ) -> Compiled:
+    def _with_stats(self, half: Half, num_outputs: int) -> Compiled:
         def call(args: list[Any]) -> Any:
-            results = run(args)
+            results = half(args)
             assert self.controller is not None
-            self.controller.queue.push(sites, torch.cat(results[num_outputs:]), counted)
+            lowered = half.lowered
+            self.controller.queue.push(lowered.rows, torch.cat(results[num_outputs:]), lowered.counted)
             return results[:num_outputs]
 
         call._boxed_call = True  # type: ignore[attr-defined]

@@ -131,13 +131,15 @@ def test_an_unsupported_device_is_refused() -> None:
     assert_refused(fxprec.LoweringError, words, model=model, x=x)
 
 
-def test_the_triton_lowering_is_refused_on_a_cpu() -> None:
-    assert_refused(fxprec.LoweringError, r"^lowering='triton' .*; use 'inductor'", lowering="triton", recipe="fp8")
+def test_triton_without_its_interpreter_is_a_fallback_on_a_cpu() -> None:
+    words = r"^lowering='triton': a CPU runs Triton kernels in Triton's interpreter only.*; lowered as 'auto' instead"
+    assert_refused(fxprec.FallbackError, words, lowering="triton", recipe="fp8", strict=True)
 
 
 NO_LOW = fxprec.Recipe(hi="1-6-9", lo_forward="1-6-9", lo_backward="1-6-9")
 FALLBACKS = [
     ({"recipe": NO_LOW, "low_ratio": 0.5}, "low_ratio 0.5 is not reached"),
+    ({"recipe": "hfp8", "verify": True}, "verify=True: nothing is compared: lowering 'eager' on cpu is the reference"),
     ({"recipe": "hfp8", "keep_high": ("nowhere.*",)}, r"keep_high pattern 'nowhere\.\*' matches no module"),
 ]
 

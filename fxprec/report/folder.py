@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,8 @@ from fxprec import compat
 from fxprec.config import Config
 from fxprec.errors import ConfigError
 from fxprec.passes.base import Work
+from fxprec.passes.lowering.triton.header import header
+from fxprec.passes.lowering.triton.kernel import Kernel
 from fxprec.plan import Plan
 from fxprec.report.drawing import FILE as GRAPH
 from fxprec.report.drawing import Drawing
@@ -115,6 +117,22 @@ class GraphDump:
         plan.save(self.path / "plan.json")
         with _writable(self.path):
             write_report(plan, self.path, title=self.path.name, drawing=self._drawing)
+
+    def write_kernels(self, kernels: Sequence[Kernel], plan: Plan, half: str) -> None:
+        """Write the generated kernels of one half: a source each, with a header, and what they are launched with."""
+        folder = self.path / "kernels"
+        index = []
+        with _writable(folder):
+            for old in folder.glob(f"{half}*"):
+                old.unlink()
+            for i, kernel in enumerate(kernels):
+                folder.mkdir(exist_ok=True)
+                name = f"{half}-{i:02}-{kernel.name.removeprefix('fxprec_')}.py"
+                (folder / name).write_text(header(kernel, plan.sites) + kernel.source, encoding="utf-8")
+                index.append({"file": name, **kernel.to_dict()})
+            if index:
+                text = json.dumps({"schema": 1, "kernels": index}, indent=1)
+                (folder / f"{half}.json").write_text(text + "\n", encoding="utf-8")
 
     def write_stats(self, controller: Controller) -> None:
         """Append a line for each site whose statistics have arrived since the last call."""

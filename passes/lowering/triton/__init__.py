@@ -1,0 +1,71 @@
+"""Lowering ``triton``: regions that round, pack or unpack become generated Triton kernels.
+
+What a region is: `regions`; how it is printed: `printer`; how it enters the graph: `launch`. Column reductions (the
+gradients of a norm's weight, batch norm's statistics), data movement and everything without a codec stay Inductor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from fxprec import symbolic
+from fxprec.passes.lowering.triton.kernel import Kernel, Unprintable
+from fxprec.passes.lowering.triton.launch import KernelCalls, Launches
+from fxprec.passes.lowering.triton.printer import Tables, print_kernel
+from fxprec.passes.lowering.triton.regions import find_regions, in_order
+from fxprec.passes.lowering.triton.shapes_in_graph import SizeNodes
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What `call_generated` did: kernels with their calls, the rows whose statistics they count, and these."""
+
+    kernels: tuple[Kernel, ...] = ()
+    watched: tuple[int, ...] = ()
+    statistics: tuple[Node, ...] = ()
+    left: tuple[tuple[str, str], ...] = ()
+    """Regions left to Inductor: kernel or first node, and why."""
+
+
+def call_generated(
+    gm: GraphModule,
+    calls: KernelCalls,
+    *,
+    watched: Collection[int],
+    scaled: Collection[int],
+    without: Collection[str] = (),
+) -> Generated:
+    """Replace the regions of ``gm`` by calls of generated kernels, in place.
+
+    ``without`` names kernels not to use. Symbolic ops that no kernel took are still there afterwards.
+    """
+    graph = gm.graph
+    sizes = SizeNodes(graph)
+    for node in graph.find_nodes(op="placeholder"):
+        sizes.learn(node)
+    launches = Launches(graph, _table(gm), calls, sizes)
+    left: list[tuple[str, str]] = []
+    for region in in_order(graph, find_regions(graph)):
+        rows = [row for row in watched if row not in launches.watched]
+        try:
+            kernel = print_kernel(region, Tables(scaled, rows))
+            if kernel.outputs and kernel.name not in without:
+                launches.add(kernel)
+        except Unprintable as why:
+            left.append((region.nodes[0].name, str(why)))
+    statistics = launches.finish()
+    return Generated(
+        tuple(kernel for kernel, _ in launches.made), tuple(launches.watched), tuple(statistics), tuple(left)
+    )
+
+
+def _table(gm: GraphModule) -> Node | None:
+    """Return the scale table, an argument of every symbolic op but ``keep_nonfinite``."""
+    for target in (symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.RESCALE):
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            assert isinstance(node.args[1], Node)
+            return node.args[1]
+    return None

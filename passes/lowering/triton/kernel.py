@@ -1,0 +1,104 @@
+"""A generated kernel: its source, and what it is launched with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxprec.passes.lowering.triton.regions import ORIGIN, Region
+from fxprec.passes.lowering.triton.sizes import Size
+
+BLOCK = 1024
+"""Elements a program of a flat kernel works on: 8 a thread."""
+
+
+class Unprintable(Exception):
+    """The generator has no words for a region; the message says why. Inductor takes it."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor parameter of a kernel."""
+
+    name: str
+    node: Node
+    dtype: torch.dtype
+    """As the kernel sees it: 8-bit floats are read and written as uint8."""
+    elements: Size
+    """How many different ones the kernel touches."""
+
+    @property
+    def pointer(self) -> str:
+        return POINTERS[self.dtype]
+
+    @property
+    def origin(self) -> str:
+        """The node's name in the graph before lowering."""
+        return str(self.node.meta.get(ORIGIN, self.node.name))
+
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.bool: "*i1",
+    torch.uint8: "*u8",
+    torch.uint16: "*u16",
+    torch.uint32: "*u32",
+    torch.int32: "*i32",
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One region as source, canonical: equal regions have equal sources."""
+
+    region: Region
+    name: str
+    source: str
+    inputs: tuple[Argument, ...]
+    outputs: tuple[Argument, ...]
+    sizes: tuple[tuple[str, Size], ...]
+    """Integer parameters that come from shapes."""
+    rows: tuple[int, ...]
+    """Rows of the scale table: the integer parameters ``row0``, ``row1``, ..."""
+    sites: tuple[int, ...]
+    """Rows of what it stores: sites of the plan, and further casts of these."""
+    watched: tuple[int, ...]
+    """Rows whose statistics it counts, in the order of their counters."""
+    per_program: int
+    """Elements (flat) or rows (by rows) of a program."""
+    num_warps: int
+    is_exact: bool
+    """Whether it gives the bits of the reference: only + - * / and casts, no sum over a row."""
+    formats: tuple[str, ...]
+
+    @property
+    def parameters(self) -> list[tuple[str, str]]:
+        """Name and Triton type of every parameter, in order."""
+        pointers = [(a.name, a.pointer) for a in self.inputs]
+        pointers += [("table", "*i32")] if self.rows else []
+        pointers += [("counters", "*i32")] if self.watched else []
+        pointers += [(a.name, a.pointer) for a in self.outputs]
+        integers = [name for name, _ in self.sizes] + [f"row{i}" for i in range(len(self.rows))]
+        integers += ["slot"] if self.watched else []
+        return pointers + [(name, "i32") for name in integers]
+
+    @property
+    def bytes_moved(self) -> Size:
+        return sum(a.elements * a.dtype.itemsize for a in (*self.inputs, *self.outputs))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what compiling and launching the source takes, as JSON data. ``bytes`` is text where sizes vary."""
+        moved = self.bytes_moved
+        return {
+            "name": self.name,
+            "parameters": [list(p) for p in self.parameters],
+            "num_warps": self.num_warps,
+            "formats": list(self.formats),
+            "bytes": moved if isinstance(moved, int) else str(moved),
+            "exact": self.is_exact,
+        }

@@ -1,0 +1,157 @@
+"""Kernels into the graph: each becomes a call Inductor knows as a user's Triton kernel, on outputs the graph allocates.
+
+Nothing is allocated and nothing waits in a launch: the outputs are ``empty_strided`` nodes that Inductor plans like
+its own buffers, and all counters of a graph are one zeroed tensor. So CUDA graphs can record it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.passes.lowering.triton import codecs
+from fxprec.passes.lowering.triton.codecs import SITE_COUNTERS
+from fxprec.passes.lowering.triton.kernel import Argument, Kernel
+from fxprec.passes.lowering.triton.regions import ORIGIN
+from fxprec.passes.lowering.triton.shapes_in_graph import SizeNodes
+from fxprec.passes.lowering.triton.sizes import shape_of, strides_of
+from fxprec.symbolic import STATS
+
+aten = torch.ops.aten
+
+
+class KernelCalls(Protocol):
+    """How this version of torch calls a user's Triton kernel from a graph."""
+
+    @property
+    def target(self) -> Any:
+        """The functional higher-order operator."""
+
+    def keywords(
+        self, source: str, name: str, programs: object, arguments: dict[str, object], written: list[str]
+    ) -> dict[str, Any]:
+        """Return the operator's keyword arguments; loads the kernel."""
+
+
+@dataclass
+class Launches:
+    """The calls of one graph, in order; ``watched`` are the rows whose counters they fill."""
+
+    graph: Graph
+    table: Node | None
+    calls: KernelCalls
+    sizes: SizeNodes
+    made: list[tuple[Kernel, Node]] = field(default_factory=list)
+    watched: list[int] = field(default_factory=list)
+    counters: Node | None = None
+    _zeros: Node | None = None
+
+    def add(self, kernel: Kernel) -> None:
+        """Call ``kernel`` where its region stands. Raises `Unprintable` where a size has no node."""
+        first = kernel.region.nodes[0]
+        with self.graph.inserting_before(first):
+            near = [n for n in (*(a.node for a in kernel.inputs), *kernel.region.nodes) if _is_tensor(n)]
+            near = [n for n in near if n not in kernel.region.members]
+            arguments: dict[str, object] = {a.name: self._memory(a) for a in kernel.inputs}
+            if kernel.rows:
+                arguments["table"] = self.table
+            if kernel.watched:
+                arguments["counters"] = self._counters()
+            outputs = {a.name: self._empty(a, near) for a in kernel.outputs}
+            arguments |= outputs
+            arguments |= {name: self.sizes.of(size, near) for name, size in kernel.sizes}
+            arguments |= {f"row{i}": _plain(row) for i, row in enumerate(kernel.rows)}
+            if kernel.watched:
+                arguments["slot"] = _plain(len(self.watched))
+            programs = self.sizes.programs(kernel.sizes[0][1], kernel.per_program, near)
+            written = [*outputs, *(["counters"] if kernel.watched else [])]
+            call = self._call(kernel.source, kernel.name, programs, arguments, written)
+            for a in kernel.outputs:
+                a.node.replace_all_uses_with(self._result(call, a, outputs[a.name]))
+            if kernel.watched:
+                self.watched += kernel.watched
+                self.counters = self._item(call, "counters", arguments["counters"])
+        self.made.append((kernel, call))
+
+    def finish(self) -> list[Node]:
+        """Give the counters their size; return the node of the statistics they amount to, if there are any."""
+        if self._zeros is None:
+            return []
+        assert self.counters is not None
+        self._zeros.args = ([len(self.watched) * SITE_COUNTERS], 0)
+        val = self._zeros.meta["val"]
+        size = len(self.watched) * len(STATS)
+        with self.graph.inserting_before(self.graph.output_node()):
+            options = {"dtype": torch.float32, "device": val.device}
+            empty = self.graph.call_function(aten.empty_strided.default, ([size], [1]), options)
+            empty.meta["val"] = val.new_empty(size, dtype=torch.float32)
+            arguments: dict[str, object] = {"counters": self.counters, "out0": empty}
+            call = self._call(codecs.FINISH, codecs.FINISH_NAME, len(self.watched), arguments, ["out0"])
+            return [self._item(call, "out0", empty)]
+
+    def _call(self, source: str, name: str, programs: object, arguments: dict[str, object], written: list[str]) -> Node:
+        keywords = self.calls.keywords(source, name, programs, arguments, written)
+        call = self.graph.call_function(self.calls.target, (), keywords)
+        vals = torch.fx.map_arg(keywords, lambda n: n.meta["val"])
+        call.meta["val"] = {name: vals["kwargs"][name] for name in written}
+        call.meta["eager_input_vals"] = ((), vals)  # Inductor then gives the kernel exactly these strides
+        return call
+
+    def _memory(self, argument: Argument) -> Node:
+        node = argument.node
+        val = node.meta["val"]
+        if val.dtype == argument.dtype:
+            return node
+        if node.target is aten.view.dtype and node.args[0].meta["val"].dtype == argument.dtype:  # type: ignore[union-attr]
+            return node.args[0]  # type: ignore[return-value]
+        return self._view(node, argument.dtype)
+
+    def _view(self, node: Node, dtype: torch.dtype) -> Node:
+        new = self.graph.call_function(aten.view.dtype, (node, dtype))
+        new.meta["val"] = node.meta["val"].view(dtype)
+        return new
+
+    def _empty(self, argument: Argument, near: list[Node]) -> Node:
+        val = argument.node.meta["val"]
+        shape = [self.sizes.of(s, near) for s in shape_of(val)]
+        strides = [self.sizes.of(s, near) for s in strides_of(val)]
+        options = {"dtype": argument.dtype, "device": val.device}
+        node = self.graph.call_function(aten.empty_strided.default, (shape, strides), options)
+        node.meta["val"] = val if val.dtype == argument.dtype else val.view(argument.dtype)
+        return node
+
+    def _counters(self) -> Node:
+        if self.counters is None:
+            assert self.table is not None
+            val = self.table.meta["val"]
+            options = {"dtype": torch.int32, "device": val.device}
+            self._zeros = self.graph.call_function(aten.full.default, ([SITE_COUNTERS], 0), options)
+            self._zeros.meta["val"] = val.new_empty(SITE_COUNTERS)
+            self.counters = self._zeros
+        return self.counters
+
+    def _result(self, call: Node, argument: Argument, empty: Node) -> Node:
+        new = self._item(call, argument.name, empty)
+        if argument.node.meta["val"].dtype != argument.dtype:
+            new = self._view(new, argument.node.meta["val"].dtype)
+        new.meta = {**argument.node.meta, "val": new.meta["val"], ORIGIN: argument.origin}
+        return new
+
+    def _item(self, call: Node, name: str, like: object) -> Node:
+        new = self.graph.call_function(operator.getitem, (call, name))
+        assert isinstance(like, Node)
+        new.meta["val"] = like.meta["val"]
+        return new
+
+
+def _plain(number: int) -> int:
+    """Return an odd number from 3 on: compilers make code of their own for 1 and for multiples of 16."""
+    return 2 * number + 3
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)

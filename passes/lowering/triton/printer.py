@@ -1,0 +1,267 @@
+"""From a region to the source of its kernel: loads, float32 arithmetic, casts, statistics, stores."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from fxprec import symbolic
+from fxprec.passes.lowering.triton import codecs
+from fxprec.passes.lowering.triton.body import FULL, LITERAL, Body, Value, literal
+from fxprec.passes.lowering.triton.kernel import Kernel, Unprintable
+from fxprec.passes.lowering.triton.regions import VAR_MEAN, Region, is_constant, is_view, outputs
+from fxprec.passes.lowering.triton.table import EXPRESSIONS, INEXACT, OF_BOOLS, POWERS, REDUCTIONS, name_of
+
+aten = torch.ops.aten
+_UNROUNDED = frozenset({"clone", "where", "neg", "abs", "relu", "maximum", "minimum", "amax", "amin"})
+_NAMED = 3  # operators that give a kernel its name
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What is known of the scale table's rows when code is made, and which rows' statistics are wanted here."""
+
+    scaled: Collection[int]
+    watched: Collection[int]
+
+
+def print_kernel(region: Region, tables: Tables) -> Kernel:
+    """Return the kernel of ``region``. Raises `Unprintable`."""
+    return _Printer(region, tables).run()
+
+
+class _Printer(Body):
+    def __init__(self, region: Region, tables: Tables) -> None:
+        super().__init__(region)
+        self.tables = tables
+        self.pairs: dict[Node, tuple[Value, Value]] = {}  # of var_mean
+        self.rows: dict[int, str] = {}
+        self.watched: list[int] = []
+        self.formats: dict[str, None] = {}
+        self.is_exact = True
+
+    def run(self) -> Kernel:
+        if isinstance(self.region.numel, int) and self.region.numel >= 1 << 31:
+            raise Unprintable("it has 2^31 elements or more, which its counters do not hold")
+        for node in self.region.nodes:
+            self._node(node)
+        written = [self.store(node, i) for i, node in enumerate(outputs(self.region))]
+        sites = {n.args[2] for n in self.region.nodes if n.target is symbolic.QUANTIZE}
+        kernel = Kernel(
+            region=self.region,
+            name="",
+            source="",
+            inputs=tuple(self.inputs.values()),
+            outputs=tuple(written),
+            sizes=(self.count, *((name, size) for size, name in self.sizes.items())),
+            rows=tuple(self.rows),
+            sites=tuple(sorted(row for row in sites if isinstance(row, int))),
+            watched=tuple(self.watched),
+            per_program=self.per_program,
+            num_warps=self.num_warps,
+            is_exact=self.is_exact,
+            formats=tuple(self.formats),
+        )
+        return self._named(kernel, [*self.head(), *self.lines])
+
+    def _named(self, kernel: Kernel, lines: list[str]) -> Kernel:
+        """Return ``kernel`` with its source, and a name no other source has."""
+        head = _PREAMBLE + "".join(f"\n\n{self.helpers[name]}" for name in self.helper_order()) + "\n\n"
+        if self.num_warps != 4:
+            head += f"@triton.autotune(configs=[triton.Config({{}}, num_warps={self.num_warps})], key=[])\n"
+        parameters = ", ".join(name for name, _ in kernel.parameters)
+        body = f"({parameters}):\n" + "".join(f"    {line}\n" for line in lines)
+        name = f"{self._name()}_{hashlib.sha256((head + body).encode()).hexdigest()[:6]}"
+        return replace(kernel, name=name, source=f"{head}@triton.jit\ndef {name}{body}")
+
+    def _name(self) -> str:
+        ops = [name_of(n.target) for n in self.region.nodes if not is_view(n) and n.target is not operator.getitem]
+        shown = list(dict.fromkeys(o for o in ops if o != "dequantize")) or ["dequantize"]
+        kind = "flat" if self.columns is None else "rows"
+        return "_".join(["fxprec", kind, *shown[-_NAMED:]])
+
+    def _codec(self, pair: tuple[str, str], fmt: str) -> str:
+        self.formats[fmt] = None
+        return self.use(*pair)
+
+    def _node(self, node: Node) -> None:
+        if node.target is VAR_MEAN:
+            self.pairs[node] = self._var_mean(node)
+        elif node.target is operator.getitem:
+            self.values[node] = self.pairs[node.args[0]][node.args[1]]  # type: ignore[index]
+        else:
+            self.values[node] = self._value(node)
+
+    def _value(self, node: Node) -> Value:
+        special = _SPECIAL.get(node.target)  # type: ignore[call-overload]
+        if special is not None:
+            return special(self, node)  # type: ignore[no-any-return]
+        if is_view(node):
+            source = node.all_input_nodes[0]
+            return self.read(source if source in self.values or is_constant(source) else node, node)
+        if node.target in REDUCTIONS:
+            return self._reduction(node)
+        return self._pointwise(node)
+
+    def _pointwise(self, node: Node) -> Value:
+        target, name = str(node.target), name_of(node.target)
+        operands = [a for a in node.args if not isinstance(a, torch.dtype)]
+        read = [self.read(a, node) if isinstance(a, Node) else a for a in operands]
+        values = [v for v in read if isinstance(v, Value)]
+        dtype: torch.dtype = node.meta["val"].dtype
+        all_bool = all(v.dtype == torch.bool for v in values)
+        expression = OF_BOOLS.get(target, EXPRESSIONS.get(target, "")) if all_bool else EXPRESSIONS.get(target, "")
+        if node.target is aten.pow.Tensor_Scalar:
+            expression, read = POWERS[node.args[1]], read[:1]  # type: ignore[index]
+        alpha = node.kwargs.get("alpha", 1)
+        if alpha != 1:
+            expression = expression.replace("{1}", f"{{1}} * {float(alpha)!r}")  # type: ignore[arg-type]
+        texts = [self._operand(v, name, all_bool) for v in read]
+        result = expression.format(*texts)
+        if name == "tanh":
+            self.use("tanh")
+        self.is_exact &= name not in INEXACT
+        if target == "prims.convert_element_type.default" and all_bool and dtype != torch.bool:
+            result = f"tl.where({result}, 1.0, 0.0)"
+        elif target == "prims.convert_element_type.default" and dtype == torch.bool and not all_bool:
+            result = f"{result} != 0"
+        extent = frozenset().union(*(v.extent for v in values)) if values else LITERAL
+        if not values:
+            raise Unprintable(f"{node.name} reads no tensor")
+        return self._rounded(name, result, extent, dtype, skip=name in _UNROUNDED)
+
+    def _operand(self, value: object, name: str, all_bool: bool) -> str:
+        if isinstance(value, Value):
+            as_number = value.dtype == torch.bool and not all_bool and name != "where"
+            return f"tl.where({value.name}, 1.0, 0.0)" if as_number else value.name
+        assert isinstance(value, int | float)
+        return literal(value, torch.bool if all_bool else torch.float32)
+
+    def _rounded(
+        self, name: str, expression: str, extent: frozenset[str], dtype: torch.dtype, *, skip: bool = False
+    ) -> Value:
+        """Assign an expression in float32, rounded where the graph's own dtype is narrower."""
+        if expression.isidentifier() and (skip or dtype in (torch.float32, torch.bool)):
+            return Value(expression, extent, dtype)
+        if dtype in _ROUNDING and not skip:
+            expression = f"{self.use(_ROUNDING[dtype])}({expression})"
+        return self.assign(name, expression, extent, dtype)
+
+    def _reduction(self, node: Node) -> Value:
+        name, x = name_of(node.target), self.read(node.all_input_nodes[0], node)
+        whole = self.whole(x)
+        dtype: torch.dtype = node.meta["val"].dtype
+        if name == "any":
+            return self.assign(name, f"{self.use('row_any')}({whole}, inside)", frozenset("r"), torch.bool)
+        if name in ("amax", "amin"):
+            sign = "-" if name == "amin" else ""
+            expression = f"{sign}{self.use('row_max')}({sign}{whole}, inside)"
+            return self._rounded(name, expression, frozenset("r"), dtype, skip=True)
+        self.is_exact = False
+        expression = self._sum(whole) if name == "sum" else self._mean(whole, self.columns)
+        return self._rounded(name, expression, frozenset("r"), dtype)
+
+    def _sum(self, text: str) -> str:
+        return f"{self.use('row_sum')}({text}, inside)"
+
+    def _mean(self, text: str, count: float | None) -> str:
+        assert count is not None
+        return f"tl.div_rn({self._sum(text)}, {float(count)!r})"
+
+    def _var_mean(self, node: Node) -> tuple[Value, Value]:
+        x = self.whole(self.read(node.all_input_nodes[0], node))
+        self.is_exact = False
+        correction = node.kwargs.get("correction", 1)
+        correction = 1 if correction is None else correction
+        assert self.columns is not None
+        assert isinstance(correction, int | float)
+        mean = self.assign("mean", self._mean(x, self.columns), frozenset("r"), torch.float32)
+        off = self.assign("centred", f"{x} - {mean.name}", FULL, torch.float32)
+        count = max(self.columns - correction, 0)
+        var = self.assign("var", self._mean(f"{off.name} * {off.name}", count), frozenset("r"), torch.float32)
+        return var, mean
+
+    def _entry(self, row: int) -> str:
+        """Return a pointer to a row of the scale table."""
+        name = self.rows.setdefault(row, f"row{len(self.rows)}")
+        return f"table + ({name} // 2 - 1) * {codecs.ROW}"
+
+    def _power(self, row: int, sign: str = "") -> str:
+        expression = f"{self.use('power')}({sign}tl.load({self._entry(row)}))"
+        return self.assign("scale", expression, LITERAL, torch.float32).name
+
+    def _quantize(self, node: Node) -> Value:
+        x, _, row, fmt, storage = node.args
+        assert isinstance(x, Node)
+        assert isinstance(row, int)
+        assert isinstance(fmt, str)
+        value = self.read(x, node)
+        stored = value
+        if row in self.tables.scaled:
+            stored = self.assign("scaled", f"{value.name} * {self._power(row)}", value.extent, torch.float32)
+        if row in self.tables.watched and row not in self.watched:
+            self._statistics(value, stored, row, fmt, simulated=storage == "simulate")
+        if storage == "simulate":
+            self.formats[fmt] = None
+            rounded = f"{self.use('round_by_table')}({self.whole(stored)}, {self._entry(row)})"
+            return self.assign("rounded", rounded, FULL, torch.float32)
+        encode = self._codec(codecs.encoder(fmt), fmt)
+        return self.assign("code", f"{encode}({self.whole(stored)})", FULL, None)
+
+    def _statistics(self, x: Value, stored: Value, row: int, fmt: str, *, simulated: bool) -> None:
+        self.use("add_statistics", codecs.STATISTICS)
+        entry = self._entry(row)
+        scaled = row in self.tables.scaled
+        over, under = codecs.thresholds(fmt)
+        if simulated:
+            over, under = (text.format(f"({entry})") for text in codecs.TABLE_THRESHOLDS)
+        counters = f"counters + (slot // 2 - 1 + {len(self.watched)}) * {codecs.SITE_COUNTERS}"
+        self.lines.append(
+            f"add_statistics({self.whole(x)}, {self.whole(stored)}, inside, {entry}, {counters}, {self.elements}, "
+            f"{over}, {under}, {scaled})"
+        )
+        self.watched.append(row)
+
+    def _dequantize(self, node: Node) -> Value:
+        q, _, row, fmt, storage, dtype = node.args
+        assert isinstance(q, Node)
+        assert isinstance(row, int)
+        assert isinstance(fmt, str)
+        assert isinstance(dtype, torch.dtype)
+        value = self.read(q, node, as_code=storage != "simulate")
+        name = value.name
+        if storage != "simulate":
+            decode = self._codec(codecs.decoder(fmt), fmt)
+            name = self.assign("number", f"{decode}({name})", value.extent, torch.float32).name
+        if row in self.tables.scaled and row != symbolic.AS_STORED:
+            name = f"{name} * {self._power(row, '-')}"
+        return self._rounded("value", name, value.extent, dtype)
+
+    def _rescale(self, node: Node) -> Value:
+        g, _, row = node.args
+        assert isinstance(g, Node)
+        assert isinstance(row, int)
+        value = self.read(g, node)
+        expression = f"{value.name} * {self._power(row)}"
+        return self._rounded("rescaled", expression, value.extent, node.meta["val"].dtype)
+
+    def _keep_nonfinite(self, node: Node) -> Value:
+        rounded, x = (self.read(a, node) for a in node.args[:2])  # type: ignore[arg-type]
+        other = self._rounded("wide", x.name, x.extent, node.meta["val"].dtype)
+        expression = f"tl.where({self.use('is_finite')}({x.name}), {rounded.name}, {other.name})"
+        return self.assign("kept", expression, rounded.extent | x.extent, node.meta["val"].dtype)
+
+
+_SPECIAL = {
+    symbolic.QUANTIZE: _Printer._quantize,
+    symbolic.DEQUANTIZE: _Printer._dequantize,
+    symbolic.RESCALE: _Printer._rescale,
+    symbolic.KEEP_NONFINITE: _Printer._keep_nonfinite,
+}
+_ROUNDING = {torch.bfloat16: "as_bfloat16", torch.float16: "as_float16"}
+_PREAMBLE = "import triton\nimport triton.language as tl\n"

@@ -1,0 +1,319 @@
+"""Which nodes become one kernel: maximal connected regions of what can be computed element by element or row by row.
+
+A region is *flat* (every value has the same number of elements) or *by rows* (some value is a reduction over the last
+dimension; the values of a row stay in one program). Two regions join where that leaves no cycle: no path from one to
+the other through a node outside (that node would have to run in the middle of the kernel).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec import symbolic
+from fxprec.passes.lowering.triton.sizes import Size, numel_of, product, shape_of
+from fxprec.passes.lowering.triton.table import (
+    CODES,
+    EXPRESSIONS,
+    FLAT_VIEWS,
+    FLOATS,
+    POWERS,
+    REDUCTIONS,
+    VALUES,
+)
+
+aten = torch.ops.aten
+MAX_NODES = 160
+"""Of one region: beyond it a kernel's values no longer fit the registers."""
+MAX_COLUMNS = 8192
+"""Elements of a row that one program holds: 16 a thread at 16 warps. Longer rows are left to Inductor."""
+
+ORIGIN = "fxprec_origin"
+"""Key of ``meta``: the name, before lowering, of the node that a node repeats."""
+VAR_MEAN = aten.var_mean.correction
+_CODECS = (symbolic.QUANTIZE, symbolic.DEQUANTIZE)
+_SYMBOLIC = (*_CODECS, symbolic.KEEP_NONFINITE, symbolic.RESCALE)
+
+
+@dataclass(eq=False)
+class Region:
+    """Nodes that become one kernel. ``columns`` is the length of a row, None where the region is flat."""
+
+    numel: Size
+    columns: int | None = None
+    full: set[Node] = field(default_factory=set)
+    rows: set[Node] = field(default_factory=set)
+    """Nodes with one element a row."""
+    nodes: list[Node] = field(default_factory=list)
+    """All, in the graph's order; filled in at the end."""
+
+    @property
+    def members(self) -> set[Node]:
+        return self.full | self.rows
+
+    @property
+    def has_codec(self) -> bool:
+        return any(n.target in _CODECS for n in self.members)
+
+
+def find_regions(graph: Graph) -> list[Region]:
+    """Return the regions that encode or decode, in an order in which they can run.
+
+    What neither encodes nor decodes, Inductor does as well. Repeats cheap decodes first (`_decode_per_reader`).
+    """
+    _decode_per_reader(graph)
+    finder = _Finder({n: i for i, n in enumerate(graph.nodes)})
+    for node in graph.nodes:
+        finder.visit(node)
+    _decode_where_read(graph, finder.region_of)
+    found = [r for r in dict.fromkeys(finder.region_of.values()) if r.has_codec]
+    for region in found:
+        region.nodes = sorted(region.members, key=finder.index.__getitem__)
+    return found
+
+
+def is_supported(node: Node) -> bool:
+    """Say whether the generator can print ``node``."""
+    if node.op != "call_function":
+        return False
+    val = node.meta.get("val")
+    if node.target is VAR_MEAN:
+        return _reduces_last(node) and node.args[0].meta["val"].dtype == torch.float32  # type: ignore[union-attr]
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and node.args[0].target is VAR_MEAN
+    if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
+        return False
+    if node.target is symbolic.QUANTIZE:
+        return val.dtype in CODES or node.args[4] == "simulate"
+    if node.target in _SYMBOLIC:
+        return val.dtype in FLOATS
+    if val.dtype not in VALUES or not all(_is_value(n) for n in node.all_input_nodes):
+        return False
+    if node.target in REDUCTIONS:
+        return _reduces_last(node)
+    if node.target in FLAT_VIEWS or node.target is aten.expand.default:
+        return True
+    if node.target is aten.pow.Tensor_Scalar:
+        return node.args[1] in POWERS
+    if node.kwargs.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
+        return False
+    return str(node.target) in EXPRESSIONS and not any(isinstance(a, list | tuple) for a in node.args)
+
+
+def is_view(node: Node) -> bool:
+    """Say whether ``node`` computes nothing."""
+    return node.target in FLAT_VIEWS or node.target is aten.expand.default
+
+
+def is_constant(node: Node) -> bool:
+    """Say whether ``node`` is a tensor of one number, which a kernel writes as a literal."""
+    return node.target is aten.full.default and isinstance(node.args[1], int | float)
+
+
+def _is_value(node: Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and val.dtype in VALUES
+
+
+def _reduces_last(node: Node) -> bool:
+    x = node.args[0]
+    assert isinstance(x, Node)
+    val = x.meta["val"]
+    dims = node.args[1] if len(node.args) > 1 else None
+    keeps = (node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)) is True
+    if not isinstance(dims, list | tuple) or len(dims) != 1 or not keeps or val.ndim == 0:
+        return False
+    last = shape_of(val)[-1]
+    return dims[0] in (-1, val.ndim - 1) and isinstance(last, int) and 1 < last <= MAX_COLUMNS
+
+
+def _decode_per_reader(graph: Graph) -> None:
+    """Give every computing reader of a decoded tensor a decode of its own: codes are cheaper to read than values."""
+    for x in graph.find_nodes(op="call_function", target=symbolic.DEQUANTIZE):
+        readers = [u for u in x.users if is_supported(u) and not is_view(u)]
+        x.meta.setdefault(ORIGIN, x.name)
+        for reader in readers if len(readers) < len(x.users) else readers[1:]:
+            with graph.inserting_before(reader):
+                own = graph.node_copy(x)
+            reader.replace_input_with(x, own)
+
+
+def _decode_where_read(graph: Graph, region_of: dict[Node, Region]) -> None:
+    """Move a decode that only one other region reads into that one: codes are written anyway, and smaller."""
+    for x in graph.find_nodes(op="call_function", target=symbolic.DEQUANTIZE):
+        readers = {region_of.get(u) for u in x.users}
+        if len(readers) != 1 or x not in region_of:
+            continue
+        (reader,) = readers
+        here = region_of[x]
+        # The reader ran after this region before, so it still can.
+        if reader is None or reader is here or reader.numel != here.numel or not _fits(x, reader):
+            continue
+        here.full.discard(x)
+        reader.full.add(x)
+        region_of[x] = reader
+
+
+def _fits(x: Node, region: Region) -> bool:
+    return x not in region.rows and region.columns in (None, _row_length(x)) and all(u in region.full for u in x.users)
+
+
+@dataclass
+class _Finder:
+    index: dict[Node, int]
+    region_of: dict[Node, Region] = field(default_factory=dict)
+
+    def visit(self, node: Node) -> None:
+        if not is_supported(node):
+            return
+        self.region_of[node] = _alone(node)
+        for source in node.all_input_nodes:
+            if source in self.region_of:
+                self._join(node, source)
+
+    def _join(self, node: Node, source: Node) -> None:
+        mine, theirs = self.region_of[node], self.region_of[source]
+        if mine is theirs:
+            return
+        joined = _joined(theirs, mine)
+        if joined is None or len(joined.members) > MAX_NODES or not _reads_well(joined, node):
+            return
+        if self._has_cycle(joined.members):
+            return
+        for member in joined.members:
+            self.region_of[member] = joined
+
+    def _has_cycle(self, members: set[Node]) -> bool:
+        """Say whether a node outside reads from ``members`` and is read by them, regions counting as one node."""
+        first = min(self.index[n] for n in members)
+        todo = [s for n in members for s in n.all_input_nodes if s not in members]
+        seen: set[Node] = set()
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            region = self.region_of.get(node)
+            whole = {node} if region is None else region.members
+            if max(self.index[n] for n in whole) < first:
+                continue
+            seen |= whole
+            for source in (s for n in whole for s in n.all_input_nodes):
+                if source in members:
+                    return True
+                if source not in seen:
+                    todo.append(source)
+        return False
+
+
+def _alone(node: Node) -> Region:
+    """The region of one node."""
+    if node.target is operator.getitem:
+        return Region(numel_of(node.meta["val"]), None, {node})
+    if node.target in REDUCTIONS or node.target is VAR_MEAN:
+        x = node.args[0].meta["val"]  # type: ignore[union-attr]
+        return Region(numel_of(x), shape_of(x)[-1], set(), {node})
+    return Region(numel_of(node.meta["val"]), None, {node})
+
+
+def _joined(a: Region, b: Region) -> Region | None:
+    """Return both as one, or None where their elements do not correspond. No node is checked against its inputs."""
+    if a.numel == b.numel:
+        columns = b.columns if a.columns is None else a.columns
+        if columns is not None and (b.columns or columns) != columns:
+            return None
+        joined = Region(a.numel, columns, a.full | b.full, a.rows | b.rows)
+        return joined if columns is None or all(_row_length(n) == columns for n in joined.full) else None
+    for wide, narrow in ((a, b), (b, a)):
+        if wide.columns is None or narrow.columns is not None:
+            continue
+        if wide.numel == narrow.numel * wide.columns:
+            return Region(wide.numel, wide.columns, set(wide.full), wide.rows | narrow.full)
+    return None
+
+
+def _row_length(node: Node) -> Size:
+    shape = shape_of(node.meta["val"])
+    return shape[-1] if shape else 1
+
+
+def _reads_well(region: Region, node: Node) -> bool:
+    """Say whether ``node`` finds each input of the region where its own element or row is."""
+    for source in node.all_input_nodes:
+        if source in region.rows and node in region.full:
+            wide, narrow = shape_of(node.meta["val"]), shape_of(source.meta["val"])
+            if narrow[-1:] != (1,) or product(narrow[:-1]) != product(wide[:-1]) or len(narrow) > len(wide):
+                return False
+            if tuple(s for s in narrow[:-1] if s != 1) != tuple(s for s in wide[:-1] if s != 1):
+                return False
+        if source in region.full and node in region.rows and not is_reduction(node):
+            return False
+    return True
+
+
+def is_reduction(node: Node) -> bool:
+    """Say whether ``node`` reduces rows."""
+    return node.target in REDUCTIONS or node.target is VAR_MEAN
+
+
+def outside_inputs(region: Region) -> Iterator[Node]:
+    """Yield what the region reads, constants left out."""
+    seen = set(region.members)
+    for node in region.nodes:
+        for source in node.all_input_nodes:
+            if source not in seen and not is_constant(source):
+                seen.add(source)
+                yield source
+
+
+def outputs(region: Region) -> list[Node]:
+    """Return the nodes whose value must be written: read outside, by the graph's end, or by a view read outside."""
+    members = region.members
+    return [n for n in region.nodes if not is_view(n) and n.target is not VAR_MEAN and _is_read_outside(n, members)]
+
+
+def _is_read_outside(node: Node, members: set[Node]) -> bool:
+    return any(u not in members or (is_view(u) and _is_read_outside(u, members)) for u in node.users)
+
+
+def in_order(graph: Graph, regions: Iterable[Region]) -> list[Region]:
+    """Move nodes so that each region's stand together, and return the regions in that order."""
+    region_of = {n: r for r in regions for n in r.members}
+    done: set[Node] = set()
+    order: list[Node] = []
+    placed: dict[Region, None] = {}
+
+    def ready(node: Node) -> list[Node]:
+        whole = region_of[node].nodes if node in region_of else [node]
+        return [
+            s
+            for n in whole
+            for s in n.all_input_nodes
+            if s not in done and region_of.get(s) is not region_of.get(node, node)
+        ]
+
+    for start in graph.nodes:
+        stack = [start]
+        while stack:
+            node = stack[-1]
+            if node in done:
+                stack.pop()
+                continue
+            waiting = ready(node)
+            if waiting:
+                stack += reversed(waiting)
+                continue
+            stack.pop()
+            whole = region_of[node].nodes if node in region_of else [node]
+            if node in region_of:
+                placed[region_of[node]] = None
+            done.update(whole)
+            order += whole
+    cursor = graph._root
+    for node in order:
+        cursor.append(node)
+        cursor = node
+    return list(placed)

@@ -1,0 +1,69 @@
+"""Sizes as expressions: ints, or sympy expressions where a dimension is dynamic. Comparing them adds no guard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+
+Size: TypeAlias = Any  # int or sympy.Expr
+
+
+def size_of(value: object) -> Size:
+    """Return an int, or the expression of a SymInt."""
+    if isinstance(value, torch.SymInt):
+        expr = value.node.expr
+        return int(expr) if expr.is_Integer else expr
+    return value
+
+
+def shape_of(val: torch.Tensor) -> tuple[Size, ...]:
+    return tuple(map(size_of, val.shape))
+
+
+def strides_of(val: torch.Tensor) -> tuple[Size, ...]:
+    return tuple(map(size_of, val.stride()))
+
+
+def numel_of(val: torch.Tensor) -> Size:
+    return product(shape_of(val))
+
+
+def product(sizes: Sequence[Size]) -> Size:
+    found = math.prod(sizes)
+    return int(found) if isinstance(found, sympy.Integer) else found
+
+
+def aligned(shape: Sequence[Size], strides: Sequence[Size], to: Sequence[Size]) -> tuple[Size, ...] | None:
+    """Return the strides with which a tensor is read as if expanded to ``to``; None where it cannot be."""
+    missing = len(to) - len(shape)
+    if missing < 0:
+        extra = shape[:-missing]
+        if any(s != 1 for s in extra):
+            return None
+        return aligned(shape[-missing:], strides[-missing:], to)
+    found: list[Size] = [0] * missing
+    for size, stride, wanted in zip(shape, strides, to[missing:], strict=True):
+        if size == wanted:
+            found.append(stride)
+        elif size == 1:
+            found.append(0)
+        else:
+            return None
+    return tuple(found)
+
+
+def coalesced(shape: Sequence[Size], strides: Sequence[Size]) -> list[tuple[Size, Size]]:
+    """Return (size, stride) from the outermost to the innermost dimension, neighbours joined where one stride does."""
+    found: list[tuple[Size, Size]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if found and found[-1][1] == size * stride:
+            found[-1] = (found[-1][0] * size, stride)
+        else:
+            found.append((size, stride))
+    return found

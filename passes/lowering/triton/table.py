@@ -1,0 +1,104 @@
+"""What the generator can print: ATen operators as Triton expressions. Data only.
+
+Every value is float32 or bool inside a kernel. Divisions and square roots are the correctly rounded ones; NaN goes
+through every comparison as in ATen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch._inductor.inductor_prims  # registers prims.fma
+
+aten = torch.ops.aten
+
+EXPRESSIONS: Mapping[str, str] = {
+    "aten.add.Tensor": "{0} + {1}",
+    "aten.add.Scalar": "{0} + {1}",
+    "aten.sub.Tensor": "{0} - {1}",
+    "aten.sub.Scalar": "{0} - {1}",
+    "aten.mul.Tensor": "{0} * {1}",
+    "aten.mul.Scalar": "{0} * {1}",
+    "aten.div.Tensor": "tl.div_rn({0}, {1})",
+    "aten.div.Scalar": "tl.div_rn({0}, {1})",
+    "prims.fma.default": "{0} * {1} + {2}",
+    "aten.neg.default": "-{0}",
+    "aten.abs.default": "tl.abs({0})",
+    "aten.reciprocal.default": "tl.div_rn(1.0, {0})",
+    "aten.sqrt.default": "tl.sqrt_rn({0})",
+    "aten.rsqrt.default": "tl.div_rn(1.0, tl.sqrt_rn({0}))",
+    "aten.relu.default": "tl.where({0} < 0.0, 0.0, {0})",
+    "aten.maximum.default": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "aten.minimum.default": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "aten.clamp_min.default": "tl.where({0} < {1}, {1}, {0})",
+    "aten.clamp_max.default": "tl.where({0} > {1}, {1}, {0})",
+    "aten.where.self": "tl.where({0}, {1}, {2})",
+    "aten.exp.default": "tl.exp({0})",
+    "aten.exp2.default": "tl.exp2({0})",
+    "aten.log.default": "tl.log({0})",
+    "aten.log2.default": "tl.log2({0})",
+    "aten.erf.default": "tl.erf({0})",
+    "aten.sin.default": "tl.sin({0})",
+    "aten.cos.default": "tl.cos({0})",
+    "aten.sigmoid.default": "tl.div_rn(1.0, 1.0 + tl.exp(-{0}))",
+    "aten.tanh.default": "tanh({0})",
+    **{
+        f"aten.{name}.{overload}": f"{{0}} {sign} {{1}}"
+        for name, sign in (("le", "<="), ("lt", "<"), ("ge", ">="), ("gt", ">"), ("eq", "=="), ("ne", "!="))
+        for overload in ("Scalar", "Tensor")
+    },
+    "aten.logical_and.default": "{0} & {1}",
+    "aten.logical_or.default": "{0} | {1}",
+    "aten.logical_not.default": "{0} == 0",
+    "aten.bitwise_and.Tensor": "{0} & {1}",
+    "aten.bitwise_or.Tensor": "{0} | {1}",
+    "prims.convert_element_type.default": "{0}",
+    "aten.clone.default": "{0}",
+}
+"""By operator: with ``{0}``, ``{1}``, ... for the arguments."""
+
+POWERS: Mapping[float, str] = {
+    1.0: "{0}",
+    2.0: "{0} * {0}",
+    3.0: "{0} * {0} * {0}",
+    0.5: "tl.sqrt_rn({0})",
+    -0.5: "tl.div_rn(1.0, tl.sqrt_rn({0}))",
+    -1.0: "tl.div_rn(1.0, {0})",
+    -2.0: "tl.div_rn(1.0, {0} * {0})",
+}
+"""``aten.pow.Tensor_Scalar`` by exponent; others are left to Inductor."""
+
+OF_BOOLS: Mapping[str, str] = {"aten.mul.Tensor": "{0} & {1}", "aten.add.Tensor": "{0} | {1}"}
+"""Operators that mean something else where both arguments are bool."""
+
+INEXACT = frozenset({"exp", "exp2", "log", "log2", "erf", "sin", "cos", "sigmoid", "tanh", "sqrt", "rsqrt", "pow"})
+"""Functions that ATen does not round correctly on every device; square roots are, here."""
+
+REDUCTIONS = frozenset({aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dims})
+"""Of one dimension, the last; `aten.var_mean.correction` beside them gives two values."""
+
+FLAT_VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.alias.default,
+        aten.detach.default,
+    }
+)
+"""Views that keep elements in row-major order: inside a kernel they are nothing at all."""
+
+FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+VALUES = FLOATS | {torch.bool}
+CODES = frozenset(
+    {torch.uint8, torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16}
+)
+
+
+def name_of(target: object) -> str:
+    """Return ``mul`` for ``aten.mul.Tensor``."""
+    return str(target).split(".")[1]

@@ -1,0 +1,71 @@
+"""Generated kernels compile to machine code for GPUs that are not here, without spilling."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from generated.kernel_helpers import generated, scale_table, stored, traced
+
+from benchmarks.triton_table import Resources, compile_for, finish
+from fxprec import compat
+from fxprec.symbolic import QUANTIZE
+
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+
+
+def fused_norm(x, residual, weight, table):
+    """A residual add, RMS norm over 4096 columns, two casts with statistics."""
+    x = x + stored(residual, table)[1]
+    norm = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight
+    return x, QUANTIZE(norm, table, 1, "1-4-3+4", "packed")
+
+
+def gradient(g, q, table):
+    """GELU's backward, then a cast of a gradient to e5m2 with a scale; bfloat16 in."""
+    x = stored(q.float(), table)[1]
+    inner = torch.tanh(0.79788456 * (x + 0.044715 * x * x * x))
+    return QUANTIZE(g.float() * (0.5 * (1 + inner)), table, 1, "e5m2", "native")
+
+
+def kernels() -> list[tuple[dict, str]]:
+    wide, table = torch.zeros(2, 64, 4096), scale_table(["1-4-3+4", "e5m2"], scaled=[1])
+    found = [finish()]
+    for function, inputs in ((fused_norm, (*wide, wide[0, 0])), (gradient, wide.bfloat16())):
+        _, lowered = generated(traced(function, *inputs, table), watched=[0, 1], scaled=[1])
+        (kernel,) = lowered.generated.kernels
+        found.append((kernel.to_dict(), kernel.source))
+    return found
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_compile_without_spilling(arch: int) -> None:
+    """sm_80 has no 8-bit float types: codes travel as integers."""
+    for kernel, source in kernels():
+        found = compile_for(kernel, source, arch)
+        assert found.excess(arch) is None, kernel["name"]
+        assert 8 <= found.registers <= 160, kernel["name"]
+
+
+def test_too_much_is_an_excess() -> None:
+    assert Resources(255, 16, 0).excess(90) == "spills 16 bytes"
+    assert Resources(32, 0, 100 << 10).excess(90) is None
+    assert Resources(32, 0, 100 << 10).excess(89) == "wants 102400 bytes of shared memory"
+
+
+def test_a_kernel_that_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, which is asked for its compute capability only."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    (kernel, source), *_ = kernels()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parameters = [(n, k) for n, k in kernel["parameters"]]
+        assert compat.why_not_compiled(source, kernel["name"], parameters, 4) is None
+        broken = source.replace("tl.maximum(", "tl.no_such_function(")
+        why = compat.why_not_compiled(broken, kernel["name"], parameters, 4)
+    assert why is not None
+    assert why.startswith("it does not compile: CompilationError")

@@ -1,0 +1,208 @@
+"""Whole training steps with generated kernels in Triton's interpreter: the reference's numbers, its faults, its files.
+
+Run by ``test_kernels.py`` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backend_helpers import Cnn, mlp
+from torch import Tensor, nn
+
+import fxprec
+from fxprec import Backend, Config, compat
+from fxprec.generated import Lowering
+from fxprec.passes.lowering.triton import codecs
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_kernels.py")
+
+
+class Block(nn.Module):
+    """(batch, tokens, 16) to the same: layer norm, attention, RMS norm, GELU, residual adds; eight GEMMs."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.after = nn.LayerNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        parts = self.qkv(self.before(x)).view(batch, tokens, 3, self.heads, width // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        share = (q @ k.transpose(-1, -2) * (width // self.heads) ** -0.5).softmax(-1)
+        x = x + self.out((share @ v).transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.down(F.gelu(self.up(self.after(x))))
+
+
+def train(make, batches: list[Tensor], lowering: str, **options) -> tuple[list[Tensor], Backend]:
+    """Parameters and losses after a step for each batch, from the same start."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model, backend = make(), Backend(Config(**{"recipe": "hfp8", "lowering": lowering, **options}))
+    compiled = torch.compile(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for x in batches:
+        optimizer.zero_grad()
+        loss = compiled(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in model.parameters()), *model.buffers()], backend
+
+
+def batches(*shape: int, sizes: tuple[int, ...] = (4, 4)) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, *shape, generator=generator) for size in sizes]
+
+
+def assert_same_training(make, data: list[Tensor], **options) -> Backend:
+    """Equal bits, statistics among them, and kernels that did it."""
+    found, backend = train(make, data, "triton", **options)
+    wanted, reference = train(make, data, "eager", **{k: v for k, v in options.items() if k not in ("verify", "dump")})
+    assert {e.site for e in backend.events if e.kind == "fallback"} <= {"narrow-gemms"}
+    for got, right in zip(found, wanted, strict=True):
+        assert torch.equal(got, right)
+    for got, right in zip(backend.stats(), reference.stats(), strict=True):
+        same = ("site", "overflow_ratio", "underflow_ratio", "amax", "scale_exponent")
+        assert [got[k] for k in same] == [right[k] for k in same]
+    return backend
+
+
+def test_a_perceptron_in_packed_storage_with_a_growing_batch(tmp_path: Path) -> None:
+    """The third batch makes the graph dynamic, and is not a multiple of anything."""
+    backend = assert_same_training(mlp, batches(16, sizes=(8, 8, 11)), storage="packed", dump=tmp_path)
+    assert len(backend.plans) == 2
+    kernels = json.loads((tmp_path / "graph-1" / "kernels" / "backward.json").read_text())["kernels"]
+    assert any("s" in str(kernel["bytes"]) for kernel in kernels), "bytes moved depend on the batch"
+
+
+def test_a_convolutional_network_with_batch_norm() -> None:
+    assert_same_training(Cnn, batches(3, 6, 6, sizes=(2,)), storage="packed")
+
+
+def test_storage_simulate_reads_formats_from_the_table() -> None:
+    assert_same_training(mlp, batches(16, sizes=(4,)), storage="simulate")
+
+
+@pytest.mark.filterwarnings("ignore:narrow-gemms")
+def test_a_transformer_block_passes_its_own_check() -> None:
+    """Functions and row sums are not ATen's to the bit; at this size no rounding shows it."""
+    assert_same_training(Block, batches(6, 16, sizes=(2,)), recipe="fp8", storage="native", verify=True)
+
+
+def test_sources_are_readable_deterministic_and_quoted(tmp_path: Path) -> None:
+    """A module's name may hold anything but a dot: it must not leave its comment."""
+    name = "weird'\"\n    import os #"
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({name: nn.Linear(16, 16)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.parts[name](x)) * 2
+
+    texts = []
+    for run in ("one", "two"):
+        train(Odd, batches(16, sizes=(4,)), "triton", storage="packed", dump=tmp_path / run)
+        files = sorted((tmp_path / run / "graph-0" / "kernels").iterdir())
+        texts.append([(f.name, f.read_text()) for f in files])
+    assert texts[0] == texts[1]
+    sources = {file: text for file, text in texts[0] if file.endswith(".py")}
+    (forward,) = [text for file, text in sources.items() if file.startswith("forward") and "relu" in file]
+    assert "weird" in forward
+    for text in sources.values():
+        head = text[: text.index("import triton\n")]
+        assert all(line.startswith("# ") for line in head.splitlines())
+        assert {"groups:", "bytes"} <= {line.split()[1] for line in head.splitlines()}
+        imports = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Import)]
+        assert [a.name for n in imports for a in n.names] == ["triton", "triton.language"]
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """Make every encoder of 1-4-3 wrong."""
+    encoder = codecs.encoder
+
+    def spoilt(fmt: str) -> tuple[str, str]:
+        name, source = encoder(fmt)
+        assert old in source
+        return (name + "_spoilt", source.replace(name, name + "_spoilt").replace(old, new))
+
+    monkeypatch.setattr(codecs, "encoder", lambda fmt: spoilt(fmt) if fmt == "1-4-3+4" else encoder(fmt))
+
+
+FAULTS = {
+    "wrong": ("return code", "return 1 - code", {"verify": True}, "codes of|are not the reference's"),
+    "broken": ("tl.minimum(", "tl.no_such_function(", {}, "does not run: .*no_such_function"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_kernel_that_fails_is_named_and_left_out(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The step it failed in is right already; the next is lowered without it."""
+    old, new, options, words = FAULTS[kind]
+    data = batches(16, sizes=(8, 8))
+    wanted, _ = train(mlp, data, "eager", storage="packed")
+    spoil(monkeypatch, old, new)
+    with pytest.warns(fxprec.FxprecWarning, match=rf"^kernel fxprec_flat_\w+: .*({words})") as caught:
+        found, backend = train(mlp, data, "triton", storage="packed", **options)
+    assert all("Inductor expands its casts" in str(w.message) for w in caught)
+    for got, right in zip(found, wanted, strict=True):
+        assert torch.equal(got, right)
+    fallbacks = [e.site for e in backend.events if e.kind == "fallback"]
+    assert fallbacks == list(dict.fromkeys(fallbacks)), "each is told once"
+    assert [e.kind for e in backend.events if e.kind == "relowering"] == ["relowering"]
+    with pytest.raises(fxprec.FallbackError, match=r"^kernel fxprec_flat_\w+"):
+        train(mlp, data[:1], "triton", storage="packed", strict=True, **options)
+
+
+def test_a_kernel_that_does_not_compile_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inductor would raise it on a GPU: the graph is built a second time, without that kernel only."""
+    told, builds = [], []
+
+    def build(gm):
+        builds.append([n for n in gm.graph.nodes if n.target is compat.TritonCalls.target])
+        if len(builds) == 1:
+            raise RuntimeError("ptxas: out of registers\nlong story")
+        return lambda args: None
+
+    def why(source: str, name: str, *args: object) -> str | None:
+        return "it does not compile: out of registers" if "relu" in name else None
+
+    from generated.kernel_helpers import FORMAT, scale_table, stored, traced
+
+    from fxprec.passes.lowering import lower
+
+    def f(x, w, table):
+        return stored(stored(torch.relu(x), table)[1] @ w, table, 1)
+
+    gm = traced(f, torch.randn(4, 8), torch.randn(8, 8), scale_table([FORMAT] * 2))
+    monkeypatch.setattr(compat, "why_not_compiled", why)
+    lowering = Lowering(Config(lowering="triton", recipe="hfp8"), torch.device("cpu"), told.append)
+    options = {"watched": {0, 1}, "scaled": frozenset(), "calls": compat.TritonCalls()}
+    half = lowering.compile(gm, lambda gm, name, without: lower(gm, name, "cpu", without=without, **options), build)
+    assert [len(calls) for calls in builds] == [3, 2], "two kernels and the end of the statistics; then one less"
+    assert [n.detail.split(";")[0] for n in told] == ["it does not compile: out of registers"]
+    assert half.lowered.rows == (1, 0), "statistics of the site left out come from elsewhere"
+
+
+def test_what_a_machine_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    assert compat.no_triton(torch.device("cpu")) is None
+    assert "TRITON_INTERPRET=1 keeps" in (compat.no_triton(torch.device("cuda")) or "")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert compat.no_triton(torch.device("cuda")) == "compute capability 7.5 is below 8.0"
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    assert compat.no_triton(torch.device("cuda")) == "Triton 3.5.1 is older than 3.6"
