@@ -36,6 +36,7 @@ def measure(*arguments: str) -> dict[str, Any]:
         "wall_seconds": round(wall, 2),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
         "peak_bytes": rss,
+        "load_average": round(os.getloadavg()[0], 1),  # of the last minute; above the cores, wall clock says little
         "exit_code": os.waitstatus_to_exitcode(status),
         "within_limits": wall < LIMIT_SECONDS and rss < LIMIT_BYTES,
     }

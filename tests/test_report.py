@@ -18,6 +18,7 @@ from fxprec.plan import Group, KindCounts
 from fxprec.recipes import FP8
 from fxprec.report.curve import by_group, by_ratio, rounding_error
 from fxprec.report.drawing import Drawing
+from fxprec.report.flops import cost_of
 from fxprec.report.history import read_history
 from fxprec.report.html import report_html
 from tests.helpers import compiled, eager_backend
@@ -179,3 +180,14 @@ def test_statistics_of_another_plan_are_one_line(tmp_path):
 def test_a_bare_plan_is_drawn_without_edges(trained):
     data = data_of(report_html(trained.plan, title="bare"))
     assert (data["nodes"], data["edges"]) == (None, [])
+
+
+def test_attention_counts_both_of_its_products():
+    graph = torch.fx.Graph()
+    operands = [graph.placeholder(name) for name in "qkv"]
+    for node, length in zip(operands, (5, 6, 6), strict=True):
+        node.meta["val"] = torch.empty(2, 3, length, 7, device="meta")
+    attention = graph.call_function(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, tuple(operands))
+    cost = cost_of(attention, {node: i for i, node in enumerate(operands)})
+    assert cost.flops == 2 * (2 * 3) * (5 * 7 * 6 + 5 * 6 * 7)  # Q K^T, then its product with V
+    assert cost.operands == ((0, 210), (1, 252), (2, 252))
