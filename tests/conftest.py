@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One worker a core: OpenMP's threads of one would spin for those of the other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own deprecated uses while it is imported
