@@ -13,10 +13,12 @@ from fxprec import compat
 from fxprec.config import Config
 from fxprec.passes.base import Notice
 from fxprec.passes.lowering import Lowered
+from fxprec.symbolic_gemms import kernel_called
 from fxprec.verify import Fault, checked_cpu_run, checked_run
 
 Compiled = Callable[..., Any]
 INSTEAD = "Inductor expands its casts: the same numbers, a pass over memory more for each statistic"
+DECODED = "Inductor decodes, and torch multiplies as if gemms='high': as much memory, at the speed of high precision"
 
 
 class Lower(Protocol):
@@ -52,8 +54,12 @@ class Lowering:
 
     def compile(self, gm: GraphModule, lower: Lower, build: Callable[[GraphModule], Compiled]) -> Half:
         """Lower one half and build it; once more without the kernels that do not compile."""
-        plain = copied(gm) if self.name == "triton" or self.config.verify else gm
+        may_fail = self.name == "triton" or self.config.verify or self.device.type == "cuda"
+        plain = copied(gm) if may_fail else gm
         lowered = self._lower(gm, lower)
+        while self.device.type == "cuda" and self._drop_gemms_that_fail(gm):  # what takes their place may fail too
+            gm = copied(plain)
+            lowered = self._lower(gm, lower)
         kept = copied(gm) if self._has_first_run else None
         try:
             run = build(gm)
@@ -97,6 +103,23 @@ class Lowering:
                 faults.append(Fault(k.name, why))
         cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         self.drop(faults or [Fault(k.name, f"the graph did not compile with it: {cause}") for k in kernels])
+
+    def _drop_gemms_that_fail(self, gm: GraphModule) -> bool:
+        """Compile the kernels around GEMMs, which are no part of Inductor's code; say whether one has to go."""
+        kernels = {kernel for node in gm.graph.nodes if (kernel := kernel_called(node)) is not None}
+        if not kernels:
+            return False
+        from fxprec.runtime.gemm.kernels import why_not_compiled  # imports Triton
+
+        major, minor = torch.cuda.get_device_capability(self.device)
+        failing = set()
+        for kernel in sorted(kernels, key=lambda k: k.name):
+            why = why_not_compiled(kernel, 10 * major + minor)
+            if why is not None:
+                self.tell(Notice(f"kernel {kernel.name}", f"{why}; {DECODED}"))
+                failing.add(kernel.name)
+        self.without |= failing
+        return bool(failing)
 
     def drop(self, faults: list[Fault]) -> None:
         """Do without kernels, and say so. A wrong kernel of the CPU lowering has only the reference to fall back to."""

@@ -15,9 +15,11 @@ Kernels: ``quantize_transpose`` (codes, transposed codes, counts), ``transpose_c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.fx import Node
 
 from fxprec.formats import parse
 from fxprec.symbolic import STATS, stored_dtype
@@ -48,6 +50,34 @@ QUANTIZE_TRANSPOSE = torch.ops.fxprec.quantize_transpose.default
 TRANSPOSE_CODES = torch.ops.fxprec.transpose_codes.default
 MATMUL_CODES = torch.ops.fxprec.matmul_codes.default
 MATMUL_TO_CODES = torch.ops.fxprec.matmul_to_codes.default
+
+
+@dataclass(frozen=True)
+class GemmKernel:
+    """A kernel of `fxprec.runtime.gemm`, by what its machine code depends on."""
+
+    kind: Literal["gemm", "quantize+transpose", "transpose"]
+    formats: tuple[str, ...] = ()
+    """Of a GEMM: of its operands, then of the codes it stores, if any."""
+
+    @property
+    def name(self) -> str:
+        operands = " x ".join(self.formats[:2])
+        out = f" to {self.formats[2]}" if len(self.formats) > 2 else ""
+        return f"{self.kind} {operands}{out}".rstrip()
+
+
+def kernel_called(node: Node) -> GemmKernel | None:
+    """Return the kernel a node calls, if it calls one of these."""
+    if node.target is TRANSPOSE_CODES:
+        return GemmKernel("transpose")
+    if node.target is QUANTIZE_TRANSPOSE:
+        return GemmKernel("quantize+transpose", (str(node.args[3]),))
+    if node.target is MATMUL_CODES:
+        return GemmKernel("gemm", (str(node.args[6]), str(node.args[7])))
+    if node.target is MATMUL_TO_CODES:
+        return GemmKernel("gemm", (str(node.args[6]), str(node.args[7]), str(node.args[10])))
+    return None
 
 
 @torch.library.register_fake("fxprec::gemm")

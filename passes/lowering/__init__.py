@@ -42,15 +42,15 @@ def lower(
     """Lower one partitioned graph in place and append its statistics.
 
     ``eager`` leaves the symbolic ops to their reference implementations; ``triton`` generates kernels, which ``calls``
-    puts into the graph, for all regions but ``without``; a CPU gets kernel calls; everything else ATen ops that
+    puts into the graph; a CPU gets kernel calls; everything else ATen ops that
     Inductor fuses. ``scaled`` are the rows whose scale exponent may differ from 0, ``measured`` those whose moments
-    count, ``counted`` those that get a histogram.
+    count, ``counted`` those that get a histogram. ``without`` names kernels not to use, since they do not work.
     """
     counted_rows, histograms = count(gm, counted)
     generated = Generated()
     if lowering == "triton":
         assert calls is not None
-        taken = _gemms_first(gm, device_type, watched, scaled, measured)
+        taken = _gemms_first(gm, device_type, watched, scaled, measured, without, histograms)
         left = [row for row in watched if row not in taken]
         generated = call_generated(gm, calls, watched=left, scaled=scaled, without=without)
         others, stats = watch(gm, [row for row in left if row not in generated.watched])
@@ -63,7 +63,7 @@ def lower(
         rows, stats = watch(gm, watched)
         _gather(gm, [*stats, *histograms])
     if lowering not in ("eager", "triton"):
-        lower_gemms(gm, device_type, scaled, measured)
+        lower_gemms(gm, device_type, scaled, measured, without)
     # Triton runs on a CPU in its interpreter only, beside the reference.
     if lowering != "eager" and not (lowering == "triton" and device_type == "cpu"):
         expand(gm, scaled, measured)
@@ -78,16 +78,21 @@ def _gemms_first(
     watched: Collection[int],
     scaled: frozenset[int],
     measured: frozenset[int],
+    without: Collection[str],
+    kept: list[Node],
 ) -> dict[int, Node]:
-    """Lower the GEMMs; return the statistics that their kernels take over, by row. The others' nodes go again."""
+    """Lower the GEMMs; return the statistics that their kernels take over, by row. The others' nodes go again.
+
+    ``kept`` are nodes that nothing reads yet.
+    """
     rows, nodes = watch(gm, watched)
     output = gm.graph.output_node()
     own = output.args
-    append_outputs(gm.graph, nodes)  # as an output, a node is seen to be replaced
-    lower_gemms(gm, device_type, scaled, measured)
+    append_outputs(gm.graph, [*nodes, *kept])  # as an output, a node is seen to be replaced, and is not dead
+    lower_gemms(gm, device_type, scaled, measured, without)
     found: tuple[Node, ...] = output.args[0][len(own[0]) :]  # type: ignore[arg-type,index,assignment]
     output.args = (output.args[0][: len(own[0])],)  # type: ignore[arg-type,index]
-    taken = {row: node for row, node in zip(rows, found, strict=True) if node.target is not symbolic.SITE_STATS}
+    taken = {row: node for row, node in zip(rows, found, strict=False) if node.target is not symbolic.SITE_STATS}
     for node in gm.graph.find_nodes(op="call_function", target=symbolic.SITE_STATS):
         gm.graph.erase_node(node)
     return taken

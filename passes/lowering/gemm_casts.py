@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def replace(graph: Graph, node: Node, new: Node) -> None:
     graph.erase_node(node)
 
 
-def copy_with_codes(graph: Graph, copy: Node) -> bool:
+def copy_with_codes(graph: Graph, copy: Node, without: Collection[str]) -> bool:
     """Make codes and their transpose in one kernel, where what is rounded is in memory anyway; say whether.
 
     Elsewhere the codes come out of the kernel that computes the values, and one byte an element is read back.
@@ -49,12 +50,13 @@ def copy_with_codes(graph: Graph, copy: Node) -> bool:
         return False
     x, table, row, fmt, storage = q.args
     source = x.args[0] if _is_widened(x) else x
-    if not _is_material(source):
+    if not _is_material(source) or gemms.GemmKernel("quantize+transpose", (fmt,)).name in without:
         return False
     with graph.inserting_before(q):
         both = call(graph, gemms.QUANTIZE_TRANSPOSE, source, table, row, fmt, storage, keep)
         codes, turned, counts = (call(graph, operator.getitem, both, i) for i in range(3))
     codes.meta["val"], turned.meta["val"] = q.meta["val"], copy.meta["val"].to(q.meta["val"].dtype)
+    counts.meta["val"] = _counts(q)
     _take_statistics(graph, x, row, table, counts)
     _put(graph, copy, turned)
     if code is not q:
@@ -62,6 +64,10 @@ def copy_with_codes(graph: Graph, copy: Node) -> bool:
     if not keep or _is_guarded(q):
         replace(graph, q, codes)
     return True
+
+
+def _counts(q: Node) -> torch.Tensor:
+    return q.meta["val"].new_empty(8, dtype=torch.int64)  # type: ignore[no-any-return]
 
 
 def _take_statistics(graph: Graph, x: Node, row: int, table: Node, counts: Node) -> None:
@@ -85,7 +91,7 @@ def _is_guarded(q: Node) -> bool:
     return len(readers) == len(q.users) and all(g.target is symbolic.KEEP_NONFINITE for r in readers for g in r.users)
 
 
-def codes_of_product(graph: Graph, node: Node, measured: frozenset[int]) -> bool:
+def codes_of_product(graph: Graph, node: Node, measured: frozenset[int], without: Collection[str]) -> bool:
     """Let a generated GEMM store its product as codes and count, where nothing else reads it; say whether."""
     users = _readers(node)
     stats = [u for u in users if u.target is symbolic.SITE_STATS]
@@ -94,9 +100,12 @@ def codes_of_product(graph: Graph, node: Node, measured: frozenset[int]) -> bool
         return False
     (q,) = casts
     _, table, row, fmt, storage = q.args
+    if gemms.GemmKernel("gemm", (*node.args[6:8], fmt)).name in without:  # type: ignore[arg-type]
+        return False
     with graph.inserting_before(node):
         both = call(graph, gemms.MATMUL_TO_CODES, *node.args[:-1], row, fmt, storage, False, bool(stats))
         codes, counts = (call(graph, operator.getitem, both, i) for i in range(2))
+        counts.meta["val"] = _counts(q)
         for stat in stats:
             replace(graph, stat, call(graph, gemms.COUNTED_STATS, counts, table, row))
     replace(graph, q, codes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -28,12 +29,17 @@ def runs_triton(device_type: str) -> bool:
 
 
 def lower_gemms(
-    gm: GraphModule, device_type: str, scaled: frozenset[int] = frozenset(), measured: frozenset[int] = frozenset()
+    gm: GraphModule,
+    device_type: str,
+    scaled: frozenset[int] = frozenset(),
+    measured: frozenset[int] = frozenset(),
+    without: Collection[str] = (),
 ) -> None:
     """Replace ``gemm``, ``transposed`` and the casts and statistics that their kernels take over.
 
     ``scaled`` are the rows whose scale exponent may differ from 0; ``measured`` those whose moments count, which
-    GEMMs do not take. Runs before the casts are expanded.
+    GEMMs do not take; ``without`` names kernels that do not compile (`gemms.GemmKernel.name`). Runs before the casts
+    are expanded.
     """
     graph, triton = gm.graph, runs_triton(device_type)
     copies, products = find(graph, gemms.TRANSPOSED), find(graph, gemms.GEMM)
@@ -41,13 +47,13 @@ def lower_gemms(
         return
     scales = _Scales(graph, scaled)
     for copy in copies:
-        if not (triton and copy_with_codes(graph, copy)):
-            _copy(graph, copy, triton)
+        if not (triton and copy_with_codes(graph, copy, without)):
+            _copy(graph, copy, triton and gemms.GemmKernel("transpose").name not in without)
     for node in products:
         if node.args[-1] == "native":
             _native(graph, node, scales)
-        elif triton:
-            _generated(graph, node, measured)
+        elif triton and gemms.GemmKernel("gemm", node.args[6:8]).name not in without:
+            _generated(graph, node, measured, without)
         else:
             _decoded(graph, node)
     graph.eliminate_dead_code()
@@ -112,8 +118,8 @@ def _native(graph: Graph, node: Node, scales: _Scales) -> None:
     replace(graph, node, new)
 
 
-def _generated(graph: Graph, node: Node, measured: frozenset[int]) -> None:
-    if codes_of_product(graph, node, measured):
+def _generated(graph: Graph, node: Node, measured: frozenset[int], without: Collection[str]) -> None:
+    if codes_of_product(graph, node, measured, without):
         return
     with graph.inserting_before(node):
         new = call(graph, gemms.MATMUL_CODES, *node.args[:-1])

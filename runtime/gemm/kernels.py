@@ -1,7 +1,8 @@
-"""The kernels as they are used in training, to be compiled ahead of time: which formats, layouts and tiles."""
+"""The kernels as they are used in training, compiled ahead of time: which formats, layouts and tiles."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from fxprec.formats import parse
 from fxprec.runtime.gemm import aot, matmul, transpose
 from fxprec.runtime.gemm.tiles import TILES, Tile
+from fxprec.symbolic_gemms import GemmKernel
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,31 @@ def cases(arch: int, *, quick: bool = False) -> Iterator[Case]:
     tiles = [t for t in TILES if t.least_arch <= arch]
     for a, b, out in _PRODUCTS[1:2] if quick else _PRODUCTS:
         yield from (_product(a, b, out, tile) for tile in (tiles[:1] if quick else tiles))
+
+
+@functools.cache
+def why_not_compiled(kernel: GemmKernel, arch: int) -> str | None:
+    """Compile a kernel for an architecture; return the compiler's last line where no tile of it compiles."""
+    cause = ""
+    for case in _attempts(kernel, arch):
+        try:
+            case.compile(arch)
+        except Exception as error:  # the compiler's own types differ by version
+            lines = str(error).strip().splitlines()
+            cause = f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
+        else:
+            return None
+    return f"it does not compile: {cause}"
+
+
+def _attempts(kernel: GemmKernel, arch: int) -> Iterator[Case]:
+    if kernel.kind == "transpose":
+        yield _transposition()
+    elif kernel.kind == "quantize+transpose":
+        yield _cast(kernel.formats[0], "bf16", "rows")
+    else:
+        a, b, *out = kernel.formats
+        yield from (_product(a, b, out[0] if out else None, t) for t in TILES if t.least_arch <= arch)
 
 
 def _pointer(name: str) -> str:

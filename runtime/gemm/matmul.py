@@ -23,6 +23,7 @@ from fxprec.runtime.gemm.tiles import SMALL, TILES, Tile
 
 _GROUP = 8  # rows of tiles that share columns of B in the L2 cache
 TF32_MANTISSA = 10
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -32,6 +33,16 @@ def _read(at, inside, F: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-
     if len(F) > 0:
         value = decode(value.to(tl.int32), F)
     return value.to(DTYPE)
+
+
+@triton.jit
+def _nearest(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert float32 to ``DTYPE``, to the nearest: Triton's interpreter cuts bfloat16 off, which hardware rounds."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
 
 
 @triton.jit
@@ -68,9 +79,9 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
     inside = (i[:, None] < m) & (j[None, :] < n)
     at = out_ptr + i[:, None].to(tl.int64) * n + j[None, :]
     if len(FO) == 0:
-        tl.store(at, total.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(at, _nearest(total, out_ptr.dtype.element_ty), mask=inside)
     else:
-        total = total.to(MIDDLE).to(tl.float32)  # as a GEMM that hands on this dtype would
+        total = _nearest(total, MIDDLE).to(tl.float32)  # as a GEMM that hands on this dtype would
         stored = total * power(tl.load(row_ptr))
         tl.store(at, encode(stored, FO).to(out_ptr.dtype.element_ty), mask=inside)
         if STATS:

@@ -6,19 +6,21 @@ import operator
 import os
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gemm_helpers import half_graph, table_of
 
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.reference_ops  # noqa: F401
 from fxprec import symbolic, symbolic_gemms
-from fxprec.codec import format_row
 from fxprec.errors import LoweringError
 from fxprec.formats import Format, parse
 from fxprec.passes.lowering import lower_gemms
@@ -52,11 +54,6 @@ def exponent(value: int) -> Tensor:
 
 def row_of(fmt: Format, exp: int = 0) -> Tensor:
     return table_of((exp, fmt.name))[0]
-
-
-def table_of(*rows: tuple[int, str], carried: int = 0, measure: int = 0) -> Tensor:
-    found = [[exp, *format_row(parse(fmt))[1:], carried, measure] for exp, fmt in rows]
-    return torch.tensor(found, dtype=torch.int32)
 
 
 @interpreted
@@ -113,6 +110,9 @@ def test_interpreted_products_are_exact_where_float32_sums_are(first: str, secon
     bias = torch.arange(45.0)
     found, _ = matmul(Operand(qa, fa), Operand(b.half()), bias)
     assert torch.equal(found.double(), reference_decode(qa, fa, torch.float64) @ b.double() + bias)
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow, _ = matmul(Operand(qa, fa), Operand(b.half()), bias / 3, dtype)
+        assert torch.equal(narrow, matmul(Operand(qa, fa), Operand(b.half()), bias / 3)[0].to(dtype)), "to the nearest"
 
 
 @interpreted
@@ -143,30 +143,6 @@ def test_interpreted_products_are_encoded_and_counted_on_the_way_out() -> None:
     stats = reference_stats(plain.float() * 2.0**-16, out)
     assert counts[[0, 1, 3]].tolist() == [stats.overflow, stats.underflow, plain.numel()]
     assert stats.overflow > 37 < stats.underflow
-
-
-def half_graph(table: Tensor, **options: Any) -> GraphModule:
-    """x -> quantize -> (codes, transpose); dy likewise; dW = dy^T x; a product that is stored in codes; statistics."""
-    graph = Graph()
-    x, dy, t = (graph.placeholder(name) for name in ("x", "dy", "table"))
-    call = graph.call_function
-    q = call(symbolic.QUANTIZE, (x, t, 0, "e4m3fn", "native"))
-    qd = call(symbolic.QUANTIZE, (dy, t, 1, "e5m2_sat", "native"))
-    kept = call(symbolic.KEEP_NONFINITE, (qd, dy))
-    stats = [call(symbolic.SITE_STATS, (n, t, r, f)) for n, r, f in ((x, 0, "e4m3fn"), (dy, 1, "e5m2_sat"))]
-    turned, turned_dy = call(symbolic_gemms.TRANSPOSED, (q,)), call(symbolic_gemms.TRANSPOSED, (kept,))
-    b = call(torch.ops.aten.permute.default, (turned, [1, 0]))
-    args = (turned_dy, b, None, t, 1, -1, "e5m2_sat", "e4m3fn", torch.float32)
-    dw = call(symbolic_gemms.GEMM, (*args, "native"))
-    y = call(symbolic_gemms.GEMM, (*args, "generated"))
-    qy = call(symbolic.QUANTIZE, (y, t, 2, "1-5-2", "packed"))
-    stats.append(call(symbolic.SITE_STATS, (y, t, 2, "1-5-2")))
-    graph.output((q, turned, turned_dy, dw, qy, *stats))
-    gm = GraphModule(torch.nn.Module(), graph)
-    torch.fx.passes.fake_tensor_prop.FakeTensorProp(gm).propagate(torch.empty(64, 32), torch.empty(64, 48), table)
-    for node in graph.nodes:
-        node.meta.setdefault("val", node.meta.get("val"))
-    return gm
 
 
 @interpreted

@@ -1,0 +1,39 @@
+"""A graph with every kind of kernel around a GEMM."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx.passes.fake_tensor_prop
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from fxprec import symbolic, symbolic_gemms
+from fxprec.codec import format_row
+from fxprec.formats import parse
+
+
+def table_of(*rows: tuple[int, str], carried: int = 0, measure: int = 0) -> Tensor:
+    found = [[exp, *format_row(parse(fmt))[1:], carried, measure] for exp, fmt in rows]
+    return torch.tensor(found, dtype=torch.int32)
+
+
+def half_graph(table: Tensor) -> GraphModule:
+    """x -> quantize -> (codes, transpose); dy likewise; dW = dy^T x; a product that is stored in codes; statistics."""
+    graph = Graph()
+    x, dy, t = (graph.placeholder(name) for name in ("x", "dy", "table"))
+    call = graph.call_function
+    q = call(symbolic.QUANTIZE, (x, t, 0, "e4m3fn", "native"))
+    qd = call(symbolic.QUANTIZE, (dy, t, 1, "e5m2_sat", "native"))
+    kept = call(symbolic.KEEP_NONFINITE, (qd, dy))
+    stats = [call(symbolic.SITE_STATS, (n, t, r, f)) for n, r, f in ((x, 0, "e4m3fn"), (dy, 1, "e5m2_sat"))]
+    turned, turned_dy = call(symbolic_gemms.TRANSPOSED, (q,)), call(symbolic_gemms.TRANSPOSED, (kept,))
+    b = call(torch.ops.aten.permute.default, (turned, [1, 0]))
+    args = (turned_dy, b, None, t, 1, -1, "e5m2_sat", "e4m3fn", torch.float32)
+    dw = call(symbolic_gemms.GEMM, (*args, "native"))
+    y = call(symbolic_gemms.GEMM, (*args, "generated"))
+    qy = call(symbolic.QUANTIZE, (y, t, 2, "1-5-2", "packed"))
+    stats.append(call(symbolic.SITE_STATS, (y, t, 2, "1-5-2")))
+    graph.output((q, turned, turned_dy, dw, qy, *stats))
+    gm = GraphModule(torch.nn.Module(), graph)
+    torch.fx.passes.fake_tensor_prop.FakeTensorProp(gm).propagate(torch.empty(64, 32), torch.empty(64, 48), table)
+    return gm

@@ -1,0 +1,120 @@
+"""Training steps as a GPU would run them, GEMMs over codes included: lowered for one, run in Triton's interpreter.
+
+Inductor's own kernels are left out: what it would fuse runs op by op. Run by ``test_kernels.py`` in its own process.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxprec.graph
+from fxprec import Backend, Config, GradScaling, symbolic_gemms
+from fxprec.calibration import interpreted
+from fxprec.passes import gemm_costs, narrow_gemms
+from fxprec.passes.gemm_costs import Gpu
+from fxprec.passes.lowering import lower
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_kernels.py")
+aten = torch.ops.aten
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0))
+A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0))
+
+
+class Network(nn.Module):
+    """(batch, 16) to (batch, 16): norm, two linear layers, a residual add, GELU and ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return self.head(nn.functional.gelu(x))
+
+
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """Lower for a CUDA device, build nothing; collect the graphs."""
+    seen: list[torch.fx.GraphModule] = []
+
+    def run_op_by_op(gm: torch.fx.GraphModule, examples: Any, **options: Any) -> Any:
+        seen.append(gm)
+        for view in gm.graph.find_nodes(op="call_function", target=aten.view.default):
+            view.target = aten.reshape.default  # as Inductor does, whose strides are not those traced
+        gm.recompile()
+        return interpreted(gm)
+
+    def for_a_gpu(gm: torch.fx.GraphModule, lowering: str, device: str, **options: Any) -> Any:
+        assert device == "cpu"
+        return lower(gm, lowering, "cuda" if lowering == "auto" else device, **options)
+
+    monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
+    monkeypatch.setattr(fxprec.graph.compat, "compile_fx_inner", run_op_by_op)
+    monkeypatch.setattr(fxprec.graph, "lower", for_a_gpu)
+    return seen
+
+
+def train(lowering: str, **options: Any) -> tuple[list[Tensor], Backend]:
+    """Losses and parameters of four steps, which measure and refresh scales twice; the second is loud."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Network()
+    backend = Backend(Config(lowering=lowering, low_ratio=1.0, gemms="low", promote_above=None, **options))
+    compiled, optimizer = torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), lr=0.02)
+    losses = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 16, generator=generator)
+        loss = compiled(x).square().mean() * (1e6 if step == 1 else 1.0)
+        optimizer.zero_grad()
+        loss.backward()
+        if step != 1:
+            optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in model.parameters())], backend
+
+
+@pytest.mark.filterwarnings("ignore:weigh-gemms")
+@pytest.mark.parametrize(
+    ("lowering", "recipe", "storage", "gpu", "estimate"),
+    [
+        ("auto", "fp8", "native", H100, "statistical"),
+        ("auto", "fp8", "native", A100, "histogram"),
+        ("auto", "hfp8", "packed", H100, "statistical"),
+        ("triton", "fp8", "packed", H100, "histogram"),
+        ("triton", "fp8", "native", A100, "statistical"),
+        ("triton", "hfp8", "packed", A100, None),
+    ],
+)
+def test_steps_for_a_gpu_have_the_references_bits(
+    monkeypatch: pytest.MonkeyPatch,
+    lowered: list[Any],
+    recipe: str,
+    storage: str,
+    gpu: Gpu,
+    estimate: str,
+    lowering: str,
+) -> None:
+    monkeypatch.setattr(gemm_costs, "gpu_of", lambda device: gpu)
+    scaling = "none" if estimate is None else GradScaling(estimate=estimate, interval=2)
+    options = {"recipe": recipe, "storage": storage, "grad_scaling": scaling}
+    found, backend = train(lowering, **options)
+    wanted, reference = train("eager", **options)
+    for got, right in zip(found, wanted, strict=True):
+        assert torch.equal(got, right)
+    for got, right in zip(backend.stats(), reference.stats(), strict=True):
+        same = ("site", "overflow_ratio", "underflow_ratio", "amax", "scale_exponent")
+        assert [got[k] for k in same] == [right[k] for k in same]
+    if lowering == "auto":
+        called = {symbolic_gemms.kernel_called(n) for gm in lowered for n in gm.graph.nodes} - {None}
+        native = [n for gm in lowered for n in gm.graph.nodes if n.target is aten._scaled_mm.default]
+        assert len(native) == (0 if gpu is A100 or recipe == "hfp8" else 9), "three GEMMs of three layers"
+        kinds = {k.kind for k in called if k is not None}
+        assert ("gemm" in kinds) == (not native)
+        assert ("quantize+transpose" in kinds) == bool(native)

@@ -1,0 +1,102 @@
+"""A kernel around a GEMM that does not compile on a GPU: said, and done without, at the cost of speed only."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gemm_helpers import half_graph, table_of
+
+import fxprec.runtime.gemm.reference_ops
+import fxprec.runtime.reference_ops  # noqa: F401
+from fxprec.config import Config
+from fxprec.errors import FallbackError
+from fxprec.generated import Lowering
+from fxprec.passes.base import Notice
+from fxprec.passes.lowering import Lowered, lower
+from fxprec.symbolic_gemms import GemmKernel, kernel_called
+
+kernels = pytest.importorskip("fxprec.runtime.gemm.kernels", reason="needs Triton")
+TABLE = table_of((0, "e4m3fn"), (5, "e5m2_sat"), (-4, "1-5-2"))
+ALL = ["gemm e5m2_sat x e4m3fn to 1-5-2", "quantize+transpose e4m3fn", "quantize+transpose e5m2_sat"]
+
+
+def lowered_on_a_gpu(monkeypatch: pytest.MonkeyPatch, failing: set[str], tell: Any) -> GraphModule:
+    """Lower as on an H100 where some kernels do not compile; return the graph that would be built."""
+    built: list[GraphModule] = []
+
+    def why(kernel: GemmKernel, arch: int) -> str | None:
+        assert arch == 90
+        return "it does not compile: PTXASError: no memory" if kernel.name in failing else None
+
+    def lower_half(gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
+        return lower(gm, lowering, "cuda", watched=(), scaled=frozenset({1, 2}), without=without)
+
+    monkeypatch.setattr(kernels, "why_not_compiled", why)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    lowering = Lowering(Config(recipe="hfp8"), torch.device("cuda"), tell)
+    lowering.compile(half_graph(TABLE), lower_half, built.append)
+    return built[0]
+
+
+def names(gm: GraphModule) -> list[str]:
+    return sorted({kernel.name for n in gm.graph.nodes if (kernel := kernel_called(n)) is not None})
+
+
+@pytest.mark.parametrize(
+    ("failing", "left"),
+    [
+        ([], ALL),
+        (ALL[:1], ["gemm e5m2_sat x e4m3fn", *ALL[1:]]),
+        ([ALL[0], "gemm e5m2_sat x e4m3fn"], ALL[1:]),
+        (ALL[1:2], [ALL[0], ALL[2], "transpose"]),
+        ([*ALL[1:], "transpose"], ALL[:1]),
+        ([*ALL, "gemm e5m2_sat x e4m3fn", "transpose"], []),
+    ],
+    ids=["nothing", "encoding GEMM", "GEMM", "one cast", "both casts and transposition", "everything"],
+)
+def test_only_what_fails_goes_and_what_takes_its_place_is_tried_too(monkeypatch, failing, left) -> None:
+    told: list[Notice] = []
+    gm = lowered_on_a_gpu(monkeypatch, set(failing), told.append)
+    assert names(gm) == sorted(left)
+    assert sorted(n.site for n in told) == sorted(f"kernel {name}" for name in failing)
+    for notice in told:
+        assert notice.detail.startswith("it does not compile: PTXASError: no memory; Inductor decodes")
+        assert "at the speed of high precision" in notice.detail
+
+
+def test_without_any_of_them_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is left is ATen, which a CPU runs too: the bits of the symbolic graph."""
+    gm = lowered_on_a_gpu(monkeypatch, {*ALL, "gemm e5m2_sat x e4m3fn", "transpose"}, lambda notice: None)
+    assert not [n for n in gm.graph.nodes if str(n.target).startswith("fxprec.")], "no op of ours is left"
+    g = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(64, 32, generator=g) * 200, torch.randn(64, 48, generator=g)
+    wanted = half_graph(TABLE)(x, dy, TABLE)[:5]  # then come statistics that nobody watches here
+    for a, b in zip(gm(x, dy, TABLE), wanted, strict=False):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        assert torch.equal(a.float(), b.float())
+
+
+def test_under_strict_the_first_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(notice: Notice) -> None:
+        raise FallbackError(f"{notice.site}: {notice.detail}")
+
+    with pytest.raises(FallbackError, match=r"kernel quantize\+transpose e4m3fn: it does not compile: PTXASError"):
+        lowered_on_a_gpu(monkeypatch, {ALL[1]}, refuse)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted functions have no machine code")
+def test_whether_a_kernel_compiles_is_asked_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = GemmKernel("quantize+transpose", ("1-6-9",))
+    assert kernels.why_not_compiled(kernel, 90) is None
+    monkeypatch.setattr(kernels.aot, "compile_for", lambda *args, **options: operator.truediv(1, 0))
+    assert kernels.why_not_compiled(kernel, 80) == "it does not compile: ZeroDivisionError: division by zero"
