@@ -74,13 +74,16 @@ class Stepper(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not torch.compiler.is_compiling():
-            guards.check_gradients(self.param_groups)
+        self._step_groups()
+        return loss
+
+    @torch.compiler.disable(reason="one kernel of our own for all parameters; tracing them takes a minute for four")
+    def _step_groups(self) -> None:
+        guards.check_gradients(self.param_groups)
         first = 0
         for position, group in enumerate(self.param_groups):
             self._step_group(position, group, first)
             first += len(group["params"])
-        return loss
 
     def _step_group(self, position: int, group: dict[str, Any], first: int) -> None:
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -90,7 +93,7 @@ class Stepper(Optimizer):
         for dtype, indices in by_dtype.items():
             rule = rule_of(group, self._algorithm, dtype)
             batch = self._batch(rule, group, indices)
-            if rule.update == "nearest" and not (torch.compiler.is_compiling() or group.get("capturable")):
+            if rule.update == "nearest" and not group.get("capturable"):
                 self._warn_if_stuck(rule, group, position, indices)
             self._step_batch(rule, group, batch, first)
 
@@ -122,7 +125,7 @@ class Stepper(Optimizer):
                 state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
         if "step" not in state and (rule.state or rule.stochastic):
             on_device = group.get("capturable") or group.get("fused")
-            device = param.device if on_device or torch.compiler.is_compiling() else torch.device("cpu")
+            device = param.device if on_device else torch.device("cpu")
             state["step"] = torch.tensor(float(had_momentum), dtype=torch.float32, device=device)
         if rule.statistics and "update_counts" not in state:
             state["update_counts"] = torch.zeros(2, dtype=torch.int64, device=param.device)
@@ -136,7 +139,7 @@ class Stepper(Optimizer):
         floats = scalars.floats(rule, group, steps)
         places = [(first + i, *place_of(row[0])) for i, row in zip(batch.indices, batch.rows, strict=True)]
         integers = scalars.integers(group["seed"], places if rule.stochastic else None, steps)
-        if torch.compiler.is_compiling() or group["foreach"] is False:
+        if group["foreach"] is False:
             _run_reference(rule, batch, floats, integers)
         else:
             _run_kernel(rule, batch, floats, integers)

@@ -89,3 +89,24 @@ def test_a_compiled_step_gives_the_same_bits() -> None:
     for a, b in zip(eager.parameters(), compiled.parameters(), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(one.state[a]["exp_avg_sq"], two.state[b]["exp_avg_sq"])
+
+
+def test_a_compiled_training_step_checks_and_steps_as_an_eager_one() -> None:
+    nets = model(), model()
+    opts = [fxprec.optim.SGD(net.parameters(), lr=0.1, momentum=0.5, error_if_nonfinite=True) for net in nets]
+
+    def train(net: torch.nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        opt.zero_grad()
+        loss = net(x).float().square().mean()
+        loss.backward()
+        opt.step()
+        return loss
+
+    compiled = torch.compile(train, backend="aot_eager")
+    for count in range(3):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(count)).bfloat16()
+        assert torch.equal(train(nets[0], opts[0], x), compiled(nets[1], opts[1], x))
+    for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(fxprec.GradientError, match="has inf or NaN; weights and state are as before this step"):
+        compiled(nets[1], opts[1], x * torch.inf)
