@@ -17,7 +17,7 @@ def run_interpreted(file: str, names: str = "triton_kernels_give") -> int:
     pytest.importorskip("triton")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", names],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         timeout=300,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fxprec import Plan, cli
-from fxprec.report.compare import moves
+from fxprec.report.compare import differences, moves
 from tests.helpers import compiled, eager_backend, pipeline
 
 NAMES = [f"{i:02}-{name}" for i, name in enumerate(("joint", *(step.name for step in pipeline.PIPELINE)))]
@@ -124,10 +124,30 @@ def test_diff_names_a_promotion_as_the_cause(dumped):
 
 def test_diff_finds_what_is_no_format(dumped, tmp_path, capsys):
     plan = Plan.load(dumped / "a/graph-0/plan.json")
-    edited = replace(plan, groups=(replace(plan.groups[0], order=9), *plan.groups[1:]))
+    gemm, site = replace(plan.gemms[1], pays=True, why="so\nit is"), replace(plan.sites[2], source="model.py:7")
+    edited = replace(
+        plan,
+        groups=(replace(plan.groups[0], order=9), *plan.groups[1:]),
+        gemms=(plan.gemms[0], gemm),
+        sites=(*plan.sites[:2], site, *plan.sites[3:]),
+    )
     edited.save(tmp_path / "edited.json")
     assert run("diff", dumped / "a", tmp_path / "edited.json") == 1
-    assert capsys.readouterr().out == "groups: 3 -> 3, 1 with other fields changed\n"
+    was, old = plan.gemms[1], plan.sites[2]
+    assert capsys.readouterr().out.splitlines() == [
+        f"GEMM 1 ({was.op}, {was.module}): pays None -> True, why {was.why} -> so\\nit is",
+        f"group 0: order {plan.groups[0].order} -> 9",
+        f"{old.tensor} ({old.kind}): source {old.source} -> model.py:7",
+    ]
+
+
+def test_diff_shows_the_first_of_many_and_counts_the_others(dumped):
+    plan = Plan.load(dumped / "a/graph-0/plan.json")
+    many = replace(plan, groups=tuple(replace(plan.groups[0], id=i) for i in range(50)))
+    said = list(differences(many, replace(many, groups=tuple(replace(g, order=99) for g in many.groups))))
+    assert said[0].startswith("group 0: order ")
+    assert said[20:] == ["groups: 30 more with other fields"]
+    assert next(differences(plan, many)) == "groups: 3 -> 50"
 
 
 def test_explain_gives_the_reason(dumped, capsys):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from fxprec.formats import parse
 from fxprec.plan import Plan, Site
@@ -12,6 +13,13 @@ from fxprec.report.graph_text import one_line
 _VERSIONS = {"fxprec", "torch", "schema"}
 _TABLES = ("gemms", "groups", "sites")
 _SAID = {"format", "promoted_at"}  # of a site; those have a line of their own
+_SHOWN = 20
+_Row = dict[str, Any]
+_NAMES: dict[str, Callable[[_Row], str]] = {
+    "gemms": lambda row: f"GEMM {row['id']} ({row['op']}, {row['module']})",
+    "groups": lambda row: f"group {row['id']}",
+    "sites": lambda row: f"{row['tensor']} ({row['kind']})",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +58,28 @@ def differences(a: Plan, b: Plan) -> Iterator[str]:
     yield from _unmatched(a, b, "only in the first")
     yield from _unmatched(b, a, "only in the second")
     for table in _TABLES:
-        changed = sum(_rest(x, table) != _rest(y, table) for x, y in zip(ours[table], theirs[table], strict=False))
-        if changed or len(ours[table]) != len(theirs[table]):
-            yield f"{table}: {len(ours[table])} -> {len(theirs[table])}, {changed} with other fields changed"
+        yield from _changed_rows(table, ours[table], theirs[table])
     if found:
         yield f"{len(found)} tensors moved, {sum(m.bytes for m in found):+,} bytes"
 
 
-def _rest(row: dict[str, object], table: str) -> dict[str, object]:
-    return {k: v for k, v in row.items() if table != "sites" or k not in _SAID}
+def _changed_rows(table: str, ours: list[_Row], theirs: list[_Row]) -> Iterator[str]:
+    """Yield a line for each row of both plans with other fields than those said already; the first `_SHOWN` of them."""
+    said = set(_SAID) if table == "sites" else set()
+    if len(ours) != len(theirs):
+        yield f"{table}: {len(ours)} -> {len(theirs)}"
+        said.add("id")  # they follow from what is new
+    name, there = _NAMES[table], {_NAMES[table](row): row for row in theirs}
+    lines = []
+    for row in ours:
+        other = there.get(name(row), row)
+        fields = [k for k in row if row[k] != other.get(k) and k not in said]
+        if fields:
+            changes = ", ".join(f"{k} {one_line(str(row[k]))} -> {one_line(str(other.get(k)))}" for k in fields)
+            lines.append(f"{one_line(name(row))}: {changes}")
+    yield from lines[:_SHOWN]
+    if len(lines) > _SHOWN:
+        yield f"{table}: {len(lines) - _SHOWN} more with other fields"
 
 
 def _unmatched(a: Plan, b: Plan, where: str) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gemm_helpers import half_graph, table_of
+from interpreted import interpreted, run_interpreted
 
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops
@@ -25,8 +25,6 @@ from fxprec.errors import LoweringError
 from fxprec.formats import Format, parse
 from fxprec.passes.lowering import lower_gemms
 from fxprec.runtime.reference import reference_decode, reference_encode, reference_stats
-
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run in a process of its own, below")
 
 # Every family and overflow rule, no mantissa, one exponent bit, odd biases, and 16-bit codes.
 FORMATS = [
@@ -173,19 +171,8 @@ def test_interpreted_graphs_do_casts_statistics_and_products_in_kernels(measure:
             assert torch.equal(*same)
 
 
-def test_the_interpreted_tests_pass() -> None:
-    """The interpreter must be chosen before a kernel is decorated: hence another process."""
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_interpreted"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert f"{len(FORMATS) + len(PAIRS) + 5} passed" in run.stdout
+def test_in_the_interpreter() -> None:
+    assert run_interpreted(__file__, "test_interpreted") == len(FORMATS) + len(PAIRS) + 5
 
 
 def test_without_a_device_the_kernels_say_so() -> None:
