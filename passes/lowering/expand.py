@@ -30,6 +30,7 @@ def expand(gm: GraphModule, scaled: frozenset[int], measured: frozenset[int] = f
     ``scaled`` are the rows whose scale exponent may differ from 0, ``measured`` those whose moments count.
     """
     rows = Rows(scaled, measured)
+    _expand_counted(gm.graph)
     for node in list(gm.graph.nodes):
         recipe = _RECIPES.get(node.target)
         if recipe is None:
@@ -38,11 +39,28 @@ def expand(gm: GraphModule, scaled: frozenset[int], measured: frozenset[int] = f
             function, static, columns = recipe(node, rows)
             template = _traced(function, tuple(map(_dtype, _tensors(node))), static, len(columns))
             row = [_column(gm.graph, node.args[1], node.args[2], column) for column in columns]
-            new = _inline(gm.graph, template, (*_tensors(node), *row))
+            new = _inline(gm.graph, template, (*_tensors(node), *row), like=_tensors(node)[0])
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
     gm.recompile()
+
+
+def _expand_counted(graph: Graph) -> None:
+    """Turn all that kernels counted into statistics at once: a handful of kernels, however many sites there are."""
+    nodes = graph.find_nodes(op="call_function", target=symbolic_gemms.COUNTED_STATS)
+    if not nodes:
+        return
+    counts, tables, rows = zip(*(n.args for n in nodes), strict=True)
+    with graph.inserting_before(min(user for n in nodes for user in n.users)):
+        picked = [graph.call_function(aten.select.int, (tables[0], 0, row)) for row in rows]
+        both = [graph.call_function(aten.stack.default, (list(vectors),)) for vectors in (counts, picked)]
+        template = _traced(_counted_stats, (torch.int64, torch.int32), (), 0)
+        stats = _inline(graph, template, tuple(both), like=tables[0])
+        for i, node in enumerate(nodes):
+            node.replace_all_uses_with(graph.call_function(aten.select.int, (stats, 0, i)))
+    for node in nodes:
+        graph.erase_node(node)
 
 
 @dataclass(frozen=True)
@@ -80,10 +98,6 @@ def _stats_recipe(node: Node, rows: Rows) -> _Recipe:
     return _site_stats, static, (0, CARRIED, *columns)
 
 
-def _counted_recipe(node: Node, rows: Rows) -> _Recipe:
-    return _counted_stats, (), (0, CARRIED, MEASURE)
-
-
 def _rescale_recipe(node: Node, rows: Rows) -> _Recipe:
     return _rescale, (), (0,)
 
@@ -96,7 +110,6 @@ _RECIPES: dict[object, Callable[[Node, Rows], _Recipe]] = {
     symbolic.QUANTIZE: _quantize_recipe,
     symbolic.DEQUANTIZE: _dequantize_recipe,
     symbolic.SITE_STATS: _stats_recipe,
-    symbolic_gemms.COUNTED_STATS: _counted_recipe,
     symbolic.RESCALE: _rescale_recipe,
     symbolic.KEEP_NONFINITE: _keep_recipe,
 }
@@ -120,20 +133,24 @@ def _column(graph: Graph, table: object, site: object, column: int) -> Node:
     return graph.call_function(aten.select.int, (row, 0, column))
 
 
-def _inline(graph: Graph, template: GraphModule, args: tuple[Any, ...]) -> Node:
+def _inline(graph: Graph, template: GraphModule, args: tuple[Any, ...], like: Node) -> Node:
+    """Copy a template in; constants it makes go to the device of ``like``: one on a CPU keeps CUDA graphs away."""
     placeholders = template.graph.find_nodes(op="placeholder")
     mapping: dict[Node, Node] = dict(zip(placeholders, args, strict=True))
     result = graph.graph_copy(template.graph, mapping)
+    for node in mapping.values():
+        if "device" in node.kwargs and node not in args:
+            node.kwargs = {**node.kwargs, "device": like.meta["val"].device}
     assert isinstance(result, Node)
     return result
 
 
 def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node) -> Node:
     """Insert ``function(x, ())``, decomposed as Inductor wants it, at the graph's insertion point."""
-    return _inline(graph, _traced(function, (_dtype(x),), (), 0), (x,))
+    return _inline(graph, _traced(function, (_dtype(x),), (), 0), (x,), like=x)
 
 
-_COUNTS = (8,)  # what kernels count, the only int64 tensor read and the only shape known
+_WIDTHS = {torch.int64: 8, torch.int32: symbolic.TABLE_COLUMNS}  # counts and rows of the table; others are pointwise
 
 
 @lru_cache(maxsize=1024)
@@ -141,7 +158,7 @@ def _traced(
     function: Callable[..., torch.Tensor], dtypes: tuple[torch.dtype, ...], static: tuple[Any, ...], num_columns: int
 ) -> GraphModule:
     """Trace ``function(*tensors, columns, *static)`` on a small example; the trace holds for every shape."""
-    examples = [torch.zeros(_COUNTS if dtype == torch.int64 else (2, 3)).to(dtype) for dtype in dtypes]
+    examples = [torch.zeros(2, _WIDTHS.get(dtype, 3), dtype=torch.float32).to(dtype) for dtype in dtypes]
     columns = [torch.zeros((), dtype=torch.int32) for _ in range(num_columns)]
 
     def call(*args: torch.Tensor) -> torch.Tensor:
@@ -231,27 +248,27 @@ def _site_stats(x: torch.Tensor, columns: _Columns, fmt: str | None, scaled: boo
     return torch.stack([*parts, *(zero + value for value in symbolic.UNMEASURED)])
 
 
-def _counted_stats(counts: torch.Tensor, columns: _Columns) -> torch.Tensor:
-    """Ratios in float64, as the reference divides integers."""
-    scale_exp, carried, measure = columns
-    over, under, bits, elements = counts[:4].unbind()
+def _counted_stats(counts: torch.Tensor, rows: torch.Tensor, columns: _Columns) -> torch.Tensor:
+    """(n, 8) counts and (n, 10) rows of the table to (n, 7). Ratios in float64, as the reference divides integers."""
+    over, under, bits, elements = counts[:, :4].unbind(1)
+    nonzero, squares, logs, squared_logs = counts[:, 4:].view(torch.float64).unbind(1)
+    carried, total = rows[:, CARRIED], rows[:, 0] + rows[:, CARRIED]
     share = torch.clamp_min(elements, 1).to(torch.float64)
     ratios = [(n.to(torch.float64) / share).to(torch.float32) for n in (over, under)]
     amax = bits.to(torch.int32).view(torch.float32) * _power(-carried)
-    nonzero, squares, logs, squared_logs = counts[4:].view(torch.float64).unbind()
     present = torch.clamp_min(nonzero, 1)
     mean = logs / present
     moments = [
-        torch.sqrt(squares / share) * _power(-(scale_exp + carried)),
+        torch.sqrt(squares / share) * _power(-total),
         nonzero / share,
-        torch.where(nonzero > 0, mean - (scale_exp + carried) * math.log(2), 0.0),
+        torch.where(nonzero > 0, mean - total * math.log(2), 0.0),
         torch.sqrt(torch.clamp_min(squared_logs / present - mean * mean, 0.0)),
     ]
     some = [
-        torch.where((measure != 0) & (nonzero >= 0), value.to(torch.float32), unmeasured)
+        torch.where((rows[:, MEASURE] != 0) & (nonzero >= 0), value.to(torch.float32), unmeasured)
         for value, unmeasured in zip(moments, symbolic.UNMEASURED, strict=True)
     ]
-    return torch.stack([*ratios, amax, *some])
+    return torch.stack([*ratios, amax, *some], 1)
 
 
 def _moments(stored: torch.Tensor, bits: torch.Tensor, scale_exp: torch.Tensor) -> list[torch.Tensor]:
