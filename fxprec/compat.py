@@ -140,6 +140,19 @@ def no_triton(device: torch.device) -> str | None:
     return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
 
 
+OLDEST_WITH_FP8 = (8, 9)
+
+
+def no_native_fp8(device: torch.device) -> str | None:
+    """Say why Inductor's code cannot hold 8-bit float dtypes on ``device``, or None where it can."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= OLDEST_WITH_FP8:
+        return None
+    return f"compute capability {major}.{minor} has no casts to 8-bit floats"
+
+
 def compile_ahead(
     source: str, name: str, parameters: Sequence[tuple[str, str]], num_warps: int, arch: int
 ) -> tuple[bytes, int]:

@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,8 +95,17 @@ class PlannedGraph:
         self._measured: frozenset[int] = frozenset()
         self._counted: frozenset[int] = frozenset()
         self._skips = skips
-        self._lowering = Lowering(config, captured.device, self._tell)
+        self._store_as_the_device_can()
+        self._lowering = Lowering(self.config, captured.device, self._tell)
         self._compiled = self._compile(captured.examples)
+
+    def _store_as_the_device_can(self) -> None:
+        why = compat.no_native_fp8(self.captured.device)
+        has_8_bits = any(f.bits <= 8 for f in self.config.recipe_.formats)
+        if why is not None and has_8_bits and self.config.storage_ == "native":
+            detail = f"{why}; stored as packed codes instead: the same numbers and bytes, cast in integer arithmetic"
+            self._tell(Notice("storage='native'", detail))
+            self.config = replace(self.config, storage="packed")
 
     @property
     def report(self) -> CompileReport:

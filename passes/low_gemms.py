@@ -36,7 +36,7 @@ class LowGemms:
         gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
         if gpu is None:
             return
-        rewrite = _Rewrite(work.joint.graph)
+        rewrite = _Rewrite(work.joint.graph, gpu.has_fp8)
         for op, answer in zip(work.grouped.gemms, work.answers, strict=True):
             for node in gemm_nodes(op) if answer.pays else ():
                 found = kernel_of(node, gpu)
@@ -46,8 +46,8 @@ class LowGemms:
 
 
 class _Rewrite:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, has_fp8: bool) -> None:
+        self.graph, self.has_fp8 = graph, has_fp8
         self.codes: dict[tuple[Node, Node | None], Node] = {}
         self.copies: dict[Node, Node] = {}  # codes -> their transposed copy
 
@@ -80,7 +80,8 @@ class _Rewrite:
         stored = value(code)
         assert stored is not None
         with self.graph.inserting_before(code.next):
-            if x.fmt.torch_dtype is not None and stored.dtype != x.fmt.torch_dtype and x.fmt.bits <= 8:
+            is_native = x.fmt.torch_dtype is None or stored.dtype == x.fmt.torch_dtype or x.fmt.bits > 8
+            if not is_native and (self.has_fp8 or x.source is not None):
                 code = emit(self.graph, aten.view.dtype, (code, x.fmt.torch_dtype), x.q)
             if x.source is not None:
                 code = emit(self.graph, symbolic.KEEP_NONFINITE, (code, x.source), x.q)

@@ -99,6 +99,10 @@ def kernel_of(gemm: Node, gpu: Gpu) -> Found | str:
         return first if isinstance(first, str) else str(second)
     if gpu.has_fp8 and native_refusal(first, second, gemm) is None:
         return Found(first, second, "native")
+    if not gpu.has_fp8 and any(
+        x.source is not None and x.fmt.torch_dtype == torch.float8_e4m3fn for x in (first, second)
+    ):
+        return "this GPU has no e4m3fn to keep a gradient's inf and NaN in"
     if first.fmt.bits > 8 and second.fmt.bits > 8:
         return f"operands are {first.fmt.name} and {second.fmt.name}"
     return Found(first, second, "generated")

@@ -7,7 +7,7 @@ site: pointwise ops know no shapes, so one trace serves all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -54,13 +54,18 @@ def _expand_counted(graph: Graph) -> None:
     counts, tables, rows = zip(*(n.args for n in nodes), strict=True)
     with graph.inserting_before(min(user for n in nodes for user in n.users)):
         picked = [graph.call_function(aten.select.int, (tables[0], 0, row)) for row in rows]
-        both = [graph.call_function(aten.stack.default, (list(vectors),)) for vectors in (counts, picked)]
+        both = [_stacked(graph, vectors) for vectors in (counts, picked)]
         template = _traced(_counted_stats, (torch.int64, torch.int32), (), 0)
         stats = _inline(graph, template, tuple(both), like=tables[0])
         for i, node in enumerate(nodes):
             node.replace_all_uses_with(graph.call_function(aten.select.int, (stats, 0, i)))
     for node in nodes:
         graph.erase_node(node)
+
+
+def _stacked(graph: Graph, vectors: Iterable[Any]) -> Node:
+    rows = [graph.call_function(aten.unsqueeze.default, (v, 0)) for v in vectors]
+    return graph.call_function(aten.cat.default, (rows,))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import warnings
 
 import pytest
@@ -69,3 +70,23 @@ def test_a_kernel_that_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch
         why = compat.why_not_compiled(broken, kernel["name"], parameters, 4)
     assert why is not None
     assert why.startswith("it does not compile: CompilationError")
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_products_are_rounded_before_they_are_added(arch: int, tmp_path) -> None:
+    """Compiled as Inductor does, with contraction allowed: the machine code multiplies and adds, and has no FFMA."""
+    table = scale_table(["1-4-3+4"], scaled=[0])
+
+    def affine(x, w, b, table):
+        return QUANTIZE(torch.add(x * w, b * b, alpha=3) - x**2, table, 0, "1-4-3+4", "packed")
+
+    inputs = [torch.zeros(64, 256) for _ in range(3)]
+    _, lowered = generated(traced(affine, *inputs, table), scaled=[0])
+    (kernel,) = lowered.generated.kernels
+    code, _ = compat.compile_ahead(kernel.source, kernel.name, kernel.parameters, kernel.num_warps, arch)
+    (tmp_path / "kernel.cubin").write_bytes(code)
+    command = [str(compat.triton_tool("cuobjdump")), "-sass", str(tmp_path / "kernel.cubin")]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "FMUL" in text
+    assert "FADD" in text
+    assert "FFMA" not in text

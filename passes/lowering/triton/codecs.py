@@ -22,6 +22,13 @@ def power(exponent):
     """2.0 ** exponent, exactly."""
     return ((exponent + 127) << 23).{FLOAT}
 ''',
+    "product": '''@triton.jit
+def product(a, b):
+    """a * b, rounded to float32 before anything is added to it: no compiler contracts this to an fma."""
+    if INTERPRETED:
+        return a * b
+    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
+''',
     "as_bfloat16": f'''@triton.jit
 def as_bfloat16(x):
     """Nearest bfloat16, ties to even, as float32."""

@@ -120,11 +120,12 @@ class _Printer(Body):
             expression, read = POWERS[node.args[1]], read[:1]  # type: ignore[index]
         alpha = node.kwargs.get("alpha", 1)
         if alpha != 1:
-            expression = expression.replace("{1}", f"{{1}} * {float(alpha)!r}")  # type: ignore[arg-type]
+            expression = expression.replace("{1}", f"product({{1}}, {float(alpha)!r})")  # type: ignore[arg-type]
         texts = [self._operand(v, name, all_bool) for v in read]
         result = expression.format(*texts)
-        if name == "tanh":
-            self.use("tanh")
+        for helper in ("tanh", "product"):
+            if f"{helper}(" in result:
+                self.use(helper)
         self.is_exact &= name not in INEXACT
         if target == "prims.convert_element_type.default" and all_bool and dtype != torch.bool:
             result = f"tl.where({result}, 1.0, 0.0)"
@@ -264,4 +265,8 @@ _SPECIAL = {
     symbolic.KEEP_NONFINITE: _Printer._keep_nonfinite,
 }
 _ROUNDING = {torch.bfloat16: "as_bfloat16", torch.float16: "as_float16"}
-_PREAMBLE = "import triton\nimport triton.language as tl\n"
+_PREAMBLE = """import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""

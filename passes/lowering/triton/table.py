@@ -1,7 +1,7 @@
 """What the generator can print: ATen operators as Triton expressions. Data only.
 
-Every value is float32 or bool inside a kernel. Divisions and square roots are the correctly rounded ones; NaN goes
-through every comparison as in ATen.
+Every value is float32 or bool inside a kernel. Products are rounded before they are added to anything, divisions and
+square roots are the correctly rounded ones; NaN goes through every comparison as in ATen.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ EXPRESSIONS: Mapping[str, str] = {
     "aten.add.Scalar": "{0} + {1}",
     "aten.sub.Tensor": "{0} - {1}",
     "aten.sub.Scalar": "{0} - {1}",
-    "aten.mul.Tensor": "{0} * {1}",
-    "aten.mul.Scalar": "{0} * {1}",
+    "aten.mul.Tensor": "product({0}, {1})",
+    "aten.mul.Scalar": "product({0}, {1})",
     "aten.div.Tensor": "tl.div_rn({0}, {1})",
     "aten.div.Scalar": "tl.div_rn({0}, {1})",
-    "prims.fma.default": "{0} * {1} + {2}",
+    "prims.fma.default": "product({0}, {1}) + {2}",
     "aten.neg.default": "-{0}",
     "aten.abs.default": "tl.abs({0})",
     "aten.reciprocal.default": "tl.div_rn(1.0, {0})",
@@ -60,12 +60,12 @@ EXPRESSIONS: Mapping[str, str] = {
 
 POWERS: Mapping[float, str] = {
     1.0: "{0}",
-    2.0: "{0} * {0}",
-    3.0: "{0} * {0} * {0}",
+    2.0: "product({0}, {0})",
+    3.0: "product(product({0}, {0}), {0})",
     0.5: "tl.sqrt_rn({0})",
     -0.5: "tl.div_rn(1.0, tl.sqrt_rn({0}))",
     -1.0: "tl.div_rn(1.0, {0})",
-    -2.0: "tl.div_rn(1.0, {0} * {0})",
+    -2.0: "tl.div_rn(1.0, product({0}, {0}))",
 }
 """``aten.pow.Tensor_Scalar`` by exponent; others are left to Inductor."""
 

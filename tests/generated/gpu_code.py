@@ -1,0 +1,135 @@
+"""Inductor's code for a GPU that is not here: graphs lowered for CUDA, their code generated, its kernels compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.compile_fx
+import torch._inductor.graph
+import torch._inductor.scheduler
+import triton
+from torch._dynamo.device_interface import CudaInterface
+from torch._guards import TracingContext, tracing
+from torch._inductor.debug import DebugContext
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from triton.backends.compiler import GPUTarget
+
+import fxprec.graph
+from fxprec.generated import copied
+from fxprec.passes import gemm_costs, narrow_gemms
+from fxprec.passes.gemm_costs import Gpu
+from fxprec.passes.lowering import lower
+
+CUDA = torch.device("cuda:0")
+GPUS = {80: Gpu("NVIDIA A100-SXM4-80GB", (8, 0)), 90: Gpu("NVIDIA H100 80GB HBM3", (9, 0))}
+
+
+def lowered_halves(
+    patch: pytest.MonkeyPatch, step: Callable[[], object], lowering: str, arch: int
+) -> list[GraphModule]:
+    """Run ``step`` on the CPU with the reference lowering; return each half of its graphs as lowered for a GPU."""
+    found: list[GraphModule] = []
+
+    def both(gm: GraphModule, name: str, device: str, **options: Any) -> Any:
+        twin = copied(gm)
+        lower(twin, lowering, "cuda", **options)
+        found.append(twin)
+        return lower(gm, "eager", device, **options)
+
+    with patch.context() as here:
+        here.setattr(gemm_costs, "gpu_of", lambda device: GPUS[arch])
+        here.setattr(fxprec.graph.compat, "no_native_fp8", lambda device: "no casts" if arch < 89 else None)
+        here.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
+        here.setattr(fxprec.graph, "lower", both)
+        step()
+    return found
+
+
+def moved_to_cuda(gm: GraphModule) -> tuple[GraphModule, list[Any], FakeTensorMode]:
+    """Give a graph traced on the CPU values on a GPU, with nothing behind them; what it made on the CPU moves too."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for node in gm.graph.nodes:
+        if str(node.kwargs.get("device")) == "cpu":
+            node.kwargs = {**node.kwargs, "device": CUDA}
+    gm.recompile()
+    inputs = [_on_cuda(n.meta["val"], mode) for n in gm.graph.find_nodes(op="placeholder")]
+    with mode, torch.no_grad():
+        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
+    return gm, inputs, mode
+
+
+def _on_cuda(value: Any, mode: FakeTensorMode) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, strides = [int(s) for s in value.shape], [int(s) for s in value.stride()]
+    return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=value.dtype, device="meta"), CUDA)
+
+
+def pretend(patch: pytest.MonkeyPatch, arch: int) -> None:
+    """Answer Inductor's and Triton's questions about the device as a GPU of that architecture would."""
+    limits = {"warp_size": 32, "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048}
+    major, minor = GPUS[arch].capability
+    facts = {"gcnArchName": "", "total_memory": 80 << 30, "multi_processor_count": 108, **limits}
+    device = SimpleNamespace(name=GPUS[arch].name, major=major, minor=minor, **facts)
+    properties = DeviceProperties(type="cuda", index=0, multi_processor_count=108, cc=arch, major=major, **limits)
+    patch.setattr(DeviceProperties, "create", lambda device: properties)
+    patch.setattr(torch.cuda, "get_device_properties", lambda device=None: device_of(device))
+    patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
+    patch.setattr(CudaInterface.Worker, "get_device_properties", staticmethod(lambda device=None: device_of(device)))
+    patch.setattr(torch._inductor.scheduler, "has_triton", lambda device=None: True)
+    patch.setattr(triton_helpers, "set_driver_to_gpu", lambda: None)
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: 0,
+        get_active_torch_device=lambda: CUDA,
+    )
+    patch.setattr(triton.runtime.driver, "_active", driver)
+
+    def device_of(asked: object) -> SimpleNamespace:
+        return device
+
+
+def inductor_code(gm: GraphModule) -> str:
+    """Return the Python file that Inductor writes for one half, Triton kernels included."""
+    gm, inputs, mode = moved_to_cuda(gm)
+    output = gm.graph.output_node()
+    values = [n.meta.get("val") if isinstance(n, Node) else None for n in output.args[0]]  # type: ignore[union-attr]
+    strides = [tuple(v.stride()) if isinstance(v, torch.Tensor) else None for v in values]
+    output.meta |= {"original_output_strides": strides, "user_visible_output_idxs": []}
+    with tracing(TracingContext(mode)), V.set_fake_mode(mode), torch.no_grad():
+        torch._inductor.compile_fx._recursive_post_grad_passes(gm, is_inference=True)
+        graph = torch._inductor.graph.GraphLowering(gm, example_inputs=inputs, graph_id=0, is_inference=True)
+        with V.set_graph_handler(graph), V.set_debug_handler(DebugContext()):
+            graph.run(*inputs)
+            code, _ = graph.codegen()
+    return code if isinstance(code, str) else code.value
+
+
+_KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.DOTALL)
+
+
+def compiled_kernels(code: str, folder: Path) -> Iterator[str]:
+    """Compile every Triton kernel of Inductor's code to machine code; yield their names. Raises what Triton raises."""
+    for name, source in _KERNEL.findall(code):
+        path = folder / f"{name}.py"
+        path.write_text(source, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        getattr(module, name).precompile(warm_cache_only=True)
+        yield name

@@ -1,0 +1,78 @@
+"""What a GPU would run, from the captured graph to machine code, with no GPU: nothing on the CPU, nothing that fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from backend_helpers import Cnn
+from generated.gpu_code import compiled_kernels, inductor_code, lowered_halves, pretend
+from generated.test_gemm_training import Network
+
+from fxprec import Backend, Config, GradScaling
+
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION", "ignore:weigh-gemms", "ignore:storage=")
+
+
+def step(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], estimate: str = "statistical", **options: Any
+) -> Callable[[], None]:
+    def run() -> None:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        scaling = GradScaling(estimate=estimate, interval=2)
+        config = Config(lowering="eager", low_ratio=1.0, promote_above=None, grad_scaling=scaling, **options)
+        x: Tensor = torch.randn(shape)
+        torch.compile(make(), backend=Backend(config))(x).square().mean().backward()
+
+    return run
+
+
+class Attention(nn.Module):
+    """(batch, tokens, 16) to the same: layer norm, one head, residual adds, GELU; six GEMMs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out((q @ k.transpose(1, 2) * 0.25).softmax(-1) @ v)
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+FP8 = {"recipe": "fp8", "gemms": "low"}
+PACKED = {"recipe": "hfp8", "storage": "packed"}
+CASES = {
+    "linear layers, H100": (Network, (32, 16), FP8 | {"estimate": "histogram"}, "auto", 90),
+    "linear layers, A100": (Network, (32, 16), FP8, "auto", 80),
+    "linear layers, H100, generated": (Network, (32, 16), FP8, "triton", 90),
+    "a transformer block, A100, generated": (Attention, (2, 8, 16), PACKED, "triton", 80),
+    "convolutions, H100": (Cnn, (2, 3, 8, 8), PACKED, "auto", 90),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_halves_become_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
+    make, shape, options, lowering, arch = CASES[case]
+    halves = lowered_halves(monkeypatch, step(make, shape, **options), lowering, arch)
+    assert len(halves) == 2, "forward and backward"
+    pretend(monkeypatch, arch)
+    for half in halves:
+        code = inductor_code(half)
+        names = list(compiled_kernels(code, tmp_path))
+        assert names
+        assert ("fxprec_" in " ".join(names)) == (lowering == "triton")
+        assert not re.search(r"= empty_strided_cpu|device_str='cpu'|async_compile\.cpp", code), "all of it on the GPU"
+        assert "torch.ops.fxprec." not in re.sub(
+            r"torch\.ops\.fxprec\.(quantize_transpose|transpose_codes|matmul_\w+|histogram)", "", code
+        )
