@@ -12,6 +12,9 @@ import pytest
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run in a process of its own, below")
 
 
+OLD_INTERPRETER = "only 0-dimensional arrays can be converted to Python scalars"
+
+
 def run_interpreted(file: str, names: str = "triton_kernels_give") -> int:
     """Run those tests of ``file`` in a process of its own, under the interpreter; return how many passed."""
     pytest.importorskip("triton")
@@ -23,6 +26,8 @@ def run_interpreted(file: str, names: str = "triton_kernels_give") -> int:
         timeout=300,
         check=False,
     )
+    if OLD_INTERPRETER in run.stdout:
+        pytest.skip("the interpreter of this Triton (3.6) takes no NumPy 2.4 arrays as bounds of a loop")
     assert run.returncode == 0, run.stdout[-3000:]
     found = re.search(r"(\d+) passed", run.stdout)
     assert found is not None, run.stdout[-3000:]

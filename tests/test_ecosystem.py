@@ -91,6 +91,7 @@ def test_torch_compile_debug_holds_a_dump(watched):
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_the_profiler_names_graph_halves_and_groups():
     step = compiled(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), eager_backend(low_ratio=1.0))
     step(torch.randn(3, 4)).sum().backward()

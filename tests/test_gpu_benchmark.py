@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+from interpreted import OLD_INTERPRETER
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is not installed
 
@@ -21,6 +23,8 @@ def test_every_section_runs_through_at_tiny_sizes(tmp_path: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--out", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    if OLD_INTERPRETER in run.stdout:
+        pytest.skip("the interpreter of this Triton (3.6) takes no NumPy 2.4 arrays as bounds of a loop")
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     (path,) = tmp_path.iterdir()
     found = json.loads(path.read_text(encoding="utf-8"))
