@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,32 @@ def test_a_state_of_another_model_is_refused() -> None:
         other.load_state_dict(backend.state_dict())
     with pytest.raises(fxprec.PlanError, match=r"pass what state_dict\(\) returned"):
         other.load_state_dict({"plans": []})
+
+
+@pytest.mark.filterwarnings("ignore:narrow-gemms")
+def test_a_gpu_without_8_bit_floats_stores_packed_codes_and_says_so(monkeypatch):
+    """The same numbers and bytes: e4m3fn as integers."""
+    why = "compute capability 8.0 has no casts to 8-bit floats"
+
+    def train(**options):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model, backend = mlp(), eager_backend("native", recipe="fp8", low_ratio=1.0, **options)
+        torch.compile(model, backend=backend)(torch.ones(4, 16)).square().sum().backward()
+        return [p.grad for p in model.parameters()], backend
+
+    wanted, native = train()
+    monkeypatch.setattr(fxprec.compat, "no_native_fp8", lambda device: why)
+    with pytest.warns(fxprec.FxprecWarning, match=rf"^storage='native': {re.escape(why)}; stored as packed codes"):
+        found, backend = train()
+    for got, right in zip(found, wanted, strict=True):
+        assert torch.equal(got, right)
+    assert (native.plans[0].storage, backend.plans[0].storage) == ("native", "packed")
+    assert backend.plans[0].saved_bytes == native.plans[0].saved_bytes
+    assert next(e.site for e in backend.events if e.kind == "fallback") == "storage='native'"
+    with pytest.raises(fxprec.FallbackError, match=r"storage='native': compute capability 8\.0"):
+        train(strict=True)
+    torch.compiler.reset()
+    backend = eager_backend("native", recipe="bf16", low_ratio=None)
+    torch.compile(mlp(), backend=backend)(torch.ones(4, 16)).square().sum().backward()
+    assert backend.plans[0].storage == "native", "bf16 has no 8-bit tensors"
