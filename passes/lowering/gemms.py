@@ -52,7 +52,7 @@ def lower_gemms(
     for node in products:
         if node.args[-1] == "native":
             _native(graph, node, scales)
-        elif triton and gemms.GemmKernel("gemm", node.args[6:8]).name not in without:
+        elif triton and gemms.GemmKernel("gemm", node.args[6:8]).name not in without:  # type: ignore[arg-type]
             _generated(graph, node, measured, without)
         else:
             _decoded(graph, node)
