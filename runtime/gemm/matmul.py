@@ -38,7 +38,7 @@ def _read(at, inside, F: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-
 @triton.jit
 def _nearest(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert float32 to ``DTYPE``, to the nearest: Triton's interpreter cuts bfloat16 off, which hardware rounds."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
