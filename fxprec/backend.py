@@ -46,7 +46,9 @@ class Backend:
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         _tell_what_is_missing(self.config)
         if not self.config.changes_anything or not example_inputs:
-            return compat.compile_fx(gm, example_inputs)  # type: ignore[no-any-return]
+            return compat.compile_fx(  # type: ignore[no-any-return]
+                gm, example_inputs, config_patches=compat.mode_settings(self.config.mode)
+            )
         _want_it_whole()
         captured = capture.Captured.take(gm, example_inputs)
         if self.config.recipe_.pure:
@@ -204,17 +206,15 @@ def backend_of(compiled: object) -> Backend:
 def _backend_of_wrapper(wrapper: object) -> Backend:
     found = getattr(wrapper, "fxprec_backend", None)
     if found is None:
-        options = wrapper.kwargs.get("options")  # type: ignore[attr-defined]
-        found = wrapper.fxprec_backend = Backend(Config.from_options(options))  # type: ignore[attr-defined]
+        given: Mapping[str, Any] = wrapper.kwargs  # type: ignore[attr-defined]
+        found = Backend(_config_of(given.get("options"), given.get("mode")))
+        wrapper.fxprec_backend = found  # type: ignore[attr-defined]
     return found
 
 
-def _refuse_mode(mode: str | None) -> None:
-    if mode is not None:
-        raise ConfigError(
-            f"mode={mode!r} is a setting of Inductor that fxprec does not take; leave it out and set "
-            "torch._inductor.config instead (torch._inductor.list_mode_options() says what a mode sets)"
-        )
+def _config_of(options: Mapping[str, Any] | None, mode: str | None) -> Config:
+    """Return the config of what ``torch.compile`` was given; it takes options or a mode, not both."""
+    return Config.from_options(options if mode is None else {**(options or {}), "mode": mode})
 
 
 class _NamedBackend:
@@ -230,8 +230,7 @@ class _NamedBackend:
     ) -> Callable[..., Any]:
         wrapper = compat.calling_wrapper()
         try:
-            _refuse_mode(mode)
-            backend = Backend(Config.from_options(options)) if wrapper is None else _backend_of_wrapper(wrapper)
+            backend = Backend(_config_of(options, mode)) if wrapper is None else _backend_of_wrapper(wrapper)
         except FxprecError as error:
             raise compat.through_dynamo(error) from error
         return backend(gm, example_inputs)

@@ -18,6 +18,7 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor import compile_fx as _compile_fx
+from torch._inductor import list_mode_options
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,6 +54,11 @@ def uncached_autograd() -> Iterator[None]:
     """Switch off AOTAutograd's cache: a hit would skip our passes, and with them the plan."""
     with torch._functorch.config.patch(enable_autograd_cache=False):
         yield
+
+
+def mode_settings(mode: str) -> dict[str, Any]:
+    """Return what a mode of ``torch.compile`` sets in Inductor's config."""
+    return dict(list_mode_options(mode))
 
 
 def current_fake_mode() -> FakeTensorMode | None:

@@ -22,6 +22,7 @@ Policy = Callable[[Sequence[Any], "Config"], Iterable[int]]
 STORAGES = ("native", "packed", "simulate")
 POLICIES = ("size", "size-ascending", "random", "uniform", "operator", "operator-io", "exact")
 GEMMS = ("auto", "low", "high")
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 LOWERINGS = ("auto", "triton", "inductor", "eager")
 
 # The middle of the paper's range: accuracy falls as the ratio grows (Kang et al. 2023, section 5.3).
@@ -83,6 +84,9 @@ class Config:
     """Which GEMMs multiply stored codes on a GPU: ``"auto"`` where the cost model says it pays (the plan's ``pays``),
     ``"low"`` wherever a kernel can, ``"high"`` none. What is stored low does not change. See docs/gemm.md."""
 
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """Inductor's mode, as ``torch.compile(mode=...)`` gives it too: CUDA graphs, autotuning."""
+
     dump: str | os.PathLike[str] | None = None
     """Folder for inspection dumps, or None: then the environment's ``FXPREC_DUMP``, if set. See docs/inspect.md."""
 
@@ -118,6 +122,7 @@ class Config:
         put(self, "verify", checks.boolean("verify", self.verify))
         one_of("lowering", self.lowering, LOWERINGS)
         one_of("gemms", self.gemms, GEMMS)
+        one_of("mode", self.mode, MODES)
         one_of("grouping", self.grouping, ("execution",))
         if not isinstance(self.grad_scaling, GradScaling | LossScaling):
             one_of("grad_scaling", self.grad_scaling, tuple(NAMED), "or a fxprec.GradScaling or fxprec.LossScaling")
@@ -222,6 +227,7 @@ ALLOWED: Mapping[str, str] = {
     "accumulator": "a fxprec.Format, its name, a fxprec.Accumulator or None",
     "lowering": ", ".join(map(repr, LOWERINGS)),
     "gemms": ", ".join(map(repr, GEMMS)),
+    "mode": ", ".join(map(repr, MODES)),
     "dump": "the path of a folder or None",
     "strict": "True or False",
     "grouping": "'execution'",
@@ -270,6 +276,10 @@ def _check_storage(storage: str, recipe: Recipe) -> None:
 
 
 def _refuse_contradictions(config: Config) -> None:
+    if config.mode != "default" and config.lowering == "eager":
+        raise ConfigError(
+            f"mode={config.mode!r} tunes Inductor, which lowering='eager' does not run; leave one of them out"
+        )
     if config.accumulator is not None and config.storage not in (None, "simulate"):
         raise ConfigError(
             f"accumulator simulates sums that no machine has, and storage={config.storage!r} computes GEMMs on the "

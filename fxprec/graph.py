@@ -183,7 +183,8 @@ class PlannedGraph:
                 [*examples, table],
                 inner_compile=self._compile_half,
                 decompositions=None if self.config.accumulator is None else compat.whole_gemms(),
-                config_patches={"joint_custom_pre_pass": compat.GraphPass(self._run_passes, _CACHE_KEY)},
+                config_patches=compat.mode_settings(self.config.mode)
+                | {"joint_custom_pre_pass": compat.GraphPass(self._run_passes, _CACHE_KEY)},
             )
         self.compile_seconds.append(time.perf_counter() - start)
         return compiled  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from backend_helpers import Cnn, eager_backend, mlp
 from torch import nn
 
 import fxprec
+from fxprec.calibration import interpreted
 
 
 def compile_and_run(model: nn.Module | None = None, x: torch.Tensor | None = None, **options) -> fxprec.Backend:
@@ -49,10 +51,34 @@ def test_an_impossible_budget_names_the_least_possible() -> None:
     assert_refused(fxprec.BudgetError, words, recipe="fp8", activation_budget=10)
 
 
-def test_inductor_modes_are_refused_and_not_ignored() -> None:
-    compiled = torch.compile(mlp(), backend="fxprec", mode="reduce-overhead")
-    with pytest.raises(fxprec.ConfigError, match=r"^mode='reduce-overhead' is a setting of Inductor.*leave it out"):
-        compiled(torch.randn(8, 16))
+def test_a_mode_sets_inductors_config_while_it_compiles(monkeypatch) -> None:
+    from torch._inductor import config
+
+    seen = []
+
+    def compile_nothing(gm, examples, **options):
+        seen.append((config.triton.cudagraphs, bool(options["cudagraphs"]), config.max_autotune))
+        return interpreted(gm)
+
+    monkeypatch.setattr(fxprec.compat, "compile_fx_inner", compile_nothing)
+    for kwargs in ({"mode": "reduce-overhead"}, {"options": {"mode": "max-autotune-no-cudagraphs"}}, {}):
+        torch.compiler.reset()
+        compiled = torch.compile(mlp(), backend="fxprec", **kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no bf16 GEMM, on some CPUs
+            compiled(torch.ones(8, 16)).sum().backward()
+    assert seen == [(True, True, False)] * 2 + [(False, False, True)] * 2 + [(False, False, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "fast"}, r"^unknown mode 'fast'; allowed: 'default', 'reduce-overhead'"),
+        ({"mode": "max-autotune", "lowering": "eager"}, r"^mode='max-autotune' tunes Inductor, which lowering='eager'"),
+    ],
+)
+def test_modes_that_mean_nothing_are_refused(options, words: str) -> None:
+    assert_refused(fxprec.ConfigError, words, **options)
 
 
 def test_a_plan_of_another_model_names_the_first_difference(tmp_path: Path) -> None:

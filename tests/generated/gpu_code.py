@@ -43,7 +43,7 @@ def lowered_halves(
     found: list[GraphModule] = []
 
     def both(gm: GraphModule, name: str, device: str, **options: Any) -> Any:
-        twin = copied(gm)
+        twin = moved_to_cuda(copied(gm))
         lower(twin, lowering, "cuda", **options)
         found.append(twin)
         return lower(gm, "eager", device, **options)
@@ -57,17 +57,26 @@ def lowered_halves(
     return found
 
 
-def moved_to_cuda(gm: GraphModule) -> tuple[GraphModule, list[Any], FakeTensorMode]:
-    """Give a graph traced on the CPU values on a GPU, with nothing behind them; what it made on the CPU moves too."""
+def moved_to_cuda(gm: GraphModule) -> GraphModule:
+    """Give a graph traced on the CPU values on a GPU, with nothing behind them; what the model makes moves too."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     for node in gm.graph.nodes:
         if str(node.kwargs.get("device")) == "cpu":
             node.kwargs = {**node.kwargs, "device": CUDA}
+        if node.op == "placeholder":
+            node.meta["val"] = _on_cuda(node.meta["val"], mode)
     gm.recompile()
-    inputs = [_on_cuda(n.meta["val"], mode) for n in gm.graph.find_nodes(op="placeholder")]
+    propagate(gm)
+    return gm
+
+
+def propagate(gm: GraphModule) -> tuple[list[Any], FakeTensorMode]:
+    """Give every node its value; return the inputs and their mode."""
+    inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+    mode: FakeTensorMode = next(v.fake_mode for v in inputs if isinstance(v, FakeTensor))
     with mode, torch.no_grad():
         FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
-    return gm, inputs, mode
+    return inputs, mode
 
 
 def _on_cuda(value: Any, mode: FakeTensorMode) -> Any:
@@ -103,8 +112,8 @@ def pretend(patch: pytest.MonkeyPatch, arch: int) -> None:
 
 
 def inductor_code(gm: GraphModule) -> str:
-    """Return the Python file that Inductor writes for one half, Triton kernels included."""
-    gm, inputs, mode = moved_to_cuda(gm)
+    """Return the Python file that Inductor writes for a half of `lowered_halves`, Triton kernels included."""
+    inputs, mode = propagate(gm)
     output = gm.graph.output_node()
     values = [n.meta.get("val") if isinstance(n, Node) else None for n in output.args[0]]  # type: ignore[union-attr]
     strides = [tuple(v.stride()) if isinstance(v, torch.Tensor) else None for v in values]

@@ -50,6 +50,11 @@ class Attention(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
+def on_cpu(gm: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    values = ((n, n.meta.get("val")) for n in gm.graph.nodes)
+    return [n for n, v in values if isinstance(v, Tensor) and v.device.type == "cpu"]
+
+
 FP8 = {"recipe": "fp8", "gemms": "low"}
 PACKED = {"recipe": "hfp8", "storage": "packed"}
 CASES = {
@@ -69,6 +74,7 @@ def test_both_halves_become_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_pa
     pretend(monkeypatch, arch)
     for half in halves:
         code = inductor_code(half)
+        assert not on_cpu(half), "one tensor on the CPU, and there are no CUDA graphs"
         names = list(compiled_kernels(code, tmp_path))
         assert names
         assert ("fxprec_" in " ".join(names)) == (lowering == "triton")

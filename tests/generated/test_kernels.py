@@ -252,4 +252,4 @@ def test_arithmetic_in_16_bits_is_rounded_as_in_the_graph() -> None:
     "file", [__file__, *(str(Path(__file__).with_name(f"test_{n}.py")) for n in ("training", "gemm_training"))]
 )
 def test_in_the_interpreter(file: str) -> None:
-    assert run_interpreted(file, "not in_the_interpreter") >= 9
+    assert run_interpreted(file, "not in_the_interpreter") >= 6

@@ -25,7 +25,6 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 NETWORKS = pytest.mark.parametrize("make", GEMMS, ids=lambda make: make.__name__)
 
 planned = cache(cifar.plan)
-pytestmark = pytest.mark.xdist_group("the papers' networks")  # each takes seconds to plan, once in a process
 
 
 @NETWORKS
