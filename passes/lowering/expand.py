@@ -29,8 +29,8 @@ def expand(gm: GraphModule, scaled: frozenset[int], measured: frozenset[int] = f
 
     ``scaled`` are the rows whose scale exponent may differ from 0, ``measured`` those whose moments count.
     """
-    rows = Rows(scaled, measured)
-    _expand_counted(gm.graph)
+    rows, device = Rows(scaled, measured), _device(gm.graph)
+    _expand_counted(gm.graph, device)
     for node in list(gm.graph.nodes):
         recipe = _RECIPES.get(node.target)
         if recipe is None:
@@ -39,14 +39,21 @@ def expand(gm: GraphModule, scaled: frozenset[int], measured: frozenset[int] = f
             function, static, columns = recipe(node, rows)
             template = _traced(function, tuple(map(_dtype, _tensors(node))), static, len(columns))
             row = [_column(gm.graph, node.args[1], node.args[2], column) for column in columns]
-            new = _inline(gm.graph, template, (*_tensors(node), *row), like=_tensors(node)[0])
+            new = _inline(gm.graph, template, (*_tensors(node), *row), device)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
     gm.recompile()
 
 
-def _expand_counted(graph: Graph) -> None:
+def _device(graph: Graph) -> torch.device:
+    """Return the device of what comes in; nodes inlined before have none that counts."""
+    values = (n.meta.get("val") for n in graph.find_nodes(op="placeholder"))
+    devices = [v.device for v in values if isinstance(v, torch.Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _expand_counted(graph: Graph, device: torch.device) -> None:
     """Turn all that kernels counted into statistics at once: a handful of kernels, however many sites there are."""
     nodes = graph.find_nodes(op="call_function", target=symbolic_gemms.COUNTED_STATS)
     if not nodes:
@@ -56,7 +63,7 @@ def _expand_counted(graph: Graph) -> None:
         picked = [graph.call_function(aten.select.int, (tables[0], 0, row)) for row in rows]
         both = [_stacked(graph, vectors) for vectors in (counts, picked)]
         template = _traced(_counted_stats, (torch.int64, torch.int32), (), 0)
-        stats = _inline(graph, template, tuple(both), like=tables[0])
+        stats = _inline(graph, template, tuple(both), device)
         for i, node in enumerate(nodes):
             node.replace_all_uses_with(graph.call_function(aten.select.int, (stats, 0, i)))
     for node in nodes:
@@ -138,21 +145,21 @@ def _column(graph: Graph, table: object, site: object, column: int) -> Node:
     return graph.call_function(aten.select.int, (row, 0, column))
 
 
-def _inline(graph: Graph, template: GraphModule, args: tuple[Any, ...], like: Node) -> Node:
-    """Copy a template in; constants it makes go to the device of ``like``: one on a CPU keeps CUDA graphs away."""
+def _inline(graph: Graph, template: GraphModule, args: tuple[Any, ...], device: torch.device) -> Node:
+    """Copy a template in, with the constants it makes on ``device``: one on a CPU keeps CUDA graphs away."""
     placeholders = template.graph.find_nodes(op="placeholder")
     mapping: dict[Node, Node] = dict(zip(placeholders, args, strict=True))
     result = graph.graph_copy(template.graph, mapping)
     for node in mapping.values():
-        if "device" in node.kwargs and node not in args:
-            node.kwargs = {**node.kwargs, "device": like.meta["val"].device}
+        if ("device" in node.kwargs or node.target is aten.scalar_tensor.default) and node not in args:
+            node.kwargs = {**node.kwargs, "device": device}
     assert isinstance(result, Node)
     return result
 
 
 def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node) -> Node:
     """Insert ``function(x, ())``, decomposed as Inductor wants it, at the graph's insertion point."""
-    return _inline(graph, _traced(function, (_dtype(x),), (), 0), (x,), like=x)
+    return _inline(graph, _traced(function, (_dtype(x),), (), 0), (x,), x.meta["val"].device)
 
 
 _WIDTHS = {torch.int64: 8, torch.int32: symbolic.TABLE_COLUMNS}  # counts and rows of the table; others are pointwise

@@ -59,7 +59,7 @@ def lowered_halves(
 
 def moved_to_cuda(gm: GraphModule) -> GraphModule:
     """Give a graph traced on the CPU values on a GPU, with nothing behind them; what the model makes moves too."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = next(n.meta["val"].fake_mode for n in gm.graph.nodes if isinstance(n.meta.get("val"), FakeTensor))
     for node in gm.graph.nodes:
         if str(node.kwargs.get("device")) == "cpu":
             node.kwargs = {**node.kwargs, "device": CUDA}
