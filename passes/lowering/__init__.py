@@ -92,7 +92,8 @@ def _gemms_first(
     lower_gemms(gm, device_type, scaled, measured, without)
     found: tuple[Node, ...] = output.args[0][len(own[0]) :]  # type: ignore[arg-type,index,assignment]
     output.args = (output.args[0][: len(own[0])],)  # type: ignore[arg-type,index]
-    taken = {row: node for row, node in zip(rows, found, strict=False) if node.target is not symbolic.SITE_STATS}
+    counted = found[: len(rows)]
+    taken = {row: node for row, node in zip(rows, counted, strict=True) if node.target is not symbolic.SITE_STATS}
     for node in gm.graph.find_nodes(op="call_function", target=symbolic.SITE_STATS):
         gm.graph.erase_node(node)
     return taken

@@ -71,6 +71,7 @@ def test_first_run_writes_and_fails_then_passes_then_shows_a_table_then_updates(
 
     assert run(project, "--numerics-update").ret == 0
     assert golden.read_bytes() != written
+    assert run(project).ret == 0
 
 
 BAD_GOLDENS = {
