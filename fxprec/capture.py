@@ -45,7 +45,7 @@ class Captured:
         """Copy what is needed. Raises `LoweringError` for a device fxprec cannot lower to."""
         calls = sum(n.op not in ("placeholder", "output") for n in gm.graph.nodes)
         capacity = max(256, 1 << (4 * calls + 2 * len(examples)).bit_length())
-        return cls(_copy(gm), list(examples), _device(examples), compat.current_fake_mode(), capacity)
+        return cls(copied(gm), list(examples), _device(examples), compat.current_fake_mode(), capacity)
 
     def with_capacity(self, sites: int) -> Captured:
         return replace(self, capacity=1 << sites.bit_length())
@@ -82,7 +82,7 @@ class Captured:
 
     def with_table(self) -> tuple[GraphModule, torch.Tensor]:
         """Return a copy of the graph with the scale table as its last input, and the table's example."""
-        gm = _copy(self.gm)
+        gm = copied(self.gm)
         table = self.empty_table()
         if self.fake_mode is not None:
             table = self.fake_mode.from_tensor(table, static_shapes=True)
@@ -93,14 +93,15 @@ class Captured:
         return gm, table
 
 
-def _copy(gm: GraphModule) -> GraphModule:
+def copied(gm: GraphModule) -> GraphModule:
+    """Return a copy with a graph of its own; node names and fake values stay."""
     graph = Graph()
     result = graph.graph_copy(gm.graph, {}, return_output_node=True)
     assert isinstance(result, tuple)
     graph.output(result[0]).meta = dict(result[1].meta)
-    copied = GraphModule(gm, graph)
-    copied.meta = dict(gm.meta)
-    return copied
+    found = GraphModule(gm, graph)
+    found.meta = dict(gm.meta)
+    return found
 
 
 def _placeholders(graph: Graph) -> list[Node]:

@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from fxprec import compat
+from fxprec.capture import copied
 from fxprec.config import Config
 from fxprec.passes.base import Notice
 from fxprec.passes.lowering import Lowered
@@ -180,14 +181,3 @@ def interpreted_kernels(run: Compiled) -> Compiled:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
-
-
-def copied(gm: GraphModule) -> GraphModule:
-    """Return a copy with a graph of its own; node names and fake values stay."""
-    graph = Graph()
-    result = graph.graph_copy(gm.graph, {}, return_output_node=True)
-    assert isinstance(result, tuple)
-    graph.output(result[0]).meta = dict(result[1].meta)
-    found = GraphModule(gm, graph)
-    found.meta = dict(gm.meta)
-    return found

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from backend_helpers import FINE, relative_error
+from op_by_op import run_op_by_op
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # examples/ is not installed
@@ -23,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # examples/ is not installed
 import fxprec.graph
 from examples.models.shufflenet import shufflenet_v2
 from examples.models.squeezenet import squeezenet
-from fxprec.calibration import interpreted
 from fxprec.demo.models import CharTransformer
 
 pytestmark = pytest.mark.filterwarnings("ignore:narrow-gemms")
@@ -41,13 +41,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 @pytest.fixture
 def no_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_nothing(gm: torch.fx.GraphModule, examples: Any, **options: Any) -> Any:
-        for view in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-            view.target = torch.ops.aten.reshape.default  # as Inductor does, whose strides are not those traced
-        gm.recompile()
-        return interpreted(gm)
-
-    monkeypatch.setattr(fxprec.graph.compat, "compile_fx_inner", compile_nothing)
+    monkeypatch.setattr(fxprec.graph.compat, "compile_fx_inner", run_op_by_op())
 
 
 def step(model: nn.Module, x: Tensor, lowering: str, **options: Any) -> list[Tensor]:

@@ -27,7 +27,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from triton.backends.compiler import GPUTarget
 
 import fxprec.graph
-from fxprec.generated import copied
+from fxprec.capture import copied
 from fxprec.passes import gemm_costs, narrow_gemms
 from fxprec.passes.gemm_costs import Gpu
 from fxprec.passes.lowering import lower

@@ -17,8 +17,8 @@ with warnings.catch_warnings():
 
 import fxprec.runtime.reference_ops  # noqa: F401  registers implementations
 from fxprec import codec, compat, symbolic
+from fxprec.capture import copied
 from fxprec.formats import parse
-from fxprec.generated import copied
 from fxprec.passes.lowering import Lowered, lower
 from fxprec.symbolic import AS_STORED, QUANTIZE
 

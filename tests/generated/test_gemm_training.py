@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from op_by_op import run_op_by_op
 from torch import Tensor, nn
 
 import fxprec.graph
 from fxprec import Backend, Config, GradScaling, symbolic_gemms
-from fxprec.calibration import interpreted
 from fxprec.passes import gemm_costs, narrow_gemms
 from fxprec.passes.gemm_costs import Gpu
 from fxprec.passes.lowering import lower
@@ -43,19 +43,12 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """Lower for a CUDA device, build nothing; collect the graphs."""
     seen: list[torch.fx.GraphModule] = []
 
-    def run_op_by_op(gm: torch.fx.GraphModule, examples: Any, **options: Any) -> Any:
-        seen.append(gm)
-        for view in gm.graph.find_nodes(op="call_function", target=aten.view.default):
-            view.target = aten.reshape.default  # as Inductor does, whose strides are not those traced
-        gm.recompile()
-        return interpreted(gm)
-
     def for_a_gpu(gm: torch.fx.GraphModule, lowering: str, device: str, **options: Any) -> Any:
         assert device == "cpu"
         return lower(gm, lowering, "cuda" if lowering == "auto" else device, **options)
 
     monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
-    monkeypatch.setattr(fxprec.graph.compat, "compile_fx_inner", run_op_by_op)
+    monkeypatch.setattr(fxprec.graph.compat, "compile_fx_inner", run_op_by_op(seen))
     monkeypatch.setattr(fxprec.graph, "lower", for_a_gpu)
     return seen
 

@@ -7,8 +7,8 @@ import torch
 from generated.kernel_helpers import run, scale_table, stored, traced
 
 from fxprec import symbolic
+from fxprec.capture import copied
 from fxprec.formats import parse
-from fxprec.generated import copied
 from fxprec.passes.lowering import lower
 from fxprec.runtime.cpu import ops
 from fxprec.runtime.cpu.params import params_of

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import assert_bits_equal, recorded_works
+from op_by_op import run_op_by_op
 
 import fxprec.graph
 from fxprec import symbolic_gemms
-from fxprec.calibration import interpreted
 from fxprec.passes import gemm_costs, narrow_gemms
 from fxprec.passes.gemm_costs import Costs, Gpu, Product
 from fxprec.passes.weigh_gemms import weigh
@@ -31,16 +31,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """Pretend this is an H100 whose library calls run here, without code generation; collect the lowered graphs."""
     seen: list[torch.fx.GraphModule] = []
 
-    def compile_nothing(gm: torch.fx.GraphModule, examples: Any, **options: Any) -> Any:
-        seen.append(gm)
-        for view in gm.graph.find_nodes(op="call_function", target=aten.view.default):
-            view.target = aten.reshape.default  # as Inductor does, whose strides are not those traced
-        gm.recompile()
-        return interpreted(gm)
-
     monkeypatch.setattr(gemm_costs, "gpu_of", lambda device: H100)
     monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
-    monkeypatch.setattr(fxprec.graph.compat, "compile_fx_inner", compile_nothing)
+    monkeypatch.setattr(fxprec.graph.compat, "compile_fx_inner", run_op_by_op(seen))
     return seen
 
 
