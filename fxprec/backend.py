@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fxprec import capture, compat
+from fxprec import capture, compat, saved_state
 from fxprec.config import Config
-from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning, PlanError
+from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning
 from fxprec.grad_scaling import LossScaling
 from fxprec.graph import CompileReport, PlannedGraph
 from fxprec.plan import Plan
@@ -125,17 +125,18 @@ class Backend:
                 controller.keeper.ask()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain JSON data: plans with their promotions, and scales. Training resumes bit-identically."""
-        graphs = [None if g.controller is None else g.controller.state_dict() for g in self._graphs]
-        return {"version": STATE_VERSION, "graphs": graphs}
+        """Return plain data: plans with their promotions, and scales. Training resumes bit-identically.
+
+        The keys are the same before and after compilation, as ``torch.distributed.checkpoint`` needs them. What was
+        loaded for graphs that are not compiled yet is part of it.
+        """
+        compiled = [None if g.controller is None else g.controller.state_dict() for g in self._graphs]
+        waiting = range(len(compiled), max(self._loaded, default=-1) + 1)
+        return saved_state.packed([*compiled, *(self._loaded.get(i) for i in waiting)])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take `state_dict`'s result, before or after compilation. Raises `PlanError` for another model's state."""
-        if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
-            raise PlanError(
-                f"this is no state of fxprec.Backend version {STATE_VERSION}; pass what state_dict() returned"
-            )
-        for index, saved in enumerate(state["graphs"]):
+        for index, saved in enumerate(saved_state.unpacked(state)):
             if saved is None:
                 continue
             if index >= len(self._graphs):
@@ -145,9 +146,6 @@ class Backend:
             graph.load_plan(plan_of(saved))
             assert graph.controller is not None
             graph.controller.load_state_dict(saved)
-
-
-STATE_VERSION = 2
 
 
 def _skips_steps(config: Config) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 from backend_helpers import Loud, eager_backend
 from torch import Tensor
 
@@ -54,6 +56,10 @@ class Training:
         self.backend.load_state_dict(json.loads(state))
 
 
+def graph_states(state: str) -> list[dict[str, Any]]:
+    return json.loads(json.loads(state)["graphs"])
+
+
 @pytest.mark.parametrize("storage", ["simulate", "packed"])
 @pytest.mark.parametrize("when", ["before compilation", "after compilation"])
 def test_resumed_training_is_bit_identical(storage: str, when: str) -> None:
@@ -65,7 +71,7 @@ def test_resumed_training_is_bit_identical(storage: str, when: str) -> None:
     interrupted.run(0, BEFORE)
     state = interrupted.save()
     assert interrupted.backend.plans[0].promoted, "the state holds promotions"
-    assert any(json.loads(state)["graphs"][0]["scales"]["exps"]), "and scales"
+    assert any(graph_states(state)[0]["scales"]["exps"]), "and scales"
 
     resumed = Training(storage)
     if when == "after compilation":
@@ -108,3 +114,57 @@ def test_exact_calibration_is_not_repeated_on_resume() -> None:
     assert resumed.backend.plans[0].formats == first.backend.plans[0].formats
     assert not any("calibration" in event.detail for event in resumed.backend.events)
     assert any("calibration" in event.detail for event in first.backend.events)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("when", ["before compilation", "after compilation"])
+def test_a_distributed_checkpoint_loads_into_a_fresh_backend(when: str, tmp_path: Path) -> None:
+    first = Training("simulate")
+    first.run(0, BEFORE)
+    first.save()
+    checkpoint.save({"fxprec": first.backend}, checkpoint_id=tmp_path)
+    plain = first.run(BEFORE, BEFORE + 5)
+
+    resumed = Training("simulate")
+    if when == "after compilation":
+        resumed.run(0, 1)
+        resumed.optimizer.zero_grad()
+    resumed.load(first, json.dumps(fxprec.Backend().state_dict()))  # the tensors alone
+    checkpoint.load({"fxprec": resumed.backend}, checkpoint_id=tmp_path)
+    found = resumed.run(BEFORE, BEFORE + 5)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert resumed.backend.state_dict() == first.backend.state_dict()
+
+
+def test_a_loaded_state_is_saved_again_before_anything_is_compiled(tmp_path: Path) -> None:
+    training = Training("simulate")
+    training.run(0, 3)
+    state = training.backend.state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    fresh = Training("simulate").backend
+    assert fresh.state_dict().keys() == state.keys()
+    fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert fresh.state_dict() == state
+
+
+def test_states_of_version_2_load() -> None:
+    training = Training("simulate")
+    training.run(0, BEFORE)
+    state = training.backend.state_dict()
+    fresh = Training("simulate").backend
+    fresh.load_state_dict({"version": 2, "graphs": json.loads(state["graphs"])})
+    assert fresh.state_dict() == state
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"version": 3, "graphs": "{"}, "its graphs are no JSON"),
+        ({"version": 3, "graphs": "[1]"}, "its graphs are not a list of states"),
+        ({"version": 2}, "its graphs are not a list of states"),
+        ({"version": 4, "graphs": "[]"}, "no state of fxprec.Backend version 3"),
+    ],
+)
+def test_a_damaged_state_is_refused(state: dict[str, Any], words: str) -> None:
+    with pytest.raises(fxprec.PlanError, match=f"{words}.*pass what state_dict"):
+        fxprec.Backend().load_state_dict(state)
