@@ -46,7 +46,10 @@ class Join:
     """A sum of gradients, which must agree on one scale."""
 
     parts: tuple[int | None, ...]
-    """Variables of the summands; None carries no scale."""
+    """Variables of the summands, two or more; None carries no scale."""
+
+    def __post_init__(self) -> None:
+        assert len(set(self.parts)) > 1, "gradients that agree already need no join"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ No exponent is known here: nodes refer to rows of the scale table, and `work.sca
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -58,6 +58,7 @@ class _Walk:
     variables: list[Cast | Join] = field(default_factory=list)
     slots: dict[tuple[Scale, Scale], Slot] = field(default_factory=dict)
     carried: dict[Node, int] = field(default_factory=dict)  # node -> variable, where it carries a scale
+    zeros: set[Node] = field(default_factory=set)  # computed from gradients, yet 0 everywhere: any scale is theirs
     casts: dict[Node, int] = field(default_factory=dict)  # quantize node -> its row
     rescaled: dict[tuple[Node, Scale], Node] = field(default_factory=dict)
     unknown: dict[str, Node] = field(default_factory=dict)
@@ -88,12 +89,16 @@ class _Walk:
             self._cast(node)
         elif node.target in (symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, operator.getitem):
             self._pass_on(node, node.args[0])
-        elif any(n in self.carried for n in node.all_input_nodes):
+        elif any(n in self.carried or n in self.zeros for n in node.all_input_nodes):
             self._compute(node)
 
     def _pass_on(self, node: Node, source: object) -> None:
-        if isinstance(source, Node) and source in self.carried:
+        if not isinstance(source, Node):
+            return
+        if source in self.carried:
             self.carried[node] = self.carried[source]
+        if source in self.zeros:
+            self.zeros.add(node)
 
     def _cast(self, q: Node) -> None:
         """Give a cast a scale; rounding to a format as wide as float32 passes the incoming scale on."""
@@ -111,6 +116,8 @@ class _Walk:
         assert self.work.operators is not None
         producer, gemm = producer_of(x, self.work.operators, self.casts)
         self.casts[q] = row
+        if x in self.zeros:
+            self.zeros.add(q)
         self.carried[q] = self._new(Cast(row, site, fmt, self.carried.get(x), producer, gemm))
 
     def _compute(self, node: Node) -> None:
@@ -123,9 +130,12 @@ class _Walk:
             self._unscale(node)
             return
         self._unscale(node, keep=_factors(node, terms, self.carried))
-        parts = _parts(node, terms, self.carried)
-        if parts is None:  # a constant is added that cannot be scaled
+        parts = _parts(node, terms, self.carried, self.zeros)
+        if parts is None:  # something is added that cannot be scaled
             self._unscale(node)
+            return
+        if not parts:
+            self.zeros.add(node)
             return
         scales = {self.carried.get(n) for n in parts}
         if len(scales) == 1:
@@ -215,21 +225,27 @@ def _factors(node: Node, terms: linear.Terms, carried: dict[Node, int]) -> list[
     return [n for n in kept if n not in elsewhere]
 
 
-def _parts(node: Node, terms: linear.Terms, carried: dict[Node, int]) -> list[Node] | None:
-    """Return the input of each term that carries the term's scale, zeros left out; None where there is no such."""
+def _parts(node: Node, terms: linear.Terms, carried: Container[Node], zeros: Container[Node]) -> list[Node] | None:
+    """Return the input of each term that carries the term's scale, zeros left out.
+
+    None where a term is added that has no scale and can get none: a number, an integer.
+    """
+
+    def vanishes(arg: object) -> bool:
+        return arg in zeros or is_zero(arg)
+
     parts: list[Node] = []
     for term in terms:
-        factors = [arg for p in term if p < len(node.args) for arg in _arguments(node.args[p])]
+        factors = [arg for p in term if p < len(node.args) for arg in _arguments(node.args[p]) if arg is not None]
         if len(term) > 1:
-            nodes = [n for n in factors if isinstance(n, Node)]
-            if nodes and not any(is_zero(arg) for arg in factors):
+            nodes = [arg for arg in factors if isinstance(arg, Node)]
+            if not any(vanishes(arg) for arg in factors):
                 parts.append(next((n for n in nodes if n in carried), nodes[0]))
             continue
         for arg in factors:
-            if is_zero(arg) or arg is None:
+            if vanishes(arg):
                 continue
-            if not isinstance(arg, Node):
+            if not isinstance(arg, Node) or not is_float(arg):
                 return None
-            if is_float(arg):
-                parts.append(arg)
+            parts.append(arg)
     return parts

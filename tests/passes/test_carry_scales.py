@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,13 +15,13 @@ from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from helpers import assert_bits_equal
+from helpers import assert_bits_equal, compiled, eager_backend
 from scale_helpers import IDENTITY, Joint, Recording, joint_of, scaled_identity
 from test_casts_simulated import CNN, Program, Transformer
 
 from fxprec import symbolic
 from fxprec.passes.joint import is_backward
-from fxprec.recipes import HFP8
+from fxprec.recipes import HFP8, Recipe
 from fxprec.scales import Cast, Gemm, Join
 
 
@@ -216,6 +219,65 @@ def test_scales_come_off_in_the_decode_of_a_gemm_where_there_is_one() -> None:
         while node.target is torch.ops.aten.permute.default:
             node = node.args[0]
         assert not (node.target is symbolic.RESCALE and node.args[0].target is torch.ops.aten.mm.default)
+
+
+class Vanishing(nn.Module):
+    """A random program over values of shape (4, 6) with factors of zero at random places."""
+
+    OPERATIONS: ClassVar[dict[str, Callable[..., torch.Tensor]]] = {
+        "mm": lambda a, b, w: a @ w,
+        "add": lambda a, b, w: a + b,
+        "gate": lambda a, b, w: a * b.sigmoid(),
+        "relu": lambda a, b, w: b + a.relu(),
+        "zero": lambda a, b, w: a + 0 * b,
+        "zero and on": lambda a, b, w: a + -((b * 0.0).reshape(6, 4).t().reshape(4, 6) @ w),
+        "zeros_like": lambda a, b, w: a - b * torch.zeros_like(b),
+        "where": lambda a, b, w: torch.where(a > 0, 0.0, b) + torch.where(a > 0, a, b * 0),
+        "fill": lambda a, b, w: a + b.masked_fill(a > 0, 0.0),
+        "cat": lambda a, b, w: torch.cat([a[:, :2] * 0, b[:, 2:4], torch.zeros(4, 2)], 1),
+        "detach": lambda a, b, w: a + 0.0 * b.detach() + (b - b.detach()),
+        "addmm": lambda a, b, w: torch.addmm(a * 0.0, b, w) + a,
+    }
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        pick = random.Random(seed)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(6, 6) / 2) for _ in range(3))
+        self.code = [(pick.choice(list(self.OPERATIONS)), *(pick.randrange(3) for _ in range(3))) for _ in range(7)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = [x @ w for w in self.weights]
+        for name, i, j, k in self.code:
+            values.append(self.OPERATIONS[name](values[-1 - i], values[-1 - j], self.weights[k]))
+        return torch.stack(values[-3:]).square()
+
+
+def test_terms_of_zero_take_any_scale() -> None:
+    """Random programs and random exponents: true gradients, and never a sum without parts."""
+    checked = 0
+    with scaled_identity():
+        for seed in range(12):
+            torch.manual_seed(seed)
+            model, x = Vanishing(seed), torch.randn(4, 6)
+            joint = joint_of(model, x)
+            assert all(len(v.parts) > 1 for v in joint.scales.variables if isinstance(v, Join))
+            checked += check_every_gradient(joint, model, (x,), seed)
+    assert checked > 150, checked
+
+
+def test_a_gradient_of_zero_neither_breaks_a_step_nor_costs_the_others_precision() -> None:
+    def function(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (F.relu(x @ a) + 0.0 * (x @ b)) @ torch.cat([(a * 0)[:3], b[3:]])
+
+    recipe = Recipe(name="narrow", hi="1-8-22", lo_forward="1-8-18", lo_backward="1-5-12")
+    torch.manual_seed(0)
+    weights, x = [torch.randn(6, 6, requires_grad=True) for _ in range(2)], torch.randn(4, 6)
+    step = compiled(function, eager_backend(recipe, low_ratio=1.0, storage="packed"))
+    wanted = torch.autograd.grad(function(*weights, x).square().sum() * 1e-9, weights)
+    for _ in range(4):  # from the second on with scales
+        got = torch.autograd.grad(step(*weights, x).square().sum() * 1e-9, weights)
+    for a, b in zip(got, wanted, strict=True):
+        assert float((a - b).norm() / b.norm()) < 1e-3
 
 
 class Odd(nn.Module):
