@@ -16,7 +16,7 @@ from fxprec.grad_scaling import LossScaling
 from fxprec.graph import CompileReport, PlannedGraph
 from fxprec.plan import Plan
 from fxprec.report.folder import DumpFolder, GraphDump
-from fxprec.runtime.controller import Controller, plan_of
+from fxprec.runtime.controller import Controller
 from fxprec.runtime.events import Event
 from fxprec.skip_steps import StepSkipper
 
@@ -33,7 +33,7 @@ class Backend:
         self.portable = portable
         self._dump = dump or DumpFolder.of(self.config)
         self._graphs: list[PlannedGraph] = []
-        self._loaded: dict[int, Mapping[str, Any]] = {}  # saved states of graphs not compiled yet
+        self._waiting = saved_state.Waiting()
         self._skips = StepSkipper(self._controllers) if _skips_steps(self.config) else None
         self._given = None if self.config.plan is None else Plan.load(self.config.plan)
 
@@ -53,20 +53,31 @@ class Backend:
         captured = capture.Captured.take(gm, example_inputs)
         if self.config.recipe_.pure:
             captured.refuse_wide_weights(self.config.recipe_)
-        state = self._loaded.pop(len(self._graphs), None)
-        given = self._given if state is None else plan_of(state)
+        saved = self._waiting.find(captured.identity, [g.captured.identity for g in self._graphs])
+        given = self._given if saved is None else saved.plan
         dump = None if self._dump is None else self._dump.graph(len(self._graphs))
         try:
             graph = self._planned(captured, given, dump)
         except capture.TableFull as full:
             graph = self._planned(captured.with_capacity(full.sites), given, dump)
-        if state is not None and graph.controller is not None:
-            graph.controller.load_state_dict(state)
+        if saved is not None:
+            if graph.controller is not None:
+                graph.controller.load_state_dict(saved.state)
+            self._waiting.take(saved)
         self._graphs.append(graph)
         return graph.__call__  # a plain callable: debuggers such as depyf look at its code
 
     def _planned(self, captured: capture.Captured, given: Plan | None, dump: GraphDump | None) -> PlannedGraph:
-        return PlannedGraph(captured, self.config, self._graphs, given, self._skips, dump, portable=self.portable)
+        return PlannedGraph(
+            captured,
+            self.config,
+            self._graphs,
+            given,
+            self._skips,
+            dump,
+            portable=self.portable,
+            waiting=lambda: self._waiting.training_plans,
+        )
 
     @property
     def controllers(self) -> tuple[Controller, ...]:
@@ -130,22 +141,32 @@ class Backend:
         The keys are the same before and after compilation, as ``torch.distributed.checkpoint`` needs them. What was
         loaded for graphs that are not compiled yet is part of it.
         """
-        compiled = [None if g.controller is None else g.controller.state_dict() for g in self._graphs]
-        waiting = range(len(compiled), max(self._loaded, default=-1) + 1)
-        return saved_state.packed([*compiled, *(self._loaded.get(i) for i in waiting)])
+        return saved_state.packed([*(g.state_dict() for g in self._graphs), *self._waiting.states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take `state_dict`'s result, before or after compilation. Raises `PlanError` for another model's state."""
-        for index, saved in enumerate(saved_state.unpacked(state)):
-            if saved is None:
-                continue
-            if index >= len(self._graphs):
-                self._loaded[index] = saved
-                continue
-            graph = self._graphs[index]
-            graph.load_plan(plan_of(saved))
-            assert graph.controller is not None
-            graph.controller.load_state_dict(saved)
+        """Take `state_dict`'s result, before or after compilation. Raises `PlanError` for another model's state.
+
+        Until training compiles, evaluation follows the loaded training plans.
+        """
+        waiting = saved_state.Waiting(saved_state.unpacked(state))
+        earlier: list[saved_state.Identity] = []
+        for graph in self._graphs:
+            saved = waiting.find(graph.captured.identity, earlier)
+            if saved is not None:
+                graph.load_plan(saved.plan)
+                assert graph.controller is not None
+                graph.controller.load_state_dict(saved.state)
+                waiting.take(saved)
+            earlier.append(graph.captured.identity)
+        self._waiting = waiting
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "portable": self.portable, "state": self.state_dict()}
+
+    def __setstate__(self, saved: Mapping[str, Any]) -> None:
+        """A copy, or what comes out of a pickle, compiles anew: same config, and the plans and scales as they were."""
+        self.__init__(saved["config"], portable=saved["portable"])  # type: ignore[misc]
+        self.load_state_dict(saved["state"])
 
 
 def _skips_steps(config: Config) -> bool:
@@ -195,7 +216,8 @@ def backend_of(compiled: object) -> Backend:
     if function is not fxprec:
         raise ConfigError(
             f"{type(compiled).__name__} was not compiled by fxprec; give backend_of what "
-            'torch.compile(model, backend="fxprec") returned'
+            'torch.compile(model, backend="fxprec") returned (a copy of a module compiled in place is uncompiled: call '
+            "its compile() again)"
         )
     assert wrapper is not None
     return _backend_of_wrapper(wrapper)
@@ -239,6 +261,9 @@ class _NamedBackend:
         return False
 
     __hash__ = object.__hash__
+
+    def __reduce__(self) -> str:
+        return "fxprec"  # there is one: copies and pickles of a compiled model name it
 
 
 fxprec = _NamedBackend()

@@ -17,6 +17,7 @@ from fxprec.errors import ConfigError, LoweringError
 from fxprec.passes.joint import GraphInput
 from fxprec.passes.operators import module_path
 from fxprec.recipes import Recipe
+from fxprec.saved_state import Identity
 from fxprec.symbolic import TABLE_COLUMNS
 
 SUPPORTED_DEVICES = ("cpu", "cuda")
@@ -39,13 +40,15 @@ class Captured:
     device: torch.device
     fake_mode: Any
     capacity: int  # rows of the scale table
+    identity: Identity
 
     @classmethod
     def take(cls, gm: GraphModule, examples: Sequence[Any]) -> Captured:
         """Copy what is needed. Raises `LoweringError` for a device fxprec cannot lower to."""
         calls = sum(n.op not in ("placeholder", "output") for n in gm.graph.nodes)
         capacity = max(256, 1 << (4 * calls + 2 * len(examples)).bit_length())
-        return cls(copied(gm), list(examples), _device(examples), compat.current_fake_mode(), capacity)
+        identity = Identity(_is_training(examples), _parameters(gm.graph))
+        return cls(copied(gm), list(examples), _device(examples), compat.current_fake_mode(), capacity, identity)
 
     def with_capacity(self, sites: int) -> Captured:
         return replace(self, capacity=1 << sites.bit_length())
@@ -106,6 +109,15 @@ def copied(gm: GraphModule) -> GraphModule:
 
 def _placeholders(graph: Graph) -> list[Node]:
     return graph.find_nodes(op="placeholder")
+
+
+def _is_training(examples: Sequence[Any]) -> bool:
+    """Say whether AOTAutograd will trace a backward half."""
+    return torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples)
+
+
+def _parameters(graph: Graph) -> tuple[str, ...]:
+    return tuple(known.name for known in map(_describe, _placeholders(graph)) if known.kind == "param")
 
 
 def _device(examples: Sequence[Any]) -> torch.device:

@@ -17,7 +17,7 @@ import fxprec.runtime.cpu.ops
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.reference_ops  # noqa: F401  all register implementations
-from fxprec import capture, compat
+from fxprec import capture, compat, saved_state
 from fxprec.calibration import Calibration, interpreted
 from fxprec.config import Config
 from fxprec.errors import DoubleBackwardError, FallbackError, FxprecWarning
@@ -63,7 +63,8 @@ class PlannedGraph:
     """The callable Dynamo gets for one captured graph.
 
     It keeps Dynamo's graph, so a promotion in real storage compiles again without retracing the user's code.
-    ``siblings`` are the graphs compiled before it for the same model.
+    ``siblings`` are the graphs compiled before it for the same model; ``waiting`` gives the plans of training graphs
+    that a checkpoint has and that are not compiled yet.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class PlannedGraph:
         dump: GraphDump | None = None,
         *,
         portable: bool = False,
+        waiting: Callable[[], tuple[Plan, ...]] = tuple,
     ) -> None:
         self.captured, self.config, self.index = captured, config, len(siblings)
         self.controller: Controller | None = None
@@ -84,6 +86,7 @@ class PlannedGraph:
         self.compile_seconds: list[float] = []
         self.is_training = False
         self._siblings = siblings
+        self._waiting = waiting
         self._given = given
         self._dump = dump
         self._portable = portable
@@ -160,6 +163,12 @@ class PlannedGraph:
             self._compile_again("to evaluate as training runs")
         self.controller.promote_as(trained)
 
+    def state_dict(self) -> saved_state.GraphState | None:
+        """Return plain data, with what identifies the graph; None while it is being calibrated."""
+        if self.controller is None:
+            return None
+        return {"graph": self.captured.identity.to_dict(), **self.controller.state_dict()}
+
     def load_plan(self, plan: Plan) -> None:
         """Take the place of calibration and solving by a plan from a checkpoint."""
         self._given = plan
@@ -208,7 +217,8 @@ class PlannedGraph:
         self._adopt(work.plan, work.scales)
 
     def _plans_of_siblings(self) -> tuple[Plan, ...]:
-        return tuple(g.plan for g in self._siblings if g.plan is not None and g.is_training)
+        compiled = (g.plan for g in self._siblings if g.plan is not None and g.is_training)
+        return (*self._waiting(), *compiled)
 
     def _adopt(self, plan: Plan, scales: ScaleGraph | None) -> None:
         rows = len(plan.sites) if scales is None else scales.num_rows(len(plan.sites))
