@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,8 @@ class Backend:
         self.portable = portable
         self._dump = dump or DumpFolder.of(self.config)
         self._graphs: list[PlannedGraph] = []
+        self._events: list[Event] = []  # what concerns no graph
+        self._compilations: Counter[int] = Counter()  # by Dynamo's frame id
         self._waiting = saved_state.Waiting()
         self._skips = StepSkipper(self._controllers) if _skips_steps(self.config) else None
         self._given = None if self.config.plan is None else Plan.load(self.config.plan)
@@ -106,7 +109,7 @@ class Backend:
     def events(self) -> tuple[Event, ...]:
         """Promotions, scale changes, fallbacks: (step, kind, site, detail), oldest first."""
         found = [e for g in self._graphs for e in (*g.events, *(g.controller.events if g.controller else ()))]
-        return tuple(sorted(found, key=lambda e: e.step))
+        return tuple(sorted([*self._events, *found], key=lambda e: e.step))
 
     def stats(self) -> list[dict[str, Any]]:
         """One row per site with its latest statistics; waits for those still on their way."""
@@ -160,6 +163,14 @@ class Backend:
             earlier.append(graph.captured.identity)
         self._waiting = waiting
 
+    def _tell(self, site: str, detail: str) -> None:
+        """Warn of what was left out, once, and note an event. Raises `FallbackError` under ``strict``."""
+        if self.config.strict:
+            raise FallbackError(f"{site}: {detail}")
+        step = max((controller.step for controller in self._controllers()), default=0)
+        self._events.append(Event(step, "fallback", site, detail))
+        warnings.warn(f"{site}: {detail}", FxprecWarning, stacklevel=3)
+
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "portable": self.portable, "state": self.state_dict()}
 
@@ -210,17 +221,14 @@ def backend_of(compiled: object) -> Backend:
     ``compiled`` was compiled by another backend, or not at all.
     """
     wrapper = compat.wrapper_of(compiled)
-    function = getattr(wrapper, "compiler_fn", wrapper)
-    if isinstance(function, Backend):
-        return function
-    if function is not fxprec:
+    found = _calls(wrapper)
+    if found is None:
         raise ConfigError(
             f"{type(compiled).__name__} was not compiled by fxprec; give backend_of what "
             'torch.compile(model, backend="fxprec") returned (a copy of a module compiled in place is uncompiled: call '
             "its compile() again)"
         )
-    assert wrapper is not None
-    return _backend_of_wrapper(wrapper)
+    return found
 
 
 def _backend_of_wrapper(wrapper: object) -> Backend:
@@ -267,3 +275,36 @@ class _NamedBackend:
 
 
 fxprec = _NamedBackend()
+
+
+def _calls(wrapper: object) -> Backend | None:
+    """Return the backend that a ``torch.compile`` wrapper calls, or None where that is none of ours."""
+    function = getattr(wrapper, "compiler_fn", wrapper)
+    if isinstance(function, Backend):
+        return function
+    return _backend_of_wrapper(wrapper) if function is fxprec else None
+
+
+def _compilations(wrapper: object) -> Counter[int] | None:
+    try:
+        backend = _calls(wrapper)
+    except FxprecError:  # wrong options; the compilation that follows says so
+        return None
+    return None if backend is None else backend._compilations
+
+
+def _tell_of_limit(wrapper: object, code: str, limit: str) -> None:
+    backend = _calls(wrapper)
+    assert backend is not None
+    try:
+        backend._tell(
+            code,
+            "runs uncompiled, in the model's own precision, where no compiled code fits: this model hit "
+            f"torch._dynamo.config.{limit}, and Dynamo compiles this code for no model any more; see "
+            'TORCH_LOGS="recompiles" for what changes from call to call, make it a tensor, or raise the limit',
+        )
+    except FxprecError as error:
+        raise compat.through_dynamo(error) from error
+
+
+compat.count_recompiles_per_model(_compilations, _tell_of_limit)

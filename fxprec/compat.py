@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
+import torch._dynamo.convert_frame
 import torch._dynamo.utils
 import torch._functorch.config
 import torch._guards
 import torch._inductor.config
 import torch._logging._internal
 from torch._dynamo.backends.distributed import DDPOptimizer
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor import compile_fx as _compile_fx
@@ -235,15 +240,46 @@ def widen_ddp_buckets() -> bool:
     return False
 
 
+def count_recompiles_per_model(
+    counts_of: Callable[[object], Counter[int] | None], hit: Callable[[object, str, str], None]
+) -> None:
+    """Hold Dynamo's recompile limits against each model alone, and call ``hit(backend, code, limit)`` at one.
+
+    Dynamo counts what all models compiled for a code object. That suits backends that compare equal, whose models
+    share code; ours do not, and the ninth block of a network would run uncompiled. ``counts_of`` returns a backend's
+    compilations by frame, or None for backends that are not ours, which keep Dynamo's count.
+    """
+    dynamo: Any = torch._dynamo.convert_frame
+    exceeds = dynamo.exceeds_recompile_limit
+
+    def exceeds_for_this_model(cache_size: Any, compile_id: Any) -> tuple[bool, str]:
+        caller = sys._getframe(1).f_locals
+        code, backend = caller.get("code"), _innermost_backend(caller.get("compiler_fn"))
+        counts = counts_of(backend)
+        if counts is None or not isinstance(code, CodeType):
+            return exceeds(cache_size, compile_id)
+        own = sum(e.backend is backend or e.backend == backend for e in _debug_get_cache_entry_list(code))
+        sizes = {f.name: min(own, getattr(cache_size, f.name)) for f in fields(cache_size)}
+        id_ = replace(compile_id, frame_compile_id=counts[compile_id.frame_id])
+        counts[compile_id.frame_id] += 1
+        exceeded, limit = exceeds(replace(cache_size, **sizes), id_)
+        if exceeded:
+            where = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+            hit(backend, where, f"{limit} ({getattr(torch._dynamo.config, limit)})")
+        return exceeded, limit
+
+    dynamo.exceeds_recompile_limit = exceeds_for_this_model
+
+
+def _innermost_backend(target: object) -> object:
+    while (inner := getattr(target, "_torchdynamo_orig_backend", None)) is not None:
+        target = inner
+    return target
+
+
 def wrapper_of(compiled: object) -> object | None:
     """Return the backend callable, or string wrapper, inside what ``torch.compile`` returned."""
-    target = _callback(compiled)
-    while target is not None:
-        inner = getattr(target, "_torchdynamo_orig_backend", None)
-        if inner is None:
-            return target
-        target = inner
-    return None
+    return _innermost_backend(_callback(compiled))
 
 
 def _callback(compiled: object) -> object | None:
