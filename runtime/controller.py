@@ -8,13 +8,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fxprec.errors import PlanError
+from fxprec.errors import FxprecWarning, PlanError
 from fxprec.formats import parse
 from fxprec.plan import Plan, Site
 from fxprec.plan_json import from_dict
@@ -25,6 +26,7 @@ from fxprec.runtime.table import format_rows, with_scales
 
 log = logging.getLogger(__name__)
 _LEVELS = {"scale": logging.DEBUG}  # as long as training runs; what happens once is told at INFO
+_WARNED = frozenset({"clamp"})  # once each
 MAX_EVENTS = 10_000  # scales change as long as training runs; the oldest are forgotten, promotions never
 
 
@@ -53,6 +55,7 @@ class Controller:
     _formats: torch.Tensor | None = None  # the table without scales
     _table: torch.Tensor | None = None
     _on_device: torch.Tensor | None = None
+    _warned: set[str] = field(default_factory=set)
     _made_for: tuple[list[int], bool] | None = None  # exponents and flag in the table
 
     @property
@@ -108,8 +111,8 @@ class Controller:
         further = {} if self.keeper is None else self.keeper.graph.site_of
         return self.plan.sites[further.get(row, row)]
 
-    def _tell_scale(self, site: int, detail: str) -> None:
-        self._tell("scale", self.plan.sites[site], detail)
+    def _tell_scale(self, kind: str, site: int, detail: str) -> None:
+        self._tell(kind, self.plan.sites[site], detail)
 
     def _overflows(self, site: Site, stats: SiteStats) -> bool:
         limit = self.rules.promote_above
@@ -130,6 +133,9 @@ class Controller:
     def _tell(self, kind: str, site: Site, detail: str) -> None:
         log.log(_LEVELS.get(kind, logging.INFO), "step %d: %s of %s: %s", self.step, kind, describe(site), detail)
         self.events.append(Event(self.step, kind, describe(site), detail))
+        if kind in _WARNED and kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(f"{describe(site)}: {detail}", FxprecWarning, stacklevel=2)
         if len(self.events) > MAX_EVENTS:
             del self.events[next((i for i, e in enumerate(self.events) if e.kind != "promotion"), 0)]
 

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing worth telling. ``kind`` is "promotion", "scale", "nan", "fallback" or "relowering"."""
+    """One thing worth telling.
+
+    ``kind`` is "promotion", "nan", "fallback" or "relowering"; of gradients' scales "scale" (changed), "unscaled"
+    (what the first step lost, which has no scales yet) or "clamp" (float32 cannot hold the scale wanted).
+    """
 
     step: int
     kind: str

@@ -9,7 +9,7 @@ last one the bin of the largest magnitude, the first one also everything smaller
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -62,6 +62,10 @@ class Histogram:
         """Read `count_exponents`'s result; ``amax`` is the largest finite magnitude, without a scale."""
         tops = [_index(amax, t & _MANTISSA) - (t >> _EXPONENT) for t in thresholds(fmt)]
         return cls(tuple(counts[:HISTOGRAM_BINS]), tuple(counts[HISTOGRAM_BINS:]), *tops)
+
+    def raised(self, binades: int) -> Self:
+        """Return the histogram of the tensor times ``2**binades``."""
+        return replace(self, under_top=self.under_top + binades, over_top=self.over_top + binades)
 
     def underflow(self, scale_exp: int) -> float:
         """Return the share of the non-zero elements that underflow at scale ``2**scale_exp``."""

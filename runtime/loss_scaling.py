@@ -37,7 +37,7 @@ class LossScaleKeeper:
             self._seen = True
             self.overflowed |= stats.overflow_ratio > 0
 
-    def update(self, step: int, tell: Callable[[int, str], None]) -> None:
+    def update(self, step: int, tell: Callable[[str, int, str], None]) -> None:
         """Back off after an overflow, grow after ``growth_interval`` steps without one."""
         if not self.scaling.dynamic or not self._seen:
             return
@@ -53,7 +53,7 @@ class LossScaleKeeper:
             was = self.exps[0]
             now = max(-MAX_LOSS_EXP, min(MAX_LOSS_EXP, was + change))
             self.exps = [now] * len(self.exps)
-            tell(min(self.graph.site_of.values()), f"loss scale 2**{was} -> 2**{now}")
+            tell("scale", min(self.graph.site_of.values()), f"loss scale 2**{was} -> 2**{now}")
 
     def describe(self, row: int) -> dict[str, Any]:
         return {

@@ -10,9 +10,19 @@ from typing import Any, Protocol
 
 from fxprec.formats import parse
 from fxprec.grad_scaling import GradScaling, LossScaling
+from fxprec.runtime.estimates import floor_log2
 from fxprec.runtime.histogram import Histogram
 from fxprec.runtime.loss_scaling import LossScaleKeeper
-from fxprec.runtime.solver import FOOTROOM_EXP, HEADROOM_EXP, Measured, scale_exp, solve
+from fxprec.runtime.solver import (
+    FOOTROOM_EXP,
+    HEADROOM_EXP,
+    MAX_SCALE_EXP,
+    Measured,
+    hidden_by_clipping,
+    scale_exp,
+    solve,
+    within_reach,
+)
 from fxprec.runtime.stats import SiteStats
 from fxprec.scales import Cast, ScaleGraph
 
@@ -21,9 +31,13 @@ MAX_SETTLING = 8
 # Share of underflow at which waiting for the next refresh would cost too much.
 GROSS_UNDERFLOW = 0.05
 AT_ONCE_ABOVE = 0.01
+# Share of overflow from which a gradient is too large as a whole, and all that is computed from it too small.
+GROSS_OVERFLOW = 0.25
+# Steps of gross underflow in a row after which the largest gradient seen since the last refresh counts no more.
+PATIENCE = 8
 HISTORY = 1000  # refreshes remembered per cast
 
-Tell = Callable[[int, str], None]  # (site, detail)
+Tell = Callable[[str, int, str], None]  # (kind of event, site, detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +111,10 @@ class ScaleKeeper:
     _amax: dict[int, float] = field(default_factory=dict)  # largest since the last refresh
     _margins: dict[int, int] = field(default_factory=dict)
     _saturating: dict[int, float] = field(default_factory=dict)  # row -> its largest magnitude, to act on at once
+    _clipped: dict[int, int] = field(default_factory=dict)  # row -> binades by which the whole of it saturated
+    _lost: dict[int, float] = field(default_factory=dict)  # row -> share lost, before the first scales
+    _small: dict[int, int] = field(default_factory=dict)  # row -> steps in a row it was far below its largest
+    _refused: set[int] = field(default_factory=set)  # rows of casts that wanted another scale at the last refresh
     _fresh: set[int] = field(default_factory=set)  # casts measured since the last refresh
     _due: bool = True
     _settling: int = 0  # refreshes in a row
@@ -127,18 +145,39 @@ class ScaleKeeper:
             self._measured[row] = stats
             if is_cast:
                 self._fresh.add(row)
-        off = is_cast and stats.overflow_ratio >= self.at_once_above
+        if is_cast:
+            self._note_cast(row, stats)
+        else:
+            self._amax[row] = max(self._amax.get(row, 0.0), stats.amax)
+
+    def _note_cast(self, row: int, stats: SiteStats) -> None:
+        if not self._last_refresh:
+            self._lost[row] = stats.overflow_ratio + stats.underflow_ratio
+        off = stats.overflow_ratio >= self.at_once_above
+        low = stats.underflow_ratio > GROSS_UNDERFLOW
+        self._small[row] = self._small.get(row, 0) + 1 if low and self._is_far_below_the_largest(row, stats.amax) else 0
         # A maximum from before the scale went wrong says nothing of the gradient as it is now.
-        self._amax[row] = stats.amax if off else max(self._amax.get(row, 0.0), stats.amax)
+        forget = off or self._small[row] >= PATIENCE
+        self._amax[row] = stats.amax if forget else max(self._amax.get(row, 0.0), stats.amax)
         if off:
             self._saturating[row] = stats.amax
-        elif is_cast and stats.underflow_ratio > GROSS_UNDERFLOW and self._can_rise(row):
+            if stats.overflow_ratio >= GROSS_OVERFLOW:
+                self._clipped[row] = self._excess(row, stats.amax)
+        elif low and self._can_rise(row):
             self._due, self._settling = True, 0
+
+    def _is_far_below_the_largest(self, row: int, amax: float) -> bool:
+        return math.ldexp(amax, HEADROOM_EXP) < self._amax.get(row, 0.0)
+
+    def _excess(self, row: int, amax: float) -> int:
+        """Return by how many binades ``amax`` at its scale lies beyond the format's largest number."""
+        variable = self.graph.casts[row]
+        return max(0, floor_log2(amax) + self.exps[variable] - floor_log2(parse(self._cast(variable).format).largest))
 
     def _can_rise(self, row: int) -> bool:
         variable = self.graph.casts[row]
         cap = scale_exp(self._amax[row], parse(self._cast(variable).format))
-        return cap is not None and self.exps[variable] < cap
+        return cap is not None and self.exps[variable] < min(cap, MAX_SCALE_EXP)
 
     def _cast(self, variable: int) -> Cast:
         found = self.graph.variables[variable]
@@ -146,29 +185,54 @@ class ScaleKeeper:
         return found
 
     def update(self, step: int, tell: Tell) -> None:
+        if not self._last_refresh:
+            self._tell_what_was_lost(tell)
         if self._fresh:
             self._refresh(step, tell)
         elif self._saturating:
             self._lower(tell)
         self._saturating.clear()
+        self._clipped.clear()
         self._due = self._due or step + 1 - self._last_refresh >= self.scaling.interval
 
+    def _tell_what_was_lost(self, tell: Tell) -> None:
+        """Before anything was measured nothing is scaled: say what that cost."""
+        lost = {row: share for row, share in self._lost.items() if share >= GROSS_OVERFLOW}
+        if lost:
+            worst = max(lost, key=lambda row: lost[row])
+            detail = (
+                f"{len(lost)} of {len(self.graph.casts)} gradients lost {GROSS_OVERFLOW:.0%} or more of their elements "
+                f"to over- or underflow, this one {lost[worst]:.0%}: a first step has no scales yet"
+            )
+            tell("unscaled", self.graph.site_of[worst], detail)
+        self._lost.clear()
+
     def _lower(self, tell: Tell) -> None:
-        """Lower the scales of saturating casts now, by their largest magnitudes; the others wait for a refresh."""
-        exps = list(self.exps)
-        for row, amax in self._saturating.items():
-            variable = self.graph.casts[row]
-            cap = scale_exp(amax, parse(self._cast(variable).format))
-            if cap is not None:
-                exps[variable] = min(exps[variable], cap)
+        """Lower the scales of saturating casts now, by their largest magnitudes; the others wait for a refresh.
+
+        What is computed from a gradient that saturated as a whole is larger than it seemed: its scales go along.
+        """
+        carried, into = hidden_by_clipping(self.graph, self._clipped)
+        exps: list[int] = []
+        for i, variable in enumerate(self.graph.variables):
+            wanted = self.exps[i]
+            if isinstance(variable, Cast):
+                cap = scale_exp(self._saturating.get(variable.row, 0.0), parse(variable.format))
+                wanted = (wanted if cap is None else min(wanted, cap)) - into[variable.row]
+            else:
+                wanted -= carried[i]
+            exps.append(within_reach(variable, wanted, exps))
         self._change(exps, tell)
         self._due, self._settling = True, 0
 
     def _refresh(self, step: int, tell: Tell) -> None:
-        measured = Measured(self._measured, self._peaks(), self._histograms())
+        measured = Measured(self._measured, self._peaks(), self._histograms(), frozenset(self._fresh))
         self._adapt_margins(measured)
-        exps = solve(self.graph, measured, self.scaling.underflow, self._margins)
-        moved = self._change(exps, tell)
+        _, hidden = hidden_by_clipping(self.graph, self._clipped)
+        limit = self.scaling.underflow
+        found = solve(self.graph, measured.unclipped(hidden), limit, self._margins, self.exps)
+        moved = self._change(found.exps, tell)
+        self._tell_refused(found.refused, tell)
         for row, variable in self.graph.casts.items():
             self._remember(row, variable, measured, step)
         unknown = any(row not in self._measured for row in self.graph.casts)
@@ -179,6 +243,17 @@ class ScaleKeeper:
         self._fresh.clear()
         self._last_refresh = step
         self._amax.clear()
+        self._small.clear()
+
+    def _tell_refused(self, refused: Mapping[int, int], tell: Tell) -> None:
+        for row in refused.keys() - self._refused:
+            wanted, given = refused[row], self.exps[self.graph.casts[row]]
+            detail = (
+                f"scale 2**{wanted} wanted, 2**{given} given, float32 having no more range: part of this gradient "
+                f"{'overflows' if wanted < given else 'underflows'}; multiply the loss by 2**{wanted - given} or so"
+            )
+            tell("clamp", self.graph.site_of[row], detail)
+        self._refused = set(refused)
 
     def _peaks(self) -> dict[int, float]:
         """Return the largest magnitude by row: since the last refresh, or when last measured."""
@@ -197,7 +272,8 @@ class ScaleKeeper:
         for row in self._fresh:
             variable = self.graph.casts[row]
             distribution = measured.distribution(self._cast(variable))
-            assert distribution is not None
+            if distribution is None:
+                continue
             lost, margin = underflow_of(self._measured[row]), self._margins.get(row, 0)
             if lost > limit >= distribution.underflow(self.exps[variable]):
                 self._margins[row] = margin + FOOTROOM_EXP
@@ -211,7 +287,7 @@ class ScaleKeeper:
             was, now = self.exps[variable], exps[variable]
             if was != now:
                 moved = max(moved, abs(now - was))
-                tell(self.graph.site_of[row], f"scale 2**{was} -> 2**{now}")
+                tell("scale", self.graph.site_of[row], f"scale 2**{was} -> 2**{now}")
         self.exps = exps
         return moved
 
@@ -246,6 +322,8 @@ class ScaleKeeper:
             "amax": {str(k): v for k, v in self._amax.items()},
             "margins": {str(k): v for k, v in self._margins.items()},
             "saturating": {str(k): v for k, v in self._saturating.items()},
+            "clipped": {str(k): v for k, v in self._clipped.items()},
+            "small": {str(k): v for k, v in self._small.items()},
             "fresh": sorted(self._fresh),
             "due": self._due,
             "settling": self._settling,
@@ -259,6 +337,8 @@ class ScaleKeeper:
         self._amax = {int(k): v for k, v in state["amax"].items()}
         self._margins = {int(k): v for k, v in state["margins"].items()}
         self._saturating = {int(k): v for k, v in state["saturating"].items()}
+        self._clipped = {int(k): v for k, v in state.get("clipped", {}).items()}
+        self._small = {int(k): v for k, v in state.get("small", {}).items()}
         self._fresh, self._due = set(state["fresh"]), state["due"]
         self._settling, self._last_refresh = state["settling"], state["last_refresh"]
         self._history.clear()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxprec.formats import Format, parse
 from fxprec.runtime.estimates import Distribution, LogNormal, Normal, floor_log2, gemm_deviation
@@ -15,8 +15,9 @@ from fxprec.runtime.histogram import Histogram
 from fxprec.runtime.stats import SiteStats
 from fxprec.scales import Cast, Gemm, Join, ScaleGraph
 
-# a, and the quotient of any two, stay normal float32 numbers.
-MAX_SCALE_EXP = 60
+# 2**a and 2**-a are normal float32 numbers, and so is each quotient that the table holds: a cast's scale over the one
+# that comes in, a sum's over a part's.
+MAX_SCALE_EXP = 126
 # Room for gradients to grow between two refreshes before they saturate, and to shrink before too many underflow.
 HEADROOM_EXP = 3
 FOOTROOM_EXP = 2
@@ -34,6 +35,22 @@ class Measured:
     """Largest magnitude since the last refresh."""
     histograms: Mapping[int, Histogram]
     """Empty unless the estimate is by histogram."""
+    fresh: frozenset[int] | None = None
+    """Casts measured since the last refresh, by row; None: all there are statistics of."""
+
+    def is_fresh(self, cast: Cast) -> bool:
+        return cast.row in (self.stats if self.fresh is None else self.fresh)
+
+    def unclipped(self, hidden: Mapping[int, int]) -> Measured:
+        """Return what would have been measured without saturation; ``hidden`` as by `hidden_by_clipping`, by row."""
+        if not any(hidden.values()):
+            return self
+        return replace(
+            self,
+            stats={row: _raised(stats, hidden.get(row, 0)) for row, stats in self.stats.items()},
+            amax={row: math.ldexp(amax, hidden.get(row, 0)) for row, amax in self.amax.items()},
+            histograms={row: counts.raised(hidden.get(row, 0)) for row, counts in self.histograms.items()},
+        )
 
     def distribution(self, cast: Cast) -> Distribution | None:
         """Return the model of a cast's gradient, or None where nothing was measured."""
@@ -46,7 +63,8 @@ class Measured:
         if cast.producer == "softmax":
             return LogNormal(own.mean_ln, own.std_ln, fmt)
         deviation = None if cast.gemm is None else self._gemm_deviation(cast.gemm)
-        return Normal(deviation or own.rms / math.sqrt(own.nonzero_ratio), fmt)
+        deviation = deviation or own.rms / math.sqrt(own.nonzero_ratio)
+        return Normal(deviation, fmt) if 0.0 < deviation < math.inf else None  # squares may leave float32
 
     def _gemm_deviation(self, gemm: Gemm) -> float | None:
         gradient, operand = self.stats.get(gemm.gradient), self.stats.get(gemm.operand)
@@ -71,35 +89,93 @@ class Measured:
         return max((c for c in caps if c is not None), default=None)
 
 
-def solve(graph: ScaleGraph, measured: Measured, underflow: float, margins: Mapping[int, int]) -> list[int]:
+@dataclass(frozen=True)
+class Solution:
+    """Exponents by variable, and what was out of reach."""
+
+    exps: list[int]
+    refused: Mapping[int, int]
+    """Exponent that was wanted, by row, of casts that got another one."""
+
+
+def solve(
+    graph: ScaleGraph,
+    measured: Measured,
+    underflow: float,
+    margins: Mapping[int, int],
+    before: Sequence[int] | None = None,
+) -> Solution:
     """Return the exponent of each variable.
 
     ``underflow`` is the share of non-zero elements that may round to zero; ``margins`` (by row) raises an exponent
-    where the model has been too kind. A cast of which nothing was measured inherits the exponent that comes in.
+    where the model has been too kind. A cast of which nothing new was measured moves as the scale that comes in has
+    moved since ``before`` (all 0 if left out).
     """
     exps: list[int] = []
-    for variable in graph.variables:
+    refused: dict[int, int] = {}
+    before = before or [0] * len(graph.variables)
+    for i, variable in enumerate(graph.variables):
         if isinstance(variable, Cast):
-            wanted = _cast_exp(variable, measured, underflow, margins.get(variable.row, 0))
-            inherited = 0 if variable.source is None else exps[variable.source]
-            exps.append(inherited if wanted is None else clamped(wanted))
+            found = _cast_exp(variable, measured, underflow, margins.get(variable.row, 0))
+            source = variable.source
+            moved = 0 if source is None else exps[source] - before[source]
+            wanted = before[i] + moved if found is None else found
+            exps.append(within_reach(variable, wanted, exps))
+            if exps[i] != wanted:
+                refused[variable.row] = wanted
         else:
-            exps.append(_solve_join(graph, variable, exps, measured))
-    return exps
+            exps.append(within_reach(variable, _join_exp(graph, variable, exps, measured), exps))
+    return Solution(exps, refused)
+
+
+def within_reach(variable: Cast | Join, wanted: int, exps: Sequence[int]) -> int:
+    """Return the exponent nearest to ``wanted`` that float32 can apply and take off; ``exps`` as far as known.
+
+    There always is one: no two of what comes in lie further apart than twice `MAX_SCALE_EXP`.
+    """
+    incoming = (variable.source,) if isinstance(variable, Cast) else variable.parts
+    near = [0, *(0 if v is None else exps[v] for v in incoming)]
+    return max(max(near) - MAX_SCALE_EXP, min(min(near) + MAX_SCALE_EXP, wanted))
+
+
+def hidden_by_clipping(graph: ScaleGraph, clipped: Mapping[int, int]) -> tuple[list[int], dict[int, int]]:
+    """Return by how many binades gradients were larger than they seemed: carried by variable, and into casts by row.
+
+    Where a gradient saturates as a whole, all that is computed from it is as much too small. ``clipped`` are those
+    binades, by row.
+    """
+    carried: list[int] = []
+    into: dict[int, int] = {}
+    for variable in graph.variables:
+        parts = (variable.source,) if isinstance(variable, Cast) else variable.parts
+        lost = max(0 if part is None else carried[part] for part in parts)
+        if isinstance(variable, Cast):
+            into[variable.row] = lost
+            lost += clipped.get(variable.row, 0)
+        carried.append(min(lost, 2 * MAX_SCALE_EXP))
+    return carried, into
+
+
+def _raised(stats: SiteStats, binades: int) -> SiteStats:
+    if not binades:
+        return stats
+    factor = 2.0**binades
+    mean_ln = stats.mean_ln + binades * math.log(2)
+    return replace(stats, amax=stats.amax * factor, rms=stats.rms * factor, mean_ln=mean_ln)
 
 
 def _cast_exp(cast: Cast, measured: Measured, underflow: float, margin: int) -> int | None:
-    found, cap = measured.distribution(cast), measured.cap(cast)
-    if found is None or cap is None:
+    if not measured.is_fresh(cast) or (cap := measured.cap(cast)) is None:
         return None
-    return min(found.smallest_scale_exp(underflow) + FOOTROOM_EXP + margin, cap)
+    found = measured.distribution(cast)
+    return cap if found is None else min(found.smallest_scale_exp(underflow) + FOOTROOM_EXP + margin, cap)
 
 
-def _solve_join(graph: ScaleGraph, join: Join, exps: Sequence[int], measured: Measured) -> int:
+def _join_exp(graph: ScaleGraph, join: Join, exps: Sequence[int], measured: Measured) -> int:
     parts = [0 if part is None else exps[part] for part in join.parts]
     casts = (None if part is None else _last_cast(graph, part) for part in join.parts)
     amaxes = (None if cast is None else measured.amax.get(cast.row) for cast in casts)
-    return clamped(join_exp(parts, [a for a in amaxes if a is not None], LARGEST_CARRIED))
+    return join_exp(parts, [a for a in amaxes if a is not None], LARGEST_CARRIED)
 
 
 def _last_cast(graph: ScaleGraph, variable: int) -> Cast | None:
@@ -129,7 +205,7 @@ def scale_exp(amax: float, fmt: Format) -> int | None:
     """
     if not (0.0 < amax < math.inf):
         return None
-    return clamped(floor_log2(fmt.largest) - 1 - HEADROOM_EXP - floor_log2(amax))
+    return floor_log2(fmt.largest) - 1 - HEADROOM_EXP - floor_log2(amax)
 
 
 def _gemm_cap(length: int, gradient: float, operand: float, fmt: Format) -> int | None:
@@ -138,8 +214,4 @@ def _gemm_cap(length: int, gradient: float, operand: float, fmt: Format) -> int 
     if not 0.0 < bound < math.inf:
         return None
     k = floor_log2(fmt.largest) - floor_log2(bound)
-    return clamped(k if math.ldexp(bound, k) < fmt.largest else k - 1)
-
-
-def clamped(exponent: int) -> int:
-    return max(-MAX_SCALE_EXP, min(MAX_SCALE_EXP, exponent))
+    return k if math.ldexp(bound, k) < fmt.largest else k - 1

@@ -13,6 +13,7 @@ from torch import nn
 
 import fxprec
 from fxprec import GradScaling, LossScaling
+from fxprec.runtime.scaling import PATIENCE
 
 TINY = 1e-9
 STEPS = 200
@@ -174,6 +175,63 @@ def test_a_gradient_beyond_the_range_saturates_is_counted_and_scaled_down() -> N
         model.zero_grad()
         function(x).square().mean().mul(1e12).backward()
     assert max(r["overflow_ratio"] for r in backend.stats() if r["kind"] == "grad_output") == 0.0
+
+
+def gradients_of(model: nn.Module, function, factor: float) -> list[torch.Tensor]:
+    """Gradients for a loss times ``factor``, the factor taken off again in float64."""
+    model.zero_grad()
+    (function(data(64)[0]).square().mean() * factor).backward()
+    return [g.double() / factor for g in grads(model)]
+
+
+@pytest.mark.parametrize(("recipe", "storage"), [("fp8", "native"), ("hfp8", "packed"), ("hfp8", "simulate")])
+def test_the_scale_of_the_loss_does_not_matter_from_the_second_step_on(recipe: str, storage: str) -> None:
+    """From 2**-100 to 2**100: the same bits where the exponents moved as much, else the format's error."""
+    found, exps = {}, {}
+    for k in (0, *range(-100, 101, 40)):
+        model = mlp()
+        backend = eager_backend(recipe, storage=storage, low_ratio=1.0)
+        function = compiled(model, backend)
+        gradients_of(model, function, 2.0**k)
+        second = gradients_of(model, function, 2.0**k)
+        for _ in range(3):
+            found[k] = gradients_of(model, function, 2.0**k)
+        exps[k] = [r["scale_exponent"] + k for r in backend.stats() if r["kind"].startswith("grad")]
+        assert all(float((a - b).norm() / b.norm()) < 0.1 for a, b in zip(second, found[k], strict=True)), k
+        kinds = {e.kind for e in backend.events}
+        assert "unscaled" in kinds or abs(k) <= 20, "what the first step lost"
+        assert "clamp" not in kinds
+    for k, gradient in found.items():
+        for a, b in zip(gradient, found[0], strict=True):
+            assert torch.equal(a, b) if exps[k] == exps[0] else float((a - b).norm() / b.norm()) < 0.1, k
+    assert sum(e == exps[0] for e in exps.values()) >= 2
+
+
+def test_a_loss_that_changes_suddenly_is_followed_and_a_scale_out_of_reach_is_told() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(9) for layer in (nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, 4))
+    backend = eager_backend("hfp8", storage="packed", low_ratio=1.0)
+    function, x = compiled(model, backend), torch.randn(64, 8)
+
+    def gradients(k: int) -> list[torch.Tensor]:
+        model.zero_grad()
+        (function(x).square().mean() * 2.0**k).backward()
+        return [g.double() * 2.0**-k for g in grads(model)]
+
+    def error(k: int) -> float:
+        return max(float((a - b).norm() / b.norm()) for a, b in zip(gradients(k), wanted, strict=True))
+
+    for _ in range(4):
+        wanted = gradients(0)
+    gradients(50)
+    assert error(50) < 0.2, "however many layers the first gradient hid"
+    errors = [error(-50) for _ in range(PATIENCE + 3)]
+    assert errors[0] > 0.9
+    assert errors[-1] < 0.2, "what is small for long is measured anew, whatever came before"
+    words = r"scale 2\*\*\d+ wanted, 2\*\*126 given.*underflows; multiply the loss"
+    with pytest.warns(fxprec.FxprecWarning, match=words):
+        errors = [error(-124) for _ in range(PATIENCE + 4)]
+    assert "clamp" in {e.kind for e in backend.events}
 
 
 def test_baselines_are_one_option_away() -> None:
