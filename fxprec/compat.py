@@ -50,6 +50,9 @@ class GraphPass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         self.function(graph)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphPass:
+        return self  # ``scan`` copies Inductor's config as it is traced, and the model is no part of it
+
     def uuid(self) -> str:
         return self.key
 

@@ -201,6 +201,8 @@ class PlannedGraph:
     def _run_passes(self, graph: Graph) -> None:
         """Plan and rewrite one joint (or inference) graph, in the middle of ``compile_fx``."""
         joint = JointGraph(graph, self.captured.inputs)
+        if not joint.has_table:  # of torch.cond or a nested_compile_region: left alone, as the outer graph's passes say
+            return
         self.is_training = bool(joint.tangents)
         if self._damage is not None and not self.is_training:
             self._damage = None  # nothing to calibrate on

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import Node
 
 from fxprec import symbolic
@@ -21,10 +22,10 @@ from fxprec.formats import parse
 from fxprec.passes import linear
 from fxprec.passes.base import Work
 from fxprec.passes.fold_scales import fold_into_decodes
-from fxprec.passes.joint import is_float
 from fxprec.passes.operators import module_path
 from fxprec.passes.producers import is_zero, producer_of
 from fxprec.passes.sites import emit, insertion_point_after, replace_uses
+from fxprec.passes.values import is_float_tensor
 from fxprec.scales import Cast, Join, ScaleGraph, Slot
 
 # bfloat16 and float32 have 8 exponent bits: no gradient leaves their range.
@@ -121,6 +122,9 @@ class _Walk:
         self.carried[q] = self._new(Cast(row, site, fmt, self.carried.get(x), producer, gemm))
 
     def _compute(self, node: Node) -> None:
+        if isinstance(node.meta.get("val"), torch.Tensor) and not is_float_tensor(node):
+            self._unscale(node)  # complex, sparse, of integers: such values carry no scale
+            return
         terms = linear.TERMS.get(node.target)
         if terms is None or not _pads_with_zero(node):
             self._unscale(node)
@@ -245,7 +249,7 @@ def _parts(node: Node, terms: linear.Terms, carried: Container[Node], zeros: Con
         for arg in factors:
             if vanishes(arg):
                 continue
-            if not isinstance(arg, Node) or not is_float(arg):
+            if not isinstance(arg, Node) or not is_float_tensor(arg):
                 return None
             parts.append(arg)
     return parts

@@ -18,6 +18,7 @@ from fxprec.passes.joint import is_backward, value
 from fxprec.passes.operators import Operator
 from fxprec.passes.sites import SiteBook, insertion_point_after, replace_uses
 from fxprec.passes.tensors import CountedTensor
+from fxprec.passes.values import is_plain_float
 
 # A tensor only read by backward and this much smaller than its group's largest is a statistic (a norm's mean, a
 # softmax's maximum): rounding it saves nothing and every element of the large tensor pays.
@@ -72,7 +73,7 @@ def _cast_incoming_gradient(op: Operator, grouped: Grouped, book: SiteBook) -> N
         readers.setdefault(gradient, []).append(reader)
     for gradient, found in readers.items():
         val = value(gradient)
-        if val is None or book.is_identity(tensor, val.dtype):
+        if val is None or not is_plain_float(gradient) or book.is_identity(tensor, val.dtype):
             continue
         users = [u for u in gradient.users if u in inside or u in found]
         with book.graph.inserting_before(min(users)):

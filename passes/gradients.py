@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from fxprec.passes.groups import Grouped
 from fxprec.passes.identities import Destinations
+from fxprec.passes.values import is_plain_float
 
 # Called for each contribution as (node, the value whose gradient it adds to, the users that take it as such);
 # returns the node that stands for the contribution from now on.
@@ -43,11 +44,9 @@ class GradientWalk:
 
     def _start_at_tangents(self) -> None:
         """A tangent is the contribution of the code outside the graph to the value it returned."""
-        returned = self.joint.results[: self.joint.num_forward_outputs]
-        for i, tangent in enumerate(self.joint.tangents):
-            position = getattr(getattr(tangent.meta.get("desc"), "output", None), "idx", i)
-            result = returned[position] if position < len(returned) else None
-            if isinstance(result, Node):
+        for tangent in self.joint.tangents:
+            result = self.joint.returned_for(tangent)
+            if result is not None:
                 self._visit(tangent, self.operators.base(result), list(tangent.users))
 
     def _pass_on(self, inputs: Iterable[Node], leaving: Iterable[Node], inside: set[Node]) -> None:
@@ -60,10 +59,17 @@ class GradientWalk:
 
     def _visit(self, node: Node, target: Node, users: list[Node]) -> None:
         tensor = self.grouped.grads.get(target)
-        if users and tensor is not None and tensor.kind == "grad_output":
+        if (
+            not users
+            or (target.op == "placeholder" and tensor is None)
+            or (tensor is not None and tensor.kind != "grad_output")
+        ):
+            return
+        stands_for = node
+        if tensor is not None and is_plain_float(node):
             stands_for = self.visit(node, target, users)
             self.destinations.follow(node, stands_for)
-            self.contributions.setdefault(target, []).append(stands_for)
+        self.contributions.setdefault(target, []).append(stands_for)
 
     def sum_of(self, value: Node) -> Node | None:
         """Return the node that sums all contributions to ``value``'s gradient, or None where none is seen."""

@@ -14,12 +14,13 @@ from torch.fx import Node
 
 from fxprec.errors import LoweringError
 from fxprec.passes import ops
-from fxprec.passes.joint import JointGraph, is_float, numel_expr, numel_hint, shape_text, value
+from fxprec.passes.joint import JointGraph, numel_expr, numel_hint, shape_text, value
 from fxprec.passes.operators import Operator, Operators
 from fxprec.passes.tensors import CountedTensor
+from fxprec.passes.values import is_differentiable, is_float_tensor, is_plain_float
 
 if TYPE_CHECKING:
-    from fxprec.passes.base import Notice, Work
+    from fxprec.passes.base import Work
 
 GROUP_META = "fxprec_group"  # of a node: the group its operator lies in, for profiler ranges
 
@@ -77,7 +78,7 @@ class _Walk:
 
     def run(self) -> Grouped:
         for node in self.joint.placeholders:
-            if self.joint.describe(node).kind == "input" and is_float(node) and node.users:
+            if self.joint.describe(node).kind == "input" and node.users:
                 self._count_value(node, group=0, module="", source="", of_gemm=False)
         for op in self.operators.all:
             if op.is_gemm:
@@ -94,11 +95,12 @@ class _Walk:
         bases = [self.operators.base(n) for n in op.inputs]
         group = self._group_of_first_input(op, bases)
         for node in bases:
-            if node.op != "placeholder" or node in self.values or not is_float(node):
+            if node.op != "placeholder" or node in self.values or self.joint.describe(node).kind != "param":
                 continue
-            if self.joint.describe(node).kind == "param":
+            self._refuse_float64(node, op.module, op.source)
+            if is_plain_float(node):
                 self._count(node, "param", group, op.module, op.source, op.is_gemm)
-                if node in self.joint.gradients:
+                if node in self.joint.gradients and is_plain_float(self.joint.gradients[node][1]):
                     self._count(node, "grad_param", group, op.module, op.source, op.is_gemm)
 
     def _group_of_first_input(self, op: Operator, bases: Sequence[Node]) -> int:
@@ -112,17 +114,15 @@ class _Walk:
         return self.group_of[op]
 
     def _count_value(self, node: Node, group: int, module: str, source: str, of_gemm: bool) -> None:
-        self._count(node, "output", group, module, source, of_gemm)
-        if node in self.differentiable:
+        self._refuse_float64(node, module, source)
+        if is_plain_float(node):
+            self._count(node, "output", group, module, source, of_gemm)
+        if node in self.differentiable and is_float_tensor(node):  # of a mask, ordinary numbers
             self._count(node, "grad_output", group, module, source, of_gemm)
 
     def _count(self, node: Node, kind: str, group: int, module: str, source: str, of_gemm: bool) -> None:
         val = value(node)
         assert val is not None
-        if val.dtype == torch.float64:
-            if numel_hint(val) > 1:
-                raise LoweringError(_no_float64(self._name(node), module, source))
-            return  # a constant or a metric; nothing to gain
         is_grad = kind.startswith("grad")
         feeds = node in self.gemm_operands
         name = self._name(node)
@@ -142,6 +142,12 @@ class _Walk:
         )
         self.tensors.append(tensor)
         (self.grads if is_grad else self.values)[node] = tensor
+
+    def _refuse_float64(self, node: Node, module: str, source: str) -> None:
+        """Raise `LoweringError` for a float64 tensor; a single number is a constant or a metric."""
+        val = value(node)
+        if val is not None and val.dtype == torch.float64 and numel_hint(val) > 1:
+            raise LoweringError(_no_float64(self._name(node), module, source))
 
     def _name(self, node: Node) -> str:
         return self.joint.describe(node).name if node.op == "placeholder" else node.name
@@ -185,7 +191,7 @@ def _differentiable(operators: Operators) -> frozenset[Node]:
     forward: set[Node] = set(joint.gradients)
     for op in operators.all:
         if op.aten != "aten.detach" and any(n in forward for n in op.inputs):
-            forward.update(n for n in op.nodes if is_float(n))
+            forward.update(n for n in op.nodes if is_differentiable(n))
     reached: set[Node] = set()
     results = joint.results[: joint.num_forward_outputs]
     reached.update(n for n in results if isinstance(n, Node))
@@ -194,19 +200,6 @@ def _differentiable(operators: Operators) -> frozenset[Node]:
             reached.update(op.inputs)
             reached.update(op.nodes)
     return frozenset(n for n in forward & reached if n.op != "placeholder" or n in joint.gradients)
-
-
-def _complex_values(operators: Operators) -> list[Notice]:
-    """Report the first complex value of the graph, if any."""
-    from fxprec.passes.base import Notice
-
-    for op in operators.all:
-        for node in op.nodes:
-            val = value(node)
-            if val is not None and val.dtype.is_complex:
-                where = ", ".join(part for part in (node.name, op.module, op.source) if part)
-                return [Notice(where, f"is {val.dtype}: complex values are not planned and keep their precision")]
-    return []
 
 
 @dataclass(frozen=True)
@@ -221,4 +214,3 @@ class GroupTensors:
         for op, group in work.grouped.group_of.items():
             for node in (*op.nodes, *op.backward):
                 node.meta[GROUP_META] = group
-        work.notices += _complex_values(work.operators)

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec import symbolic
 from fxprec.passes.base import Work
-from fxprec.passes.joint import is_backward, is_float, value
+from fxprec.passes.joint import is_backward, value
+from fxprec.passes.values import is_float_tensor
 from fxprec.symbolic_gemms import TRANSPOSED
 
 _AC_GRAPH_ID = 0
@@ -52,7 +53,7 @@ def _is_cheap(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
         return False
     val = value(node)
-    if val is None or not is_float(node) or torch.Tag.nondeterministic_seeded in node.target.tags:
+    if val is None or not is_float_tensor(node) or torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
     return any(_numel(arg) == _numel(node) and _width(arg) <= _width(node) for arg in node.all_input_nodes)
 

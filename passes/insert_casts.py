@@ -8,6 +8,7 @@ from fxprec.grad_scaling import GradScaling
 from fxprec.passes.base import Work
 from fxprec.passes.casts_simulated import insert_simulated_casts
 from fxprec.passes.casts_stored import insert_stored_casts
+from fxprec.passes.left_alone import left_alone
 from fxprec.passes.sites import SiteBook
 
 
@@ -32,3 +33,4 @@ class InsertCasts:
         )
         insert = insert_simulated_casts if work.config.storage_ == "simulate" else insert_stored_casts
         insert(work.grouped, work.book)
+        work.notices += left_alone(work)

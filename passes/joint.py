@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -11,9 +11,10 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.passes import ops
+from fxprec.passes import descriptors, ops
+from fxprec.symbolic import TABLE_COLUMNS
 
-InputKind = Literal["param", "buffer", "input", "table"]
+InputKind = Literal["param", "buffer", "input", "table", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +22,17 @@ class GraphInput:
     """One input of the graph Dynamo captured, in call order."""
 
     name: str  # the user's name: "layer1.0.conv1.weight", "x"
-    kind: InputKind
+    kind: InputKind  # "other" is what AOTAutograd adds: effect tokens, random seeds
     module: str  # the owning module's path, "" for inputs
 
 
-def input_index(node: Node) -> int:
-    """Return which captured input a ``primals_*`` placeholder stands for."""
+def input_index(node: Node) -> int | None:
+    """Return which captured input a placeholder stands for or is a part of; None for what AOTAutograd adds."""
     desc = node.meta.get("desc")
-    index = getattr(desc, "idx", None)
-    if isinstance(index, int):
-        return index
-    return int(node.name.rpartition("_")[2]) - 1
+    if desc is not None:
+        return descriptors.captured_index(desc)
+    number = node.name.rpartition("_")[2]
+    return int(number) - 1 if number.isdecimal() else None
 
 
 def is_backward(node: Node) -> bool:
@@ -43,12 +44,6 @@ def value(node: Node) -> torch.Tensor | None:
     """Return the node's fake tensor, or None where the node holds something else."""
     val = node.meta.get("val")
     return val if isinstance(val, torch.Tensor) else None
-
-
-def is_float(node: Node) -> bool:
-    """Say whether the node holds one floating-point tensor."""
-    val = value(node)
-    return val is not None and val.dtype.is_floating_point
 
 
 def numel_expr(val: torch.Tensor) -> sympy.Expr:
@@ -79,6 +74,10 @@ def shape_text(val: torch.Tensor) -> str:
     return " x ".join(str(size) for size in val.shape) or "1"
 
 
+# Inner tensors that hold what their subclass stands for keep its name: a DTensor's local shard.
+_MAIN_PARTS = frozenset({"_local_tensor"})
+
+
 @dataclass(frozen=True)
 class JointGraph:
     """The joint graph with its borders named. In an inference graph there is no backward half."""
@@ -88,11 +87,13 @@ class JointGraph:
 
     @cached_property
     def placeholders(self) -> tuple[Node, ...]:
-        return tuple(n for n in self.graph.nodes if n.op == "placeholder" and "tangent" not in n.name)
+        """The forward inputs."""
+        tangents = set(self.tangents)
+        return tuple(n for n in self.graph.find_nodes(op="placeholder") if n not in tangents)
 
     @cached_property
     def tangents(self) -> tuple[Node, ...]:
-        return tuple(n for n in self.graph.nodes if n.op == "placeholder" and "tangent" in n.name)
+        return tuple(n for n in self.graph.find_nodes(op="placeholder") if "tangent" in n.name)
 
     @cached_property
     def output(self) -> Node:
@@ -106,29 +107,73 @@ class JointGraph:
 
     @property
     def num_forward_outputs(self) -> int:
-        """Outputs before the gradients; AOTAutograd appends one gradient (or None) per input."""
-        return len(self.results) - (len(self.placeholders) if self.tangents else 0)
+        """Outputs before the gradients, of which there is one, or None, per input."""
+        if not self.tangents:
+            return len(self.results)
+        descs = self.output.meta.get("desc")
+        if not descs:
+            return len(self.results) - len(self.placeholders)
+        return max((i + 1 for i, desc in enumerate(descs) if descriptors.is_forward_output(desc)), default=0)
+
+    @cached_property
+    def has_table(self) -> bool:
+        """Whether this is the graph that was captured, and not one nested in it or made beside it."""
+        return self._find_table() is not None
 
     @cached_property
     def table(self) -> Node:
         """The scale table: the last captured input."""
-        wanted = len(self.inputs) - 1
-        return next(n for n in self.placeholders if input_index(n) == wanted)
+        found = self._find_table()
+        assert found is not None
+        return found
+
+    def _find_table(self) -> Node | None:
+        for node in self.placeholders:
+            val = value(node)
+            if self.describe(node).kind == "table" and val is not None and val.dtype == torch.int32:
+                return node if val.ndim == 2 and val.shape[1] == TABLE_COLUMNS else None
+        return None
 
     def describe(self, node: Node) -> GraphInput:
-        return self.inputs[input_index(node)]
+        """Return the captured input that a placeholder is, or is an inner tensor of."""
+        index = input_index(node)
+        if index is None or index >= len(self.inputs):
+            return GraphInput(node.name, "other", "")
+        found = self.inputs[index]
+        _, path = descriptors.key(node.meta.get("desc"))
+        inner = [part for part in path if part not in _MAIN_PARTS]
+        return replace(found, name=".".join((found.name, *inner))) if inner else found
 
     @cached_property
     def gradients(self) -> dict[Node, tuple[int, Node]]:
         """Map each input with a gradient to (position in the outputs, gradient node)."""
-        found: dict[Node, tuple[int, Node]] = {}
-        grads = list(enumerate(self.results))[self.num_forward_outputs :]
         if not self.tangents:
-            return found
-        for placeholder, (position, grad) in zip(self.placeholders, grads, strict=True):
-            if isinstance(grad, Node):
-                found[placeholder] = (position, grad)
-        return found
+            return {}
+        descs = self.output.meta.get("desc")
+        of_input = self._gradients_by_desc(descs) if descs else self._gradients_by_position()
+        return {p: (at, g) for p, (at, g) in of_input if isinstance(g, Node) and value(g) is not None}
+
+    def _gradients_by_desc(self, descs: Sequence[object]) -> Iterator[tuple[Node, tuple[int, object]]]:
+        found = {descriptors.gradient_of(desc): (i, self.results[i]) for i, desc in enumerate(descs)}
+        for node in self.placeholders:
+            wanted = descriptors.key(node.meta.get("desc"))
+            if wanted in found:
+                yield node, found[wanted]
+
+    def _gradients_by_position(self) -> Iterator[tuple[Node, tuple[int, object]]]:
+        first = self.num_forward_outputs
+        for i, (node, gradient) in enumerate(zip(self.placeholders, self.results[first:], strict=True)):
+            yield node, (first + i, gradient)
+
+    def returned_for(self, tangent: Node) -> Node | None:
+        """Return the forward output that a tangent is the gradient of."""
+        whole, path = descriptors.key(tangent.meta.get("desc"))
+        wanted = (getattr(whole, "output", None), path)
+        descs = self.output.meta.get("desc") or ()
+        for result, desc in zip(self.results, descs, strict=False):
+            if isinstance(result, Node) and wanted[0] is not None and descriptors.key(desc) == wanted:
+                return result
+        return None
 
     def forward_nodes(self) -> Iterator[Node]:
         """Yield the forward ``call_function`` nodes in execution order, mutation write-backs left out."""

@@ -16,6 +16,7 @@ from fxprec.passes.base import Notice, Work
 from fxprec.passes.joint import value
 from fxprec.passes.operators import module_of, source_of
 from fxprec.passes.sites import emit
+from fxprec.passes.values import is_float_tensor
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 
@@ -36,7 +37,7 @@ class NarrowAccumulators:
             if node.target not in ops.GEMMS | ops.GEMMS_BACKWARD:
                 continue
             rewrite = _REWRITES.get(node.target)
-            if rewrite is None:
+            if rewrite is None or not all(is_float_tensor(n) for n in node.all_input_nodes):
                 work.notices.append(_left_alone(node, accumulator))
                 continue
             with graph.inserting_before(node):

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from fxprec.passes import ops
-from fxprec.passes.joint import JointGraph, is_backward, is_float
+from fxprec.passes.joint import JointGraph, is_backward
+from fxprec.passes.values import is_differentiable, mark_masks
 
 if TYPE_CHECKING:
     from fxprec.passes.base import Work
@@ -33,7 +34,9 @@ class Operator:
     source: str
     seq_nr: int | None
     is_gemm: bool
-    outputs: list[Node] = field(default_factory=list)  # floating-point values later operators or the user read
+    outputs: list[Node] = field(
+        default_factory=list
+    )  # floating-point or complex values later operators or the user read
     inputs: list[Node] = field(default_factory=list)  # values from other operators and from the graph's inputs
     backward: list[Node] = field(default_factory=list)
 
@@ -66,7 +69,7 @@ class Operators:
     def base(self, node: Node) -> Node:
         """Follow views and layout copies back to the value they show: an operator's output or an input."""
         while (op := self.of_node.get(node)) is not None and op.is_view:
-            sources = [n for n in op.inputs if is_float(n)]
+            sources = [n for n in op.inputs if is_differentiable(n)]
             if not sources:
                 break
             node = sources[0]
@@ -174,7 +177,8 @@ def _link_values(operators: Operators) -> None:
         op.outputs = [
             node
             for node in op.nodes
-            if is_float(node) and (node in returned or any(u in of_node and u not in inside for u in node.users))
+            if is_differentiable(node)
+            and (node in returned or any(u in of_node and u not in inside for u in node.users))
         ]
 
 
@@ -203,9 +207,10 @@ def _pair_backward(operators: Operators) -> None:
 
 @dataclass(frozen=True)
 class RecoverOperators:
-    """Fill ``work.operators``."""
+    """Fill ``work.operators``, and mark the masks."""
 
     name: str = "recover-operators"
 
     def apply(self, work: Work) -> None:
+        mark_masks(work.joint.graph)
         work.operators = recover_operators(work.joint)

@@ -52,13 +52,13 @@ GEMM_OPERANDS: dict[object, tuple[int, ...]] = {
     **dict.fromkeys(ATTENTION_BACKWARD, (0, 1, 2, 3)),
 }
 
-# Ops that move or alias data: not counted, they follow their producer's precision (ALGORITHMS 2).
+# Ops that move or alias data in its own dtype: not counted, they follow their producer's precision (ALGORITHMS 2).
 VIEWS = existing(
     aten,
     "view _unsafe_view reshape _reshape_alias permute transpose.int t expand slice.Tensor select.int split.Tensor"
     " split_with_sizes unbind.int squeeze squeeze.dim squeeze.dims unsqueeze clone contiguous alias detach"
     " as_strided diagonal unfold narrow chunk flatten.using_ints unflatten.int movedim.int swapaxes"
-    " lift_fresh_copy lift_fresh view_as_real view_as_complex expand_as view_as ravel swapdims"
+    " lift_fresh_copy lift_fresh expand_as view_as ravel swapdims"
     " _to_copy numpy_T matrix_H mT mH T",
 ) - existing(aten, "_to_copy")
 

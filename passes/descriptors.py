@@ -1,0 +1,50 @@
+"""AOTAutograd's descriptors: what an input or output of a joint graph is, in ``node.meta["desc"]``.
+
+A tensor subclass such as `DTensor` comes as one input for each of its inner tensors, and effect tokens and random
+seeds are inputs the user never gave: positions say nothing, descriptors do. Their classes are private to torch, so
+they are told by name.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+# What an input or its gradient belongs to: the descriptor without the inner tensors' names, and these.
+Key: TypeAlias = tuple[object, tuple[str, ...]]
+
+_OURS = ("GradAOTOutput", "BackwardTokenAOTOutput")
+
+
+def key(desc: object) -> Key:
+    """Return (descriptor of the whole, path of attributes to the inner tensor)."""
+    path: list[str] = []
+    while (base := getattr(desc, "base", None)) is not None:
+        path.append(str(getattr(desc, "attr", getattr(desc, "idx", ""))))
+        desc = base
+    return desc, tuple(reversed(path))
+
+
+def kind(desc: object) -> str:
+    """Return the name of the class of the whole's descriptor: ``"PlainAOTInput"``."""
+    return type(key(desc)[0]).__name__
+
+
+def captured_index(desc: object) -> int | None:
+    """Return which captured input this is or is a part of; None where AOTAutograd added it."""
+    whole, _ = key(desc)
+    while (base := getattr(whole, "base_of", None)) is not None:
+        whole = base
+    index = getattr(whole, "idx", None)
+    return index if type(whole).__name__ == "PlainAOTInput" and isinstance(index, int) else None
+
+
+def gradient_of(desc: object) -> Key | None:
+    """Return the key of the input this output is the gradient of, or None."""
+    whole, path = key(desc)
+    of = getattr(whole, "grad_of", None)
+    return None if of is None else (of, path)
+
+
+def is_forward_output(desc: object) -> bool:
+    """Say whether an output is made by the forward half."""
+    return desc is not None and kind(desc) not in _OURS
