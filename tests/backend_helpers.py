@@ -31,8 +31,13 @@ def narrow_recipe(storage: str) -> str:
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
     """L2 distance over L2 norm; absolute where ``wanted`` is close to zero."""
-    found, wanted = found.detach().double(), wanted.detach().double()
+    found, wanted = (_as_doubles(x.detach()) for x in (found, wanted))
     return float((found - wanted).norm() / wanted.norm().clamp_min(1e-3)) if wanted.numel() else 0.0
+
+
+def _as_doubles(x: Tensor) -> Tensor:
+    x = x.to_dense() if x.layout is not torch.strided else x
+    return torch.view_as_real(x.resolve_conj()).double() if x.is_complex() else x.double()
 
 
 def assert_close(found: Any, wanted: Any, what: str, tolerance: float = FINE_TOLERANCE) -> None:
