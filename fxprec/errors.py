@@ -45,6 +45,10 @@ class GradientError(FxprecError, RuntimeError):
     """A gradient is not finite where ``error_if_nonfinite`` forbids it."""
 
 
+class NativeArgumentError(FxprecError, ValueError):
+    """A tensor given to a compiled kernel is not the memory that kernel walks: dtype, size, layout or device."""
+
+
 class NumericsError(FxprecError, AssertionError):
     """Numerics are not what they should be; the message is a table of the worst tensors, not one line."""
 

@@ -117,7 +117,7 @@ def scale_of(x: Tensor, c: Codec) -> Tensor:
 
     A tensor of zeros, or an empty one, has scale 1; one with an inf or a NaN has scale NaN, and decodes to NaN.
     """
-    amax = x.detach().to(torch.float32).abs().amax() if x.numel() else torch.zeros((), device=x.device)
+    amax = x.detach().to(torch.float32).abs().amax() if x.numel() else x.new_zeros((), dtype=torch.float32)
     scale = amax
     if c.normalisation == "decade":
         scale = torch.pow(10.0, torch.ceil(torch.log10(amax.double() / c.largest))).to(torch.float32)

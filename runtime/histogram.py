@@ -41,10 +41,11 @@ def count_exponents(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 def _row(bits: torch.Tensor, counted: torch.Tensor, border: int) -> torch.Tensor:
     index = (bits - border) >> _EXPONENT
     if not index.numel():
-        return torch.zeros(HISTOGRAM_BINS, device=bits.device)
+        return torch.zeros(HISTOGRAM_BINS, dtype=torch.float32, device=bits.device)
     top = torch.where(counted, index, -1).max()
     bins = (index - top + HISTOGRAM_BINS - 1).clamp(0, HISTOGRAM_BINS - 1).to(torch.int64)
-    return torch.zeros(HISTOGRAM_BINS, device=bits.device).scatter_add_(0, bins, counted.to(torch.float32))
+    empty = torch.zeros(HISTOGRAM_BINS, dtype=torch.float32, device=bits.device)
+    return empty.scatter_add_(0, bins, counted.to(torch.float32))
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,42 @@
-"""C++ kernels, compiled once by Inductor's own builder: its compiler, its flags, its disk cache."""
+"""C++ kernels, compiled once by Inductor's own builder: its compiler, its flags, its disk cache.
+
+A kernel walks memory that it cannot check, so each tensor goes to it through `address`, which can.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
-from fxprec.errors import FxprecWarning
+import torch
+
+from fxprec.errors import FxprecWarning, NativeArgumentError
+
+Signatures: TypeAlias = Mapping[str, Sequence[Any]]
+"""For each function what it returns (None for void) and then takes, as ctypes; an address is a ``c_void_p``."""
+
+SANITIZER = "FXPREC_SANITIZE"
+"""The environment variable that has kernels built with a sanitizer (``address``); `./dev asan` sets it."""
 
 
-def load(source: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+def load(source: str, signatures: Signatures, flags: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile C++ ``source`` for the CPU and load it. Raises what Inductor's builder raises."""
     from torch._inductor.codecache import CppCodeCache
 
-    return CppCodeCache.load(source, device_type="cpu", extra_flags=flags)  # type: ignore[no-any-return]
+    library: ctypes.CDLL = CppCodeCache.load(source, device_type="cpu", extra_flags=(*flags, *_sanitizing()))
+    for name, (result, *arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
 
 
-def load_or_warn(source: str, slower: str, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+def load_or_warn(source: str, signatures: Signatures, slower: str, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
     """Return the library, or None where it does not compile, with a warning that begins with ``slower``."""
     try:
-        return load(source, flags)
+        return load(source, signatures, flags)
     except Exception as error:  # any failure of a foreign compiler; the caller's plain form gives the same result
         cause = str(error).partition("\n")[0]
         warnings.warn(
@@ -27,3 +45,83 @@ def load_or_warn(source: str, slower: str, flags: tuple[str, ...] = ()) -> ctype
             stacklevel=3,
         )
         return None
+
+
+def _sanitizing() -> tuple[str, ...]:
+    kind = os.environ.get(SANITIZER)
+    return (f"-fsanitize={kind}", "-g", "-fno-omit-frame-pointer") if kind else ()
+
+
+def address(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, like: torch.Tensor | None = None) -> int:
+    """Return where ``numel`` elements of ``dtype`` lie one after another in CPU memory, for a kernel to walk.
+
+    Elements lie in the order of ``like``, where it is given; else a kernel may take them in any. Raises
+    `NativeArgumentError`, which calls the tensor ``name``. Costs a microsecond.
+    """
+    if (
+        tensor.dtype == dtype
+        and tensor.is_cpu
+        and tensor.layout == torch.strided
+        and tensor.numel() == numel
+        and (tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor))
+        and (like is None or tensor.stride() == like.stride())
+        and not tensor.is_neg()
+        and type(tensor).__torch_dispatch__ is _PLAIN
+        and (not numel or tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + numel) * dtype.itemsize)
+    ):
+        return tensor.data_ptr()
+    raise _refusal(name, tensor, dtype, numel, like)
+
+
+def addresses(names: Sequence[str], tensors: Sequence[torch.Tensor], dtype: torch.dtype, numel: int) -> list[int]:
+    """Return `address` of each: contiguous ones at half its price, for an optimizer's hundreds of small tensors."""
+    size = numel * dtype.itemsize
+    return [
+        t.data_ptr()
+        if t.dtype == dtype
+        and type(t) in _OWN_MEMORY
+        and t.is_cpu
+        and t.numel() == numel
+        and t.is_contiguous()
+        and not t.is_neg()
+        and t.untyped_storage().nbytes() == size  # the whole of it: what is less, or a view, is looked at below
+        else address(name, t, dtype, numel)
+        for name, t in zip(names, tensors, strict=True)
+    ]
+
+
+def check_table(table: torch.Tensor, row: int, columns: int) -> None:
+    """Raise `NativeArgumentError` unless ``table`` is int32 (rows, ``columns``) in CPU memory and has the row."""
+    address("table", table, torch.int32, table.shape[0] * columns if table.dim() == 2 else -1)
+    if not 0 <= row < table.shape[0]:
+        raise NativeArgumentError(f"row is {row}; the table of a compiled kernel has rows 0 to {table.shape[0] - 1}")
+
+
+_OWN_MEMORY = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = torch.Tensor.__torch_dispatch__  # what a tensor with memory of its own has
+
+
+def _refusal(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, like: torch.Tensor | None
+) -> NativeArgumentError:
+    found = _described(tensor.dtype, tensor.numel(), str(tensor.device), "")
+    wanted = _described(dtype, numel, "cpu", "" if like is None else f" with strides {tuple(like.stride())}")
+    return NativeArgumentError(
+        f"{name} is {found}{_layout(tensor)}; a compiled kernel walks {wanted} in memory without gaps: "
+        "give a dense tensor of that kind"
+    )
+
+
+def _described(dtype: torch.dtype, numel: int, device: str, strides: str) -> str:
+    return f"{numel} elements of {str(dtype)[6:]} on {device}{strides}"
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    """What else may be wrong with a tensor of the right dtype, size and device."""
+    if tensor.layout != torch.strided:
+        return f", {str(tensor.layout)[6:]}"
+    if type(tensor).__torch_dispatch__ is not _PLAIN:
+        return f", a {type(tensor).__name__} without memory of its own"
+    if tensor.is_neg():
+        return ", negated only when read"
+    return f" with strides {tuple(tensor.stride())} in {tensor.untyped_storage().nbytes()} bytes"

@@ -90,7 +90,7 @@ def measured_moments(x: torch.Tensor, carried_exp: int) -> tuple[float, float, f
 
 def histogram(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
     if x.device.type == "cpu" and not int(table[row, MEASURE]):
-        return torch.zeros(2 * HISTOGRAM_BINS)  # elsewhere, asking would wait for the device
+        return x.new_zeros(2 * HISTOGRAM_BINS, dtype=torch.float32)  # elsewhere, asking would wait for the device
     return count_exponents(x, parse(format))
 
 

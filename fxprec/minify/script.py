@@ -28,7 +28,8 @@ OPTIONS = {options!r}
 
 
 def floats(seed, shape, dtype, mean, std):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * std + mean).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator, dtype=torch.float32) * std + mean).to(dtype)
 
 
 def integers(seed, shape, dtype, low, high):

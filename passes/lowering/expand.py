@@ -265,6 +265,7 @@ def _counted_stats(counts: torch.Tensor, rows: torch.Tensor, columns: _Columns) 
     over, under, bits, elements = counts[:, :4].unbind(1)
     nonzero, squares, logs, squared_logs = counts[:, 4:].view(torch.float64).unbind(1)
     carried, total = rows[:, CARRIED], rows[:, 0] + rows[:, CARRIED]
+    total_ln = total.to(torch.float64) * math.log(2)  # an integer times a number is of the default dtype
     share = torch.clamp_min(elements, 1).to(torch.float64)
     ratios = [(n.to(torch.float64) / share).to(torch.float32) for n in (over, under)]
     amax = bits.to(torch.int32).view(torch.float32) * _power(-carried)
@@ -273,7 +274,7 @@ def _counted_stats(counts: torch.Tensor, rows: torch.Tensor, columns: _Columns) 
     moments = [
         torch.sqrt(squares / share) * _power(-total),
         nonzero / share,
-        torch.where(nonzero > 0, mean - total * math.log(2), 0.0),
+        torch.where(nonzero > 0, mean - total_ln, 0.0),
         torch.sqrt(torch.clamp_min(squared_logs / present - mean * mean, 0.0)),
     ]
     some = [
@@ -293,4 +294,5 @@ def _moments(stored: torch.Tensor, bits: torch.Tensor, scale_exp: torch.Tensor) 
     mean = torch.mean(logs) / present
     variance = torch.clamp_min(torch.mean(logs * logs) / present - mean * mean, 0.0)
     has_any = (share > 0).to(torch.float32)
-    return [rms, share, (mean - scale_exp * math.log(2)) * has_any, torch.sqrt(variance)]
+    scale_ln = scale_exp.to(torch.float32) * math.log(2)
+    return [rms, share, (mean - scale_ln) * has_any, torch.sqrt(variance)]

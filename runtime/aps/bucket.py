@@ -87,7 +87,7 @@ class Exchange:
         self.work: dist.Work | None = None
         self.exponent_codes = torch.empty(0, dtype=torch.int8)
         self.exponents = torch.empty(0, dtype=torch.int32)
-        self.flat = torch.empty(0)
+        self.flat = torch.empty(0, dtype=torch.float32)
         self.in_place = False
         self.lost: Tensor | None = None
         self.message = torch.empty(0, dtype=torch.uint8)
@@ -161,7 +161,7 @@ class Exchange:
             codes, second = split_messages(self.message, self.layout)
         else:
             codes, second = self.message.reshape(-1), torch.zeros(len(pieces), dtype=torch.int32)
-        layer_of = torch.tensor([p.layer for p in pieces], device=self.exponents.device)
+        layer_of = torch.tensor([p.layer for p in pieces], dtype=torch.int64, device=self.exponents.device)
         exponents = -second.to(layer_of.device) - self.exponents[layer_of]
         mask = mask_factors(self.exponent_codes)[layer_of]
         bounds = [(p.start, p.end) for p in pieces]

@@ -53,7 +53,7 @@ class Coder:
         """Values of bytes, overflow codes among them."""
         if not self._fast(codes):
             return self.wire.decode(codes)
-        values = torch.empty(codes.numel())
+        values = torch.empty(codes.numel(), dtype=torch.float32)
         kernels.look_up(codes, self._table(), values)
         return values
 
@@ -85,7 +85,7 @@ class Coder:
         """Values of bytes, each piece times 2^exponent and `mask`, divided by `divisor`; into `out` (n,) if given."""
         count = bounds[-1][1] if bounds else 0
         if self._fast(codes) and (out is None or kernels.usable(out)):
-            values = torch.empty(count) if out is None else out
+            values = torch.empty(count, dtype=torch.float32) if out is None else out
             tables = _scaled_tables(self._table(), exponents, mask, divisor)
             for (start, end), table in zip(bounds, tables.unbind(), strict=True):
                 kernels.look_up(codes[start:end], table, values[start:end])

@@ -37,7 +37,8 @@ def sum_fp32(rows: Tensor, coder: Coder, lay: Layout, rank: int, lost: Tensor | 
     wanted = total.clone() if lost is not None else total
     sent = coder.scale_and_encode(total, bounds, exponents)
     if lost is not None:
-        got = coder.decode_scaled(sent, bounds, -exponents, torch.ones(len(owned), device=total.device), 1)
+        mask = torch.ones(len(owned), dtype=torch.float32, device=total.device)
+        got = coder.decode_scaled(sent, bounds, -exponents, mask, 1)
         lost[start : start + got.numel()] = wanted[: got.numel()] - got
     return torch.cat([header.view(torch.uint8), sent])
 

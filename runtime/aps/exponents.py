@@ -22,11 +22,11 @@ EXPONENT_BIAS = 12
 def largest_magnitudes(layers: list[Tensor]) -> Tensor:
     """Largest magnitude of each layer, float32 (layers,); 0 for an empty one, NaN where there is a NaN."""
     device = layers[0].device if layers else torch.device("cpu")
-    zero = torch.zeros((), device=device)
+    zero = torch.zeros((), dtype=torch.float32, device=device)
     if layers and all(v.dtype == torch.float32 for v in layers) and kernels.usable(*layers):
         return torch.tensor([kernels.largest_bits(v) for v in layers], dtype=torch.int32).view(torch.float32)
     found = [zero if v.numel() == 0 else torch.linalg.vector_norm(v, float("inf")).float() for v in layers]
-    return torch.stack(found) if found else torch.zeros(0, device=device)
+    return torch.stack(found) if found else torch.zeros(0, dtype=torch.float32, device=device)
 
 
 def ceil_log2(magnitudes: Tensor) -> Tensor:

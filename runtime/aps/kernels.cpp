@@ -70,7 +70,7 @@ void aps_sum(const uint8_t* rows, int64_t num_rows, int64_t n, const float* tabl
   constexpr int64_t kBlock = 4096;
   for (int64_t start = 0; start < n; start += kBlock) {
     const int64_t end = start + kBlock < n ? start + kBlock : n;
-    for (int64_t i = start; i < end; ++i) total[i] = table[rows[i]];
+    for (int64_t i = start; i < end; ++i) total[i] = num_rows ? table[rows[i]] : 0.0f;
     for (int64_t r = 1; r < num_rows; ++r) {
       const uint8_t* row = rows + r * n;
       for (int64_t i = start; i < end; ++i) total[i] += table[row[i]];

@@ -30,14 +30,22 @@ class FormatConstants(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int32) for name in _names)
 
 
+_MEMORY, _COUNT, _FACTOR = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_CODING = (None, _MEMORY, _MEMORY, _COUNT, _FACTOR, _FACTOR)
+_SIGNATURES = {
+    "aps_largest": (ctypes.c_int32, _MEMORY, _COUNT),
+    "aps_encode": (*_CODING, ctypes.POINTER(FormatConstants)),
+    "aps_encode_table": (*_CODING, _MEMORY, _MEMORY, _MEMORY),
+    "aps_sum": (None, _MEMORY, _COUNT, _COUNT, _MEMORY, _MEMORY),
+    "aps_look_up": (None, _MEMORY, _COUNT, _MEMORY, _MEMORY),
+}
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None, with a warning, without a compiler."""
     source = Path(__file__).with_name("kernels.cpp").read_text(encoding="utf-8")
-    loaded = native.load_or_warn(source, "APS runs op by op, several times slower")
-    if loaded is not None:
-        loaded.aps_largest.restype = ctypes.c_int32
-    return loaded
+    return native.load_or_warn(source, _SIGNATURES, "APS runs op by op, several times slower")
 
 
 def usable(*tensors: Tensor) -> bool:
@@ -46,47 +54,57 @@ def usable(*tensors: Tensor) -> bool:
     return plain and library() is not None
 
 
-def _at(t: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(t.data_ptr())
-
-
 def _call(name: str, *arguments: object) -> int:
     loaded = library()
     assert loaded is not None
     return getattr(loaded, name)(*arguments)  # type: ignore[no-any-return]
 
 
+def _floats(name: str, t: Tensor, numel: int) -> int:
+    return native.address(name, t, torch.float32, numel)
+
+
+def _codes(name: str, t: Tensor, numel: int) -> int:
+    return native.address(name, t, torch.uint8, numel)
+
+
 def largest_bits(x: Tensor) -> int:
     """Bits of the largest magnitude of a float32 tensor; above those of inf where there is a NaN."""
-    return _call("aps_largest", _at(x), ctypes.c_int64(x.numel()))
+    return _call("aps_largest", _floats("x", x, x.numel()), x.numel())
 
 
-def _factors(exponent: int) -> tuple[ctypes.c_float, ctypes.c_float]:
+def _factors(exponent: int) -> tuple[float, float]:
     """Two powers of two whose product is 2^exponent, each a normal float32."""
     first = max(-MAX_FACTOR_EXPONENT, min(MAX_FACTOR_EXPONENT, exponent))
-    return ctypes.c_float(2.0**first), ctypes.c_float(2.0 ** (exponent - first))
+    return 2.0**first, 2.0 ** (exponent - first)
 
 
 def encode(x: Tensor, exponent: int, kind: Format | Codec, out: Tensor) -> None:
     """Codes (uint8) of x * 2^exponent, nearest, into `out`; `kind` has codes of at most 8 bits."""
-    head = (_at(x), _at(out), ctypes.c_int64(x.numel()), *_factors(exponent))
+    n = x.numel()
+    head = (_floats("x", x, n), _codes("out", out, n), n, *_factors(exponent))
     if isinstance(kind, Codec):
         below, above, borders = _cells(kind)
-        _call("aps_encode_table", *head, _at(below), _at(above), _at(borders))
+        tables = _codes("below", below, _CELLS), _codes("above", above, _CELLS), _floats("borders", borders, 128)
+        _call("aps_encode_table", *head, *tables)
     else:
+        assert kind.bits <= 8, kind.name
         _call("aps_encode", *head, ctypes.byref(_constants(kind)))
 
 
 def sum_rows(rows: Tensor, table: Tensor) -> Tensor:
     """Sum over rows, in order, of the values of codes (rows, n) by a table of 256 float32 values (n,)."""
-    total = torch.empty(rows.shape[1], dtype=torch.float32)
-    _call("aps_sum", _at(rows), ctypes.c_int64(rows.shape[0]), ctypes.c_int64(rows.shape[1]), _at(table), _at(total))
+    count, n = rows.shape
+    total = torch.empty(n, dtype=torch.float32, device="cpu")
+    codes, values = _codes("rows", rows, count * n), _floats("table", table, 256)
+    _call("aps_sum", codes, count, n, values, _floats("total", total, n))
     return total
 
 
 def look_up(codes: Tensor, table: Tensor, out: Tensor) -> None:
     """Values of codes (uint8) by a table of 256 float32 values, into `out`."""
-    _call("aps_look_up", _at(codes), ctypes.c_int64(codes.numel()), _at(table), _at(out))
+    n = codes.numel()
+    _call("aps_look_up", _codes("codes", codes, n), n, _floats("table", table, 256), _floats("out", out, n))
 
 
 @cache
@@ -117,5 +135,5 @@ def _cells(c: Codec) -> tuple[Tensor, Tensor, Tensor]:
     inside = above > below
     same = borders[below[inside].clamp(max=126)] == borders[(above[inside] - 1).clamp(max=126)]
     assert bool(same.all()), f"two borders of {c.name} lie in one cell"
-    padded = torch.cat([borders, torch.tensor([torch.inf])])
+    padded = torch.cat([borders, borders.new_tensor([torch.inf])])
     return below.to(torch.uint8), above.to(torch.uint8), padded

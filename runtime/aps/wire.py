@@ -148,7 +148,7 @@ class TableWire:
     def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
         """See `Wire.encode`."""
         if generator is not None:
-            uniform = torch.rand(values.shape, generator=generator, device=values.device)
+            uniform = torch.rand(values.shape, generator=generator, dtype=torch.float32, device=values.device)
             return encode_values(values, self.codec, uniform)
         if values.is_cuda:
             from fxprec.runtime import codec_triton

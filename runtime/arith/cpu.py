@@ -39,7 +39,9 @@ class Task(ctypes.Structure):
 def library() -> ctypes.CDLL | None:
     """The compiled kernel, or None, with a warning, without a compiler."""
     source = Path(__file__).with_name("kernel.cpp").read_text(encoding="utf-8")
-    return native.load_or_warn(source, "fxprec.arith runs as a plain loop, many times slower")
+    signature = (None, ctypes.POINTER(Task), *[ctypes.c_int32] * 4)
+    slower = "fxprec.arith runs as a plain loop, many times slower"
+    return native.load_or_warn(source, {"fxprec_arith_matmul": signature}, slower)
 
 
 def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor | None:
@@ -47,14 +49,18 @@ def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor | None:
     loaded = library()
     if loaded is None:
         return None
-    a, b = a.contiguous(), b.contiguous()
-    out = torch.empty(a.shape[0], b.shape[1])
-    task = Task(
-        a=a.data_ptr(), b=b.data_ptr(), out=out.data_ptr(), m=a.shape[0], k=a.shape[1], n=b.shape[1], chunk=spec.chunk,
-        product=_constants(spec.fmt), sum=_constants(spec.accumulate),
-    )  # fmt: skip
+    a, b = (t.contiguous().resolve_neg() for t in (a, b))
+    (m, k), n = a.shape, b.shape[1]
+    out = torch.empty(m, n, dtype=torch.float32, device="cpu")
+    addresses = {
+        "a": native.address("a", a, torch.float32, m * k),
+        "b": native.address("b", b, torch.float32, k * n),
+        "out": native.address("out", out, torch.float32, m * n),
+    }
+    formats = {"product": _constants(spec.fmt), "sum": _constants(spec.accumulate)}
+    task = Task(m=m, k=k, n=n, chunk=spec.chunk, **addresses, **formats)
     flags = (_is_plain(a, b, spec), spec.odd_product, spec.odd_sum, spec.kahan)
-    loaded.fxprec_arith_matmul(ctypes.byref(task), *(ctypes.c_int32(flag) for flag in flags))
+    loaded.fxprec_arith_matmul(ctypes.byref(task), *flags)
     return out
 
 

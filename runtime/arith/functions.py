@@ -94,7 +94,7 @@ def sum(
     if x.dim() == 0:
         raise FormatError("a scalar has no dimension to sum over; give at least a vector (k,)")
     columns = x.movedim(dim, 0)
-    ones = torch.ones(1, columns.shape[0], device=x.device)  # products with 1 are exact
+    ones = torch.ones(1, columns.shape[0], dtype=torch.float32, device=x.device)  # products with 1 are exact
     flat = columns.reshape(columns.shape[0], -1)
     found = matmul(ones, flat, fmt, accumulate, kahan, chunk=chunk, method=method)
     return found.view(columns.shape[1:])

@@ -128,7 +128,7 @@ def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor:
     """As `reference.matmul`, same bits."""
     a, b = a.contiguous(), b.contiguous()
     (m, depth), n = a.shape, b.shape[1]
-    out = torch.empty(m, n, device=a.device)
+    out = torch.empty(m, n, dtype=torch.float32, device=a.device)
     if out.numel():
         grid = (triton.cdiv(m, _ROWS), triton.cdiv(n, _COLUMNS))
         _matmul_kernel[grid](a, b, out, m, depth, n, max(1, spec.chunk), **_flags(spec), enable_fp_fusion=False)

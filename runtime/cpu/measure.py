@@ -19,7 +19,9 @@ _SOURCE = Path(__file__).with_name("measure.cpp")
 
 @cache
 def _library() -> ctypes.CDLL:
-    return native.load(_SOURCE.read_text(encoding="utf-8"))
+    pointer = ctypes.c_void_p
+    signature = (None, pointer, pointer, ctypes.c_int64, ctypes.c_float, ctypes.c_float)
+    return native.load(_SOURCE.read_text(encoding="utf-8"), {"fxprec_moments": signature})
 
 
 Moments: TypeAlias = tuple[float, float, float, float]
@@ -35,7 +37,7 @@ def wanted_moments(x: torch.Tensor, entries: Sequence[int]) -> Moments | None:
 def with_moments(stats: torch.Tensor, moments: Moments | None) -> torch.Tensor:
     """Fill in the moments that a storing kernel leaves open; ``stats`` is (7,) float32 (`symbolic.STATS`)."""
     if moments is not None:
-        stats[3:] = torch.tensor(moments)
+        stats[3:] = torch.tensor(moments, dtype=torch.float32)
     return stats
 
 
@@ -47,8 +49,8 @@ def moments_of(x: torch.Tensor, amax: float, carried_exp: int) -> Moments:
     _, exponent = math.frexp(amax)
     unit = max(-126, min(127, -exponent))
     out = (ctypes.c_double * 4)()
-    arguments = (ctypes.c_int64(x.numel()), ctypes.c_float(2.0**unit), ctypes.c_float(exponent - 20))
-    _library().fxprec_moments(ctypes.c_void_p(x.data_ptr()), out, *arguments)
+    count = x.numel()
+    _library().fxprec_moments(native.address("x", x, torch.float32, count), out, count, 2.0**unit, exponent - 20)
     squares, nonzero, logs, log_squares = out
     mean = logs / nonzero
     deviation = math.sqrt(max(log_squares / nonzero - mean * mean, 0.0))

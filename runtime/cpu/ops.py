@@ -7,9 +7,9 @@ disk cache). Strides are kept, so channels-last tensors stay so.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,36 +17,45 @@ from fxprec.formats import Format, parse
 from fxprec.memory import empty_like
 from fxprec.runtime import native
 from fxprec.runtime.cpu.measure import wanted_moments, with_moments
-from fxprec.runtime.cpu.params import params_of, params_of_row
-from fxprec.symbolic import AS_STORED, CARRIED, STATS, stored_dtype
+from fxprec.runtime.cpu.params import Params, params_of, params_of_row
+from fxprec.symbolic import AS_STORED, CARRIED, STATS, TABLE_COLUMNS, stored_dtype
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 
 
+_WIDTHS = (8, 16, 32)  # bits of a code
+
+
 @cache
 def _library() -> ctypes.CDLL:
-    return native.load(_SOURCE.read_text(encoding="utf-8"))
+    memory, end = ctypes.c_void_p, (ctypes.c_int64, ctypes.POINTER(Params))
+    signatures: dict[str, tuple[Any, ...]] = {"fxprec_round": (None, memory, memory, memory, *end)}
+    for bits in _WIDTHS:
+        signatures[f"fxprec_store{bits}"] = (None, memory, memory, memory, memory, *end)
+        signatures[f"fxprec_load{bits}"] = (None, memory, memory, *end)
+    return native.load(_SOURCE.read_text(encoding="utf-8"), signatures)
 
 
-def _kernel(name: str, fmt: Format) -> Callable[..., None]:
-    """Return the kernel for codes of the format's width: 8, 16 or 32 bits."""
-    return getattr(_library(), f"fxprec_{name}{8 * fmt.code_dtype.itemsize}")  # type: ignore[no-any-return]
-
-
-def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
+def _kernel(name: str, fmt: Format) -> Any:
+    """Return the kernel for codes of the format's width."""
+    return getattr(_library(), f"fxprec_{name}{8 * fmt.code_dtype.itemsize}")
 
 
 def _dense(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``x`` as a tensor whose memory can be walked front to back, with the strides its fake result promises."""
     if torch.ops.aten.is_non_overlapping_and_dense(x):
-        return x.to(dtype)
+        return x.to(dtype).resolve_neg()
     return torch.empty_like(x, dtype=dtype).copy_(x)
 
 
-def _need_dense(x: torch.Tensor) -> None:
-    assert x.dtype == torch.float32, "lowering overwrites nothing else"
-    assert torch.ops.aten.is_non_overlapping_and_dense(x), "lowering overwrites nothing else"
+def _entries(table: torch.Tensor, row: int) -> list[int]:
+    """Return a row of the table of scales and formats."""
+    native.check_table(table, row, TABLE_COLUMNS)
+    return table[row].tolist()
+
+
+def _new_stats() -> torch.Tensor:
+    return torch.empty(len(STATS), dtype=torch.float32, device="cpu")
 
 
 def store(
@@ -66,20 +75,27 @@ def store_(
     x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`store`, the rounded values written over dense float32 ``x``."""
-    _need_dense(x)
     return _store(x, x, table, row, parse(format), storage, keep)
 
 
 def _store(
     x: torch.Tensor, values: torch.Tensor | None, table: torch.Tensor, row: int, fmt: Format, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    entries = table[row].tolist()
+    entries, count = _entries(table, row), x.numel()
+    x_at = native.address("x", x, torch.float32, count)
     moments = wanted_moments(x, entries)  # first: x may be overwritten
-    codes, stats = empty_like(x, stored_dtype(fmt, storage)), torch.empty(len(STATS))
-    function = _kernel("store", fmt)
+    codes, stats = empty_like(x, stored_dtype(fmt, storage)), _new_stats()
+    codes_at = native.address("codes", codes, _code_dtype(codes, fmt), count, like=x)
+    values_at = 0 if values is None else native.address("values", values, torch.float32, count, like=x)
+    stats_at = native.address("stats", stats, torch.float32, len(STATS))
     params = params_of(fmt, entries[0], entries[CARRIED], keep)
-    function(_pointer(x), _pointer(codes), _pointer(values), _pointer(stats), _count(x), ctypes.byref(params))
+    _kernel("store", fmt)(x_at, codes_at, values_at, stats_at, count, ctypes.byref(params))
     return codes, with_moments(stats, moments)
+
+
+def _code_dtype(codes: torch.Tensor, fmt: Format) -> torch.dtype:
+    """Return the dtype that codes of ``fmt`` have: the hardware's own, if ``codes`` are of it, or an integer."""
+    return codes.dtype if codes.dtype == fmt.torch_dtype else fmt.code_dtype
 
 
 def round_values(
@@ -93,21 +109,23 @@ def round_values(
 
 def round_(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool) -> torch.Tensor:
     """`round_values` over dense float32 ``x``; returns the statistics."""
-    _need_dense(x)
     return _round(x, x, table, row, parse(format), storage, keep)
 
 
 def _round(
     x: torch.Tensor, values: torch.Tensor, table: torch.Tensor, row: int, fmt: Format, storage: str, keep: bool
 ) -> torch.Tensor:
-    entries = table[row].tolist()
+    entries, count = _entries(table, row), x.numel()
+    x_at = native.address("x", x, torch.float32, count)
     moments = wanted_moments(x, entries)
-    stats = torch.empty(len(STATS))
+    stats = _new_stats()
+    values_at = native.address("values", values, torch.float32, count, like=x)
+    stats_at = native.address("stats", stats, torch.float32, len(STATS))
     if storage == "simulate":
         params = params_of_row(entries[:CARRIED], unscale_exp=entries[CARRIED], keep=keep)
     else:
         params = params_of(fmt, entries[0], entries[CARRIED], keep)
-    _library().fxprec_round(_pointer(x), _pointer(values), _pointer(stats), _count(x), ctypes.byref(params))
+    _library().fxprec_round(x_at, values_at, stats_at, count, ctypes.byref(params))
     return with_moments(stats, moments)
 
 
@@ -115,15 +133,13 @@ def load(q: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.T
     """Return the float32 values of stored codes, less the row's scale exponent."""
     fmt = parse(format)
     q = _dense(q, q.dtype)
+    count = q.numel()
+    codes_at = native.address("codes", q, _code_dtype(q, fmt), count)
     values = empty_like(q, torch.float32)
-    function = _kernel("load", fmt)
-    scale_exp = 0 if row == AS_STORED else int(table[row, 0])
-    function(_pointer(q), _pointer(values), _count(q), ctypes.byref(params_of(fmt, unscale_exp=scale_exp)))
+    values_at = native.address("values", values, torch.float32, count, like=q)
+    scale_exp = 0 if row == AS_STORED else _entries(table, row)[0]
+    _kernel("load", fmt)(codes_at, values_at, count, ctypes.byref(params_of(fmt, unscale_exp=scale_exp)))
     return values
-
-
-def _count(x: torch.Tensor) -> ctypes.c_int64:
-    return ctypes.c_int64(x.numel())
 
 
 torch.library.impl("fxprec::store", "CPU", store)

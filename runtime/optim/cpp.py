@@ -95,7 +95,9 @@ def source(rule: Rule) -> str:
 @cache
 def library(rule: Rule) -> ctypes.CDLL | None:
     """The compiled kernel, or None, with a warning, without a compiler."""
-    return native.load_or_warn(source(rule), "the optimizer runs op by op, several times slower", _FLAGS)
+    signature = (None, ctypes.c_int64, *[ctypes.c_void_p] * 4)
+    slower = "the optimizer runs op by op, several times slower"
+    return native.load_or_warn(source(rule), {"fxprec_optim_step": signature}, slower, _FLAGS)
 
 
 def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor, counts: Tensor | None) -> bool:
@@ -107,7 +109,18 @@ def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor,
     loaded = library(rule)
     if loaded is None:
         return False
-    table = array("q", [number for row in rows for number in (row[0].numel(), *(t.data_ptr() for t in row))])
-    at = [ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in (scalars, integers, counts)]
-    loaded.fxprec_optim_step(ctypes.c_int64(len(rows)), ctypes.c_void_p(table.buffer_info()[0]), *at)
+    count = len(rows)
+    table = array("q", [number for row in rows for number in _entries(rule, row)])
+    numbers = (
+        native.address("scalars", scalars, torch.float32, count * len(rule.scalars)),
+        native.address("integers", integers, torch.int32, count * len(INTEGERS)),
+        0 if counts is None else native.address("counts", counts, torch.int64, count * 2),
+    )
+    loaded.fxprec_optim_step(count, table.buffer_info()[0], *numbers)
     return True
+
+
+def _entries(rule: Rule, row: list[Tensor]) -> list[int]:
+    """Number of elements, then the address of each tensor."""
+    n = row[0].numel()
+    return [n, *native.addresses(rule.tensors, row, rule.carrier, n)]

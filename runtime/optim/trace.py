@@ -30,8 +30,11 @@ def trace(rule: Rule) -> Traced:
     """Trace one step of ``rule``."""
     kinds = dict.fromkeys(rule.tensors, "tensor") | dict.fromkeys(rule.scalars, "scalar")
     kinds |= dict.fromkeys(INTEGERS, "integer") | {"index": "index"}
-    examples = {"tensor": torch.ones(2), "scalar": torch.tensor(0.5), "integer": torch.tensor(1, dtype=torch.int32)}
-    examples["index"] = torch.arange(2, dtype=torch.int32)
+    tensor, integers = (
+        torch.ones(2, dtype=torch.float32, device="cpu"),
+        torch.arange(2, dtype=torch.int32, device="cpu"),
+    )
+    examples = {"tensor": tensor, "scalar": tensor[0], "integer": integers[1], "index": integers}
     names: list[str] = []
 
     def run(*values: torch.Tensor) -> list[torch.Tensor]:
