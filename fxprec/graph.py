@@ -204,6 +204,9 @@ class PlannedGraph:
         if not joint.has_table:  # of torch.cond or a nested_compile_region: left alone, as the outer graph's passes say
             return
         self.is_training = bool(joint.tangents)
+        if joint.updates_weights:
+            self._leave_alone()
+            return
         if self._damage is not None and not self.is_training:
             self._damage = None  # nothing to calibrate on
         work = Work(joint, self.config, given=self._given, siblings=self._plans_of_siblings(), portable=self._portable)
@@ -217,6 +220,13 @@ class PlannedGraph:
         for notice in work.notices:
             self._tell(notice)
         self._adopt(work.plan, work.scales)
+
+    def _leave_alone(self) -> None:
+        """No casts: a rounded second moment becomes 0, a rounded update is lost."""
+        self._damage = None
+        detail = "writes over weights or gradients, as an optimizer's step does: compiled as it is, nothing is rounded"
+        log.info("graph %d: %s", self.index, detail)
+        self.events.append(Event(0, "unplanned", f"graph {self.index}", detail))
 
     def _plans_of_siblings(self) -> tuple[Plan, ...]:
         compiled = (g.plan for g in self._siblings if g.plan is not None and g.is_training)

@@ -134,6 +134,23 @@ class JointGraph:
                 return node if val.ndim == 2 and val.shape[1] == TABLE_COLUMNS else None
         return None
 
+    @property
+    def updates_weights(self) -> bool:
+        """Say whether this is no model but what steps one: it writes over weights, or over gradients alone.
+
+        A model's own graph writes over buffers, or over its inputs beside GEMMs.
+        """
+        if self.tangents:
+            return False
+        written = {self.describe(n).kind for n in self._overwritten()}
+        gemms = (n for n in self.graph.nodes if n.target in ops.GEMMS)
+        return "param" in written or ("input" in written and next(gemms, None) is None)
+
+    def _overwritten(self) -> Iterator[Node]:
+        """Iterate over the inputs of floating point that the graph writes over."""
+        targets = (n.args[0] for n in self.graph.nodes if n.target in ops.MUTATIONS)
+        return (n for n in targets if isinstance(n, Node) and n.op == "placeholder" and is_float(n))
+
     def describe(self, node: Node) -> GraphInput:
         """Return the captured input that a placeholder is, or is an inner tensor of."""
         index = input_index(node)
