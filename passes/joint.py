@@ -148,8 +148,11 @@ class JointGraph:
 
     def _overwritten(self) -> Iterator[Node]:
         """Iterate over the inputs of floating point that the graph writes over."""
-        targets = (n.args[0] for n in self.graph.nodes if n.target in ops.MUTATIONS)
-        return (n for n in targets if isinstance(n, Node) and n.op == "placeholder" and is_float(n))
+        for node in self.graph.nodes:
+            into = node.args[0] if node.target in ops.MUTATIONS else None
+            val = value(into) if isinstance(into, Node) and into.op == "placeholder" else None
+            if isinstance(into, Node) and val is not None and val.dtype.is_floating_point:
+                yield into
 
     def describe(self, node: Node) -> GraphInput:
         """Return the captured input that a placeholder is, or is an inner tensor of."""
