@@ -26,7 +26,11 @@ from fxprec.runtime.table import format_rows, with_scales
 
 log = logging.getLogger(__name__)
 _LEVELS = {"scale": logging.DEBUG}  # as long as training runs; what happens once is told at INFO
-_WARNED = frozenset({"clamp"})  # once each
+_WARNED = frozenset({"clamp", "nan", "nonfinite"})  # once each
+_REMEDY = {
+    False: "check the batch; the tensor is promoted now",
+    True: "check the batch, or hold the module high with keep_high",
+}
 MAX_EVENTS = 10_000  # scales change as long as training runs; the oldest are forgotten, promotions never
 
 
@@ -96,8 +100,8 @@ class Controller:
         offenders: dict[int, SiteStats] = {}
         for stats in self.queue.poll(wait=wait):
             site = self.site_of(stats.site)
-            if math.isnan(stats.amax):
-                self._note_nan(site)
+            if not math.isfinite(stats.amax) and site.direction == "forward":
+                self._note_nonfinite(site, stats)
             self.latest[stats.site] = stats
             if self.keeper is not None:
                 self.keeper.note(stats)
@@ -118,24 +122,33 @@ class Controller:
         limit = self.rules.promote_above
         if limit is None or site.promoted_at is not None:
             return False
+        if not math.isfinite(stats.amax):  # counts as overflow, of which it says nothing: a bad batch
+            return self._loses(site, stats.amax)
         # The ratio arrives in float32, where 1 in 100 is less than 0.01.
-        return stats.overflow_ratio >= ctypes.c_float(limit).value or (math.isnan(stats.amax) and self._loses_nan(site))
+        return stats.overflow_ratio >= ctypes.c_float(limit).value
 
-    def _loses_nan(self, site: Site) -> bool:
-        """Say whether storing a NaN turns it into a number (ALGORITHMS 1)."""
-        return self.plan.storage == "packed" and parse(site.format).nan_code is None
+    def _loses(self, site: Site, amax: float) -> bool:
+        """Say whether storing an inf or NaN turns it into a number (ALGORITHMS 1)."""
+        fmt = parse(site.format)
+        if math.isinf(amax):
+            return fmt.overflow == "saturate"
+        return self.plan.storage == "packed" and fmt.nan_code is None
 
-    def _note_nan(self, site: Site) -> None:
-        before = self.latest.get(site.id)
-        if self._loses_nan(site) and (before is None or not math.isnan(before.amax)):
-            self._tell("nan", site, f"NaN stored as {parse(site.format).largest:g}: {site.format} has no NaN")
+    def _note_nonfinite(self, site: Site, stats: SiteStats) -> None:
+        before = self.latest.get(stats.site)
+        if not self._loses(site, stats.amax) or (before is not None and not math.isfinite(before.amax)):
+            return
+        kind, what = ("nan", "NaN") if math.isnan(stats.amax) else ("nonfinite", "inf")
+        stays = self.rules.promote_above is None or site.format == self.rules.hi
+        detail = f"{what} stored as {parse(site.format).largest:g}: {site.format} has no {what}"
+        self._tell(kind, site, detail, f"so this step's loss may look finite; {_REMEDY[stays]}")
 
-    def _tell(self, kind: str, site: Site, detail: str) -> None:
+    def _tell(self, kind: str, site: Site, detail: str, advice: str = "") -> None:
         log.log(_LEVELS.get(kind, logging.INFO), "step %d: %s of %s: %s", self.step, kind, describe(site), detail)
         self.events.append(Event(self.step, kind, describe(site), detail))
         if kind in _WARNED and kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(f"{describe(site)}: {detail}", FxprecWarning, stacklevel=2)
+            warnings.warn("; ".join(filter(None, (f"{describe(site)}: {detail}", advice))), FxprecWarning, stacklevel=2)
         if len(self.events) > MAX_EVENTS:
             del self.events[next((i for i, e in enumerate(self.events) if e.kind != "promotion"), 0)]
 

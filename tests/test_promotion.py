@@ -12,7 +12,7 @@ from backend_helpers import STORAGES, Loud, eager_backend, mlp, narrow_recipe, r
 from torch import Tensor, nn
 
 import fxprec
-from fxprec import compat
+from fxprec import FxprecWarning, compat
 
 pytestmark = pytest.mark.filterwarnings("ignore:narrow-gemms")  # a CPU without bfloat16 GEMMs
 
@@ -135,12 +135,37 @@ def test_a_nan_in_a_packed_tensor_is_told_and_promotes_at_once(limit: float | No
     poisoned = x.clone()
     poisoned[3, 3] = torch.nan  # 1 of 1024: far below the threshold
     run.compiled(poisoned)
-    run.step(x)
+    remedy = "the tensor is promoted now" if limit else "hold the module high with keep_high"
+    with pytest.warns(FxprecWarning, match=f"NaN stored as 30: 1-4-3.4 has no NaN.*{remedy}"):
+        run.step(x)
     (told,) = (e for e in run.backend.events if e.kind == "nan")
     assert (told.step, told.detail) == (2, "NaN stored as 30: 1-4-3+4 has no NaN")
     promoted = [site.tensor for site in run.backend.plans[0].promoted]
     assert promoted == ([told.site.split(" ")[0]] if limit else [])
     assert all(torch.isfinite(p.grad).all() for p in run.model.parameters())
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_an_inf_in_a_batch_is_told_and_a_user_who_skips_it_trains_on(storage: str) -> None:
+    def run_with(bad: bool) -> tuple[Run, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        run = Run(storage, mlp())
+        for step in range(6):
+            x = torch.randn(64, 16, generator=torch.Generator().manual_seed(step))
+            if bad and step == 3:
+                x[3, 3] = torch.inf
+                run.compiled(x).square().mean().backward()
+                run.model.zero_grad()
+                with pytest.warns(FxprecWarning, match="inf stored as"):
+                    run.backend.stats()
+            else:
+                run.step(x)
+        return run, [p.grad for p in run.model.parameters()]
+
+    run, gradients = run_with(bad=True)
+    assert [e.kind for e in run.backend.events if e.kind in ("nonfinite", "promotion")] == ["nonfinite", "promotion"]
+    for a, b in zip(gradients, run_with(bad=False)[1], strict=True):
+        assert relative_error(a, b) < 0.2
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import fxprec
 from fxprec import symbolic
 from fxprec.grad_scaling import GradScaling
 from fxprec.plan import Group, KindCounts, Plan, Site
@@ -186,12 +187,30 @@ def test_scaling_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize(("storage", "promoted"), [("packed", True), ("simulate", False), ("native", False)])
+@pytest.mark.filterwarnings("ignore:.*NaN stored as 30:fxprec.FxprecWarning")
 def test_nan_promotes_where_it_would_become_a_number(storage: str, promoted: bool) -> None:
     it = controller(storage)
     for _ in range(3):
         feed(it, FORWARD, overflow=1e-6, amax=math.nan)
     assert bool(it.plan.promoted) is promoted
     assert [e.kind for e in it.events] == (["nan", "promotion"] if promoted else []), "told once, not every step"
+
+
+@pytest.mark.parametrize("storage", ["packed", "simulate", "native"])
+def test_an_inf_that_is_stored_as_a_number_is_told_and_promotes_at_once(storage: str) -> None:
+    it = controller(storage)
+    words = r"inf stored as 30: 1-4-3\+4 has no inf; so this step's loss may look finite; check the batch"
+    with pytest.warns(fxprec.FxprecWarning, match=words):
+        feed(it, FORWARD, overflow=1e-6, amax=math.inf)
+    feed(it, FORWARD, overflow=1e-6, amax=math.inf)
+    assert [s.id for s in it.plan.promoted] == [FORWARD]
+    assert [e.kind for e in it.events] == ["nonfinite", "promotion"]
+
+
+def test_a_nan_that_gets_through_is_no_overflow() -> None:
+    it = controller("simulate")
+    feed(it, FORWARD, overflow=1.0, amax=math.nan)
+    assert not it.plan.promoted
 
 
 def test_events_stay_bounded_and_promotions_are_kept(monkeypatch) -> None:
