@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from fxprec import compat
 from fxprec.passes.observe import measure
+from fxprec.seeded import draw_from_seeds
 
 
 class Calibration:
@@ -54,6 +55,7 @@ class Calibration:
 
 def interpreted(gm: GraphModule) -> Callable[..., Any]:
     """Run a graph op by op: the reference lowering."""
+    draw_from_seeds(gm)
 
     def call(args: list[Any]) -> Any:
         taken = list(args)

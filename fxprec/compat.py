@@ -23,7 +23,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor import compile_fx as _compile_fx
-from torch._inductor import list_mode_options
+from torch._inductor import inductor_prims, list_mode_options
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -105,6 +105,9 @@ def debug_folder() -> str | None:
     """Return where torch writes under ``TORCH_COMPILE_DEBUG=1``, or None where that is not set."""
     return torch._dynamo.utils.get_debug_dir() if torch._inductor.config.trace.enabled else None
 
+
+SEEDED_RANDOM: Any = inductor_prims.random  # (size, seed, mode, *, align_dtype); run op by op, it ignores the seed
+SEEDED_RANDINT: Any = inductor_prims.randint  # (low, high, size, seed), likewise
 
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 

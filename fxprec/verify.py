@@ -18,6 +18,7 @@ from fxprec import compat, symbolic
 from fxprec.passes.lowering import Lowered
 from fxprec.passes.lowering.stats import watch
 from fxprec.passes.lowering.triton.kernel import Kernel
+from fxprec.seeded import draw_from_seeds
 from fxprec.symbolic import STATS
 
 MAX_DIFFERING = 0.02
@@ -43,9 +44,9 @@ def checked_run(
     """
     num_outputs = len(plain.graph.output_node().args[0])  # type: ignore[arg-type]
     with torch.no_grad(), np.errstate(all="ignore"):
-        wanted = _Reference(plain, lowered)
+        wanted = _Reference(draw_from_seeds(plain), lowered)
         wanted.run(*map(_copied, args))
-        checker = _GeneratedChecker(lowered_gm, lowered.generated.kernels, wanted)
+        checker = _GeneratedChecker(draw_from_seeds(lowered_gm), lowered.generated.kernels, wanted)
         results = list(checker.run(*args))
     if wanted.statistics is not None:
         checker.compare_statistics(results[num_outputs], lowered)
@@ -56,7 +57,7 @@ def checked_run(
 def checked_cpu_run(lowered_gm: GraphModule, args: Sequence[Any]) -> tuple[list[Any], list[Fault]]:
     """The same for the kernels of the CPU lowering, each beside the symbolic op it stands for."""
     with torch.no_grad():
-        checker = _CpuChecker(lowered_gm)
+        checker = _CpuChecker(draw_from_seeds(lowered_gm))
         return list(checker.run(*args)), checker.faults
 
 
