@@ -18,6 +18,7 @@ import torch._functorch.config
 import torch._guards
 import torch._inductor.config
 import torch._logging._internal
+import torch.fx.traceback
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
@@ -80,6 +81,22 @@ def tracing_with(fake_mode: FakeTensorMode) -> Iterator[None]:
     """Compile outside of Dynamo under the fake mode, and so the symbolic shapes, of an earlier compilation."""
     with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
         yield
+
+
+def memory_budget(graph: Graph) -> float:
+    """Return the ``activation_memory_budget`` a joint graph is partitioned under: 1 saves all that is worth it.
+
+    As the partitioner reads it: the config, an old marker on nodes, the annotation of a region around the graph.
+    """
+    budget = float(torch._functorch.config.activation_memory_budget)
+    marked = (n.meta["memory_budget"] for n in graph.nodes if isinstance(n.meta.get("memory_budget"), float))
+    budget = next(marked, budget)
+    return next((b for n in graph.nodes if (b := _annotated_budget(n)) is not None), budget)
+
+
+_annotated_budget: Callable[[Any], float | None] = getattr(
+    torch.fx.traceback, "_get_memory_budget_annotation", lambda node: None
+)
 
 
 def trim_output_strides(num_outputs: int) -> None:

@@ -210,6 +210,7 @@ class PlannedGraph:
         if self._damage is not None and not self.is_training:
             self._damage = None  # nothing to calibrate on
         work = Work(joint, self.config, given=self._given, siblings=self._plans_of_siblings(), portable=self._portable)
+        work.memory_budget = compat.memory_budget(graph)
         if self._damage is not None:
             if not self._damage.is_complete:
                 pipeline.run(work, pipeline.CALIBRATION)

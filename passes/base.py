@@ -37,6 +37,7 @@ class Work:
     given: Plan | None = None  # a plan to follow instead of solving
     siblings: tuple[Plan, ...] = ()  # plans of the model's training graphs compiled before
     portable: bool = False  # the same arithmetic on every CPU: nothing that only some have
+    memory_budget: float = 1.0  # the user's activation_memory_budget: what the partitioner may save, 1 all it likes
     damage: dict[int, float] | None = None  # counted tensor's id -> measured damage, for policy "exact"
     operators: Operators | None = None  # recover-operators
     grouped: Grouped | None = None  # group-tensors

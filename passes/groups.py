@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.errors import LoweringError
-from fxprec.passes import ops
+from fxprec.passes import ops, regions
 from fxprec.passes.joint import JointGraph, numel_expr, numel_hint, shape_text, value
 from fxprec.passes.operators import Operator, Operators
 from fxprec.passes.tensors import CountedTensor
@@ -74,7 +74,7 @@ class _Walk:
         self.gemms: list[Operator] = []
         self.differentiable = _differentiable(operators)
         self.gemm_operands = _gemm_operands(operators)
-        self.saved = _read_by_backward(operators)
+        self.saved = _saved_for_backward(operators)
 
     def run(self) -> Grouped:
         for node in self.joint.placeholders:
@@ -173,14 +173,24 @@ def _gemm_operands(operators: Operators) -> frozenset[Node]:
     return frozenset(found)
 
 
-def _read_by_backward(operators: Operators) -> frozenset[Node]:
-    """Forward values (bases) that a backward node reads."""
+def _saved_for_backward(operators: Operators) -> frozenset[Node]:
+    """Forward values (bases) that backward reads, or what it recomputes; of what it recomputes the boundary only."""
+    joint = operators.joint
     found: set[Node] = set()
-    for node in operators.joint.backward_nodes():
+    if not joint.tangents:
+        return frozenset()
+    recomputing = [n for n in joint.forward_nodes() if regions.is_recomputed(n)]
+    for node in (*joint.backward_nodes(), *recomputing):
         for arg in node.all_input_nodes:
             if arg in operators.of_node or (arg.op == "placeholder" and "tangent" not in arg.name):
                 found.add(operators.base(arg))
-    return frozenset(found)
+    return frozenset(n for n in found if _outlives_forward(n, joint))
+
+
+def _outlives_forward(node: Node, joint: JointGraph) -> bool:
+    if node.op == "placeholder":
+        return joint.describe(node).kind != "param" or not regions.is_made_again(node)
+    return not regions.is_recomputed(node) or regions.is_boundary(node)
 
 
 def _differentiable(operators: Operators) -> frozenset[Node]:

@@ -3,6 +3,10 @@
 An opaque ``dequantize`` could not be recomputed, so the partitioner would save its wide result. Marking it
 MUST_RECOMPUTE and ``quantize`` MUST_SAVE makes the stored copy the only way across; cheap pointwise nodes that read
 stored copies are recomputed too, or a fused temporary would be saved wide.
+
+Where the user recomputes (`regions`), a stored copy is recomputed with the tensor it copies, but at the region's
+boundary, which is saved as its stored copy. Under an ``activation_memory_budget`` no copy must be saved: the
+partitioner chooses among them.
 """
 
 from __future__ import annotations
@@ -14,12 +18,13 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec import symbolic
+from fxprec.passes import ops, regions
 from fxprec.passes.base import Work
-from fxprec.passes.joint import is_backward, value
+from fxprec.passes.joint import JointGraph, is_backward, value
 from fxprec.passes.values import is_float_tensor
 from fxprec.symbolic_gemms import TRANSPOSED
 
-_AC_GRAPH_ID = 0
+_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
@@ -29,20 +34,76 @@ class GuidePartition:
     name: str = "guide-partition"
 
     def apply(self, work: Work) -> None:
-        if work.config.storage_ == "simulate" or not work.joint.tangents:
+        if not work.joint.tangents:
             return
-        for node in work.joint.graph.nodes:
-            if node.op != "call_function" or is_backward(node) or "recompute" in node.meta:
-                continue
-            if node.target in (symbolic.QUANTIZE, TRANSPOSED):
-                _mark(node, CheckpointPolicy.MUST_SAVE)
-            elif node.target is symbolic.DEQUANTIZE or _is_cheap(node):
-                _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
+        # Decided before any mark is set: the marks of a region are those that the user's checkpointing left.
+        marks = {n: mark for n in _forward(work.joint) if (mark := _copy_of_parameter(n, work)) is not None}
+        if work.config.storage_ != "simulate":
+            marks |= {n: mark for n in _forward(work.joint) if (mark := _stored(n, work)) is not None and n not in marks}
+            _add_repeated(marks, work)
+        for node, policy in marks.items():
+            _mark(node, policy)
+
+
+def _forward(joint: JointGraph) -> list[Node]:
+    return [n for n in joint.graph.nodes if n.op == "call_function" and not is_backward(n)]
+
+
+def _copy_of_parameter(node: Node, work: Work) -> CheckpointPolicy | None:
+    """A parameter's copy is made again where it would count: the parameter itself is there anyway."""
+    source = node
+    while source.target in _COPIES:
+        source = source.all_input_nodes[0]
+    if source is node or source.op != "placeholder" or work.joint.describe(source).kind != "param":
+        return None
+    again = work.memory_budget < 1 or regions.is_made_again(source)
+    return CheckpointPolicy.MUST_RECOMPUTE if again else None
+
+
+def _stored(node: Node, work: Work) -> CheckpointPolicy | None:
+    """Return what becomes of a stored copy, and of what is read from it; under a budget the partitioner chooses."""
+    if node.target is symbolic.DEQUANTIZE:
+        return CheckpointPolicy.MUST_RECOMPUTE
+    if node.target not in (symbolic.QUANTIZE, TRANSPOSED):
+        return None
+    source = _source(node)
+    if regions.is_recomputed(source):
+        keeps = node.target is symbolic.QUANTIZE and regions.is_boundary(source)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.MUST_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if work.memory_budget == 1 else CheckpointPolicy.PREFER_SAVE
+
+
+def _source(copy: Node) -> Node:
+    """Return what was stored: codes may be turned, and seen in another shape or dtype, on their way to a GEMM."""
+    while copy.target is not symbolic.QUANTIZE:
+        copy = copy.all_input_nodes[0]
+    return copy.all_input_nodes[0]
+
+
+def _add_repeated(marks: dict[Node, CheckpointPolicy], work: Work) -> None:
+    """Repeat what is as wide as a decoded tensor and free, lest it be saved in the place of the copy.
+
+    Under a memory budget only behind a decoded tensor: the mark forces what a node reads to be there for backward.
+    """
+    decoded = {n for n in marks if n.target is symbolic.DEQUANTIZE}
+    for node in _forward(work.joint):
+        if node in marks:
+            continue
+        behind = any(n in decoded for n in node.all_input_nodes)
+        is_cheap = regions.POLICY not in node.meta and _is_cheap(node) and (behind or work.memory_budget == 1)
+        if is_cheap or (behind and node.target in ops.VIEWS):
+            marks[node] = CheckpointPolicy.MUST_RECOMPUTE
+            if behind:
+                decoded.add(node)
 
 
 def _mark(node: Node, policy: CheckpointPolicy) -> None:
-    node.meta["recompute"] = policy
-    node.meta["ac_graph_id"] = _AC_GRAPH_ID
+    """Set a policy of ours in place of the region's, and without a region: the partitioner's rules are for regions."""
+    node.meta.pop(regions.REGION, None)
+    node.meta[regions.POLICY] = policy
+
+
+_COPIES = frozenset({symbolic.QUANTIZE, symbolic.DEQUANTIZE, TRANSPOSED, _CONVERT})
 
 
 def _is_cheap(node: Node) -> bool:

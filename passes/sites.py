@@ -12,6 +12,7 @@ from fxprec import symbolic
 from fxprec.formats import Format, parse
 from fxprec.passes.groups import GROUP_META
 from fxprec.passes.joint import is_backward
+from fxprec.passes.regions import REGION_META
 from fxprec.passes.tensors import CountedTensor
 from fxprec.plan import Site
 from fxprec.recipes import Recipe
@@ -39,11 +40,13 @@ def emit(
         fakes = torch.fx.map_arg(args, lambda n: n.meta["val"])  # type: ignore[type-var]
         val = target(*fakes)  # type: ignore[operator]
     node.meta["val"] = val
-    if is_backward(like) if backward is None else backward:
+    backward = is_backward(like) if backward is None else backward
+    if backward:
         node.meta["partitioner_tag"] = "is_backward"
         node.meta["autograd_backward"] = True
     else:
         node.meta["partitioner_tag"] = "is_forward"
+        node.meta |= {key: like.meta[key] for key in REGION_META if key in like.meta}
     return node
 
 

@@ -35,6 +35,6 @@ class CountedTensor:
     of_gemm: bool
     """A GEMM's result or parameter; a gradient of what feeds a GEMM."""
     saved: bool
-    """A forward value that backward reads."""
+    """A forward value that backward, or what it recomputes, starts from."""
     shape: str
     """For people: ``"s0 x 64 x 32 x 32"``."""
