@@ -28,14 +28,16 @@ from fxprec.passes import pipeline
 from fxprec.passes.base import Notice, Work
 from fxprec.passes.joint import JointGraph
 from fxprec.passes.lowering import Lowered, lower
+from fxprec.passes.saved_bytes import as_partitioned, readable
 from fxprec.plan import Plan, Site
 from fxprec.ranges import interpreted_by_group as by_group
 from fxprec.ranges import ranged
 from fxprec.report.folder import GraphDump
-from fxprec.report.watch import run_passes
+from fxprec.report.watch import run_passes, write_plan
 from fxprec.runtime.controller import Controller, Rules
 from fxprec.runtime.events import Event
 from fxprec.runtime.scaling import keeper_of
+from fxprec.saved_budget import PlanAgain, SavedBudget
 from fxprec.scales import ScaleGraph
 from fxprec.skip_steps import StepSkipper
 
@@ -97,6 +99,10 @@ class PlannedGraph:
         self._scaled: frozenset[int] = frozenset()
         self._measured: frozenset[int] = frozenset()
         self._counted: frozenset[int] = frozenset()
+        self._seen_by_forward: frozenset[int] = frozenset()  # rows: what backward recomputes is not measured again
+        self._num_results = 0  # of the forward half, before what it saves for backward
+        self._budget = SavedBudget(config)
+        self._damages: dict[int, float] | None = None  # by tensor, once calibrated
         self._skips = skips
         self._store_as_the_device_can()
         self._lowering = Lowering(self.config, captured.device, self._tell)
@@ -184,6 +190,14 @@ class PlannedGraph:
         self.events.append(Event(step, "relowering", f"graph {self.index}", detail))
 
     def _compile(self, examples: Sequence[Any]) -> Compiled:
+        controller = self.controller
+        while True:
+            try:
+                return self._compile_once(examples)
+            except PlanAgain:
+                self.controller = controller  # what a plan above the budget set up is no longer of use
+
+    def _compile_once(self, examples: Sequence[Any]) -> Compiled:
         start = time.perf_counter()
         gm, table = self.captured.with_table()
         with compat.uncached_autograd():
@@ -215,7 +229,10 @@ class PlannedGraph:
             if not self._damage.is_complete:
                 pipeline.run(work, pipeline.CALIBRATION)
                 return
-            work.damage, self._damage = self._damage.by_tensor(), None
+            self._damages, self._damage = self._damage.by_tensor(), None
+        work.damage = self._damages
+        work.fixed_bytes, work.may_exceed_budget = self._budget.fixed, self.is_training
+        self._num_results = joint.num_forward_outputs
         self.reports = run_passes(work, self._dump)
         assert work.plan is not None
         for notice in work.notices:
@@ -245,7 +262,6 @@ class PlannedGraph:
             self._counted = casts if scaling.estimate == "histogram" else frozenset()
         self._watched = casts | self._measured | {s.id for s in plan.sites if self._can_lose(s)}
         self._in_force = plan
-        log.info("graph %d: %s", self.index, summary(plan))
         if self.controller is not None:
             self.controller.plan = plan
             return
@@ -277,6 +293,9 @@ class PlannedGraph:
             return self._damage.watch(gm)
         num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         name = "backward" if options.get("is_backward") else "forward"
+        if name == "forward":
+            self._seen_by_forward = frozenset()
+            self._complete_plan(gm)
 
         def build(gm: GraphModule) -> Compiled:
             if self._lowering.name == "eager":
@@ -288,6 +307,8 @@ class PlannedGraph:
             return ranged(run, f"fxprec graph {self.index} {name}")
 
         half = self._lowering.compile(gm, self._lower, build)
+        if name == "forward":
+            self._seen_by_forward = frozenset(half.lowered.rows)
         if self._dump is not None and self._lowering.name == "triton":
             self._dump.write_kernels(half.lowered.generated.kernels, self._in_force, name)
         if not half.lowered.rows:
@@ -295,12 +316,39 @@ class PlannedGraph:
         compat.trim_output_strides(num_outputs)
         return self._with_stats(half, num_outputs)
 
+    def _complete_plan(self, forward: GraphModule) -> None:
+        """Put into the plan what the partitioned graph really saves, and hold it to the budget."""
+        assert self.controller is not None
+        plan = self._in_force
+        if self.is_training:
+            assert plan.saved_bytes is not None
+            predicted = plan.saved_bytes.planned
+            plan = as_partitioned(plan, forward.graph, self._num_results, self.captured.inputs)
+            assert plan.saved_bytes is not None
+            if self._given is None:
+                self._budget.hold(predicted, plan.saved_bytes.planned)
+            else:
+                self._tell_budget(plan.saved_bytes.planned)
+        self._in_force = self.controller.plan = plan
+        log.info("graph %d: %s", self.index, summary(plan))
+        write_plan(plan, self._dump)
+
+    def _tell_budget(self, saved: int) -> None:
+        """A plan that was given, or promoted, goes before the budget: it is said, and ends no run."""
+        budget = self.config.activation_budget_
+        if budget is None or saved <= budget:
+            return
+        step = 0 if self.controller is None else self.controller.step
+        detail = f"{readable(saved)} are saved for backward since tensors were promoted, or as the given plan wants"
+        warnings.warn(f"activation_budget {readable(budget)}: {detail}", FxprecWarning, stacklevel=2)
+        self.events.append(Event(step, "budget", f"graph {self.index}", detail))
+
     def _lower(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
         return lower(
             gm,
             lowering,
             self.captured.device.type,
-            watched=self._watched,
+            watched=self._watched - self._seen_by_forward,
             scaled=self._scaled,
             measured=self._measured,
             counted=self._counted,

@@ -7,7 +7,7 @@ the same GEMMs where there is one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxprec.errors import PlanError
 from fxprec.passes.assignment import Assignment, assign
@@ -35,7 +35,14 @@ class AssignPrecision:
         if sibling is not None:
             work.assignment = _follow(sibling, work.grouped.num_groups, tensors, work.config.recipe_)
             return
-        work.assignment = assign(tensors, work.config, damage=work.damage)
+        saved = SavedBytes.predict(tensors, work.config.recipe_)
+        work.assignment = assign(
+            tensors,
+            work.config,
+            damage=work.damage,
+            saved_bytes=replace(saved, fixed=work.fixed_bytes),
+            may_exceed=work.may_exceed_budget,
+        )
         work.notices += [Notice("assign-precision", text) for text in work.assignment.warnings]
 
 

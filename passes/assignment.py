@@ -46,13 +46,15 @@ def assign(
     *,
     damage: Mapping[int, float] | None = None,
     saved_bytes: SavedBytes | None = None,
+    may_exceed: bool = False,
 ) -> Assignment:
     """Choose the low tensors of one graph.
 
     ``damage`` predicts the loss from holding a tensor low, by tensor id (absent: none); policy ``"exact"`` needs
     it. ``saved_bytes`` says what a tensor takes while saved for backward; left out, it is predicted from the
-    tensors marked ``saved``. Raises `BudgetError` for a budget out of reach, and `ConfigError` for ``"exact"``
-    without damages and for what a policy function returns, if it is no set of groups.
+    tensors marked ``saved``. ``may_exceed`` leaves it to the caller to hold the result to the budget. Raises
+    `BudgetError` for a budget out of reach, and `ConfigError` for ``"exact"`` without damages and for what a policy
+    function returns, if it is no set of groups.
     """
     recipe = config.recipe_
     saved_bytes = saved_bytes or SavedBytes.predict(tensors, recipe)
@@ -62,7 +64,8 @@ def assign(
     choice = policy(problem)
     low = choice.low - pinned if problem.may_demote else frozenset()
     planned = saved_bytes.total(low)
-    _hold_to_budget(config, problem, saved_bytes, planned)
+    if not may_exceed:
+        _hold_to_budget(config, problem, saved_bytes, planned)
     return Assignment(
         low=low,
         low_groups=_low_groups(problem, low),
@@ -117,10 +120,13 @@ def _problem(
 
 def _hold_to_budget(config: Config, problem: Problem, saved_bytes: SavedBytes, planned: int) -> None:
     budget = config.activation_budget_
-    if budget is None or planned <= budget:
-        return
+    if budget is not None and planned > budget:
+        raise over_budget(config, min(planned, saved_bytes.total(frozenset())))
+
+
+def over_budget(config: Config, least: int) -> BudgetError:
+    """Return the error for a budget below what has to be saved, ``least`` bytes."""
     name = policy_name(config.policy)
-    least = min(planned, saved_bytes.total(frozenset()))
     ways = ["raise the budget to that", "take a smaller batch"]
     if not config.recipe_.has_low:
         ways.append(f"choose a recipe with a low format ({config.recipe_.name!r} has none)")
@@ -128,9 +134,10 @@ def _hold_to_budget(config: Config, problem: Problem, saved_bytes: SavedBytes, p
         ways.append("keep less high")
     if name in ("uniform", "operator", "operator-io") or callable(config.policy):
         ways.append("choose policy 'size'")
-    raise BudgetError(
-        f"activation_budget is {readable(budget)}, but with recipe {config.recipe_.name!r} and policy {name!r} what "
-        f"is saved for backward takes at least {readable(least)}; {', '.join(ways[:-1])} or {ways[-1]}"
+    return BudgetError(
+        f"activation_budget is {readable(config.activation_budget_ or 0)}, but with recipe {config.recipe_.name!r} and "
+        f"policy {name!r} what is saved for backward takes at least {readable(least)}; {', '.join(ways[:-1])} or "
+        f"{ways[-1]}"
     )
 
 

@@ -38,6 +38,8 @@ class Work:
     siblings: tuple[Plan, ...] = ()  # plans of the model's training graphs compiled before
     portable: bool = False  # the same arithmetic on every CPU: nothing that only some have
     memory_budget: float = 1.0  # the user's activation_memory_budget: what the partitioner may save, 1 all it likes
+    fixed_bytes: int = 0  # saved for backward beyond what is predicted of the counted tensors
+    may_exceed_budget: bool = False  # it is held to once the graph is partitioned
     damage: dict[int, float] | None = None  # counted tensor's id -> measured damage, for policy "exact"
     operators: Operators | None = None  # recover-operators
     grouped: Grouped | None = None  # group-tensors

@@ -39,7 +39,9 @@ class GuidePartition:
         # Decided before any mark is set: the marks of a region are those that the user's checkpointing left.
         marks = {n: mark for n in _forward(work.joint) if (mark := _copy_of_parameter(n, work)) is not None}
         if work.config.storage_ != "simulate":
-            marks |= {n: mark for n in _forward(work.joint) if (mark := _stored(n, work)) is not None and n not in marks}
+            marks |= {
+                n: mark for n in _forward(work.joint) if (mark := _stored(n, work)) is not None and n not in marks
+            }
             _add_repeated(marks, work)
         for node, policy in marks.items():
             _mark(node, policy)

@@ -1,14 +1,28 @@
-"""What tensors take in memory while they are saved for backward."""
+"""What tensors take in memory while they are saved for backward: predicted for a policy, and as partitioned.
+
+Counted is each storage that the forward half hands to backward, once and whole; not the graph's inputs, parameters
+among them, since they are there anyway. A parameter's stored copy counts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
+import torch
+from torch.fx import Graph, Node
+
+from fxprec import symbolic
 from fxprec.formats import Format
+from fxprec.passes.groups import GROUP_META
+from fxprec.passes.joint import GraphInput, input_index, numel_hint, value
 from fxprec.passes.tensors import CountedTensor
+from fxprec.plan import ByteCount, Plan
 from fxprec.recipes import Recipe
+from fxprec.symbolic_gemms import TRANSPOSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +59,74 @@ def bytes_per_element(fmt: Format) -> int:
 def bytes_in_float32(tensors: Sequence[CountedTensor]) -> int:
     """Return the bytes of the tensors marked ``saved``, in float32."""
     return sum(4 * t.elements for t in tensors if t.saved)
+
+
+def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequence[GraphInput]) -> Plan:
+    """Return the plan with the bytes a partitioned forward half saves, in all and by group.
+
+    ``num_outputs`` of its outputs are the model's own, the others are for backward.
+    """
+    planned: dict[int, int] = defaultdict(int)
+    elements: dict[int, int] = defaultdict(int)
+    others = 0  # bytes of masks, indices, seeds: float32 would save them too
+    for node in _saved_storages(forward, num_outputs):
+        val = value(node)
+        assert val is not None
+        group, count = _group(node, plan), numel_hint(val)
+        planned[group] += count * val.dtype.itemsize
+        if not _holds_floats(node):
+            others += count * val.dtype.itemsize
+        elif not _is_copy_of_parameter(node, inputs):
+            elements[group] += count
+    groups = tuple(replace(g, saved_bytes=planned[g.id], saved_elements=elements[g.id]) for g in plan.groups)
+    total = ByteCount(fp32=4 * sum(elements.values()) + others, planned=sum(planned.values()))
+    return replace(plan, groups=groups, saved_bytes=total)
+
+
+def _saved_storages(forward: Graph, num_outputs: int) -> Iterator[Node]:
+    """Yield the node that made each storage backward is handed, inputs left out."""
+    results = forward.output_node().args[0]
+    assert isinstance(results, list | tuple)
+    saved = (n for n in results[num_outputs:] if isinstance(n, Node) and value(n) is not None)
+    yield from (n for n in dict.fromkeys(map(_storage, saved)) if n.op != "placeholder")
+
+
+def _storage(node: Node) -> Node:
+    """Follow views to the node whose memory they show."""
+    while True:
+        made_by = node.args[0] if node.target is operator.getitem else node
+        if not isinstance(made_by, Node) or not _is_view(made_by.target):
+            return node
+        node = made_by.all_input_nodes[0]
+
+
+def _is_view(target: object) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    aliases = [a.alias_info for a in target._schema.arguments if a.alias_info is not None]
+    return bool(aliases) and not any(info.is_write for info in aliases)
+
+
+def _group(node: Node, plan: Plan) -> int:
+    if node.target is symbolic.QUANTIZE:
+        return plan.sites[node.args[2]].group  # type: ignore[index]
+    return int(node.meta.get(GROUP_META, 0))
+
+
+def _holds_floats(node: Node) -> bool:
+    val = value(node)
+    assert val is not None
+    return val.dtype.is_floating_point or node.target in (symbolic.QUANTIZE, TRANSPOSED)
+
+
+def _is_copy_of_parameter(node: Node, inputs: Sequence[GraphInput]) -> bool:
+    while node.target in _COPIES:
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder" and inputs[input_index(node)].kind == "param"
+
+
+_CONVERT = torch.ops.prims.convert_element_type.default
+_COPIES = (symbolic.QUANTIZE, symbolic.DEQUANTIZE, TRANSPOSED, _CONVERT)
 
 
 def readable(size: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fxprec import compat
 from fxprec.passes import pipeline
 from fxprec.passes.base import Work
+from fxprec.plan import Plan
 from fxprec.plan_json import dumps
 from fxprec.report.folder import GraphDump
 from fxprec.report.graph_text import graph_text
@@ -15,16 +16,21 @@ from fxprec.report.graph_text import graph_text
 def run_passes(work: Work, dump: GraphDump | None) -> list[pipeline.PassReport]:
     """Run the pipeline; nothing is written, and no text made, where neither a dump nor a trace is wanted.
 
-    Raises `Planned` where the dump needs nothing but the plan, `ConfigError` where it cannot be written.
+    Raises `ConfigError` where the dump cannot be written.
     """
     if dump is None and not compat.traces_artifacts():
         return pipeline.run(work)
-    reports = _Watch(dump).run(work)
-    assert work.plan is not None
-    compat.trace_artifact("fxprec_plan", "json", dumps(work.plan))
+    return _Watch(dump).run(work)
+
+
+def write_plan(plan: Plan, dump: GraphDump | None) -> None:
+    """Write a plan that is complete, with the bytes its partitioned graph saves.
+
+    Raises `Planned` where the dump needs nothing but the plan, `ConfigError` where it cannot be written.
+    """
+    compat.trace_artifact("fxprec_plan", "json", dumps(plan))
     if dump is not None:
-        dump.finish(work.plan)
-    return reports
+        dump.finish(plan)
 
 
 @dataclass

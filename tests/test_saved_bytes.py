@@ -1,0 +1,154 @@
+"""What a graph saves for backward: the plan's figure is the truth, and checkpoints and budgets are kept."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch.nn.functional as F
+from backend_helpers import Cnn, eager_backend, mlp, narrow_recipe
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fxprec import Backend, BudgetError
+
+WIDTH, ROWS, BLOCKS = 32, 64, 3
+pytestmark = pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning", "ignore:.*context_fn")
+
+
+def save_first_gemm(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    wide = op is torch.ops.aten.addmm.default and args[2].shape[1] > WIDTH
+    return CheckpointPolicy.MUST_SAVE if wide else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CONTEXTS = functools.partial(create_selective_checkpoint_contexts, save_first_gemm)
+WAYS: dict[str, Callable[..., Tensor]] = {
+    "plain": lambda block, x: block(x),
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+    "non-reentrant": functools.partial(checkpoint, use_reentrant=False),
+    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=CONTEXTS),
+    "nested": lambda block, x: checkpoint(lambda y: checkpoint(block, y, use_reentrant=False), x, use_reentrant=False),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """(rows, 32) to (rows, 8)."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.blocks, self.head, self.way = nn.ModuleList(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 8), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = WAYS[self.way](block, x)
+        return self.head(x)
+
+
+def step(model: nn.Module, x: Tensor, backend: Backend, **options: Any) -> list[Tensor]:
+    """Return what autograd keeps of one step, one tensor per storage; not the model's own, the input and the table."""
+    kept: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    compiled = torch.compile(model, backend=backend, **options)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = compiled(x)
+    out.sum().backward()
+    own = (*model.parameters(), *model.buffers(), x, *(c.table for c in backend.controllers))
+    return [t for pointer, t in kept.items() if pointer not in {o.untyped_storage().data_ptr() for o in own}]
+
+
+def num_bytes(tensors: list[Tensor]) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def assert_plan_is_true(backend: Backend, saved: list[Tensor]) -> None:
+    (plan,) = backend.plans
+    assert plan.saved_bytes.planned == num_bytes(saved)
+    assert plan.saved_bytes.planned == sum(group.saved_bytes for group in plan.groups)
+
+
+@pytest.mark.parametrize("storage", ["native", "packed", "simulate"])
+@pytest.mark.parametrize("make", [mlp, Cnn])
+def test_the_plan_says_what_is_saved(make: Callable[[], nn.Module], storage: str) -> None:
+    backend = eager_backend(storage, recipe=narrow_recipe(storage), low_ratio=0.7)
+    x = torch.randn(8, 3, 6, 6) if make is Cnn else torch.randn(8, 16)
+    assert_plan_is_true(backend, step(make(), x, backend))
+
+
+@pytest.mark.parametrize("storage", ["native", "simulate"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "plain"])
+def test_in_a_checkpoint_only_its_boundary_is_saved(way: str, storage: str) -> None:
+    if storage == "simulate" and way != "reentrant":
+        pytest.skip("one stands for all")
+    backend = eager_backend(storage, recipe=narrow_recipe(storage), low_ratio=1.0)
+    x = torch.randn(ROWS, WIDTH)
+    saved = step(Blocks(way), x, backend)
+    assert_plan_is_true(backend, saved)
+    if storage == "native":
+        assert {t.dtype for t in saved} == {torch.float8_e4m3fn}, "float32 beside low copies"
+    shapes = [tuple(t.shape) for t in saved]
+    assert shapes.count((ROWS, WIDTH)) <= BLOCKS + 1
+    assert shapes.count((ROWS, 4 * WIDTH)) == (BLOCKS if way == "selective" else 0), "what the policy wants saved"
+    head = [(8, WIDTH)]
+    assert {*shapes} - {*head, (ROWS, WIDTH), (ROWS, 4 * WIDTH)} == set(), "no copies of recomputed blocks' parameters"
+
+
+def test_float32_is_what_the_same_tensors_would_take() -> None:
+    backend = eager_backend("native", recipe="fp8", low_ratio=1.0)
+    saved = step(Blocks("non-reentrant"), torch.randn(ROWS, WIDTH), backend)
+    parameters = 8 * WIDTH  # bytes: the head's weight in 8 bits, which float32 reads in place
+    assert backend.plans[0].saved_bytes.fp32 == 4 * (num_bytes(saved) - parameters)
+
+
+def test_an_activation_memory_budget_bounds_what_is_saved() -> None:
+    found = []
+    for budget in (1.0, 0.5, 0.1, 0.0):
+        torch.compiler.reset()
+        backend = eager_backend("native", recipe="fp8", low_ratio=1.0)
+        model = Blocks("plain")
+        with functorch_config.patch(activation_memory_budget=budget):
+            saved = step(model, torch.randn(ROWS, WIDTH), backend)
+        assert_plan_is_true(backend, saved)
+        assert not [t for t in saved if t.itemsize > 1 and t.shape[-1] > 1], "a wide tensor beside low copies"
+        found.append(num_bytes(saved))
+    all_of_it = found[0]
+    assert 0.1 * all_of_it < found[1] <= 0.5 * all_of_it
+    assert 0 < found[2] <= 0.1 * all_of_it
+    assert found[3] == 0
+
+
+def test_a_budget_in_bytes_is_held_or_refused() -> None:
+    """Prediction knows the counted tensors; statistics of norms and copies of weights show in the partition only."""
+    x = torch.randn(ROWS, WIDTH)
+    high = eager_backend("native", recipe="fp8", low_ratio=0.0)
+    most = num_bytes(step(Blocks("plain"), x, high))
+    least = num_bytes(step(Blocks("plain"), x, low := eager_backend("native", recipe="fp8", low_ratio=1.0)))
+    assert low.plans[0].saved_bytes.planned == least < most
+    middle = (least + most) // 2
+    for budget in (least, middle, most):
+        torch.compiler.reset()
+        backend = eager_backend("native", recipe="fp8", low_ratio=None, activation_budget=budget)
+        saved = step(Blocks("plain"), x, backend)
+        assert_plan_is_true(backend, saved)
+        assert num_bytes(saved) <= budget
+        assert backend.plans[0].activation_budget == budget
+    torch.compiler.reset()
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, activation_budget=least - 1)
+    with pytest.raises(BudgetError, match=rf"takes at least .*{least} bytes"):
+        step(Blocks("plain"), x, backend)
