@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import CodeType
@@ -29,6 +30,7 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
+from torch.utils.checkpoint import _CheckpointFrame
 
 compile_fx: Callable[..., Any] = _compile_fx.compile_fx
 compile_fx_inner: Callable[..., Any] = _compile_fx.compile_fx_inner
@@ -97,6 +99,33 @@ def memory_budget(graph: Graph) -> float:
 _annotated_budget: Callable[[Any], float | None] = getattr(
     torch.fx.traceback, "_get_memory_budget_annotation", lambda node: None
 )
+
+
+def in_backward() -> bool:
+    """Say whether autograd is running a backward pass on this thread: a forward is then a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def backward_id() -> int:
+    """Return the number of the backward pass under way, -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def checkpoint_around() -> tuple[object, Hashable | None] | None:
+    """Return what stands for the non-reentrant checkpoint around a call, and which recomputation of it this is.
+
+    The same object in forward, where the second is None, and in recomputation. None outside of such a checkpoint.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack = None if hooks is None else inspect.unwrap(hooks[0])
+    code, cells = getattr(pack, "__code__", None), getattr(pack, "__closure__", None)
+    if code is None or cells is None:
+        return None
+    known = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    if isinstance(known.get("frame"), _CheckpointFrame):
+        return known["frame"], None
+    frame = known["target_frame_ref"]() if "target_frame_ref" in known else None
+    return None if frame is None else (frame, known["gid"])
 
 
 def trim_output_strides(num_outputs: int) -> None:

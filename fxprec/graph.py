@@ -24,6 +24,7 @@ from fxprec.errors import DoubleBackwardError, FallbackError, FxprecWarning
 from fxprec.formats import parse
 from fxprec.generated import Half, Lowering, interpreted_kernels
 from fxprec.grad_scaling import GradScaling
+from fxprec.in_flight import InFlight, Version
 from fxprec.passes import pipeline
 from fxprec.passes.base import Notice, Work
 from fxprec.passes.joint import JointGraph
@@ -100,6 +101,13 @@ class PlannedGraph:
         self._measured: frozenset[int] = frozenset()
         self._counted: frozenset[int] = frozenset()
         self._seen_by_forward: frozenset[int] = frozenset()  # rows: what backward recomputes is not measured again
+        self._in_flight = InFlight()
+        self._runs_forward = False  # whether it was called outside of backward
+        self._settles_in_forward = (
+            False  # whether a forward without gradients, of a reentrant checkpoint, has it settle
+        )
+        self._backward_id = -1
+        self._is_replaying = False
         self._num_results = 0  # of the forward half, before what it saves for backward
         self._budget = SavedBudget(config)
         self._damages: dict[int, float] | None = None  # by tensor, once calibrated
@@ -126,13 +134,68 @@ class PlannedGraph:
         return None if self.controller is None else self.controller.plan
 
     def __call__(self, *args: Any) -> Any:
-        if self._damage is not None and self._damage.is_complete:
+        if compat.in_backward():
+            return self._recompute(args)
+        self._runs_forward = True
+        self._begin_step()
+        version = self._version()
+        self._in_flight.note(version)
+        return self._run(version, args)
+
+    def _recompute(self, args: Sequence[Any]) -> Any:
+        """Run inside a backward pass, for a checkpoint around the compiled code: do what its forward did.
+
+        A reentrant checkpoint runs its forward without gradients, in another graph. This one's calls are then all
+        recomputations and each is a step; what statistics ask for waits for the next forward.
+        """
+        if self._runs_forward or not self.is_training:
+            version = self._in_flight.recomputed() or self._version()
+            self._is_replaying = True
+            try:
+                return version(*args)
+            finally:
+                self._is_replaying = False
+        if not self._settles_in_forward and self._backward_id != compat.backward_id():
+            self._settle(steps=1)
+        elif self.controller is not None:
+            self.controller.step += 1
+        self._backward_id = compat.backward_id()
+        return self._run(self._version(), args)
+
+    def _run(self, version: Version, args: Sequence[Any]) -> Any:
+        results = version(*args)
+        if self.is_training and self.controller is not None:
+            _refuse_double_backward(results)
+        if self._skips is not None and self.controller is not None:
+            self._skips.saw(args)
+        return results
+
+    def _version(self) -> Version:
+        return Version(
+            self._compiled, self.captured.empty_table() if self.controller is None else self.controller.table
+        )
+
+    def _begin_step(self) -> None:
+        for graph in self._siblings:
+            if graph.is_training and not graph._runs_forward and graph is not self:
+                graph._settles_in_forward = True
+                graph._settle(steps=0)
+        self._settle(steps=1)
+
+    @property
+    def _is_calibrated(self) -> bool:
+        return self._damage is not None and self._damage.is_complete
+
+    def _settle(self, *, steps: int) -> None:
+        """Make what statistics ask for real, then count ``steps``: where no call recomputes an earlier one."""
+        if self._is_calibrated:
             self._compile_again("solved from the calibration step")
         if self.controller is None:
-            return self._compiled(*args, self.captured.empty_table())
-        self.controller.begin_step()
+            return
+        self.controller.settle()
         if self._dump is not None:
-            self._dump.write_stats(self.controller)
+            self._dump.write_stats(self.controller, step=self.controller.step)
+        self.controller.step += steps
         if not self.is_training:
             self._follow_training()
         if self.controller.plan is not self._in_force:
@@ -140,12 +203,6 @@ class PlannedGraph:
         if self._lowering.is_stale:
             self._lowering.is_stale = False
             self._compile_again("without kernels that failed")
-        results = self._compiled(*args, self.controller.table)
-        if self.is_training:
-            _refuse_double_backward(results)
-        if self._skips is not None:
-            self._skips.saw(args)
-        return results
 
     def follow_plan(self) -> None:
         """Make a changed plan real. In ``simulate`` the table already has; real storage is lowered again."""
@@ -182,7 +239,7 @@ class PlannedGraph:
             self._compile_again("for the loaded plan")
 
     def _compile_again(self, why: str) -> None:
-        with self.captured.tracing():
+        with self.captured.tracing(), torch.set_grad_enabled(self.is_training):
             self._compiled = self._compile(self.captured.fake_examples)
         step = 0 if self.controller is None else self.controller.step
         detail = f"compiled again in {self.compile_seconds[-1]:.1f} s, {why}"
@@ -361,7 +418,8 @@ class PlannedGraph:
             results = half(args)
             assert self.controller is not None
             lowered = half.lowered
-            self.controller.queue.push(lowered.rows, torch.cat(results[num_outputs:]), lowered.counted)
+            if not self._is_replaying:
+                self.controller.queue.push(lowered.rows, torch.cat(results[num_outputs:]), lowered.counted)
             return results[:num_outputs]
 
         call._boxed_call = True  # type: ignore[attr-defined]

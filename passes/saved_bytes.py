@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from fxprec import symbolic
 from fxprec.formats import Format
 from fxprec.passes.groups import GROUP_META
-from fxprec.passes.joint import GraphInput, input_index, numel_hint, value
+from fxprec.passes.joint import GraphInput, JointGraph, numel_hint, value
 from fxprec.passes.tensors import CountedTensor
 from fxprec.plan import ByteCount, Plan
 from fxprec.recipes import Recipe
@@ -68,6 +68,7 @@ def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequenc
     """
     planned: dict[int, int] = defaultdict(int)
     elements: dict[int, int] = defaultdict(int)
+    joint = JointGraph(forward, inputs)
     others = 0  # bytes of masks, indices, seeds: float32 would save them too
     for node in _saved_storages(forward, num_outputs):
         val = value(node)
@@ -76,7 +77,7 @@ def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequenc
         planned[group] += count * val.dtype.itemsize
         if not _holds_floats(node):
             others += count * val.dtype.itemsize
-        elif not _is_copy_of_parameter(node, inputs):
+        elif not _is_copy_of_parameter(node, joint):
             elements[group] += count
     groups = tuple(replace(g, saved_bytes=planned[g.id], saved_elements=elements[g.id]) for g in plan.groups)
     total = ByteCount(fp32=4 * sum(elements.values()) + others, planned=sum(planned.values()))
@@ -119,10 +120,10 @@ def _holds_floats(node: Node) -> bool:
     return val.dtype.is_floating_point or node.target in (symbolic.QUANTIZE, TRANSPOSED)
 
 
-def _is_copy_of_parameter(node: Node, inputs: Sequence[GraphInput]) -> bool:
+def _is_copy_of_parameter(node: Node, joint: JointGraph) -> bool:
     while node.target in _COPIES:
         node = node.all_input_nodes[0]
-    return node.op == "placeholder" and inputs[input_index(node)].kind == "param"
+    return node.op == "placeholder" and joint.describe(node).kind == "param"
 
 
 _CONVERT = torch.ops.prims.convert_element_type.default

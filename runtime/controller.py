@@ -90,10 +90,14 @@ class Controller:
 
     def begin_step(self) -> None:
         """Act on the statistics that have arrived: afterwards ``plan`` and ``table`` are those of this step."""
+        self.settle()
+        self.step += 1
+
+    def settle(self) -> None:
+        """Act on the statistics that have arrived, between two steps."""
         self.read(wait=self.keeper is not None and self.step > 0 and self.keeper.waits)
         if self.keeper is not None:
             self.keeper.update(self.step, self._tell_scale)
-        self.step += 1
 
     def read(self, *, wait: bool) -> None:
         """Take the statistics that have arrived; with ``wait``, all that were pushed."""

@@ -12,6 +12,8 @@ from backend_helpers import FINE_TOLERANCE, eager_backend, relative_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fxprec import Backend
+
 
 class Masked(nn.Module):
     """Returns the mask too, so that a copy without random numbers can be given it."""
@@ -56,3 +58,55 @@ def test_a_recomputed_dropout_draws_the_mask_of_the_forward(options: dict[str, A
     first = step(compiled, x)[0]
     torch.manual_seed(5)
     assert torch.equal(first, step(compiled, x)[0])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(F.gelu(self.a(x)))
+
+
+def train_blocks(reentrant: bool | None, *, steps: int = 4) -> tuple[list[Tensor], Backend]:
+    """Two micro-batches in flight, three compiled blocks, loud in step 2: promotions come between the two forwards."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    backend = eager_backend("native", recipe="fp8", low_ratio=1.0)
+    blocks = nn.ModuleList(Block() for _ in range(3))
+    compiled = [torch.compile(block, backend=backend) for block in blocks]
+    for i in range(steps):
+        outputs = []
+        for _ in range(2):
+            x = (torch.randn(8, 16) * (1e5 if i == 1 else 1)).requires_grad_()
+            for block in compiled:
+                x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+            outputs.append(x)
+        for out in outputs:
+            (out * 1e-5).sum().backward()
+    return [p.grad for p in blocks.parameters()], backend
+
+
+@pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")
+def test_a_checkpoint_around_compiled_blocks_repeats_what_forward_did() -> None:
+    """The same gradients, steps, promotions and scales as without: a recomputation takes part in nothing."""
+    wanted, plain = train_blocks(None)
+    found, backend = train_blocks(False)
+    assert [c.step for c in backend.controllers] == [c.step for c in plain.controllers] == [4 * 2 * 3]
+    assert len(backend.plans[0].promoted) > 0
+    assert backend.plans[0].sites == plain.plans[0].sites
+    assert [(e.step, e.kind, e.site) for e in backend.events] == [(e.step, e.kind, e.site) for e in plain.events]
+    assert backend.controllers[0].latest == plain.controllers[0].latest
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")
+def test_a_reentrant_checkpoint_counts_each_half_once() -> None:
+    """Its forward runs without gradients, in a graph of its own; the training graph runs in backward only."""
+    found, backend = train_blocks(True)
+    assert [graph.is_training for graph in backend._graphs] == [False, True]
+    assert [c.step for c in backend.controllers] == [4 * 2 * 3] * 2
+    assert all(len(plan.promoted) > 0 for plan in backend.all_plans)
+    assert all(gradient.isfinite().all() for gradient in found)

@@ -134,9 +134,13 @@ class GraphDump:
                 text = json.dumps({"schema": 1, "kernels": index}, indent=1)
                 (folder / f"{half}.json").write_text(text + "\n", encoding="utf-8")
 
-    def write_stats(self, controller: Controller) -> None:
-        """Append a line for each site whose statistics have arrived since the last call."""
-        if (controller.step - 1) % (1 << self._lines // THIN_AFTER):
+    def write_stats(self, controller: Controller, *, step: int | None = None) -> None:
+        """Append a line for each site whose statistics have arrived since the last call.
+
+        ``step`` is the step they are of; left out, the one before the controller's.
+        """
+        step = controller.step - 1 if step is None else step
+        if step % (1 << self._lines // THIN_AFTER):
             return
         fresh = {i: s for i, s in sorted(controller.latest.items()) if self._seen.get(i) is not s}
         if not fresh:
@@ -145,7 +149,7 @@ class GraphDump:
         text = ""
         for i, stats in fresh.items():
             site = controller.site_of(i)
-            row: dict[str, Any] = {"step": controller.step - 1, "row": i, "site": site.id, "tensor": site.tensor}
+            row: dict[str, Any] = {"step": step, "row": i, "site": site.id, "tensor": site.tensor}
             row["format"] = site.format
             if controller.keeper is not None and i in controller.keeper.graph.casts:
                 row["scale_exponent"] = controller.keeper.describe(i)["scale_exponent"]  # its history is in stats()
