@@ -158,11 +158,22 @@ class JointGraph:
         """Return the captured input that a placeholder is, or is an inner tensor of."""
         index = input_index(node)
         if index is None or index >= len(self.inputs):
-            return GraphInput(node.name, "other", "")
+            return self._attribute(node) or GraphInput(node.name, "other", "")
         found = self.inputs[index]
         _, path = descriptors.key(node.meta.get("desc"))
         inner = [part for part in path if part not in _MAIN_PARTS]
         return replace(found, name=".".join((found.name, *inner))) if inner else found
+
+    @staticmethod
+    def _attribute(node: Node) -> GraphInput | None:
+        """Return what a placeholder is that was an attribute of the captured graph, as an optimizer's tensors are."""
+        desc = node.meta.get("desc")
+        kinds: dict[str, InputKind] = {"ParamAOTInput": "param", "BufferAOTInput": "buffer"}
+        kind = kinds.get(descriptors.kind(desc))
+        if kind is None:
+            return None
+        name = str(getattr(descriptors.key(desc)[0], "target", node.name))
+        return GraphInput(name, kind, name.rpartition(".")[0])
 
     @cached_property
     def gradients(self) -> dict[Node, tuple[int, Node]]:
