@@ -352,7 +352,8 @@ class PlannedGraph:
         name = "backward" if options.get("is_backward") else "forward"
         if name == "forward":
             self._seen_by_forward = frozenset()
-            self._complete_plan(gm)
+            if self.controller is not None:  # else it has no plan: it steps weights
+                self._complete_plan(self.controller, gm)
 
         def build(gm: GraphModule) -> Compiled:
             if self._lowering.name == "eager":
@@ -373,9 +374,8 @@ class PlannedGraph:
         compat.trim_output_strides(num_outputs)
         return self._with_stats(half, num_outputs)
 
-    def _complete_plan(self, forward: GraphModule) -> None:
+    def _complete_plan(self, controller: Controller, forward: GraphModule) -> None:
         """Put into the plan what the partitioned graph really saves, and hold it to the budget."""
-        assert self.controller is not None
         plan = self._in_force
         if self.is_training:
             assert plan.saved_bytes is not None
@@ -386,7 +386,7 @@ class PlannedGraph:
                 self._budget.hold(predicted, plan.saved_bytes.planned)
             else:
                 self._tell_budget(plan.saved_bytes.planned)
-        self._in_force = self.controller.plan = plan
+        self._in_force = controller.plan = plan
         log.info("graph %d: %s", self.index, summary(plan))
         write_plan(plan, self._dump)
 
