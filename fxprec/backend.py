@@ -63,6 +63,7 @@ class Backend:
             graph = self._planned(captured, given, dump)
         except capture.TableFull as full:
             graph = self._planned(captured.with_capacity(full.sites), given, dump)
+        captured.forget_examples()
         if saved is not None:
             if graph.controller is not None:
                 graph.controller.load_state_dict(saved.state)

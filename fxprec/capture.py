@@ -36,7 +36,7 @@ class Captured:
     """Dynamo's graph and its example inputs. The graph is never edited: compilation works on copies."""
 
     gm: GraphModule
-    examples: Sequence[Any]
+    examples: list[Any]  # until `forget_examples`
     device: torch.device
     fake_mode: Any
     capacity: int  # rows of the scale table
@@ -57,6 +57,10 @@ class Captured:
     def inputs(self) -> tuple[GraphInput, ...]:
         """The graph's inputs in call order; the last is the scale table."""
         return (*(_describe(n) for n in _placeholders(self.gm.graph)), GraphInput("scale_table", "table", ""))
+
+    def forget_examples(self) -> None:
+        """Let go of the first batch and the model's tensors: what is compiled later takes fake ones."""
+        self.examples.clear()
 
     @property
     def fake_examples(self) -> list[Any]:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -259,13 +259,21 @@ def why_not_compiled(source: str, name: str, parameters: Sequence[tuple[str, str
 
 def calling_wrapper() -> object | None:
     """Return the ``torch.compile(backend="...")`` wrapper that is calling the string-named backend."""
-    frame = sys._getframe(1)
+    return next(_callers(torch._TorchCompileWrapper), None)
+
+
+def _callers(kind: type) -> Iterator[Any]:
+    """Yield the objects of a class whose methods are calling, the innermost first.
+
+    Other frames are not asked for their locals: Python would keep a copy of them, a user's first batch among them,
+    for as long as the function runs.
+    """
+    codes = {code for name in vars(kind) if (code := getattr(getattr(kind, name), "__code__", None))}
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        wrapper = frame.f_locals.get("self")
-        if isinstance(wrapper, torch._TorchCompileWrapper):
-            return wrapper
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+        if frame.f_code in codes and isinstance(found := frame.f_locals.get("self"), kind):
+            yield found
+        frame = frame.f_back
 
 
 class TraceAgain(RestartAnalysis, ShortenTraceback):
@@ -281,14 +289,10 @@ def widen_ddp_buckets() -> bool:
 
     Raise `TraceAgain` then: the second time the graph comes whole. Each frame has an optimizer of its own.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        optimizer = frame.f_locals.get("self")
-        if isinstance(optimizer, DDPOptimizer):
-            cut = len(optimizer.buckets) > 1
-            optimizer.bucket_bytes_cap = optimizer.first_bucket_cap = sys.maxsize
-            return cut
-        frame = frame.f_back  # type: ignore[assignment]
+    for optimizer in _callers(DDPOptimizer):
+        cut = len(optimizer.buckets) > 1
+        optimizer.bucket_bytes_cap = optimizer.first_bucket_cap = sys.maxsize
+        return cut
     return False
 
 
@@ -302,7 +306,7 @@ def count_recompiles_per_model(
     compilations by frame, or None for backends that are not ours, which keep Dynamo's count.
     """
     dynamo: Any = torch._dynamo.convert_frame
-    exceeds = dynamo.exceeds_recompile_limit
+    exceeds: Callable[[Any, Any], tuple[bool, str]] = dynamo.exceeds_recompile_limit
 
     def exceeds_for_this_model(cache_size: Any, compile_id: Any) -> tuple[bool, str]:
         caller = sys._getframe(1).f_locals

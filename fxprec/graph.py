@@ -40,6 +40,7 @@ from fxprec.runtime.events import Event
 from fxprec.runtime.scaling import keeper_of
 from fxprec.saved_budget import PlanAgain, SavedBudget
 from fxprec.scales import ScaleGraph
+from fxprec.shared_code import ParameterWatch
 from fxprec.skip_steps import StepSkipper
 
 log = logging.getLogger(__name__)  # TORCH_LOGS="fxprec" shows it, "+fxprec" the passes too
@@ -112,6 +113,7 @@ class PlannedGraph:
         self._budget = SavedBudget(config)
         self._damages: dict[int, float] | None = None  # by tensor, once calibrated
         self._skips = skips
+        self._parameters = ParameterWatch(captured.inputs)
         self._store_as_the_device_can()
         self._lowering = Lowering(self.config, captured.device, self._tell)
         self._compiled = self._compile(captured.examples)
@@ -134,6 +136,8 @@ class PlannedGraph:
         return None if self.controller is None else self.controller.plan
 
     def __call__(self, *args: Any) -> Any:
+        if (notice := self._parameters.strangers(args)) is not None:
+            self._tell(notice)
         if compat.in_backward():
             return self._recompute(args)
         self._runs_forward = True

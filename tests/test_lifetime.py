@@ -1,0 +1,82 @@
+"""Compiled models keep nothing alive: not the first batch, not the parameters of a model that is gone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxprec
+
+OPTIONS: dict[str, Any] = {"recipe": "hfp8", "low_ratio": 1.0, "lowering": "eager", "storage": "packed"}
+
+
+class Net(nn.Module):
+    """(batch, 8) to (batch, 4), with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x))) * self.scale
+
+
+def by_name(model: nn.Module, options: dict[str, Any]) -> Any:
+    return torch.compile(model, backend="fxprec", options=options)
+
+
+def by_instance(model: nn.Module, options: dict[str, Any]) -> Any:
+    return torch.compile(model, backend=fxprec.Backend(fxprec.Config(**options)))
+
+
+def in_place(model: nn.Module, options: dict[str, Any]) -> Any:
+    model.compile(backend="fxprec", options=options)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "more"),
+    [
+        (by_name, {}),
+        (by_name, {"storage": "simulate", "grad_scaling": "dynamic"}),
+        (by_name, {"policy": "exact"}),
+        (by_instance, {}),
+        (in_place, {}),
+    ],
+)
+def test_batches_and_deleted_models_are_freed(make: Any, more: dict[str, Any]) -> None:
+    model = Net()
+    compiled = make(model, {**OPTIONS, **more})
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), "the module": model}
+    refs = {name: weakref.ref(value) for name, value in tensors.items()}
+    x = torch.randn(4, 8)
+    first_batch = weakref.ref(x)
+    for _ in range(2):
+        compiled(x).sum().backward()
+    del x, tensors
+    gc.collect()
+    assert first_batch() is None, "though the function that made it still runs"
+    del model, compiled
+    gc.collect()
+    assert [name for name, ref in refs.items() if ref() is not None] == []
+    # A graph is Dynamo's until its caches are emptied, as any backend's is.
+
+
+def test_a_model_compiled_again_for_a_promotion_keeps_nothing_either() -> None:
+    model = Net()
+    backend = fxprec.Backend(fxprec.Config(**OPTIONS))
+    compiled = torch.compile(model, backend=backend)
+    x = torch.randn(4, 8) * 1e9
+    refs = [weakref.ref(value) for value in (x, *model.parameters())]
+    for _ in range(3):
+        compiled(x).sum().backward()
+    assert any(event.kind == "relowering" for event in backend.events)
+    del model, compiled, x
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * len(refs)
