@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fxprec.errors import GoldenError as GoldenError
     from fxprec.errors import GradientError as GradientError
     from fxprec.errors import LoweringError as LoweringError
+    from fxprec.errors import ModifiedInPlaceError as ModifiedInPlaceError
     from fxprec.errors import NumericsError as NumericsError
     from fxprec.errors import PlanError as PlanError
     from fxprec.errors import ReferenceRunError as ReferenceRunError
@@ -67,6 +68,7 @@ _HOMES = {
             "GoldenError",
             "GradientError",
             "LoweringError",
+            "ModifiedInPlaceError",
             "NumericsError",
             "PlanError",
             "ReferenceRunError",

@@ -37,6 +37,10 @@ class DoubleBackwardError(FxprecError, RuntimeError):
     """Second derivatives were asked of a compiled graph, which has none."""
 
 
+class ModifiedInPlaceError(FxprecError, RuntimeError):
+    """A parameter or input changed between a forward pass and the backward pass that reads its stored copy."""
+
+
 class FallbackError(FxprecError, RuntimeError):
     """Under ``strict=True``: something asked for would have been left out."""
 

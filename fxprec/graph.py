@@ -25,11 +25,12 @@ from fxprec.formats import parse
 from fxprec.generated import Half, Lowering, interpreted_kernels
 from fxprec.grad_scaling import GradScaling
 from fxprec.in_flight import InFlight, Version
+from fxprec.modified import Versions
 from fxprec.passes import pipeline
 from fxprec.passes.base import Notice, Work
 from fxprec.passes.joint import JointGraph
 from fxprec.passes.lowering import Lowered, lower
-from fxprec.passes.saved_bytes import as_partitioned, readable
+from fxprec.passes.saved_bytes import as_partitioned, copied_inputs, readable
 from fxprec.plan import Plan, Site
 from fxprec.ranges import interpreted_by_group as by_group
 from fxprec.ranges import ranged
@@ -102,6 +103,7 @@ class PlannedGraph:
         self._measured: frozenset[int] = frozenset()
         self._counted: frozenset[int] = frozenset()
         self._seen_by_forward: frozenset[int] = frozenset()  # rows: what backward recomputes is not measured again
+        self._copied: tuple[int, ...] = ()  # inputs that backward reads a stored copy of
         self._in_flight = InFlight()
         self._runs_forward = False  # whether it was called outside of backward
         self._settles_in_forward = (
@@ -169,7 +171,7 @@ class PlannedGraph:
     def _run(self, version: Version, args: Sequence[Any]) -> Any:
         results = version(*args)
         if self.is_training and self.controller is not None:
-            _refuse_double_backward(results)
+            _check_backward(results, Versions(self._copied, self.captured.inputs, args))
         if self._skips is not None and self.controller is not None:
             self._skips.saw(args)
         return results
@@ -385,6 +387,7 @@ class PlannedGraph:
             assert plan.saved_bytes is not None
             predicted = plan.saved_bytes.planned
             plan = as_partitioned(plan, forward.graph, self._num_results, self.captured.inputs)
+            self._copied = copied_inputs(forward.graph, self._num_results, self.captured.inputs)
             assert plan.saved_bytes is not None
             if self._given is None:
                 self._budget.hold(predicted, plan.saved_bytes.planned)
@@ -430,11 +433,16 @@ class PlannedGraph:
         return call
 
 
-def _refuse_double_backward(results: Any) -> None:
-    """Raise `DoubleBackwardError` from the first backward under ``create_graph=True``, where the cause is in sight."""
+def _check_backward(results: Any, versions: Versions) -> None:
+    """Raise `DoubleBackwardError` and `ModifiedInPlaceError` before backward runs, where the cause is in sight."""
+
+    def check(grad: torch.Tensor) -> None:
+        _check_grad_mode(grad)
+        versions.check()
+
     for result in results if isinstance(results, list | tuple) else [results]:
         if isinstance(result, torch.Tensor) and result.requires_grad:
-            result.register_hook(_check_grad_mode)
+            result.register_hook(check)
 
 
 def _check_grad_mode(grad: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from fxprec import symbolic
 from fxprec.formats import Format
 from fxprec.passes.groups import GROUP_META
-from fxprec.passes.joint import GraphInput, JointGraph, numel_hint, value
+from fxprec.passes.joint import GraphInput, JointGraph, input_index, numel_hint, value
 from fxprec.passes.tensors import CountedTensor
 from fxprec.plan import ByteCount, Plan
 from fxprec.recipes import Recipe
@@ -84,6 +84,14 @@ def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequenc
     return replace(plan, groups=groups, saved_bytes=total)
 
 
+def copied_inputs(forward: Graph, num_outputs: int, inputs: Sequence[GraphInput]) -> tuple[int, ...]:
+    """Return the positions of parameters and inputs that backward reads as a stored copy, and not themselves."""
+    joint = JointGraph(forward, inputs)
+    sources = [_copied(node) for node in _saved_storages(forward, num_outputs)]
+    placeholders = [n for n in sources if n.op == "placeholder" and joint.describe(n).kind in ("param", "input")]
+    return tuple(sorted({index for n in placeholders if (index := input_index(n)) is not None}))
+
+
 def _saved_storages(forward: Graph, num_outputs: int) -> Iterator[Node]:
     """Yield the node that made each storage backward is handed, inputs left out."""
     results = forward.output_node().args[0]
@@ -121,9 +129,14 @@ def _holds_floats(node: Node) -> bool:
 
 
 def _is_copy_of_parameter(node: Node, joint: JointGraph) -> bool:
+    source = _copied(node)
+    return source.op == "placeholder" and joint.describe(source).kind == "param"
+
+
+def _copied(node: Node) -> Node:
     while node.target in _COPIES:
-        node = node.all_input_nodes[0]
-    return node.op == "placeholder" and joint.describe(node).kind == "param"
+        node = _storage(node.all_input_nodes[0])
+    return node
 
 
 _CONVERT = torch.ops.prims.convert_element_type.default
