@@ -21,14 +21,13 @@ class InsertCasts:
     def apply(self, work: Work) -> None:
         assert work.grouped is not None
         assert work.assignment is not None
-        formats = {} if work.given is None else work.given.formats
         work.book = SiteBook(
             graph=work.joint.graph,
             table=work.joint.table,
             recipe=work.config.recipe_,
             storage=work.config.storage_,
             low=work.assignment.low,
-            formats=formats,
+            given=None if work.given is None else work.given.sites,
             guards_gradients=isinstance(work.config.grad_scaling_, GradScaling),
         )
         insert = insert_simulated_casts if work.config.storage_ == "simulate" else insert_stored_casts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,6 +15,7 @@ from fxprec.passes.joint import is_backward
 from fxprec.passes.regions import REGION_META
 from fxprec.passes.tensors import CountedTensor
 from fxprec.plan import Site
+from fxprec.plan_compare import refuse_another_site
 from fxprec.recipes import Recipe
 
 _COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", GROUP_META)
@@ -59,44 +60,56 @@ class SiteBook:
     recipe: Recipe
     storage: str
     low: frozenset[int]  # ids of the counted tensors held low
-    formats: Mapping[tuple[str, str], str] = field(default_factory=dict)  # (tensor, kind) -> format, from a plan
+    given: Sequence[Site] | None = None  # the sites of a plan to follow: row for row the same tensors
     guards_gradients: bool = False  # gradients saturate where they are scaled, and keep the model's own inf and NaN
     sites: list[Site] = field(default_factory=list)
     nodes: dict[int, Node] = field(default_factory=dict)  # site id -> quantize node
     _by_tensor: dict[int, Site] = field(default_factory=dict)
 
-    def format(self, tensor: CountedTensor) -> Format:
-        named = self.formats.get((tensor.name, tensor.kind))
-        fmt = self.recipe.format_of(tensor.kind, low=tensor.id in self.low) if named is None else parse(named)
-        return _saturating(fmt) if self._is_guarded(tensor.kind, fmt) else fmt
+    def _in_force(self, site: Site) -> Site:
+        """Return the row that is opened next as the given plan has it. Raises `PlanError` if it has another there."""
+        promoted_at = None
+        if self.given is not None:
+            refuse_another_site(site.id, site, self.given)
+            promoted_at = self.given[site.id].promoted_at
+            site = replace(site, format=self.given[site.id].format)
+        fmt = parse(site.format)
+        name = _saturating(fmt).name if self._is_guarded(site.kind, fmt) else fmt.name
+        return replace(site, format=name, promoted_at=promoted_at)
 
     def _is_guarded(self, kind: str, fmt: Format) -> bool:
         return self.guards_gradients and kind.startswith("grad") and fmt.exponent_bits < 8
 
     def site(self, tensor: CountedTensor) -> Site:
-        """Return the tensor's row, opening it at first use."""
+        """Return the tensor's row, opening it at first use.
+
+        Which tensors have rows, and in which order, depends on the graph alone and on no format: a promotion, an
+        edit or another low ratio changes what a row says, never which tensor it speaks of. Raises `PlanError` where
+        the given plan speaks of another.
+        """
         found = self._by_tensor.get(tensor.id)
         if found is None:
-            found = Site(
-                id=len(self.sites),
-                tensor=tensor.name,
-                kind=tensor.kind,
-                module=tensor.module,
-                source=tensor.source,
-                shape=tensor.shape,
-                elements=tensor.elements,
-                group=tensor.group,
-                format=self.format(tensor).name,
-                direction="backward" if tensor.kind.startswith("grad") else "forward",
-                promoted_at=None,
+            found = self._in_force(
+                Site(
+                    id=len(self.sites),
+                    tensor=tensor.name,
+                    kind=tensor.kind,
+                    module=tensor.module,
+                    source=tensor.source,
+                    shape=tensor.shape,
+                    elements=tensor.elements,
+                    group=tensor.group,
+                    format=self.recipe.format_of(tensor.kind, low=tensor.id in self.low).name,
+                    direction="backward" if tensor.kind.startswith("grad") else "forward",
+                )
             )
             self.sites.append(found)
             self._by_tensor[tensor.id] = found
         return found
 
     def is_identity(self, tensor: CountedTensor, dtype: torch.dtype) -> bool:
-        """Say whether storing the tensor in its format changes neither bits nor memory."""
-        return self.storage != "simulate" and self.format(tensor).torch_dtype == dtype
+        """Say whether storing the tensor in its format changes neither bits nor memory; its row stays all the same."""
+        return self.storage != "simulate" and parse(self.site(tensor).format).torch_dtype == dtype
 
     def store(self, node: Node, tensor: CountedTensor, *, backward: bool | None = None) -> tuple[Node, Node]:
         """Insert ``dequantize(quantize(node))`` at the insertion point; return the stored and the read value."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from fxprec.errors import PlanError
 from fxprec.passes.assignment import Assignment
 from fxprec.passes.base import Work
 from fxprec.passes.groups import Grouped
 from fxprec.passes.saved_bytes import SavedBytes
 from fxprec.passes.tensors import CountedTensor
 from fxprec.plan import Gemm, Group, KindCounts, Plan
+from fxprec.plan_compare import another_model
 from fxprec.recipes import Recipe
 
 
@@ -42,7 +42,9 @@ class WritePlan:
             sites=tuple(work.book.sites),
             notes=tuple(work.remarks),
         )
-        work.plan = plan if work.given is None else _keep_promotions(plan, work.given)
+        if work.given is not None:
+            _refuse_another_model(plan, work.given)
+        work.plan = plan
 
 
 def _gemms(work: Work) -> tuple[Gemm, ...]:
@@ -91,10 +93,8 @@ def _groups(grouped: Grouped, assignment: Assignment, recipe: Recipe) -> tuple[G
     )
 
 
-def _keep_promotions(plan: Plan, given: Plan) -> Plan:
-    """Carry over when a site was promoted, after making sure that both plans describe one model."""
+def _refuse_another_model(plan: Plan, given: Plan) -> None:
+    """Raise `PlanError` where two plans have other GEMMs, groups or sites."""
     difference = plan.first_difference(given, there="the given plan", sizes=False)
     if difference is not None:
-        raise PlanError(f"the given plan belongs to another model: {difference}; drop plan= to solve anew")
-    stamped = (replace(site, promoted_at=was.promoted_at) for site, was in zip(plan.sites, given.sites, strict=True))
-    return replace(plan, sites=tuple(stamped))
+        raise another_model(difference)

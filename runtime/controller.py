@@ -18,6 +18,7 @@ import torch
 from fxprec.errors import FxprecWarning, PlanError
 from fxprec.formats import parse
 from fxprec.plan import Plan, Site
+from fxprec.plan_compare import partners
 from fxprec.plan_json import from_dict
 from fxprec.runtime.events import Event
 from fxprec.runtime.scaling import Keeper
@@ -169,10 +170,8 @@ class Controller:
 
     def promote_as(self, other: Plan) -> None:
         """Promote what another graph of the same model has promoted: evaluation follows training."""
-        promoted = {(s.tensor, s.kind, s.group, s.module) for s in other.promoted}
-        moved = [
-            s.id for s in self.plan.sites if s.promoted_at is None and (s.tensor, s.kind, s.group, s.module) in promoted
-        ]
+        promoted = {i for i, j in partners(self.plan, other).items() if other.sites[j].promoted_at is not None}
+        moved = [s.id for s in self.plan.sites if s.id in promoted and s.format != self.rules.hi]
         for i in moved:
             site = self.plan.sites[i]
             self._tell("promotion", site, f"{site.format} -> {self.rules.hi}: promoted in training")
