@@ -40,15 +40,19 @@ class Captured:
     device: torch.device
     fake_mode: Any
     capacity: int  # rows of the scale table
+    ambient: compat.Ambient
     identity: Identity
 
     @classmethod
     def take(cls, gm: GraphModule, examples: Sequence[Any]) -> Captured:
         """Copy what is needed. Raises `LoweringError` for a device fxprec cannot lower to."""
         calls = sum(n.op not in ("placeholder", "output") for n in gm.graph.nodes)
+        device = _device(examples)
         capacity = max(256, 1 << (4 * calls + 2 * len(examples)).bit_length())
         identity = Identity(_is_training(examples), _parameters(gm.graph))
-        return cls(copied(gm), list(examples), _device(examples), compat.current_fake_mode(), capacity, identity)
+        return cls(
+            copied(gm), list(examples), device, _fake_mode(gm.graph), capacity, compat.Ambient.now(device), identity
+        )
 
     def with_capacity(self, sites: int) -> Captured:
         return replace(self, capacity=1 << sites.bit_length())
@@ -79,8 +83,8 @@ class Captured:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Compile outside of Dynamo, under the first compilation's symbolic shapes."""
-        with compat.tracing_with(self.fake_mode):
+        """Compile outside of Dynamo as the first compilation did: its symbolic shapes, its autocast and grad mode."""
+        with self.ambient.restored(), compat.tracing_with(self.fake_mode):
             yield
 
     def empty_table(self) -> torch.Tensor:
@@ -91,8 +95,8 @@ class Captured:
         """Return a copy of the graph with the scale table as its last input, and the table's example."""
         gm = copied(self.gm)
         table = self.empty_table()
-        if self.fake_mode is not None:
-            table = self.fake_mode.from_tensor(table, static_shapes=True)
+        if (fake_mode := compat.current_fake_mode()) is not None:
+            table = fake_mode.from_tensor(table, static_shapes=True)
         last = _placeholders(gm.graph)[-1]
         with gm.graph.inserting_after(last):
             gm.graph.placeholder("fxprec_table").meta["example_value"] = table
@@ -122,6 +126,13 @@ def _is_training(examples: Sequence[Any]) -> bool:
 
 def _parameters(graph: Graph) -> tuple[str, ...]:
     return tuple(known.name for known in map(_describe, _placeholders(graph)) if known.kind == "param")
+
+
+def _fake_mode(graph: Graph) -> Any:
+    """Return the fake mode of the inputs' own fake values: that of a Python float knows its symbol in no other."""
+    values = (n.meta.get("example_value") for n in _placeholders(graph))
+    modes = (mode for v in values if (mode := compat.fake_mode_of(v)) is not None)
+    return next(modes, compat.current_fake_mode())
 
 
 def _device(examples: Sequence[Any]) -> torch.device:

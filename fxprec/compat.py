@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -28,7 +28,7 @@ from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import inductor_prims, list_mode_options
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph
 from torch.utils.checkpoint import _CheckpointFrame
 
@@ -67,6 +67,43 @@ def uncached_autograd() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def backward_at_once() -> Iterator[None]:
+    """Compile the backward half with the forward half and let its errors out; else the first backward meets them."""
+    name = "force_non_lazy_backward_lowering"
+    with torch._functorch.config.patch({name: True} if hasattr(torch._functorch.config, name) else {}):
+        yield
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """The state of a thread that decides what tracing a graph gives: guarded by Dynamo, restored to compile again."""
+
+    grad: bool
+    inference: bool
+    dtype: torch.dtype
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]  # device type, its dtype, whether on
+
+    @classmethod
+    def now(cls, device: torch.device) -> Ambient:
+        devices = dict.fromkeys(("cpu", device.type))
+        autocast = tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put it in force; what a compilation that fails leaves behind is undone at the end."""
+        before = torch.get_default_dtype()
+        with contextlib.ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, before)
+            torch.set_default_dtype(self.dtype)
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device, dtype, enabled in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled))
+            yield
+
+
 def mode_settings(mode: str) -> dict[str, Any]:
     """Return what a mode of ``torch.compile`` sets in Inductor's config."""
     return dict(list_mode_options(mode))
@@ -78,8 +115,13 @@ def current_fake_mode() -> FakeTensorMode | None:
     return None if context is None else context.fake_mode
 
 
+def fake_mode_of(value: object) -> FakeTensorMode | None:
+    """Return the mode a fake tensor belongs to, or None for anything else."""
+    return value.fake_mode if isinstance(value, FakeTensor) else None
+
+
 @contextlib.contextmanager
-def tracing_with(fake_mode: FakeTensorMode) -> Iterator[None]:
+def tracing_with(fake_mode: FakeTensorMode | None) -> Iterator[None]:
     """Compile outside of Dynamo under the fake mode, and so the symbolic shapes, of an earlier compilation."""
     with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
         yield

@@ -36,7 +36,7 @@ from fxprec.ranges import interpreted_by_group as by_group
 from fxprec.ranges import ranged
 from fxprec.report.folder import GraphDump
 from fxprec.report.watch import run_passes, write_plan
-from fxprec.runtime.controller import Controller, Rules
+from fxprec.runtime.controller import Controller, Rules, describe
 from fxprec.runtime.events import Event
 from fxprec.runtime.scaling import keeper_of
 from fxprec.saved_budget import PlanAgain, SavedBudget
@@ -62,6 +62,22 @@ class CompileReport:
     def passes_seconds(self) -> float:
         """Seconds the passes took in the latest compilation."""
         return sum(p.seconds for p in self.passes)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What compiled code does with rows of the table, and so how one half of a graph is lowered."""
+
+    watched: frozenset[int] = frozenset()
+    scaled: frozenset[int] = frozenset()
+    measured: frozenset[int] = frozenset()
+    counted: frozenset[int] = frozenset()
+
+
+# What a compilation changes before it is known to succeed.
+_TENTATIVE = ("_given", "_rows", "_next", "_seen_by_forward", "_num_results", "reports", "is_training")
+# Promotions that did not compile after which no more are tried: each attempt costs as much as a compilation.
+MAX_GIVEN_UP = 3
 
 
 class PlannedGraph:
@@ -98,10 +114,9 @@ class PlannedGraph:
         self._damage = Calibration() if config.policy == "exact" and given is None else None
         self._followed: Plan | None = None  # the training plan an inference graph follows
         self._in_force: Plan  # what the compiled code was lowered for
-        self._watched: frozenset[int] = frozenset()
-        self._scaled: frozenset[int] = frozenset()
-        self._measured: frozenset[int] = frozenset()
-        self._counted: frozenset[int] = frozenset()
+        self._rows = _Rows()
+        self._next: tuple[Plan, ScaleGraph | None] | None = None  # what the compilation under way is for
+        self._given_up = 0  # promotions that could not be made real
         self._seen_by_forward: frozenset[int] = frozenset()  # rows: what backward recomputes is not measured again
         self._copied: tuple[int, ...] = ()  # inputs that backward reads a stored copy of
         self._in_flight = InFlight()
@@ -195,7 +210,7 @@ class PlannedGraph:
     def _settle(self, *, steps: int) -> None:
         """Make what statistics ask for real, then count ``steps``: where no call recomputes an earlier one."""
         if self._is_calibrated:
-            self._compile_again("solved from the calibration step")
+            self._compile_again("solved from the calibration step", self._given)
         if self.controller is None:
             return
         self.controller.settle()
@@ -208,17 +223,42 @@ class PlannedGraph:
             self.follow_plan()
         if self._lowering.is_stale:
             self._lowering.is_stale = False
-            self._compile_again("without kernels that failed")
+            self._compile_again("without kernels that failed", self.controller.plan)
 
     def follow_plan(self) -> None:
-        """Make a changed plan real. In ``simulate`` the table already has; real storage is lowered again."""
+        """Make a changed plan real. In ``simulate`` the table already has; real storage is lowered again.
+
+        A promotion never ends a run: where it does not compile, what runs goes on, with a warning and an event.
+        Raises `FallbackError` for that under ``strict``.
+        """
         assert self.controller is not None
         if self.config.storage_ != "simulate" and self.controller.plan.formats != self._in_force.formats:
-            self._given = self.controller.plan
-            self._compile_again("for the changed plan")
+            try:
+                self._compile_again("for the changed plan", self.controller.plan)
+            except Exception as error:  # whatever Inductor raises
+                self._give_up(error)
         self._in_force = self.controller.plan
         if self._dump is not None:
             self._dump.write_plan(self.controller.plan)
+
+    def _give_up(self, error: Exception) -> None:
+        """Keep the code that runs and the plan it was lowered for; what was promoted since stays low, for good."""
+        assert self.controller is not None
+        log.info("graph %d: a promotion did not compile", self.index, exc_info=error)
+        refused = self.controller.stay_with(self._in_force)
+        self._given_up += 1
+        last = ""
+        if self._given_up == MAX_GIVEN_UP:
+            self.controller.rules = replace(self.controller.rules, promote_above=None)
+            last = f"; that was attempt {MAX_GIVEN_UP}, no more are made for this graph"
+        site = refused[0]
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        way_out = f"hold it high from the start with keep_high=({site.module!r},)" if site.module else "see the log"
+        detail = (
+            f"promoting it{more} to {self.controller.rules.hi} failed ({_in_one_line(error)}): training goes on with "
+            f"it in {site.format}; {way_out}{last}"
+        )
+        self._tell(Notice(describe(site), detail), step=self.controller.step)
 
     def _follow_training(self) -> None:
         """Evaluate as training runs: the same groups low, the same tensors promoted."""
@@ -228,8 +268,11 @@ class PlannedGraph:
             return
         self._followed = trained
         if trained.low_groups != self.controller.plan.low_groups:
-            self._given = None
-            self._compile_again("to evaluate as training runs")
+            try:
+                self._compile_again("to evaluate as training runs", None)
+            except Exception as error:  # whatever Inductor raises
+                detail = f"evaluates with other tensors low than training has: compiling failed ({_in_one_line(error)})"
+                self._tell(Notice(f"graph {self.index}", detail), step=self.controller.step)
         self.controller.promote_as(trained)
 
     def state_dict(self) -> saved_state.GraphState | None:
@@ -239,26 +282,34 @@ class PlannedGraph:
         return {"graph": self.captured.identity.to_dict(), **self.controller.state_dict()}
 
     def load_plan(self, plan: Plan) -> None:
-        """Take the place of calibration and solving by a plan from a checkpoint."""
-        self._given = plan
-        if self.controller is None or self._in_force.formats != plan.formats:
-            self._compile_again("for the loaded plan")
+        """Take the place of calibration and solving by a plan from a checkpoint.
 
-    def _compile_again(self, why: str) -> None:
-        with self.captured.tracing(), torch.set_grad_enabled(self.is_training):
-            self._compiled = self._compile(self.captured.fake_examples)
+        Where that fails, the graph stays as it was.
+        """
+        if self.controller is None or self._in_force.formats != plan.formats:
+            self._compile_again("for the loaded plan", plan)
+
+    def _compile_again(self, why: str, given: Plan | None) -> None:
+        """Compile the captured graph for ``given``, or solve anew. What runs is replaced on success only."""
+        before = {name: getattr(self, name) for name in _TENTATIVE}
+        self._given = given
+        try:
+            with self.captured.tracing(), compat.backward_at_once():
+                self._compiled = self._compile(self.captured.fake_examples)
+        except BaseException:
+            vars(self).update(before)
+            raise
         step = 0 if self.controller is None else self.controller.step
         detail = f"compiled again in {self.compile_seconds[-1]:.1f} s, {why}"
         log.info("graph %d: %s", self.index, detail)
         self.events.append(Event(step, "relowering", f"graph {self.index}", detail))
 
     def _compile(self, examples: Sequence[Any]) -> Compiled:
-        controller = self.controller
         while True:
             try:
                 return self._compile_once(examples)
             except PlanAgain:
-                self.controller = controller  # what a plan above the budget set up is no longer of use
+                self._next = None  # what a plan above the budget set up is no longer of use
 
     def _compile_once(self, examples: Sequence[Any]) -> Compiled:
         start = time.perf_counter()
@@ -272,6 +323,7 @@ class PlannedGraph:
                 config_patches=compat.mode_settings(self.config.mode)
                 | {"joint_custom_pre_pass": compat.GraphPass(self._run_passes, _CACHE_KEY)},
             )
+        self._hand_over()
         self.compile_seconds.append(time.perf_counter() - start)
         return compiled  # type: ignore[no-any-return]
 
@@ -314,21 +366,35 @@ class PlannedGraph:
         return (*self._waiting(), *compiled)
 
     def _adopt(self, plan: Plan, scales: ScaleGraph | None) -> None:
+        """Lower for a plan from here on. Raises `capture.TableFull`."""
         rows = len(plan.sites) if scales is None else scales.num_rows(len(plan.sites))
         if rows > self.captured.capacity:
             raise capture.TableFull(rows)
         scaling = self.config.grad_scaling_
-        self._scaled = frozenset() if scales is None else scales.rows
         casts = frozenset() if scales is None else frozenset(scales.casts)
+        measured = counted = frozenset[int]()
         if scales is not None and isinstance(scaling, GradScaling):
-            self._measured = casts | scales.operands
-            self._counted = casts if scaling.estimate == "histogram" else frozenset()
-        self._watched = casts | self._measured | {s.id for s in plan.sites if self._can_lose(s)}
+            measured = casts | scales.operands
+            counted = casts if scaling.estimate == "histogram" else counted
+        self._rows = _Rows(
+            watched=casts | measured | {s.id for s in plan.sites if self._can_lose(s)},
+            scaled=frozenset() if scales is None else scales.rows,
+            measured=measured,
+            counted=counted,
+        )
+        self._next = plan, scales
+
+    def _hand_over(self) -> None:
+        """Put in force what was just compiled, if it is a plan and no calibration."""
+        if self._next is None:
+            return
+        (plan, scales), self._next = self._next, None
+        scaling = self.config.grad_scaling_
+        keeper = None if scales is None or scaling is None else keeper_of(scaling, scales, self.config.promote_above)
         self._in_force = plan
         if self.controller is not None:
-            self.controller.plan = plan
+            self.controller.adopt(plan, keeper)
             return
-        keeper = None if scales is None or scaling is None else keeper_of(scaling, scales, self.config.promote_above)
         rules = Rules(promote_above=self.config.promote_above, hi=self.config.recipe_.hi.name)
         self.controller = Controller(plan, rules, self.captured.capacity, self.captured.device, keeper=keeper)
 
@@ -340,11 +406,11 @@ class PlannedGraph:
             return True
         return site.kind != "grad_param" and site.format != self.config.recipe_.hi.name
 
-    def _tell(self, notice: Notice) -> None:
+    def _tell(self, notice: Notice, step: int = 0) -> None:
         message = f"{notice.site}: {notice.detail}"
         if self.config.strict:
             raise FallbackError(message)
-        event = Event(0, "fallback", notice.site, notice.detail)
+        event = Event(step, "fallback", notice.site, notice.detail)
         if event not in self.events:  # a re-lowering finds the same again
             log.info("graph %d: fallback: %s", self.index, message)
             warnings.warn(message, FxprecWarning, stacklevel=2)
@@ -358,8 +424,8 @@ class PlannedGraph:
         name = "backward" if options.get("is_backward") else "forward"
         if name == "forward":
             self._seen_by_forward = frozenset()
-            if self.controller is not None:  # else it has no plan: it steps weights
-                self._complete_plan(self.controller, gm)
+            if self._next is not None:  # else it has no plan: it steps weights
+                self._complete_plan(*self._next, gm)
 
         def build(gm: GraphModule) -> Compiled:
             if self._lowering.name == "eager":
@@ -374,15 +440,15 @@ class PlannedGraph:
         if name == "forward":
             self._seen_by_forward = frozenset(half.lowered.rows)
         if self._dump is not None and self._lowering.name == "triton":
-            self._dump.write_kernels(half.lowered.generated.kernels, self._in_force, name)
+            plan = self._in_force if self._next is None else self._next[0]
+            self._dump.write_kernels(half.lowered.generated.kernels, plan, name)
         if not half.lowered.rows:
             return half if half.has_first_run else half.run
         compat.trim_output_strides(num_outputs)
         return self._with_stats(half, num_outputs)
 
-    def _complete_plan(self, controller: Controller, forward: GraphModule) -> None:
+    def _complete_plan(self, plan: Plan, scales: ScaleGraph | None, forward: GraphModule) -> None:
         """Put into the plan what the partitioned graph really saves, and hold it to the budget."""
-        plan = self._in_force
         if self.is_training:
             assert plan.saved_bytes is not None
             predicted = plan.saved_bytes.planned
@@ -393,7 +459,7 @@ class PlannedGraph:
                 self._budget.hold(predicted, plan.saved_bytes.planned)
             else:
                 self._tell_budget(plan.saved_bytes.planned)
-        self._in_force = controller.plan = plan
+        self._next = plan, scales
         log.info("graph %d: %s", self.index, summary(plan))
         write_plan(plan, self._dump)
 
@@ -412,10 +478,10 @@ class PlannedGraph:
             gm,
             lowering,
             self.captured.device.type,
-            watched=self._watched - self._seen_by_forward,
-            scaled=self._scaled,
-            measured=self._measured,
-            counted=self._counted,
+            watched=self._rows.watched - self._seen_by_forward,
+            scaled=self._rows.scaled,
+            measured=self._rows.measured,
+            counted=self._rows.counted,
             calls=compat.TritonCalls(),
             without=without,
         )
@@ -451,6 +517,11 @@ def _check_grad_mode(grad: torch.Tensor) -> None:
             "backward(create_graph=True) went into a graph compiled by fxprec, and compiled graphs have no second "
             "derivatives; leave create_graph out, or run this part of the model uncompiled (torch.compiler.disable)"
         )
+
+
+def _in_one_line(error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def summary(plan: Plan) -> str:

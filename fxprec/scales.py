@@ -73,6 +73,11 @@ class ScaleGraph:
         """Variable by row, of the casts."""
         return {v.row: i for i, v in enumerate(self.variables) if isinstance(v, Cast)}
 
+    def casts_alike(self, other: ScaleGraph) -> bool:
+        """Say whether the variables of both stand for the same casts and joins, so that exponents carry over."""
+        ours, theirs = ([_place(v) for v in graph.variables] for graph in (self, other))
+        return ours == theirs
+
     @cached_property
     def operands(self) -> frozenset[int]:
         """Rows of forward tensors that Theorem 1 needs statistics of."""
@@ -91,3 +96,8 @@ class ScaleGraph:
     def site_of(self) -> Mapping[int, int]:
         """Site by row, for the rows beyond the sites that are casts too."""
         return {v.row: v.site for v in self.variables if isinstance(v, Cast)}
+
+
+def _place(variable: Cast | Join) -> tuple[int, int, str] | tuple[int | None, ...]:
+    """Return what a variable stands for, whatever made the gradient."""
+    return (variable.row, variable.site, variable.format) if isinstance(variable, Cast) else variable.parts

@@ -56,6 +56,7 @@ class Controller:
     events: list[Event] = field(default_factory=list)
     queue: StatsQueue = field(default_factory=StatsQueue)
     latest: dict[int, SiteStats] = field(default_factory=dict)  # by row
+    _refused: frozenset[int] = frozenset()  # sites whose promotion could not be made real
     _held: Mapping[int, str] = field(default_factory=dict)  # other formats than the plan's, by site
     _formats: torch.Tensor | None = None  # the table without scales
     _table: torch.Tensor | None = None
@@ -125,7 +126,7 @@ class Controller:
 
     def _overflows(self, site: Site, stats: SiteStats) -> bool:
         limit = self.rules.promote_above
-        if limit is None or site.promoted_at is not None:
+        if limit is None or site.promoted_at is not None or site.id in self._refused:
             return False
         if not math.isfinite(stats.amax):  # counts as overflow, of which it says nothing: a bad batch
             return self._loses(site, stats.amax)
@@ -171,13 +172,30 @@ class Controller:
     def promote_as(self, other: Plan) -> None:
         """Promote what another graph of the same model has promoted: evaluation follows training."""
         promoted = {i for i, j in partners(self.plan, other).items() if other.sites[j].promoted_at is not None}
-        moved = [s.id for s in self.plan.sites if s.id in promoted and s.format != self.rules.hi]
+        moved = [s.id for s in self.plan.sites if s.id in promoted - self._refused and s.format != self.rules.hi]
         for i in moved:
             site = self.plan.sites[i]
             self._tell("promotion", site, f"{site.format} -> {self.rules.hi}: promoted in training")
         if moved:
             self.plan = self.plan.promote(moved, step=self.step, hi=self.rules.hi)
             self._formats = self._on_device = None
+
+    def stay_with(self, plan: Plan) -> list[Site]:
+        """Go back to a plan of the same sites, and promote those that differ never again; return them."""
+        changed = [was for site, was in zip(self.plan.sites, plan.sites, strict=True) if site.format != was.format]
+        self._refused |= {site.id for site in changed}
+        self.plan = plan
+        self._formats = self._on_device = None
+        return changed
+
+    def adopt(self, plan: Plan, keeper: Keeper | None) -> None:
+        """Take the plan of newly compiled code; scales stay as they are where it casts the same gradients."""
+        if self.keeper is not None and keeper is not None and self.keeper.graph.casts_alike(keeper.graph):
+            self.keeper.graph = keeper.graph  # which operands are stored may differ, and so the slots
+        else:
+            self.keeper = keeper
+        self.plan = plan
+        self._formats = self._on_device = None
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per cast: site, format, module, scale and the latest statistics (or None).

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fxprec import formats
 from fxprec.errors import PlanError
 from fxprec.plan import ByteCount, Gemm, Group, KindCounts, Plan, Site
+from fxprec.plan_compare import partners
 from fxprec.recipes import RECIPES
 
 KINDS = ("output", "param", "grad_output", "grad_param")
@@ -258,3 +259,27 @@ def test_another_batch_size_is_a_difference_only_in_sizes():
     other = changed(changed(plan, "groups", 1, elements=999, size="s7"), "sites", 0, shape="16 x 8")
     assert plan.first_difference(other) is not None
     assert plan.first_difference(other, sizes=False) is None
+
+
+def test_node_numbers_are_no_part_of_the_model():
+    """FX counts symbolic arithmetic too, so a second trace under dynamic shapes numbers its nodes otherwise."""
+    names, renamed = (("mul_98", "mul_102", "conv1.weight_1"), ("mul_97", "mul_101", "conv1.weight_1"))
+    kinds = ("output", "output", "param")
+    plan, again = (
+        small_plan(sites=tuple(site(i, kind, tensor=t) for i, (t, kind) in enumerate(zip(tensors, kinds, strict=True))))
+        for tensors in (names, renamed)
+    )
+    assert plan.first_difference(again) is None
+    other = dataclasses.replace(again, sites=(*again.sites[:2], site(2, "param", tensor="conv1.weight_2")))
+    words = "site 2 is 'conv1.weight_1' here but 'conv1.weight_2' in the other plan"
+    assert plan.first_difference(other) == words
+
+
+def test_partners_in_two_graphs_of_one_model_are_matched_by_place_and_order():
+    def plan(*tensors: str) -> Plan:
+        return small_plan(sites=tuple(site(i, tensor=t) for i, t in enumerate(tensors)))
+
+    assert partners(plan("mul_3", "add_1", "mul_5"), plan("mul_4", "mul_6", "add_7")) == {0: 0, 1: 2, 2: 1}
+    # One of the training graph's is only saved for backward: names tell, where they did not move.
+    assert partners(plan("mul_5"), plan("mul_3", "mul_5")) == {0: 1}
+    assert partners(plan("mul_4"), plan("mul_3", "mul_5")) == {}
