@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule
+from torch.nn import Module, ModuleDict, ModuleList
 
 from fxprec import capture, compat, saved_state
 from fxprec.config import Config
@@ -308,4 +309,36 @@ def _tell_of_limit(wrapper: object, code: str, limit: str) -> None:
         raise compat.through_dynamo(error) from error
 
 
+def _tell_of_frame(wrapper: object, code: str, owner: object, reason: str) -> None:
+    try:
+        backend = _calls(wrapper)
+        if backend is not None:
+            backend._tell(code, f"runs uncompiled, in the model's own precision{_left_out(owner)}: {reason}. {_MEND}")
+    except FxprecError as error:
+        raise compat.through_dynamo(error) from error
+
+
+_MEND = (
+    'Your own modules that it calls are compiled one by one; TORCH_LOGS="graph_breaks" shows where Dynamo stopped: '
+    "take that out of the loop, or compile the parts"
+)
+
+
+def _left_out(owner: object) -> str:
+    """Name torch's own modules that an uncompiled method calls: Dynamo compiles no frame of torch's code."""
+    if not isinstance(owner, Module):
+        return ""
+    theirs = [name for name, child in _children(owner) if any(True for _ in child.parameters())]
+    return f", with {', '.join(theirs)}" if theirs else ""
+
+
+def _children(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
+    for name, child in module.named_children():
+        if isinstance(child, ModuleList | ModuleDict):
+            yield from _children(child, f"{prefix}{name}.")
+        elif type(child).__module__.startswith("torch.nn."):
+            yield prefix + name, child
+
+
 compat.count_recompiles_per_model(_compilations, _tell_of_limit)
+compat.watch_frames_left_uncompiled(_tell_of_frame)

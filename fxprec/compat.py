@@ -21,8 +21,9 @@ import torch._inductor.config
 import torch._logging._internal
 import torch.fx.traceback
 from torch._dynamo.backends.distributed import DDPOptimizer
+from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
+from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, Unsupported, UserError
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import inductor_prims, list_mode_options
@@ -362,11 +363,48 @@ def count_recompiles_per_model(
         counts[compile_id.frame_id] += 1
         exceeded, limit = exceeds(replace(cache_size, **sizes), id_)
         if exceeded:
-            where = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
-            hit(backend, where, f"{limit} ({getattr(torch._dynamo.config, limit)})")
+            hit(backend, _named(code), f"{limit} ({getattr(torch._dynamo.config, limit)})")
         return exceeded, limit
 
     dynamo.exceeds_recompile_limit = exceeds_for_this_model
+
+
+def watch_frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> None:
+    """Call ``tell(backend, code, owner, reason)`` for a frame that Dynamo gives up and runs as written.
+
+    ``owner`` is the frame's first argument, the module whose method it mostly is. Dynamo says it in its log only, and
+    what the frame itself computes never reaches a backend. A recompile limit is told by `count_recompiles_per_model`.
+    """
+    convert = ConvertFrameAssert.__call__
+
+    def convert_and_watch(self: Any, frame: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return convert(self, frame, *args, **options)
+        except (Unsupported, UserError) as error:
+            reason = _reason_of(error)
+            if not frame.f_code.co_flags & _GENERATORS and _LIMIT not in reason:  # a generator is never compiled
+                owner = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+                tell(_innermost_backend(self._torchdynamo_orig_backend), _named(frame.f_code), owner, reason)
+            raise
+
+    ConvertFrameAssert.__call__ = convert_and_watch  # type: ignore[method-assign]
+
+
+_LIMIT = "recompile limit exceeded"
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _reason_of(error: Exception) -> str:
+    """Return the headings of Dynamo's long message: the first break, and what made it give up the frame."""
+    lines = [line.strip() for line in str(error).splitlines() if line[:1].strip()]
+    headings = [
+        line for line in lines if not line.startswith(("***", "Failed to handle", "from user code", "Set TORCH"))
+    ]
+    return ", then ".join(dict.fromkeys(headings[:2])) or type(error).__name__
+
+
+def _named(code: CodeType) -> str:
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _innermost_backend(target: object) -> object:

@@ -33,5 +33,5 @@ class ParameterWatch:
 _SHARED = (
     "another layer or model runs the same compiled code with parameters of its own, so that both share one plan, one "
     "table of scales and one count of steps, and an overflow in one promotes the tensors of all; give each a backend "
-    'of its own: torch.compile(..., backend="fxprec") or a Backend for each'
+    'of its own: layer.compile(backend="fxprec") for each, or torch.compile with a Backend for each'
 )

@@ -1,0 +1,102 @@
+"""What Dynamo gives up and runs as written is said: here methods that break a graph inside a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fxprec
+
+OPTIONS: dict[str, Any] = {"recipe": "fp8", "low_ratio": 1.0, "lowering": "eager"}
+WORDS = (
+    r"forward \(.*test_uncompiled_frames.py:\d+\): runs uncompiled, in the model's own precision, with head, mixed\.0: "
+    r".*loop.*compiled one by one"
+)
+
+
+class Block(nn.Module):
+    """(batch, 8) to (batch, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Blocks in a loop, and layers of torch's own; ``breaks`` stops Dynamo inside the loop."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.head = nn.Linear(8, 8)
+        self.mixed = nn.ModuleList([nn.Linear(8, 8), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.head(x)
+        for part in self.mixed:
+            if self.breaks:
+                torch._dynamo.graph_break()
+            x = part(x)
+        return x
+
+
+def train_step(model: nn.Module) -> None:
+    model(torch.randn(4, 8)).square().mean().backward()
+
+
+def test_a_method_that_runs_uncompiled_is_told_with_what_it_leaves_out() -> None:
+    model = torch.compile(Net(breaks=True), backend="fxprec", options=OPTIONS)
+    with pytest.warns(fxprec.FxprecWarning, match=WORDS) as caught:
+        train_step(model)
+    train_step(model)
+    assert len(caught) == 1
+    backend = fxprec.backend_of(model)
+    assert [event.kind for event in backend.events if "runs uncompiled" in event.detail] == ["fallback"]
+    assert [[gemm.module for gemm in plan.gemms] for plan in backend.plans] == [["linear"]], "the block alone"
+
+
+def test_strict_makes_it_an_error() -> None:
+    model = torch.compile(Net(breaks=True), backend="fxprec", options={**OPTIONS, "strict": True})
+    for _ in range(2):
+        with pytest.raises(fxprec.FallbackError, match=WORDS):
+            train_step(model)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_fsdp_whose_hooks_break_the_loop_over_blocks_is_told(one_rank: Any) -> None:
+    net = Net(breaks=False)
+    for module in (net.mixed[1], net):
+        fully_shard(module, mesh=one_rank)
+    model = torch.compile(net, backend="fxprec", options=OPTIONS)
+    with pytest.warns(fxprec.FxprecWarning, match=WORDS):
+        train_step(model)
+    assert [[gemm.module for gemm in plan.gemms] for plan in fxprec.backend_of(model).plans] == [["linear"]]
+
+
+def test_other_backends_and_generators_are_not_told_of() -> None:
+    train_step(torch.compile(Net(breaks=True), backend="aot_eager"))
+
+    def numbers(x: Tensor) -> Iterator[Tensor]:
+        yield x * 2
+
+    def call(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return next(numbers(x))
+
+    torch.compile(call, backend="fxprec", options=OPTIONS)(torch.ones(3))
