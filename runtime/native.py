@@ -101,6 +101,34 @@ _OWN_MEMORY = (torch.Tensor, torch.nn.Parameter)
 _PLAIN = torch.Tensor.__torch_dispatch__  # what a tensor with memory of its own has
 
 
+def check_readable(name: str, tensor: torch.Tensor, dim: int | None = None) -> None:
+    """Raise `NativeArgumentError` unless ``tensor`` lies in CPU memory, in any order, and has ``dim`` dimensions.
+
+    For what is copied before a kernel walks it: torch reads memory that was freed.
+    """
+    if (
+        tensor.layout == torch.strided
+        and tensor.is_cpu
+        and not tensor.is_complex()
+        and type(tensor).__torch_dispatch__ is _PLAIN
+        and dim in (None, tensor.dim())
+        and (not tensor.numel() or tensor.untyped_storage().nbytes() >= _end(tensor) * tensor.itemsize)
+    ):
+        return
+    found = _described(tensor.dtype, tensor.numel(), str(tensor.device), "")
+    shape = "" if dim is None else f" of {dim} dimensions"
+    raise NativeArgumentError(
+        f"{name} is {found}{_layout(tensor)}, shape {tuple(tensor.shape)}; a compiled kernel walks real numbers in CPU "
+        f"memory: give a dense tensor{shape}"
+    )
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """Position in its storage behind the last element."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps) + 1
+
+
 def _refusal(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, like: torch.Tensor | None
 ) -> NativeArgumentError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 
 import pytest
 
@@ -26,7 +27,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
+# `./dev bf16` sets it. Tests that expect float32 models then fail; none may crash, hang or give garbage.
+_DEFAULT_DTYPE: torch.dtype = getattr(torch, os.environ.get("FXPREC_TEST_DEFAULT_DTYPE", "float32"))
+
+
 @pytest.fixture(autouse=True)
-def _fresh() -> None:
+def _fresh() -> Iterator[None]:
     torch.compiler.reset()
     torch.manual_seed(0)
+    torch.set_default_dtype(_DEFAULT_DTYPE)
+    yield
+    torch.set_default_dtype(torch.float32)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fxprec.codec import format_row
+from fxprec.errors import FormatError
 from fxprec.formats import Format
 from fxprec.runtime import native
 from fxprec.runtime.codecs import Codec, thresholds
@@ -88,12 +89,14 @@ def encode(x: Tensor, exponent: int, kind: Format | Codec, out: Tensor) -> None:
         tables = _codes("below", below, _CELLS), _codes("above", above, _CELLS), _floats("borders", borders, 128)
         _call("aps_encode_table", *head, *tables)
     else:
-        assert kind.bits <= 8, kind.name
+        if kind.bits > 8:
+            raise FormatError(f"{kind.name} has {kind.bits} bits; this kernel writes codes of at most 8")
         _call("aps_encode", *head, ctypes.byref(_constants(kind)))
 
 
 def sum_rows(rows: Tensor, table: Tensor) -> Tensor:
     """Sum over rows, in order, of the values of codes (rows, n) by a table of 256 float32 values (n,)."""
+    native.check_readable("rows", rows, dim=2)
     count, n = rows.shape
     total = torch.empty(n, dtype=torch.float32, device="cpu")
     codes, values = _codes("rows", rows, count * n), _floats("table", table, 256)

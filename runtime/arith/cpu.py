@@ -49,6 +49,8 @@ def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor | None:
     loaded = library()
     if loaded is None:
         return None
+    for name, t in (("a", a), ("b", b)):
+        native.check_readable(name, t, dim=2)
     a, b = (t.contiguous().resolve_neg() for t in (a, b))
     (m, k), n = a.shape, b.shape[1]
     out = torch.empty(m, n, dtype=torch.float32, device="cpu")

@@ -31,7 +31,7 @@ def wanted_moments(x: torch.Tensor, entries: Sequence[int]) -> Moments | None:
     """Return the moments of dense float32 ``x``, without its scale, where row ``entries`` of the table wants them."""
     if not entries[MEASURE]:
         return None
-    return moments_of(x, float(x.abs().max()) if x.numel() else 0.0, entries[CARRIED])
+    return moments_of(x, float(x.detach().abs().max()) if x.numel() else 0.0, entries[CARRIED])
 
 
 def with_moments(stats: torch.Tensor, moments: Moments | None) -> torch.Tensor:

@@ -43,6 +43,7 @@ def _kernel(name: str, fmt: Format) -> Any:
 
 def _dense(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``x`` as a tensor whose memory can be walked front to back, with the strides its fake result promises."""
+    native.check_readable("x", x)
     if torch.ops.aten.is_non_overlapping_and_dense(x):
         return x.to(dtype).resolve_neg()
     return torch.empty_like(x, dtype=dtype).copy_(x)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -63,7 +65,8 @@ def test_kernels_round_and_pack_as_the_reference(part: int) -> None:
         assert_bits_equal(found[len(cases) + i], wanted[len(cases) + i], f"values of {case}")
 
 
-# What each function may be off in the interpreter, in units in the last place of the exact result.
+# What each function may be off, in units in the last place of the exact result, where the interpreter rounds once
+# (`rounded_once`): how often a kernel's own expression rounds.
 ULPS = {
     "exp2": 1,
     "log2": 1,
@@ -96,8 +99,22 @@ def applied(target: str, x: torch.Tensor) -> torch.Tensor:
     return op(x, *({"Tensor": x * -0.75, "number": 1.7}[kind] for kind in kinds[1:]))
 
 
+@pytest.fixture
+def rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's functions are NumPy's, whose error is that of the processor's code: log2 is 1.4 units off with
+    AVX-512. What is left without it is the kernels' own."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def of(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda x: function(x.astype(np.float64)).astype(x.dtype)
+
+    for name in ("exp", "exp2", "log", "log2", "sin", "cos", "sqrt"):
+        here = of(getattr(np, name))
+        monkeypatch.setattr(InterpreterBuilder, f"create_{name}", lambda self, arg, f=here: self.unary_op(arg, f))
+
+
 @interpreted
-def test_each_operator_is_atens() -> None:
+def test_each_operator_is_atens(rounded_once: None) -> None:
     """Bit for bit; functions that nobody rounds correctly within `ULPS` of the float64 result."""
     x = torch.cat([torch.randn(1500) * 4, torch.tensor([0.0, float("inf"), float("-inf"), float("nan")])])
 
@@ -248,7 +265,10 @@ def test_arithmetic_in_16_bits_is_rounded_as_in_the_graph() -> None:
         assert_bits_equal(found[1], wanted[1])
 
 
-@pytest.mark.parametrize(("name", "tests"), [("kernels", 16), ("training", 9), ("gemm_training", 6)])
+@pytest.mark.parametrize(
+    ("name", "tests"),
+    [pytest.param("kernels", 16, marks=pytest.mark.cpu_dependent), ("training", 9), ("gemm_training", 6)],
+)
 def test_in_the_interpreter(name: str, tests: int) -> None:
     file = Path(__file__).with_name(f"test_{name}.py")
     assert run_interpreted(str(file), "not in_the_interpreter") == tests
