@@ -126,7 +126,7 @@ def check_readable(name: str, tensor: torch.Tensor, dim: int | None = None) -> N
 def _end(tensor: torch.Tensor) -> int:
     """Position in its storage behind the last element."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps) + 1
+    return int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in steps) + 1
 
 
 def _refusal(
