@@ -169,9 +169,12 @@ class Backend:
         """Warn of what was left out, once, and note an event. Raises `FallbackError` under ``strict``."""
         if self.config.strict:
             raise FallbackError(f"{site}: {detail}")
-        step = max((controller.step for controller in self._controllers()), default=0)
-        self._events.append(Event(step, "fallback", site, detail))
+        self._note("fallback", site, detail)
         warnings.warn(f"{site}: {detail}", FxprecWarning, stacklevel=3)
+
+    def _note(self, kind: str, site: str, detail: str) -> None:
+        step = max((controller.step for controller in self._controllers()), default=0)
+        self._events.append(Event(step, kind, site, detail))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "portable": self.portable, "state": self.state_dict()}
@@ -318,6 +321,15 @@ def _tell_of_frame(wrapper: object, code: str, owner: object, reason: str) -> No
         raise compat.through_dynamo(error) from error
 
 
+def _note_break(wrapper: object, code: str, reason: str) -> None:
+    try:
+        backend = _calls(wrapper)
+    except FxprecError:  # wrong options, as the graph's own compilation has said
+        return
+    if backend is not None:
+        backend._note("uncompiled", code, f"cut in several graphs, each planned for itself: {reason}")
+
+
 _MEND = (
     'Your own modules that it calls are compiled one by one; TORCH_LOGS="graph_breaks" shows where Dynamo stopped: '
     "take that out of the loop, or compile the parts"
@@ -342,3 +354,4 @@ def _children(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
 
 compat.count_recompiles_per_model(_compilations, _tell_of_limit)
 compat.watch_frames_left_uncompiled(_tell_of_frame)
+compat.watch_graph_breaks(_note_break)

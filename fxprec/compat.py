@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -390,6 +390,21 @@ def watch_frames_left_uncompiled(tell: Callable[[object, str, object, str], None
     ConvertFrameAssert.__call__ = convert_and_watch  # type: ignore[method-assign]
 
 
+def watch_graph_breaks(tell: Callable[[object, str, str], None]) -> None:
+    """Call ``tell(backend, code, reason)`` for a frame that Dynamo compiles in pieces, once a break."""
+    convert, counters = ConvertFrameAssert.__call__, torch._dynamo.utils.counters
+
+    def convert_and_watch(self: Any, *args: Any, **options: Any) -> Any:
+        before = Counter(counters["graph_break"])
+        result = convert(self, *args, **options)
+        for reason in counters["graph_break"] - before:
+            heading = reason.strip().partition("\n")[0]
+            tell(_innermost_backend(self._torchdynamo_orig_backend), _named(args[0].f_code), heading)
+        return result
+
+    ConvertFrameAssert.__call__ = convert_and_watch  # type: ignore[method-assign]
+
+
 _LIMIT = "recompile limit exceeded"
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -400,7 +415,11 @@ def _reason_of(error: Exception) -> str:
     headings = [
         line for line in lines if not line.startswith(("***", "Failed to handle", "from user code", "Set TORCH"))
     ]
-    return ", then ".join(dict.fromkeys(headings[:2])) or type(error).__name__
+    reason = ", then ".join(dict.fromkeys(headings[:2])) or type(error).__name__
+    hint = next(
+        (line.partition("Hint: ")[2] for line in str(error).splitlines() if "Hint: Set torch._dynamo" in line), ""
+    )
+    return f"{reason} ({hint})" if hint else reason
 
 
 def _named(code: CodeType) -> str:

@@ -353,13 +353,20 @@ class PlannedGraph:
         for notice in work.notices:
             self._tell(notice)
         self._adopt(work.plan, work.scales)
+        if self.is_training and not work.plan.sites and not work.plan.gemms:
+            self._note_unplanned("nothing to hold low: no GEMM, and nothing of it is stored for backward")
 
     def _leave_alone(self) -> None:
         """No casts: a rounded second moment becomes 0, a rounded update is lost."""
         self._damage = None
         detail = "writes over weights or gradients, as an optimizer's step does: compiled as it is, nothing is rounded"
-        log.info("graph %d: %s", self.index, detail)
-        self.events.append(Event(0, "unplanned", f"graph {self.index}", detail))
+        self._note_unplanned(detail)
+
+    def _note_unplanned(self, detail: str) -> None:
+        event = Event(0, "unplanned", f"graph {self.index}", detail)
+        if event not in self.events:  # a re-lowering finds the same again
+            log.info("graph %d: %s", self.index, detail)
+            self.events.append(event)
 
     def _plans_of_siblings(self) -> tuple[Plan, ...]:
         compiled = (g.plan for g in self._siblings if g.plan is not None and g.is_training)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 class Event:
     """One thing worth telling.
 
-    ``kind`` is "promotion", "fallback", "relowering" or "unplanned" (a graph left as it is); "nonfinite" or "nan"
-    where an inf or a NaN of the forward pass was stored as a number; of gradients' scales "scale" (changed), "unscaled"
-    (what the first step lost, which has no scales yet) or "clamp" (float32 cannot hold the scale wanted).
+    ``kind`` is "promotion", "fallback", "relowering", "unplanned" (a graph left as it is) or "uncompiled" (code
+    that Dynamo leaves to Python); "nonfinite" or "nan" where an inf or a NaN of the forward pass was stored as a
+    number; of gradients' scales "scale" (changed), "unscaled" (what the first step lost, which has no scales yet) or
+    "clamp" (float32 cannot hold the scale wanted).
     """
 
     step: int
