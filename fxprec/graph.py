@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -443,7 +444,7 @@ class PlannedGraph:
                 run = compat.compile_fx_inner(gm, examples, **options)
             return ranged(run, f"fxprec graph {self.index} {name}")
 
-        half = self._lowering.compile(gm, self._lower, build)
+        half = self._lowering.compile(gm, partial(self._lower, forward=name == "forward"), build)
         if name == "forward":
             self._seen_by_forward = frozenset(half.lowered.rows)
         if self._dump is not None and self._lowering.name == "triton":
@@ -480,7 +481,7 @@ class PlannedGraph:
         warnings.warn(f"activation_budget {readable(budget)}: {detail}", FxprecWarning, stacklevel=2)
         self.events.append(Event(step, "budget", f"graph {self.index}", detail))
 
-    def _lower(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
+    def _lower(self, gm: GraphModule, lowering: str, without: frozenset[str], *, forward: bool) -> Lowered:
         return lower(
             gm,
             lowering,
@@ -489,6 +490,7 @@ class PlannedGraph:
             scaled=self._rows.scaled,
             measured=self._rows.measured,
             counted=self._rows.counted,
+            forward=forward,
             calls=compat.TritonCalls(),
             without=without,
         )

@@ -61,6 +61,7 @@ class Controller:
     _formats: torch.Tensor | None = None  # the table without scales
     _table: torch.Tensor | None = None
     _on_device: torch.Tensor | None = None
+    _told_of: int | None = None  # site whose inf or NaN the latest statistics had
     _warned: set[str] = field(default_factory=set)
     _made_for: tuple[list[int], bool] | None = None  # exponents and flag in the table
 
@@ -104,17 +105,34 @@ class Controller:
     def read(self, *, wait: bool) -> None:
         """Take the statistics that have arrived; with ``wait``, all that were pushed."""
         offenders: dict[int, SiteStats] = {}
+        lost: dict[int, SiteStats] = {}  # an inf or a NaN stored as a number
+        arrived = False
         for stats in self.queue.poll(wait=wait):
+            arrived = True
             site = self.site_of(stats.site)
-            if not math.isfinite(stats.amax) and site.direction == "forward":
-                self._note_nonfinite(site, stats)
             self.latest[stats.site] = stats
             if self.keeper is not None:
                 self.keeper.note(stats)
             if site.direction == "forward" and self._overflows(site, stats):
                 offenders[stats.site] = stats
+            elif site.direction == "forward" and self._loses(site, stats.amax):
+                lost.setdefault(site.id, stats)
+        if arrived:
+            offenders |= self._where_it_came_from(lost)
         if offenders:
             self._promote(offenders)
+
+    def _where_it_came_from(self, lost: Mapping[int, SiteStats]) -> dict[int, SiteStats]:
+        """Tell of the first of ``lost``, by site; the others were computed from it. Return it if it may be promoted."""
+        first = min(lost, default=None)
+        told, self._told_of = self._told_of, first
+        if first is None:
+            return {}
+        site, stats = self.plan.sites[first], lost[first]
+        if first != told:
+            self._tell_of_nonfinite(site, stats)
+        may_move = self.rules.promote_above is not None and site.promoted_at is None
+        return {stats.site: stats} if may_move else {}
 
     def site_of(self, row: int) -> Site:
         """Return the site a row of statistics belongs to."""
@@ -128,26 +146,22 @@ class Controller:
         limit = self.rules.promote_above
         if limit is None or site.promoted_at is not None or site.id in self._refused:
             return False
-        if not math.isfinite(stats.amax):  # counts as overflow, of which it says nothing: a bad batch
-            return self._loses(site, stats.amax)
-        # The ratio arrives in float32, where 1 in 100 is less than 0.01.
-        return stats.overflow_ratio >= ctypes.c_float(limit).value
+        # An inf or a NaN counts as overflow, of which it says nothing: a bad batch. The ratio arrives in float32, where
+        # 1 in 100 is less than 0.01.
+        return math.isfinite(stats.amax) and stats.overflow_ratio >= ctypes.c_float(limit).value
 
     def _loses(self, site: Site, amax: float) -> bool:
         """Say whether storing an inf or NaN turns it into a number (ALGORITHMS 1)."""
         fmt = parse(site.format)
         if math.isinf(amax):
             return fmt.overflow == "saturate"
-        return self.plan.storage == "packed" and fmt.nan_code is None
+        return math.isnan(amax) and self.plan.storage == "packed" and fmt.nan_code is None
 
-    def _note_nonfinite(self, site: Site, stats: SiteStats) -> None:
-        before = self.latest.get(stats.site)
-        if not self._loses(site, stats.amax) or (before is not None and not math.isfinite(before.amax)):
-            return
+    def _tell_of_nonfinite(self, site: Site, stats: SiteStats) -> None:
         kind, what = ("nan", "NaN") if math.isnan(stats.amax) else ("nonfinite", "inf")
         stays = self.rules.promote_above is None or site.format == self.rules.hi
         detail = f"{what} stored as {parse(site.format).largest:g}: {site.format} has no {what}"
-        self._tell(kind, site, detail, f"so this step's loss may look finite; {_REMEDY[stays]}")
+        self._tell(kind, site, detail, f"forward sees the {what}, backward the number; {_REMEDY[stays]}")
 
     def _tell(self, kind: str, site: Site, detail: str, advice: str = "") -> None:
         log.log(_LEVELS.get(kind, logging.INFO), "step %d: %s of %s: %s", self.step, kind, describe(site), detail)

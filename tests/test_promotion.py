@@ -134,7 +134,7 @@ def test_a_nan_in_a_packed_tensor_is_told_and_promotes_at_once(limit: float | No
     run.step(x)
     poisoned = x.clone()
     poisoned[3, 3] = torch.nan  # 1 of 1024: far below the threshold
-    run.compiled(poisoned)
+    assert run.compiled(poisoned).isnan().any()
     remedy = "the tensor is promoted now" if limit else "hold the module high with keep_high"
     with pytest.warns(FxprecWarning, match=f"NaN stored as 30: 1-4-3.4 has no NaN.*{remedy}"):
         run.step(x)
@@ -146,7 +146,7 @@ def test_a_nan_in_a_packed_tensor_is_told_and_promotes_at_once(limit: float | No
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_an_inf_in_a_batch_is_told_and_a_user_who_skips_it_trains_on(storage: str) -> None:
+def test_an_inf_in_a_batch_reaches_the_loss_and_who_skips_that_step_trains_on(storage: str) -> None:
     def run_with(bad: bool) -> tuple[Run, list[torch.Tensor]]:
         torch.manual_seed(0)
         run = Run(storage, mlp())
@@ -154,7 +154,11 @@ def test_an_inf_in_a_batch_is_told_and_a_user_who_skips_it_trains_on(storage: st
             x = torch.randn(64, 16, generator=torch.Generator().manual_seed(step))
             if bad and step == 3:
                 x[3, 3] = torch.inf
-                run.compiled(x).square().mean().backward()
+                loss, wanted = (model(x).square().mean() for model in (run.compiled, run.reference))
+                assert not loss.isfinite()
+                assert not wanted.isfinite()
+                loss.backward()
+                assert not all(p.grad.isfinite().all() for p in run.model.parameters())
                 run.model.zero_grad()
                 with pytest.warns(FxprecWarning, match="inf stored as"):
                     run.backend.stats()

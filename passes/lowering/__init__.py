@@ -11,6 +11,7 @@ from fxprec import symbolic
 from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.gemms import lower_gemms
+from fxprec.passes.lowering.nonfinite import keep_nonfinite
 from fxprec.passes.lowering.stats import append_gathered, append_outputs, count, watch
 from fxprec.passes.lowering.triton import Generated, call_generated
 from fxprec.passes.lowering.triton.launch import KernelCalls
@@ -36,6 +37,7 @@ def lower(
     scaled: frozenset[int],
     measured: frozenset[int] = frozenset(),
     counted: Collection[int] = (),
+    forward: bool = False,
     calls: KernelCalls | None = None,
     without: Collection[str] = (),
 ) -> Lowered:
@@ -44,8 +46,11 @@ def lower(
     ``eager`` leaves the symbolic ops to their reference implementations; ``triton`` generates kernels, which ``calls``
     puts into the graph; a CPU gets kernel calls; everything else ATen ops that
     Inductor fuses. ``scaled`` are the rows whose scale exponent may differ from 0, ``measured`` those whose moments
-    count, ``counted`` those that get a histogram. ``without`` names kernels not to use, since they do not work.
+    count, ``counted`` those that get a histogram. In the ``forward`` half inf and NaN are kept where a format has none.
+    ``without`` names kernels not to use, since they do not work.
     """
+    if forward:
+        keep_nonfinite(gm.graph)
     counted_rows, histograms = count(gm, counted)
     generated = Generated()
     if lowering == "triton":

@@ -199,7 +199,7 @@ def test_nan_promotes_where_it_would_become_a_number(storage: str, promoted: boo
 @pytest.mark.parametrize("storage", ["packed", "simulate", "native"])
 def test_an_inf_that_is_stored_as_a_number_is_told_and_promotes_at_once(storage: str) -> None:
     it = controller(storage)
-    words = r"inf stored as 30: 1-4-3\+4 has no inf; so this step's loss may look finite; check the batch"
+    words = r"inf stored as 30: 1-4-3\+4 has no inf; forward sees the inf, backward the number; check"
     with pytest.warns(fxprec.FxprecWarning, match=words):
         feed(it, FORWARD, overflow=1e-6, amax=math.inf)
     feed(it, FORWARD, overflow=1e-6, amax=math.inf)
