@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -30,7 +30,7 @@ from torch._inductor import inductor_prims, list_mode_options
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.utils.checkpoint import _CheckpointFrame
 
 compile_fx: Callable[..., Any] = _compile_fx.compile_fx
@@ -137,6 +137,15 @@ def memory_budget(graph: Graph) -> float:
     marked = (n.meta["memory_budget"] for n in graph.nodes if isinstance(n.meta.get("memory_budget"), float))
     budget = next(marked, budget)
     return next((b for n in graph.nodes if (b := _annotated_budget(n)) is not None), budget)
+
+
+def annotate_budget(graph: Graph, known: Collection[Node]) -> None:
+    """Give nodes that are not ``known`` the annotation of the others: the partitioner wants it on every node."""
+    annotated = next((n for n in graph.nodes if _annotated_budget(n) is not None), None)
+    if annotated is not None:
+        for node in graph.nodes:
+            if node not in known and node.op == "call_function":
+                node.meta["custom"] = {**annotated.meta["custom"], **node.meta.get("custom", {})}
 
 
 _annotated_budget: Callable[[Any], float | None] = getattr(

@@ -76,7 +76,16 @@ class _Rows:
 
 
 # What a compilation changes before it is known to succeed.
-_TENTATIVE = ("_given", "_rows", "_next", "_seen_by_forward", "_num_results", "reports", "is_training")
+_TENTATIVE = (
+    "_given",
+    "_rows",
+    "_next",
+    "_seen_by_forward",
+    "_num_results",
+    "_copied",
+    "reports",
+    "is_training",
+)
 # Promotions that did not compile after which no more are tried: each attempt costs as much as a compilation.
 MAX_GIVEN_UP = 3
 
@@ -129,6 +138,7 @@ class PlannedGraph:
         self._is_replaying = False
         self._num_results = 0  # of the forward half, before what it saves for backward
         self._budget = SavedBudget(config)
+        self._told_bytes = 0  # above the budget
         self._damages: dict[int, float] | None = None  # by tensor, once calibrated
         self._skips = skips
         self._parameters = ParameterWatch(captured.inputs)
@@ -349,7 +359,9 @@ class PlannedGraph:
         work.damage = self._damages
         work.fixed_bytes, work.may_exceed_budget = self._budget.fixed, self.is_training
         self._num_results = joint.num_forward_outputs
+        known = frozenset(graph.nodes)
         self.reports = run_passes(work, self._dump)
+        compat.annotate_budget(graph, known)
         assert work.plan is not None
         for notice in work.notices:
             self._tell(notice)
@@ -474,12 +486,13 @@ class PlannedGraph:
     def _tell_budget(self, saved: int) -> None:
         """A plan that was given, or promoted, goes before the budget: it is said, and ends no run."""
         budget = self.config.activation_budget_
-        if budget is None or saved <= budget:
+        if budget is None or saved <= max(budget, self._told_bytes):
             return
+        self._told_bytes = saved
         step = 0 if self.controller is None else self.controller.step
         detail = f"{readable(saved)} are saved for backward since tensors were promoted, or as the given plan wants"
         warnings.warn(f"activation_budget {readable(budget)}: {detail}", FxprecWarning, stacklevel=2)
-        self.events.append(Event(step, "budget", f"graph {self.index}", detail))
+        self.events.append(Event(step, "fallback", f"graph {self.index}", detail))
 
     def _lower(self, gm: GraphModule, lowering: str, without: frozenset[str], *, forward: bool) -> Lowered:
         return lower(

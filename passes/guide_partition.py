@@ -93,7 +93,7 @@ def _add_repeated(marks: dict[Node, CheckpointPolicy], work: Work) -> None:
             continue
         behind = any(n in decoded for n in node.all_input_nodes)
         is_cheap = regions.POLICY not in node.meta and _is_cheap(node) and (behind or work.memory_budget == 1)
-        if is_cheap or (behind and node.target in ops.VIEWS):
+        if is_cheap or (behind and (node.target in ops.VIEWS or node.target is _CONVERT)):
             marks[node] = CheckpointPolicy.MUST_RECOMPUTE
             if behind:
                 decoded.add(node)
