@@ -13,7 +13,7 @@ from torch.nn import Module, ModuleDict, ModuleList
 
 from fxprec import capture, compat, saved_state
 from fxprec.config import Config
-from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning
+from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning, PlanError
 from fxprec.grad_scaling import LossScaling
 from fxprec.graph import CompileReport, PlannedGraph
 from fxprec.plan import Plan
@@ -35,6 +35,7 @@ class Backend:
         self.portable = portable
         self._dump = dump or DumpFolder.of(self.config)
         self._graphs: list[PlannedGraph] = []
+        self._dropped: list[PlannedGraph] = []  # by torch.compiler.reset(), and not traced again yet
         self._events: list[Event] = []  # what concerns no graph
         self._compilations: Counter[int] = Counter()  # by Dynamo's frame id
         self._waiting = saved_state.Waiting()
@@ -57,20 +58,34 @@ class Backend:
         captured = capture.Captured.take(gm, example_inputs)
         if self.config.recipe_.pure:
             captured.refuse_wide_weights(self.config.recipe_)
-        saved = self._waiting.find(captured.identity, [g.captured.identity for g in self._graphs])
+        old = next((g for g in self._dropped if g.captured.identity == captured.identity), None)
+        earlier = [g.captured.identity for g in self._graphs]
+        saved = self._waiting.find(captured.identity, earlier) or _state_of(old)
+        try:
+            graph = self._built(captured, saved)
+        except PlanError:
+            if saved is None or old is None:
+                raise
+            graph, old = self._built(captured, None), None  # another model with parameters of the same names
+        captured.forget_examples()
+        if saved is not None:
+            self._waiting.take(saved)
+        if old is not None:
+            old.is_replaced = True
+            self._dropped.remove(old)
+        self._graphs.append(graph)
+        return graph.__call__  # a plain callable: debuggers such as depyf look at its code
+
+    def _built(self, captured: capture.Captured, saved: saved_state.SavedGraph | None) -> PlannedGraph:
         given = self._given if saved is None else saved.plan
         dump = None if self._dump is None else self._dump.graph(len(self._graphs))
         try:
             graph = self._planned(captured, given, dump)
         except capture.TableFull as full:
             graph = self._planned(captured.with_capacity(full.sites), given, dump)
-        captured.forget_examples()
-        if saved is not None:
-            if graph.controller is not None:
-                graph.controller.load_state_dict(saved.state)
-            self._waiting.take(saved)
-        self._graphs.append(graph)
-        return graph.__call__  # a plain callable: debuggers such as depyf look at its code
+        if saved is not None and graph.controller is not None:
+            graph.controller.load_state_dict(saved.state)
+        return graph
 
     def _planned(self, captured: capture.Captured, given: Plan | None, dump: GraphDump | None) -> PlannedGraph:
         return PlannedGraph(
@@ -90,17 +105,25 @@ class Backend:
         return tuple(self._controllers())
 
     def _controllers(self) -> list[Controller]:
-        return [graph.controller for graph in self._graphs if graph.controller is not None]
+        return [graph.controller for graph in self._live if graph.controller is not None]
+
+    @property
+    def _live(self) -> list[PlannedGraph]:
+        return [graph for graph in self._graphs if not graph.is_replaced]
+
+    def reset(self) -> None:
+        """Called by ``torch.compiler.reset()``: what is traced next takes over the state of the graph it replaces."""
+        self._dropped = self._live
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """One plan per compiled training graph, in compile order."""
-        return tuple(g.plan for g in self._graphs if g.is_training and g.plan is not None)
+        return tuple(g.plan for g in self._live if g.is_training and g.plan is not None)
 
     @property
     def all_plans(self) -> tuple[Plan | None, ...]:
         """The plan of every compiled graph, inference graphs too; None while it is being calibrated."""
-        return tuple(g.plan for g in self._graphs)
+        return tuple(g.plan for g in self._live)
 
     @property
     def compile_reports(self) -> tuple[CompileReport, ...]:
@@ -116,7 +139,7 @@ class Backend:
     def stats(self) -> list[dict[str, Any]]:
         """One row per site with its latest statistics; waits for those still on their way."""
         rows = []
-        for graph in self._graphs:
+        for graph in self._live:
             if graph.controller is not None:
                 rows += [{"graph": graph.index, **row} for row in graph.controller.rows()]
         return rows
@@ -146,7 +169,7 @@ class Backend:
         The keys are the same before and after compilation, as ``torch.distributed.checkpoint`` needs them. What was
         loaded for graphs that are not compiled yet is part of it.
         """
-        return saved_state.packed([*(g.state_dict() for g in self._graphs), *self._waiting.states])
+        return saved_state.packed([*(g.state_dict() for g in self._live), *self._waiting.states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take `state_dict`'s result, before or after compilation. Raises `PlanError` for another model's state.
@@ -155,7 +178,7 @@ class Backend:
         """
         waiting = saved_state.Waiting(saved_state.unpacked(state))
         earlier: list[saved_state.Identity] = []
-        for graph in self._graphs:
+        for graph in self._live:
             saved = waiting.find(graph.captured.identity, earlier)
             if saved is not None:
                 graph.load_plan(saved.plan)
@@ -268,6 +291,13 @@ class _NamedBackend:
             raise compat.through_dynamo(error) from error
         return backend(gm, example_inputs)
 
+    def reset(self) -> None:
+        """Called by ``torch.compiler.reset()``, through the wrapper."""
+        wrapper = compat.calling_wrapper()
+        found: Backend | None = getattr(wrapper, "fxprec_backend", None)
+        if found is not None:
+            found.reset()
+
     # Dynamo hands the graphs of one torch.compile() to another of an equal backend and equal options. Here each
     # compiled model has its own plans and scales, so no two are equal.
     def __eq__(self, other: object) -> bool:
@@ -280,6 +310,11 @@ class _NamedBackend:
 
 
 fxprec = _NamedBackend()
+
+
+def _state_of(graph: PlannedGraph | None) -> saved_state.SavedGraph | None:
+    state = None if graph is None else graph.state_dict()
+    return None if state is None else saved_state.SavedGraph(state)
 
 
 def _calls(wrapper: object) -> Backend | None:

@@ -22,6 +22,7 @@ import torch._logging._internal
 import torch.fx.traceback
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.convert_frame import ConvertFrameAssert
+from torch._dynamo.convert_frame import compile_lock as compile_lock
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, Unsupported, UserError
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional

@@ -111,6 +111,7 @@ class PlannedGraph:
         waiting: Callable[[], tuple[Plan, ...]] = tuple,
     ) -> None:
         self.captured, self.config, self.index = captured, config, len(siblings)
+        self.is_replaced = False  # by what was traced after torch.compiler.reset()
         self.controller: Controller | None = None
         self.events: list[Event] = []
         self.reports: list[pipeline.PassReport] = []
@@ -169,8 +170,9 @@ class PlannedGraph:
         if compat.in_backward():
             return self._recompute(args)
         self._runs_forward = True
-        self._begin_step()
-        version = self._version()
+        with compat.compile_lock:  # another thread must not promote in between
+            self._begin_step()
+            version = self._version()
         self._in_flight.note(version)
         return self._run(version, args)
 
@@ -382,7 +384,7 @@ class PlannedGraph:
             self.events.append(event)
 
     def _plans_of_siblings(self) -> tuple[Plan, ...]:
-        compiled = (g.plan for g in self._siblings if g.plan is not None and g.is_training)
+        compiled = (g.plan for g in self._siblings if g.plan is not None and g.is_training and not g.is_replaced)
         return (*self._waiting(), *compiled)
 
     def _adopt(self, plan: Plan, scales: ScaleGraph | None) -> None:

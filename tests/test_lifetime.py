@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -80,3 +83,33 @@ def test_a_model_compiled_again_for_a_promotion_keeps_nothing_either() -> None:
     del model, compiled, x
     gc.collect()
     assert [ref() for ref in refs] == [None] * len(refs)
+
+
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Threads take turns every 10 microseconds."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("eager_switching")
+def test_threads_share_a_compiled_model() -> None:
+    """Storage ``simulate``, where a promotion compiles nothing: torch traces in one thread at a time."""
+    backend = fxprec.Backend(fxprec.Config(**{**OPTIONS, "storage": "simulate"}))
+    compiled = torch.compile(Net(), backend=backend)
+    x = torch.randn(4, 8)
+    compiled(x).sum().backward()
+
+    def steps() -> None:
+        for _ in range(10):
+            compiled(x * 1e9).sum().backward()
+
+    with ThreadPoolExecutor(4) as pool:
+        for result in [pool.submit(steps) for _ in range(4)]:
+            result.result()
+    assert backend.controllers[0].step == 41
+    promotions = [event.site for event in backend.events if event.kind == "promotion"]
+    assert promotions
+    assert len(promotions) == len(set(promotions)) == len(backend.plans[0].promoted)

@@ -163,6 +163,30 @@ def test_evaluation_may_come_first_and_follows_the_loaded_plan() -> None:
     assert resumed.backend.controllers[1].step == BEFORE
 
 
+@pytest.mark.parametrize("storage", ["simulate", "packed"])
+def test_a_reset_of_the_compiler_forgets_no_state(storage: str) -> None:
+    plain = Training(storage).run(0, BEFORE + 3)
+    training = Training(storage)
+    training.run(0, BEFORE)
+    state = training.backend.state_dict()
+    torch.compiler.reset()
+    assert training.backend.state_dict() == state
+    found = training.run(BEFORE, BEFORE + 3)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain[BEFORE:], strict=True))
+    assert [c.step for c in training.backend.controllers] == [BEFORE + 3]
+    assert len(training.backend.plans) == len(graph_states(json.dumps(training.backend.state_dict()))) == 1
+    assert any(event.kind == "promotion" and event.step < BEFORE for event in training.backend.events)
+
+
+def test_a_reset_reaches_the_backend_behind_the_name() -> None:
+    compiled = torch.compile(Loud(), backend="fxprec", options={"recipe": "hfp8", "lowering": "eager"})
+    for _ in range(2):
+        compiled(torch.randn(8, 16)).sum().backward()
+        torch.compiler.reset()
+    backend = fxprec.backend_of(compiled)
+    assert [controller.step for controller in backend.controllers] == [2]
+
+
 def test_states_of_version_2_load() -> None:
     training = Training("simulate")
     training.run(0, BEFORE)
