@@ -113,6 +113,7 @@ class ScaleKeeper:
     _saturating: dict[int, float] = field(default_factory=dict)  # row -> its largest magnitude, to act on at once
     _clipped: dict[int, int] = field(default_factory=dict)  # row -> binades by which the whole of it saturated
     _lost: dict[int, float] = field(default_factory=dict)  # row -> share lost, before the first scales
+    _recent: dict[int, deque[float]] = field(default_factory=dict)  # row -> largest magnitudes of the last steps
     _small: dict[int, int] = field(default_factory=dict)  # row -> steps in a row it was far below its largest
     _refused: set[int] = field(default_factory=set)  # rows of casts that wanted another scale at the last refresh
     _fresh: set[int] = field(default_factory=set)  # casts measured since the last refresh
@@ -140,6 +141,8 @@ class ScaleKeeper:
         row = stats.site
         is_cast = row in self.graph.casts
         if not (is_cast or row in self.graph.operands) or not 0.0 < stats.amax < math.inf:
+            if stats.amax == 0.0 and row in self._recent:
+                self._recent[row].append(0.0)
             return  # zeros say nothing, and a bad batch must not decide
         if stats.is_measured:
             self._measured[row] = stats
@@ -159,6 +162,10 @@ class ScaleKeeper:
         # A maximum from before the scale went wrong says nothing of the gradient as it is now.
         forget = off or self._small[row] >= PATIENCE
         self._amax[row] = stats.amax if forget else max(self._amax.get(row, 0.0), stats.amax)
+        recent = self._recent.setdefault(row, deque(maxlen=PATIENCE))
+        if off:
+            recent.clear()
+        recent.append(stats.amax)
         if off:
             self._saturating[row] = stats.amax
             if stats.overflow_ratio >= GROSS_OVERFLOW:
@@ -167,7 +174,11 @@ class ScaleKeeper:
             self._due, self._settling = True, 0
 
     def _is_far_below_the_largest(self, row: int, amax: float) -> bool:
-        return math.ldexp(amax, HEADROOM_EXP) < self._amax.get(row, 0.0)
+        return math.ldexp(amax, HEADROOM_EXP) < self._peak(row)
+
+    def _peak(self, row: int) -> float:
+        """Return the largest magnitude since the last refresh and of the last `PATIENCE` steps: losses may take turns."""
+        return max(self._amax.get(row, 0.0), *self._recent.get(row, ()), 0.0)
 
     def _excess(self, row: int, amax: float) -> int:
         """Return by how many binades ``amax`` at its scale lies beyond the format's largest number."""
@@ -176,7 +187,7 @@ class ScaleKeeper:
 
     def _can_rise(self, row: int) -> bool:
         variable = self.graph.casts[row]
-        cap = scale_exp(self._amax[row], parse(self._cast(variable).format))
+        cap = scale_exp(self._peak(row), parse(self._cast(variable).format))
         return cap is not None and self.exps[variable] < min(cap, MAX_SCALE_EXP)
 
     def _cast(self, variable: int) -> Cast:
@@ -257,7 +268,8 @@ class ScaleKeeper:
 
     def _peaks(self) -> dict[int, float]:
         """Return the largest magnitude by row: since the last refresh, or when last measured."""
-        return {row: stats.amax for row, stats in self._measured.items()} | self._amax
+        seen = {row: self._peak(row) for row in self._amax.keys() | self._recent.keys()}
+        return {row: stats.amax for row, stats in self._measured.items()} | seen
 
     def _histograms(self) -> dict[int, Histogram]:
         return {
@@ -323,6 +335,7 @@ class ScaleKeeper:
             "margins": {str(k): v for k, v in self._margins.items()},
             "saturating": {str(k): v for k, v in self._saturating.items()},
             "clipped": {str(k): v for k, v in self._clipped.items()},
+            "recent": {str(k): list(v) for k, v in self._recent.items()},
             "small": {str(k): v for k, v in self._small.items()},
             "fresh": sorted(self._fresh),
             "due": self._due,
@@ -338,6 +351,7 @@ class ScaleKeeper:
         self._margins = {int(k): v for k, v in state["margins"].items()}
         self._saturating = {int(k): v for k, v in state["saturating"].items()}
         self._clipped = {int(k): v for k, v in state.get("clipped", {}).items()}
+        self._recent = {int(k): deque(v, PATIENCE) for k, v in state.get("recent", {}).items()}
         self._small = {int(k): v for k, v in state.get("small", {}).items()}
         self._fresh, self._due = set(state["fresh"]), state["due"]
         self._settling, self._last_refresh = state["settling"], state["last_refresh"]
