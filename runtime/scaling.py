@@ -177,7 +177,7 @@ class ScaleKeeper:
         return math.ldexp(amax, HEADROOM_EXP) < self._peak(row)
 
     def _peak(self, row: int) -> float:
-        """Return the largest magnitude since the last refresh and of the last `PATIENCE` steps: losses may take turns."""
+        """Return the largest magnitude since the last refresh and of the last steps: losses may take turns."""
         return max(self._amax.get(row, 0.0), *self._recent.get(row, ()), 0.0)
 
     def _excess(self, row: int, amax: float) -> int:
