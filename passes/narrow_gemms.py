@@ -17,6 +17,7 @@ from fxprec.passes import ops
 from fxprec.passes.base import Notice, Work
 from fxprec.passes.joint import is_backward, value
 from fxprec.passes.sites import emit
+from fxprec.passes.values import is_mask
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 
@@ -66,7 +67,12 @@ class _Convert:
             return
         attention = node.target in (ops.ATTENTION | ops.ATTENTION_BACKWARD)
         with self.graph.inserting_before(node):
-            new = {a: self.operand(a, node) for a in floats if not (attention and _is_logsumexp(a))}
+            factors = {node.args[p] for p in ops.GEMM_OPERANDS.get(node.target, ())}
+            new = {
+                a: self.mask(a) if is_mask(a) or (attention and a not in factors) else self.operand(a, node)
+                for a in floats
+                if not (attention and _is_logsumexp(a))
+            }
         traced = node.meta["val"]
         node.args = torch.fx.map_arg(node.args, lambda a: new.get(a, a))
         fakes, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
@@ -79,6 +85,15 @@ class _Convert:
         if found is None or gemm < found:
             found = self.made[node] = self._operand(node, gemm)
         return found
+
+    def mask(self, node: Node) -> Node:
+        """Return what is added to scores in that dtype; float32's least number becomes its least one, not -inf."""
+        limits = torch.finfo(self.dtype)
+        finite = emit(self.graph, ops.aten.clamp_min.default, (node, limits.min), node)
+        finite = emit(self.graph, ops.aten.clamp_max.default, (finite, limits.max), node)
+        is_inf = emit(self.graph, ops.aten.isinf.default, (node,), node)
+        kept = emit(self.graph, ops.aten.where.self, (is_inf, node, finite), node)
+        return emit(self.graph, _CONVERT, (kept, self.dtype), node)
 
     def _operand(self, node: Node, gemm: Node) -> Node:
         if node.target is symbolic.DEQUANTIZE:

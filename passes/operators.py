@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from fxprec.passes import ops
 from fxprec.passes.joint import JointGraph, is_backward
-from fxprec.passes.values import is_differentiable, mark_masks
+from fxprec.passes.values import is_differentiable, mark_values
 
 if TYPE_CHECKING:
     from fxprec.passes.base import Work
@@ -207,10 +207,10 @@ def _pair_backward(operators: Operators) -> None:
 
 @dataclass(frozen=True)
 class RecoverOperators:
-    """Fill ``work.operators``, and mark the masks."""
+    """Fill ``work.operators``, and mark what no later pass may touch."""
 
     name: str = "recover-operators"
 
     def apply(self, work: Work) -> None:
-        mark_masks(work.joint.graph)
+        mark_values(work.joint.graph, stored=work.config.storage_ != "simulate")
         work.operators = recover_operators(work.joint)

@@ -7,6 +7,10 @@ integers, a user's own 8-bit floats, sparse layouts, effect tokens (empty tensor
 A mask is a tensor that holds fill values by construction, ``where(allowed, 0, -inf)``: they say where, not how much.
 As numbers they overflow every narrow format, so the tensor would be promoted in the first step, and float32's least
 number becomes -inf in bfloat16, which makes NaN of a row that is masked as a whole.
+
+Nor does a pass touch a divisor: what the model, or its backward, divides by or takes the root or logarithm of. Rounded
+to 8 bits a small one is 0 (the mean square of Llama's embeddings is, in e4m3fn), and inf and NaN follow. Nor
+log-softmax's result, which its backward exponentiates: in e4m3fn a probability would be off by a factor of up to 1.28.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes import ops
-from fxprec.passes.joint import value
+from fxprec.passes.joint import is_backward, value
 
 aten = torch.ops.aten
 
@@ -26,7 +30,7 @@ aten = torch.ops.aten
 # value, an ignored index, a clamp) are far below.
 MASK_FILL = 1e4
 
-_META = "fxprec_mask"
+_MASK, _DIVISOR = "fxprec_mask", "fxprec_divisor"
 
 # Where the value stands that an op fills in: everywhere, or where a condition says.
 _CONSTANTS: Mapping[object, int] = {
@@ -60,16 +64,27 @@ _HANDING_ON_FIRST = (
     )
 )
 _PRODUCTS = ops.existing(aten, "mul.Tensor mul.Scalar")
+# Where a divisor stands, and what hands one on from its first argument: what makes it 0 makes its result 0, or nearly.
+_DIVIDES: Mapping[object, int] = {
+    **dict.fromkeys(ops.existing(aten, "reciprocal rsqrt sqrt log log2 log10"), 0),
+    **dict.fromkeys(ops.existing(aten, "div.Tensor"), 1),
+}
+_SHIFTING = (
+    ops.VIEWS
+    | ops.CASTS
+    | ops.existing(aten, "add.Scalar add.Tensor mul.Scalar mul.Tensor div.Scalar div.Tensor neg abs clamp clamp_min")
+)
+_REDUCING = ops.existing(aten, "sum sum.dim_IntList mean mean.dim")
 _LARGEST = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16))
 
 
 def is_plain_float(node: Node) -> bool:
     """Say whether a pass may touch the value of ``node``: store, round, rescale or narrow it."""
-    return is_float_tensor(node) and not is_mask(node)
+    return is_float_tensor(node) and not is_mask(node) and not node.meta.get(_DIVISOR)
 
 
 def is_float_tensor(node: Node) -> bool:
-    """Say whether ``node`` holds such a tensor, masks among them: their gradients are ordinary."""
+    """Say whether ``node`` holds such a tensor, masks and divisors among them: their gradients are ordinary."""
     val = value(node)
     if val is None or val.dtype not in ops.FLOATS or val.layout is not torch.strided:
         return False
@@ -88,7 +103,42 @@ def _is_empty(val: torch.Tensor) -> bool:
 
 def is_mask(node: Node) -> bool:
     """Say whether the value holds mask fills by construction; `mark_masks` has been over the graph."""
-    return bool(node.meta.get(_META))
+    return bool(node.meta.get(_MASK))
+
+
+def mark_values(graph: Graph, *, stored: bool = True) -> None:
+    """Mark the masks and the divisors of a joint graph, for `is_plain_float`.
+
+    Log-softmax's result is spared where tensors are ``stored``; simulation rounds it, as the paper does.
+    """
+    mark_masks(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar):
+        if isinstance(node.args[1], int | float) and node.args[1] < 1:
+            _mark_divisor(node.args[0])
+    for node in graph.find_nodes(op="call_function", target=aten.exp.default) if stored else ():
+        if str(node.meta.get("original_aten")) == "aten._log_softmax_backward_data.default":
+            _mark_divisor(node.args[0])
+    for target, position in _DIVIDES.items():
+        for node in graph.find_nodes(op="call_function", target=target):  # type: ignore[arg-type]
+            _mark_divisor(node.args[position])
+
+
+def _mark_divisor(arg: object) -> None:
+    """Mark what is divided by and what it is made of, back to a tensor that could be 0 without making it 0."""
+    while isinstance(arg, Node) and not arg.meta.get(_DIVISOR):
+        if not is_backward(arg):
+            arg.meta[_DIVISOR] = True
+        handed_on = arg.target in _SHIFTING and not any(isinstance(other, Node) for other in arg.args[1:])
+        if arg.target in _REDUCING:
+            handed_on = _is_square(arg.args[0])
+        arg = arg.args[0] if handed_on else None
+
+
+def _is_square(arg: object) -> bool:
+    if not isinstance(arg, Node):
+        return False
+    by_itself = arg.target in _PRODUCTS and arg.args[0] is arg.args[1]
+    return by_itself or (arg.target is aten.pow.Tensor_Scalar and bool(arg.args[1] == 2))
 
 
 def mark_masks(graph: Graph) -> None:
@@ -102,7 +152,7 @@ def mark_masks(graph: Graph) -> None:
             if any(n in data for n in node.all_input_nodes):
                 data.add(node)
             if is_differentiable(node) and _holds_fill(node, data):
-                node.meta[_META] = True
+                node.meta[_MASK] = True
 
 
 def _holds_fill(node: Node, data: Collection[Node]) -> bool:

@@ -1,8 +1,8 @@
-"""What a pass may touch: complex numbers, nested graphs, effect tokens, sparse gradients and subclasses."""
+"""What a pass may touch: complex numbers, nested graphs, effect tokens, sparse gradients, subclasses, masks, divisors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,12 +10,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from backend_helpers import STORAGES, STORED, assert_close, compare, eager_backend, weighted_sum
 from torch import Tensor, nn
+from torch._decomp import core_aten_decompositions
 from torch.compiler import nested_compile_region
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import FallbackError, FxprecWarning
+from fxprec.passes import values
+from fxprec.passes.values import is_plain_float, mark_values
 
 LEFT_ALONE = "ignore:.*(not planned|not rounded|this CPU has no):fxprec.FxprecWarning"
 NARROW = 0.1  # relative error of two steps with fp8 operands, on these models at most 0.07
@@ -185,3 +189,118 @@ def test_tensor_parallel(storage: str, mesh: dist.DeviceMesh) -> None:
 
 def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+LEAST = torch.finfo(torch.float32).min
+
+
+class Masked(nn.Module):
+    """(batch, 8, 16) to (batch, 8, 4): attention with a causal mask as the given function builds it."""
+
+    def __init__(self, mask: Callable[[Tensor], Tensor], *, fused: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 4)
+        self.mask, self.fused = mask, fused
+
+    def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).view(-1, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        mask = self.mask(allowed)
+        if self.fused:
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        else:
+            mixed = torch.softmax(query @ key.transpose(-1, -2) + mask, -1) @ value
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def chosen(allowed: Tensor) -> Tensor:
+    return torch.where(allowed, 0.0, LEAST)
+
+
+def filled(allowed: Tensor) -> Tensor:
+    return torch.zeros(1, 1, 8, 8).masked_fill(~allowed, LEAST)[:, :, :, : allowed.shape[-1]]
+
+
+def multiplied(allowed: Tensor) -> Tensor:
+    return (1.0 - allowed.float()) * -1e9
+
+
+@pytest.mark.filterwarnings(LEFT_ALONE)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Masked(chosen), lambda: Masked(filled), lambda: Masked(multiplied), lambda: Masked(chosen, fused=True)],
+    ids=["where", "masked_fill", "product", "fused"],
+)
+def test_masks_are_not_promoted(make: Callable[[], nn.Module], storage: str) -> None:
+    torch.manual_seed(0)
+    allowed = torch.ones(8, 8, dtype=torch.bool).tril()
+    allowed[0] = False  # masked as a whole: with -inf for the least number it would be NaN
+    backend = eager_backend(storage, recipe="fp8")
+    compare(make, [(x, allowed) for (x,) in batches(2, 8, 16)], backend, tolerance=NARROW)
+    assert not [e for e in backend.events if e.kind == "promotion"]
+
+
+@pytest.mark.parametrize(
+    ("function", "is_mask"),
+    [
+        (lambda x, keep: x.masked_fill(keep, float("-inf")), True),
+        (lambda x, keep: x + torch.full((8, 8), -1e4).triu(1), True),
+        (lambda x, keep: torch.cat([torch.where(keep, x, LEAST), x]).to(torch.bfloat16)[:4], True),
+        (lambda x, keep: x * LEAST, True),
+        (lambda x, keep: x * 1e4, False),
+        (lambda x, keep: x * torch.full((), 1e4), False),
+        (lambda x, keep: x.masked_fill(keep, -100.0), False),
+        (lambda x, keep: torch.softmax(x.masked_fill(keep, float("-inf")), -1), False),
+        (lambda x, keep: x.clamp(max=1e5), False),
+    ],
+)
+def test_what_is_a_mask(function: Callable[[Tensor, Tensor], Tensor], is_mask: bool) -> None:
+    gm = make_fx(function, decomposition_table=core_aten_decompositions(), tracing_mode="fake")(
+        torch.ones(8, 8), torch.ones(8, 8, dtype=torch.bool)
+    )
+    mark_values(gm.graph)
+    (result,) = gm.graph.output_node().all_input_nodes
+    assert values.is_mask(result) == is_mask
+    assert is_plain_float(result) != is_mask
+
+
+class Norm(nn.Module):
+    """(batch, 16) to (batch, 4): Llama's norm of small values, then a logarithm and a quotient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = 0.02 * self.first(x)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        small = self.gate(x).square() * 1e-4 + 1e-5
+        return self.last(torch.log(small) / 8 + x / (1e4 * small))
+
+
+@pytest.mark.filterwarnings(LEFT_ALONE)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_divisors_do_not_become_zero(storage: str) -> None:
+    torch.manual_seed(0)
+    backend = eager_backend(storage, recipe="fp8")
+    compare(Norm, batches(8, 16), backend, tolerance=0.6)  # 0.51 in simulate; NaN where a divisor is 0
+    assert not {"mean", "add", "add_1"} & {s.tensor for s in backend.plans[0].sites if s.kind == "output"}
+
+
+class Loss(nn.Module):
+    """(batch, 16) and (batch,) labels to a loss, with nothing but the loss to store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.scale * x, labels)
+
+
+@pytest.mark.parametrize("storage", ["native", "packed"])
+def test_what_backward_exponentiates_is_not_stored_in_8_bits(storage: str) -> None:
+    labels = torch.arange(64) % 16
+    backend = eager_backend(storage, recipe="fp8", low_ratio=1.0)
+    compare(Loss, [(x, labels) for (x,) in batches(64, 16)], backend, tolerance=0.1)
+    assert "sub_1" not in {s.tensor for s in backend.plans[0].sites}  # log-softmax, decomposed
