@@ -32,7 +32,7 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
-from torch.utils.checkpoint import _CheckpointFrame
+from torch.utils.checkpoint import CheckpointPolicy, _CheckpointFrame
 
 compile_fx: Callable[..., Any] = _compile_fx.compile_fx
 compile_fx_inner: Callable[..., Any] = _compile_fx.compile_fx_inner
@@ -138,6 +138,28 @@ def memory_budget(graph: Graph) -> float:
     marked = (n.meta["memory_budget"] for n in graph.nodes if isinstance(n.meta.get("memory_budget"), float))
     budget = next(marked, budget)
     return next((b for n in graph.nodes if (b := _annotated_budget(n)) is not None), budget)
+
+
+def keep_random_numbers(graph: Graph) -> None:
+    """Under a memory budget, have what is random saved: recomputed, a dropout would draw another mask (torch 2.13).
+
+    Of a random number that Inductor generates that is its seed. A budget of 0 would save nothing whatever is marked.
+    """
+    budget = memory_budget(graph)
+    if budget == 1:
+        return
+    drawn = [n for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
+    for node in drawn:
+        node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+    if budget == 0 and drawn:
+        for node in graph.nodes:
+            node.meta["memory_budget"] = _NEXT_TO_NOTHING
+            if _annotated_budget(node) is not None:
+                node.meta["custom"] = {**node.meta["custom"], _BUDGET_KEY: _NEXT_TO_NOTHING}
+
+
+_NEXT_TO_NOTHING = 1e-9
+_BUDGET_KEY = getattr(torch.fx.traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "memory_budget")
 
 
 def annotate_budget(graph: Graph, known: Collection[Node]) -> None:

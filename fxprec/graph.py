@@ -334,7 +334,10 @@ class PlannedGraph:
                 inner_compile=self._compile_half,
                 decompositions=None if self.config.accumulator is None else compat.whole_gemms(),
                 config_patches=compat.mode_settings(self.config.mode)
-                | {"joint_custom_pre_pass": compat.GraphPass(self._run_passes, _CACHE_KEY)},
+                | {
+                    "joint_custom_pre_pass": compat.GraphPass(self._run_passes, _CACHE_KEY),
+                    "joint_custom_post_pass": compat.GraphPass(compat.keep_random_numbers, _CACHE_KEY),
+                },
             )
         self._hand_over()
         self.compile_seconds.append(time.perf_counter() - start)

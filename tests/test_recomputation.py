@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from backend_helpers import FINE_TOLERANCE, eager_backend, relative_error
 from torch import Tensor, nn
@@ -58,6 +59,18 @@ def test_a_recomputed_dropout_draws_the_mask_of_the_forward(options: dict[str, A
     first = step(compiled, x)[0]
     torch.manual_seed(5)
     assert torch.equal(first, step(compiled, x)[0])
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.0])
+def test_a_memory_budget_draws_no_mask_anew(budget: float) -> None:
+    """Inductor itself does, in torch 2.13: the seed is recomputed in backward, as another."""
+    model, x = Masked(), torch.randn(32, 16)
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=eager_backend("packed"))
+    with functorch_config.patch(activation_memory_budget=budget):
+        mask, found = step(compiled, x)
+    for a, b in zip(found, step(reference, x, mask)[1], strict=True):
+        assert relative_error(a, b) < FINE_TOLERANCE
 
 
 class Block(nn.Module):
