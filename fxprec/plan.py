@@ -66,9 +66,9 @@ class Group:
     size: str = ""
     """Elements as an expression in the dynamic dimensions; for people and comparison, never evaluated."""
     saved_bytes: int | None = None
-    """Predicted bytes its tensors take while saved for backward."""
+    """Bytes of its storages that the partitioned graph saves for backward, copies of parameters among them."""
     saved_elements: int | None = None
-    """Elements of its tensors that backward reads."""
+    """Elements of the floating-point tensors among them, copies of parameters left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,11 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class ByteCount:
-    """Bytes saved for backward: held in float32, and as planned."""
+    """Bytes saved for backward, each storage once, the graph's inputs and parameters left out.
+
+    ``planned`` is what the partitioned graph saves; ``fp32`` what the same tensors take in float32, where a parameter's
+    copy takes nothing, since backward would read the parameter.
+    """
 
     fp32: int
     planned: int
@@ -134,7 +138,7 @@ class Plan:
     """Proved relative distance from the optimum (policy ``exact``)."""
     total_elements: int = 0
     saved_bytes: ByteCount | None = None
-    """Predicted, or None where nothing is saved for backward."""
+    """Of the partitioned graph, or None in one without a backward half."""
     notes: tuple[str, ...] = ()
     """What is worth knowing though nothing asked for was left out, such as operators with unscaled gradients."""
     schema: int = SCHEMA
