@@ -12,7 +12,10 @@ import fxprec
 from examples.models.char_transformer import CharTransformer
 from fxprec import ConfigError, Recipe
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*this CPU has no:fxprec.FxprecWarning")
+pytestmark = [
+    pytest.mark.cpu_dependent,
+    pytest.mark.filterwarnings("ignore:.*this CPU has no:fxprec.FxprecWarning"),
+]
 VOCAB, CONTEXT = 32, 24
 NEW_ENOUGH = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 

@@ -17,6 +17,8 @@ import fxprec.graph
 from fxprec.demo.models import CharTransformer
 from fxprec.passes import narrow_gemms, ops
 
+pytestmark = pytest.mark.cpu_dependent
+
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
