@@ -16,6 +16,7 @@ from fxprec.passes.gradients import GradientWalk
 from fxprec.passes.groups import Grouped
 from fxprec.passes.lowering.stats import append_gathered
 from fxprec.passes.sites import emit, insertion_point_after, replace_uses
+from fxprec.passes.values import is_plain_float
 from fxprec.recipes import Recipe
 
 
@@ -45,6 +46,8 @@ def _pairs(grouped: Grouped, walk: GradientWalk) -> Iterator[tuple[Node, Node]]:
 def _observe(grouped: Grouped, value: Node, gradient: Node, recipe: Recipe) -> None:
     if gradient.meta["val"].shape != value.meta["val"].shape:
         return  # a view of the gradient; its sum was lost between views
+    if not is_plain_float(gradient):
+        return
     graph = grouped.operators.joint.graph
     users = list(gradient.users)
     later = max(insertion_point_after(gradient), insertion_point_after(value))

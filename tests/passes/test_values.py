@@ -159,6 +159,14 @@ def test_sparse_gradients_are_not_rounded() -> None:
     assert reference.words.weight.grad.is_sparse
 
 
+@pytest.mark.filterwarnings(LEFT_ALONE)
+def test_calibration_leaves_sparse_gradients_out() -> None:
+    torch.manual_seed(0)
+    backend = eager_backend("packed", policy="exact")
+    compare(Words, [(torch.tensor([1, 5, 1]),)] * 2, backend)
+    assert backend.plans[0].policy == "exact"
+
+
 @pytest.fixture
 def mesh() -> Iterator[dist.DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
