@@ -177,15 +177,20 @@ class Backend:
         Until training compiles, evaluation follows the loaded training plans.
         """
         waiting = saved_state.Waiting(saved_state.unpacked(state))
+        found: list[tuple[PlannedGraph, saved_state.SavedGraph]] = []
         earlier: list[saved_state.Identity] = []
         for graph in self._live:
             saved = waiting.find(graph.captured.identity, earlier)
             if saved is not None:
-                graph.load_plan(saved.plan)
-                assert graph.controller is not None
-                graph.controller.load_state_dict(saved.state)
+                found.append((graph, saved))
+                if graph.controller is not None:
+                    graph.controller.refuse_another(saved.state)  # before the first graph has taken its own
                 waiting.take(saved)
             earlier.append(graph.captured.identity)
+        for graph, saved in found:
+            graph.load_plan(saved.plan)
+            assert graph.controller is not None
+            graph.controller.load_state_dict(saved.state)
         self._waiting = waiting
 
     def _tell(self, site: str, detail: str) -> None:

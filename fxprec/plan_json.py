@@ -96,7 +96,11 @@ def load(path: str | os.PathLike[str]) -> Plan:
 
 def from_dict(data: object) -> Plan:
     """Return the plan of `to_dict`'s result, checked like a file. Raises `PlanError` naming the entry."""
-    entry = Entry(data)
+    return read_checked(Entry(data))
+
+
+def read_checked(entry: Entry) -> Plan:
+    """Return the plan at a place of larger data. Raises `PlanError` naming the entry."""
     _check_schema(entry)
     return read_plan(entry)
 
@@ -129,9 +133,7 @@ def _from_bytes(content: bytes) -> Plan:
         raise PlanError(f"is not UTF-8 (byte {error.start}); give a plan file, such as plan.save() writes") from None
     if text.count(",") + text.count("[") + text.count("{") > MAX_VALUES:
         raise PlanError(f"holds more than {MAX_VALUES} values, so it is no plan file; give one plan.save() wrote")
-    entry = Entry(_parse(text))
-    _check_schema(entry)
-    return read_plan(entry)
+    return read_checked(Entry(_parse(text)))
 
 
 def _parse(text: str) -> object:
@@ -168,9 +170,10 @@ def _short(text: str) -> str:
 
 
 def _check_schema(entry: Entry) -> None:
-    found = entry.get("schema").value
+    at = entry.get("schema")
+    found = at.value
     if type(found) is not int or found != SCHEMA:
         raise PlanError(
-            f"schema: is {found!r:.60}, and this fxprec reads {SCHEMA}; "
+            f"{at.path}: is {found!r:.60}, and this fxprec reads {SCHEMA}; "
             "plan again with this version, or install the fxprec that wrote the file"
         )

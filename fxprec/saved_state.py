@@ -14,7 +14,9 @@ from typing import Any
 
 from fxprec.errors import PlanError
 from fxprec.plan import Plan
+from fxprec.plan_entries import Entry
 from fxprec.runtime.controller import plan_of
+from fxprec.state_entries import check_graph
 
 VERSION = 3
 _READABLE = (2, VERSION)  # version 2 had a list of dicts in place of the text
@@ -103,7 +105,7 @@ def unpacked(state: object) -> list[GraphState | None]:
     if isinstance(graphs, str):
         try:
             graphs = json.loads(graphs)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(
                 f"the saved state is damaged: its graphs are no JSON ({error}); pass what state_dict() returned"
             ) from error
@@ -111,4 +113,7 @@ def unpacked(state: object) -> list[GraphState | None]:
         raise PlanError(
             "the saved state is damaged: its graphs are not a list of states; pass what state_dict() returned"
         )
+    for i, saved in enumerate(graphs):
+        if saved is not None:
+            check_graph(Entry(saved, f"graphs[{i}]"))
     return graphs

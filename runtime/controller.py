@@ -252,6 +252,16 @@ class Controller:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a saved state. Raises `PlanError` for another model's state."""
         self.read(wait=True)
+        plan = self.refuse_another(state)
+        scales = state["scales"]
+        self.plan = plan
+        self.step = state["step"]
+        if self.keeper is not None:
+            self.keeper.load_state_dict(scales)
+        self._formats = self._on_device = None
+
+    def refuse_another(self, state: Mapping[str, Any]) -> Plan:
+        """Return the plan of a saved state of this graph. Raises `PlanError` for any other state."""
         plan = plan_of(state)
         difference = self.plan.first_difference(plan, there="the saved state", sizes=False)
         if difference is not None:
@@ -259,15 +269,22 @@ class Controller:
                 f"the saved state belongs to another model or config: {difference}; load it where it was saved from"
             )
         scales = state["scales"]
-        if (scales is None) != (self.keeper is None) or (
-            self.keeper is not None and len(scales["exps"]) != len(self.keeper.exps)
-        ):
+        if (scales is None) != (self.keeper is None) or (self.keeper is not None and not _fits(scales, self.keeper)):
             raise PlanError("the saved state has other scales; load it under the grad_scaling it was saved with")
-        self.plan = plan
-        self.step = state["step"]
-        if self.keeper is not None:
-            self.keeper.load_state_dict(scales)
-        self._formats = self._on_device = None
+        return plan
+
+
+def _fits(scales: Mapping[str, Any], keeper: Keeper) -> bool:
+    """Say whether saved scales are of this kind of keeper, with as many exponents, and of casts it knows."""
+    measured = {stats["site"] for stats in scales.get("measured", ())}
+    casts = {int(row) for key in ("saturating", "clipped", "margins") for row in scales.get(key, ())}
+    fresh = set(scales.get("fresh", ()))
+    return (
+        len(scales["exps"]) == len(keeper.exps)
+        and ("good_steps" in scales) == ("good_steps" in keeper.state_dict())
+        and fresh <= measured
+        and casts | fresh <= keeper.graph.casts.keys()
+    )
 
 
 UNSCALED: Mapping[str, Any] = {
