@@ -17,6 +17,7 @@ from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning
 from fxprec.grad_scaling import LossScaling
 from fxprec.graph import CompileReport, PlannedGraph
 from fxprec.plan import Plan
+from fxprec.plan_edits import as_edited
 from fxprec.report.folder import DumpFolder, GraphDump
 from fxprec.runtime.controller import Controller
 from fxprec.runtime.events import Event
@@ -40,7 +41,7 @@ class Backend:
         self._compilations: Counter[int] = Counter()  # by Dynamo's frame id
         self._waiting = saved_state.Waiting()
         self._skips = StepSkipper(self._controllers) if _skips_steps(self.config) else None
-        self._given = None if self.config.plan is None else Plan.load(self.config.plan)
+        self._given = None if self.config.plan is None else as_edited(Plan.load(self.config.plan))
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
@@ -77,7 +78,7 @@ class Backend:
         return graph.__call__  # a plain callable: debuggers such as depyf look at its code
 
     def _built(self, captured: capture.Captured, saved: saved_state.SavedGraph | None) -> PlannedGraph:
-        given = self._given if saved is None else saved.plan
+        given = self._given_to(captured) if saved is None else saved.plan
         dump = None if self._dump is None else self._dump.graph(len(self._graphs))
         try:
             graph = self._planned(captured, given, dump)
@@ -96,8 +97,19 @@ class Backend:
             self._skips,
             dump,
             portable=self.portable,
-            waiting=lambda: self._waiting.training_plans,
+            waiting=self._plans_ahead,
         )
+
+    def _given_to(self, captured: capture.Captured) -> Plan | None:
+        """Return the plan file, but not for evaluation where it is of a training graph: that follows its groups."""
+        if self._given is None or (saved_state.is_of_training(self._given) and not captured.identity.is_training):
+            return None
+        return self._given
+
+    def _plans_ahead(self) -> tuple[Plan, ...]:
+        """Return the plans of training graphs that are known before those compile, the latest last."""
+        given = () if self._given is None or not saved_state.is_of_training(self._given) else (self._given,)
+        return (*given, *self._waiting.training_plans)
 
     @property
     def controllers(self) -> tuple[Controller, ...]:

@@ -277,7 +277,7 @@ class PlannedGraph:
         """Evaluate as training runs: the same groups low, the same tensors promoted."""
         assert self.controller is not None
         trained = next((p for p in reversed(self._plans_of_siblings()) if _gemms(p) == _gemms(self._in_force)), None)
-        if trained is None or trained is self._followed or self.config.plan is not None:
+        if trained is None or trained is self._followed:
             return
         self._followed = trained
         if trained.low_groups != self.controller.plan.low_groups:

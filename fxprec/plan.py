@@ -62,6 +62,8 @@ class Group:
     """Whether the policy made the group low; single tensors of it may still be high (``keep_high``, promotion)."""
     order: int
     """Position in the policy's order of demotion, 0 first."""
+    solved_low: bool | None = None
+    """What ``low`` was when the plan was made; a ``low`` switched by hand takes the group's sites along."""
     operators: tuple[str, ...] = ()
     size: str = ""
     """Elements as an expression in the dynamic dimensions; for people and comparison, never evaluated."""

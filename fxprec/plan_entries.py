@@ -158,6 +158,7 @@ GROUP = _record(
         ),
         "low": _flag,
         "order": _count,
+        "solved_low": _or_null(_flag),
         "operators": _texts,
         "size": _text,
         "saved_bytes": _or_null(_count),

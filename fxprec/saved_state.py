@@ -36,7 +36,7 @@ class Identity:
         """Return which graph a saved state is of."""
         found = state.get("graph")
         if found is None:
-            return cls(any(site.direction == "backward" for site in plan_of(state).sites), None)
+            return cls(is_of_training(plan_of(state)), None)
         return cls(found["training"], tuple(found["parameters"]))
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,6 +90,11 @@ class Waiting:
     def training_plans(self) -> tuple[Plan, ...]:
         """Plans that evaluation follows until training compiles."""
         return tuple(saved.plan for saved in self._saved if saved.identity.is_training)
+
+
+def is_of_training(plan: Plan) -> bool:
+    """Say whether a plan is of a graph with a backward half."""
+    return any(site.direction == "backward" for site in plan.sites)
 
 
 def packed(graphs: Sequence[GraphState | None]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from fxprec.passes.assignment import Assignment, assign
 from fxprec.passes.base import Notice, Work
 from fxprec.passes.groups import Grouped
 from fxprec.passes.saved_bytes import SavedBytes, bytes_in_float32
+from fxprec.passes.selection import kept_high
 from fxprec.passes.tensors import CountedTensor
 from fxprec.plan import ByteCount, Plan
 from fxprec.recipes import Recipe
@@ -33,7 +34,9 @@ class AssignPrecision:
             return
         sibling = None if work.joint.tangents else _same_model(work.grouped, work.siblings)
         if sibling is not None:
-            work.assignment = _follow(sibling, work.grouped.num_groups, tensors, work.config.recipe_)
+            followed = _follow(sibling, work.grouped.num_groups, tensors, work.config.recipe_)
+            pinned, _ = kept_high(tensors, work.config.keep_high)
+            work.assignment = replace(followed, low=followed.low - pinned)
             return
         saved = SavedBytes.predict(tensors, work.config.recipe_)
         work.assignment = assign(

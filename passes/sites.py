@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec import symbolic
+from fxprec.errors import PlanError
 from fxprec.formats import Format, parse
 from fxprec.passes.groups import GROUP_META
 from fxprec.passes.joint import is_backward
@@ -74,8 +75,17 @@ class SiteBook:
             promoted_at = self.given[site.id].promoted_at
             site = replace(site, format=self.given[site.id].format)
         fmt = parse(site.format)
+        self._refuse_unstorable(site, fmt)
         name = _saturating(fmt).name if self._is_guarded(site.kind, fmt) else fmt.name
         return replace(site, format=name, promoted_at=promoted_at)
+
+    def _refuse_unstorable(self, site: Site, fmt: Format) -> None:
+        if self.storage == "native" and fmt.torch_dtype is None:
+            raise PlanError(
+                f"sites[{site.id}].format ({site.tensor}) of the given plan is {site.format!r}, which torch has no "
+                "dtype for, and storage='native' needs one; give storage='packed' or storage='simulate', or choose "
+                "e4m3fn, e5m2, bf16, fp16 or fp32"
+            )
 
     def _is_guarded(self, kind: str, fmt: Format) -> bool:
         return self.guards_gradients and kind.startswith("grad") and fmt.exponent_bits < 8

@@ -84,6 +84,7 @@ def _groups(grouped: Grouped, assignment: Assignment, recipe: Recipe) -> tuple[G
             elements_by_kind=KindCounts(**counts[g]),
             low=g in assignment.low_groups,
             order=assignment.order.get(g, g),
+            solved_low=g in assignment.low_groups,
             operators=tuple(names[g]),
             size=str(grouped.group_size(g)),
             saved_bytes=sum((bytes_of.low if t.id in assignment.low else bytes_of.high)[t.id] for t in saved[g]),

@@ -1,0 +1,150 @@
+"""What a person changes in a plan file takes effect, or is refused in words that name the entry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backend_helpers import eager_backend, mlp
+
+import fxprec
+
+Data = dict[str, Any]
+
+
+def plan_of(**options: Any) -> fxprec.Plan:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    backend = eager_backend(**{"recipe": "fp8", "low_ratio": None, **options})
+    compiled = torch.compile(mlp(), backend=backend)
+    for _ in range(2):
+        compiled(torch.randn(4, 16)).square().mean().backward()
+    return backend.plans[0]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return plan_of(storage="native", low_ratio=0.6).to_dict()
+
+
+@pytest.fixture
+def followed(saved: Data, tmp_path: Path) -> Callable[..., fxprec.Plan]:
+    """Edit a copy of the plan and train with it."""
+
+    def follow(edit: Callable[[Data], None], **options: Any) -> fxprec.Plan:
+        data = json.loads(json.dumps(saved))
+        edit(data)
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(data))
+        return plan_of(**{"storage": "native", "plan": str(path), **options})
+
+    return follow
+
+
+def sites_of(plan: fxprec.Plan, group: int) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for site in plan.sites:
+        if site.group == group:
+            found.setdefault(site.direction, set()).add(site.format)
+    return found
+
+
+def one_group(saved: Data, *, low: bool) -> int:
+    """Return a group held low or high, with sites in both directions."""
+    by_group = {g: {s["direction"] for s in saved["sites"] if s["group"] == g} for g in range(len(saved["groups"]))}
+    return next(g["id"] for g in saved["groups"] if g["low"] is low and len(by_group[g["id"]]) == 2)
+
+
+def test_a_group_switched_over_takes_its_sites_along(saved: Data, followed: Any) -> None:
+    up, down = one_group(saved, low=True), one_group(saved, low=False)
+
+    def edit(data: Data) -> None:
+        data["groups"][up]["low"], data["groups"][down]["low"] = False, True
+
+    plan = followed(edit)
+    assert sites_of(plan, up) == {"forward": {"bf16"}, "backward": {"bf16"}}
+    assert sites_of(plan, down) == {"forward": {"e4m3fn"}, "backward": {"e5m2_sat"}}
+    assert (plan.groups[up].low, plan.groups[down].low) == (False, True)
+    change = saved["groups"][down]["elements"] - saved["groups"][up]["elements"]
+    assert plan.achieved_low_ratio == pytest.approx(saved["achieved_low_ratio"] + change / saved["total_elements"])
+    assert all(g.solved_low is g.low for g in plan.groups), "the plan in force is of one piece"
+
+
+def test_a_site_edited_beside_its_group_keeps_its_format_or_is_a_contradiction(saved: Data, followed: Any) -> None:
+    group = one_group(saved, low=True)
+    site = next(s["id"] for s in saved["sites"] if s["group"] == group and s["direction"] == "forward")
+
+    def edit(data: Data, fmt: str) -> None:
+        data["groups"][group]["low"] = False
+        data["sites"][site]["format"] = fmt
+
+    plan = followed(lambda data: edit(data, "fp16"))
+    assert plan.sites[site].format == "fp16"
+    assert sites_of(plan, group)["backward"] == {"bf16"}
+    words = (
+        rf"groups\[{group}\]\.low was set to false and sites\[{site}\]\.format \(.*\) to 'e5m2', which say the contrary"
+    )
+    with pytest.raises(fxprec.PlanError, match=words):
+        followed(lambda data: edit(data, "e5m2"))
+
+
+@pytest.mark.parametrize("storage", ["native", "packed"])
+@pytest.mark.parametrize("fmt", ["fp32", "fp16", "e5m2"])
+def test_a_site_may_hold_any_format_its_storage_has(saved: Data, followed: Any, fmt: str, storage: str) -> None:
+    chosen = [next(s["id"] for s in saved["sites"] if s["kind"] == kind) for kind in ("output", "param")]
+
+    def edit(data: Data) -> None:
+        for site in chosen:
+            data["sites"][site]["format"] = fmt
+
+    plan = followed(edit, storage=storage)
+    assert [plan.sites[i].format for i in chosen] == [fmt, fmt]
+    assert len(plan.sites) == len(saved["sites"])
+
+
+def test_a_format_without_a_dtype_is_refused_in_native_storage(saved: Data, followed: Any, tmp_path: Path) -> None:
+    words = r"sites\[0\]\.format \(args.0\) of the given plan is '1-5-2', .*storage='native' needs one; give storage='packed'"
+
+    def edit(data: Data) -> None:
+        data["sites"][0]["format"] = "1-5-2"
+
+    with pytest.raises(fxprec.PlanError, match=words):
+        followed(edit)
+    assert followed(edit, storage="packed").sites[0].format == "1-5-2"
+    path = tmp_path / "hfp8.json"
+    plan_of(recipe="hfp8", storage="packed", low_ratio=0.6).save(path)
+    with pytest.raises(fxprec.PlanError, match=r"is '1-\d-\d\+?\d?', which torch has no dtype for"):
+        plan_of(plan=str(path), storage="native")
+
+
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+def test_a_plan_file_of_training_serves_evaluation_too(first: str, tmp_path: Path, saved: Data) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(saved))
+    torch.manual_seed(0)
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, plan=str(path))
+    compiled, x = torch.compile(mlp(), backend=backend), torch.randn(4, 16)
+    for mode in ("training", "evaluation") if first == "training" else ("evaluation", "training"):
+        with torch.set_grad_enabled(mode == "training"):
+            compiled(x)
+    training, evaluation = sorted((p for p in backend.all_plans if p), key=lambda p: -len(p.sites))
+    assert evaluation.low_groups == training.low_groups == {g["id"] for g in saved["groups"] if g["low"]}
+    held = {site.tensor: site.format for site in training.sites if site.direction == "forward"}
+    assert {site.tensor: site.format for site in evaluation.sites}.items() <= held.items()
+
+
+def test_evaluation_keeps_high_what_training_keeps_high() -> None:
+    backend = eager_backend("native", recipe="fp8", low_ratio=0.6, keep_high=("2",))
+    compiled, x = torch.compile(mlp(), backend=backend), torch.randn(4, 16)
+    compiled(x).sum().backward()
+    with torch.no_grad():
+        compiled(x)
+    training, evaluation = backend.all_plans
+    assert training
+    assert evaluation
+    for plan in (training, evaluation):
+        assert {s.format for s in plan.sites if s.module == "2" and s.direction == "forward"} == {"bf16"}
