@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from fxprec.plan_entries import Entry
@@ -32,12 +32,19 @@ def _known(entry: Entry, readers: Mapping[str, Callable[[Entry], Any]], required
             read(Entry(entry.value[key], f"{entry.path}.{key}"))
 
 
+def _refuse_unknown(entry: Entry, known: Collection[str]) -> None:
+    """Refuse what nothing here checks: of a newer version, or damage."""
+    if unknown := entry.value.keys() - set(known):
+        raise entry.fail(f"has an unknown key {min(unknown, key=str)!r:.60}", f"{_WAY_OUT}, or update fxprec")
+
+
 def _scales(entry: Entry) -> None:
     if entry.value is None:
         return
     of_loss = isinstance(entry.value, Mapping) and "good_steps" in entry.value
     required = ("exps", "overflowed", "seen", "good_steps") if of_loss else _OF_EACH
     _known(entry, _SCALES, required)
+    _refuse_unknown(entry, _SCALES)
 
 
 def _each(read: Callable[[Entry], None]) -> Callable[[Entry], None]:
@@ -66,8 +73,7 @@ def _statistics(entry: Entry) -> None:
     names = ("overflow_ratio", "underflow_ratio", "amax", "rms", "nonzero_ratio", "mean_ln", "std_ln")
     readers = {"site": _count, **dict.fromkeys(names, _number), "counts": _each(_number)}
     _known(entry, readers, required=tuple(readers))
-    if unknown := entry.value.keys() - readers.keys():
-        raise entry.fail(f"has an unknown key {min(unknown, key=str)!r:.60}", _WAY_OUT)
+    _refuse_unknown(entry, readers)
 
 
 def _number(entry: Entry) -> None:
@@ -103,6 +109,7 @@ _SCALES: Mapping[str, Callable[[Entry], None]] = {
     "margins": _rows(_exponent),
     "saturating": _rows(_number),
     "clipped": _rows(_exponent),
+    "recent": _rows(_each(_number)),
     "small": _rows(_count),
     "fresh": _each(_count),
     "due": _flag,
