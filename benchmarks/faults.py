@@ -11,14 +11,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import fxprec.backend  # noqa: F401  in the right order
-from fxprec import codec, codec_rows
-from fxprec.formats import parse
-from fxprec.passes import assignment, casts_simulated, groups
-from fxprec.passes.policies import POLICIES, Choice
-from fxprec.recipes import Recipe
-from fxprec.runtime import reference_ops, scaling, table
+import fxprec.driver.backend  # noqa: F401  in the right order
+from fxprec.config.recipes import Recipe
+from fxprec.numerics import codec, codec_rows
+from fxprec.numerics.formats import parse
+from fxprec.passes.analysis import assignment, groups
+from fxprec.passes.analysis.policies import POLICIES, Choice
+from fxprec.passes.casts import simulated as casts_simulated
+from fxprec.runtime import reference_ops, table
 from fxprec.runtime.controller import Controller
+from fxprec.runtime.scaling import keeper as scaling
 
 SIMULATED = {"recipe": "hfp8", "low_ratio": 0.6}
 PACKED = {"recipe": "hfp8", "low_ratio": 0.6, "storage": "packed"}

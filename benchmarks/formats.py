@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from fxprec.formats import HFP8_143, parse
-from fxprec.rounding import decode, encode, quantize
-from fxprec.runtime.reference import reference_quantize
+from fxprec.numerics.formats import HFP8_143, parse
+from fxprec.numerics.reference import reference_quantize
+from fxprec.numerics.rounding import decode, encode, quantize
 
 # qtorch has no bias and its own subnormal rules; 1-5-2 without bias is the format both have.
 SHARED = "1-5-2"

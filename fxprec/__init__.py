@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from fxprec import formats as formats
     from fxprec import optim as optim
     from fxprec import testing as testing
-    from fxprec.accumulator import Accumulator as Accumulator
-    from fxprec.backend import Backend as Backend
-    from fxprec.backend import backend_of as backend_of
     from fxprec.config import Config as Config
+    from fxprec.config.accumulator import Accumulator as Accumulator
+    from fxprec.config.grad_scaling import GradScaling as GradScaling
+    from fxprec.config.grad_scaling import LossScaling as LossScaling
+    from fxprec.config.recipes import Recipe as Recipe
+    from fxprec.driver.backend import Backend as Backend
+    from fxprec.driver.backend import backend_of as backend_of
     from fxprec.errors import BudgetError as BudgetError
     from fxprec.errors import ConfigError as ConfigError
     from fxprec.errors import DoubleBackwardError as DoubleBackwardError
@@ -32,30 +35,27 @@ if TYPE_CHECKING:
     from fxprec.errors import NumericsError as NumericsError
     from fxprec.errors import PlanError as PlanError
     from fxprec.errors import ReferenceRunError as ReferenceRunError
-    from fxprec.formats import Format as Format
-    from fxprec.grad_scaling import GradScaling as GradScaling
-    from fxprec.grad_scaling import LossScaling as LossScaling
+    from fxprec.numerics.formats import Format as Format
+    from fxprec.numerics.rounding import decode as decode
+    from fxprec.numerics.rounding import encode as encode
+    from fxprec.numerics.rounding import quantize as quantize
     from fxprec.plan import Plan as Plan
-    from fxprec.recipes import Recipe as Recipe
-    from fxprec.rounding import decode as decode
-    from fxprec.rounding import encode as encode
-    from fxprec.rounding import quantize as quantize
     from fxprec.runtime.events import Event as Event
 
 _HOMES = {
-    "Accumulator": "accumulator",
-    "Backend": "backend",
-    "backend_of": "backend",
+    "Accumulator": "config.accumulator",
+    "Backend": "driver.backend",
+    "backend_of": "driver.backend",
     "Config": "config",
-    "GradScaling": "grad_scaling",
-    "LossScaling": "grad_scaling",
-    "Recipe": "recipes",
+    "GradScaling": "config.grad_scaling",
+    "LossScaling": "config.grad_scaling",
+    "Recipe": "config.recipes",
     "Plan": "plan",
     "Event": "runtime.events",
-    "Format": "formats",
-    "quantize": "rounding",
-    "encode": "rounding",
-    "decode": "rounding",
+    "Format": "numerics.formats",
+    "quantize": "numerics.rounding",
+    "encode": "numerics.rounding",
+    "decode": "numerics.rounding",
     **dict.fromkeys(
         (
             "FxprecError",

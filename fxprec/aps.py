@@ -7,11 +7,11 @@
 carry the activations of model parallelism in Dettmers' 8-bit types.
 """
 
+from fxprec.runtime.aps.fsdp import APSReduceScatter, use_aps
 from fxprec.runtime.aps.hook import aps_hook
 from fxprec.runtime.aps.options import APSOptions
+from fxprec.runtime.aps.parallel import all_gather, all_reduce, all_to_all, copy_to_group, reduce_from_group
 from fxprec.runtime.aps.state import APSState
-from fxprec.runtime.fsdp import APSReduceScatter, use_aps
-from fxprec.runtime.parallel import all_gather, all_reduce, all_to_all, copy_to_group, reduce_from_group
 
 __all__ = [
     "APSOptions",

@@ -48,12 +48,12 @@ def formats() -> None:
     from rich import box
     from rich.table import Table
 
-    from fxprec import formats as known
     from fxprec.console import console_for
+    from fxprec.numerics import formats as known
 
     table = Table(
         "name",
-        "fxprec.formats",
+        "fxprec.numerics.formats",
         box=box.SIMPLE_HEAD,
         caption="Any other: 1-E-M[+bias][:ieee|:fn]",
         caption_justify="left",

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fxprec.config.recipes import Recipe
 from fxprec.errors import PlanError
-from fxprec.passes.assignment import Assignment, assign
+from fxprec.passes.analysis.assignment import Assignment, assign
+from fxprec.passes.analysis.groups import Grouped
+from fxprec.passes.analysis.saved_bytes import SavedBytes, bytes_in_float32
+from fxprec.passes.analysis.selection import kept_high
+from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.base import Notice, Work
-from fxprec.passes.groups import Grouped
-from fxprec.passes.saved_bytes import SavedBytes, bytes_in_float32
-from fxprec.passes.selection import kept_high
-from fxprec.passes.tensors import CountedTensor
 from fxprec.plan import ByteCount, Plan
-from fxprec.recipes import Recipe
 
 
 @dataclass(frozen=True)

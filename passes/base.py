@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from fxprec.config import Config
-from fxprec.passes.assignment import Assignment
-from fxprec.passes.gemm_costs import Answer
-from fxprec.passes.groups import Grouped
-from fxprec.passes.joint import JointGraph
-from fxprec.passes.operators import Operators
-from fxprec.passes.sites import SiteBook
+from fxprec.passes.analysis.assignment import Assignment
+from fxprec.passes.analysis.gemm_costs import Answer
+from fxprec.passes.analysis.groups import Grouped
+from fxprec.passes.analysis.joint import JointGraph
+from fxprec.passes.analysis.operators import Operators
+from fxprec.passes.casts.sites import SiteBook
 from fxprec.plan import Plan
-from fxprec.scales import ScaleGraph
+from fxprec.plan.scales import ScaleGraph
 
 
 @dataclass(frozen=True, slots=True)

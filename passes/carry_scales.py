@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from fxprec import symbolic
-from fxprec.formats import parse
-from fxprec.passes import linear
+from fxprec.ir import symbolic
+from fxprec.numerics.formats import parse
+from fxprec.passes.analysis import linear
+from fxprec.passes.analysis.operators import module_path
+from fxprec.passes.analysis.producers import is_zero, producer_of
+from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.base import Work
-from fxprec.passes.fold_scales import fold_into_decodes
-from fxprec.passes.operators import module_path
-from fxprec.passes.producers import is_zero, producer_of
-from fxprec.passes.sites import emit, insertion_point_after, replace_uses
-from fxprec.passes.values import is_float_tensor
-from fxprec.scales import Cast, Join, ScaleGraph, Slot
+from fxprec.passes.casts.fold_scales import fold_into_decodes
+from fxprec.passes.casts.sites import emit, insertion_point_after, replace_uses
+from fxprec.plan.scales import Cast, Join, ScaleGraph, Slot
 
 # bfloat16 and float32 have 8 exponent bits: no gradient leaves their range.
 WIDE_EXPONENT_BITS = 8

@@ -17,12 +17,12 @@ import torch
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxprec import symbolic
-from fxprec.passes import ops, regions
+from fxprec.ir import symbolic
+from fxprec.ir.symbolic_gemms import TRANSPOSED
+from fxprec.passes.analysis import ops, regions
+from fxprec.passes.analysis.joint import JointGraph, is_backward, value
+from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.base import Work
-from fxprec.passes.joint import JointGraph, is_backward, value
-from fxprec.passes.values import is_float_tensor
-from fxprec.symbolic_gemms import TRANSPOSED
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 

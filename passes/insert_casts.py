@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxprec.grad_scaling import GradScaling
+from fxprec.config.grad_scaling import GradScaling
+from fxprec.passes.analysis.left_alone import left_alone
 from fxprec.passes.base import Work
-from fxprec.passes.casts_simulated import insert_simulated_casts
-from fxprec.passes.casts_stored import insert_stored_casts
-from fxprec.passes.left_alone import left_alone
-from fxprec.passes.sites import SiteBook
+from fxprec.passes.casts.simulated import insert_simulated_casts
+from fxprec.passes.casts.sites import SiteBook
+from fxprec.passes.casts.stored import insert_stored_casts
 
 
 @dataclass(frozen=True)

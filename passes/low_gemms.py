@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from fxprec import symbolic, symbolic_gemms
-from fxprec.passes import gemm_costs
+from fxprec.ir import symbolic, symbolic_gemms
+from fxprec.passes.analysis import gemm_costs
+from fxprec.passes.analysis.coded_gemms import PURE_VIEWS, Coded, Layout
+from fxprec.passes.analysis.joint import is_backward, value
 from fxprec.passes.base import Work
-from fxprec.passes.coded_gemms import PURE_VIEWS, Coded, Layout
-from fxprec.passes.joint import is_backward, value
-from fxprec.passes.sites import emit
+from fxprec.passes.casts.sites import emit
 from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
 
 aten = torch.ops.aten

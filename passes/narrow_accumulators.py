@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from fxprec import symbolic
-from fxprec.accumulator import Accumulator
-from fxprec.passes import ops
+from fxprec.config.accumulator import Accumulator
+from fxprec.ir import symbolic
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import value
+from fxprec.passes.analysis.operators import module_of, source_of
+from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.base import Notice, Work
-from fxprec.passes.joint import value
-from fxprec.passes.operators import module_of, source_of
-from fxprec.passes.sites import emit
-from fxprec.passes.values import is_float_tensor
+from fxprec.passes.casts.sites import emit
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from fxprec import symbolic
-from fxprec.passes import ops
+from fxprec.ir import symbolic
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import is_backward, value
+from fxprec.passes.analysis.values import is_mask
 from fxprec.passes.base import Notice, Work
-from fxprec.passes.joint import is_backward, value
-from fxprec.passes.sites import emit
-from fxprec.passes.values import is_mask
+from fxprec.passes.casts.sites import emit
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 

@@ -13,14 +13,14 @@ from torch.fx import Graph
 from fxprec.passes.assign_precision import AssignPrecision
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.carry_scales import CarryScales
-from fxprec.passes.groups import GroupTensors
+from fxprec.passes.group_tensors import GroupTensors
 from fxprec.passes.guide_partition import GuidePartition
 from fxprec.passes.insert_casts import InsertCasts
+from fxprec.passes.insert_observers import InsertObservers
 from fxprec.passes.low_gemms import LowGemms
 from fxprec.passes.narrow_accumulators import NarrowAccumulators
 from fxprec.passes.narrow_gemms import NarrowGemms
-from fxprec.passes.observe import InsertObservers
-from fxprec.passes.operators import RecoverOperators
+from fxprec.passes.recover_operators import RecoverOperators
 from fxprec.passes.weigh_gemms import WeighGemms
 from fxprec.passes.write_plan import WritePlan
 

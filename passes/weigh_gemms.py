@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fxprec.passes import gemm_costs
+from fxprec.passes.analysis import gemm_costs
+from fxprec.passes.analysis.coded_gemms import MATMULS, Coded, coded, is_plain, native_refusal, operands
+from fxprec.passes.analysis.gemm_costs import Answer, Costs, Gpu, Product, costs_of
+from fxprec.passes.analysis.joint import dim_hint, is_backward, value
+from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.base import Notice, Work
-from fxprec.passes.coded_gemms import MATMULS, Coded, coded, is_plain, native_refusal, operands
-from fxprec.passes.gemm_costs import Answer, Costs, Gpu, Product, costs_of
-from fxprec.passes.joint import dim_hint, is_backward, value
-from fxprec.passes.operators import Operator
 
 
 @dataclass(frozen=True)

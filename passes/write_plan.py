@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from fxprec.passes.assignment import Assignment
+from fxprec.config.recipes import Recipe
+from fxprec.passes.analysis.assignment import Assignment
+from fxprec.passes.analysis.groups import Grouped
+from fxprec.passes.analysis.saved_bytes import SavedBytes
+from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.base import Work
-from fxprec.passes.groups import Grouped
-from fxprec.passes.saved_bytes import SavedBytes
-from fxprec.passes.tensors import CountedTensor
 from fxprec.plan import Gemm, Group, KindCounts, Plan
-from fxprec.plan_compare import another_model
-from fxprec.recipes import Recipe
+from fxprec.plan.compare import another_model
 
 
 @dataclass(frozen=True)

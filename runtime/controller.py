@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from fxprec.errors import FxprecWarning, PlanError
-from fxprec.formats import parse
+from fxprec.numerics.formats import parse
 from fxprec.plan import Plan, Site
-from fxprec.plan_compare import partners
-from fxprec.plan_json import from_dict
+from fxprec.plan.compare import partners
+from fxprec.plan.files import from_dict
 from fxprec.runtime.events import Event
-from fxprec.runtime.scaling import Keeper
+from fxprec.runtime.scaling.keeper import Keeper
 from fxprec.runtime.stats import SiteStats, StatsQueue
 from fxprec.runtime.table import format_rows, with_scales
 

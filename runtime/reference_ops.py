@@ -6,11 +6,11 @@ import math
 
 import torch
 
-from fxprec.codec import round_stats, round_with_row
-from fxprec.formats import Format, parse
-from fxprec.runtime.histogram import count_exponents
-from fxprec.runtime.reference import reference_decode, reference_encode, reference_quantize
-from fxprec.symbolic import AS_STORED, CARRIED, HISTOGRAM_BINS, MEASURE, UNMEASURED, stored_dtype
+from fxprec.ir.symbolic import AS_STORED, CARRIED, HISTOGRAM_BINS, MEASURE, UNMEASURED, stored_dtype
+from fxprec.numerics.codec import round_stats, round_with_row
+from fxprec.numerics.formats import Format, parse
+from fxprec.numerics.reference import reference_decode, reference_encode, reference_quantize
+from fxprec.runtime.scaling.histogram import count_exponents
 
 
 def quantize(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxprec.symbolic import HISTOGRAM_BINS, STATS
+from fxprec.ir.symbolic import HISTOGRAM_BINS, STATS
 
 MAX_PENDING = 256  # backward passes without a forward between them; then the oldest statistics are dropped
 _BASIC = 3  # the fields every step measures

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fxprec.codec import format_row
-from fxprec.formats import parse
+from fxprec.ir.symbolic import CARRIED, MEASURE, TABLE_COLUMNS
+from fxprec.numerics.codec import format_row
+from fxprec.numerics.formats import parse
 from fxprec.plan import Site
-from fxprec.scales import Cast, ScaleGraph
-from fxprec.symbolic import CARRIED, MEASURE, TABLE_COLUMNS
+from fxprec.plan.scales import Cast, ScaleGraph
 
 
 def format_rows(

@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from fxprec.formats import Format
-from fxprec.runtime.reference import reference_decode
+from fxprec.numerics.formats import Format
+from fxprec.numerics.reference import reference_decode
 
 NATIVE = ("bf16", "fp16", "e4m3fn", "e5m2")
 NAMED = (*NATIVE, "1-4-3+4", "1-5-2", "1-6-9", "1-3-0", "1-2-1")

@@ -20,7 +20,7 @@ from examples.models.mobilenet import mobilenet_v2
 from examples.models.resnet import resnet18
 from examples.models.shufflenet import shufflenet_v2
 from examples.models.squeezenet import squeezenet
-from fxprec.passes.tensors import CountedTensor
+from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.plan import Plan
 
 GEMMS = {squeezenet: 26, shufflenet_v2: 57, mobilenet_v2: 58, resnet18: 21}  # ALGORITHMS 2

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from fxprec.formats import (
+from fxprec.numerics.formats import (
     APS_121,
     APS_130,
     BF16,

@@ -16,9 +16,9 @@ import torch
 from functorch.compile import aot_function, default_partition, nop
 from torch._inductor.decomposition import select_decomp_table
 
-from fxprec.formats import Format
-from fxprec.recipes import Recipe
-from fxprec.runtime.reference import reference_quantize
+from fxprec.config.recipes import Recipe
+from fxprec.numerics.formats import Format
+from fxprec.numerics.reference import reference_quantize
 
 aten = torch.ops.aten
 _DECOMPOSED = select_decomp_table()

@@ -7,9 +7,9 @@ import torch.fx.passes.fake_tensor_prop
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from fxprec import symbolic, symbolic_gemms
-from fxprec.codec import format_row
-from fxprec.formats import parse
+from fxprec.ir import symbolic, symbolic_gemms
+from fxprec.numerics.codec import format_row
+from fxprec.numerics.formats import parse
 
 
 def table_of(*rows: tuple[int, str], carried: int = 0, measure: int = 0) -> Tensor:

@@ -14,7 +14,7 @@ import fxprec
 
 with warnings.catch_warnings():  # torch's own, at the import of Inductor
     warnings.simplefilter("ignore", DeprecationWarning)
-    import fxprec.backend
+    import fxprec.driver.backend
     from fxprec.passes import pipeline
 
 

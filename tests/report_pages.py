@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from fxprec.config.recipes import FP8
 from fxprec.plan import ByteCount, Gemm, Group, KindCounts, Plan, Site
-from fxprec.recipes import FP8
 from fxprec.report.drawing import Drawing, DrawnNode
 from fxprec.report.flops import GemmCost
 

@@ -14,10 +14,11 @@ from helpers import eager_backend
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fxprec.config import Config
-from fxprec.passes import carry_scales, pipeline, sites
-from fxprec.recipes import Recipe
+from fxprec.config.recipes import Recipe
+from fxprec.passes import carry_scales, pipeline
+from fxprec.passes.casts import sites
+from fxprec.plan.scales import ScaleGraph
 from fxprec.runtime.table import format_rows, with_scales
-from fxprec.scales import ScaleGraph
 
 IDENTITY = Recipe(name="identity", hi="fp32", lo_forward="fp32", lo_backward="fp32")
 """Rounding to float32 is the identity: whatever changes is the scales' doing."""

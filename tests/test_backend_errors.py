@@ -13,7 +13,7 @@ from backend_helpers import Cnn, eager_backend, mlp
 from torch import nn
 
 import fxprec
-from fxprec.calibration import interpreted
+from fxprec.driver.calibration import interpreted
 
 
 def compile_and_run(model: nn.Module | None = None, x: torch.Tensor | None = None, **options) -> fxprec.Backend:

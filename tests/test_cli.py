@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from fxprec import cli
 from fxprec.errors import FxprecError
-from fxprec.formats import E4M3FN, HFP8_143
+from fxprec.numerics.formats import E4M3FN, HFP8_143
 
 runner = CliRunner()
 

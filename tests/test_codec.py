@@ -21,11 +21,10 @@ from codec_oracles import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxprec import codec, rounding
 from fxprec.errors import FormatError
-from fxprec.formats import E4M3FN, E5M2, FP32, HFP8_143, Format, parse
-from fxprec.rounding import decode, encode, quantize
-from fxprec.runtime import reference
+from fxprec.numerics import codec, reference, rounding
+from fxprec.numerics.formats import E4M3FN, E5M2, FP32, HFP8_143, Format, parse
+from fxprec.numerics.rounding import decode, encode, quantize
 
 NUM_RANDOM = 1 << 20  # bit patterns per shared format: more than 10 million in all, with gfloat's
 

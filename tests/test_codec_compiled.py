@@ -6,11 +6,10 @@ import pytest
 import torch
 from codec_oracles import all_codes, assert_same, assert_same_codes, edges, random_bits, random_in_range
 
-from fxprec import codec, memory, rounding
 from fxprec.errors import FxprecWarning
-from fxprec.formats import APS_130, BF16, E4M3FN, E5M2, FP16_169, FP32, HFP8_143, HFP8_152, Format
-from fxprec.rounding import decode, encode, quantize
-from fxprec.runtime import reference
+from fxprec.numerics import codec, memory, reference, rounding
+from fxprec.numerics.formats import APS_130, BF16, E4M3FN, E5M2, FP16_169, FP32, HFP8_143, HFP8_152, Format
+from fxprec.numerics.rounding import decode, encode, quantize
 
 FORMATS = [HFP8_143, HFP8_152, FP16_169, FP32, BF16, E5M2, E4M3FN, APS_130, Format(8, 7), Format(6, 15)]
 

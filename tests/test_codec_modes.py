@@ -10,10 +10,10 @@ from codec_oracles import FORMATS, assert_same, assert_same_codes, edges, ids, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxprec import codec, codec_rows, rounding
-from fxprec.formats import E4M3FN_NAN, FP16_169, HFP8_143, HFP8_152, Format
-from fxprec.rounding import decode, encode, quantize
-from fxprec.runtime.reference import reference_quantize
+from fxprec.numerics import codec, codec_rows, rounding
+from fxprec.numerics.formats import E4M3FN_NAN, FP16_169, HFP8_143, HFP8_152, Format
+from fxprec.numerics.reference import reference_quantize
+from fxprec.numerics.rounding import decode, encode, quantize
 
 
 @pytest.fixture(autouse=True)

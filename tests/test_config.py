@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxprec import formats
-from fxprec.config import ALLOWED, DEFAULT_LOW_RATIO, Config, GradScaling
+from fxprec.config import ALLOWED, DEFAULT_LOW_RATIO, Config
+from fxprec.config.grad_scaling import GradScaling
+from fxprec.config.recipes import RECIPES, Recipe
 from fxprec.errors import ConfigError
-from fxprec.recipes import RECIPES, Recipe
+from fxprec.numerics import formats
 
 PAPER_LOW = {"lo_forward": "1-4-3+4", "lo_backward": "1-5-2"}
 

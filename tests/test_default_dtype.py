@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import fxprec
-import fxprec.graph
+import fxprec.driver.graph
 from fxprec import arith, optim
-from fxprec.formats import parse
-from fxprec.runtime import codecs, histogram
+from fxprec.ir.symbolic import CARRIED, MEASURE, TABLE_COLUMNS
+from fxprec.numerics.formats import parse
+from fxprec.runtime.aps import codecs
 from fxprec.runtime.aps.coder import Coder
 from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, largest_magnitudes, mask_factors
 from fxprec.runtime.aps.wire import wire_of
 from fxprec.runtime.optim import cpp, reference
-from fxprec.symbolic import CARRIED, MEASURE, TABLE_COLUMNS
+from fxprec.runtime.scaling import histogram
 
 ROOT = Path(__file__).parents[1]
 DTYPES = (torch.bfloat16, torch.float16, torch.float64)
@@ -118,7 +119,7 @@ def multiplied() -> Any:
 def table_of(name: str) -> Tensor:
     """A table of one row that scales by 4, carries 2 and measures."""
     table = torch.zeros(1, TABLE_COLUMNS, dtype=torch.int32)
-    table[0, :CARRIED] = torch.tensor(fxprec.codec.format_row(parse(name)), dtype=torch.int32)
+    table[0, :CARRIED] = torch.tensor(fxprec.numerics.codec.format_row(parse(name)), dtype=torch.int32)
     table[0, 0], table[0, CARRIED], table[0, MEASURE] = 2, 1, 1
     return table
 
@@ -228,7 +229,7 @@ def train(model: nn.Module, x: Tensor, recipe: str, storage: str, lowering: str)
 @pytest.mark.parametrize(("recipe", "storage"), CASES)
 def test_training_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, recipe: str, storage: str, lowering: str) -> None:
     """Without code generation, which promises no bits: kernels are called, the rest runs op by op."""
-    monkeypatch.setattr(fxprec.graph.compat, "compile_fx_inner", run_op_by_op())
+    monkeypatch.setattr(fxprec.driver.graph.compat, "compile_fx_inner", run_op_by_op())
     model, x = network(), values(48).clamp(-4, 4).nan_to_num(0).view(6, 8)
     found = []
     for dtype in (torch.float32, torch.bfloat16):

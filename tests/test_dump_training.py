@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from fxprec import Plan, formats
+from fxprec import Plan
 from fxprec.errors import ConfigError
+from fxprec.numerics import formats
 from fxprec.report import folder as folders
 from fxprec.report.drawing import Drawing
 from fxprec.report.folder import DumpFolder

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from fxprec import Plan, cli, ranges
+from fxprec import Plan, cli
+from fxprec.driver import ranges
 from fxprec.report.dot import dot_text
 from fxprec.report.drawing import Drawing
 from tests.helpers import compiled, eager_backend, pipeline

@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fxprec
-from fxprec import graph
+from fxprec.driver import graph
+from fxprec.ir.symbolic import STATS
 from fxprec.plan import Site
 from fxprec.runtime.controller import Controller
-from fxprec.symbolic import STATS
 
 CASES = ("float32", "autocast", "bf16", "dynamic", "checkpoint", "graph break", "ddp")
 WITH_INDUCTOR = (("bf16", "native"), ("dynamic", "packed"))

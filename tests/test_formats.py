@@ -11,9 +11,9 @@ import pytest
 import torch
 from codec_oracles import FORMATS, ML_DTYPES, ids
 
-from fxprec import formats
 from fxprec.errors import FormatError
-from fxprec.formats import Format, parse
+from fxprec.numerics import formats
+from fxprec.numerics.formats import Format, parse
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import nn
 
 import fxprec
 from fxprec import GradScaling, LossScaling
-from fxprec.runtime.scaling import PATIENCE
+from fxprec.runtime.scaling.keeper import PATIENCE
 
 TINY = 1e-9
 STEPS = 200

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxprec import formats
+from fxprec.config.recipes import RECIPES
 from fxprec.errors import PlanError
+from fxprec.numerics import formats
 from fxprec.plan import ByteCount, Gemm, Group, KindCounts, Plan, Site
-from fxprec.plan_compare import partners
-from fxprec.recipes import RECIPES
+from fxprec.plan.compare import partners
 
 KINDS = ("output", "param", "grad_output", "grad_param")
 

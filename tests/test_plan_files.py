@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxprec.config.recipes import RECIPES
 from fxprec.errors import PlanError
 from fxprec.plan import Gemm, Group, KindCounts, Plan, Site
-from fxprec.plan_json import MAX_BYTES, dumps
-from fxprec.recipes import RECIPES
+from fxprec.plan.files import MAX_BYTES, dumps
 
 PLAN = Plan(
     gemms=(Gemm(id=0, node="mm", op="aten.mm", module="fc", group_before=0, group_after=1),),

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from fxprec import Plan, cli, formats
+from fxprec import Plan, cli
+from fxprec.config.recipes import FP8
 from fxprec.errors import PlanError
+from fxprec.numerics import formats
 from fxprec.plan import Group, KindCounts
-from fxprec.recipes import FP8
 from fxprec.report.curve import by_group, by_ratio, rounding_error
 from fxprec.report.drawing import Drawing
 from fxprec.report.flops import cost_of

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 import fxprec
 from benchmarks.gpu.fragments import table_of
 from benchmarks.gpu.suite import Row, Setting
-from fxprec.formats import parse
+from fxprec.numerics.formats import parse
+from fxprec.numerics.reference import reference_decode, reference_encode, reference_stats
 from fxprec.runtime.gemm.matmul import Operand, Output, matmul
 from fxprec.runtime.gemm.tiles import SMALL, TILES
 from fxprec.runtime.gemm.transpose import quantize_transpose
-from fxprec.runtime.reference import reference_decode, reference_encode, reference_stats
 
 FORMATS = ("e4m3fn", "e5m2_sat", "1-4-3+4", "1-5-2", "1-3-0", "1-6-9")
 PAIRS = (("e4m3fn", "e5m2_sat"), ("1-4-3+4", "1-5-2"), ("1-6-9", "1-4-3+4"))

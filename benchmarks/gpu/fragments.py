@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import fxprec.graph  # noqa: F401  registers the symbolic ops
+import fxprec.driver.graph  # noqa: F401  registers the symbolic ops
 from benchmarks.gpu.suite import Setting
-from fxprec.codec import format_row
-from fxprec.formats import parse
+from fxprec.ir.symbolic import AS_STORED
+from fxprec.numerics.codec import format_row
+from fxprec.numerics.formats import parse
 from fxprec.passes.lowering import lower
-from fxprec.symbolic import AS_STORED
 
 aten = torch.ops.aten
 

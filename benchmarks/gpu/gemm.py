@@ -9,10 +9,10 @@ from torch import Tensor
 
 from benchmarks.gpu.suite import Row, Setting
 from benchmarks.gpu.timing import in_turn
-from fxprec.formats import parse
+from fxprec.ir.symbolic import AS_STORED
+from fxprec.numerics.formats import parse
+from fxprec.numerics.reference import reference_encode
 from fxprec.runtime.gemm.matmul import Operand, matmul
-from fxprec.runtime.reference import reference_encode
-from fxprec.symbolic import AS_STORED
 
 WANTED = 1.7  # TransformerEngine's delayed scaling reports 1.69 on H200
 # (in, out) of query/key/value, attention's output, gate/up and down.

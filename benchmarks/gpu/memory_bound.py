@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.fragments import compile_fragment, dequantize, quantize, table_of
 from benchmarks.gpu.suite import Row, Setting
 from benchmarks.gpu.timing import in_turn
-from fxprec.formats import parse
+from fxprec.numerics.formats import parse
 
 WANTED = 0.9
 LO, BACK = "e4m3fn", "e5m2_sat"

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 import fxprec
-import fxprec.graph
+import fxprec.driver.graph
 from benchmarks.gpu.models import LLAMA_BLOCK, TINY, Decoder
 from benchmarks.gpu.suite import Row, Setting
 from benchmarks.gpu.timing import in_turn
@@ -41,7 +41,9 @@ def statistics_cost(setting: Setting) -> Iterator[Row]:
             network.zero_grad(set_to_none=True)
 
         with mock.patch.object(
-            fxprec.graph, "lower", _lower_without(fxprec.graph.lower) if not scaled else fxprec.graph.lower
+            fxprec.driver.graph,
+            "lower",
+            _lower_without(fxprec.driver.graph.lower) if not scaled else fxprec.driver.graph.lower,
         ):
             run()  # compiles both halves
         sides[name] = run

@@ -25,7 +25,7 @@ from examples.models.char_transformer import CharTransformer
 from examples.models.dlrm import DLRM, auc, generate_clicks
 from examples.models.small_cnn import SmallCNN
 from fxprec.demo.data import VOCAB, load_digits, load_text
-from fxprec.formats import BF16, Format, parse
+from fxprec.numerics.formats import BF16, Format, parse
 
 METHODS = {
     "fp32": None,

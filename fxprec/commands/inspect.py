@@ -36,7 +36,7 @@ def dump(
         raise ConfigError(f"recipe {recipe!r} holds everything in float32, so there is nothing to plan; choose 'fp8'")
     if policy == "exact":
         raise ConfigError("policy 'exact' measures a training step, and fxprec dump runs none; choose 'size'")
-    from fxprec.backend import Backend
+    from fxprec.driver.backend import Backend
     from fxprec.report.folder import DumpFolder
     from fxprec.report.target import find_factory, plan_under_fakes
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fxprec.plan import Plan
-    from fxprec.runtime.predict import Layer, Prediction
+    from fxprec.runtime.aps.predict import Layer, Prediction
 
 FORWARD_SHARE = 1 / 3  # of a step's computation: the backward pass does two products for each of the forward's
 
@@ -33,7 +33,7 @@ def predict(
     """Predict the step time with 32-, 16- and 8-bit gradients (Dettmers 2016, appendix A)."""
     from fxprec.console import console_for
     from fxprec.plan import Plan
-    from fxprec.runtime.predict import CODINGS, Link, parse_rate, parse_seconds, predict_step, verdict
+    from fxprec.runtime.aps.predict import CODINGS, Link, parse_rate, parse_seconds, predict_step, verdict
 
     if paper:
         console_for().print(paper_table())
@@ -54,7 +54,7 @@ def predict(
 
 def layers_of(plan: Plan, step_seconds: float) -> list[Layer]:
     """The plan's groups as layers: a step's seconds shared out by elements, a third of them forward."""
-    from fxprec.runtime.predict import Layer
+    from fxprec.runtime.aps.predict import Layer
 
     total = sum(g.elements for g in plan.groups)
     return [
@@ -86,7 +86,7 @@ def paper_table() -> Table:
     from rich import box
     from rich.table import Table
 
-    from fxprec.runtime import predict_paper as p
+    from fxprec.runtime.aps import predict_paper as p
 
     table = Table("GPUs", "sub-batch", "kernels", box=box.SIMPLE_HEAD, title="Predicted speedup of AlexNet (published)")
     for column in ("32-bit", "8-bit"):

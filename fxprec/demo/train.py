@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxprec.backend import backend_of
 from fxprec.demo.tasks import Task, cross_entropy
+from fxprec.driver.backend import backend_of
 from fxprec.plan import Plan
 from fxprec.runtime.events import Event
 

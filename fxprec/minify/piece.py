@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from fxprec.capture import Captured
+from fxprec.driver.capture import Captured
 from fxprec.errors import ConfigError
 from fxprec.testing.case import Case, first_line
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fxprec.formats import parse
+from fxprec.numerics.formats import parse
 from fxprec.plan import Plan, Site
 from fxprec.report.graph_text import one_line
 

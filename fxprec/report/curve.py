@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxprec.formats import Format
+from fxprec.config.recipes import Recipe
+from fxprec.numerics.formats import Format
 from fxprec.plan import Group, Plan
-from fxprec.recipes import Recipe
 
 RATIOS = tuple(i / 10 for i in range(1, 11))
 KINDS = ("output", "param", "grad_output", "grad_param")

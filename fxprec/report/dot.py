@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxprec.formats import parse
+from fxprec.numerics.formats import parse
 from fxprec.plan import Plan
 from fxprec.report.drawing import Drawing, DrawnNode
 

@@ -12,13 +12,13 @@ from typing import Any
 from torch.fx import Node
 
 from fxprec.errors import PlanError
+from fxprec.ir.symbolic import QUANTIZE
+from fxprec.passes.analysis.joint import is_backward, numel_hint, shape_text, value
+from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.base import Work
-from fxprec.passes.joint import is_backward, numel_hint, shape_text, value
-from fxprec.passes.operators import module_of, source_of
 from fxprec.plan import Plan
 from fxprec.report.flops import GemmCost, cost_of
 from fxprec.report.graph_text import target_text
-from fxprec.symbolic import QUANTIZE
 
 SCHEMA = 1
 FILE = "graph.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxprec.errors import PlanError, did_you_mean
-from fxprec.formats import Format
+from fxprec.numerics.formats import Format
 from fxprec.plan import Plan, Site
 from fxprec.report.graph_text import one_line
 

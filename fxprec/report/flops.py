@@ -10,8 +10,8 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from fxprec.passes import ops
-from fxprec.passes.joint import numel_hint, value
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import numel_hint, value
 
 
 @dataclass(frozen=True, slots=True)

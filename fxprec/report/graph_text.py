@@ -8,10 +8,10 @@ from functools import lru_cache
 import torch
 from torch.fx import Node
 
+from fxprec.ir.symbolic import AS_STORED, DEQUANTIZE, QUANTIZE
+from fxprec.passes.analysis.joint import is_backward, shape_text, value
+from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.base import Work
-from fxprec.passes.joint import is_backward, shape_text, value
-from fxprec.passes.operators import module_of, source_of
-from fxprec.symbolic import AS_STORED, DEQUANTIZE, QUANTIZE
 
 _SITE = 2  # position of the site, which is its row of the scale table, among a cast's arguments; its format follows
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fxprec.formats import parse
+from fxprec.numerics.formats import parse
 from fxprec.plan import Gemm, Plan, Site
 from fxprec.report.curve import Point, by_group, by_ratio
 from fxprec.report.drawing import Drawing, DrawnNode

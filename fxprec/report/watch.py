@@ -8,7 +8,7 @@ from fxprec import compat
 from fxprec.passes import pipeline
 from fxprec.passes.base import Work
 from fxprec.plan import Plan
-from fxprec.plan_json import dumps
+from fxprec.plan.files import dumps
 from fxprec.report.folder import GraphDump
 from fxprec.report.graph_text import graph_text
 

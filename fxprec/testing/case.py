@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
-from fxprec.backend import Backend
 from fxprec.config import Config
+from fxprec.driver.backend import Backend
 from fxprec.errors import ConfigError, FxprecError, ReferenceRunError
 
 Loss = Callable[[Any], Tensor]

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxprec.backend import Backend
-from fxprec.checks import one_of
 from fxprec.config import Config
+from fxprec.config.checks import one_of
+from fxprec.driver.backend import Backend
 from fxprec.errors import ConfigError, NumericsError
-from fxprec.formats import BF16, parse
+from fxprec.numerics.formats import BF16, parse
 from fxprec.plan import Plan
 from fxprec.testing import golden as goldens
 from fxprec.testing.case import DTYPES, STEPS, Case, Compiled, Loss

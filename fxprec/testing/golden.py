@@ -12,11 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fxprec import plan_json
-from fxprec.backend import Backend
 from fxprec.config import Config
+from fxprec.driver.backend import Backend
 from fxprec.errors import FxprecError, GoldenError
 from fxprec.plan import Plan
+from fxprec.plan import files as plan_json
 from fxprec.report.compare import differences as plan_differences
 from fxprec.testing.case import Compiled
 from fxprec.testing.finding import Finding, Place

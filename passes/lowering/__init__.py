@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
-from fxprec import symbolic
+from fxprec.ir import symbolic
 from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.gemms import lower_gemms

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec import symbolic
+from fxprec.ir import symbolic
 from fxprec.passes.lowering.layout import prefer_channels_last
 from fxprec.passes.lowering.reuse import is_ours_alone
 

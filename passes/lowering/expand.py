@@ -17,9 +17,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxprec import codec, formats, symbolic, symbolic_gemms
-from fxprec.formats import parse
-from fxprec.symbolic import CARRIED, MEASURE
+from fxprec.ir import symbolic, symbolic_gemms
+from fxprec.ir.symbolic import CARRIED, MEASURE
+from fxprec.numerics import codec, formats
+from fxprec.numerics.formats import parse
 
 aten = torch.ops.aten
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fxprec import symbolic
-from fxprec import symbolic_gemms as gemms
-from fxprec.passes import ops
+from fxprec.ir import symbolic
+from fxprec.ir import symbolic_gemms as gemms
+from fxprec.passes.analysis import ops
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default

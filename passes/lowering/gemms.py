@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec import symbolic
-from fxprec import symbolic_gemms as gemms
+from fxprec.ir import symbolic
+from fxprec.ir import symbolic_gemms as gemms
 from fxprec.passes.lowering.expand import insert
 from fxprec.passes.lowering.gemm_casts import call, codes_of_product, copy_with_codes, find, replace
 

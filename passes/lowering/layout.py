@@ -13,7 +13,7 @@ import torch._inductor.inductor_prims  # registers inductor_force_stride_order
 from torch._prims_common import make_channels_last_2d_strides_for
 from torch.fx import Graph, Node
 
-from fxprec import symbolic
+from fxprec.ir import symbolic
 
 aten = torch.ops.aten
 _FORCE = torch.ops.prims.inductor_force_stride_order.default

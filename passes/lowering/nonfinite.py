@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch.fx import Graph
 
-from fxprec import symbolic
-from fxprec.formats import Format, parse
+from fxprec.ir import symbolic
+from fxprec.numerics.formats import Format, parse
 
 
 def keep_nonfinite(graph: Graph) -> None:

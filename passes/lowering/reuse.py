@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from fxprec.passes import ops
+from fxprec.passes.analysis import ops
 
 aten = torch.ops.aten
 _FORCE = torch.ops.prims.inductor_force_stride_order.default

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec import symbolic
+from fxprec.ir import symbolic
 
 
 def watch(gm: GraphModule, watched: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:

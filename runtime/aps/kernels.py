@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fxprec.codec import format_row
 from fxprec.errors import FormatError
-from fxprec.formats import Format
-from fxprec.runtime import native
-from fxprec.runtime.codecs import Codec, thresholds
+from fxprec.numerics import native
+from fxprec.numerics.codec import format_row
+from fxprec.numerics.formats import Format
+from fxprec.runtime.aps.codecs import Codec, thresholds
 
 _CELLS = 1 << 15
 MAX_FACTOR_EXPONENT = 126  # 2^126 and 2^-126 are normal float32 numbers

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxprec.errors import ConfigError
-from fxprec.formats import Format
+from fxprec.numerics.formats import Format
+from fxprec.runtime.aps.codecs import Codec
 from fxprec.runtime.aps.groups import Groups, agree, make_groups
 from fxprec.runtime.aps.options import Accumulate, APSOptions, Rounding, Scaling
 from fxprec.runtime.aps.wire import wire_of
-from fxprec.runtime.codecs import Codec
 
 KeepHigh = Iterable[str | nn.Module | Tensor]
 

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fxprec import rounding
 from fxprec.errors import FormatError
-from fxprec.formats import Format, parse
-from fxprec.runtime.codec_tables import TABLES
-from fxprec.runtime.codecs import Codec, codec, decode_values, encode_values
+from fxprec.numerics import rounding
+from fxprec.numerics.formats import Format, parse
+from fxprec.runtime.aps.codec_tables import TABLES
+from fxprec.runtime.aps.codecs import Codec, codec, decode_values, encode_values
 
 _BLOCK = 1 << 15  # elements: 128 KiB of float32
 MAX_TOP_EXPONENT = 100  # leaves float32 room for a sum over 2^27 ranks
@@ -151,7 +151,7 @@ class TableWire:
             uniform = torch.rand(values.shape, generator=generator, dtype=torch.float32, device=values.device)
             return encode_values(values, self.codec, uniform)
         if values.is_cuda:
-            from fxprec.runtime import codec_triton
+            from fxprec.runtime.aps import codec_triton
 
             return codec_triton.encode_values(values, self.codec)
         return encode_values(values, self.codec)

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fxprec.codec import format_row
-from fxprec.formats import FP32, Format
-from fxprec.runtime import native
+from fxprec.numerics import native
+from fxprec.numerics.codec import format_row
+from fxprec.numerics.formats import FP32, Format
 from fxprec.runtime.arith.spec import Spec
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fxprec.errors import FormatError
-from fxprec.formats import Format, parse
-from fxprec.rounding import quantize
+from fxprec.numerics.formats import Format, parse
+from fxprec.numerics.rounding import quantize
 from fxprec.runtime.arith import cpu, reference
 from fxprec.runtime.arith.spec import Spec
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxprec.formats import parse
+from fxprec.numerics.formats import parse
 from fxprec.runtime.arith import functions
 from fxprec.runtime.arith.convolution import Multiply, Window, correlate, correlate_transposed, weight_gradient
 from fxprec.runtime.arith.spec import Spec

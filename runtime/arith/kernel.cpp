@@ -23,7 +23,7 @@ constexpr int64_t kLanes = 64;  // columns worked on at a time
 FXPREC_INLINE int32_t bits_of(float x) { int32_t b; std::memcpy(&b, &x, 4); return b; }
 FXPREC_INLINE float float_of(int32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
 
-// Mirrors runtime/arith/cpu.py: FormatConstants; the meaning of each is in fxprec/codec.py: FormatRow.
+// Mirrors runtime/arith/cpu.py: FormatConstants; the meaning of each is in fxprec/numerics/codec.py: FormatRow.
 struct Format { int32_t shift, addend, parity, min_normal, magic, largest, overflow, exact; };
 struct Task {
   const float *a, *b;

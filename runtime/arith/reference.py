@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxprec.codec import format_row, round_with_row
-from fxprec.formats import FP32, Format
+from fxprec.numerics.codec import format_row, round_with_row
+from fxprec.numerics.formats import FP32, Format
 from fxprec.runtime.arith.spec import Spec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxprec.errors import FormatError
-from fxprec.formats import FP32, Format
+from fxprec.numerics.formats import FP32, Format
 
 
 @dataclass(frozen=True)

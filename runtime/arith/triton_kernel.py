@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxprec.codec import format_row
-from fxprec.formats import FP32, Format
+from fxprec.numerics.codec import format_row
+from fxprec.numerics.formats import FP32, Format
 from fxprec.runtime.arith.spec import Spec
 
 _ROWS, _COLUMNS = 32, 32

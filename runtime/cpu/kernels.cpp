@@ -2,7 +2,7 @@
 //
 // One pass over memory stores a tensor: round, encode, count overflow and underflow, track the largest magnitude.
 // Integer arithmetic throughout, so results do not depend on the compiler's floating-point options; the two
-// float additions that round subnormals are exact by construction (see fxprec/codec.py).
+// float additions that round subnormals are exact by construction (see fxprec/numerics/codec.py).
 #include <cstdint>
 #include <cstring>
 

@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import torch
 
-from fxprec.runtime import native
-from fxprec.symbolic import CARRIED, MEASURE
+from fxprec.ir.symbolic import CARRIED, MEASURE
+from fxprec.numerics import native
 
 _SOURCE = Path(__file__).with_name("measure.cpp")
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from fxprec.formats import Format, parse
-from fxprec.memory import empty_like
-from fxprec.runtime import native
+from fxprec.ir.symbolic import AS_STORED, CARRIED, STATS, TABLE_COLUMNS, stored_dtype
+from fxprec.numerics import native
+from fxprec.numerics.formats import Format, parse
+from fxprec.numerics.memory import empty_like
 from fxprec.runtime.cpu.measure import wanted_moments, with_moments
 from fxprec.runtime.cpu.params import Params, params_of, params_of_row
-from fxprec.symbolic import AS_STORED, CARRIED, STATS, TABLE_COLUMNS, stored_dtype
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 

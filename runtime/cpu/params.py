@@ -6,8 +6,8 @@ import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
 
-from fxprec.codec import INFINITY, format_row, overflow_threshold
-from fxprec.formats import Format
+from fxprec.numerics.codec import INFINITY, format_row, overflow_threshold
+from fxprec.numerics.formats import Format
 
 _NEVER = 0x7FFFFFFF  # no magnitude of a 16-bit code reaches it
 

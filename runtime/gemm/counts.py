@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fxprec.codec import format_row, overflow_threshold
-from fxprec.formats import Format
+from fxprec.numerics.codec import format_row, overflow_threshold
+from fxprec.numerics.formats import Format
 
 COUNTS = 8
 """Entries of the counts, int64: overflowed, underflowed, float32 bits of amax, elements; then, as float64 and in steps

@@ -1,4 +1,4 @@
-"""Device functions between float32 and codes of any `Format`, in integer arithmetic: the bits of `fxprec.codec`.
+"""Device functions between float32 and codes of any `Format`, in integers: the bits of `fxprec.numerics.codec`.
 
 No native conversion is used, so sm_80 and the interpreter (whose own float8 cast is not to nearest) give the same
 codes as newer devices. A format reaches a kernel as a tuple of compile-time constants.
@@ -11,8 +11,8 @@ from typing import TypeAlias
 import triton
 import triton.language as tl
 
-from fxprec.codec import as_float, format_row
-from fxprec.formats import Format
+from fxprec.numerics.codec import as_float, format_row
+from fxprec.numerics.formats import Format
 
 Constants: TypeAlias = tuple[int | float, ...]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from fxprec.formats import parse
+from fxprec.ir.symbolic_gemms import GemmKernel
+from fxprec.numerics.formats import parse
 from fxprec.runtime.gemm import aot, matmul, transpose
 from fxprec.runtime.gemm.tiles import TILES, Tile
-from fxprec.symbolic_gemms import GemmKernel
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from fxprec.formats import BF16, FP16, FP32, Format
+from fxprec.numerics.formats import BF16, FP16, FP32, Format
 from fxprec.runtime.gemm.counts import COUNTS, add_counts, no_moments, thresholds
 from fxprec.runtime.gemm.device_codec import constants, decode, encode, power
 from fxprec.runtime.gemm.tiles import SMALL, TILES, Tile

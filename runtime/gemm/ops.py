@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fxprec.errors import LoweringError
-from fxprec.formats import parse
-from fxprec.symbolic import AS_STORED, stored_dtype
+from fxprec.ir.symbolic import AS_STORED, stored_dtype
+from fxprec.numerics.formats import parse
 
 
 def quantize_transpose(

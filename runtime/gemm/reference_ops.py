@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from fxprec.formats import parse
-from fxprec.runtime.reference import reference_decode
-from fxprec.symbolic import AS_STORED, CARRIED, MEASURE, UNMEASURED
+from fxprec.ir.symbolic import AS_STORED, CARRIED, MEASURE, UNMEASURED
+from fxprec.numerics.formats import parse
+from fxprec.numerics.reference import reference_decode
 
 
 def gemm(

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxprec.formats import Format
+from fxprec.ir.symbolic import MEASURE
+from fxprec.numerics.formats import Format
 from fxprec.runtime.gemm.counts import COUNTS, add_counts, add_moments, thresholds
 from fxprec.runtime.gemm.device_codec import constants, encode, power
-from fxprec.symbolic import MEASURE
 
 # 94 to 99 registers and no spill on sm_80 to sm_100 (4 warps: 180, and 500 spilled bytes for strided input).
 ROWS, COLUMNS, WARPS = 64, 128, 8

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fxprec.runtime import native
+from fxprec.numerics import native
 from fxprec.runtime.optim.printer import Dialect, statements
 from fxprec.runtime.optim.rule import INTEGERS, Rule
 from fxprec.runtime.optim.trace import trace

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fxprec.formats import Format
+from fxprec.numerics.formats import Format
 from fxprec.runtime.optim.fma import fma, sqrt
 from fxprec.runtime.optim.rounding import nearest, random_bits, stochastic
 from fxprec.runtime.optim.rule import CARRIERS, Rule

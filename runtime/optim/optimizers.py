@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fxprec.formats import Format
+from fxprec.numerics.formats import Format
 from fxprec.runtime.optim.options import own_defaults
 from fxprec.runtime.optim.rule import Update
 from fxprec.runtime.optim.stepper import Stepper

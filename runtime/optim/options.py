@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxprec.errors import ConfigError, did_you_mean
-from fxprec.formats import Format, parse
+from fxprec.numerics.formats import Format, parse
 from fxprec.runtime.optim.rounding import nearest
 from fxprec.runtime.optim.rule import CARRIERS, UPDATES, Rule
 

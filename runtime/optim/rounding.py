@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxprec.codec import INFINITY, MAGNITUDE, QUIET_NAN, SIGN, format_row, overflow_threshold, round_with_row
-from fxprec.codec_rows import dither_with_row
-from fxprec.formats import FP32, Format
+from fxprec.numerics.codec import INFINITY, MAGNITUDE, QUIET_NAN, SIGN, format_row, overflow_threshold, round_with_row
+from fxprec.numerics.codec_rows import dither_with_row
+from fxprec.numerics.formats import FP32, Format
 
 _FLOAT32_MIN_EXPONENT = -126
 

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from fxprec.formats import BF16, FP16, FP32, Format
+from fxprec.numerics.formats import BF16, FP16, FP32, Format
 
 Update: TypeAlias = Literal["nearest", "stochastic", "kahan", "stochastic+kahan"]
 UPDATES: tuple[Update, ...] = ("nearest", "stochastic", "kahan", "stochastic+kahan")

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxprec.formats import parse
+from fxprec.numerics.formats import parse
+from fxprec.numerics.reference import reference_quantize
+from fxprec.runtime.aps.codec_tables import TABLES
+from fxprec.runtime.aps.codecs import codec
 from fxprec.runtime.aps.wire import wire_of
-from fxprec.runtime.codec_tables import TABLES
-from fxprec.runtime.codecs import codec
-from fxprec.runtime.reference import reference_quantize
 
 
 def nearest_in_table(x: np.ndarray, name: str) -> np.ndarray:

@@ -9,8 +9,8 @@ from aps_reference import nearest_in_table
 from interpreted import interpreted, run_interpreted
 
 from fxprec.errors import FormatError
-from fxprec.runtime import codecs
-from fxprec.runtime.codecs import codec
+from fxprec.runtime.aps import codecs
+from fxprec.runtime.aps.codecs import codec
 
 NAMES = ("dynamic-tree", "dynamic-uniform", "static-tree", "mantissa", "linear")
 # Mean relative error in percent that true nearest gives (ALGORITHMS.md 5): U(0,1), N(0,1).
@@ -109,7 +109,7 @@ def test_an_unknown_codec_is_an_error_with_the_nearest_name() -> None:
 @interpreted
 @pytest.mark.parametrize("name", NAMES)
 def test_triton_kernels_give_the_same_codes(name: str) -> None:
-    from fxprec.runtime import codec_triton
+    from fxprec.runtime.aps import codec_triton
 
     g = torch.Generator().manual_seed(3)
     c = codec(name)
@@ -129,6 +129,6 @@ def test_triton_kernels_in_the_interpreter() -> None:
 @pytest.mark.parametrize("arch", [80, 89, 90, 100])
 def test_triton_kernels_compile_for_every_architecture(arch: int) -> None:
     pytest.importorskip("triton")
-    from fxprec.runtime import codec_triton
+    from fxprec.runtime.aps import codec_triton
 
     assert all("ld.global" in ptx for ptx in codec_triton.compile_to_ptx(arch))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxprec import aps
 from fxprec.errors import ConfigError
-from fxprec.runtime.codec_tables import TABLES
+from fxprec.runtime.aps.codec_tables import TABLES
 
 WORLD = 3
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from fxprec.commands.predict import predict
 from fxprec.errors import ConfigError
-from fxprec.runtime import predict as model
-from fxprec.runtime import predict_paper as paper
-from fxprec.runtime.predict import CODINGS, Coding, Layer, Link
+from fxprec.runtime.aps import predict as model
+from fxprec.runtime.aps import predict_paper as paper
+from fxprec.runtime.aps.predict import CODINGS, Coding, Layer, Link
 
 SLOW, FAST = Link(25e6, 1e-4), Link(100e9, 1e-6)
 
@@ -86,8 +86,8 @@ def test_the_command_prints_the_papers_tables() -> None:
 
 
 def test_the_command_reads_a_plan(tmp_path: Path) -> None:
+    from fxprec.config.recipes import find_recipe
     from fxprec.plan import Group, KindCounts, Plan
-    from fxprec.recipes import find_recipe
 
     counts = KindCounts(output=10, param=25_000_000, grad_output=10, grad_param=25_000_000)
     group = Group(id=0, elements=counts.total, elements_by_kind=counts, low=False, order=0)

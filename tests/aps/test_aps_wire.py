@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from fxprec import rounding
 from fxprec.errors import ConfigError, FormatError
-from fxprec.formats import parse
+from fxprec.numerics import rounding
+from fxprec.numerics.formats import parse
+from fxprec.numerics.reference import reference_quantize
 from fxprec.runtime.aps.exponents import (
     NON_FINITE_LAYER,
     ZERO_LAYER,
@@ -19,7 +20,6 @@ from fxprec.runtime.aps.exponents import (
 from fxprec.runtime.aps.layout import layout
 from fxprec.runtime.aps.options import APSOptions
 from fxprec.runtime.aps.wire import wire_of
-from fxprec.runtime.reference import reference_quantize
 
 FORMATS = (
     "e5m2",

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec import Accumulator, ConfigError, FallbackError, FxprecWarning, arith
+from fxprec.numerics.reference import reference_quantize
 from fxprec.runtime.arith import convolution, gemm_ops  # noqa: F401  registers the ops
-from fxprec.runtime.reference import reference_quantize
 
 
 def test_a_step_of_an_mlp_is_matmul_by_matmul_what_arith_gives() -> None:
@@ -82,7 +82,7 @@ def test_convolutions_as_matrix_products_are_pytorchs(dims, stride, padding, dil
 def test_a_convolutions_sums_are_rounded_after_every_product() -> None:
     """One output of each kind, added up by hand in exact fractions."""
     torch.manual_seed(0)
-    fmt = fxprec.formats.parse("1-4-3")
+    fmt = fxprec.numerics.formats.parse("1-4-3")
     model = nn.Conv2d(2, 3, 2, stride=2, bias=True)
     x = torch.randn(2, 2, 5, 4, requires_grad=True)
     backend = eager_backend("fp32", accumulator="1-4-3")

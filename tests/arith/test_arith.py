@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fxprec
 from fxprec import arith
-from fxprec.formats import Format, parse
+from fxprec.numerics.formats import Format, parse
 from fxprec.runtime.arith import reference
 from fxprec.runtime.arith.spec import Spec
 

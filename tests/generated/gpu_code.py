@@ -26,10 +26,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from triton.backends.compiler import GPUTarget
 
-import fxprec.graph
-from fxprec.capture import copied
-from fxprec.passes import gemm_costs, narrow_gemms
-from fxprec.passes.gemm_costs import Gpu
+import fxprec.driver.graph
+from fxprec.driver.capture import copied
+from fxprec.passes import narrow_gemms
+from fxprec.passes.analysis import gemm_costs
+from fxprec.passes.analysis.gemm_costs import Gpu
 from fxprec.passes.lowering import lower
 
 CUDA = torch.device("cuda:0")
@@ -50,9 +51,9 @@ def lowered_halves(
 
     with patch.context() as here:
         here.setattr(gemm_costs, "gpu_of", lambda device: GPUS[arch])
-        here.setattr(fxprec.graph.compat, "no_native_fp8", lambda device: "no casts" if arch < 89 else None)
+        here.setattr(fxprec.driver.graph.compat, "no_native_fp8", lambda device: "no casts" if arch < 89 else None)
         here.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
-        here.setattr(fxprec.graph, "lower", both)
+        here.setattr(fxprec.driver.graph, "lower", both)
         step()
     return found
 

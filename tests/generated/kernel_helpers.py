@@ -16,11 +16,13 @@ with warnings.catch_warnings():
     from torch._inductor.decomposition import select_decomp_table
 
 import fxprec.runtime.reference_ops  # noqa: F401  registers implementations
-from fxprec import codec, compat, symbolic
-from fxprec.capture import copied
-from fxprec.formats import parse
+from fxprec import compat
+from fxprec.driver.capture import copied
+from fxprec.ir import symbolic
+from fxprec.ir.symbolic import AS_STORED, QUANTIZE
+from fxprec.numerics import codec
+from fxprec.numerics.formats import parse
 from fxprec.passes.lowering import Lowered, lower
-from fxprec.symbolic import AS_STORED, QUANTIZE
 
 FORMAT = "1-4-3+4"
 EXPONENT = 3  # of the rows that are scaled

@@ -14,7 +14,7 @@ from generated.kernel_helpers import generated, scale_table, stored, traced
 
 from benchmarks.triton_table import Resources, compile_for, finish
 from fxprec import compat
-from fxprec.symbolic import QUANTIZE
+from fxprec.ir.symbolic import QUANTIZE
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 

@@ -13,10 +13,12 @@ import torch
 from op_by_op import run_op_by_op
 from torch import Tensor, nn
 
-import fxprec.graph
-from fxprec import Backend, Config, GradScaling, symbolic_gemms
-from fxprec.passes import gemm_costs, narrow_gemms
-from fxprec.passes.gemm_costs import Gpu
+import fxprec.driver.graph
+from fxprec import Backend, Config, GradScaling
+from fxprec.ir import symbolic_gemms
+from fxprec.passes import narrow_gemms
+from fxprec.passes.analysis import gemm_costs
+from fxprec.passes.analysis.gemm_costs import Gpu
 from fxprec.passes.lowering import lower
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_kernels.py")
@@ -48,8 +50,8 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
         return lower(gm, lowering, "cuda" if lowering == "auto" else device, **options)
 
     monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
-    monkeypatch.setattr(fxprec.graph.compat, "compile_fx_inner", run_op_by_op(seen))
-    monkeypatch.setattr(fxprec.graph, "lower", for_a_gpu)
+    monkeypatch.setattr(fxprec.driver.graph.compat, "compile_fx_inner", run_op_by_op(seen))
+    monkeypatch.setattr(fxprec.driver.graph, "lower", for_a_gpu)
     return seen
 
 

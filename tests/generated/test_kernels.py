@@ -18,10 +18,10 @@ from generated.kernel_helpers import EXPONENT, FORMAT, generated, run, scale_tab
 from helpers import assert_bits_equal
 from interpreted import interpreted, run_interpreted
 
-from fxprec import symbolic
-from fxprec.formats import parse
+from fxprec.ir import symbolic
+from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE
+from fxprec.numerics.formats import parse
 from fxprec.passes.lowering.triton.table import EXPRESSIONS, INEXACT, POWERS, name_of
-from fxprec.symbolic import DEQUANTIZE, QUANTIZE
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ import torch
 from generated.kernel_helpers import scale_table, stored, traced
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec import symbolic
+from fxprec.ir import symbolic
 from fxprec.passes.lowering.triton.regions import find_regions, in_order, outputs
 
 TABLE = scale_table(["1-4-3+4", "1-5-2"])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec import Backend, Config, compat
-from fxprec.generated import Lowering
+from fxprec.driver.fallback import Lowering
 from fxprec.passes.lowering.triton import codecs
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_kernels.py")

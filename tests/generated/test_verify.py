@@ -6,13 +6,13 @@ import pytest
 import torch
 from generated.kernel_helpers import run, scale_table, stored, traced
 
-from fxprec import symbolic
-from fxprec.capture import copied
-from fxprec.formats import parse
+from fxprec.driver.capture import copied
+from fxprec.driver.verify import checked_cpu_run
+from fxprec.ir import symbolic
+from fxprec.numerics.formats import parse
 from fxprec.passes.lowering import lower
 from fxprec.runtime.cpu import ops
 from fxprec.runtime.cpu.params import params_of
-from fxprec.verify import checked_cpu_run
 
 
 def graph_and_inputs():

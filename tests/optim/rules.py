@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxprec.formats import parse
+from fxprec.numerics.formats import parse
 from fxprec.runtime.optim.rule import Rule
 
 _SPECIAL = (0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-45, -3e-39, 3.3e38, 65519.9, 65520.0, 1.0)

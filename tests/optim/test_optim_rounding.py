@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fxprec
-from fxprec.codec import format_row
-from fxprec.codec_rows import dither_with_row
-from fxprec.formats import BF16, parse
+from fxprec.numerics.codec import format_row
+from fxprec.numerics.codec_rows import dither_with_row
+from fxprec.numerics.formats import BF16, parse
 from fxprec.runtime.optim.rounding import nearest, random_bits, stochastic
 
 

@@ -11,14 +11,14 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxprec import config as config_module
 from fxprec.config import Config
+from fxprec.config import config as config_module
 from fxprec.errors import BudgetError, ConfigError
-from fxprec.formats import parse
-from fxprec.passes.assignment import Assignment, assign, elements_needed
-from fxprec.passes.policies import POLICIES
-from fxprec.passes.saved_bytes import SavedBytes, bytes_per_element, readable
-from fxprec.passes.tensors import CountedTensor
+from fxprec.numerics.formats import parse
+from fxprec.passes.analysis.assignment import Assignment, assign, elements_needed
+from fxprec.passes.analysis.policies import POLICIES
+from fxprec.passes.analysis.saved_bytes import SavedBytes, bytes_per_element, readable
+from fxprec.passes.analysis.tensors import CountedTensor
 
 KINDS = ("output", "param", "grad_output", "grad_param")
 

@@ -19,10 +19,10 @@ from helpers import assert_bits_equal, compiled, eager_backend
 from scale_helpers import IDENTITY, Joint, Recording, joint_of, scaled_identity
 from test_casts_simulated import CNN, Program, Transformer
 
-from fxprec import symbolic
-from fxprec.passes.joint import is_backward
-from fxprec.recipes import HFP8, Recipe
-from fxprec.scales import Cast, Gemm, Join
+from fxprec.config.recipes import HFP8, Recipe
+from fxprec.ir import symbolic
+from fxprec.passes.analysis.joint import is_backward
+from fxprec.plan.scales import Cast, Gemm, Join
 
 
 def inputs(joint: Joint, model: nn.Module, args: tuple[torch.Tensor, ...], exps: list[int], dtype: torch.dtype):

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from emulator import Emulator, Value
 from helpers import assert_bits_equal, compiled, eager_backend, gradients
 
-from fxprec.recipes import HFP8, Recipe
+from fxprec.config.recipes import HFP8, Recipe
 
 
 class CNN(nn.Module):

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from cifar import resnet18
 from helpers import compiled, eager_backend
 
-from fxprec import symbolic
 from fxprec.errors import FxprecWarning
+from fxprec.ir import symbolic
 from fxprec.passes import pipeline
 
 STATISTIC = 1024  # elements: at width 0.25 no batch norm or loss has a larger statistic

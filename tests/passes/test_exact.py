@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import compiled, eager_backend, recorded_works
 
 from fxprec.config import Config
-from fxprec.formats import parse
-from fxprec.passes.assignment import assign
-from fxprec.recipes import HFP8
-from fxprec.runtime.reference import reference_quantize
+from fxprec.config.recipes import HFP8
+from fxprec.numerics.formats import parse
+from fxprec.numerics.reference import reference_quantize
+from fxprec.passes.analysis.assignment import assign
 
 
 def model_and_batch():

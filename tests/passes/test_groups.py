@@ -18,7 +18,7 @@ import cifar
 from cifar import GEMMS
 
 from fxprec.config import Config
-from fxprec.passes.assignment import assign
+from fxprec.passes.analysis.assignment import assign
 
 RATIOS = [i / 10 for i in range(11)]
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxprec.passes import knapsack
-from fxprec.passes.knapsack import min_damage_cover
+from fxprec.passes.analysis import knapsack
+from fxprec.passes.analysis.knapsack import min_damage_cover
 
 
 def brute_force(weights: list[int], damages: list[float], need: int) -> float | None:

@@ -18,10 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import assert_bits_equal, recorded_works
 from op_by_op import run_op_by_op
 
-import fxprec.graph
-from fxprec import symbolic_gemms
-from fxprec.passes import gemm_costs, narrow_gemms
-from fxprec.passes.gemm_costs import Costs, Gpu, Product
+import fxprec.driver.graph
+from fxprec.ir import symbolic_gemms
+from fxprec.passes import narrow_gemms
+from fxprec.passes.analysis import gemm_costs
+from fxprec.passes.analysis.gemm_costs import Costs, Gpu, Product
 from fxprec.passes.weigh_gemms import weigh
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0))
@@ -36,7 +37,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
     monkeypatch.setattr(gemm_costs, "gpu_of", lambda device: H100)
     monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
-    monkeypatch.setattr(fxprec.graph.compat, "compile_fx_inner", run_op_by_op(seen))
+    monkeypatch.setattr(fxprec.driver.graph.compat, "compile_fx_inner", run_op_by_op(seen))
     return seen
 
 
@@ -186,7 +187,7 @@ def test_a_persons_word_goes_first_and_survives_the_plan_file(graphs, tmp_path) 
 
 
 def fxprec_dumps(plan: fxprec.Plan) -> str:
-    from fxprec.plan_json import dumps
+    from fxprec.plan.files import dumps
 
     return dumps(plan)
 

@@ -18,12 +18,13 @@ from helpers import assert_bits_equal
 
 import fxprec.runtime.cpu.ops
 import fxprec.runtime.reference_ops  # noqa: F401  both register implementations
-from fxprec import codec, symbolic
-from fxprec.formats import Format, parse
+from fxprec.ir import symbolic
+from fxprec.numerics import codec
+from fxprec.numerics.formats import Format, parse
+from fxprec.numerics.reference import reference_decode, reference_encode, reference_quantize, reference_stats
 from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.layout import prefer_channels_last
 from fxprec.passes.lowering.reuse import is_ours_alone
-from fxprec.runtime.reference import reference_decode, reference_encode, reference_quantize, reference_stats
 
 aten = torch.ops.aten
 FORCE = torch.ops.prims.inductor_force_stride_order.default

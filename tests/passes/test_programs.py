@@ -18,8 +18,8 @@ from helpers import assert_bits_equal, compiled, eager_backend, gradients
 from test_casts_simulated import Program, seed_gradient
 
 from fxprec.config import Config
+from fxprec.config.recipes import Recipe
 from fxprec.errors import FxprecWarning
-from fxprec.recipes import Recipe
 
 FEW = settings(max_examples=4, deadline=None, derandomize=True, database=None)
 CASES = [("hfp8", "simulate"), ("hfp8", "packed"), ("fp8", "native")]

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import FallbackError, FxprecWarning
-from fxprec.passes import values
-from fxprec.passes.values import is_plain_float, mark_values
+from fxprec.passes.analysis import values
+from fxprec.passes.analysis.values import is_plain_float, mark_values
 
 LEFT_ALONE = "ignore:.*(not planned|not rounded|this CPU has no):fxprec.FxprecWarning"
 NARROW = 0.1  # relative error of two steps with fp8 operands, on these models at most 0.07

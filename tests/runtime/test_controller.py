@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import fxprec
-from fxprec import symbolic
-from fxprec.grad_scaling import GradScaling
+from fxprec.config.grad_scaling import GradScaling
+from fxprec.config.recipes import HFP8
+from fxprec.ir import symbolic
 from fxprec.plan import Group, KindCounts, Plan, Site
-from fxprec.recipes import HFP8
+from fxprec.plan.scales import Cast, ScaleGraph
 from fxprec.runtime.controller import Controller, Rules
-from fxprec.runtime.scaling import ScaleKeeper
+from fxprec.runtime.scaling.keeper import ScaleKeeper
 from fxprec.runtime.stats import MAX_PENDING, StatsQueue
-from fxprec.scales import Cast, ScaleGraph
 
 FORWARD, GRADIENT, PARAM = 0, 1, 2
 INTERVAL = 10

@@ -9,8 +9,11 @@ import pytest
 import scipy.special
 import torch
 
-from fxprec.formats import E5M2, FP16, HFP8_152, Format
-from fxprec.runtime.estimates import (
+from fxprec.numerics.formats import E5M2, FP16, HFP8_152, Format
+from fxprec.numerics.reference import reference_stats
+from fxprec.plan.scales import Cast, Gemm, Join, ScaleGraph
+from fxprec.runtime.reference_ops import measured_moments
+from fxprec.runtime.scaling.estimates import (
     LogNormal,
     Normal,
     ceil_log2,
@@ -21,12 +24,9 @@ from fxprec.runtime.estimates import (
     normal_scale,
     normal_underflow,
 )
-from fxprec.runtime.histogram import Histogram, count_exponents
-from fxprec.runtime.reference import reference_stats
-from fxprec.runtime.reference_ops import measured_moments
-from fxprec.runtime.solver import LARGEST_CARRIED, Measured, join_exp, solve
+from fxprec.runtime.scaling.histogram import Histogram, count_exponents
+from fxprec.runtime.scaling.solver import LARGEST_CARRIED, Measured, join_exp, solve
 from fxprec.runtime.stats import SiteStats
-from fxprec.scales import Cast, Gemm, Join, ScaleGraph
 
 FORMATS = [FP16, E5M2, HFP8_152]
 SAMPLES = 400_000

@@ -19,11 +19,11 @@ from gemm_helpers import half_graph, table_of
 import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.reference_ops  # noqa: F401
 from fxprec.config import Config
+from fxprec.driver.fallback import Lowering
 from fxprec.errors import FallbackError
-from fxprec.generated import Lowering
+from fxprec.ir.symbolic_gemms import GemmKernel, kernel_called
 from fxprec.passes.base import Notice
 from fxprec.passes.lowering import Lowered, lower
-from fxprec.symbolic_gemms import GemmKernel, kernel_called
 
 kernels = pytest.importorskip("fxprec.runtime.gemm.kernels", reason="needs Triton")
 TABLE = table_of((0, "e4m3fn"), (5, "e5m2_sat"), (-4, "1-5-2"))

@@ -20,11 +20,11 @@ from interpreted import interpreted, run_interpreted
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.reference_ops  # noqa: F401
-from fxprec import symbolic, symbolic_gemms
 from fxprec.errors import LoweringError
-from fxprec.formats import Format, parse
+from fxprec.ir import symbolic, symbolic_gemms
+from fxprec.numerics.formats import Format, parse
+from fxprec.numerics.reference import reference_decode, reference_encode, reference_stats
 from fxprec.passes.lowering import lower_gemms
-from fxprec.runtime.reference import reference_decode, reference_encode, reference_stats
 
 # Every family and overflow rule, no mantissa, one exponent bit, odd biases, and 16-bit codes.
 FORMATS = [

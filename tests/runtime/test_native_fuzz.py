@@ -19,18 +19,18 @@ from optim.rules import RULES, numbers_of, row_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxprec import codec, rounding
 from fxprec.errors import FormatError, FxprecError, NativeArgumentError
-from fxprec.formats import parse
-from fxprec.runtime import codecs, native, reference_ops
-from fxprec.runtime.aps import kernels
+from fxprec.ir.symbolic import AS_STORED, CARRIED, MEASURE, TABLE_COLUMNS
+from fxprec.numerics import codec, native, rounding
+from fxprec.numerics.formats import parse
+from fxprec.runtime import reference_ops
+from fxprec.runtime.aps import codecs, kernels
 from fxprec.runtime.arith import cpu as arith_cpu
 from fxprec.runtime.arith import reference as arith_reference
 from fxprec.runtime.arith.spec import Spec
 from fxprec.runtime.cpu import measure, ops
 from fxprec.runtime.optim import cpp
 from fxprec.runtime.optim import reference as optim_reference
-from fxprec.symbolic import AS_STORED, CARRIED, MEASURE, TABLE_COLUMNS
 
 EXAMPLES = int(os.environ.get("FXPREC_FUZZ_EXAMPLES", "25"))
 # Nothing is left over from earlier runs, and the gate tries the same every time.

@@ -8,8 +8,9 @@ from fractions import Fraction
 
 import pytest
 
-from fxprec.formats import E5M2, FP16, HFP8_143, HFP8_152
-from fxprec.runtime.solver import (
+from fxprec.numerics.formats import E5M2, FP16, HFP8_143, HFP8_152
+from fxprec.plan.scales import Cast, Join, ScaleGraph
+from fxprec.runtime.scaling.solver import (
     HEADROOM_EXP,
     MAX_SCALE_EXP,
     Measured,
@@ -19,7 +20,6 @@ from fxprec.runtime.solver import (
     solve,
 )
 from fxprec.runtime.stats import SiteStats
-from fxprec.scales import Cast, Join, ScaleGraph
 
 FORMATS = [HFP8_152, HFP8_143, E5M2, FP16]
 AMAXES = [1.0, 1.0 + 2**-23, 2 - 2**-23, 3e-7, 5.5e4, 2.0**-20, 0.1]

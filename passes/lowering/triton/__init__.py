@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from fxprec import symbolic
+from fxprec.ir import symbolic
 from fxprec.passes.lowering.triton.kernel import Kernel, Unprintable
 from fxprec.passes.lowering.triton.launch import KernelCalls, Launches
 from fxprec.passes.lowering.triton.printer import Tables, print_kernel

@@ -1,7 +1,8 @@
 """Source of the functions that round, pack and unpack inside a kernel: the integer codec, one pair per format.
 
-The same maths as `fxprec.codec`, with a format's constants folded in, so every device gives the bits of the reference:
-hardware casts are not used, since which of them round alike (NaN, saturation, subnormals) differs by architecture.
+The same maths as `fxprec.numerics.codec`, with a format's constants folded in, so every device gives the bits of the
+reference: hardware casts are not used, since which of them round alike (NaN, saturation, subnormals) differs by
+architecture.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import math
 import re
 
-from fxprec import codec
-from fxprec.formats import Format, parse
-from fxprec.symbolic import STATS, TABLE_COLUMNS, UNMEASURED
+from fxprec.ir.symbolic import STATS, TABLE_COLUMNS, UNMEASURED
+from fxprec.numerics import codec
+from fxprec.numerics.formats import Format, parse
 
 BITS = "to(tl.int32, bitcast=True)"
 FLOAT = "to(tl.float32, bitcast=True)"

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Graph, Node
 
+from fxprec.ir.symbolic import STATS
 from fxprec.passes.lowering.triton import codecs
 from fxprec.passes.lowering.triton.codecs import SITE_COUNTERS
 from fxprec.passes.lowering.triton.kernel import Argument, Kernel
 from fxprec.passes.lowering.triton.regions import ORIGIN
 from fxprec.passes.lowering.triton.shapes_in_graph import SizeNodes
 from fxprec.passes.lowering.triton.sizes import shape_of, strides_of
-from fxprec.symbolic import STATS
 
 aten = torch.ops.aten
 

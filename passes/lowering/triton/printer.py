@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from fxprec import symbolic
+from fxprec.ir import symbolic
 from fxprec.passes.lowering.triton import codecs
 from fxprec.passes.lowering.triton.body import FULL, LITERAL, Body, Value, literal
 from fxprec.passes.lowering.triton.kernel import Kernel, Unprintable

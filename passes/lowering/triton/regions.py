@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
-from fxprec import symbolic
+from fxprec.ir import symbolic
 from fxprec.passes.lowering.triton.sizes import Size, numel_of, product, shape_of
 from fxprec.passes.lowering.triton.table import (
     CODES,

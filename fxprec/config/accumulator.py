@@ -1,0 +1,62 @@
+"""How GEMMs of a simulated run add up: option ``accumulator``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxprec.config import checks
+from fxprec.errors import ConfigError, FormatError
+from fxprec.numerics.formats import FP32, Format, parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulator:
+    """Partial sums of every GEMM, forward and backward, rounded to a format (Han et al. 2020, section 5).
+
+    Formats are a `Format` or a name. Raises `ConfigError`.
+    """
+
+    format: Format
+    """Of each partial sum, in increasing k."""
+    products: Format = FP32
+    """Of each product; float32 holds those of 8-bit formats exactly."""
+    kahan: bool = False
+    """Whether a compensation in the same format is carried along."""
+    chunk: int | None = None
+    """Products summed at a time before the sums are added up, at least 1 (Wang et al. 2018 take 64); None: all."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        for name in ("format", "products"):
+            put(self, name, _format(name, getattr(self, name)))
+        put(self, "kahan", checks.boolean("accumulator.kahan", self.kahan))
+        if self.chunk is not None:
+            put(self, "chunk", checks.integer("accumulator.chunk", self.chunk, least=1))
+
+    def describe(self) -> str:
+        """Return it in words, ``"1-6-9, in chunks of 64"``."""
+        chunks = f", in chunks of {self.chunk}" if self.chunk else ""
+        return self.format.name + (", with Kahan's compensation" if self.kahan else "") + chunks
+
+
+def find_accumulator(value: object) -> Accumulator | None:
+    """Return the option in canonical form: None, or an `Accumulator` of the format given."""
+    if value is None or isinstance(value, Accumulator):
+        return value
+    return Accumulator(format=value)  # type: ignore[arg-type]  # checked there
+
+
+def _format(name: str, value: object) -> Format:
+    field = "accumulator" if name == "format" else f"accumulator.{name}"
+    if not isinstance(value, Format | str):
+        raise ConfigError(f"{field} is {value!r}; give it a fxprec.Format, its name, or a fxprec.Accumulator")
+    try:
+        found = parse(value)
+    except FormatError as error:
+        raise ConfigError(f"{field}: {error}") from None
+    if found.mantissa_bits == 22:
+        raise ConfigError(
+            f"{field} is {found.name}, one mantissa bit short of float32, which carries the sums and would round them "
+            "twice; use at most 21 mantissa bits, or 'fp32'"
+        )
+    return found

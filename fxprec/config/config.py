@@ -1,0 +1,293 @@
+"""`Config`: everything a user may ask for, validated before anything is compiled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Self
+
+from fxprec.config import checks
+from fxprec.config.accumulator import Accumulator, find_accumulator
+from fxprec.config.checks import one_of
+from fxprec.config.grad_scaling import NAMED, GradScaling, LossScaling, Scaling
+from fxprec.config.recipes import Recipe, find_recipe
+from fxprec.errors import ConfigError, did_you_mean
+from fxprec.numerics.formats import Format
+
+Storage = Literal["native", "packed", "simulate"]
+PolicyName = Literal["size", "size-ascending", "random", "uniform", "operator", "operator-io", "exact"]
+Policy = Callable[[Sequence[Any], "Config"], Iterable[int]]
+
+STORAGES = ("native", "packed", "simulate")
+POLICIES = ("size", "size-ascending", "random", "uniform", "operator", "operator-io", "exact")
+GEMMS = ("auto", "low", "high")
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+LOWERINGS = ("auto", "triton", "inductor", "eager")
+
+# The middle of the paper's range: accuracy falls as the ratio grows (Kang et al. 2023, section 5.3).
+DEFAULT_LOW_RATIO = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of ``torch.compile(model, backend="fxprec", options={...})``.
+
+    Frozen: derive another with `dataclasses.replace`. Values are stored in canonical form (bytes as ``int``,
+    patterns as a tuple, paths as text). Every mistake raises `ConfigError`.
+    """
+
+    recipe: str | Recipe = "bf16"
+    """Formats by role: ``"fp32"``, ``"bf16"``, ``"bf16-pure"``, ``"fp16"``, ``"fp8"``, ``"hfp8"`` or a `Recipe` (see
+    `recipes`)."""
+
+    storage: Storage | None = None
+    """Where values live: ``"native"`` hardware dtypes, ``"packed"`` integer codes of any format, ``"simulate"``
+    float32 carriers. None: native where every format of the recipe has a dtype (``hfp8`` has not), else simulate;
+    simulate under ``accumulator``."""
+
+    policy: str | Policy = "size"
+    """Which groups are low: ``"size"`` (largest first), ``"size-ascending"``, ``"random"``, ``"uniform"``,
+    ``"operator"``, ``"operator-io"``, ``"exact"``, or a function ``f(tensors, config) -> group ids``, all of
+    which become low. See docs/policies.md."""
+
+    low_ratio: float | None = None
+    """Lower bound on the share of elements held low, 0 to 1. None: 0.5 where the recipe has a low format and
+    there is no ``activation_budget``."""
+
+    activation_budget: int | str | None = None
+    """Instead of ``low_ratio``: bytes the tensors saved for backward may take, as int or ``"12GiB"``, ``"1.5GB"``.
+    In ``simulate`` storage: bytes they would take if packed."""
+
+    plan: str | os.PathLike[str] | None = None
+    """A plan file to follow instead of solving; excludes ``low_ratio`` and ``activation_budget``."""
+
+    keep_high: tuple[str, ...] | Literal["ends"] = ()
+    """Module-name patterns (`fnmatch`) whose tensors stay high, or ``"ends"``: first GEMM and last group."""
+
+    promote_above: float | None = 0.01
+    """Overflow ratio from which a forward tensor is promoted to high for good, above 0 up to 1; None: never."""
+
+    grad_scaling: Literal["auto", "none", "fixed", "dynamic"] | Scaling = "auto"
+    """How gradients are scaled into formats of a narrow range: ``"auto"`` or a `GradScaling`, each by itself;
+    ``"fixed"``, ``"dynamic"`` or a `LossScaling`, all by one loss scale (for comparison); ``"none"``: not."""
+
+    accumulator: Accumulator | Format | str | None = None
+    """Format of every GEMM's partial sums, or an `Accumulator` with more options; storage ``simulate`` only, many times
+    slower. None: the device's own, float32."""
+
+    lowering: Literal["auto", "triton", "inductor", "eager"] = "auto"
+    """How casts become code: ``"inductor"`` expands them for Inductor (on CPUs: compiled kernels), ``"triton"``
+    generates kernels for NVIDIA GPUs (docs/triton.md), ``"eager"`` is the slow reference. ``"auto"``: inductor."""
+
+    gemms: Literal["auto", "low", "high"] = "auto"
+    """Which GEMMs multiply stored codes on a GPU: ``"auto"`` where the cost model says it pays (the plan's ``pays``),
+    ``"low"`` wherever a kernel can, ``"high"`` none. What is stored low does not change. See docs/gemm.md."""
+
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """Inductor's mode, as ``torch.compile(mode=...)`` gives it too: CUDA graphs, autotuning."""
+
+    dump: str | os.PathLike[str] | None = None
+    """Folder for inspection dumps, or None: then the environment's ``FXPREC_DUMP``, if set. See docs/inspect.md."""
+
+    strict: bool = False
+    """Whether anything that would be left out is an error (`FallbackError`) and not a warning."""
+
+    grouping: Literal["execution"] = "execution"
+    """How operators form groups: by execution order, as in the paper."""
+
+    seed: int = 0
+    """Seed of policy ``"random"``, at least 0."""
+
+    verify: bool = False
+    """Whether each kernel's first output is compared with the reference (first step slow); wrong ones are left out."""
+
+    def __new__(cls, *args: object, **options: object) -> Self:
+        _refuse_unknown(options)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        recipe = find_recipe(self.recipe)
+        _check_policy(self.policy)
+        put(self, "low_ratio", checks.ratio("low_ratio", self.low_ratio))
+        put(self, "activation_budget", checks.byte_size("activation_budget", self.activation_budget))
+        put(self, "keep_high", _patterns(self.keep_high))
+        put(self, "promote_above", checks.ratio("promote_above", self.promote_above, above_zero=True))
+        put(self, "plan", checks.path("plan", self.plan, "a plan file"))
+        put(self, "dump", checks.path("dump", self.dump, "a folder"))
+        put(self, "accumulator", find_accumulator(self.accumulator))
+        put(self, "seed", checks.integer("seed", self.seed, least=0))
+        put(self, "strict", checks.boolean("strict", self.strict))
+        put(self, "verify", checks.boolean("verify", self.verify))
+        one_of("lowering", self.lowering, LOWERINGS)
+        one_of("gemms", self.gemms, GEMMS)
+        one_of("mode", self.mode, MODES)
+        one_of("grouping", self.grouping, ("execution",))
+        if not isinstance(self.grad_scaling, GradScaling | LossScaling):
+            one_of("grad_scaling", self.grad_scaling, tuple(NAMED), "or a fxprec.GradScaling or fxprec.LossScaling")
+        if self.storage is not None:
+            _check_storage(one_of("storage", self.storage, STORAGES), recipe)
+        _refuse_contradictions(self)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None) -> Self:
+        """Return the config of ``torch.compile``'s ``options``; None means no options."""
+        if options is None:
+            return cls()
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"options is {options!r}; give it a dict such as {{'recipe': 'fp8', 'low_ratio': 0.6}}")
+        for name in options:
+            if not isinstance(name, str):
+                raise ConfigError(f"option name {name!r} is no text; the options are {', '.join(_names())}")
+        return cls(**options)
+
+    @property
+    def recipe_(self) -> Recipe:
+        """The recipe itself, whether it was given by name or not."""
+        return find_recipe(self.recipe)
+
+    @property
+    def storage_(self) -> Storage:
+        """The storage in force."""
+        if self.storage is not None:
+            return self.storage
+        return "simulate" if self.accumulator is not None or _without_dtype(self.recipe_) else "native"
+
+    @property
+    def grad_scaling_(self) -> Scaling | None:
+        """The scaling in force, None for none."""
+        return self.grad_scaling if isinstance(self.grad_scaling, Scaling) else NAMED[self.grad_scaling]
+
+    @property
+    def accumulator_(self) -> Accumulator | None:
+        """The accumulator in canonical form."""
+        assert not isinstance(self.accumulator, Format | str)
+        return self.accumulator
+
+    @property
+    def low_ratio_(self) -> float | None:
+        """The ratio in force: as given, or the default; None under a budget or a plan, which take its place."""
+        if self.low_ratio is not None or self.activation_budget is not None or self.plan is not None:
+            return self.low_ratio
+        return DEFAULT_LOW_RATIO if self.recipe_.has_low else 0.0
+
+    @property
+    def activation_budget_(self) -> int | None:
+        """The budget in bytes."""
+        assert not isinstance(self.activation_budget, str), "stored in canonical form"
+        return self.activation_budget
+
+    @property
+    def changes_anything(self) -> bool:
+        """Whether any tensor can end up in another format than float32; otherwise plain Inductor does the job."""
+        recipe = self.recipe_
+        if self.accumulator is not None:
+            return True
+        used = recipe.formats if recipe.has_low and self.low_ratio_ != 0 else (recipe.hi, recipe.weight_grad)
+        return any(fmt.name != "fp32" for fmt in used)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data; a recipe by its format names, a policy function by its qualified name."""
+        values = {name: getattr(self, name) for name in _names()}
+        if callable(self.policy):
+            values["policy"] = policy_name(self.policy)
+        if not isinstance(self.grad_scaling, str):
+            values["grad_scaling"] = asdict(self.grad_scaling)
+        if self.accumulator_ is not None:
+            formats = {name: getattr(self.accumulator_, name).name for name in ("format", "products")}
+            values["accumulator"] = asdict(self.accumulator_) | formats
+        if self.keep_high != "ends":
+            values["keep_high"] = list(self.keep_high)
+        return values | {"recipe": self.recipe_.to_dict()}
+
+
+def policy_name(policy: str | Policy) -> str:
+    """Return a policy's name; of a function ``module:qualname``."""
+    if isinstance(policy, str):
+        return policy
+    owner = policy if hasattr(policy, "__qualname__") else type(policy)
+    return f"{owner.__module__}:{owner.__qualname__}"
+
+
+def _names() -> list[str]:
+    return [f.name for f in fields(Config)]
+
+
+ALLOWED: Mapping[str, str] = {
+    "recipe": "'fp32', 'bf16', 'bf16-pure', 'fp16', 'fp8', 'hfp8' or a fxprec.Recipe",
+    "storage": "'native', 'packed', 'simulate' or None",
+    "policy": ", ".join(map(repr, POLICIES)) + " or a function f(tensors, config) -> group ids",
+    "low_ratio": "a number from 0 to 1 or None",
+    "activation_budget": "bytes as a positive int, or text such as '12GiB', or None",
+    "plan": "the path of a plan file or None",
+    "keep_high": "a tuple of module-name patterns, or 'ends'",
+    "promote_above": "a number above 0 and up to 1, or None",
+    "grad_scaling": "'auto', 'none', 'fixed', 'dynamic', a fxprec.GradScaling or a fxprec.LossScaling",
+    "accumulator": "a fxprec.Format, its name, a fxprec.Accumulator or None",
+    "lowering": ", ".join(map(repr, LOWERINGS)),
+    "gemms": ", ".join(map(repr, GEMMS)),
+    "mode": ", ".join(map(repr, MODES)),
+    "dump": "the path of a folder or None",
+    "strict": "True or False",
+    "grouping": "'execution'",
+    "seed": "an int of at least 0",
+    "verify": "True or False",
+}
+"""What each option takes, in words."""
+
+
+def _refuse_unknown(options: Mapping[str, object]) -> None:
+    known = _names()
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            near = next((k for k in known if repr(k) in hint), None)
+            takes = f" It takes {ALLOWED[near]}." if near else ""
+            raise ConfigError(f"unknown option {name!r}{hint}{takes} The options are {', '.join(known)}")
+
+
+def _check_policy(policy: object) -> None:
+    if not callable(policy):
+        one_of("policy", policy, POLICIES, "or a function f(tensors, config) -> group ids")
+
+
+def _patterns(value: object) -> tuple[str, ...] | Literal["ends"]:
+    if value == "ends":
+        return "ends"
+    if isinstance(value, str):
+        raise ConfigError(f"keep_high is the text {value!r}; give it a tuple of patterns, ({value!r},), or 'ends'")
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+        raise ConfigError(f"keep_high is {value!r}; give it {ALLOWED['keep_high']}")
+    return tuple(value)
+
+
+def _without_dtype(recipe: Recipe) -> list[str]:
+    return [fmt.name for fmt in recipe.formats if fmt.torch_dtype is None]
+
+
+def _check_storage(storage: str, recipe: Recipe) -> None:
+    missing = _without_dtype(recipe)
+    if storage == "native" and missing:
+        raise ConfigError(
+            f"storage='native' cannot hold recipe {recipe.name!r}: torch has no dtype for {', '.join(missing)}; "
+            "use storage='packed' (integer codes) or storage='simulate' (float32 carriers)"
+        )
+
+
+def _refuse_contradictions(config: Config) -> None:
+    if config.mode != "default" and config.lowering == "eager":
+        raise ConfigError(
+            f"mode={config.mode!r} tunes Inductor, which lowering='eager' does not run; leave one of them out"
+        )
+    if config.accumulator is not None and config.storage not in (None, "simulate"):
+        raise ConfigError(
+            f"accumulator simulates sums that no machine has, and storage={config.storage!r} computes GEMMs on the "
+            "machine's own; use storage='simulate' or leave accumulator out"
+        )
+    goals = ("low_ratio", "activation_budget", "plan")
+    given = [name for name in goals if getattr(config, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(
+            f"{' and '.join(given)} are both given, and each decides how much is low; keep one of them, drop the other"
+        )

@@ -1,0 +1,130 @@
+"""Named recipes: which formats a training step uses, by role (ALGORITHMS 3, "Formats by role")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+from fxprec.errors import ConfigError, FormatError, did_you_mean
+from fxprec.numerics.formats import Format, parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Formats by role. Every field takes a `Format` or its name.
+
+    Raises `ConfigError` for an unknown format, and for a low format wider than ``hi``.
+    """
+
+    hi: Format
+    """Every tensor that is not low."""
+    lo_forward: Format
+    """Low outputs and parameters."""
+    lo_backward: Format
+    """Low output gradients."""
+    weight_grad: Format = None  # type: ignore[assignment]  # __post_init__ makes it hi
+    """Parameter gradients, low or not; ``hi`` when left out."""
+    pure: bool = False
+    """Whether weights must have ``hi``'s dtype already, so that no wider copy of anything exists."""
+    name: str = "custom"
+    """What plans and reports call it."""
+
+    def __post_init__(self) -> None:
+        if self.weight_grad is None:
+            object.__setattr__(self, "weight_grad", self.hi)
+        for role in FORMAT_ROLES:
+            object.__setattr__(self, role, _format(role, getattr(self, role)))
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"recipe.name is {self.name!r}; give it a non-empty text")
+        if self.pure and (self.hi.torch_dtype is None or self.hi.bits != 16):
+            raise ConfigError(f"recipe.pure wants a hi of 16 bits that torch has a dtype for, not {self.hi.name}")
+        for role in ("lo_forward", "lo_backward"):
+            low: Format = getattr(self, role)
+            if low.bits > self.hi.bits:
+                raise ConfigError(
+                    f"recipe.{role} is {low.name} ({low.bits} bits), wider than hi {self.hi.name} "
+                    f"({self.hi.bits} bits); swap them or choose a narrower format"
+                )
+
+    @property
+    def has_low(self) -> bool:
+        """Whether low differs from high for any role; otherwise there is nothing to choose."""
+        return self.lo_forward != self.hi or self.lo_backward != self.hi
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """Every format a tensor of this recipe can have, each once."""
+        return tuple(dict.fromkeys(getattr(self, role) for role in FORMAT_ROLES))
+
+    def format_of(self, kind: str, *, low: bool) -> Format:
+        """Return the format of a tensor of ``kind`` ("output", "param", "grad_output", "grad_param")."""
+        if kind == "grad_param":
+            return self.weight_grad
+        if not low:
+            return self.hi
+        return self.lo_backward if kind == "grad_output" else self.lo_forward
+
+    def to_dict(self) -> dict[str, str | bool]:
+        """Return names: ``{"name": "fp8", "hi": "bf16", ...}``, and ``"pure": True`` where it is."""
+        formats = {role: getattr(self, role).name for role in FORMAT_ROLES}
+        return {"name": self.name, **formats, **({"pure": True} if self.pure else {})}
+
+
+FORMAT_ROLES = tuple(f.name for f in fields(Recipe) if f.name not in ("name", "pure"))
+
+
+def _format(role: str, value: object) -> Format:
+    if isinstance(value, Format):
+        return value
+    if not isinstance(value, str):
+        raise ConfigError(
+            f"recipe.{role} is {value!r}; give it a fxprec.Format or a format name such as 'e5m2' or '1-4-3+4'"
+        )
+    try:
+        return parse(value)
+    except FormatError as error:
+        raise ConfigError(f"recipe.{role}: {error}") from None
+
+
+def _same(format: str, name: str | None = None, *, pure: bool = False) -> Recipe:
+    formats: Any = {"hi": format, "lo_forward": format, "lo_backward": format}
+    return Recipe(name=name or format, pure=pure, **formats)
+
+
+FP32 = _same("fp32")
+"""Plan nothing and change nothing: bit-identical to plain Inductor. No saving."""
+
+BF16 = _same("bf16")
+"""16 bits everywhere with float32's range: half the memory, no overflow; 8 significant bits of accuracy."""
+
+BF16_PURE = _same("bf16", "bf16-pure", pure=True)
+"""Weights in bf16 too (Zamirai et al. 2020): call ``model.bfloat16()`` and train with `fxprec.optim`, whose stochastic
+rounding or Kahan summation keeps small updates. No float32 copy of any tensor; norms and softmax keep their row
+statistics in float32."""
+
+FP16 = _same("fp16")
+"""16 bits everywhere, 11 significant bits: more accurate than bf16, but gradients need scaling."""
+
+FP8 = Recipe(name="fp8", hi="bf16", lo_forward="e4m3fn", lo_backward="e5m2_sat")  # type: ignore[arg-type]
+"""Hardware FP8: low tensors take half of bf16's memory and run on FP8 tensor cores; the accuracy lost grows
+with ``low_ratio``. Gradients saturate: one beyond e5m2's range is counted and rescaled, not turned into inf."""
+
+HFP8 = Recipe(name="hfp8", hi="1-6-9", lo_forward="1-4-3+4", lo_backward="1-5-2")  # type: ignore[arg-type]
+"""The formats of Sun et al. 2019 as used by Kang et al. 2023: for comparison with the papers; no hardware has
+them, so it is simulated unless ``storage="packed"`` stores their codes."""
+
+RECIPES = MappingProxyType({r.name: r for r in (FP32, BF16, BF16_PURE, FP16, FP8, HFP8)})
+
+
+def find_recipe(recipe: str | Recipe) -> Recipe:
+    """Return the recipe itself or the one of that name. Raises `ConfigError`."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    allowed = ", ".join(repr(name) for name in RECIPES)
+    if not isinstance(recipe, str):
+        raise ConfigError(f"recipe is {recipe!r}; give it one of {allowed}, or a fxprec.Recipe")
+    if recipe not in RECIPES:
+        hint = did_you_mean(recipe, RECIPES)
+        raise ConfigError(f"unknown recipe {recipe!r}{hint}; allowed: {allowed}, or a fxprec.Recipe")
+    return RECIPES[recipe]

@@ -1,0 +1,410 @@
+"""The ``torch.compile`` entry: ``backend="fxprec"`` or ``backend=fxprec.Backend(config)``."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import GraphModule
+from torch.nn import Module, ModuleDict, ModuleList
+
+from fxprec import compat
+from fxprec.config import Config
+from fxprec.config.grad_scaling import LossScaling
+from fxprec.driver import capture, saved_state
+from fxprec.driver.graph import CompileReport, PlannedGraph
+from fxprec.driver.skip_steps import StepSkipper
+from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning, PlanError
+from fxprec.plan import Plan
+from fxprec.plan.edits import as_edited
+from fxprec.report.folder import DumpFolder, GraphDump
+from fxprec.runtime.controller import Controller
+from fxprec.runtime.events import Event
+
+
+class Backend:
+    """A ``torch.compile`` backend with its own plans, statistics and events.
+
+    One backend serves every graph of one model: Dynamo calls it once per captured graph. With ``portable`` GEMMs on a
+    CPU compute in float32 on every CPU, whether or not it has narrower ones.
+    """
+
+    def __init__(self, config: Config | None = None, *, dump: DumpFolder | None = None, portable: bool = False) -> None:
+        self.config = config or Config()
+        self.portable = portable
+        self._dump = dump or DumpFolder.of(self.config)
+        self._graphs: list[PlannedGraph] = []
+        self._dropped: list[PlannedGraph] = []  # by torch.compiler.reset(), and not traced again yet
+        self._events: list[Event] = []  # what concerns no graph
+        self._compilations: Counter[int] = Counter()  # by Dynamo's frame id
+        self._waiting = saved_state.Waiting()
+        self._skips = StepSkipper(self._controllers) if _skips_steps(self.config) else None
+        self._given = None if self.config.plan is None else as_edited(Plan.load(self.config.plan))
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            return self._compile(gm, example_inputs)
+        except FxprecError as error:
+            raise compat.through_dynamo(error) from error
+
+    def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        _tell_what_is_missing(self.config)
+        if not self.config.changes_anything or not example_inputs:
+            return compat.compile_fx(  # type: ignore[no-any-return]
+                gm, example_inputs, config_patches=compat.mode_settings(self.config.mode)
+            )
+        _want_it_whole()
+        captured = capture.Captured.take(gm, example_inputs)
+        if self.config.recipe_.pure:
+            captured.refuse_wide_weights(self.config.recipe_)
+        old = next((g for g in self._dropped if g.captured.identity == captured.identity), None)
+        earlier = [g.captured.identity for g in self._graphs]
+        saved = self._waiting.find(captured.identity, earlier) or _state_of(old)
+        try:
+            graph = self._built(captured, saved)
+        except PlanError:
+            if saved is None or old is None:
+                raise
+            graph, old = self._built(captured, None), None  # another model with parameters of the same names
+        captured.forget_examples()
+        if saved is not None:
+            self._waiting.take(saved)
+        if old is not None:
+            old.is_replaced = True
+            self._dropped.remove(old)
+        self._graphs.append(graph)
+        return graph.__call__  # a plain callable: debuggers such as depyf look at its code
+
+    def _built(self, captured: capture.Captured, saved: saved_state.SavedGraph | None) -> PlannedGraph:
+        given = self._given_to(captured) if saved is None else saved.plan
+        dump = None if self._dump is None else self._dump.graph(len(self._graphs))
+        try:
+            graph = self._planned(captured, given, dump)
+        except capture.TableFull as full:
+            graph = self._planned(captured.with_capacity(full.sites), given, dump)
+        if saved is not None and graph.controller is not None:
+            graph.controller.load_state_dict(saved.state)
+        return graph
+
+    def _planned(self, captured: capture.Captured, given: Plan | None, dump: GraphDump | None) -> PlannedGraph:
+        return PlannedGraph(
+            captured,
+            self.config,
+            self._graphs,
+            given,
+            self._skips,
+            dump,
+            portable=self.portable,
+            waiting=self._plans_ahead,
+        )
+
+    def _given_to(self, captured: capture.Captured) -> Plan | None:
+        """Return the plan file, but not for evaluation where it is of a training graph: that follows its groups."""
+        if self._given is None or (saved_state.is_of_training(self._given) and not captured.identity.is_training):
+            return None
+        return self._given
+
+    def _plans_ahead(self) -> tuple[Plan, ...]:
+        """Return the plans of training graphs that are known before those compile, the latest last."""
+        given = () if self._given is None or not saved_state.is_of_training(self._given) else (self._given,)
+        return (*given, *self._waiting.training_plans)
+
+    @property
+    def controllers(self) -> tuple[Controller, ...]:
+        """The state of every graph that has a plan, in compile order."""
+        return tuple(self._controllers())
+
+    def _controllers(self) -> list[Controller]:
+        return [graph.controller for graph in self._live if graph.controller is not None]
+
+    @property
+    def _live(self) -> list[PlannedGraph]:
+        return [graph for graph in self._graphs if not graph.is_replaced]
+
+    def reset(self) -> None:
+        """Called by ``torch.compiler.reset()``: what is traced next takes over the state of the graph it replaces."""
+        self._dropped = self._live
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """One plan per compiled training graph, in compile order."""
+        return tuple(g.plan for g in self._live if g.is_training and g.plan is not None)
+
+    @property
+    def all_plans(self) -> tuple[Plan | None, ...]:
+        """The plan of every compiled graph, inference graphs too; None while it is being calibrated."""
+        return tuple(g.plan for g in self._live)
+
+    @property
+    def compile_reports(self) -> tuple[CompileReport, ...]:
+        """One report per compiled graph, in compile order: seconds, and what each pass did."""
+        return tuple(g.report for g in self._graphs)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Promotions, scale changes, fallbacks: (step, kind, site, detail), oldest first."""
+        found = [e for g in self._graphs for e in (*g.events, *(g.controller.events if g.controller else ()))]
+        return tuple(sorted([*self._events, *found], key=lambda e: e.step))
+
+    def stats(self) -> list[dict[str, Any]]:
+        """One row per site with its latest statistics; waits for those still on their way."""
+        rows = []
+        for graph in self._live:
+            if graph.controller is not None:
+                rows += [{"graph": graph.index, **row} for row in graph.controller.rows()]
+        return rows
+
+    def stop_promoting(self) -> None:
+        """Promote no tensor from now on: for measuring how a plan behaves."""
+        for controller in self.controllers:
+            controller.rules = replace(controller.rules, promote_above=None)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps left out because a dynamic loss scale overflowed."""
+        return 0 if self._skips is None else self._skips.skipped
+
+    def refresh_scales(self) -> None:
+        """Measure gradients in the next step and solve their scales again, as when data or loss change abruptly.
+
+        It happens every `GradScaling.interval` steps in any case. A loss scale measures nothing.
+        """
+        for controller in self._controllers():
+            if controller.keeper is not None:
+                controller.keeper.ask()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data: plans with their promotions, and scales. Training resumes bit-identically.
+
+        The keys are the same before and after compilation, as ``torch.distributed.checkpoint`` needs them. What was
+        loaded for graphs that are not compiled yet is part of it.
+        """
+        return saved_state.packed([*(g.state_dict() for g in self._live), *self._waiting.states])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take `state_dict`'s result, before or after compilation. Raises `PlanError` for another model's state.
+
+        Until training compiles, evaluation follows the loaded training plans.
+        """
+        waiting = saved_state.Waiting(saved_state.unpacked(state))
+        found: list[tuple[PlannedGraph, saved_state.SavedGraph]] = []
+        earlier: list[saved_state.Identity] = []
+        for graph in self._live:
+            saved = waiting.find(graph.captured.identity, earlier)
+            if saved is not None:
+                found.append((graph, saved))
+                if graph.controller is not None:
+                    graph.controller.refuse_another(saved.state)  # before the first graph has taken its own
+                waiting.take(saved)
+            earlier.append(graph.captured.identity)
+        for graph, saved in found:
+            graph.load_plan(saved.plan)
+            assert graph.controller is not None
+            graph.controller.load_state_dict(saved.state)
+        self._waiting = waiting
+
+    def _tell(self, site: str, detail: str) -> None:
+        """Warn of what was left out, once, and note an event. Raises `FallbackError` under ``strict``."""
+        if self.config.strict:
+            raise FallbackError(f"{site}: {detail}")
+        self._note("fallback", site, detail)
+        warnings.warn(f"{site}: {detail}", FxprecWarning, stacklevel=3)
+
+    def _note(self, kind: str, site: str, detail: str) -> None:
+        step = max((controller.step for controller in self._controllers()), default=0)
+        self._events.append(Event(step, kind, site, detail))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "portable": self.portable, "state": self.state_dict()}
+
+    def __setstate__(self, saved: Mapping[str, Any]) -> None:
+        """A copy, or what comes out of a pickle, compiles anew: same config, and the plans and scales as they were."""
+        self.__init__(saved["config"], portable=saved["portable"])  # type: ignore[misc]
+        self.load_state_dict(saved["state"])
+
+
+def _skips_steps(config: Config) -> bool:
+    return isinstance(config.grad_scaling_, LossScaling) and config.grad_scaling_.dynamic
+
+
+def _want_it_whole() -> None:
+    """Turn off Dynamo's DDP optimizer for this graph, with a message: each piece would be planned for itself."""
+    if not compat.widen_ddp_buckets():
+        return
+    warnings.warn(
+        "Dynamo's DDP optimizer is off for this graph: it cuts graphs at DDP's buckets, and fxprec plans whole ones; "
+        "gradients travel after the compiled backward pass. Set torch._dynamo.config.optimize_ddp = False to say so "
+        "yourself",
+        FxprecWarning,
+        stacklevel=2,
+    )
+    raise compat.TraceAgain("fxprec plans whole graphs")
+
+
+def _tell_what_is_missing(config: Config) -> None:
+    """Say which of the options given have no effect; under ``strict`` that is an error."""
+    messages = []
+    if not config.changes_anything:
+        messages = [
+            f"{name}={getattr(config, name)!r} has no effect: recipe {config.recipe_.name!r} holds everything in "
+            "float32; choose a recipe with a low format, such as 'fp8', or leave it out"
+            for name in ("low_ratio", "activation_budget", "plan")
+            if getattr(config, name)
+        ]
+    for message in messages:
+        if config.strict:
+            raise FallbackError(message)
+        warnings.warn(message, FxprecWarning, stacklevel=2)
+
+
+def backend_of(compiled: object) -> Backend:
+    """Return the backend of what ``torch.compile(..., backend="fxprec")`` returned, or of a module compiled in place.
+
+    It exists from the start, so a saved state can be loaded before the first call. Raises `ConfigError` where
+    ``compiled`` was compiled by another backend, or not at all.
+    """
+    wrapper = compat.wrapper_of(compiled)
+    found = _calls(wrapper)
+    if found is None:
+        raise ConfigError(
+            f"{type(compiled).__name__} was not compiled by fxprec; give backend_of what "
+            'torch.compile(model, backend="fxprec") returned (a copy of a module compiled in place is uncompiled: call '
+            "its compile() again)"
+        )
+    return found
+
+
+def _backend_of_wrapper(wrapper: object) -> Backend:
+    found = getattr(wrapper, "fxprec_backend", None)
+    if found is None:
+        given: Mapping[str, Any] = wrapper.kwargs  # type: ignore[attr-defined]
+        found = Backend(_config_of(given.get("options"), given.get("mode")))
+        wrapper.fxprec_backend = found  # type: ignore[attr-defined]
+    return found
+
+
+def _config_of(options: Mapping[str, Any] | None, mode: str | None) -> Config:
+    """Return the config of what ``torch.compile`` was given; it takes options or a mode, not both."""
+    return Config.from_options(options if mode is None else {**(options or {}), "mode": mode})
+
+
+class _NamedBackend:
+    """The backend behind the string ``"fxprec"``; its options are the fields of `Config`."""
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Callable[..., Any]:
+        wrapper = compat.calling_wrapper()
+        try:
+            backend = Backend(_config_of(options, mode)) if wrapper is None else _backend_of_wrapper(wrapper)
+        except FxprecError as error:
+            raise compat.through_dynamo(error) from error
+        return backend(gm, example_inputs)
+
+    def reset(self) -> None:
+        """Called by ``torch.compiler.reset()``, through the wrapper."""
+        wrapper = compat.calling_wrapper()
+        found: Backend | None = getattr(wrapper, "fxprec_backend", None)
+        if found is not None:
+            found.reset()
+
+    # Dynamo hands the graphs of one torch.compile() to another of an equal backend and equal options. Here each
+    # compiled model has its own plans and scales, so no two are equal.
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = object.__hash__
+
+    def __reduce__(self) -> str:
+        return "fxprec"  # there is one: copies and pickles of a compiled model name it
+
+
+fxprec = _NamedBackend()
+
+
+def _state_of(graph: PlannedGraph | None) -> saved_state.SavedGraph | None:
+    state = None if graph is None else graph.state_dict()
+    return None if state is None else saved_state.SavedGraph(state)
+
+
+def _calls(wrapper: object) -> Backend | None:
+    """Return the backend that a ``torch.compile`` wrapper calls, or None where that is none of ours."""
+    function = getattr(wrapper, "compiler_fn", wrapper)
+    if isinstance(function, Backend):
+        return function
+    return _backend_of_wrapper(wrapper) if function is fxprec else None
+
+
+def _compilations(wrapper: object) -> Counter[int] | None:
+    try:
+        backend = _calls(wrapper)
+    except FxprecError:  # wrong options; the compilation that follows says so
+        return None
+    return None if backend is None else backend._compilations
+
+
+def _tell_of_limit(wrapper: object, code: str, limit: str) -> None:
+    backend = _calls(wrapper)
+    assert backend is not None
+    try:
+        backend._tell(
+            code,
+            "runs uncompiled, in the model's own precision, where no compiled code fits: this model hit "
+            f"torch._dynamo.config.{limit}, and Dynamo compiles this code for no model any more; see "
+            'TORCH_LOGS="recompiles" for what changes from call to call, make it a tensor, or raise the limit',
+        )
+    except FxprecError as error:
+        raise compat.through_dynamo(error) from error
+
+
+def _tell_of_frame(wrapper: object, code: str, owner: object, reason: str) -> None:
+    try:
+        backend = _calls(wrapper)
+        if backend is not None:
+            backend._tell(code, f"runs uncompiled, in the model's own precision{_left_out(owner)}: {reason}. {_MEND}")
+    except FxprecError as error:
+        raise compat.through_dynamo(error) from error
+
+
+def _note_break(wrapper: object, code: str, reason: str) -> None:
+    try:
+        backend = _calls(wrapper)
+    except FxprecError:  # wrong options, as the graph's own compilation has said
+        return
+    if backend is not None:
+        backend._note("uncompiled", code, f"cut in several graphs, each planned for itself: {reason}")
+
+
+_MEND = (
+    'Your own modules that it calls are compiled one by one; TORCH_LOGS="graph_breaks" shows where Dynamo stopped: '
+    "take that out of the loop, or compile the parts"
+)
+
+
+def _left_out(owner: object) -> str:
+    """Name torch's own modules that an uncompiled method calls: Dynamo compiles no frame of torch's code."""
+    if not isinstance(owner, Module):
+        return ""
+    theirs = [name for name, child in _children(owner) if any(True for _ in child.parameters())]
+    return f", with {', '.join(theirs)}" if theirs else ""
+
+
+def _children(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
+    for name, child in module.named_children():
+        if isinstance(child, ModuleList | ModuleDict):
+            yield from _children(child, f"{prefix}{name}.")
+        elif type(child).__module__.startswith("torch.nn."):
+            yield prefix + name, child
+
+
+compat.count_recompiles_per_model(_compilations, _tell_of_limit)
+compat.watch_frames_left_uncompiled(_tell_of_frame)
+compat.watch_graph_breaks(_note_break)

@@ -1,0 +1,166 @@
+"""What Dynamo handed over: the graph, its inputs by name, and how to compile it again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fxprec import compat
+from fxprec.config.recipes import Recipe
+from fxprec.driver.saved_state import Identity
+from fxprec.errors import ConfigError, LoweringError
+from fxprec.ir.symbolic import TABLE_COLUMNS
+from fxprec.passes.analysis.joint import GraphInput
+from fxprec.passes.analysis.operators import module_path
+
+SUPPORTED_DEVICES = ("cpu", "cuda")
+
+
+class TableFull(Exception):
+    """The plan has more sites than the table has rows; the caller compiles again with room for ``sites``."""
+
+    def __init__(self, sites: int) -> None:
+        super().__init__(sites)
+        self.sites = sites
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Dynamo's graph and its example inputs. The graph is never edited: compilation works on copies."""
+
+    gm: GraphModule
+    examples: list[Any]  # until `forget_examples`
+    device: torch.device
+    fake_mode: Any
+    capacity: int  # rows of the scale table
+    ambient: compat.Ambient
+    identity: Identity
+
+    @classmethod
+    def take(cls, gm: GraphModule, examples: Sequence[Any]) -> Captured:
+        """Copy what is needed. Raises `LoweringError` for a device fxprec cannot lower to."""
+        calls = sum(n.op not in ("placeholder", "output") for n in gm.graph.nodes)
+        device = _device(examples)
+        capacity = max(256, 1 << (4 * calls + 2 * len(examples)).bit_length())
+        identity = Identity(_is_training(examples), _parameters(gm.graph))
+        return cls(
+            copied(gm), list(examples), device, _fake_mode(gm.graph), capacity, compat.Ambient.now(device), identity
+        )
+
+    def with_capacity(self, sites: int) -> Captured:
+        return replace(self, capacity=1 << sites.bit_length())
+
+    @cached_property
+    def inputs(self) -> tuple[GraphInput, ...]:
+        """The graph's inputs in call order; the last is the scale table."""
+        return (*(_describe(n) for n in _placeholders(self.gm.graph)), GraphInput("scale_table", "table", ""))
+
+    def forget_examples(self) -> None:
+        """Let go of the first batch and the model's tensors: what is compiled later takes fake ones."""
+        self.examples.clear()
+
+    @property
+    def fake_examples(self) -> list[Any]:
+        """Example inputs with the symbolic shapes of the first compilation."""
+        return [n.meta.get("example_value") for n in _placeholders(self.gm.graph)]
+
+    def refuse_wide_weights(self, recipe: Recipe) -> None:
+        """Raise `ConfigError` for a weight that a pure recipe's high format does not hold."""
+        wanted = recipe.hi.torch_dtype
+        for known, value in zip(self.inputs, self.fake_examples, strict=False):
+            if known.kind == "param" and value.is_floating_point() and value.dtype != wanted:
+                raise ConfigError(
+                    f"recipe {recipe.name!r} keeps weights in {wanted}, and {known.name} is {value.dtype}; call "
+                    f"model.to({wanted}) before, and train with fxprec.optim"
+                )
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Compile outside of Dynamo as the first compilation did: its symbolic shapes, its autocast and grad mode."""
+        with self.ambient.restored(), compat.tracing_with(self.fake_mode):
+            yield
+
+    def empty_table(self) -> torch.Tensor:
+        """Return a scale table of zeros, ``(capacity, TABLE_COLUMNS)`` int32."""
+        return torch.zeros(self.capacity, TABLE_COLUMNS, dtype=torch.int32, device=self.device)
+
+    def with_table(self) -> tuple[GraphModule, torch.Tensor]:
+        """Return a copy of the graph with the scale table as its last input, and the table's example."""
+        gm = copied(self.gm)
+        table = self.empty_table()
+        if (fake_mode := compat.current_fake_mode()) is not None:
+            table = fake_mode.from_tensor(table, static_shapes=True)
+        last = _placeholders(gm.graph)[-1]
+        with gm.graph.inserting_after(last):
+            gm.graph.placeholder("fxprec_table").meta["example_value"] = table
+        gm.recompile()
+        return gm, table
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """Return a copy with a graph of its own; node names and fake values stay."""
+    graph = Graph()
+    result = graph.graph_copy(gm.graph, {}, return_output_node=True)
+    assert isinstance(result, tuple)
+    graph.output(result[0]).meta = dict(result[1].meta)
+    found = GraphModule(gm, graph)
+    found.meta = dict(gm.meta)
+    return found
+
+
+def _placeholders(graph: Graph) -> list[Node]:
+    return graph.find_nodes(op="placeholder")
+
+
+def _is_training(examples: Sequence[Any]) -> bool:
+    """Say whether AOTAutograd will trace a backward half."""
+    return torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples)
+
+
+def _parameters(graph: Graph) -> tuple[str, ...]:
+    return tuple(known.name for known in map(_describe, _placeholders(graph)) if known.kind == "param")
+
+
+def _fake_mode(graph: Graph) -> Any:
+    """Return the fake mode of the inputs' own fake values: that of a Python float knows its symbol in no other."""
+    values = (n.meta.get("example_value") for n in _placeholders(graph))
+    modes = (mode for v in values if (mode := compat.fake_mode_of(v)) is not None)
+    return next(modes, compat.current_fake_mode())
+
+
+def _device(examples: Sequence[Any]) -> torch.device:
+    devices = {e.device for e in examples if isinstance(e, torch.Tensor)}
+    for device in devices:
+        if device.type not in SUPPORTED_DEVICES:
+            raise LoweringError(
+                f"device {str(device)!r}: fxprec lowers to {' and '.join(SUPPORTED_DEVICES)} only; move the model "
+                f'there or compile this part with backend="inductor"'
+            )
+    return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+
+
+def _describe(node: Node) -> GraphInput:
+    """Name an input as the user does: ``layer1.0.conv1.weight``."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    path = getattr(source, "name", node.name)
+    path = path() if callable(path) else path
+    value = node.meta.get("example_value")
+    if "_parameters[" in path or isinstance(value, torch.nn.Parameter):
+        name = module_path(path.replace("_parameters", "_modules"))
+        return GraphInput(name, "param", name.rpartition(".")[0])
+    if "_buffers[" in path:
+        name = module_path(path.replace("_buffers", "_modules"))
+        return GraphInput(name, "buffer", name.rpartition(".")[0])
+    return GraphInput(_local_name(path), "input", "")
+
+
+def _local_name(path: str) -> str:
+    """Turn Dynamo's ``L['x']`` into ``x``, ``L['args'][0]`` into ``args.0``."""
+    return ".".join(re.findall(r"[\w.]+", path.removeprefix("L")))

@@ -1,0 +1,183 @@
+"""Lowering ``triton`` of one captured graph: whether it can be had, what falls back and why, and the first run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.fx import GraphModule
+
+from fxprec import compat
+from fxprec.config import Config
+from fxprec.driver.capture import copied
+from fxprec.driver.verify import Fault, checked_cpu_run, checked_run
+from fxprec.ir.symbolic_gemms import kernel_called
+from fxprec.passes.base import Notice
+from fxprec.passes.lowering import Lowered
+
+Compiled = Callable[..., Any]
+INSTEAD = "Inductor expands its casts: the same numbers, a pass over memory more for each statistic"
+DECODED = "Inductor decodes, and torch multiplies as if gemms='high': as much memory, at the speed of high precision"
+
+
+class Lower(Protocol):
+    """Lowers a copy of one half; ``without`` names kernels not to generate."""
+
+    def __call__(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered: ...
+
+
+class Lowering:
+    """How one captured graph is lowered, and which generated kernels turned out not to work.
+
+    ``tell`` warns and records an event, or raises under ``strict``.
+    """
+
+    def __init__(self, config: Config, device: torch.device, tell: Callable[[Notice], None]) -> None:
+        self.config, self.device, self.tell = config, device, tell
+        self.name = self._available()
+        self.without: frozenset[str] = frozenset()
+        self.is_stale = False
+        """Whether a kernel failed while it ran: the graph must be lowered again."""
+        if config.verify and not self.verifies:
+            what = "the reference itself" if self.name == "eager" else "Inductor's own code"
+            tell(Notice("verify=True", f"nothing is compared: lowering {self.name!r} on {device.type} is {what}"))
+
+    def _available(self) -> str:
+        if self.config.lowering != "triton":
+            return self.config.lowering
+        reason = compat.no_triton(self.device)
+        if reason is None:
+            return "triton"
+        self.tell(Notice("lowering='triton'", f"{reason}; lowered as 'auto' instead, without generated kernels"))
+        return "auto"
+
+    def compile(self, gm: GraphModule, lower: Lower, build: Callable[[GraphModule], Compiled]) -> Half:
+        """Lower one half and build it; once more without the kernels that do not compile."""
+        may_fail = self.name == "triton" or self.config.verify or self.device.type == "cuda"
+        plain = copied(gm) if may_fail else gm
+        lowered = self._lower(gm, lower)
+        while self.device.type == "cuda" and self._drop_gemms_that_fail(gm):  # what takes their place may fail too
+            gm = copied(plain)
+            lowered = self._lower(gm, lower)
+        kept = copied(gm) if self._has_first_run else None
+        try:
+            run = build(gm)
+        except Exception as error:  # whatever Triton or Inductor raises of a kernel; without kernels it is not ours
+            if not lowered.generated.kernels:
+                raise
+            self._drop_what_fails(lowered, error)
+            gm = copied(plain)
+            lowered = self._lower(gm, lower)
+            kept = copied(gm) if self._has_first_run else None
+            run = build(gm)
+        return Half(self, lowered, run, None if kept is None else (plain, kept))
+
+    @property
+    def is_interpreted(self) -> bool:
+        return self.name == "triton" and self.device.type == "cpu"
+
+    @property
+    def _has_first_run(self) -> bool:
+        """Whether the first run differs from others: checked, or able to fall back."""
+        return self.is_interpreted or (self.config.verify and self.verifies)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether ``verify`` has kernels of ours to compare: the reference and Inductor's own code are none."""
+        return self.name == "triton" or (self.name != "eager" and self.device.type == "cpu")
+
+    def _lower(self, gm: GraphModule, lower: Lower) -> Lowered:
+        lowered = lower(gm, self.name, self.without)
+        for place, why in lowered.generated.left:
+            self.tell(Notice(f"kernel at {place}", f"no kernel is generated: {why}; {INSTEAD}"))
+        return lowered
+
+    def _drop_what_fails(self, lowered: Lowered, error: Exception) -> None:
+        """Find the kernels that Triton cannot compile; where it compiles each by itself, drop all."""
+        kernels = lowered.generated.kernels
+        faults = []
+        for k in kernels:
+            why = compat.why_not_compiled(k.source, k.name, k.parameters, k.num_warps)
+            if why is not None:
+                faults.append(Fault(k.name, why))
+        cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        self.drop(faults or [Fault(k.name, f"the graph did not compile with it: {cause}") for k in kernels])
+
+    def _drop_gemms_that_fail(self, gm: GraphModule) -> bool:
+        """Compile the kernels around GEMMs, which are no part of Inductor's code; say whether one has to go."""
+        kernels = {kernel for node in gm.graph.nodes if (kernel := kernel_called(node)) is not None}
+        if not kernels:
+            return False
+        from fxprec.runtime.gemm.kernels import why_not_compiled  # imports Triton
+
+        major, minor = torch.cuda.get_device_capability(self.device)
+        failing = set()
+        for kernel in sorted(kernels, key=lambda k: k.name):
+            why = why_not_compiled(kernel, 10 * major + minor)
+            if why is not None:
+                self.tell(Notice(f"kernel {kernel.name}", f"{why}; {DECODED}"))
+                failing.add(kernel.name)
+        self.without |= failing
+        return bool(failing)
+
+    def drop(self, faults: list[Fault]) -> None:
+        """Do without kernels, and say so. A wrong kernel of the CPU lowering has only the reference to fall back to."""
+        instead = INSTEAD if self.name == "triton" else "lowered as 'eager' from the next step on, many times slower"
+        for fault in {fault.kernel: fault for fault in faults}.values():
+            self.tell(Notice(f"kernel {fault.kernel}", f"{fault.reason}; {instead}"))
+        self.without |= {fault.kernel for fault in faults}
+        if self.name != "triton":
+            self.name = "eager"
+
+
+class Half:
+    """The forward or the backward of a graph, compiled. Its first run may be a checked one."""
+
+    _boxed_call = True
+
+    def __init__(
+        self, lowering: Lowering, lowered: Lowered, run: Compiled, first: tuple[GraphModule, GraphModule] | None
+    ) -> None:
+        self.lowering, self.lowered, self.run = lowering, lowered, run
+        self._first = first  # the graph before and after lowering, until the first run is over
+
+    @property
+    def has_first_run(self) -> bool:
+        return self._first is not None
+
+    def __call__(self, args: list[Any]) -> Any:
+        if self._first is None:
+            return self.run(args)
+        (plain, gm), self._first = self._first, None
+        if self.lowering.config.verify:
+            return self._checked(plain, gm, args)
+        kept = list(args)
+        try:
+            return self.run(args)
+        except Exception:  # of a kernel in the interpreter: the checked run names it and does without
+            return self._checked(plain, gm, kept)
+
+    def _checked(self, plain: GraphModule, gm: GraphModule, args: list[Any]) -> Any:
+        taken = list(args)
+        args.clear()
+        if self.lowering.name == "triton":
+            results, faults = checked_run(gm, plain, self.lowered, taken)
+        else:
+            results, faults = checked_cpu_run(gm, taken)
+        if faults:
+            self.lowering.is_stale = True
+            self.lowering.drop(faults)
+        return results
+
+
+def interpreted_kernels(run: Compiled) -> Compiled:
+    """Run generated kernels in Triton's interpreter: NumPy, whose warnings of inf and NaN mean nothing here."""
+
+    def call(args: list[Any]) -> Any:
+        with np.errstate(all="ignore"):
+            return run(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,124 @@
+"""The saved state of a backend: two fixed keys, whatever was compiled.
+
+``torch.distributed.checkpoint`` loads into the keys that are there, and a fresh backend has no graphs yet. So the
+states of all graphs are one text, which every way of saving takes: ``torch.save``, JSON, distributed checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fxprec.driver.state_entries import check_graph
+from fxprec.errors import PlanError
+from fxprec.plan import Plan
+from fxprec.plan.entries import Entry
+from fxprec.runtime.controller import plan_of
+
+VERSION = 3
+_READABLE = (2, VERSION)  # version 2 had a list of dicts in place of the text
+
+GraphState = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What tells one graph of a model from another before it is traced: evaluation may come first after a restart."""
+
+    is_training: bool
+    parameters: tuple[str, ...] | None  # names in call order; None in a state of version 2
+
+    @classmethod
+    def of(cls, state: GraphState) -> Identity:
+        """Return which graph a saved state is of."""
+        found = state.get("graph")
+        if found is None:
+            return cls(is_of_training(plan_of(state)), None)
+        return cls(found["training"], tuple(found["parameters"]))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"training": self.is_training, "parameters": list(self.parameters or ())}
+
+    def fits(self, other: Identity) -> bool:
+        known = None not in (self.parameters, other.parameters)
+        return self.is_training == other.is_training and (not known or self.parameters == other.parameters)
+
+
+@dataclass(frozen=True)
+class SavedGraph:
+    """A loaded state that waits for its graph."""
+
+    state: GraphState
+
+    @cached_property
+    def plan(self) -> Plan:
+        return plan_of(self.state)
+
+    @cached_property
+    def identity(self) -> Identity:
+        return Identity.of(self.state)
+
+
+class Waiting:
+    """The loaded states whose graphs are not compiled yet."""
+
+    def __init__(self, states: Iterable[GraphState | None] = ()) -> None:
+        self._saved = [SavedGraph(state) for state in states if state is not None]
+
+    def find(self, wanted: Identity, earlier: Iterable[Identity]) -> SavedGraph | None:
+        """Return the state of a graph. A training graph that fits none gets the first, whose plan says what differs.
+
+        That holds for a graph not seen before: one like the ``earlier`` ones is theirs, traced again.
+        """
+        fitting = next((saved for saved in self._saved if saved.identity.fits(wanted)), None)
+        if fitting is not None or not wanted.is_training or any(e.fits(wanted) for e in earlier):
+            return fitting
+        return next((saved for saved in self._saved if saved.identity.is_training), None)
+
+    def take(self, saved: SavedGraph) -> None:
+        """Cross off a state its graph has taken."""
+        self._saved = [other for other in self._saved if other is not saved]
+
+    @property
+    def states(self) -> tuple[GraphState, ...]:
+        return tuple(saved.state for saved in self._saved)
+
+    @property
+    def training_plans(self) -> tuple[Plan, ...]:
+        """Plans that evaluation follows until training compiles."""
+        return tuple(saved.plan for saved in self._saved if saved.identity.is_training)
+
+
+def is_of_training(plan: Plan) -> bool:
+    """Say whether a plan is of a graph with a backward half."""
+    return any(site.direction == "backward" for site in plan.sites)
+
+
+def packed(graphs: Sequence[GraphState | None]) -> dict[str, Any]:
+    """Return ``{"version": 3, "graphs": <JSON text>}`` from one state per graph, None where there is none yet."""
+    return {"version": VERSION, "graphs": json.dumps(list(graphs))}
+
+
+def unpacked(state: object) -> list[GraphState | None]:
+    """Return one state per graph of what `packed` made, or of a state of version 2. Raises `PlanError` for others."""
+    if not isinstance(state, Mapping) or state.get("version") not in _READABLE:
+        raise PlanError(f"this is no state of fxprec.Backend version {VERSION}; pass what state_dict() returned")
+    graphs = state.get("graphs")
+    if isinstance(graphs, str):
+        try:
+            graphs = json.loads(graphs)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(
+                f"the saved state is damaged: its graphs are no JSON ({error}); pass what state_dict() returned"
+            ) from error
+    if not isinstance(graphs, list) or not all(g is None or isinstance(g, Mapping) for g in graphs):
+        raise PlanError(
+            "the saved state is damaged: its graphs are not a list of states; pass what state_dict() returned"
+        )
+    for i, saved in enumerate(graphs):
+        if saved is not None:
+            check_graph(Entry(saved, f"graphs[{i}]"))
+    return graphs

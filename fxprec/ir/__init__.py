@@ -1,0 +1,1 @@
+"""The operators that passes insert and lowering makes real."""

@@ -1,0 +1,121 @@
+"""Whether two plans belong to the same model, and which of their sites hold the same tensor.
+
+Nothing here asks for a format. Node names are compared without their numbers: FX counts every node it ever made, so
+the same graph traced again, under dynamic shapes above all, may number its nodes otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from fxprec.errors import PlanError
+from fxprec.plan.data import Plan, Site
+
+# Which fields make up the model, by table, the one that names an entry first; those of _SIZES say how large it is.
+_MODEL = {
+    "gemms": ("node", "op", "module", "group_before", "group_after"),
+    "groups": ("operators", "size", "elements"),
+    "sites": ("tensor", "kind", "module", "group", "shape"),
+}
+_SIZES = frozenset({"size", "elements", "shape"})
+_NODES = frozenset({"node", "operators", "tensor"})
+
+
+def first_difference(here: Plan, other: Plan, *, there: str, sizes: bool = True) -> str | None:
+    """Name the first difference of two plans' models, or return None.
+
+    ``there`` is what the message calls ``other``. With ``sizes=False`` elements and shapes are left out.
+    """
+    for table, names in _MODEL.items():
+        compared = [name for name in names if sizes or name not in _SIZES]
+        ours, theirs = getattr(here, table), getattr(other, table)
+        found = _in_rows(table, ours, theirs, compared, there)
+        if found is not None:
+            return found
+        if len(ours) != len(theirs):
+            return f"{len(ours)} {table} here but {len(theirs)} in {there}{_extra(ours, theirs, compared[0])}"
+    return None
+
+
+def refuse_another_site(row: int, site: Site, given: Sequence[Site]) -> None:
+    """Raise `PlanError` where row ``row`` of a given plan holds another tensor than ``site``, or there is no such."""
+    if row >= len(given):
+        raise another_model(f"site {row} is {site.tensor!r} here, and the given plan has {len(given)} sites")
+    difference = _in_row("sites", row, site, given[row], ("tensor", "kind", "module", "group"), "the given plan")
+    if difference is not None:
+        raise another_model(difference)
+
+
+def another_model(difference: str) -> PlanError:
+    """Return the error of a given plan that does not fit."""
+    return PlanError(f"the given plan belongs to another model: {difference}; drop plan= to solve anew")
+
+
+def partners(here: Plan, other: Plan) -> Mapping[int, int]:
+    """Map site ids of ``here`` to those of ``other`` that hold the same tensor, for two graphs of one model.
+
+    A training graph has sites that its evaluation graph lacks, so positions say nothing; equals of one place are
+    told apart by their order, and by their names where the one graph has more of them than the other.
+    """
+    ours, theirs = _by_place(here.sites), _by_place(other.sites)
+    found: dict[int, int] = {}
+    for place, equals in ours.items():
+        candidates = theirs.get(place, [])
+        if len(equals) == len(candidates):
+            found |= {a.id: b.id for a, b in zip(equals, candidates, strict=True)}
+        else:
+            named = {b.tensor: b.id for b in candidates}
+            found |= {a.id: named[a.tensor] for a in equals if a.tensor in named}
+    return found
+
+
+def _by_place(sites: Sequence[Site]) -> dict[Hashable, list[Site]]:
+    found: dict[Hashable, list[Site]] = defaultdict(list)
+    for site in sites:
+        name = site.tensor if site.kind.endswith("param") else _unnumbered(site.tensor)
+        found[site.kind, site.group, site.module, site.source, name].append(site)
+    return found
+
+
+def _unnumbered(name: str) -> str:
+    """Return an FX node's name without the number that makes it unique."""
+    return re.sub(r"_\d+$", "", name)
+
+
+def _identity(row: Any, name: str) -> Any:
+    """Return what of a field makes up the model."""
+    value = getattr(row, name)
+    if name not in _NODES or getattr(row, "kind", "").endswith("param"):
+        return value
+    return tuple(map(_unnumbered, value)) if isinstance(value, tuple) else _unnumbered(value)
+
+
+def _in_rows(table: str, ours: Sequence[Any], theirs: Sequence[Any], names: Sequence[str], there: str) -> str | None:
+    found = (_in_row(table, i, a, b, names, there) for i, (a, b) in enumerate(zip(ours, theirs, strict=False)))
+    return next((difference for difference in found if difference is not None), None)
+
+
+def _in_row(table: str, i: int, a: Any, b: Any, names: Sequence[str], there: str) -> str | None:
+    for name in names:
+        if _identity(a, name) != _identity(b, name):
+            what = f"{table[:-1]} {i}" if name == names[0] else f"{table[:-1]} {i}{_called(a, names[0])} {name}"
+            return f"{what} is {_shown(getattr(a, name))} here but {_shown(getattr(b, name))} in {there}"
+    return None
+
+
+def _called(row: Any, name: str) -> str:
+    value = getattr(row, name)
+    return f" ({value})" if isinstance(value, str) else ""
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(value) or "empty" if isinstance(value, tuple) else repr(value)
+
+
+def _extra(ours: Sequence[Any], theirs: Sequence[Any], name: str) -> str:
+    longer = max(ours, theirs, key=len)
+    first = getattr(longer[min(len(ours), len(theirs))], name)
+    return f"; the first without a partner is {_shown(first)}"

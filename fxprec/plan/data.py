@@ -1,0 +1,236 @@
+"""The plan: which tensor has which format, as immutable data. Read and written as JSON by `plan_json`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import metadata
+from typing import Any, Literal, Self
+
+from fxprec.config.recipes import BF16, Recipe
+from fxprec.errors import PlanError
+from fxprec.numerics.formats import Format, parse
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """One GEMM operator, in execution order."""
+
+    id: int
+    node: str
+    """FX node name."""
+    op: str
+    """For instance ``"aten.convolution"``."""
+    module: str
+    group_before: int
+    """Group of its inputs and weight."""
+    group_after: int
+    """Group its output opens."""
+    pays: bool | None = None
+    """Whether the GEMM, its backward included, multiplies stored codes; None: not asked (docs/gemm.md)."""
+    why: str = ""
+    """The cost model's reason, or whose word it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindCounts:
+    """Elements by kind of tensor."""
+
+    output: int = 0
+    param: int = 0
+    grad_output: int = 0
+    grad_param: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.output + self.param + self.grad_output + self.grad_param
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The tensors between two adjacent GEMMs."""
+
+    id: int
+    elements: int
+    """At the traced sizes."""
+    elements_by_kind: KindCounts
+    low: bool
+    """Whether the policy made the group low; single tensors of it may still be high (``keep_high``, promotion)."""
+    order: int
+    """Position in the policy's order of demotion, 0 first."""
+    solved_low: bool | None = None
+    """What ``low`` was when the plan was made; a ``low`` switched by hand takes the group's sites along."""
+    operators: tuple[str, ...] = ()
+    size: str = ""
+    """Elements as an expression in the dynamic dimensions; for people and comparison, never evaluated."""
+    saved_bytes: int | None = None
+    """Bytes of its storages that the partitioned graph saves for backward, copies of parameters among them."""
+    saved_elements: int | None = None
+    """Elements of the floating-point tensors among them, copies of parameters left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """One row of the plan: one tensor that is stored in a chosen format."""
+
+    id: int
+    tensor: str
+    kind: Literal["output", "param", "grad_output", "grad_param"]
+    module: str
+    shape: str
+    group: int
+    format: str
+    """Name of the format in force, promotion included."""
+    direction: Literal["forward", "backward"]
+    promoted_at: int | None = None
+    """Step at which the site was promoted."""
+    elements: int = 0
+    """At the traced sizes."""
+    source: str = ""
+    """``file:line`` or ``""``."""
+    stats: bool = True
+    """Whether the runtime measures it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteCount:
+    """Bytes saved for backward, each storage once, the graph's inputs and parameters left out.
+
+    ``planned`` is what the partitioned graph saves; ``fp32`` what the same tensors take in float32, where a parameter's
+    copy takes nothing, since backward would read the parameter.
+    """
+
+    fp32: int
+    planned: int
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package).partition("+")[0]  # "2.13.0+cpu" and "2.13.0+cu130" plan alike
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Groups, assignment and sites of one compiled graph (ARCHITECTURE 4).
+
+    ``gemms``, ``groups`` and ``sites`` are numbered by position: ``plan.sites[i].id == i``.
+    """
+
+    sites: tuple[Site, ...] = ()
+    gemms: tuple[Gemm, ...] = ()
+    groups: tuple[Group, ...] = ()
+    recipe: Recipe = BF16
+    storage: Literal["native", "packed", "simulate"] = "native"
+    policy: str = "size"
+    requested_low_ratio: float | None = None
+    """None where an activation budget took its place."""
+    activation_budget: int | None = None
+    """Bytes, or None."""
+    achieved_low_ratio: float = 0.0
+    """Elements held low / all elements, before promotions."""
+    bit_ratio: float = 0.0
+    """2 x (bits at all-high - bits) / bits at all-high; lower, since weight gradients stay high."""
+    gap: float | None = None
+    """Proved relative distance from the optimum (policy ``exact``)."""
+    total_elements: int = 0
+    saved_bytes: ByteCount | None = None
+    """Of the partitioned graph, or None in one without a backward half."""
+    notes: tuple[str, ...] = ()
+    """What is worth knowing though nothing asked for was left out, such as operators with unscaled gradients."""
+    schema: int = SCHEMA
+    fxprec: str = field(default_factory=lambda: _version("fxprec"))
+    torch: str = field(default_factory=lambda: _version("torch"))
+
+    def __post_init__(self) -> None:
+        for rows in (self.gemms, self.groups, self.sites):
+            assert all(row.id == i for i, row in enumerate(rows)), "ids are positions"  # type: ignore[attr-defined]
+
+    def format(self, site: int | Site) -> Format:
+        """Return the format in force at a site (or at the site of that id)."""
+        return parse((self.sites[site] if isinstance(site, int) else site).format)
+
+    @cached_property
+    def formats(self) -> Mapping[tuple[str, str], str]:
+        """Format name by (tensor, kind): what another compilation of the same model follows."""
+        return {(site.tensor, site.kind): site.format for site in self.sites}
+
+    @cached_property
+    def low_groups(self) -> frozenset[int]:
+        """Ids of the groups the policy made low."""
+        return frozenset(group.id for group in self.groups if group.low)
+
+    @property
+    def promoted(self) -> tuple[Site, ...]:
+        """The sites promoted so far."""
+        return tuple(site for site in self.sites if site.promoted_at is not None)
+
+    @property
+    def promoted_ratio(self) -> float:
+        """Elements of the tensors promoted so far / all elements, at the traced sizes."""
+        return sum(site.elements for site in self.promoted) / max(self.total_elements, 1)
+
+    def promote(self, sites: Iterable[int], *, step: int, hi: str | None = None) -> Self:
+        """Return a plan with ``sites`` in the high format from now on; itself where nothing changes.
+
+        ``hi`` is a format name, the recipe's when left out. Sites already high or promoted stay as they are.
+        Raises `PlanError` for a site that does not exist or holds a gradient (ALGORITHMS 3: forward only).
+        """
+        name = parse(hi).name if hi is not None else self.recipe.hi.name
+        changed = {i: _promoted(self._forward_site(i), step, name) for i in sites}
+        if all(self.sites[i] is site for i, site in changed.items()):
+            return self
+        return replace(self, sites=tuple(changed.get(site.id, site) for site in self.sites))
+
+    def _forward_site(self, i: int) -> Site:
+        if not 0 <= i < len(self.sites):
+            raise PlanError(
+                f"site {i} cannot be promoted: the plan has sites 0 to {len(self.sites) - 1}; see plan.sites"
+            )
+        site = self.sites[i]
+        if site.kind in ("grad_output", "grad_param"):
+            raise PlanError(
+                f"site {i} ({site.tensor}, {site.kind}) cannot be promoted: gradients keep their format; "
+                "tune grad_scaling instead"
+            )
+        return site
+
+    def first_difference(self, other: Plan, *, there: str = "the other plan", sizes: bool = True) -> str | None:
+        """Name the first thing in which two plans' models differ, or return None.
+
+        Formats, groups chosen and versions are no part of the model. ``sizes=False`` leaves elements and shapes
+        out, so that plans of one model at two batch sizes agree.
+        """
+        from fxprec.plan.compare import first_difference
+
+        return first_difference(self, other, there=there, sizes=sizes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain JSON data, keys in a fixed order."""
+        from fxprec.plan.files import to_dict
+
+        return to_dict(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan: whole or not at all, the same bytes for the same plan. Raises `PlanError`."""
+        from fxprec.plan.files import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan file as plain data; nothing in it is executed. Raises `PlanError`, naming the entry."""
+        from fxprec.plan.files import load
+
+        return load(path)
+
+
+def _promoted(site: Site, step: int, hi: str) -> Site:
+    if site.promoted_at is not None or site.format == hi:
+        return site
+    return replace(site, format=hi, promoted_at=step)

@@ -1,0 +1,46 @@
+"""What a person changed in a plan file, made one consistent plan: a group switched over takes its sites along."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fxprec.errors import PlanError
+from fxprec.numerics.formats import Format, parse
+from fxprec.plan.data import Group, Plan, Site
+
+
+def as_edited(plan: Plan) -> Plan:
+    """Return ``plan`` with the sites of every group whose ``low`` was switched by hand switched too.
+
+    A site keeps a format that was given it by hand, and a promotion. Raises `PlanError` where a site's format says
+    the contrary of its group's ``low``.
+    """
+    switched = {g.id: g for g in plan.groups if g.solved_low not in (None, g.low)}
+    sites = tuple(_switched(s, switched[s.group], plan) if s.group in switched else s for s in plan.sites)
+    moved = sum(g.elements if g.low else -g.elements for g in switched.values())
+    edited = replace(
+        plan,
+        sites=sites,
+        groups=tuple(replace(g, solved_low=g.low) for g in plan.groups),
+        achieved_low_ratio=min(1.0, max(0.0, plan.achieved_low_ratio + moved / max(plan.total_elements, 1))),
+    )
+    return edited if switched else plan
+
+
+def _switched(site: Site, group: Group, plan: Plan) -> Site:
+    if site.kind == "grad_param" or site.promoted_at is not None:
+        return site
+    fmt, (high, low) = parse(site.format), (plan.recipe.format_of(site.kind, low=is_low) for is_low in (False, True))
+    if _same_numbers(fmt, low) or _same_numbers(fmt, high):
+        return replace(site, format=(low if group.low else high).name)
+    if group.low != (fmt.bits < high.bits):
+        raise PlanError(
+            f"groups[{group.id}].low was set to {str(group.low).lower()} and sites[{site.id}].format ({site.tensor}) "
+            f"to {site.format!r}, which say the contrary; take one of the two back"
+        )
+    return site
+
+
+def _same_numbers(a: Format, b: Format) -> bool:
+    """Say whether two formats differ at most in what becomes of an overflow."""
+    return (a.exponent_bits, a.mantissa_bits, a.bias) == (b.exponent_bits, b.mantissa_bits, b.bias)

@@ -1,0 +1,271 @@
+"""From JSON data to a `Plan`: every value type-checked, every reference followed, nothing evaluated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import partial
+from typing import Any, TypeVar
+
+from fxprec.config.recipes import FORMAT_ROLES, Recipe
+from fxprec.errors import FxprecError, PlanError, did_you_mean
+from fxprec.numerics.formats import parse
+from fxprec.plan.data import ByteCount, Gemm, Group, KindCounts, Plan, Site
+
+T = TypeVar("T")
+MAX_TEXT = 100_000
+_LARGEST = 2**63 - 1
+_SHOWN = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A JSON value and where it stands (``sites[3].format``)."""
+
+    value: Any
+    path: str = ""
+
+    def fail(self, cause: str, way_out: str) -> PlanError:
+        return PlanError(f"{self.path or 'top level'}: {cause}; {way_out}")
+
+    def wrong(self, wanted: str) -> PlanError:
+        shown = repr(self.value)
+        return self.fail(f"is {shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + '...'}", f"it must be {wanted}")
+
+    def get(self, key: str) -> Entry:
+        if not isinstance(self.value, dict):
+            raise self.wrong("an object")
+        if key not in self.value:
+            near = did_you_mean(key, [k for k in self.value if len(k) <= _SHOWN])
+            raise self.fail(f"has no {key!r}{near.replace('did you mean', 'is it')}", "add it, or plan again")
+        return Entry(self.value[key], f"{self.path}.{key}" if self.path else key)
+
+    def items(self) -> Iterator[Entry]:
+        if not isinstance(self.value, list):
+            raise self.wrong("an array")
+        for i, value in enumerate(self.value):
+            yield Entry(value, f"{self.path}[{i}]")
+
+
+Reader = Callable[[Entry], Any]
+
+
+def _text(entry: Entry) -> str:
+    if not isinstance(entry.value, str):
+        raise entry.wrong("text")
+    if len(entry.value) > MAX_TEXT:
+        raise entry.fail(f"is text of {len(entry.value)} characters", f"the longest allowed has {MAX_TEXT}")
+    return entry.value
+
+
+def _count(entry: Entry) -> int:
+    if type(entry.value) is not int or not 0 <= entry.value <= _LARGEST:
+        raise entry.wrong("an int from 0 to 2**63 - 1")
+    return entry.value
+
+
+def _flag(entry: Entry) -> bool:
+    if not isinstance(entry.value, bool):
+        raise entry.wrong("true or false")
+    return entry.value
+
+
+def _finite(entry: Entry) -> float:
+    if type(entry.value) not in (int, float) or not math.isfinite(entry.value):
+        raise entry.wrong("a finite number")
+    return float(entry.value)
+
+
+def _share(entry: Entry) -> float:
+    found = _finite(entry)
+    if not 0 <= found <= 1:
+        raise entry.wrong("a number from 0 to 1")
+    return found
+
+
+def _word(*allowed: str) -> Reader:
+    def read(entry: Entry) -> str:
+        if not isinstance(entry.value, str) or entry.value not in allowed:
+            hint = did_you_mean(entry.value, allowed) if isinstance(entry.value, str) else ""
+            raise entry.wrong(f"one of {', '.join(map(repr, allowed))}{hint}")
+        return entry.value
+
+    return read
+
+
+def _or_null(read: Reader) -> Reader:
+    return lambda entry: None if entry.value is None else read(entry)
+
+
+def _texts(entry: Entry) -> tuple[str, ...]:
+    return tuple(_text(item) for item in entry.items())
+
+
+def _format(entry: Entry) -> str:
+    text = _text(entry)
+    if len(text) > _SHOWN:
+        raise entry.wrong("the name of a format, such as 'bf16' or '1-4-3+4'")
+    try:
+        return parse(text).name
+    except FxprecError as error:
+        raise PlanError(f"{entry.path}: {error}") from None
+
+
+def _record(cls: type[T], readers: Mapping[str, Reader]) -> Callable[[Entry], T]:
+    """Return the reader of one dataclass; fields with a default may be absent, unknown keys are refused."""
+    optional = {
+        f.name
+        for f in fields(cls)  # type: ignore[arg-type]
+        if f.default is not MISSING or f.default_factory is not MISSING
+    }
+
+    def read(entry: Entry) -> T:
+        if not isinstance(entry.value, dict):
+            raise entry.wrong("an object")
+        for key in entry.value:
+            if key not in readers:
+                hint = did_you_mean(key, readers) if len(key) <= _SHOWN else ""
+                raise entry.fail(f"has an unknown key {key[:_SHOWN]!r}{hint}", "remove it, or update fxprec")
+        wanted = [name for name in readers if name in entry.value or name not in optional]
+        return cls(**{name: readers[name](entry.get(name)) for name in wanted})
+
+    return read
+
+
+RECIPE = _record(Recipe, {"name": _text} | dict.fromkeys(FORMAT_ROLES, _format) | {"pure": _flag})
+KIND = _word("output", "param", "grad_output", "grad_param")
+GEMM = _record(
+    Gemm,
+    {
+        "id": _count,
+        "node": _text,
+        "op": _text,
+        "module": _text,
+        "group_before": _count,
+        "group_after": _count,
+        "pays": _or_null(_flag),
+        "why": _text,
+    },
+)
+GROUP = _record(
+    Group,
+    {
+        "id": _count,
+        "elements": _count,
+        "elements_by_kind": _record(
+            KindCounts, dict.fromkeys(("output", "param", "grad_output", "grad_param"), _count)
+        ),
+        "low": _flag,
+        "order": _count,
+        "solved_low": _or_null(_flag),
+        "operators": _texts,
+        "size": _text,
+        "saved_bytes": _or_null(_count),
+        "saved_elements": _or_null(_count),
+    },
+)
+SITE = _record(
+    Site,
+    {
+        "id": _count,
+        "tensor": _text,
+        "kind": KIND,
+        "module": _text,
+        "shape": _text,
+        "group": _count,
+        "format": _format,
+        "direction": _word("forward", "backward"),
+        "promoted_at": _or_null(_count),
+        "elements": _count,
+        "source": _text,
+        "stats": _flag,
+    },
+)
+
+
+def _rows(read: Reader, entry: Entry) -> tuple[Any, ...]:
+    """Read a table whose ids are positions."""
+    rows = []
+    for i, item in enumerate(entry.items()):
+        row = read(item)
+        if row.id != i:
+            cause = f"is {row.id}, which entry {row.id} has already" if row.id < i else f"is {row.id}, not {i}"
+            raise item.get("id").fail(cause, "number the entries 0, 1, 2, ... in order")
+        rows.append(row)
+    return tuple(rows)
+
+
+PLAN = _record(
+    Plan,
+    {
+        "schema": _count,
+        "fxprec": _text,
+        "torch": _text,
+        "recipe": RECIPE,
+        "storage": _word("native", "packed", "simulate"),
+        "policy": _text,
+        "requested_low_ratio": _or_null(_share),
+        "activation_budget": _or_null(_count),
+        "achieved_low_ratio": _share,
+        "bit_ratio": _finite,
+        "gap": _or_null(_finite),
+        "total_elements": _count,
+        "saved_bytes": _or_null(_record(ByteCount, {"fp32": _count, "planned": _count})),
+        "notes": _texts,
+        "gemms": partial(_rows, GEMM),
+        "groups": partial(_rows, GROUP),
+        "sites": partial(_rows, SITE),
+    },
+)
+_REQUIRED = ("recipe", "policy", "requested_low_ratio", "achieved_low_ratio", "gemms", "groups", "sites")
+
+
+def read_plan(entry: Entry) -> Plan:
+    """Return the plan of a parsed file. Raises `PlanError` naming the entry."""
+    for key in _REQUIRED:
+        entry.get(key)
+    plan = PLAN(entry)
+    _check_groups(plan)
+    _check_references(plan)
+    _check_directions(plan)
+    return plan
+
+
+def _check_groups(plan: Plan) -> None:
+    orders: dict[int, int] = {}
+    for group in plan.groups:
+        parts = group.elements_by_kind.total
+        if group.elements != parts:
+            here = Entry(group.elements, f"groups[{group.id}].elements")
+            raise here.fail(f"is {group.elements}, but its kinds add up to {parts}", "plan again")
+        first = orders.setdefault(group.order, group.id)
+        if first != group.id:
+            here = Entry(group.order, f"groups[{group.id}].order")
+            raise here.fail(f"is {group.order}, as for group {first}", "give each group a position of its own")
+    total = sum(group.elements for group in plan.groups)
+    if plan.total_elements != total:
+        here = Entry(plan.total_elements, "total_elements")
+        raise here.fail(f"is {plan.total_elements}, but the groups add up to {total}", "plan again")
+
+
+def _check_references(plan: Plan) -> None:
+    references: Sequence[tuple[str, int]] = [
+        *((f"gemms[{g.id}].group_before", g.group_before) for g in plan.gemms),
+        *((f"gemms[{g.id}].group_after", g.group_after) for g in plan.gemms),
+        *((f"sites[{s.id}].group", s.group) for s in plan.sites),
+    ]
+    for path, group in references:
+        if group >= len(plan.groups):
+            raise Entry(group, path).fail(f"is {group}, and there is no such group", "name one in 'groups'")
+
+
+def _check_directions(plan: Plan) -> None:
+    for site in plan.sites:
+        here = Entry(site.direction, f"sites[{site.id}].direction")
+        is_gradient = site.kind.startswith("grad")
+        if is_gradient != (site.direction == "backward"):
+            raise here.fail(f"is {site.direction!r} for kind {site.kind!r}", "gradients are backward, all else forward")
+        if is_gradient and site.promoted_at is not None:
+            where = Entry(None, f"sites[{site.id}].promoted_at")
+            raise where.fail("is set for a gradient", "gradients are never promoted, write null")

@@ -1,0 +1,179 @@
+"""Plan files: plain JSON, one gemm, group or site a line, read as hostile input and written atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fxprec.errors import FxprecError, PlanError
+from fxprec.plan.data import SCHEMA, Plan
+from fxprec.plan.entries import Entry, read_plan
+
+MAX_BYTES = 64 * 2**20
+MAX_VALUES = 4_000_000  # 64 MiB of sites hold 3.3 million; an array of zeros would hold 32 million and 1 GB
+_TABLES = ("gemms", "groups", "sites")
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """Return the plan as JSON data, keys in the order of ARCHITECTURE 4, later additions before the tables."""
+    head = {
+        "schema": plan.schema,
+        "fxprec": plan.fxprec,
+        "torch": plan.torch,
+        "recipe": plan.recipe.to_dict(),
+        "storage": plan.storage,
+        "policy": plan.policy,
+        "requested_low_ratio": plan.requested_low_ratio,
+        "activation_budget": plan.activation_budget,
+        "achieved_low_ratio": plan.achieved_low_ratio,
+        "bit_ratio": plan.bit_ratio,
+        "gap": plan.gap,
+        "total_elements": plan.total_elements,
+        "notes": list(plan.notes),
+        "saved_bytes": None if plan.saved_bytes is None else asdict(plan.saved_bytes),
+    }
+    tables = {name: [_row(row) for row in getattr(plan, name)] for name in _TABLES}
+    return head | tables
+
+
+def _row(row: Any) -> dict[str, Any]:
+    values = asdict(row)
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def dumps(plan: Plan) -> str:
+    """Return the text of a plan file: the same plan gives the same text."""
+    data = to_dict(plan)
+    lines = [f" {_compact(key)}: {_table(value) if key in _TABLES else _compact(value)}" for key, value in data.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    return "[\n" + ",\n".join(f"  {_compact(row)}" for row in rows) + "\n ]" if rows else "[]"
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan file: whole or not at all. Raises `PlanError`."""
+    content = dumps(plan).encode("ascii")
+    target = Path(path).resolve()  # through a link: what it points to is replaced, the link stays
+    beside = target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}")
+    try:
+        _write_through(content, beside, target)
+    except OSError as error:
+        cause = error.strerror or str(error)
+        raise PlanError(f"{os.fspath(path)}: cannot write the plan: {cause}; choose a writable file path") from None
+
+
+def _write_through(content: bytes, beside: Path, target: Path) -> None:
+    """Write ``content`` to ``beside`` and move that onto ``target`` in one step."""
+    try:
+        with beside.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file. Raises `PlanError` naming the file, the entry, the cause and the way out."""
+    name = os.fsdecode(path)
+    try:
+        return _from_bytes(_read(name))
+    except FxprecError as error:
+        raise PlanError(f"{name}: {error}") from None
+
+
+def from_dict(data: object) -> Plan:
+    """Return the plan of `to_dict`'s result, checked like a file. Raises `PlanError` naming the entry."""
+    return read_checked(Entry(data))
+
+
+def read_checked(entry: Entry) -> Plan:
+    """Return the plan at a place of larger data. Raises `PlanError` naming the entry."""
+    _check_schema(entry)
+    return read_plan(entry)
+
+
+def _read(name: str) -> bytes:
+    """Return the file's bytes; refuse what is no regular file, or too large, before reading it."""
+    try:
+        handle = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not block
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise PlanError("is no regular file; give the path of a plan file, such as plan.save() writes")
+            with open(handle, "rb", closefd=False) as file:
+                content = file.read(MAX_BYTES + 1)
+        finally:
+            os.close(handle)
+    except PlanError:
+        raise
+    except (OSError, ValueError) as error:
+        cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise PlanError(f"cannot be read: {cause}; give the path of a plan file") from None
+    if len(content) > MAX_BYTES:
+        raise PlanError(f"is larger than {MAX_BYTES // 2**20} MiB, so it is no plan file; give one plan.save() wrote")
+    return content
+
+
+def _from_bytes(content: bytes) -> Plan:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"is not UTF-8 (byte {error.start}); give a plan file, such as plan.save() writes") from None
+    if text.count(",") + text.count("[") + text.count("{") > MAX_VALUES:
+        raise PlanError(f"holds more than {MAX_VALUES} values, so it is no plan file; give one plan.save() wrote")
+    return read_checked(Entry(_parse(text)))
+
+
+def _parse(text: str) -> object:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, parse_int=_int, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise PlanError(f"is not valid JSON at {where}: {error.msg}; it may be truncated, write it again") from None
+    except RecursionError:
+        raise PlanError("is nested too deeply for a plan file; give one plan.save() wrote") from None
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise PlanError(f"holds {text}, which is no JSON number; write a finite number or null")
+
+
+def _int(text: str) -> int:
+    if len(text) > 19:  # 2**63 has 19 digits
+        raise PlanError(f"holds an integer of {len(text)} digits; the largest allowed is 2**63 - 1")
+    return int(text)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise PlanError(f"holds the key {_short(twice)} twice in one object; remove one")
+    return found
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def _check_schema(entry: Entry) -> None:
+    at = entry.get("schema")
+    found = at.value
+    if type(found) is not int or found != SCHEMA:
+        raise PlanError(
+            f"{at.path}: is {found!r:.60}, and this fxprec reads {SCHEMA}; "
+            "plan again with this version, or install the fxprec that wrote the file"
+        )

@@ -1,0 +1,175 @@
+"""Which tensors are low: asks a policy, holds it to the goal, and accounts for what was reached (ALGORITHMS 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from fxprec.config import Config, policy_name
+from fxprec.config.recipes import Recipe
+from fxprec.errors import BudgetError
+from fxprec.passes.analysis.policies import POLICIES, Problem, from_function
+from fxprec.passes.analysis.saved_bytes import SavedBytes, bytes_in_float32, readable
+from fxprec.passes.analysis.selection import kept_high
+from fxprec.passes.analysis.tensors import CountedTensor
+from fxprec.plan import ByteCount
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What is low, in which order groups were demoted, and what that reaches."""
+
+    low: frozenset[int]
+    """Ids of the counted tensors held low (a low group's parameter gradients count, but keep their format)."""
+    low_groups: frozenset[int]
+    """Groups all of whose tensors are low, but for those ``keep_high`` holds."""
+    order: Mapping[int, int]
+    """Position of every group in the policy's order of demotion."""
+    achieved_ratio: float
+    """Elements held low / all elements."""
+    bit_ratio: float
+    """2 x (bits at all-high - bits) / bits at all-high."""
+    gap: float | None
+    """Proved relative distance from the optimum (policy ``exact``)."""
+    policy: str
+    saved: ByteCount
+    """Predicted bytes saved for backward."""
+    warnings: tuple[str, ...] = ()
+    """What was asked for and not reached."""
+
+
+def assign(
+    tensors: Sequence[CountedTensor],
+    config: Config,
+    *,
+    damage: Mapping[int, float] | None = None,
+    saved_bytes: SavedBytes | None = None,
+    may_exceed: bool = False,
+) -> Assignment:
+    """Choose the low tensors of one graph.
+
+    ``damage`` predicts the loss from holding a tensor low, by tensor id (absent: none); policy ``"exact"`` needs
+    it. ``saved_bytes`` says what a tensor takes while saved for backward; left out, it is predicted from the
+    tensors marked ``saved``. ``may_exceed`` leaves it to the caller to hold the result to the budget. Raises
+    `BudgetError` for a budget out of reach, and `ConfigError` for ``"exact"`` without damages and for what a policy
+    function returns, if it is no set of groups.
+    """
+    recipe = config.recipe_
+    saved_bytes = saved_bytes or SavedBytes.predict(tensors, recipe)
+    pinned, warnings = kept_high(tensors, config.keep_high)
+    problem = _problem(tensors, config, pinned, damage or {}, saved_bytes, has_damage=damage is not None)
+    policy = from_function(config.policy) if callable(config.policy) else POLICIES[config.policy]
+    choice = policy(problem)
+    low = choice.low - pinned if problem.may_demote else frozenset()
+    planned = saved_bytes.total(low)
+    if not may_exceed:
+        _hold_to_budget(config, problem, saved_bytes, planned)
+    return Assignment(
+        low=low,
+        low_groups=_low_groups(problem, low),
+        order={group: position for position, group in enumerate(choice.order)},
+        achieved_ratio=_ratio(sum(t.elements for t in tensors if t.id in low), sum(t.elements for t in tensors)),
+        bit_ratio=_bit_ratio(tensors, recipe, low),
+        gap=choice.gap,
+        policy=policy_name(config.policy),
+        saved=ByteCount(fp32=bytes_in_float32(tensors) + saved_bytes.fixed, planned=planned),
+        warnings=(*warnings, *_shortfall(problem, low)),
+    )
+
+
+def elements_needed(ratio: float, total: int) -> int:
+    """Return the smallest number of elements that is a share of at least ``ratio`` of ``total``.
+
+    Exact but for the last bits of ``ratio``: ``3 * 0.1``, a hair above 0.3, asks for 3 elements in 10, not 4.
+    """
+    share = Fraction(ratio) * (1 - Fraction(1, 2**50)) if ratio < 1 else Fraction(1)
+    return math.ceil(share * total)
+
+
+def _problem(
+    tensors: Sequence[CountedTensor],
+    config: Config,
+    pinned: frozenset[int],
+    damage: Mapping[int, float],
+    saved_bytes: SavedBytes,
+    *,
+    has_damage: bool,
+) -> Problem:
+    groups: dict[int, list[CountedTensor]] = {g: [] for g in range(max((t.group for t in tensors), default=-1) + 1)}
+    for tensor in tensors:
+        if tensor.id not in pinned:
+            groups[tensor.group].append(tensor)
+    if config.activation_budget_ is None:
+        need = elements_needed(config.low_ratio_ or 0.0, sum(t.elements for t in tensors))
+        gain = {g: sum(t.elements for t in members) for g, members in groups.items()}
+    else:
+        need = saved_bytes.total(frozenset()) - config.activation_budget_
+        gain = {g: sum(saved_bytes.gain(t.id) for t in members) for g, members in groups.items()}
+    return Problem(
+        tensors=tensors,
+        config=config,
+        groups=groups,
+        gain=gain,
+        need=need,
+        damage={g: [damage.get(t.id, 0.0) for t in members] for g, members in groups.items()} if has_damage else None,
+        may_demote=config.recipe_.has_low and config.low_ratio != 0,
+    )
+
+
+def _hold_to_budget(config: Config, problem: Problem, saved_bytes: SavedBytes, planned: int) -> None:
+    budget = config.activation_budget_
+    if budget is not None and planned > budget:
+        raise over_budget(config, min(planned, saved_bytes.total(frozenset())))
+
+
+def over_budget(config: Config, least: int) -> BudgetError:
+    """Return the error for a budget below what has to be saved, ``least`` bytes."""
+    name = policy_name(config.policy)
+    ways = ["raise the budget to that", "take a smaller batch"]
+    if not config.recipe_.has_low:
+        ways.append(f"choose a recipe with a low format ({config.recipe_.name!r} has none)")
+    if config.keep_high:
+        ways.append("keep less high")
+    if name in ("uniform", "operator", "operator-io") or callable(config.policy):
+        ways.append("choose policy 'size'")
+    return BudgetError(
+        f"activation_budget is {readable(config.activation_budget_ or 0)}, but with recipe {config.recipe_.name!r} and "
+        f"policy {name!r} what is saved for backward takes at least {readable(least)}; {', '.join(ways[:-1])} or "
+        f"{ways[-1]}"
+    )
+
+
+def _shortfall(problem: Problem, low: frozenset[int]) -> list[str]:
+    """Say why an explicitly asked ratio was not reached."""
+    config = problem.config
+    total = sum(t.elements for t in problem.tensors)
+    reached = sum(t.elements for t in problem.tensors if t.id in low)
+    if not config.low_ratio or reached >= elements_needed(config.low_ratio, total):
+        return []
+    if not config.recipe_.has_low:
+        why = f"recipe {config.recipe_.name!r} has no low format; choose 'fp8', or leave low_ratio out"
+    elif problem.demotable >= elements_needed(config.low_ratio, total):
+        why = f"policy {policy_name(config.policy)!r} decides by itself; choose 'size', or leave low_ratio out"
+    else:
+        why = f"keep_high holds {total - problem.demotable} of {total} elements; keep less high, or ask for less"
+    return [f"low_ratio {config.low_ratio:g} is not reached ({_ratio(reached, total):.4g}): {why}"]
+
+
+def _low_groups(problem: Problem, low: frozenset[int]) -> frozenset[int]:
+    def is_low(members: Iterable[CountedTensor]) -> bool:
+        chosen = [t.id in low for t in members if t.kind != "grad_param"]
+        return bool(chosen) and all(chosen)
+
+    return frozenset(g for g, members in problem.groups.items() if is_low(members))
+
+
+def _bit_ratio(tensors: Sequence[CountedTensor], recipe: Recipe, low: frozenset[int]) -> float:
+    high_bits = sum(t.elements * recipe.format_of(t.kind, low=False).bits for t in tensors)
+    bits = sum(t.elements * recipe.format_of(t.kind, low=t.id in low).bits for t in tensors)
+    return _ratio(2 * (high_bits - bits), high_bits)
+
+
+def _ratio(part: int, whole: int) -> float:
+    return float(Fraction(part, whole)) if whole else 0.0

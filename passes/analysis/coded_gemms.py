@@ -1,0 +1,138 @@
+"""Find GEMMs whose operands are stored in codes, and say which kernel could multiply the codes themselves.
+
+Layouts. A native fp8 GEMM (cuBLASLt; sm_89 and later) reads both operands along the summed dimension: ``a`` row-major,
+``b`` column-major. Of y = x W^T, with x (tokens, in), W (out, in) and dy (tokens, out) stored row-major:
+
+=====================  =====================  ======================
+GEMM                   a, row-major           b, column-major
+=====================  =====================  ======================
+y  = x W^T             x                      W, seen transposed
+dx = dy W              dy                     W's transposed copy
+dW = dy^T x            dy's transposed copy   x's transposed copy
+=====================  =====================  ======================
+
+So backward reads x and W in their transposed copies only, which are what is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fxprec.ir import symbolic
+from fxprec.numerics.formats import Format, parse
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import value
+
+aten = torch.ops.aten
+MATMULS = frozenset({aten.mm.default, aten.addmm.default})
+FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_ALIGNMENT = 16  # bytes; torch._scaled_mm refuses other sizes
+# What shows the same memory in another shape, without a copy.
+PURE_VIEWS = ops.existing(aten, "view _unsafe_view permute t transpose.int unsqueeze squeeze.dim alias detach")
+
+Layout = Literal["rows", "columns"]
+
+
+@dataclass(frozen=True)
+class Coded:
+    """An operand of a GEMM that is read back from codes."""
+
+    q: Node
+    """Its quantize."""
+    fmt: Format
+    row: int
+    """Row of the table whose scale the decode takes off, or ``AS_STORED``."""
+    layout: Layout
+    """``rows``: the operand is ``q`` as a row-major matrix; ``columns``: that, transposed."""
+    source: Node | None
+    """What keeps its inf and NaN, of a guarded gradient."""
+    table: Node
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.fmt.torch_dtype in FP8
+
+
+def operands(gemm: Node) -> tuple[object, object]:
+    """Return the two factors of a node of `MATMULS`."""
+    first, second = ops.GEMM_OPERANDS[gemm.target]
+    return gemm.args[first], gemm.args[second]
+
+
+def coded(operand: Any) -> Coded | str:
+    """Return the codes behind a GEMM's operand, or why there are none to multiply."""
+    node, source = operand, None
+    while _calls(node, PURE_VIEWS):
+        node = node.args[0]
+    if _calls(node, (symbolic.KEEP_NONFINITE,)):
+        node, source = node.args
+    if not _calls(node, (symbolic.DEQUANTIZE,)) or node.args[4] == "simulate":
+        return "an operand is not stored in a planned format"
+    q, table, row, name, _, _ = node.args
+    fmt = parse(name)
+    if q.target is not symbolic.QUANTIZE or fmt.bits > 16:
+        return f"an operand is {fmt.name}"
+    if source is not None and fmt.nan_code is None:
+        return f"{fmt.name} has no code for the inf and NaN of a gradient"
+    layout = _layout(q, operand)
+    return "an operand is a copy in another layout" if layout is None else Coded(q, fmt, row, layout, source, table)
+
+
+def _calls(node: object, targets: Container[object]) -> bool:
+    return isinstance(node, Node) and node.target in targets
+
+
+def _layout(q: Node, operand: Node) -> Layout | None:
+    stored, seen = value(q), value(operand)
+    if stored is None or seen is None or seen.ndim != 2 or not stored.ndim or not isinstance(stored.shape[-1], int):
+        return None
+    last = stored.shape[-1]
+    if not _is_row_major(stored):
+        return None
+    if _same((seen.shape[1], *seen.stride()), (last, last, 1)):
+        return "rows"
+    return "columns" if _same((seen.shape[0], *seen.stride()), (last, 1, last)) else None
+
+
+def _is_row_major(x: torch.Tensor) -> bool:
+    expected: int | torch.SymInt = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if not _same((stride,), (expected,)):
+            return False
+        expected = expected * size
+    return True
+
+
+def _same(found: tuple[int | torch.SymInt, ...], wanted: tuple[int | torch.SymInt, ...]) -> bool:
+    return all(bool(statically_known_true(a == b)) for a, b in zip(found, wanted, strict=True))
+
+
+def native_refusal(a: Coded, b: Coded, gemm: Node) -> str | None:
+    """Return why ``torch._scaled_mm`` cannot multiply the codes, or None where it can."""
+    if not (a.is_fp8 and b.is_fp8):
+        return f"{a.fmt.name} and {b.fmt.name} are no hardware formats"
+    if a.fmt.torch_dtype == b.fmt.torch_dtype == torch.float8_e5m2:
+        return "no hardware multiplies e5m2 by e5m2"
+    left, right = (value(x) for x in operands(gemm))  # type: ignore[arg-type]
+    assert left is not None
+    assert right is not None
+    sizes = (left.shape[1], right.shape[1])
+    if not all(bool(statically_known_true(size % _ALIGNMENT == 0)) for size in sizes):
+        return f"K = {sizes[0]} and N = {sizes[1]} are not both multiples of {_ALIGNMENT}"
+    return None
+
+
+def is_plain(gemm: Node) -> bool:
+    """Say whether a node of `MATMULS` is a product plus bias and no more."""
+    if gemm.kwargs or len(gemm.args) > 3:
+        return False
+    if gemm.target is aten.mm.default:
+        return True
+    bias = value(gemm.args[0])  # type: ignore[arg-type]
+    return bias is not None and bias.ndim == 1

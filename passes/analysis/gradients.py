@@ -1,0 +1,111 @@
+"""Which node is whose gradient: the backward half of the joint graph, read as autograd ran it.
+
+Autograd leaves no trace of an operator whose backward is the identity (a residual ``add``), and sums consumers in
+anonymous additions. So the gradients are walked from the tangents, operator by operator, each contribution traced
+to the value it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from torch.fx import Node
+
+from fxprec.passes.analysis.groups import Grouped
+from fxprec.passes.analysis.identities import Destinations
+from fxprec.passes.analysis.values import is_plain_float
+
+# Called for each contribution as (node, the value whose gradient it adds to, the users that take it as such);
+# returns the node that stands for the contribution from now on.
+Visit = Callable[[Node, Node, list[Node]], Node]
+
+
+class GradientWalk:
+    """One walk over the operators in the order autograd ran their backward; ``visit`` may edit the graph."""
+
+    def __init__(self, grouped: Grouped, visit: Visit) -> None:
+        self.grouped, self.visit = grouped, visit
+        self.operators = grouped.operators
+        self.joint = grouped.operators.joint
+        self.sums = self.operators.accumulations
+        self.destinations = Destinations(self.operators)
+        self.contributions: dict[Node, list[Node]] = {}  # value -> contributions, as they stand in the graph
+
+    def run(self) -> None:
+        self._start_at_tangents()
+        for op in reversed(self.operators.all):
+            if op.is_view:
+                continue
+            inside = set(op.backward)
+            leaving = [n for n in op.backward if any(u not in inside for u in n.users)]
+            if op.outputs and (summed := self.sum_of(op.outputs[0])) is not None:
+                leaving.append(summed)  # to the inputs, if any, through which the backward is the identity
+            self._pass_on(op.inputs, leaving, inside)
+
+    def _start_at_tangents(self) -> None:
+        """A tangent is the contribution of the code outside the graph to the value it returned."""
+        for tangent in self.joint.tangents:
+            result = self.joint.returned_for(tangent)
+            if result is not None:
+                self._visit(tangent, self.operators.base(result), list(tangent.users))
+
+    def _pass_on(self, inputs: Iterable[Node], leaving: Iterable[Node], inside: set[Node]) -> None:
+        """Visit what an operator's backward passes on, once per value it belongs to."""
+        values = list(dict.fromkeys(self.operators.base(n) for n in inputs))
+        for node in leaving:
+            users = [u for u in node.users if u not in inside]
+            for target, taking in self.destinations.share(values, node, users).items():
+                self._visit(node, target, taking)
+
+    def _visit(self, node: Node, target: Node, users: list[Node]) -> None:
+        tensor = self.grouped.grads.get(target)
+        if (
+            not users
+            or (target.op == "placeholder" and tensor is None)
+            or (tensor is not None and tensor.kind != "grad_output")
+        ):
+            return
+        stands_for = node
+        if tensor is not None and is_plain_float(node):
+            stands_for = self.visit(node, target, users)
+            self.destinations.follow(node, stands_for)
+        self.contributions.setdefault(target, []).append(stands_for)
+
+    def sum_of(self, value: Node) -> Node | None:
+        """Return the node that sums all contributions to ``value``'s gradient, or None where none is seen."""
+        parts = self.contributions.get(value)
+        if not parts:
+            return None
+        node, covered = parts[0], {parts[0]}
+        while not covered.issuperset(parts):
+            above = next((u for u in node.users if self._is_passive(u)), None)
+            if above is None:
+                return None
+            node = above
+            covered |= self._below(node, parts)
+        return self._above_repeated(node, covered, value)
+
+    def _above_repeated(self, node: Node, covered: set[Node], value: Node) -> Node:
+        """Climb on where a contribution counts again, as both of ``a + a``: while that is still ``value``'s sum."""
+        highest = node
+        while above := next((u for u in node.users if u in self.sums and covered.issuperset(u.all_input_nodes)), None):
+            node = above
+            covered.add(node)
+            if self.destinations.is_whole(node, value):
+                highest = node
+        return highest
+
+    def _below(self, node: Node, parts: Collection[Node]) -> set[Node]:
+        """Return every node between ``node`` and ``parts``, both included, through sums and views."""
+        found: set[Node] = set()
+        stack = [node]
+        while stack:
+            n = stack.pop()
+            found.add(n)
+            if n not in parts and self._is_passive(n):
+                stack.extend(a for a in n.all_input_nodes if a not in found)
+        return found
+
+    def _is_passive(self, node: Node) -> bool:
+        owner = self.operators.of_backward_node.get(node)
+        return node in self.sums or (owner is not None and owner.is_view)

@@ -1,0 +1,212 @@
+"""Pass 2: groups of tensors between adjacent GEMMs (ALGORITHMS 2; Kang et al. 2023, section 4.1)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import sympy
+import torch
+from torch.fx import Node
+
+from fxprec.errors import LoweringError
+from fxprec.passes.analysis import ops, regions
+from fxprec.passes.analysis.joint import JointGraph, numel_expr, numel_hint, shape_text, value
+from fxprec.passes.analysis.operators import Operator, Operators
+from fxprec.passes.analysis.tensors import CountedTensor
+from fxprec.passes.analysis.values import is_differentiable, is_float_tensor, is_plain_float
+
+if TYPE_CHECKING:
+    pass
+
+GROUP_META = "fxprec_group"  # of a node: the group its operator lies in, for profiler ranges
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """The counted tensors of a graph with the nodes that carry them.
+
+    ``values`` maps a forward tensor's node to its `CountedTensor`; ``grads`` maps the same node to the counted
+    gradient of that value.
+    """
+
+    operators: Operators
+    gemms: Sequence[Operator]
+    group_of: Mapping[Operator, int]
+    tensors: Sequence[CountedTensor]
+    values: Mapping[Node, CountedTensor]
+    grads: Mapping[Node, CountedTensor]
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.gemms) + 1
+
+    def group_size(self, group: int) -> sympy.Expr:
+        """Return the group's elements as an expression in the dynamic dimensions."""
+        return sympy.Add(*self._sizes[group])
+
+    @cached_property
+    def _sizes(self) -> Mapping[int, list[sympy.Expr]]:
+        sizes: dict[int, list[sympy.Expr]] = defaultdict(list)
+        for tensor in self.tensors:
+            sizes[tensor.group].append(tensor.size)
+        return sizes
+
+
+def group_tensors(operators: Operators) -> Grouped:
+    """Walk the operators in execution order; a new group opens at every GEMM."""
+    return _Walk(operators).run()
+
+
+class _Walk:
+    """The state of one walk: which group is open, what was counted so far."""
+
+    def __init__(self, operators: Operators) -> None:
+        self.operators = operators
+        self.joint: JointGraph = operators.joint
+        self.tensors: list[CountedTensor] = []
+        self.values: dict[Node, CountedTensor] = {}
+        self.grads: dict[Node, CountedTensor] = {}
+        self.group_of: dict[Operator, int] = {}
+        self.gemms: list[Operator] = []
+        self.differentiable = _differentiable(operators)
+        self.gemm_operands = _gemm_operands(operators)
+        self.saved = _saved_for_backward(operators)
+
+    def run(self) -> Grouped:
+        for node in self.joint.placeholders:
+            if self.joint.describe(node).kind == "input" and node.users:
+                self._count_value(node, group=0, module="", source="", of_gemm=False)
+        for op in self.operators.all:
+            if op.is_gemm:
+                self.gemms.append(op)
+            self.group_of[op] = len(self.gemms)
+            if op.is_view:
+                continue
+            self._count_params(op)
+            for node in op.outputs:
+                self._count_value(node, len(self.gemms), op.module, op.source, op.is_gemm)
+        return Grouped(self.operators, self.gemms, self.group_of, self.tensors, self.values, self.grads)
+
+    def _count_params(self, op: Operator) -> None:
+        bases = [self.operators.base(n) for n in op.inputs]
+        group = self._group_of_first_input(op, bases)
+        for node in bases:
+            if node.op != "placeholder" or node in self.values or self.joint.describe(node).kind != "param":
+                continue
+            self._refuse_float64(node, op.module, op.source)
+            if is_plain_float(node):
+                self._count(node, "param", group, op.module, op.source, op.is_gemm)
+                if node in self.joint.gradients and is_plain_float(self.joint.gradients[node][1]):
+                    self._count(node, "grad_param", group, op.module, op.source, op.is_gemm)
+
+    def _group_of_first_input(self, op: Operator, bases: Sequence[Node]) -> int:
+        """A parameter lies with its operator's first input that is no parameter (ALGORITHMS 2)."""
+        for node in bases:
+            if node.op == "placeholder":
+                if self.joint.describe(node).kind == "input":
+                    return 0
+            elif (producer := self.operators.of_node.get(node)) is not None:
+                return self.group_of[producer]
+        return self.group_of[op]
+
+    def _count_value(self, node: Node, group: int, module: str, source: str, of_gemm: bool) -> None:
+        self._refuse_float64(node, module, source)
+        if is_plain_float(node):
+            self._count(node, "output", group, module, source, of_gemm)
+        if node in self.differentiable and is_float_tensor(node):  # of a mask, ordinary numbers
+            self._count(node, "grad_output", group, module, source, of_gemm)
+
+    def _count(self, node: Node, kind: str, group: int, module: str, source: str, of_gemm: bool) -> None:
+        val = value(node)
+        assert val is not None
+        is_grad = kind.startswith("grad")
+        feeds = node in self.gemm_operands
+        name = self._name(node)
+        tensor = CountedTensor(
+            id=len(self.tensors),
+            name=name,
+            kind=kind,  # type: ignore[arg-type]
+            group=group,
+            elements=numel_hint(val),
+            size=numel_expr(val),
+            module=module,
+            source=source,
+            feeds_gemm=of_gemm if kind == "grad_output" else feeds,
+            of_gemm=feeds if kind == "grad_output" else of_gemm,
+            saved=not is_grad and node in self.saved,
+            shape=shape_text(val),
+        )
+        self.tensors.append(tensor)
+        (self.grads if is_grad else self.values)[node] = tensor
+
+    def _refuse_float64(self, node: Node, module: str, source: str) -> None:
+        """Raise `LoweringError` for a float64 tensor; a single number is a constant or a metric."""
+        val = value(node)
+        if val is not None and val.dtype == torch.float64 and numel_hint(val) > 1:
+            raise LoweringError(_no_float64(self._name(node), module, source))
+
+    def _name(self, node: Node) -> str:
+        return self.joint.describe(node).name if node.op == "placeholder" else node.name
+
+
+def _no_float64(name: str, module: str, source: str) -> str:
+    where = ", ".join(part for part in (module, source) if part)
+    return (
+        f"{name}{f' ({where})' if where else ''} is float64: fxprec holds float32, bfloat16 and float16 only; "
+        'convert it with .float(), or compile this part with backend="inductor"'
+    )
+
+
+def _gemm_operands(operators: Operators) -> frozenset[Node]:
+    """Values a forward GEMM multiplies, seen through views."""
+    found: set[Node] = set()
+    for op in operators.all:
+        if op.is_gemm:
+            for position in ops.GEMM_OPERANDS.get(op.nodes[0].target, ()):
+                arg = op.nodes[0].args[position]
+                if isinstance(arg, Node):
+                    found.add(operators.base(arg))
+    return frozenset(found)
+
+
+def _saved_for_backward(operators: Operators) -> frozenset[Node]:
+    """Forward values (bases) that backward reads, or what it recomputes; of what it recomputes the boundary only."""
+    joint = operators.joint
+    found: set[Node] = set()
+    if not joint.tangents:
+        return frozenset()
+    recomputing = [n for n in joint.forward_nodes() if regions.is_recomputed(n)]
+    for node in (*joint.backward_nodes(), *recomputing):
+        for arg in node.all_input_nodes:
+            if arg in operators.of_node or (arg.op == "placeholder" and "tangent" not in arg.name):
+                found.add(operators.base(arg))
+    return frozenset(n for n in found if _outlives_forward(n, joint))
+
+
+def _outlives_forward(node: Node, joint: JointGraph) -> bool:
+    if node.op == "placeholder":
+        return joint.describe(node).kind != "param" or not regions.is_made_again(node)
+    return not regions.is_recomputed(node) or regions.is_boundary(node)
+
+
+def _differentiable(operators: Operators) -> frozenset[Node]:
+    """Values a gradient reaches: they depend on an input with a gradient, and a tangent depends on them."""
+    joint = operators.joint
+    if not joint.tangents:
+        return frozenset()
+    forward: set[Node] = set(joint.gradients)
+    for op in operators.all:
+        if op.aten != "aten.detach" and any(n in forward for n in op.inputs):
+            forward.update(n for n in op.nodes if is_differentiable(n))
+    reached: set[Node] = set()
+    results = joint.results[: joint.num_forward_outputs]
+    reached.update(n for n in results if isinstance(n, Node))
+    for op in reversed(operators.all):
+        if any(n in reached for n in op.nodes):
+            reached.update(op.inputs)
+            reached.update(op.nodes)
+    return frozenset(n for n in forward & reached if n.op != "placeholder" or n in joint.gradients)

@@ -1,0 +1,218 @@
+"""A read-only view of AOTAutograd's joint graph: inputs, outputs, forward and backward halves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.ir.symbolic import TABLE_COLUMNS
+from fxprec.passes.analysis import descriptors, ops
+
+InputKind = Literal["param", "buffer", "input", "table", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """One input of the graph Dynamo captured, in call order."""
+
+    name: str  # the user's name: "layer1.0.conv1.weight", "x"
+    kind: InputKind  # "other" is what AOTAutograd adds: effect tokens, random seeds
+    module: str  # the owning module's path, "" for inputs
+
+
+def input_index(node: Node) -> int | None:
+    """Return which captured input a placeholder stands for or is a part of; None for what AOTAutograd adds."""
+    desc = node.meta.get("desc")
+    if desc is not None:
+        return descriptors.captured_index(desc)
+    number = node.name.rpartition("_")[2]
+    return int(number) - 1 if number.isdecimal() else None
+
+
+def is_backward(node: Node) -> bool:
+    """Say whether autograd made this node."""
+    return node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
+
+
+def value(node: Node) -> torch.Tensor | None:
+    """Return the node's fake tensor, or None where the node holds something else."""
+    val = node.meta.get("val")
+    return val if isinstance(val, torch.Tensor) else None
+
+
+def numel_expr(val: torch.Tensor) -> sympy.Expr:
+    """Return the number of elements as a sympy expression in the dynamic dimensions."""
+    expr: sympy.Expr = sympy.Integer(1)
+    for size in val.shape:
+        expr = expr * (size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size)))
+    return expr
+
+
+def dim_hint(size: int | torch.SymInt) -> int:
+    """Return a size as it was traced."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.hint is not None else int(size)
+    return int(size)
+
+
+def numel_hint(val: torch.Tensor) -> int:
+    """Return the number of elements at the traced sizes."""
+    count = 1
+    for size in val.shape:
+        count *= dim_hint(size)
+    return count
+
+
+def shape_text(val: torch.Tensor) -> str:
+    """Return ``"s0 x 64 x 32"``; a scalar is ``"1"``."""
+    return " x ".join(str(size) for size in val.shape) or "1"
+
+
+# Inner tensors that hold what their subclass stands for keep its name: a DTensor's local shard.
+_MAIN_PARTS = frozenset({"_local_tensor"})
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """The joint graph with its borders named. In an inference graph there is no backward half."""
+
+    graph: Graph
+    inputs: Sequence[GraphInput]
+
+    @cached_property
+    def placeholders(self) -> tuple[Node, ...]:
+        """The forward inputs."""
+        tangents = set(self.tangents)
+        return tuple(n for n in self.graph.find_nodes(op="placeholder") if n not in tangents)
+
+    @cached_property
+    def tangents(self) -> tuple[Node, ...]:
+        return tuple(n for n in self.graph.find_nodes(op="placeholder") if "tangent" in n.name)
+
+    @cached_property
+    def output(self) -> Node:
+        return self.graph.output_node()
+
+    @property
+    def results(self) -> Sequence[object]:
+        outputs = self.output.args[0]
+        assert isinstance(outputs, list | tuple)
+        return outputs
+
+    @property
+    def num_forward_outputs(self) -> int:
+        """Outputs before the gradients, of which there is one, or None, per input."""
+        if not self.tangents:
+            return len(self.results)
+        descs = self.output.meta.get("desc")
+        if not descs:
+            return len(self.results) - len(self.placeholders)
+        return max((i + 1 for i, desc in enumerate(descs) if descriptors.is_forward_output(desc)), default=0)
+
+    @cached_property
+    def has_table(self) -> bool:
+        """Whether this is the graph that was captured, and not one nested in it or made beside it."""
+        return self._find_table() is not None
+
+    @cached_property
+    def table(self) -> Node:
+        """The scale table: the last captured input."""
+        found = self._find_table()
+        assert found is not None
+        return found
+
+    def _find_table(self) -> Node | None:
+        for node in self.placeholders:
+            val = value(node)
+            if self.describe(node).kind == "table" and val is not None and val.dtype == torch.int32:
+                return node if val.ndim == 2 and val.shape[1] == TABLE_COLUMNS else None
+        return None
+
+    @property
+    def updates_weights(self) -> bool:
+        """Say whether this is no model but what steps one: it writes over weights, or over gradients alone.
+
+        A model's own graph writes over buffers, or over its inputs beside GEMMs.
+        """
+        if self.tangents:
+            return False
+        written = {self.describe(n).kind for n in self._overwritten()}
+        gemms = (n for n in self.graph.nodes if n.target in ops.GEMMS)
+        return "param" in written or ("input" in written and next(gemms, None) is None)
+
+    def _overwritten(self) -> Iterator[Node]:
+        """Iterate over the inputs of floating point that the graph writes over."""
+        for node in self.graph.nodes:
+            into = node.args[0] if node.target in ops.MUTATIONS else None
+            val = value(into) if isinstance(into, Node) and into.op == "placeholder" else None
+            if isinstance(into, Node) and val is not None and val.dtype.is_floating_point:
+                yield into
+
+    def describe(self, node: Node) -> GraphInput:
+        """Return the captured input that a placeholder is, or is an inner tensor of."""
+        index = input_index(node)
+        if index is None or index >= len(self.inputs):
+            return self._attribute(node) or GraphInput(node.name, "other", "")
+        found = self.inputs[index]
+        _, path = descriptors.key(node.meta.get("desc"))
+        inner = [part for part in path if part not in _MAIN_PARTS]
+        return replace(found, name=".".join((found.name, *inner))) if inner else found
+
+    @staticmethod
+    def _attribute(node: Node) -> GraphInput | None:
+        """Return what a placeholder is that was an attribute of the captured graph, as an optimizer's tensors are."""
+        desc = node.meta.get("desc")
+        kinds: dict[str, InputKind] = {"ParamAOTInput": "param", "BufferAOTInput": "buffer"}
+        kind = kinds.get(descriptors.kind(desc))
+        if kind is None:
+            return None
+        name = str(getattr(descriptors.key(desc)[0], "target", node.name))
+        return GraphInput(name, kind, name.rpartition(".")[0])
+
+    @cached_property
+    def gradients(self) -> dict[Node, tuple[int, Node]]:
+        """Map each input with a gradient to (position in the outputs, gradient node)."""
+        if not self.tangents:
+            return {}
+        descs = self.output.meta.get("desc")
+        of_input = self._gradients_by_desc(descs) if descs else self._gradients_by_position()
+        return {p: (at, g) for p, (at, g) in of_input if isinstance(g, Node) and value(g) is not None}
+
+    def _gradients_by_desc(self, descs: Sequence[object]) -> Iterator[tuple[Node, tuple[int, object]]]:
+        found = {descriptors.gradient_of(desc): (i, self.results[i]) for i, desc in enumerate(descs)}
+        for node in self.placeholders:
+            wanted = descriptors.key(node.meta.get("desc"))
+            if wanted in found:
+                yield node, found[wanted]
+
+    def _gradients_by_position(self) -> Iterator[tuple[Node, tuple[int, object]]]:
+        first = self.num_forward_outputs
+        for i, (node, gradient) in enumerate(zip(self.placeholders, self.results[first:], strict=True)):
+            yield node, (first + i, gradient)
+
+    def returned_for(self, tangent: Node) -> Node | None:
+        """Return the forward output that a tangent is the gradient of."""
+        whole, path = descriptors.key(tangent.meta.get("desc"))
+        wanted = (getattr(whole, "output", None), path)
+        descs = self.output.meta.get("desc") or ()
+        for result, desc in zip(self.results, descs, strict=False):
+            if isinstance(result, Node) and wanted[0] is not None and descriptors.key(desc) == wanted:
+                return result
+        return None
+
+    def forward_nodes(self) -> Iterator[Node]:
+        """Yield the forward ``call_function`` nodes in execution order, mutation write-backs left out."""
+        for node in self.graph.nodes:
+            if node.op == "call_function" and not is_backward(node) and node.target not in ops.MUTATIONS:
+                yield node
+
+    def backward_nodes(self) -> Iterator[Node]:
+        for node in self.graph.nodes:
+            if node.op == "call_function" and is_backward(node):
+                yield node

@@ -1,0 +1,59 @@
+"""Say what of a graph no pass touches, where the user would expect otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxprec.passes.analysis.joint import value
+from fxprec.passes.analysis.operators import Operators
+from fxprec.passes.base import Notice, Work
+
+
+def left_alone(work: Work) -> Iterator[Notice]:
+    """Yield a notice for the first complex value, each nested graph, and each sparse gradient that stays unrounded."""
+    assert work.operators is not None
+    yield from _complex_values(work.operators)
+    yield from _nested_graphs(work.operators)
+    if work.config.storage_ == "simulate":  # elsewhere a parameter's gradient is not rounded in any case
+        yield from _sparse_gradients(work)
+
+
+def _complex_values(operators: Operators) -> Iterator[Notice]:
+    for op in operators.all:
+        for node in op.nodes:
+            val = value(node)
+            if val is not None and val.dtype.is_complex:
+                where = _place(node, op.module, op.source)
+                yield Notice(where, f"is {val.dtype}: complex values are not planned and keep their precision")
+                return
+
+
+def _nested_graphs(operators: Operators) -> Iterator[Notice]:
+    told: set[object] = set()
+    for op in operators.all:
+        for node in op.nodes:
+            names = tuple(str(n.target) for n in node.all_input_nodes if _is_graph(n))
+            if names and names not in told:
+                told.add(names)
+                detail = f"what {node.target} runs is not planned and keeps the model's own precision"
+                yield Notice(_place(node, op.module, op.source), detail)
+
+
+def _is_graph(node: Node) -> bool:
+    owner = node.graph.owning_module
+    return node.op == "get_attr" and isinstance(getattr(owner, str(node.target), None), GraphModule)
+
+
+def _sparse_gradients(work: Work) -> Iterator[Notice]:
+    for node, (_, gradient) in work.joint.gradients.items():
+        val = value(gradient)
+        if val is not None and val.layout is not torch.strided:
+            given = work.joint.describe(node)
+            yield Notice(given.name, f"its gradient is {val.layout}: it is not rounded and keeps its precision")
+
+
+def _place(node: Node, module: str, source: str) -> str:
+    return ", ".join(part for part in (node.name, module, source) if part)

@@ -1,0 +1,205 @@
+"""Pass 1: recover what the model called from the decomposed joint graph (ALGORITHMS 2).
+
+Autograd stamps forward and backward nodes of one operator with the same ``seq_nr``, and decompositions keep the
+operator's name in ``original_aten``. An operator is a run of nodes that agree in both.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import JointGraph, is_backward
+from fxprec.passes.analysis.values import is_differentiable
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(eq=False)
+class Operator:
+    """One operator of the model: its forward run, its outputs and its backward nodes."""
+
+    id: int
+    aten: str  # "aten.convolution"
+    nodes: list[Node]
+    module: str
+    source: str
+    seq_nr: int | None
+    is_gemm: bool
+    outputs: list[Node] = field(
+        default_factory=list
+    )  # floating-point or complex values later operators or the user read
+    inputs: list[Node] = field(default_factory=list)  # values from other operators and from the graph's inputs
+    backward: list[Node] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return (self.outputs[0] if self.outputs else self.nodes[-1]).name
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it only moves data. A decomposition may begin with a view and compute after it (group norm)."""
+        moves = ops.VIEWS | {operator.getitem}
+        return self.nodes[0].meta.get("original_aten") in ops.VIEWS or all(node.target in moves for node in self.nodes)
+
+
+@dataclass(frozen=True)
+class Operators:
+    """All operators in execution order, and who made which node."""
+
+    joint: JointGraph
+    all: Sequence[Operator]
+
+    @cached_property
+    def of_node(self) -> dict[Node, Operator]:
+        return {node: op for op in self.all for node in op.nodes}
+
+    @cached_property
+    def of_backward_node(self) -> dict[Node, Operator]:
+        return {node: op for op in self.all for node in op.backward}
+
+    def base(self, node: Node) -> Node:
+        """Follow views and layout copies back to the value they show: an operator's output or an input."""
+        while (op := self.of_node.get(node)) is not None and op.is_view:
+            sources = [n for n in op.inputs if is_differentiable(n)]
+            if not sources:
+                break
+            node = sources[0]
+        return node
+
+    @cached_property
+    def accumulations(self) -> frozenset[Node]:
+        """Backward additions the autograd engine made where a value has several consumers."""
+        last = max((op.seq_nr for op in self.all if op.seq_nr is not None), default=None)
+        return frozenset(
+            node
+            for node in self.joint.backward_nodes()
+            if node.target is ops.aten.add.Tensor
+            and str(node.meta.get("original_aten")) == "aten.add.Tensor"
+            and node.meta.get("seq_nr") == last
+            and all(isinstance(arg, Node) and (is_backward(arg) or "tangent" in arg.name) for arg in node.args[:2])
+        )
+
+
+def recover_operators(joint: JointGraph) -> Operators:
+    """Group the forward nodes into operators and hand each its backward nodes."""
+    found: list[Operator] = []
+    for node in joint.forward_nodes():
+        run = _continued_run(found, node)
+        if run is not None:
+            run.nodes.append(node)
+        else:
+            found.append(_new_operator(len(found), node))
+    operators = Operators(joint, found)
+    _link_values(operators)
+    _pair_backward(operators)
+    return operators
+
+
+def _continued_run(found: list[Operator], node: Node) -> Operator | None:
+    if node.target is operator.getitem:
+        return next((op for op in reversed(found) if node.args[0] in op.nodes), None)
+    if not found or _is_whole(found[-1].nodes[0]):
+        return None
+    last = found[-1]
+    same = (_aten_name(node), node.meta.get("seq_nr"), module_of(node), source_of(node)) == (
+        last.aten,
+        last.seq_nr,
+        last.module,
+        last.source,
+    )
+    continues = not _is_whole(node) or any(arg in last.nodes for arg in node.all_input_nodes)
+    return last if same and continues else None
+
+
+def _is_whole(node: Node) -> bool:
+    """Say whether the node is the operator itself, not a piece of its decomposition."""
+    return node.target is node.meta.get("original_aten", node.target)
+
+
+def _new_operator(index: int, node: Node) -> Operator:
+    return Operator(
+        id=index,
+        aten=_aten_name(node),
+        nodes=[node],
+        module=module_of(node),
+        source=source_of(node),
+        seq_nr=node.meta.get("seq_nr"),
+        is_gemm=node.target in ops.GEMMS,
+    )
+
+
+def _aten_name(node: Node) -> str:
+    return str(node.meta.get("original_aten", node.target)).rpartition(".")[0] or str(node.target)
+
+
+def module_of(node: Node) -> str:
+    """Return the innermost module's path as the user writes it, ``layer1.0.conv1``."""
+    stack = node.meta.get("nn_module_stack")
+    return module_path(stack[next(reversed(stack))][0]) if stack else ""
+
+
+@lru_cache(maxsize=4096)
+def module_path(path: str) -> str:
+    """Turn Dynamo's ``L['self']._modules['layer1']._modules['0']`` (or ``L['self'].layer1[0]``) into ``layer1.0``."""
+    path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
+    path = re.sub(r"\['([^']*)'\]", r".\1", re.sub(r"\[(\d+)\]", r".\1", path))
+    parts = [part for part in path.split(".") if part]
+    return ".".join(parts[2:] if parts[:1] == ["L"] else parts)
+
+
+def source_of(node: Node) -> str:
+    """Return ``file.py:line`` of the user's innermost frame."""
+    return _innermost(node.meta.get("stack_trace") or "")
+
+
+@lru_cache(maxsize=4096)
+def _innermost(stack_trace: str) -> str:
+    frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
+    return f"{frames[-1][0].rpartition('/')[2]}:{frames[-1][1]}" if frames else ""
+
+
+def _link_values(operators: Operators) -> None:
+    """Fill ``inputs`` and ``outputs``: values that cross from one operator to another, or to the user."""
+    of_node, joint = operators.of_node, operators.joint
+    returned = _returned(joint)
+    for op in operators.all:
+        inside = set(op.nodes)
+        op.inputs = list(dict.fromkeys(n for node in op.nodes for n in node.all_input_nodes if n not in inside))
+        op.outputs = [
+            node
+            for node in op.nodes
+            if is_differentiable(node)
+            and (node in returned or any(u in of_node and u not in inside for u in node.users))
+        ]
+
+
+def _returned(joint: JointGraph) -> set[Node]:
+    """Return the forward values the user gets; written-back buffers are not among them."""
+    count = joint.num_forward_outputs
+    descs = joint.output.meta.get("desc") or [None] * count
+    return {
+        result
+        for result, desc in zip(joint.results[:count], descs[:count], strict=True)
+        if isinstance(result, Node) and "Mutation" not in type(desc).__name__
+    }
+
+
+def _pair_backward(operators: Operators) -> None:
+    """Give each backward node to the first operator with its ``seq_nr``: the one autograd recorded."""
+    by_seq: dict[int, Operator] = {}
+    for op in operators.all:
+        if op.seq_nr is not None and (op.outputs or op.is_gemm):
+            by_seq.setdefault(op.seq_nr, op)
+    for node in operators.joint.backward_nodes():
+        owner = by_seq.get(node.meta.get("seq_nr", -1))
+        if owner is not None and node not in operators.accumulations:
+            owner.backward.append(node)

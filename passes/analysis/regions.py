@@ -1,0 +1,70 @@
+"""Regions the user asked to recompute: `torch.utils.checkpoint` and its kin, as autograd marks their forward nodes.
+
+A marked node has a policy, ``meta["recompute"]``, and the number of its region, ``meta["ac_graph_id"]``. A tensor
+made in a region is recomputed in backward, unless the policy saves it. What is saved is the region's boundary: a value
+that a later region, or backward of what stands behind the region, starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch.fx import Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxprec.ir import symbolic
+from fxprec.ir.symbolic_gemms import TRANSPOSED
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import is_backward
+
+POLICY, REGION = "recompute", "ac_graph_id"
+REGION_META = (POLICY, REGION)
+_CASTS = frozenset({symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, TRANSPOSED})
+_COPIES = _CASTS | {torch.ops.prims.convert_element_type.default}
+
+
+def is_marked(node: Node) -> bool:
+    """Say whether the user's checkpointing decided about a forward node, either way."""
+    return POLICY in node.meta and REGION in node.meta
+
+
+def is_recomputed(node: Node) -> bool:
+    """Say whether a forward node is to be computed again in backward."""
+    return must_recompute(node) and REGION in node.meta
+
+
+def must_recompute(node: Node) -> bool:
+    return node.meta.get(POLICY) in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def is_boundary(node: Node) -> bool:
+    """Say whether a recomputed node's value is where a later region starts, or what is behind its own region reads."""
+    region = node.meta[REGION]
+    readers = list(readers_of(node))
+    behind = [u for u in readers if not is_backward(u) and u.meta.get(REGION) != region]
+    if any(is_recomputed(u) and u.meta[REGION] > region for u in behind):
+        return True
+    # A backward node belongs to the forward operator of its number.
+    numbers = {u.meta.get("seq_nr") for u in behind if not is_recomputed(u)} - {None}
+    return any(is_backward(u) and u.meta.get("seq_nr") in numbers for u in readers)
+
+
+def is_made_again(node: Node) -> bool:
+    """Say whether a parameter is read in regions only: its stored copy can be made again from the parameter itself."""
+    readers = [u for u in readers_of(node, through=_COPIES) if not is_backward(u)]
+    return bool(readers) and all(is_marked(u) for u in readers)
+
+
+def readers_of(node: Node, through: Collection[object] = _CASTS) -> Iterator[Node]:
+    """Yield what reads a value, seen through views and casts."""
+    stack, seen = [node], {node}
+    while stack:
+        for user in stack.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if not is_backward(user) and (user.target in ops.VIEWS or user.target in through):
+                stack.append(user)
+            elif user.op != "output":
+                yield user

@@ -1,0 +1,151 @@
+"""What tensors take in memory while they are saved for backward: predicted for a policy, and as partitioned.
+
+Counted is each storage that the forward half hands to backward, once and whole; not the graph's inputs, parameters
+among them, since they are there anyway. A parameter's stored copy counts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.config.recipes import Recipe
+from fxprec.ir import symbolic
+from fxprec.ir.symbolic_gemms import TRANSPOSED
+from fxprec.numerics.formats import Format
+from fxprec.passes.analysis.groups import GROUP_META
+from fxprec.passes.analysis.joint import GraphInput, JointGraph, input_index, numel_hint, value
+from fxprec.passes.analysis.tensors import CountedTensor
+from fxprec.plan import ByteCount, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBytes:
+    """Bytes saved for backward by tensor id, held high and held low. Tensors not listed are not saved."""
+
+    high: Mapping[int, int]
+    low: Mapping[int, int]
+    fixed: int = 0
+    """Bytes saved whatever is chosen (masks, indices, statistics)."""
+
+    @classmethod
+    def predict(cls, tensors: Sequence[CountedTensor], recipe: Recipe) -> Self:
+        """Predict from the tensors marked ``saved``: elements times the bytes of their format."""
+        saved = [t for t in tensors if t.saved]
+        high = {t.id: t.elements * bytes_per_element(recipe.format_of(t.kind, low=False)) for t in saved}
+        low = {t.id: t.elements * bytes_per_element(recipe.format_of(t.kind, low=True)) for t in saved}
+        return cls(high, low)
+
+    def gain(self, tensor: int) -> int:
+        """Return the bytes that demoting a tensor frees."""
+        return self.high.get(tensor, 0) - self.low.get(tensor, 0)
+
+    def total(self, low: Collection[int]) -> int:
+        """Return all bytes saved when the tensors in ``low`` are low."""
+        return self.fixed + sum(self.low[i] if i in low else size for i, size in self.high.items())
+
+
+def bytes_per_element(fmt: Format) -> int:
+    """Return the bytes of one stored code: formats are held in 1, 2 or 4 bytes."""
+    return 1 if fmt.bits <= 8 else 2 if fmt.bits <= 16 else 4
+
+
+def bytes_in_float32(tensors: Sequence[CountedTensor]) -> int:
+    """Return the bytes of the tensors marked ``saved``, in float32."""
+    return sum(4 * t.elements for t in tensors if t.saved)
+
+
+def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequence[GraphInput]) -> Plan:
+    """Return the plan with the bytes a partitioned forward half saves, in all and by group.
+
+    ``num_outputs`` of its outputs are the model's own, the others are for backward.
+    """
+    planned: dict[int, int] = defaultdict(int)
+    elements: dict[int, int] = defaultdict(int)
+    joint = JointGraph(forward, inputs)
+    others = 0  # bytes of masks, indices, seeds: float32 would save them too
+    for node in _saved_storages(forward, num_outputs):
+        val = value(node)
+        assert val is not None
+        group, count = _group(node, plan), numel_hint(val)
+        planned[group] += count * val.dtype.itemsize
+        if not _holds_floats(node):
+            others += count * val.dtype.itemsize
+        elif not _is_copy_of_parameter(node, joint):
+            elements[group] += count
+    groups = tuple(replace(g, saved_bytes=planned[g.id], saved_elements=elements[g.id]) for g in plan.groups)
+    total = ByteCount(fp32=4 * sum(elements.values()) + others, planned=sum(planned.values()))
+    return replace(plan, groups=groups, saved_bytes=total)
+
+
+def copied_inputs(forward: Graph, num_outputs: int, inputs: Sequence[GraphInput]) -> tuple[int, ...]:
+    """Return the positions of parameters and inputs that backward reads as a stored copy, and not themselves."""
+    joint = JointGraph(forward, inputs)
+    sources = [_copied(node) for node in _saved_storages(forward, num_outputs)]
+    placeholders = [n for n in sources if n.op == "placeholder" and joint.describe(n).kind in ("param", "input")]
+    return tuple(sorted({index for n in placeholders if (index := input_index(n)) is not None}))
+
+
+def _saved_storages(forward: Graph, num_outputs: int) -> Iterator[Node]:
+    """Yield the node that made each storage backward is handed, inputs left out."""
+    results = forward.output_node().args[0]
+    assert isinstance(results, list | tuple)
+    saved = (n for n in results[num_outputs:] if isinstance(n, Node) and value(n) is not None)
+    yield from (n for n in dict.fromkeys(map(_storage, saved)) if n.op != "placeholder")
+
+
+def _storage(node: Node) -> Node:
+    """Follow views to the node whose memory they show."""
+    while True:
+        made_by = node.args[0] if node.target is operator.getitem else node
+        if not isinstance(made_by, Node) or not _is_view(made_by.target):
+            return node
+        node = made_by.all_input_nodes[0]
+
+
+def _is_view(target: object) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    aliases = [a.alias_info for a in target._schema.arguments if a.alias_info is not None]
+    return bool(aliases) and not any(info.is_write for info in aliases)
+
+
+def _group(node: Node, plan: Plan) -> int:
+    if node.target is symbolic.QUANTIZE:
+        return plan.sites[node.args[2]].group  # type: ignore[index]
+    return int(node.meta.get(GROUP_META, 0))
+
+
+def _holds_floats(node: Node) -> bool:
+    val = value(node)
+    assert val is not None
+    return val.dtype.is_floating_point or node.target in (symbolic.QUANTIZE, TRANSPOSED)
+
+
+def _is_copy_of_parameter(node: Node, joint: JointGraph) -> bool:
+    source = _copied(node)
+    return source.op == "placeholder" and joint.describe(source).kind == "param"
+
+
+def _copied(node: Node) -> Node:
+    while node.target in _COPIES:
+        node = _storage(node.all_input_nodes[0])
+    return node
+
+
+_CONVERT = torch.ops.prims.convert_element_type.default
+_COPIES = (symbolic.QUANTIZE, symbolic.DEQUANTIZE, TRANSPOSED, _CONVERT)
+
+
+def readable(size: int) -> str:
+    """Return ``"1.50 GiB (1610612736 bytes)"``."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            return f"{size / 1024**power:.2f} {unit} ({size} bytes)"
+    return f"{size} bytes"

@@ -1,0 +1,57 @@
+"""Which tensors ``keep_high`` holds high."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from fxprec.errors import did_you_mean
+from fxprec.passes.analysis.tensors import CountedTensor
+
+
+def kept_high(
+    tensors: Sequence[CountedTensor], keep_high: tuple[str, ...] | Literal["ends"]
+) -> tuple[frozenset[int], list[str]]:
+    """Return the ids of the tensors held high, and a warning for each pattern that matched nothing.
+
+    A pattern that matches a module covers its submodules.
+    """
+    if keep_high == "ends":
+        return frozenset(t.id for t in _ends(tensors)), []
+    modules = sorted({t.module for t in tensors if t.module})
+    matched = {p: {m for m in modules if _matches(m, p)} for p in keep_high}
+    warnings = [_no_match(pattern, modules) for pattern, found in matched.items() if not found]
+    held = frozenset[str]().union(*matched.values())
+    return frozenset(t.id for t in tensors if t.module in held), warnings
+
+
+def _matches(module: str, pattern: str) -> bool:
+    parts = module.split(".")
+    return any(fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
+
+
+def _no_match(pattern: str, modules: Sequence[str]) -> str:
+    if not modules:
+        return f"keep_high pattern {pattern!r} matches nothing: the graph names no modules; leave keep_high out"
+    hint = did_you_mean(pattern, modules)
+    return f"keep_high pattern {pattern!r} matches no module{hint}; modules are {', '.join(modules[:8])}" + (
+        f" and {len(modules) - 8} more" if len(modules) > 8 else ""
+    )
+
+
+def _ends(tensors: Sequence[CountedTensor]) -> Iterator[CountedTensor]:
+    """The first GEMM's operands, parameters, result and incoming gradient, and the whole last group."""
+    last = max((t.group for t in tensors), default=0)
+    first_gemm = next((t.module for t in tensors if t.group == 1 and t.kind == "output" and t.of_gemm), None)
+    for tensor in tensors:
+        beside_first = tensor.group == 0 and (
+            (tensor.of_gemm and tensor.module == first_gemm)
+            if tensor.kind in ("param", "grad_param")
+            else (tensor.feeds_gemm if tensor.kind == "output" else tensor.of_gemm)
+        )
+        of_first = tensor.group == 1 and (
+            (tensor.kind == "output" and tensor.of_gemm) or (tensor.kind == "grad_output" and tensor.feeds_gemm)
+        )
+        if tensor.group == last or beside_first or of_first:
+            yield tensor

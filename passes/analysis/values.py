@@ -1,0 +1,196 @@
+"""What a pass may touch, decided here and nowhere else: one predicate on the value of a node.
+
+A pass stores, rounds, rescales or narrows plain floating-point tensors: real numbers in float32, bfloat16 or float16,
+dense and strided. Everything else keeps the model's own precision and is read as it is: complex numbers, float64,
+integers, a user's own 8-bit floats, sparse layouts, effect tokens (empty tensors that order side effects), and masks.
+
+A mask is a tensor that holds fill values by construction, ``where(allowed, 0, -inf)``: they say where, not how much.
+As numbers they overflow every narrow format, so the tensor would be promoted in the first step, and float32's least
+number becomes -inf in bfloat16, which makes NaN of a row that is masked as a whole.
+
+Nor does a pass touch a divisor: what the model, or its backward, divides by or takes the root or logarithm of. Rounded
+to 8 bits a small one is 0 (the mean square of Llama's embeddings is, in e4m3fn), and inf and NaN follow. Nor
+log-softmax's result, which its backward exponentiates: in e4m3fn a probability would be off by a factor of up to 1.28.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import is_backward, value
+
+aten = torch.ops.aten
+
+# The smallest fill that makes a mask. BERT's original -1e4 is the smallest in use; fills that are data (a padding
+# value, an ignored index, a clamp) are far below.
+MASK_FILL = 1e4
+
+_MASK, _DIVISOR = "fxprec_mask", "fxprec_divisor"
+
+# Where the value stands that an op fills in: everywhere, or where a condition says.
+_CONSTANTS: Mapping[object, int] = {
+    **dict.fromkeys(ops.existing(aten, "full full_like"), 1),
+    **dict.fromkeys(ops.existing(aten, "new_full"), 2),
+    **dict.fromkeys(ops.existing(aten, "scalar_tensor"), 0),
+}
+_FILLS: Mapping[object, int] = {
+    **_CONSTANTS,
+    **dict.fromkeys(ops.existing(aten, "where.ScalarSelf"), 1),
+    **dict.fromkeys(ops.existing(aten, "where.ScalarOther masked_fill.Scalar constant_pad_nd"), 2),
+    **dict.fromkeys(ops.existing(aten, "scatter.value index_fill.int_Scalar"), 3),
+}
+
+# What hands fill values on, in any argument or in the first: layout, casts, choice, sums, products. Every other
+# operator (softmax, a GEMM, a comparison) makes ordinary numbers of them.
+_HANDING_ON = ops.existing(
+    aten,
+    "where.self where.ScalarSelf where.ScalarOther masked_fill.Scalar masked_fill.Tensor add.Tensor sub.Tensor"
+    " rsub.Tensor mul.Tensor maximum minimum clamp.Tensor cat stack slice_scatter select_scatter scatter.src copy"
+    " index_put",
+)
+_HANDING_ON_FIRST = (
+    ops.VIEWS
+    | ops.CASTS
+    | ops.existing(
+        aten,
+        "add.Scalar sub.Scalar rsub.Scalar mul.Scalar div.Tensor div.Scalar neg clamp clamp_min clamp_max"
+        " clamp_min.Tensor clamp_max.Tensor tril triu repeat index.Tensor index_select gather scatter.value"
+        " index_fill.int_Scalar constant_pad_nd flip roll",
+    )
+)
+_PRODUCTS = ops.existing(aten, "mul.Tensor mul.Scalar")
+# Where a divisor stands, and what hands one on from its first argument: what makes it 0 makes its result 0, or nearly.
+_DIVIDES: Mapping[object, int] = {
+    **dict.fromkeys(ops.existing(aten, "reciprocal rsqrt sqrt log log2 log10"), 0),
+    **dict.fromkeys(ops.existing(aten, "div.Tensor"), 1),
+}
+_SHIFTING = (
+    ops.VIEWS
+    | ops.CASTS
+    | ops.existing(aten, "add.Scalar add.Tensor mul.Scalar mul.Tensor div.Scalar div.Tensor neg abs clamp clamp_min")
+)
+_REDUCING = ops.existing(aten, "sum sum.dim_IntList mean mean.dim")
+_LARGEST = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+
+
+def is_plain_float(node: Node) -> bool:
+    """Say whether a pass may touch the value of ``node``: store, round, rescale or narrow it."""
+    return is_float_tensor(node) and not is_mask(node) and not node.meta.get(_DIVISOR)
+
+
+def is_float_tensor(node: Node) -> bool:
+    """Say whether ``node`` holds such a tensor, masks and divisors among them: their gradients are ordinary."""
+    val = value(node)
+    if val is None or val.dtype not in ops.FLOATS or val.layout is not torch.strided:
+        return False
+    return not val.is_neg() and not _is_empty(val)
+
+
+def is_differentiable(node: Node) -> bool:
+    """Say whether a gradient can flow through the value, whether or not a pass may touch it."""
+    val = value(node)
+    return val is not None and (val.dtype.is_floating_point or val.dtype.is_complex) and not _is_empty(val)
+
+
+def _is_empty(val: torch.Tensor) -> bool:
+    return any(isinstance(size, int) and size == 0 for size in val.shape)
+
+
+def is_mask(node: Node) -> bool:
+    """Say whether the value holds mask fills by construction; `mark_masks` has been over the graph."""
+    return bool(node.meta.get(_MASK))
+
+
+def mark_values(graph: Graph, *, stored: bool = True) -> None:
+    """Mark the masks and the divisors of a joint graph, for `is_plain_float`.
+
+    Log-softmax's result is spared where tensors are ``stored``; simulation rounds it, as the paper does.
+    """
+    mark_masks(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar):
+        if isinstance(node.args[1], int | float) and node.args[1] < 1:
+            _mark_divisor(node.args[0])
+    for node in graph.find_nodes(op="call_function", target=aten.exp.default) if stored else ():
+        if str(node.meta.get("original_aten")) == "aten._log_softmax_backward_data.default":
+            _mark_divisor(node.args[0])
+    for target, position in _DIVIDES.items():
+        for node in graph.find_nodes(op="call_function", target=target):  # type: ignore[arg-type]
+            _mark_divisor(node.args[position])
+
+
+def _mark_divisor(arg: object) -> None:
+    """Mark what is divided by and what it is made of, back to a tensor that could be 0 without making it 0."""
+    while isinstance(arg, Node) and not arg.meta.get(_DIVISOR):
+        if not is_backward(arg):
+            arg.meta[_DIVISOR] = True
+        handed_on = arg.target in _SHIFTING and not any(isinstance(other, Node) for other in arg.args[1:])
+        if arg.target in _REDUCING:
+            handed_on = _is_square(arg.args[0])
+        arg = arg.args[0] if handed_on else None
+
+
+def _is_square(arg: object) -> bool:
+    if not isinstance(arg, Node):
+        return False
+    by_itself = arg.target in _PRODUCTS and arg.args[0] is arg.args[1]
+    return by_itself or (arg.target is aten.pow.Tensor_Scalar and bool(arg.args[1] == 2))
+
+
+def mark_masks(graph: Graph) -> None:
+    """Find the tensors that hold mask fills, from the constants on."""
+    data: set[Node] = set()  # computed from floating-point inputs: numbers that mean something
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if is_differentiable(node):
+                data.add(node)
+        elif node.op == "call_function":
+            if any(n in data for n in node.all_input_nodes):
+                data.add(node)
+            if is_differentiable(node) and _holds_fill(node, data):
+                node.meta[_MASK] = True
+
+
+def _holds_fill(node: Node, data: Collection[Node]) -> bool:
+    position = _FILLS.get(node.target)
+    if position is not None and len(node.args) > position and _is_fill(node.args[position]):
+        return True
+    if node.target in _PRODUCTS:
+        factors = [_constant(arg) for arg in node.args[:2]]
+        for factor, other in zip(factors, reversed(node.args[:2]), strict=True):
+            if factor is not None:
+                return (_is_fill(factor) and _makes_fills(factor, other, data)) or _was_mask(other)
+    if node.target in _HANDING_ON:
+        return any(is_mask(n) for n in node.all_input_nodes)
+    return node.target in _HANDING_ON_FIRST and _was_mask(node.args[0])
+
+
+def _was_mask(arg: object) -> bool:
+    return isinstance(arg, Node) and is_mask(arg)
+
+
+def _is_fill(number: object) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and abs(number) >= MASK_FILL
+
+
+def _constant(arg: object) -> object:
+    """Return the number an argument is everywhere, or None."""
+    while isinstance(arg, Node) and (arg.target in ops.VIEWS or arg.target in ops.CASTS):
+        arg = arg.args[0]
+    if isinstance(arg, Node):
+        position = _CONSTANTS.get(arg.target)
+        arg = None if position is None or len(arg.args) <= position else arg.args[position]
+    return arg if isinstance(arg, int | float) else None
+
+
+def _makes_fills(factor: object, other: object, data: Collection[Node]) -> bool:
+    """Say whether a product is ``(1 - keep) * -1e9``: a large constant times what no data went into.
+
+    Data times a large constant is a scale, unless the constant is infinite or a dtype's least number.
+    """
+    assert isinstance(factor, int | float)
+    return other not in data or math.isinf(factor) or abs(factor) in _LARGEST

@@ -1,0 +1,51 @@
+"""Pass 4 for ``simulate`` storage: every counted tensor is rounded, exactly as the paper defines it.
+
+ALGORITHMS 3, "Where rounding happens": a parameter once a step; an output after its operator; the gradient of a
+value once per consumer, in the format of that value's gradient, and not again after the consumers are summed; a
+parameter's gradient once before it leaves the graph.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.gradients import GradientWalk
+from fxprec.passes.analysis.groups import Grouped
+from fxprec.passes.casts.sites import SiteBook, insertion_point_after, replace_uses
+
+
+def insert_simulated_casts(grouped: Grouped, book: SiteBook) -> None:
+    """Round every counted tensor of the joint graph in place."""
+
+    def round_contribution(node: Node, target: Node, users: list[Node]) -> Node:
+        with book.graph.inserting_before(insertion_point_after(node).next):
+            q, rounded = book.store(node, grouped.grads[target], backward=True)
+        replace_uses(node, rounded, [u for u in users if u is not q])
+        return rounded
+
+    GradientWalk(grouped, round_contribution).run()  # first: it reads the graph as autograd left it
+    _round_values(grouped, book)
+    _round_parameter_gradients(grouped, book)
+
+
+def _round_values(grouped: Grouped, book: SiteBook) -> None:
+    made_by = grouped.operators.of_node
+    for node, tensor in grouped.values.items():
+        inside = set(made_by[node].nodes) if node in made_by else set()
+        users = [u for u in node.users if u not in inside and u.target not in ops.MUTATIONS]
+        with book.graph.inserting_before(insertion_point_after(node).next):
+            q, x = book.store(node, tensor)
+        replace_uses(node, x, [u for u in users if u is not q])
+
+
+def _round_parameter_gradients(grouped: Grouped, book: SiteBook) -> None:
+    joint = grouped.operators.joint
+    results = list(joint.results)
+    for node, (position, _) in joint.gradients.items():
+        tensor = grouped.grads.get(node)
+        gradient = results[position]
+        if tensor is not None and tensor.kind == "grad_param" and isinstance(gradient, Node):
+            with book.graph.inserting_before(joint.output):
+                _, results[position] = book.store(gradient, tensor, backward=True)
+    joint.output.args = (type(joint.results)(results),)  # type: ignore[call-arg, assignment]

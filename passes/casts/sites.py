@@ -1,0 +1,155 @@
+"""Sites: one row of the plan per tensor that is stored in a chosen format, and the nodes that do it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.config.recipes import Recipe
+from fxprec.errors import PlanError
+from fxprec.ir import symbolic
+from fxprec.numerics.formats import Format, parse
+from fxprec.passes.analysis.groups import GROUP_META
+from fxprec.passes.analysis.joint import is_backward
+from fxprec.passes.analysis.regions import REGION_META
+from fxprec.passes.analysis.tensors import CountedTensor
+from fxprec.plan import Site
+from fxprec.plan.compare import refuse_another_site
+
+_COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", GROUP_META)
+
+
+def emit(
+    graph: Graph,
+    target: object,
+    args: tuple[object, ...],
+    like: Node,
+    *,
+    backward: bool | None = None,
+    val: torch.Tensor | None = None,
+) -> Node:
+    """Append a node at the graph's insertion point, with a fake value and ``like``'s origin.
+
+    ``backward`` overrides which half of the joint graph the node belongs to; ``val`` is its fake value where the
+    caller knows it, which saves running the op on fake tensors.
+    """
+    node = graph.call_function(target, args)  # type: ignore[arg-type]
+    node.meta = {key: like.meta[key] for key in _COPIED_META if key in like.meta}
+    if val is None:
+        fakes = torch.fx.map_arg(args, lambda n: n.meta["val"])  # type: ignore[type-var]
+        val = target(*fakes)  # type: ignore[operator]
+    node.meta["val"] = val
+    backward = is_backward(like) if backward is None else backward
+    if backward:
+        node.meta["partitioner_tag"] = "is_backward"
+        node.meta["autograd_backward"] = True
+    else:
+        node.meta["partitioner_tag"] = "is_forward"
+        node.meta |= {key: like.meta[key] for key in REGION_META if key in like.meta}
+    return node
+
+
+@dataclass
+class SiteBook:
+    """Hands out one site per counted tensor and writes its quantize/dequantize nodes."""
+
+    graph: Graph
+    table: Node
+    recipe: Recipe
+    storage: str
+    low: frozenset[int]  # ids of the counted tensors held low
+    given: Sequence[Site] | None = None  # the sites of a plan to follow: row for row the same tensors
+    guards_gradients: bool = False  # gradients saturate where they are scaled, and keep the model's own inf and NaN
+    sites: list[Site] = field(default_factory=list)
+    nodes: dict[int, Node] = field(default_factory=dict)  # site id -> quantize node
+    _by_tensor: dict[int, Site] = field(default_factory=dict)
+
+    def _in_force(self, site: Site) -> Site:
+        """Return the row that is opened next as the given plan has it. Raises `PlanError` if it has another there."""
+        promoted_at = None
+        if self.given is not None:
+            refuse_another_site(site.id, site, self.given)
+            promoted_at = self.given[site.id].promoted_at
+            site = replace(site, format=self.given[site.id].format)
+        fmt = parse(site.format)
+        self._refuse_unstorable(site, fmt)
+        name = _saturating(fmt).name if self._is_guarded(site.kind, fmt) else fmt.name
+        return replace(site, format=name, promoted_at=promoted_at)
+
+    def _refuse_unstorable(self, site: Site, fmt: Format) -> None:
+        if self.storage == "native" and fmt.torch_dtype is None:
+            raise PlanError(
+                f"sites[{site.id}].format ({site.tensor}) of the given plan is {site.format!r}, which torch has no "
+                "dtype for, and storage='native' needs one; give storage='packed' or storage='simulate', or choose "
+                "e4m3fn, e5m2, bf16, fp16 or fp32"
+            )
+
+    def _is_guarded(self, kind: str, fmt: Format) -> bool:
+        return self.guards_gradients and kind.startswith("grad") and fmt.exponent_bits < 8
+
+    def site(self, tensor: CountedTensor) -> Site:
+        """Return the tensor's row, opening it at first use.
+
+        Which tensors have rows, and in which order, depends on the graph alone and on no format: a promotion, an
+        edit or another low ratio changes what a row says, never which tensor it speaks of. Raises `PlanError` where
+        the given plan speaks of another.
+        """
+        found = self._by_tensor.get(tensor.id)
+        if found is None:
+            found = self._in_force(
+                Site(
+                    id=len(self.sites),
+                    tensor=tensor.name,
+                    kind=tensor.kind,
+                    module=tensor.module,
+                    source=tensor.source,
+                    shape=tensor.shape,
+                    elements=tensor.elements,
+                    group=tensor.group,
+                    format=self.recipe.format_of(tensor.kind, low=tensor.id in self.low).name,
+                    direction="backward" if tensor.kind.startswith("grad") else "forward",
+                )
+            )
+            self.sites.append(found)
+            self._by_tensor[tensor.id] = found
+        return found
+
+    def is_identity(self, tensor: CountedTensor, dtype: torch.dtype) -> bool:
+        """Say whether storing the tensor in its format changes neither bits nor memory; its row stays all the same."""
+        return self.storage != "simulate" and parse(self.site(tensor).format).torch_dtype == dtype
+
+    def store(self, node: Node, tensor: CountedTensor, *, backward: bool | None = None) -> tuple[Node, Node]:
+        """Insert ``dequantize(quantize(node))`` at the insertion point; return the stored and the read value."""
+        site = self.site(tensor)
+        wide: torch.Tensor = node.meta["val"]
+        narrow = torch.empty_like(wide, dtype=symbolic.stored_dtype(parse(site.format), self.storage))
+        common = (self.table, site.id, site.format, self.storage)
+        q = emit(self.graph, symbolic.QUANTIZE, (node, *common), node, backward=backward, val=narrow)
+        reads = (self.table, symbolic.AS_STORED, site.format, self.storage, wide.dtype)
+        x = emit(self.graph, symbolic.DEQUANTIZE, (q, *reads), node, backward=backward, val=wide)
+        if self._is_guarded(tensor.kind, parse(site.format)):
+            x = emit(self.graph, symbolic.KEEP_NONFINITE, (x, node), node, backward=backward, val=wide)
+        self.nodes[site.id] = q
+        return q, x
+
+
+def _saturating(fmt: Format) -> Format:
+    return replace(fmt, overflow="saturate") if fmt.overflow == "inf" else fmt
+
+
+def insertion_point_after(node: Node) -> Node:
+    """Return the node after which a cast of ``node`` may stand (after all placeholders for an input)."""
+    if node.op != "placeholder":
+        return node
+    while node.next.op == "placeholder":
+        node = node.next
+    return node
+
+
+def replace_uses(node: Node, new: Node, users: Iterable[Node]) -> None:
+    """Make ``users`` read ``new`` where they read ``node``."""
+    for user in users:
+        user.replace_input_with(node, new)

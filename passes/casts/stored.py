@@ -1,0 +1,94 @@
+"""Pass 4 for real storage: casts where a tensor is written to memory, and nowhere else (ALGORITHMS 3).
+
+Sites are the operands and results of GEMMs, what backward reads of the forward half, and the gradients that
+backward GEMMs multiply. A tensor that fusion keeps in registers is not rounded: it would cost accuracy and save
+nothing. For the same reason a parameter gets a site only where a GEMM multiplies it, and its gradient none: it
+leaves the graph in the parameter's own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.fx import Node
+
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.groups import Grouped
+from fxprec.passes.analysis.joint import is_backward, value
+from fxprec.passes.analysis.operators import Operator
+from fxprec.passes.analysis.tensors import CountedTensor
+from fxprec.passes.analysis.values import is_plain_float
+from fxprec.passes.casts.sites import SiteBook, insertion_point_after, replace_uses
+
+# A tensor only read by backward and this much smaller than its group's largest is a statistic (a norm's mean, a
+# softmax's maximum): rounding it saves nothing and every element of the large tensor pays.
+STATISTIC = 16
+
+
+def insert_stored_casts(grouped: Grouped, book: SiteBook) -> None:
+    """Insert quantize/dequantize nodes into both halves of the joint graph."""
+    _cast_forward(grouped, book)
+    for op in grouped.gemms:
+        _cast_incoming_gradient(op, grouped, book)
+
+
+def _cast_forward(grouped: Grouped, book: SiteBook) -> None:
+    largest = _largest_by_group(grouped)
+    made_by = grouped.operators.of_node
+    for node, tensor in grouped.values.items():
+        val = value(node)
+        assert val is not None
+        if not _is_written(tensor, largest) or book.is_identity(tensor, val.dtype):
+            continue
+        inside = set(made_by[node].nodes) if node in made_by else set()
+        users = [u for u in node.users if u not in inside and u.target not in ops.MUTATIONS]
+        with book.graph.inserting_before(insertion_point_after(node).next):
+            q, x = book.store(node, tensor)
+        replace_uses(node, x, [u for u in users if u is not q])
+
+
+def _largest_by_group(grouped: Grouped) -> dict[int, int]:
+    largest: dict[int, int] = {}
+    for tensor in grouped.tensors:
+        largest[tensor.group] = max(largest.get(tensor.group, 0), tensor.elements)
+    return largest
+
+
+def _is_written(tensor: CountedTensor, largest: dict[int, int]) -> bool:
+    if tensor.kind == "param":
+        return tensor.feeds_gemm
+    if tensor.feeds_gemm or tensor.of_gemm:
+        return True
+    return tensor.saved and tensor.elements * STATISTIC > largest[tensor.group]
+
+
+def _cast_incoming_gradient(op: Operator, grouped: Grouped, book: SiteBook) -> None:
+    """Store the gradient that a GEMM's backward multiplies: once, read by all of that GEMM's backward."""
+    tensor = next((grouped.grads[n] for n in op.outputs if n in grouped.grads), None)
+    if tensor is None:
+        return
+    inside = set(op.backward)
+    readers: dict[Node, list[Node]] = {}
+    for gradient, reader in _multiplied_gradients(op):
+        readers.setdefault(gradient, []).append(reader)
+    for gradient, found in readers.items():
+        val = value(gradient)
+        if val is None or not is_plain_float(gradient) or book.is_identity(tensor, val.dtype):
+            continue
+        users = [u for u in gradient.users if u in inside or u in found]
+        with book.graph.inserting_before(min(users)):
+            q, x = book.store(gradient, tensor, backward=True)
+        replace_uses(gradient, x, [u for u in users if u is not q])
+
+
+def _multiplied_gradients(op: Operator) -> Iterator[tuple[Node, Node]]:
+    """Yield each gradient a backward GEMM multiplies, views taken off, and the node that reads it for that."""
+    for node in op.backward:
+        if node.target not in ops.GEMMS_BACKWARD:
+            continue
+        for position in ops.GEMM_OPERANDS[node.target]:
+            reader, arg = node, node.args[position]
+            while isinstance(arg, Node) and arg.target in ops.VIEWS and is_backward(arg):
+                reader, arg = arg, arg.args[0]
+            if isinstance(arg, Node) and (is_backward(arg) or "tangent" in arg.name):
+                yield arg, reader

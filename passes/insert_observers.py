@@ -1,0 +1,74 @@
+"""Calibration for policy ``exact``: mark every counted tensor beside its gradient, so that one step measures both.
+
+Used in place of the casting passes, once; the plan is solved from what it measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from fxprec.config.recipes import Recipe
+from fxprec.ir import symbolic
+from fxprec.passes.analysis.gradients import GradientWalk
+from fxprec.passes.analysis.groups import Grouped
+from fxprec.passes.analysis.values import is_plain_float
+from fxprec.passes.base import Work
+from fxprec.passes.casts.sites import emit, insertion_point_after, replace_uses
+from fxprec.passes.lowering.stats import append_gathered
+
+
+@dataclass(frozen=True)
+class InsertObservers:
+    """Insert ``observe`` nodes in the backward half."""
+
+    name: str = "insert-observers"
+
+    def apply(self, work: Work) -> None:
+        assert work.grouped is not None
+        walk = GradientWalk(work.grouped, lambda node, target, users: node)
+        walk.run()
+        for value, gradient in list(_pairs(work.grouped, walk)):
+            _observe(work.grouped, value, gradient, work.config.recipe_)
+
+
+def _pairs(grouped: Grouped, walk: GradientWalk) -> Iterator[tuple[Node, Node]]:
+    gradients = grouped.operators.joint.gradients
+    for value in grouped.values:
+        if value in gradients:
+            yield value, gradients[value][1]
+        elif (summed := walk.sum_of(value)) is not None:
+            yield value, summed
+
+
+def _observe(grouped: Grouped, value: Node, gradient: Node, recipe: Recipe) -> None:
+    if gradient.meta["val"].shape != value.meta["val"].shape:
+        return  # a view of the gradient; its sum was lost between views
+    if not is_plain_float(gradient):
+        return
+    graph = grouped.operators.joint.graph
+    users = list(gradient.users)
+    later = max(insertion_point_after(gradient), insertion_point_after(value))
+    with graph.inserting_before(later.next):
+        args = (gradient, value, grouped.values[value].id, recipe.lo_forward.name, recipe.lo_backward.name)
+        observed = emit(graph, symbolic.OBSERVE, args, gradient, backward=True)
+    replace_uses(gradient, observed, users)
+
+
+def measure(gm: GraphModule) -> tuple[int, ...]:
+    """Return the damages of a partitioned graph's observed tensors as a last output; their ids in order.
+
+    Two numbers each: of the tensor and of its gradient.
+    """
+    found: dict[int, Node] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=symbolic.OBSERVE):
+        with gm.graph.inserting_before(node):
+            found[node.args[2]] = gm.graph.call_function(symbolic.DAMAGE, node.args)
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+    if found:
+        append_gathered(gm.graph, list(found.values()))
+    gm.recompile()
+    return tuple(found)

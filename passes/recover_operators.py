@@ -1,0 +1,20 @@
+"""Recover what the model called from the decomposed joint graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxprec.passes.analysis.operators import recover_operators
+from fxprec.passes.analysis.values import mark_values
+from fxprec.passes.base import Work
+
+
+@dataclass(frozen=True)
+class RecoverOperators:
+    """Fill ``work.operators``, and mark what no later pass may touch."""
+
+    name: str = "recover-operators"
+
+    def apply(self, work: Work) -> None:
+        mark_values(work.joint.graph, stored=work.config.storage_ != "simulate")
+        work.operators = recover_operators(work.joint)

@@ -1,0 +1,80 @@
+"""Triton kernels of the 8-bit codecs: binary search over the borders to encode, look-up to decode.
+
+Source: 8bit-approximations-for-parallelism.txt, section 3.2. `fxprec.runtime.aps.codecs` decides; these give its codes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fxprec.runtime.aps.codecs import Codec, decode_table, thresholds
+
+_BLOCK = 1024
+_SEARCH_STEPS = 7  # 127 borders
+
+
+@triton.jit
+def _encode_kernel(x_ptr, borders_ptr, out_ptr, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    magnitude = tl.abs(x)
+    # The number of borders below the magnitude; NaN, which no border is below, counts as beyond all.
+    index = tl.zeros([BLOCK], dtype=tl.int32)
+    step = 64
+    for _ in tl.static_range(STEPS):
+        border = tl.load(borders_ptr + index + (step - 1))
+        index = tl.where((magnitude > border) | (magnitude != magnitude), index + step, index)
+        step = step // 2
+    sign = (x.to(tl.int32, bitcast=True) >> 31) & 0x80
+    tl.store(out_ptr + at, (index | sign).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _decode_kernel(codes_ptr, table_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    code = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.int32)
+    tl.store(out_ptr + at, tl.load(table_ptr + code), mask=inside)
+
+
+def encode_values(x: Tensor, c: Codec) -> Tensor:
+    """Codes (uint8, shape of `x`) of values in the table's range; as `codecs.encode_values`."""
+    values = x.detach().to(torch.float32).contiguous()
+    out = torch.empty(values.shape, dtype=torch.uint8, device=x.device)
+    if values.numel():
+        grid = (triton.cdiv(values.numel(), _BLOCK),)
+        borders = thresholds(c, x.device)
+        _encode_kernel[grid](values, borders, out, values.numel(), BLOCK=_BLOCK, STEPS=_SEARCH_STEPS)
+    return out
+
+
+def decode_values(codes: Tensor, c: Codec) -> Tensor:
+    """Values (float32, shape of `codes`); as `codecs.decode_values`."""
+    source = codes.contiguous()
+    out = torch.empty(source.shape, dtype=torch.float32, device=codes.device)
+    if source.numel():
+        grid = (triton.cdiv(source.numel(), _BLOCK),)
+        _decode_kernel[grid](source, decode_table(c, codes.device), out, source.numel(), BLOCK=_BLOCK)
+    return out
+
+
+def compile_to_ptx(arch: int) -> tuple[str, str]:
+    """PTX of both kernels for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = {"x_ptr": "*fp32", "borders_ptr": "*fp32", "out_ptr": "*u8", "n": "i32"}
+    encode = ASTSource(_encode_kernel, {**pointers, "BLOCK": "constexpr", "STEPS": "constexpr"},
+                       {"BLOCK": _BLOCK, "STEPS": _SEARCH_STEPS})  # fmt: skip
+    pointers = {"codes_ptr": "*u8", "table_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}
+    decode = ASTSource(_decode_kernel, {**pointers, "BLOCK": "constexpr"}, {"BLOCK": _BLOCK})
+    target = GPUTarget("cuda", arch, 32)
+    found = [
+        triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["ptx"]
+        for source in (encode, decode)
+    ]
+    return str(found[0]), str(found[1])

@@ -1,0 +1,155 @@
+"""How long a step takes when gradients cross a link in 32, 16 or 8 bits.
+
+The model of 8bit-approximations-for-parallelism.txt, appendix A: a layer's transfer hides under the computation that
+follows it, and only what does not fit under it costs time; compressing and decompressing cost so much a number.
+The paper's own tables are in `fxprec.runtime.aps.predict_paper`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxprec.errors import ConfigError
+
+BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default, of float32
+
+
+@dataclass(frozen=True)
+class Link:
+    """One rank's way to the others."""
+
+    bytes_per_second: float
+    latency: float = 0.0
+    """Seconds a message takes beside its bytes."""
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0 or not self.latency >= 0:
+            raise ConfigError(
+                f"link of {self.bytes_per_second} bytes/s and {self.latency} s cannot be; give a positive rate and a "
+                "latency of at least 0"
+            )
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How gradients travel."""
+
+    name: str
+    bytes_per_element: float
+    ns_per_element: float = 0.0
+    """Nanoseconds to compress and decompress one number, on one rank, there and back."""
+    extra_exchanges: int = 0
+    """Small all-reduces before the payload: APS sends its exponents first."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer, in forward order; seconds on one rank."""
+
+    name: str
+    elements: int
+    """Elements of its gradient."""
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step costs with one coding; seconds and bytes for each rank."""
+
+    coding: str
+    computation: float
+    communication: float
+    step: float
+    bytes_sent: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that computation does not hide."""
+        return self.step - self.computation
+
+
+# Measured: benchmarks/results/2026-11-21-aps-codec-speed.json (e5m2, one core; encoded and decoded once a hop).
+CODINGS = (
+    Coding("32-bit", 4),
+    Coding("16-bit", 2, 1.0),
+    Coding("8-bit", 1, 4.0, extra_exchanges=1),
+)
+
+
+def exposed(transfer: float, computation: float) -> float:
+    """Seconds of a transfer left over when it runs beside that computation."""
+    return max(0.0, transfer - computation)
+
+
+def all_reduce_seconds(elements: float, world_size: int, link: Link, coding: Coding) -> float:
+    """Seconds of one ring all-reduce (or all-to-all and all-gather, whose bytes are equal) over `world_size` ranks."""
+    if world_size < 2:
+        return 0.0
+    steps = 2 * (world_size - 1)
+    message = elements / world_size * coding.bytes_per_element
+    wire = steps * (link.latency + message / link.bytes_per_second)
+    return wire + coding.extra_exchanges * steps * link.latency + elements * coding.ns_per_element * 1e-9
+
+
+def buckets(layers: Sequence[Layer], bucket_bytes: int = BUCKET_BYTES) -> list[tuple[float, int]]:
+    """(seconds after the start of backward at which it is ready, elements) of each bucket, last layers first."""
+    found: list[tuple[float, int]] = []
+    clock, waiting = 0.0, 0
+    for layer in reversed(layers):
+        clock += layer.backward
+        waiting += layer.elements
+        if waiting * 4 >= bucket_bytes:
+            found.append((clock, waiting))
+            waiting = 0
+    if waiting:
+        found.append((clock, waiting))
+    return found
+
+
+def predict_step(layers: Sequence[Layer], world_size: int, link: Link, coding: Coding) -> Prediction:
+    """Step time of data-parallel training: buckets are exchanged one after another beside the backward pass."""
+    forward = sum(layer.forward for layer in layers)
+    computation = forward + sum(layer.backward for layer in layers)
+    communication, free_at, elements = 0.0, forward, 0
+    for ready, count in buckets(layers):
+        cost = all_reduce_seconds(count, world_size, link, coding)
+        communication += cost
+        elements += count
+        free_at = max(free_at, forward + ready) + cost
+    sent = 2 * (world_size - 1) / max(world_size, 1) * elements * coding.bytes_per_element
+    return Prediction(coding.name, computation, communication, max(computation, free_at), sent)
+
+
+def verdict(predictions: Sequence[Prediction], worthwhile: float = 0.05) -> str:
+    """One sentence: whether 8 bits pay. A gain under `worthwhile` (5 % of the step) is called none."""
+    best = min(predictions, key=lambda p: p.step)
+    plain = predictions[0]
+    gain = plain.step / best.step
+    if gain < 1 + worthwhile:
+        return (
+            f"8 bits do not pay here: computation hides {plain.coding} gradients to within {worthwhile:.0%} of a step."
+        )
+    took = f"{best.step * 1e3:.3g} ms instead of {plain.step * 1e3:.3g}"
+    return f"{best.coding} gradients pay: a step takes {took} ({gain:.2f}x)."
+
+
+_UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second of ``"200Mbit/s"``, ``"10Gbit/s"``, ``"6GB/s"``. Raises `ConfigError` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMG]?)(bit|B)(?:/s|ps)\s*", text)
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(f"link rate {text!r} is not understood; write for instance 200Mbit/s, 10Gbit/s or 6GB/s")
+    return float(match[1]) * _UNITS[match[2]] / (8 if match[3] == "bit" else 1)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of ``"0.2ms"``, ``"5us"``, ``"1.5s"``. Raises `ConfigError` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us|ns)\s*", text)
+    if match is None:
+        raise ConfigError(f"time {text!r} is not understood; write for instance 0.2ms, 5us or 1.5s")
+    return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[match[2]]

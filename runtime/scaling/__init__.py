@@ -1,0 +1,1 @@
+"""Scales of gradients while training runs: what is measured, estimated and solved."""

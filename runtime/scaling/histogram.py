@@ -1,0 +1,93 @@
+"""Histograms of exponents: the exact under- and overflow rate of a tensor at every power-of-two scale.
+
+Scaling by 2**k moves a float32's exponent by k and nothing else. So with bins whose borders are the format's
+threshold times powers of two, the elements beyond the threshold at any scale are a sum of whole bins. The two
+thresholds (what rounds to zero, what rounds beyond the largest) have other significands: two rows of 64 bins, the
+last one the bin of the largest magnitude, the first one also everything smaller than 2**-63 of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from fxprec.ir.symbolic import HISTOGRAM_BINS
+from fxprec.numerics.codec import INFINITY, MAGNITUDE, float_bits, format_row, overflow_threshold
+from fxprec.numerics.formats import Format
+
+_EXPONENT = 23
+_MANTISSA = (1 << _EXPONENT) - 1
+
+
+def thresholds(fmt: Format) -> tuple[int, int]:
+    """Return float32 bits: the smallest magnitude that does not underflow, and the smallest that overflows."""
+    row = format_row(fmt)
+    over = overflow_threshold(row.shift, row.largest)
+    assert isinstance(over, int)
+    return row.underflow + 1, over
+
+
+def count_exponents(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Count the finite, non-zero elements of ``x``: (128,) float32, 64 bins for underflow and 64 for overflow."""
+    bits = x.detach().to(torch.float32).contiguous().view(torch.int32).flatten() & MAGNITUDE
+    counted = (bits > 0) & (bits < INFINITY)
+    rows = [_row(bits, counted, threshold & _MANTISSA) for threshold in thresholds(fmt)]
+    return torch.cat(rows).to(torch.float32)
+
+
+def _row(bits: torch.Tensor, counted: torch.Tensor, border: int) -> torch.Tensor:
+    index = (bits - border) >> _EXPONENT
+    if not index.numel():
+        return torch.zeros(HISTOGRAM_BINS, dtype=torch.float32, device=bits.device)
+    top = torch.where(counted, index, -1).max()
+    bins = (index - top + HISTOGRAM_BINS - 1).clamp(0, HISTOGRAM_BINS - 1).to(torch.int64)
+    empty = torch.zeros(HISTOGRAM_BINS, dtype=torch.float32, device=bits.device)
+    return empty.scatter_add_(0, bins, counted.to(torch.float32))
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of one tensor, free of its scale; exponents run from ``top - 63`` to ``top``."""
+
+    under: Sequence[float]
+    over: Sequence[float]
+    under_top: int
+    """Exponent of the largest magnitude, counted from the underflow threshold."""
+    over_top: int
+
+    @classmethod
+    def of(cls, counts: Sequence[float], amax: float, fmt: Format) -> Self:
+        """Read `count_exponents`'s result; ``amax`` is the largest finite magnitude, without a scale."""
+        tops = [_index(amax, t & _MANTISSA) - (t >> _EXPONENT) for t in thresholds(fmt)]
+        return cls(tuple(counts[:HISTOGRAM_BINS]), tuple(counts[HISTOGRAM_BINS:]), *tops)
+
+    def raised(self, binades: int) -> Self:
+        """Return the histogram of the tensor times ``2**binades``."""
+        return replace(self, under_top=self.under_top + binades, over_top=self.over_top + binades)
+
+    def underflow(self, scale_exp: int) -> float:
+        """Return the share of the non-zero elements that underflow at scale ``2**scale_exp``."""
+        # A bin's elements underflow when its exponent, relative to the threshold, is negative at that scale.
+        below = -(self.under_top + scale_exp) + HISTOGRAM_BINS - 1
+        return sum(self.under[: max(0, min(HISTOGRAM_BINS, below))]) / max(sum(self.under), 1.0)
+
+    def overflow(self, scale_exp: int) -> float:
+        """Return the share of the non-zero elements that overflow at scale ``2**scale_exp``."""
+        first = -(self.over_top + scale_exp) + HISTOGRAM_BINS - 1
+        return sum(self.over[max(0, min(HISTOGRAM_BINS, first)) :]) / max(sum(self.over), 1.0)
+
+    def smallest_scale_exp(self, underflow: float) -> int:
+        """Return the smallest exponent at which at most ``underflow`` of the non-zero elements underflow."""
+        lost, total = 0.0, max(sum(self.under), 1.0)
+        for i, count in enumerate(self.under):
+            lost += count
+            if lost > underflow * total:
+                return HISTOGRAM_BINS - 1 - i - self.under_top
+        return -self.under_top
+
+
+def _index(magnitude: float, border: int) -> int:
+    return (float_bits(magnitude) - border) >> _EXPONENT

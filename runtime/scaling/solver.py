@@ -1,0 +1,217 @@
+"""Exponents for a whole `ScaleGraph` at once, from the statistics of its casts (ALGORITHMS 4).
+
+Integers throughout: an exponent is a whole number of binades, so scales never drift.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fxprec.numerics.formats import Format, parse
+from fxprec.plan.scales import Cast, Gemm, Join, ScaleGraph
+from fxprec.runtime.scaling.estimates import Distribution, LogNormal, Normal, floor_log2, gemm_deviation
+from fxprec.runtime.scaling.histogram import Histogram
+from fxprec.runtime.stats import SiteStats
+
+# 2**a and 2**-a are normal float32 numbers, and so is each quotient that the table holds: a cast's scale over the one
+# that comes in, a sum's over a part's.
+MAX_SCALE_EXP = 126
+# Room for gradients to grow between two refreshes before they saturate, and to shrink before too many underflow.
+HEADROOM_EXP = 3
+FOOTROOM_EXP = 2
+# Sums are carried in float32 or bfloat16. What operators between two casts may add to a gradient's magnitude is not
+# known; half of the exponents above 1 are left for it.
+LARGEST_CARRIED = 2.0**64
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of the casts' gradients and their GEMMs' operands, by row; nothing in it carries a scale."""
+
+    stats: Mapping[int, SiteStats]
+    amax: Mapping[int, float]
+    """Largest magnitude since the last refresh."""
+    histograms: Mapping[int, Histogram]
+    """Empty unless the estimate is by histogram."""
+    fresh: frozenset[int] | None = None
+    """Casts measured since the last refresh, by row; None: all there are statistics of."""
+
+    def is_fresh(self, cast: Cast) -> bool:
+        return cast.row in (self.stats if self.fresh is None else self.fresh)
+
+    def unclipped(self, hidden: Mapping[int, int]) -> Measured:
+        """Return what would have been measured without saturation; ``hidden`` as by `hidden_by_clipping`, by row."""
+        if not any(hidden.values()):
+            return self
+        return replace(
+            self,
+            stats={row: _raised(stats, hidden.get(row, 0)) for row, stats in self.stats.items()},
+            amax={row: math.ldexp(amax, hidden.get(row, 0)) for row, amax in self.amax.items()},
+            histograms={row: counts.raised(hidden.get(row, 0)) for row, counts in self.histograms.items()},
+        )
+
+    def distribution(self, cast: Cast) -> Distribution | None:
+        """Return the model of a cast's gradient, or None where nothing was measured."""
+        own = self.stats.get(cast.row)
+        if own is None:
+            return None
+        if (counts := self.histograms.get(cast.row)) is not None:
+            return counts
+        fmt = parse(cast.format)
+        if cast.producer == "softmax":
+            return LogNormal(own.mean_ln, own.std_ln, fmt)
+        deviation = None if cast.gemm is None else self._gemm_deviation(cast.gemm)
+        deviation = deviation or own.rms / math.sqrt(own.nonzero_ratio)
+        return Normal(deviation, fmt) if 0.0 < deviation < math.inf else None  # squares may leave float32
+
+    def _gemm_deviation(self, gemm: Gemm) -> float | None:
+        gradient, operand = self.stats.get(gemm.gradient), self.stats.get(gemm.operand)
+        if gradient is None or operand is None:
+            return None
+        return gemm_deviation(gemm.length, gradient.rms, operand.rms)
+
+    def cap(self, cast: Cast) -> int | None:
+        """Return the largest exponent that keeps a cast from overflowing, or None where nothing was measured.
+
+        Either bound is enough: the largest gradient seen, with room to grow, or the largest its GEMM can make.
+        """
+        amax = self.amax.get(cast.row)
+        if amax is None:
+            return None
+        fmt = parse(cast.format)
+        caps = [scale_exp(amax, fmt)]
+        if cast.gemm is not None:
+            gradient, operand = self.amax.get(cast.gemm.gradient), self.amax.get(cast.gemm.operand)
+            if gradient is not None and operand is not None:
+                caps.append(_gemm_cap(cast.gemm.length, gradient, operand, fmt))
+        return max((c for c in caps if c is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Exponents by variable, and what was out of reach."""
+
+    exps: list[int]
+    refused: Mapping[int, int]
+    """Exponent that was wanted, by row, of casts that got another one."""
+
+
+def solve(
+    graph: ScaleGraph,
+    measured: Measured,
+    underflow: float,
+    margins: Mapping[int, int],
+    before: Sequence[int] | None = None,
+) -> Solution:
+    """Return the exponent of each variable.
+
+    ``underflow`` is the share of non-zero elements that may round to zero; ``margins`` (by row) raises an exponent
+    where the model has been too kind. A cast of which nothing new was measured moves as the scale that comes in has
+    moved since ``before`` (all 0 if left out).
+    """
+    exps: list[int] = []
+    refused: dict[int, int] = {}
+    before = before or [0] * len(graph.variables)
+    for i, variable in enumerate(graph.variables):
+        if isinstance(variable, Cast):
+            found = _cast_exp(variable, measured, underflow, margins.get(variable.row, 0))
+            source = variable.source
+            moved = 0 if source is None else exps[source] - before[source]
+            wanted = before[i] + moved if found is None else found
+            exps.append(within_reach(variable, wanted, exps))
+            if exps[i] != wanted:
+                refused[variable.row] = wanted
+        else:
+            exps.append(within_reach(variable, _join_exp(graph, variable, exps, measured), exps))
+    return Solution(exps, refused)
+
+
+def within_reach(variable: Cast | Join, wanted: int, exps: Sequence[int]) -> int:
+    """Return the exponent nearest to ``wanted`` that float32 can apply and take off; ``exps`` as far as known.
+
+    There always is one: no two of what comes in lie further apart than twice `MAX_SCALE_EXP`.
+    """
+    incoming = (variable.source,) if isinstance(variable, Cast) else variable.parts
+    near = [0, *(0 if v is None else exps[v] for v in incoming)]
+    return max(max(near) - MAX_SCALE_EXP, min(min(near) + MAX_SCALE_EXP, wanted))
+
+
+def hidden_by_clipping(graph: ScaleGraph, clipped: Mapping[int, int]) -> tuple[list[int], dict[int, int]]:
+    """Return by how many binades gradients were larger than they seemed: carried by variable, and into casts by row.
+
+    Where a gradient saturates as a whole, all that is computed from it is as much too small. ``clipped`` are those
+    binades, by row.
+    """
+    carried: list[int] = []
+    into: dict[int, int] = {}
+    for variable in graph.variables:
+        parts = (variable.source,) if isinstance(variable, Cast) else variable.parts
+        lost = max(0 if part is None else carried[part] for part in parts)
+        if isinstance(variable, Cast):
+            into[variable.row] = lost
+            lost += clipped.get(variable.row, 0)
+        carried.append(min(lost, 2 * MAX_SCALE_EXP))
+    return carried, into
+
+
+def _raised(stats: SiteStats, binades: int) -> SiteStats:
+    if not binades:
+        return stats
+    factor = 2.0**binades
+    mean_ln = stats.mean_ln + binades * math.log(2)
+    return replace(stats, amax=stats.amax * factor, rms=stats.rms * factor, mean_ln=mean_ln)
+
+
+def _cast_exp(cast: Cast, measured: Measured, underflow: float, margin: int) -> int | None:
+    if not measured.is_fresh(cast) or (cap := measured.cap(cast)) is None:
+        return None
+    found = measured.distribution(cast)
+    return cap if found is None else min(found.smallest_scale_exp(underflow) + FOOTROOM_EXP + margin, cap)
+
+
+def _join_exp(graph: ScaleGraph, join: Join, exps: Sequence[int], measured: Measured) -> int:
+    parts = [0 if part is None else exps[part] for part in join.parts]
+    casts = (None if part is None else _last_cast(graph, part) for part in join.parts)
+    amaxes = (None if cast is None else measured.amax.get(cast.row) for cast in casts)
+    return join_exp(parts, [a for a in amaxes if a is not None], LARGEST_CARRIED)
+
+
+def _last_cast(graph: ScaleGraph, variable: int) -> Cast | None:
+    found = graph.variables[variable]
+    return found if isinstance(found, Cast) else None
+
+
+def join_exp(exps: Sequence[int], amaxes: Sequence[float], largest: float) -> int:
+    """Return the common exponent of gradients that are added up.
+
+    The largest of ``exps`` at which neither a summand nor the sum reaches ``largest``; if none fits, the largest
+    power of two that does. ``amaxes`` are the summands' largest magnitudes, without their scales.
+    """
+    total = math.fsum(amaxes)
+    if not total:
+        return max(exps)
+    limit = floor_log2(largest) - floor_log2(total) - 1
+    while math.ldexp(total, limit + 1) < largest:
+        limit += 1
+    return max((e for e in exps if e <= limit), default=limit)
+
+
+def scale_exp(amax: float, fmt: Format) -> int | None:
+    """Return the exponent k that puts ``amax * 2**k`` ``HEADROOM_EXP`` below ``fmt.largest``, rounded down.
+
+    None when ``amax`` says nothing: zero, infinite or NaN.
+    """
+    if not (0.0 < amax < math.inf):
+        return None
+    return floor_log2(fmt.largest) - 1 - HEADROOM_EXP - floor_log2(amax)
+
+
+def _gemm_cap(length: int, gradient: float, operand: float, fmt: Format) -> int | None:
+    """Return the largest exponent at which no sum of ``length`` products can overflow."""
+    bound = length * gradient * operand
+    if not 0.0 < bound < math.inf:
+        return None
+    k = floor_log2(fmt.largest) - floor_log2(bound)
+    return k if math.ldexp(bound, k) < fmt.largest else k - 1
