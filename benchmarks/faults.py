@@ -13,8 +13,9 @@ from torch import Tensor
 
 import fxprec.driver.backend  # noqa: F401  in the right order
 from fxprec.config.recipes import Recipe
-from fxprec.numerics import codec, codec_rows
+from fxprec.numerics import codec, directed
 from fxprec.numerics.formats import parse
+from fxprec.numerics.rows import FormatRow, as_float, format_row
 from fxprec.passes.analysis import assignment, groups
 from fxprec.passes.analysis.policies import POLICIES, Choice
 from fxprec.passes.casts import simulated as casts_simulated
@@ -45,49 +46,46 @@ class Fault:
             yield
 
 
-def _rounding(change: Callable[[Tensor, tuple[Any, ...]], Tensor]) -> Callable[[], Patches]:
+def _rounding(change: Callable[[Tensor, FormatRow], Tensor]) -> Callable[[], Patches]:
     """Round simulated values by ``change(x, row)``; formats as wide as float32 stay."""
-    return lambda: {(reference_ops, "round_with_row"): lambda x, *row: change(x, row)}
+    return lambda: {(reference_ops, "_rounded"): change}
 
 
-def _toward_zero(x: Tensor, row: tuple[Any, ...]) -> Tensor:
-    return codec_rows.truncate_with_row(x, *row)
+def _toward_zero(x: Tensor, row: FormatRow[Any]) -> Tensor:
+    return directed.truncated(x, row)
 
 
-def _ties_away(x: Tensor, row: tuple[Any, ...]) -> Tensor:
-    return codec.round_with_row(torch.nextafter(x, torch.copysign(torch.tensor(torch.inf), x)), *row)
+def _ties_away(x: Tensor, row: FormatRow[Any]) -> Tensor:
+    return codec.nearest(torch.nextafter(x, torch.copysign(torch.tensor(torch.inf), x)), row)
 
 
-def _stochastic(x: Tensor, row: tuple[Any, ...]) -> Tensor:
-    return codec_rows.dither_with_row(x, torch.randint(1 << 31, x.shape, dtype=torch.int32), *row)
+def _stochastic(x: Tensor, row: FormatRow[Any]) -> Tensor:
+    return directed.dithered(x, torch.randint(1 << 31, x.shape, dtype=torch.int32), row)
 
 
-def _flushed(x: Tensor, row: tuple[Any, ...]) -> Tensor:
-    smallest_normal = codec.as_float(row[2] & ~3)
-    return torch.where(x.abs() < smallest_normal, 0.0, codec.round_with_row(x, *row))
+def _flushed(x: Tensor, row: FormatRow[Any]) -> Tensor:
+    return torch.where(x.abs() < as_float(row.min_normal), 0.0, codec.nearest(x, row))
 
 
-def _twice(x: Tensor, row: tuple[Any, ...]) -> Tensor:
-    return codec.round_with_row(x.to(torch.bfloat16).to(x.dtype), *row)
+def _twice(x: Tensor, row: FormatRow[Any]) -> Tensor:
+    return codec.nearest(x.to(torch.bfloat16).to(x.dtype), row)
 
 
 def _one_site_unrounded() -> Patches:
-    real = codec.round_with_row
-    wide = codec.format_row(parse("fp32"))[1:]
-    low = codec.format_row(parse("1-4-3+4"))[1:]
+    wide, low = format_row(parse("fp32")), format_row(parse("1-4-3+4"))
 
-    def quantize(x: Tensor, *row: Any) -> Tensor:
-        is_low_output = tuple(row) == tuple(low) and x.shape == (64, 32)
-        return real(x, *(wide if is_low_output else row))
+    def rounded(x: Tensor, row: FormatRow[Any]) -> Tensor:
+        is_low_output = row[1:] == low[1:] and x.shape == (64, 32)
+        return codec.nearest(x, wide if is_low_output else row)
 
-    return {(reference_ops, "round_with_row"): quantize}
+    return {(reference_ops, "_rounded"): rounded}
 
 
 def _codes_toward_zero() -> Patches:
     real = reference_ops.reference_encode
 
     def encode(x: Tensor, fmt: Any) -> Tensor:
-        down = codec_rows.truncate_with_row(x.float(), *codec.format_row(parse(fmt))[1:])
+        down = directed.truncated(x.float(), format_row(parse(fmt)))
         return real(down, fmt)
 
     return {(reference_ops, "reference_encode"): encode}
@@ -129,13 +127,13 @@ def _solved_low() -> Patches:
 
 def _gradients(change: Callable[[Tensor], Tensor]) -> Callable[[], Patches]:
     """Change every low gradient as it is rounded."""
-    low = codec.format_row(parse("1-5-2"))[1:]
-    real = codec.round_with_row
+    low = format_row(parse("1-5-2"))
 
-    def rounded(x: Tensor, *row: Any) -> Tensor:
-        return change(real(x, *row)) if tuple(row) == tuple(low) else real(x, *row)
+    def rounded(x: Tensor, row: FormatRow[Any]) -> Tensor:
+        found = codec.nearest(x, row)
+        return change(found) if row[1:] == low[1:] else found
 
-    return lambda: {(reference_ops, "round_with_row"): rounded}
+    return lambda: {(reference_ops, "_rounded"): rounded}
 
 
 def _noise(x: Tensor) -> Tensor:
@@ -187,8 +185,8 @@ def _never_promoted() -> Patches:
 
 
 def _overflow_at_twice() -> Patches:
-    real = codec.overflow_threshold
-    return {(codec, "overflow_threshold"): lambda shift, largest: real(shift, largest) + (1 << 23)}
+    real = reference_ops.reference_stats
+    return {(reference_ops, "reference_stats"): lambda x, grid: real(x, grid._replace(largest=2 * grid.largest))}
 
 
 FAULTS = (

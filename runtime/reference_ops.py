@@ -7,18 +7,29 @@ import math
 import torch
 
 from fxprec.ir.symbolic import AS_STORED, CARRIED, HISTOGRAM_BINS, MEASURE, UNMEASURED, stored_dtype
-from fxprec.numerics.codec import round_stats, round_with_row
 from fxprec.numerics.formats import Format, parse
-from fxprec.numerics.reference import reference_decode, reference_encode, reference_quantize
+from fxprec.numerics.reference import (
+    Grid,
+    reference_decode,
+    reference_encode,
+    reference_quantize,
+    reference_round,
+    reference_stats,
+)
+from fxprec.numerics.rows import FormatRow, row_of
 from fxprec.runtime.scaling.histogram import count_exponents
 
 
 def quantize(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str) -> torch.Tensor:
     scaled = _scaled(x, table, row)
     if storage == "simulate":
-        return round_with_row(scaled, *table[row].tolist()[1:CARRIED])
+        return _rounded(scaled, row_of(table[row].tolist()))
     fmt = parse(format)
     return _as_stored(reference_encode(scaled, fmt), fmt, storage)
+
+
+def _rounded(x: torch.Tensor, row: FormatRow[int]) -> torch.Tensor:
+    return reference_round(x, Grid.of_row(row))
 
 
 def _as_stored(codes: torch.Tensor, fmt: Format, storage: str) -> torch.Tensor:
@@ -64,11 +75,11 @@ def _first_order(x: torch.Tensor, other: torch.Tensor, fmt: str) -> torch.Tensor
 
 def site_stats(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
     entries = table[row].tolist()
-    stats = round_stats(_scaled(x, table, row), tuple(entries[:CARRIED]))
+    stats = reference_stats(_scaled(x, table, row), Grid.of_row(row_of(entries)))
     count = max(x.numel(), 1)
     amax = float(x.abs().max()) if x.numel() else 0.0
     moments = measured_moments(x, entries[CARRIED]) if entries[MEASURE] else UNMEASURED
-    ratios = int(stats.overflow) / count, int(stats.underflow) / count
+    ratios = stats.overflow / count, stats.underflow / count
     values = [*ratios, amax * 2.0 ** -entries[CARRIED], *moments]
     return torch.tensor(values, dtype=torch.float32, device=x.device)
 

@@ -1,6 +1,6 @@
 """The scale table: one int32 row per site, cast or rescale; an input of every compiled graph.
 
-Column 0 is the scale exponent; the next seven parameterise rounding for storage ``simulate`` (`codec.format_row`),
+Column 0 is the scale exponent; the next eight parameterise rounding for storage ``simulate`` (`rows.FormatRow`),
 the last two are `symbolic.CARRIED` and `symbolic.MEASURE`. A change makes a new tensor: the backward of a step always
 reads the table of its forward.
 """
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fxprec.ir.symbolic import CARRIED, MEASURE, TABLE_COLUMNS
-from fxprec.numerics.codec import format_row
 from fxprec.numerics.formats import parse
+from fxprec.numerics.rows import format_row
 from fxprec.plan import Site
 from fxprec.plan.scales import Cast, ScaleGraph
 
@@ -21,7 +21,7 @@ from fxprec.plan.scales import Cast, ScaleGraph
 def format_rows(
     sites: Sequence[Site], rows: int, scales: ScaleGraph | None = None, held: Mapping[int, str] | None = None
 ) -> torch.Tensor:
-    """Return the (rows, 10) int32 table without scales. Rows that nobody uses are zero.
+    """Return the (rows, TABLE_COLUMNS) int32 table without scales. Rows that nobody uses are zero.
 
     ``held`` names other formats than the plan's, by site.
     """

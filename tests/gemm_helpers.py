@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from fxprec.ir import symbolic, symbolic_gemms
-from fxprec.numerics.codec import format_row
 from fxprec.numerics.formats import parse
+from fxprec.numerics.rows import format_row
 
 
 def table_of(*rows: tuple[int, str], carried: int = 0, measure: int = 0) -> Tensor:

@@ -25,6 +25,7 @@ from fxprec.errors import FormatError
 from fxprec.numerics import codec, reference, rounding
 from fxprec.numerics.formats import E4M3FN, E5M2, FP32, HFP8_143, Format, parse
 from fxprec.numerics.rounding import decode, encode, quantize
+from fxprec.numerics.rows import FormatRow, format_row
 
 NUM_RANDOM = 1 << 20  # bit patterns per shared format: more than 10 million in all, with gfloat's
 
@@ -94,7 +95,7 @@ def test_every_path_is_the_reference(fmt: Format) -> None:
     x = samples(fmt)
     wanted, codes = reference.reference_quantize(x, fmt), reference.reference_encode(x, fmt)
     assert_same(quantize(x, fmt), wanted, x)
-    assert_same(codec.round_with_row(x, *codec.format_row(fmt)[1:]), wanted, x)
+    assert_same(codec.nearest(x, format_row(fmt)), wanted, x)
     assert_same_codes(encode(x, fmt), codes, x, fmt)
     assert_same_codes(codec.encode_bits(x, fmt), codes, x, fmt)
     every = all_codes(fmt)
@@ -105,25 +106,25 @@ def test_every_path_is_the_reference(fmt: Format) -> None:
 @pytest.mark.parametrize("fmt", FORMATS, ids=ids)
 def test_a_row_may_hold_tensors(fmt: Format) -> None:
     x = samples(fmt, 256)
-    table = torch.tensor([[0] * 8, codec.format_row(fmt)], dtype=torch.int32)
-    assert_same(codec.round_with_row(x, *table[1, 1:].unbind()), reference.reference_quantize(x, fmt), x)
+    table = torch.tensor([[0] * len(FormatRow._fields), format_row(fmt)], dtype=torch.int32)
+    assert_same(codec.nearest(x, FormatRow(*table[1].unbind())), reference.reference_quantize(x, fmt), x)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=ids)
 def test_statistics_are_the_reference(fmt: Format) -> None:
     x = samples(fmt)
     for values in (x, x[~x.isnan()], x[:0]):
-        got, want = codec.round_stats(values, codec.format_row(fmt)), reference.reference_stats(values, fmt)
+        got, want = codec.round_stats(values, format_row(fmt)), reference.reference_stats(values, fmt)
         assert (int(got.overflow), int(got.underflow)) == (want.overflow, want.underflow)
         np.testing.assert_equal(float(got.amax), want.amax)
 
 
 def test_statistics_by_hand() -> None:
     x = torch.tensor([30.0, 30.99, 31.0, -400.0, torch.inf, torch.nan, 0.0, -0.0, 2.0**-14, -(2.0**-15), 2.0**-13])
-    stats = codec.round_stats(x, codec.format_row(HFP8_143))
+    stats = codec.round_stats(x, format_row(HFP8_143))
     assert int(stats.overflow) == 4  # 31 = largest + half a unit is the first
     assert int(stats.underflow) == 2  # 2^-14 ties to zero
-    assert int(codec.round_stats(torch.tensor([463.0, 464.0]), codec.format_row(E4M3FN)).overflow) == 1
+    assert int(codec.round_stats(torch.tensor([463.0, 464.0]), format_row(E4M3FN)).overflow) == 1
 
 
 def test_tie_that_rounds_twice_in_scaled_encoders() -> None:

@@ -10,10 +10,11 @@ from codec_oracles import FORMATS, assert_same, assert_same_codes, edges, ids, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxprec.numerics import codec, codec_rows, rounding
+from fxprec.numerics import directed, rounding
 from fxprec.numerics.formats import E4M3FN_NAN, FP16_169, HFP8_143, HFP8_152, Format
 from fxprec.numerics.reference import reference_quantize
 from fxprec.numerics.rounding import decode, encode, quantize
+from fxprec.numerics.rows import format_row
 
 
 @pytest.fixture(autouse=True)
@@ -124,5 +125,5 @@ def test_stochastic_turns_at_the_exact_fraction(fmt: Format) -> None:
     turn = ((x.double() - down) / gap * 2.0**31).floor().long()
     for random, rounds_up in ((turn - 1, turn > 0), (turn, torch.zeros_like(turn, dtype=torch.bool))):
         bits = random.clamp(0, 2**31 - 1).to(torch.int32)
-        y = codec_rows.dither_with_row(x, bits, *codec.format_row(fmt)[1:])
+        y = directed.dithered(x, bits, format_row(fmt))
         assert_same(y, torch.where(rounds_up, up, down), x)

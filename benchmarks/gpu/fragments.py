@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxprec.driver.graph  # noqa: F401  registers the symbolic ops
 from benchmarks.gpu.suite import Setting
 from fxprec.ir.symbolic import AS_STORED
-from fxprec.numerics.codec import format_row
 from fxprec.numerics.formats import parse
+from fxprec.numerics.rows import format_row
 from fxprec.passes.lowering import lower
 
 aten = torch.ops.aten

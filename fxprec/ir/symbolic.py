@@ -35,13 +35,14 @@ from typing import Any, Literal
 import torch
 
 from fxprec.numerics.formats import Format, parse
+from fxprec.numerics.rows import FormatRow
 
 Storage = Literal["native", "packed", "simulate"]
 AS_STORED = -1
-# Columns of the table: 0 scale exponent, 1 to 7 the format (`codec.FormatRow`), then these.
-CARRIED = 8  # the scale exponent that what comes into the row's quantize carries already
-MEASURE = 9  # 1 in steps that measure moments and histograms
-TABLE_COLUMNS = 10
+# Columns of the table: those of `FormatRow`, the scale exponent first, then these.
+CARRIED = len(FormatRow._fields)  # the scale exponent that what comes into the row's quantize carries already
+MEASURE = CARRIED + 1  # 1 in steps that measure moments and histograms
+TABLE_COLUMNS = MEASURE + 1
 
 # Fields of a row of statistics. Ratios are shares of all elements; the others are of the tensor without its scale.
 # The last four are measured only where the table says so; elsewhere ``nonzero_ratio`` is -1.

@@ -1,155 +1,172 @@
-"""Rounding and packing of float32 tensors, once, over plain pointwise ops.
+"""Rounding and packing of float32 numbers, once: the text from which every kernel's form is derived.
 
-Every function here can be run eagerly, traced by ``make_fx`` or fused by Inductor: only decomposed pointwise ops,
-and few of them, since compile time follows the number of nodes. All work on float32 bits read as int32:
-magnitudes are ordered like integers, and NaN lies above infinity. Definitions: ALGORITHMS section 1.
-
-Two layers: a *row* holds a format as eight integers, so that a runtime table can change it without recompiling;
-`encode_bits` and `decode_bits` fold one format's constants in.
+Plain pointwise torch ops on float32 bits read as int32, where magnitudes are ordered like integers and NaN lies above
+infinity. Run as they stand they are the eager form; traced by ``make_fx``, Inductor's expansion; printed (`cpp`,
+`device`), the C++ and Triton functions that kernels call. A row's fields may be tensors, so that a table or a struct
+changes the format without recompiling, or Python ints, which fold into the code. Definitions: docs/algorithms.md,
+"Number formats". What decides in doubt is `reference`, which shares nothing with this.
 """
 
 from __future__ import annotations
 
-import struct
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fxprec.numerics.formats import Format
-
-Scalar: TypeAlias = int | torch.Tensor
-"""A Python int, or a 0-dim int32 tensor."""
-
-MAGNITUDE = 0x7FFFFFFF
-INFINITY = 0x7F800000
-QUIET_NAN = 0x7FC00000
-SIGN = -(1 << 31)
-
-
-class FormatRow(NamedTuple):
-    """A format as eight int32 numbers; "bits" are those of a float32."""
-
-    scale_exponent: int
-    """0 here: the power of two a site's values are multiplied by, filled in by the scale table."""
-    shift: int
-    """23 - M: float32 mantissa bits the format lacks."""
-    addend: int
-    """Half a unit in the last place, less 1 where ``parity`` is 1."""
-    min_normal: int
-    """Bits of the smallest normal number, plus parity + 1; see `_parity`."""
-    magic: int
-    """Bits of 2^(min_exponent + shift): adding and subtracting it rounds a subnormal exactly once."""
-    largest: int
-    """Bits of the largest number."""
-    overflow: int
-    """Bits of what a larger number becomes: the largest, inf or NaN."""
-    underflow: int
-    """Bits of the largest magnitude that rounds to zero."""
+from fxprec.numerics.rows import (
+    INFINITY,
+    MAGNITUDE,
+    QUIET_NAN,
+    SIGN,
+    CodeRow,
+    FormatRow,
+    as_float,
+    code_row,
+    format_row,
+    thresholds,
+)
 
 
-class RoundStats(NamedTuple):
-    """A rounded tensor with what rounding did; counts are 0-dim int32 tensors, ``amax`` is 0-dim float32."""
+class _Rounded(NamedTuple):
+    """A magnitude rounded to nearest even, with no upper end."""
 
-    rounded: torch.Tensor
-    overflow: torch.Tensor
-    underflow: torch.Tensor
-    amax: torch.Tensor
-
-
-def float_bits(value: float) -> int:
-    """Return the bits of ``value`` as a float32."""
-    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
-    return bits
+    units: Tensor
+    """int32, of a normal number: float32 bits without the mantissa bits the format lacks."""
+    anchored: Tensor
+    """float32, of a subnormal: the rounded number plus the format's magic number."""
 
 
-def format_row(fmt: Format) -> FormatRow:
-    """Return the row of ``fmt``."""
-    shift = 23 - fmt.mantissa_bits
-    parity = _parity(fmt)
-    overflow = {"saturate": float_bits(fmt.largest), "inf": INFINITY, "nan": QUIET_NAN}[str(fmt.overflow)]
-    half_smallest = fmt.smallest_subnormal / 2
-    return FormatRow(
-        scale_exponent=0,
-        shift=shift,
-        addend=((1 << shift) >> 1) - (parity == 1),
-        min_normal=float_bits(fmt.smallest_normal) + parity + 1,
-        magic=float_bits(2.0 ** (fmt.min_exponent + shift)),
-        largest=float_bits(fmt.largest),
-        overflow=overflow,
-        underflow=float_bits(half_smallest),  # 2^-150 rounds to 0: no float32 underflows
-    )
+def _nearest_even(magnitude: Tensor, row: FormatRow[Any], rebias: Any = 0) -> _Rounded:
+    """Round magnitude bits to nearest, ties to the even code. ``rebias`` is taken off the units' exponent.
 
-
-def _parity(fmt: Format) -> int:
-    """How the last kept bit of a float32 enters a tie: 1 added, -1 subtracted, 0 not at all.
-
-    With no mantissa bits that bit is the exponent's last, and an even offset difference makes odd codes even.
-    Kept in the low bits of ``min_normal``: the binade above it has the same unit, so either path is right there.
+    A normal number: half a unit, less what makes an exact tie stay even, is added below the kept bits, which are then
+    cut off. A subnormal: float32's own rounding at a magnitude whose unit is the format's smallest number.
     """
-    if fmt.mantissa_bits == 23:
-        return 0
-    return -1 if fmt.mantissa_bits == 0 and (127 - fmt.offset) % 2 else 1
+    units = _plus(magnitude, row.addend if _is(rebias, 0) else row.addend - rebias)
+    if not isinstance(row.parity, int) or row.parity != 0:
+        last = _shifted(magnitude, row.shift) & 1
+        units = units - last if _is(row.parity, -1) else units + (last if _is(row.parity, 1) else last * row.parity)
+    anchored = magnitude.view(torch.float32) + as_float(row.magic)
+    return _Rounded(_shifted(units, row.shift), anchored)
 
 
-def as_float(bits: Scalar) -> float | torch.Tensor:
-    """Return the float32 of ``bits``."""
-    if isinstance(bits, torch.Tensor):
-        return bits.view(torch.float32)
-    value: float = struct.unpack("<f", struct.pack("<i", bits))[0]
-    return value
+def _is(scalar: Any, value: int) -> bool:
+    return isinstance(scalar, int) and scalar == value
 
 
-def round_with_row(
-    x: torch.Tensor,
-    shift: Scalar,
-    addend: Scalar,
-    min_normal: Scalar,
-    magic: Scalar,
-    largest: Scalar,
-    overflow: Scalar,
-    underflow: Scalar = 0,
-) -> torch.Tensor:
-    """Round float32 ``x`` to nearest, ties to the even code; columns 1 to 7 of a `FormatRow` name the format.
+def _plus(x: Tensor, scalar: Any) -> Tensor:
+    return x if _is(scalar, 0) else x + scalar
+
+
+def _shifted(x: Tensor, scalar: Any) -> Tensor:
+    return x if _is(scalar, 0) else x >> scalar
+
+
+def nearest(x: Tensor, row: FormatRow[Any]) -> Tensor:
+    """Return float32 ``x`` rounded to nearest, ties to the even code.
 
     Keeps NaN, -0.0 and, for FP32, every bit of every number.
     """
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
-    parity = (min_normal & 3) - 1
-    tie = ((magnitude >> shift) & 1) * parity
-    normal = ((magnitude + addend + tie) >> shift) << shift
-    anchor = as_float(magic)
-    subnormal = ((magnitude.view(torch.float32) + anchor) - anchor).view(torch.int32)
-    rounded = torch.where(magnitude < min_normal, subnormal, normal)
-    rounded = torch.where(rounded > largest, overflow, rounded)
-    rounded = torch.where(magnitude > INFINITY, magnitude, rounded)
-    return (rounded | (bits & SIGN)).view(torch.float32)
+    return _number(_nearest_even(magnitude, row), bits, magnitude, row)
 
 
-def overflow_threshold(shift: Scalar, largest: Scalar) -> Scalar:
-    """Return the bits from which a magnitude overflows: the largest number plus half a unit (M = 23: plus one)."""
-    if isinstance(shift, torch.Tensor):
-        return largest + torch.clamp_min((torch.ones_like(shift) << shift) >> 1, 1)
-    return largest + max((1 << shift) >> 1, 1)
+def nearest_finite(x: Tensor, row: FormatRow[Any]) -> Tensor:
+    """`nearest` of numbers: without inf and NaN, in a saturating format with a mantissa (``parity`` 1)."""
+    bits = x.view(torch.int32)
+    magnitude = bits & MAGNITUDE
+    row = row._replace(parity=1)
+    found = _unbounded(_nearest_even(magnitude, row), magnitude, row)
+    return (torch.where(found > row.largest, row.largest, found) | (bits & SIGN)).view(torch.float32)
 
 
-def round_stats(x: torch.Tensor, row: FormatRow | tuple[Scalar, ...]) -> RoundStats:
-    """Round float32 ``x`` with a row of eight, and count what overflows and underflows.
+def _unbounded(rounded: _Rounded, magnitude: Tensor, row: FormatRow[Any]) -> Tensor:
+    normal = rounded.units if _is(row.shift, 0) else rounded.units << row.shift
+    subnormal = (rounded.anchored - as_float(row.magic)).view(torch.int32)
+    return torch.where(magnitude < row.min_normal, subnormal, normal)
 
-    Overflow: |x| >= largest + half a unit, inf, or NaN. Underflow: non-zero that rounds to zero.
-    """
-    magnitude = x.view(torch.int32) & MAGNITUDE
-    over = magnitude >= overflow_threshold(row[1], row[5])
-    under = (magnitude > 0) & (magnitude <= row[7])
+
+def _number(rounded: _Rounded, bits: Tensor, magnitude: Tensor, row: FormatRow[Any]) -> Tensor:
+    found = _unbounded(rounded, magnitude, row)
+    found = torch.where(found > row.largest, row.overflow, found)
+    found = torch.where(magnitude > INFINITY, magnitude, found)
+    return (found | (bits & SIGN)).view(torch.float32)
+
+
+def codes(x: Tensor, row: FormatRow[Any], code: CodeRow[Any]) -> Tensor:
+    """Return the int32 codes of float32 ``x`` rounded to nearest even; a NaN without a code is the largest number."""
+    bits = x.view(torch.int32)
+    magnitude = bits & MAGNITUDE
+    found = _code(_nearest_even(magnitude, row, code.rebias), magnitude, row, code)
+    return torch.where(magnitude > INFINITY, code.nan_code, found) | _code_sign(bits, code)
+
+
+def _code(rounded: _Rounded, magnitude: Tensor, row: FormatRow[Any], code: CodeRow[Any]) -> Tensor:
+    subnormal = rounded.anchored.view(torch.int32) - row.magic
+    found = torch.where(magnitude < row.min_normal, subnormal, rounded.units)
+    return torch.clamp_max(found, code.overflow_code)
+
+
+def _code_sign(bits: Tensor, code: CodeRow[Any]) -> Tensor:
+    sign: Tensor = _shifted(bits, code.sign_shift) & code.sign
+    return sign
+
+
+def stored(x: Tensor, row: FormatRow[Any], code: CodeRow[Any]) -> tuple[Tensor, Tensor]:
+    """Return `codes` and `nearest` of float32 ``x``, rounded once for both."""
+    bits = x.view(torch.int32)
+    magnitude = bits & MAGNITUDE
+    rounded = _nearest_even(magnitude, row)
+    shifted = rounded._replace(units=rounded.units - (code.rebias >> row.shift))
+    found = torch.where(magnitude > INFINITY, code.nan_code, _code(shifted, magnitude, row, code))
+    return found | _code_sign(bits, code), _number(rounded, bits, magnitude, row)
+
+
+def numbers(code: Tensor, row: FormatRow[Any], codes: CodeRow[Any]) -> Tensor:
+    """Return the float32 numbers of int32 codes, exactly and without float32 subnormals on the way."""
+    magnitude = code & codes.mask
+    aligned = magnitude << row.shift
+    subnormal = (magnitude + row.magic).view(torch.float32) - as_float(row.magic)
+    value: Tensor = torch.where(aligned < 1 << 23, subnormal.view(torch.int32), aligned + codes.rebias)
+    value = torch.where(magnitude > codes.largest_code, INFINITY, value)
+    value = torch.where(magnitude > codes.last_inf, QUIET_NAN, value)
+    sign: Tensor = (code << codes.sign_shift) & SIGN
+    return (value | sign).view(torch.float32)
+
+
+class RoundStats(NamedTuple):
+    """A rounded tensor with what rounding did; counts are 0-dim int32 tensors, ``amax`` is 0-dim float32."""
+
+    rounded: Tensor
+    overflow: Tensor
+    underflow: Tensor
+    amax: Tensor
+
+
+def lost(magnitude: Tensor, row: FormatRow[Any]) -> tuple[Tensor, Tensor]:
+    """Return where magnitude bits overflow (|x| >= largest + half a unit, inf, NaN) and where they round to zero."""
+    limits = thresholds(row)
+    return magnitude >= limits.overflow, (magnitude > 0) & (magnitude <= limits.underflow)
+
+
+def round_stats(x: Tensor, row: FormatRow[Any]) -> RoundStats:
+    """Round float32 ``x`` and count what overflows and underflows."""
+    over, under = lost(x.view(torch.int32) & MAGNITUDE, row)
     return RoundStats(
-        round_with_row(x, *row[1:]),
+        nearest(x, row),
         over.sum(dtype=torch.int32),
         under.sum(dtype=torch.int32),
         torch.amax(x.abs()) if x.numel() else x.new_zeros(()),
     )
 
 
-def encode_bits(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+# One format's constants folded in, with what only a known format allows. These forms are Inductor's and Triton's.
+
+
+def encode_bits(x: Tensor, fmt: Format) -> Tensor:
     """Return the codes of float32 ``x`` rounded to nearest even, in ``fmt.code_dtype``, shape of ``x``.
 
     NaN becomes the format's NaN code; where it has none, the largest number (statistics count it as overflow).
@@ -157,53 +174,53 @@ def encode_bits(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     native = _exact_cast(fmt)
     if native is not None:
         return x.to(native).view(fmt.code_dtype)
-    row = format_row(fmt)
+    code = folded_codes(x, fmt)
+    return code.view(fmt.code_dtype) if fmt.code_dtype == torch.uint32 else code.to(fmt.code_dtype)
+
+
+def folded_codes(x: Tensor, fmt: Format, kept: int | None = None) -> Tensor:
+    """`codes` of one format: a NaN that has no code saturates as any other number, without a comparison.
+
+    ``kept`` is the code that true infinity gets, also where the format saturates (`kept_infinity`).
+    """
+    row, code = format_row(fmt), code_row(fmt)
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
-    code = _magnitude_code(_bounded(magnitude, fmt), fmt, row)
-    code = torch.clamp_max(code, fmt.overflow_code)
+    bounded = magnitude
+    if fmt.nan_code is None and fmt.offset >= 127:
+        bounded = torch.clamp_max(magnitude, INFINITY)  # its rounding sum stays an int32
+    found = _code(_nearest_even(bounded, row, code.rebias), bounded, row, code)
+    if kept is not None:
+        found = torch.where(magnitude >= INFINITY, kept, found)
     if fmt.nan_code is not None:
-        code = torch.where(magnitude > INFINITY, fmt.nan_code, code)
-    top = fmt.bits - 1
-    sign = (bits >> (31 - top)) & (1 << top if top < 31 else SIGN)
-    return _narrow(code | sign, fmt.code_dtype)
+        found = torch.where(magnitude > INFINITY, fmt.nan_code, found)
+    return found | _code_sign(bits, code)
 
 
-def _narrow(code: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return code.view(dtype) if dtype == torch.uint32 else code.to(dtype)
+def kept_infinity(fmt: Format) -> int:
+    """Return the magnitude bits that keep an infinity visible: inf's own, else NaN's. The format must have one."""
+    assert fmt.nan_code is not None, f"{fmt.name} has no code for inf"
+    return fmt.largest_code + 1 if fmt.specials == "ieee" else fmt.nan_code
 
 
-def _bounded(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Keep the rounding sum of a NaN without a code within int32."""
-    wraps = fmt.nan_code is None and fmt.offset >= 127
-    return torch.clamp_max(magnitude, INFINITY) if wraps else magnitude
-
-
-def _magnitude_code(magnitude: torch.Tensor, fmt: Format, row: FormatRow) -> torch.Tensor:
-    """Rounded magnitude bits as codes, with no upper end."""
-    shift, parity = row.shift, _parity(fmt)
-    rebias = (127 - fmt.offset) << 23
-    normal = magnitude + (row.addend - rebias)
-    if parity:
-        last = (magnitude >> shift) & 1
-        normal = normal + last if parity > 0 else normal - last
-    if shift:
-        normal = normal >> shift
-    subnormal = (magnitude.view(torch.float32) + as_float(row.magic)).view(torch.int32) - row.magic
-    return torch.where(magnitude < row.min_normal, subnormal, normal)
-
-
-def decode_bits(code: torch.Tensor, fmt: Format) -> torch.Tensor:
+def decode_bits(code: Tensor, fmt: Format) -> Tensor:
     """Return the numbers of ``fmt.code_dtype`` codes as float32, exactly."""
     native = _exact_cast(fmt)
     if native is not None:
         return code.view(native).to(torch.float32)
+    return folded_numbers(code.view(torch.int32) if fmt.code_dtype == torch.uint32 else code.to(torch.int32), fmt)
+
+
+def folded_numbers(code: Tensor, fmt: Format) -> Tensor:
+    """`numbers` of one format, from int32 codes whose upper bits do not count.
+
+    Float32's own subnormals stand for the format's: multiplying by a power of two is exact.
+    """
     shift, top = 23 - fmt.mantissa_bits, fmt.bits - 1
-    wide = code.view(torch.int32) if fmt.code_dtype == torch.uint32 else code.to(torch.int32)
+    wide = code
     if top < 31:
         # Sign to bit 31, then copied down over the exponent bits the format lacks, then cleared there.
-        wide = ((wide << (31 - top)) >> (8 - fmt.exponent_bits)) & (SIGN | ((1 << top) - 1) << shift)
-    # Float32's own subnormals stand for the format's: multiplying by a power of two is exact.
+        wide = _shifted(code << (31 - top), 8 - fmt.exponent_bits) & (SIGN | ((1 << top) - 1) << shift)
     value = _times_power(wide.view(torch.float32), fmt.min_exponent + 126)
     if fmt.largest_code < (1 << top) - 1:
         infinite = wide & MAGNITUDE > fmt.largest_code << shift
@@ -211,13 +228,13 @@ def decode_bits(code: torch.Tensor, fmt: Format) -> torch.Tensor:
     return value
 
 
-def _times_power(value: torch.Tensor, exponent: int) -> torch.Tensor:
+def _times_power(value: Tensor, exponent: int) -> Tensor:
     while exponent > 127:  # a scale beyond float32: formats whose smallest normal number is above 2
         value, exponent = value * 2.0**127, exponent - 127
     return value * 2.0**exponent if exponent else value
 
 
-def _special(wide: torch.Tensor, fmt: Format) -> torch.Tensor | float:
+def _special(wide: Tensor, fmt: Format) -> Tensor | float:
     """What a code above the largest number means: its mantissa stays for IEEE's NaNs."""
     if fmt.specials == "fn":
         return torch.nan

@@ -6,11 +6,39 @@ Definitions: ALGORITHMS section 1.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from fxprec.numerics.formats import Format, parse
+from fxprec.numerics.rows import FormatRow, as_float
+
+
+class Grid(NamedTuple):
+    """The numbers a format has, and what becomes of larger ones: all that rounding to it needs."""
+
+    mantissa_bits: int
+    min_exponent: int
+    """Of the smallest normal number."""
+    largest: float
+    beyond: float
+    """What overflows becomes."""
+
+    @classmethod
+    def of(cls, fmt: Format) -> Grid:
+        beyond = {"saturate": fmt.largest, "inf": math.inf, "nan": math.nan}[str(fmt.overflow)]
+        return cls(fmt.mantissa_bits, fmt.min_exponent, fmt.largest, beyond)
+
+    @classmethod
+    def of_row(cls, row: FormatRow[int]) -> Grid:
+        """Return the grid that a row of the scale table (Python ints) stands for."""
+        smallest, largest, beyond = (float(as_float(bits)) for bits in (row.min_normal, row.largest, row.overflow))
+        return cls(23 - row.shift, math.frexp(smallest)[1] - 1, largest, beyond)
+
+    @property
+    def max_exponent(self) -> int:
+        return math.frexp(self.largest)[1] - 1
 
 
 class Stats(NamedTuple):
@@ -28,7 +56,7 @@ def reference_encode(x: torch.Tensor, fmt: Format | str) -> torch.Tensor:
     """
     fmt = parse(fmt)
     magnitude = x.double().abs()
-    code = _rounded_code(torch.where(magnitude.isfinite(), magnitude, 0.0), fmt)
+    code = _rounded_code(torch.where(magnitude.isfinite(), magnitude, 0.0), Grid.of(fmt))
     beyond = (code > fmt.largest_code) | magnitude.isinf()
     code = torch.where(beyond, fmt.overflow_code, code)
     nan_code = fmt.largest_code if fmt.nan_code is None else fmt.nan_code
@@ -53,18 +81,30 @@ def reference_quantize(x: torch.Tensor, fmt: Format | str) -> torch.Tensor:
     return torch.where(x.isnan(), x, rounded.to(x.dtype))
 
 
-def reference_stats(x: torch.Tensor, fmt: Format | str) -> Stats:
-    """Count the values that overflow (|x| >= largest + half a unit, inf, NaN) and underflow (non-zero to zero)."""
-    fmt = parse(fmt)
+def reference_round(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Return ``x`` rounded to the nearest number of a grid, ties to even, in the dtype of ``x``; NaN stays NaN."""
     magnitude = x.double().abs()
-    half_unit = 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
-    overflow = int((~(magnitude < fmt.largest + half_unit)).sum())
+    code = _rounded_code(torch.where(magnitude.isfinite(), magnitude, 0.0), grid)
+    exponent, mantissa = code >> grid.mantissa_bits, code & ((1 << grid.mantissa_bits) - 1)
+    fraction = mantissa.double() / (1 << grid.mantissa_bits)
+    normal = torch.ldexp(1 + fraction, exponent - 1 + grid.min_exponent)
+    value = torch.where(exponent > 0, normal, torch.ldexp(fraction, torch.tensor(grid.min_exponent)))
+    value = torch.where((value > grid.largest) | magnitude.isinf(), grid.beyond, value)
+    return torch.where(x.isnan(), x, torch.where(torch.signbit(x), -value, value).to(x.dtype))
+
+
+def reference_stats(x: torch.Tensor, fmt: Format | str | Grid) -> Stats:
+    """Count the values that overflow (|x| >= largest + half a unit, inf, NaN) and underflow (non-zero to zero)."""
+    grid = fmt if isinstance(fmt, Grid) else Grid.of(parse(fmt))
+    magnitude = x.double().abs()
+    half_unit = 2.0 ** (grid.max_exponent - grid.mantissa_bits - 1)
+    overflow = int((~(magnitude < grid.largest + half_unit)).sum())
     finite = magnitude[magnitude.isfinite()]
-    underflow = int(((_rounded_code(finite, fmt) == 0) & (finite > 0)).sum())
+    underflow = int(((_rounded_code(finite, grid) == 0) & (finite > 0)).sum())
     return Stats(overflow, underflow, float(magnitude.max()) if magnitude.numel() else 0.0)
 
 
-def _rounded_code(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
+def _rounded_code(magnitude: torch.Tensor, fmt: Grid) -> torch.Tensor:
     """Codes of finite, non-negative float64 magnitudes as if the exponent had no upper end."""
     _, exponent = torch.frexp(magnitude)
     binade = torch.where(magnitude > 0, exponent.long() - 1, fmt.min_exponent).clamp(min=fmt.min_exponent)

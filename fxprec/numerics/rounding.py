@@ -16,9 +16,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from fxprec.errors import FormatError, FxprecWarning
-from fxprec.numerics import codec, codec_rows
+from fxprec.numerics import codec, directed
 from fxprec.numerics.formats import BF16, FP16, FP32, Format, parse
 from fxprec.numerics.memory import empty_like
+from fxprec.numerics.rows import CodeRow, FormatRow, code_row, format_row
 
 Rounding: TypeAlias = Literal["nearest", "stochastic", "zero"]
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "zero")
@@ -74,9 +75,15 @@ def encode(
     _check_input(x, rounding)
     with torch.no_grad():
         random = _random(x, generator) if rounding == "stochastic" else None
-        rows = (codec.format_row(fmt)[1:], codec_rows.code_row(fmt))
+        rows = (format_row(fmt), code_row(fmt))
         out = empty_like(x, fmt.code_dtype) if _is_large(x) else None
-        return _run(_encode_kernel(rounding), (x, random), rows, out, fmt.code_dtype)
+        return _run(
+            _nearest_codes if rounding == "nearest" else _encode_kernel(rounding),
+            (x, random),
+            rows,
+            out,
+            fmt.code_dtype,
+        )
 
 
 def decode(code: torch.Tensor, fmt: Format | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -95,7 +102,7 @@ def decode(code: torch.Tensor, fmt: Format | str, dtype: torch.dtype = torch.flo
             raise FormatError(f"{dtype} cannot hold every number of {fmt.name}; decode to torch.float32")
     carrier = torch.float32 if dtype == torch.float64 else dtype
     out = empty_like(code, carrier) if _is_large(code) else None
-    return _run(_decode_kernel, (code, None), ((), codec_rows.code_row(fmt)), out, carrier).to(dtype)
+    return _run(_decode_kernel, (code, None), (format_row(fmt), code_row(fmt)), out, carrier).to(dtype)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -121,7 +128,7 @@ def _quantize(
         random = _random(x, generator) if rounding == "stochastic" else None
         if out is None and _is_large(x):
             out = empty_like(x, x.dtype)
-        return _run(_QUANTIZE_KERNELS[rounding], (x, random), (codec.format_row(fmt)[1:], ()), out, x.dtype)
+        return _run(_QUANTIZE_KERNELS[rounding], (x, random), (format_row(fmt), code_row(fmt)), out, x.dtype)
 
 
 def _random(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
@@ -129,21 +136,21 @@ def _random(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     return torch.empty(x.shape, dtype=torch.int32, device=x.device).random_(generator=generator)
 
 
-_Rows: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...]]
+_Rows: TypeAlias = tuple[FormatRow[Any], CodeRow[Any]]
 _Kernel: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None, _Rows], torch.Tensor]
 
 
 def _nearest(x: torch.Tensor, random: torch.Tensor | None, rows: _Rows) -> torch.Tensor:
-    return codec.round_with_row(x.to(torch.float32), *rows[0])
+    return codec.nearest(x.to(torch.float32), rows[0])
 
 
 def _toward_zero(x: torch.Tensor, random: torch.Tensor | None, rows: _Rows) -> torch.Tensor:
-    return codec_rows.truncate_with_row(x.to(torch.float32), *rows[0])
+    return directed.truncated(x.to(torch.float32), rows[0])
 
 
 def _stochastic(x: torch.Tensor, random: torch.Tensor | None, rows: _Rows) -> torch.Tensor:
     assert random is not None
-    return codec_rows.dither_with_row(x.to(torch.float32), random, *rows[0])
+    return directed.dithered(x.to(torch.float32), random, rows[0])
 
 
 _QUANTIZE_KERNELS: dict[Rounding, _Kernel] = {
@@ -158,14 +165,18 @@ def _encode_kernel(rounding: Rounding) -> _Kernel:
     rounded = _QUANTIZE_KERNELS[rounding]
 
     def kernel(x: torch.Tensor, random: torch.Tensor | None, rows: _Rows) -> torch.Tensor:
-        return codec_rows.codes_with_row(rounded(x, random, rows), *rows[1])
+        return codec.codes(rounded(x, random, rows), *rows)
 
     return kernel
 
 
+def _nearest_codes(x: torch.Tensor, random: torch.Tensor | None, rows: _Rows) -> torch.Tensor:
+    return codec.codes(x.to(torch.float32), *rows)
+
+
 def _decode_kernel(code: torch.Tensor, random: torch.Tensor | None, rows: _Rows) -> torch.Tensor:
     wide = code.view(torch.int32) if code.dtype == torch.uint32 else code.to(torch.int32)
-    return codec_rows.numbers_with_row(wide, *rows[1])
+    return codec.numbers(wide, *rows)
 
 
 def _run(
@@ -229,7 +240,7 @@ def _fused(kernel: _Kernel, dtype: torch.dtype, out_dtype: torch.dtype, device: 
         codes: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        out.copy_(kernel(x, random, (row.unbind(), codes.unbind())))
+        out.copy_(kernel(x, random, (FormatRow(*row.unbind()), CodeRow(*codes.unbind()))))
 
     _import_inductor()
     # Dynamo counts recompilations by code object: each combination gets its own.

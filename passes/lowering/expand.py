@@ -21,6 +21,7 @@ from fxprec.ir import symbolic, symbolic_gemms
 from fxprec.ir.symbolic import CARRIED, MEASURE
 from fxprec.numerics import codec, formats
 from fxprec.numerics.formats import parse
+from fxprec.numerics.rows import INFINITY, MAGNITUDE, FormatRow, format_row, row_of
 
 aten = torch.ops.aten
 
@@ -107,8 +108,8 @@ def _stats_recipe(node: Node, rows: Rows) -> _Recipe:
     assert isinstance(x, Node)
     simulated = any(u.target is symbolic.QUANTIZE and u.args[4] == "simulate" for u in x.users)
     static = (None if simulated else fmt, row in rows.scaled, row in rows.measured)
-    columns = (1, 5, 7) if simulated else ()
-    return _site_stats, static, (0, CARRIED, *columns)
+    columns = _FORMAT_COLUMNS if simulated else ()
+    return _site_stats, static, (0, CARRIED, *columns[1:])
 
 
 def _rescale_recipe(node: Node, rows: Rows) -> _Recipe:
@@ -194,7 +195,7 @@ def _scale(x: torch.Tensor, columns: _Columns, scaled: bool, sign: int = 1) -> t
 
 
 def _simulate(x: torch.Tensor, columns: _Columns, scaled: bool) -> torch.Tensor:
-    return codec.round_with_row(_scale(x.to(torch.float32), columns, scaled), *columns[1:])
+    return codec.nearest(_scale(x.to(torch.float32), columns, scaled), row_of(columns))
 
 
 def _quantize(x: torch.Tensor, columns: _Columns, fmt: str, storage: str, scaled: bool) -> torch.Tensor:
@@ -217,7 +218,7 @@ def _keep_nonfinite(rounded: torch.Tensor, x: torch.Tensor, columns: _Columns) -
     wide = x.to(torch.float32)
     if rounded.dtype in _KEPT_CODES:
         return _keep_codes(rounded, wide)
-    return torch.where((wide.view(torch.int32) & codec.MAGNITUDE) < codec.INFINITY, rounded, x.to(rounded.dtype))
+    return torch.where((wide.view(torch.int32) & MAGNITUDE) < INFINITY, rounded, x.to(rounded.dtype))
 
 
 # Codes of inf and of NaN. Written out, since casts of inf saturate on some devices.
@@ -229,11 +230,11 @@ _KEPT_CODES = {
 
 def _keep_codes(rounded: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
     bits = wide.view(torch.int32)
-    magnitude = bits & codec.MAGNITUDE
+    magnitude = bits & MAGNITUDE
     inf, nan = _KEPT_CODES[rounded.dtype]
-    special = torch.where(magnitude > codec.INFINITY, nan, inf) | ((bits >> 24) & 0x80)
+    special = torch.where(magnitude > INFINITY, nan, inf) | ((bits >> 24) & 0x80)
     code = rounded.view(torch.uint8).to(torch.int32)
-    return torch.where(magnitude < codec.INFINITY, code, special).to(torch.uint8).view(rounded.dtype)
+    return torch.where(magnitude < INFINITY, code, special).to(torch.uint8).view(rounded.dtype)
 
 
 def _rescale(g: torch.Tensor, columns: _Columns) -> torch.Tensor:
@@ -242,17 +243,11 @@ def _rescale(g: torch.Tensor, columns: _Columns) -> torch.Tensor:
 
 def _site_stats(x: torch.Tensor, columns: _Columns, fmt: str | None, scaled: bool, measured: bool) -> torch.Tensor:
     """Compare magnitudes as integers: float32 bits are ordered, and NaN lies above infinity."""
-    if fmt is None:
-        shift, largest, underflow = columns[2:]
-        overflow = codec.overflow_threshold(shift, largest)
-    else:
-        row = codec.format_row(parse(fmt))
-        overflow, underflow = codec.overflow_threshold(row.shift, row.largest), row.underflow  # type: ignore[assignment]
+    row = FormatRow(columns[0], *columns[2:]) if fmt is None else format_row(parse(fmt))
     wide = x.to(torch.float32)
     stored = _scale(wide, columns, scaled)
-    bits = stored.view(torch.int32) & codec.MAGNITUDE
-    over = (bits >= overflow).to(torch.float32)
-    under = ((bits > 0) & (bits <= underflow)).to(torch.float32)
+    bits = stored.view(torch.int32) & MAGNITUDE
+    over, under = (mask.to(torch.float32) for mask in codec.lost(bits, row))
     amax = torch.amax(torch.abs(wide))
     parts = [torch.mean(over), torch.mean(under), amax * _power(-columns[1]) if scaled else amax]
     if measured:
@@ -262,7 +257,7 @@ def _site_stats(x: torch.Tensor, columns: _Columns, fmt: str | None, scaled: boo
 
 
 def _counted_stats(counts: torch.Tensor, rows: torch.Tensor, columns: _Columns) -> torch.Tensor:
-    """(n, 8) counts and (n, 10) rows of the table to (n, 7). Ratios in float64, as the reference divides integers."""
+    """(n, 8) counts and their rows of the table to (n, 7). Ratios in float64, as the reference divides integers."""
     over, under, bits, elements = counts[:, :4].unbind(1)
     nonzero, squares, logs, squared_logs = counts[:, 4:].view(torch.float64).unbind(1)
     carried, total = rows[:, CARRIED], rows[:, 0] + rows[:, CARRIED]

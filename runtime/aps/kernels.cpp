@@ -1,25 +1,7 @@
 // Byte codes of gradients, one pass over memory each: largest magnitude, scale and encode, sum of coded rows, look-up.
 //
 // One thread each: the exchange runs its stages on threads of their own. Integer arithmetic decides every rounding.
-#include <cstdint>
-#include <cstring>
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("tree-loop-vectorize", "no-trapping-math")
-#endif
-
-namespace {
-constexpr int32_t kMagnitude = 0x7fffffff;
-constexpr int32_t kInfinity = 0x7f800000;
-inline int32_t bits_of(float x) { int32_t b; std::memcpy(&b, &x, 4); return b; }
-inline float float_of(int32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
-}  // namespace
-
-// Mirrors runtime/aps/kernels.py: FormatConstants; the meaning of each is in runtime/cpu/params.py.
-struct Format {
-  int32_t shift, addend, parity, min_normal, magic, largest, code_adjust, over_code, nan_code, sign_shift;
-};
-
+/*CODEC*/
 extern "C" {
 
 // Bits of the largest magnitude; above infinity's where there is a NaN.
@@ -34,21 +16,10 @@ int32_t aps_largest(const float* x, int64_t n) {
 }
 
 // Codes of x * first * second, nearest even.
-void aps_encode(const float* x, uint8_t* codes, int64_t n, float first, float second, const Format* format) {
-  const Format p = *format;
-  const float magic = float_of(p.magic);
+void aps_encode(const float* x, uint8_t* out, int64_t n, float first, float second, const Format* format) {
+  const Format f = *format;
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    const int32_t bits = bits_of(x[i] * first * second);
-    const int32_t a = bits & kMagnitude;
-    const int32_t r = (a + p.addend + ((a >> p.shift) & 1) * p.parity) >> p.shift << p.shift;
-    const bool small = a < p.min_normal;
-    const int32_t subnormal = bits_of(float_of(small ? a : p.min_normal) + magic) - p.magic;
-    int32_t code = small ? subnormal : (r >> p.shift) - p.code_adjust;
-    code = (!small & (r > p.largest)) ? p.over_code : code;
-    code = a > kInfinity ? p.nan_code : code;
-    codes[i] = static_cast<uint8_t>(code | static_cast<int32_t>(static_cast<uint32_t>(bits & ~kMagnitude) >> p.sign_shift));
-  }
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<uint8_t>(codes(x[i] * first * second, f));
 }
 
 // Codes of x * first * second in a table of 128 magnitudes. The upper 15 bits of the magnitude name a cell with at most

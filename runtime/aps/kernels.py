@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxprec.errors import FormatError
 from fxprec.numerics import native
-from fxprec.numerics.codec import format_row
+from fxprec.numerics.cpp import CFormat, c_format, with_codec
 from fxprec.numerics.formats import Format
 from fxprec.runtime.aps.codecs import Codec, thresholds
 
@@ -23,19 +23,11 @@ _CELLS = 1 << 15
 MAX_FACTOR_EXPONENT = 126  # 2^126 and 2^-126 are normal float32 numbers
 
 
-class FormatConstants(ctypes.Structure):
-    """Mirrors ``struct Format``."""
-
-    _names: tuple[str, ...] = ("shift", "addend", "parity", "min_normal", "magic", "largest")
-    _names += ("code_adjust", "over_code", "nan_code", "sign_shift")
-    _fields_ = tuple((name, ctypes.c_int32) for name in _names)
-
-
 _MEMORY, _COUNT, _FACTOR = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _CODING = (None, _MEMORY, _MEMORY, _COUNT, _FACTOR, _FACTOR)
 _SIGNATURES = {
     "aps_largest": (ctypes.c_int32, _MEMORY, _COUNT),
-    "aps_encode": (*_CODING, ctypes.POINTER(FormatConstants)),
+    "aps_encode": (*_CODING, ctypes.POINTER(CFormat)),
     "aps_encode_table": (*_CODING, _MEMORY, _MEMORY, _MEMORY),
     "aps_sum": (None, _MEMORY, _COUNT, _COUNT, _MEMORY, _MEMORY),
     "aps_look_up": (None, _MEMORY, _COUNT, _MEMORY, _MEMORY),
@@ -45,7 +37,7 @@ _SIGNATURES = {
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None, with a warning, without a compiler."""
-    source = Path(__file__).with_name("kernels.cpp").read_text(encoding="utf-8")
+    source = with_codec(Path(__file__).with_name("kernels.cpp").read_text(encoding="utf-8"))
     return native.load_or_warn(source, _SIGNATURES, "APS runs op by op, several times slower")
 
 
@@ -91,7 +83,7 @@ def encode(x: Tensor, exponent: int, kind: Format | Codec, out: Tensor) -> None:
     else:
         if kind.bits > 8:
             raise FormatError(f"{kind.name} has {kind.bits} bits; this kernel writes codes of at most 8")
-        _call("aps_encode", *head, ctypes.byref(_constants(kind)))
+        _call("aps_encode", *head, ctypes.byref(c_format(kind)))
 
 
 def sum_rows(rows: Tensor, table: Tensor) -> Tensor:
@@ -108,23 +100,6 @@ def look_up(codes: Tensor, table: Tensor, out: Tensor) -> None:
     """Values of codes (uint8) by a table of 256 float32 values, into `out`."""
     n = codes.numel()
     _call("aps_look_up", _codes("codes", codes, n), n, _floats("table", table, 256), _floats("out", out, n))
-
-
-@cache
-def _constants(fmt: Format) -> FormatConstants:
-    row = format_row(fmt)
-    return FormatConstants(
-        shift=row.shift,
-        addend=row.addend,
-        parity=(row.min_normal & 3) - 1,
-        min_normal=row.min_normal,
-        magic=row.magic,
-        largest=row.largest,
-        code_adjust=(fmt.min_exponent - 1 + 127) << fmt.mantissa_bits,
-        over_code=fmt.overflow_code,
-        nan_code=fmt.largest_code if fmt.nan_code is None else fmt.nan_code,
-        sign_shift=32 - fmt.bits,
-    )
 
 
 @cache

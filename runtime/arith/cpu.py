@@ -10,18 +10,15 @@ import torch
 from torch import Tensor
 
 from fxprec.numerics import native
-from fxprec.numerics.codec import format_row
+from fxprec.numerics.cpp import CFormat, c_format, with_codec
 from fxprec.numerics.formats import FP32, Format
 from fxprec.runtime.arith.spec import Spec
 
 
-class FormatConstants(ctypes.Structure):
-    """Mirrors ``struct Format`` of kernel.cpp."""
+class Rounding(ctypes.Structure):
+    """Mirrors ``struct Rounding`` of kernel.cpp."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int32)
-        for name in ("shift", "addend", "parity", "min_normal", "magic", "largest", "overflow", "exact")
-    )
+    _fields_ = (("format", CFormat), ("exact", ctypes.c_int32))
 
 
 class Task(ctypes.Structure):
@@ -30,15 +27,15 @@ class Task(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("a", "b", "out")),
         *((name, ctypes.c_int64) for name in ("m", "k", "n", "chunk")),
-        ("product", FormatConstants),
-        ("sum", FormatConstants),
+        ("product", Rounding),
+        ("sum", Rounding),
     )
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernel, or None, with a warning, without a compiler."""
-    source = Path(__file__).with_name("kernel.cpp").read_text(encoding="utf-8")
+    source = with_codec(Path(__file__).with_name("kernel.cpp").read_text(encoding="utf-8"))
     signature = (None, ctypes.POINTER(Task), *[ctypes.c_int32] * 4)
     slower = "fxprec.arith runs as a plain loop, many times slower"
     return native.load_or_warn(source, {"fxprec_arith_matmul": signature}, slower)
@@ -59,7 +56,7 @@ def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor | None:
         "b": native.address("b", b, torch.float32, k * n),
         "out": native.address("out", out, torch.float32, m * n),
     }
-    formats = {"product": _constants(spec.fmt), "sum": _constants(spec.accumulate)}
+    formats = {"product": _rounding(spec.fmt), "sum": _rounding(spec.accumulate)}
     task = Task(m=m, k=k, n=n, chunk=spec.chunk, **addresses, **formats)
     flags = (_is_plain(a, b, spec), spec.odd_product, spec.odd_sum, spec.kahan)
     loaded.fxprec_arith_matmul(ctypes.byref(task), *flags)
@@ -77,15 +74,5 @@ def _is_plain(a: Tensor, b: Tensor, spec: Spec) -> bool:
 
 
 @cache
-def _constants(fmt: Format) -> FormatConstants:
-    row = format_row(fmt)
-    return FormatConstants(
-        shift=row.shift,
-        addend=row.addend,
-        parity=(row.min_normal & 3) - 1,
-        min_normal=row.min_normal,
-        magic=row.magic,
-        largest=row.largest,
-        overflow=row.overflow,
-        exact=fmt == FP32,
-    )
+def _rounding(fmt: Format) -> Rounding:
+    return Rounding(c_format(fmt), fmt == FP32)

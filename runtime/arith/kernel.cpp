@@ -2,55 +2,25 @@
 //
 // The same bits as runtime/arith/reference.py. No multiply and add is fused (-ffp-contract=off, and the roundings
 // between them are integer operations).
-#include <cstdint>
-#include <cstring>
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("tree-loop-vectorize", "no-trapping-math", "signed-zeros")
-#define FXPREC_INLINE inline __attribute__((always_inline))
-#define FXPREC_NOINLINE __attribute__((noinline))  // OpenMP's own functions do not take over the options above
-#else
-#define FXPREC_INLINE inline
-#define FXPREC_NOINLINE
-#endif
-
-namespace {
-
-constexpr int32_t kMagnitude = 0x7fffffff;
-constexpr int32_t kInfinity = 0x7f800000;
-constexpr int64_t kLanes = 64;  // columns worked on at a time
-
-FXPREC_INLINE int32_t bits_of(float x) { int32_t b; std::memcpy(&b, &x, 4); return b; }
-FXPREC_INLINE float float_of(int32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
-
-// Mirrors runtime/arith/cpu.py: FormatConstants; the meaning of each is in fxprec/numerics/codec.py: FormatRow.
-struct Format { int32_t shift, addend, parity, min_normal, magic, largest, overflow, exact; };
+/*CODEC*/
+// Mirrors runtime/arith/cpu.py: Rounding and Task.
+struct Rounding { Format format; int32_t exact; };
 struct Task {
   const float *a, *b;
   float* out;
   int64_t m, k, n, chunk;
-  Format product, sum;
+  Rounding product, sum;
 };
+
+namespace {
+
+constexpr int64_t kLanes = 64;  // columns worked on at a time
 
 // kPlain: saturating, a mantissa bit to break ties, no inf or NaN among the operands.
 template <bool kPlain>
-FXPREC_INLINE float rounded(float x, const Format& f, int32_t mask) {
-  const int32_t bits = bits_of(x);
-  const int32_t a = bits & kMagnitude;
-  const int32_t last = (a >> f.shift) & 1;
-  const int32_t up = int32_t(uint32_t(a) + uint32_t(f.addend) + uint32_t(kPlain ? last : last * f.parity));
-  const int32_t normal = up & mask;
-  const float magic = float_of(f.magic);
-  const int32_t subnormal = bits_of((float_of(a) + magic) - magic);
-  int32_t r = a < f.min_normal ? subnormal : normal;
-  if (kPlain) {
-    r = r > f.largest ? f.largest : r;
-  } else {
-    r = r > f.largest ? f.overflow : r;
-    r = a > kInfinity ? a : r;
-    r = f.exact ? a : r;
-  }
-  return float_of(r | (bits & ~kMagnitude));
+FXPREC_INLINE float rounded(float x, const Rounding& r) {
+  if (kPlain) return nearest_finite(x, r.format);
+  return r.exact ? x : nearest(x, r.format);
 }
 
 FXPREC_INLINE float to_odd(float near, bool inexact, bool positive) {
@@ -82,27 +52,26 @@ FXPREC_INLINE float sum_to_odd(float a, float b) {
 }
 
 template <bool kPlain, bool kOdd>
-FXPREC_INLINE float plus(float a, float b, const Format& f, int32_t mask) {
-  return rounded<kPlain>(kOdd ? sum_to_odd<kPlain>(a, b) : a + b, f, mask);
+FXPREC_INLINE float plus(float a, float b, const Rounding& f) {
+  return rounded<kPlain>(kOdd ? sum_to_odd<kPlain>(a, b) : a + b, f);
 }
 
 // s += p, with the compensation c where kKahan.
 template <bool kPlain, bool kOdd, bool kKahan>
-FXPREC_INLINE void accumulate(float& s, float& c, float p, const Format& f, int32_t mask) {
+FXPREC_INLINE void accumulate(float& s, float& c, float p, const Rounding& f) {
   if (!kKahan) {
-    s = plus<kPlain, kOdd>(s, p, f, mask);
+    s = plus<kPlain, kOdd>(s, p, f);
     return;
   }
-  const float y = plus<kPlain, kOdd>(p, -c, f, mask);
-  const float t = plus<kPlain, kOdd>(s, y, f, mask);
-  c = plus<kPlain, kOdd>(plus<kPlain, kOdd>(t, -s, f, mask), -y, f, mask);
+  const float y = plus<kPlain, kOdd>(p, -c, f);
+  const float t = plus<kPlain, kOdd>(s, y, f);
+  c = plus<kPlain, kOdd>(plus<kPlain, kOdd>(t, -s, f), -y, f);
   s = t;
 }
 
 template <bool kPlain, bool kOddProduct, bool kOddSum, bool kKahan>
 FXPREC_NOINLINE void row(const Task& task, int64_t i, int64_t column) {
-  const Format fp = task.product, fs = task.sum;
-  const int32_t product_mask = ~((1 << fp.shift) - 1), sum_mask = ~((1 << fs.shift) - 1);
+  const Rounding fp = task.product, fs = task.sum;
   const int64_t width = task.n - column < kLanes ? task.n - column : kLanes;
   const int64_t chunk = task.chunk > 0 ? task.chunk : task.k + 1;
   float s[kLanes] = {}, c[kLanes] = {}, total[kLanes] = {}, total_c[kLanes] = {}, line[kLanes] = {};
@@ -115,13 +84,13 @@ FXPREC_NOINLINE void row(const Task& task, int64_t i, int64_t column) {
     }
 #pragma omp simd
     for (int64_t j = 0; j < kLanes; ++j) {
-      const float p = rounded<kPlain>(kOddProduct ? product_to_odd(a, b[j]) : a * b[j], fp, product_mask);
-      accumulate<kPlain, kOddSum, kKahan>(s[j], c[j], p, fs, sum_mask);
+      const float p = rounded<kPlain>(kOddProduct ? product_to_odd(a, b[j]) : a * b[j], fp);
+      accumulate<kPlain, kOddSum, kKahan>(s[j], c[j], p, fs);
     }
     if ((k + 1) % chunk == 0 || (task.chunk > 0 && k + 1 == task.k)) {
 #pragma omp simd
       for (int64_t j = 0; j < kLanes; ++j) {
-        accumulate<kPlain, kOddSum, kKahan>(total[j], total_c[j], s[j], fs, sum_mask);
+        accumulate<kPlain, kOddSum, kKahan>(total[j], total_c[j], s[j], fs);
         s[j] = c[j] = 0;
       }
     }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxprec.numerics.codec import format_row, round_with_row
+from fxprec.numerics.codec import nearest
 from fxprec.numerics.formats import FP32, Format
+from fxprec.numerics.rows import format_row
 from fxprec.runtime.arith.spec import Spec
 
 
@@ -51,7 +52,7 @@ class _Sum:
 
 def rounded(x: Tensor, fmt: Format) -> Tensor:
     """Float32 rounded to nearest even, overflow by the format's own rule."""
-    return x if fmt == FP32 else round_with_row(x, *format_row(fmt)[1:])
+    return x if fmt == FP32 else nearest(x, format_row(fmt))
 
 
 def product(a: Tensor, b: Tensor, spec: Spec) -> Tensor:

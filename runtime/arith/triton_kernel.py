@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxprec.numerics.codec import format_row
+from fxprec.numerics import device
 from fxprec.numerics.formats import FP32, Format
 from fxprec.runtime.arith.spec import Spec
 
 _ROWS, _COLUMNS = 32, 32
-
-
-@triton.jit
-def _rounded(  # type: ignore[no-untyped-def]
-    x, SHIFT: tl.constexpr, ADDEND: tl.constexpr, PARITY: tl.constexpr, MIN_NORMAL: tl.constexpr,
-             MAGIC: tl.constexpr, LARGEST: tl.constexpr, OVERFLOW: tl.constexpr, EXACT: tl.constexpr
-):  # fmt: skip
-    if EXACT:
-        return x
-    bits = x.to(tl.int32, bitcast=True)
-    a = bits & 0x7FFFFFFF
-    normal = ((a + ADDEND + ((a >> SHIFT) & 1) * PARITY) >> SHIFT) << SHIFT
-    subnormal = ((a.to(tl.float32, bitcast=True) + MAGIC) - MAGIC).to(tl.int32, bitcast=True)
-    r = tl.where(a < MIN_NORMAL, subnormal, normal)
-    r = tl.where(r > LARGEST, OVERFLOW, r)
-    r = tl.where(a > 0x7F800000, a, r)
-    return (r | (bits & -0x80000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -42,33 +27,33 @@ def _to_odd(near, error):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _product(a, b, F: tl.constexpr, ODD: tl.constexpr):  # type: ignore[no-untyped-def]
+def _product(a, b, ROUND: tl.constexpr, ODD: tl.constexpr):  # type: ignore[no-untyped-def]
     near = a * b
     if ODD:
         exact = a.to(tl.float64) * b.to(tl.float64)
         near = exact.to(tl.float32)
         near = _to_odd(near, exact - near.to(tl.float64))
-    return _rounded(near, F[0], F[1], F[2], F[3], F[4], F[5], F[6], F[7])
+    return near if ROUND is None else ROUND(near)
 
 
 @triton.jit
-def _plus(a, b, F: tl.constexpr, ODD: tl.constexpr):  # type: ignore[no-untyped-def]
+def _plus(a, b, ROUND: tl.constexpr, ODD: tl.constexpr):  # type: ignore[no-untyped-def]
     total = a + b
     if ODD:
         other = total - a
         total = _to_odd(total, (a - (total - other)) + (b - other))
-    return _rounded(total, F[0], F[1], F[2], F[3], F[4], F[5], F[6], F[7])
+    return total if ROUND is None else ROUND(total)
 
 
 @triton.jit
-def _accumulate(s, c, p, F: tl.constexpr, ODD: tl.constexpr, KAHAN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _accumulate(s, c, p, ROUND: tl.constexpr, ODD: tl.constexpr, KAHAN: tl.constexpr):  # type: ignore[no-untyped-def]
     if KAHAN:
-        y = _plus(p, -c, F, ODD)
-        t = _plus(s, y, F, ODD)
-        c = _plus(_plus(t, -s, F, ODD), -y, F, ODD)
+        y = _plus(p, -c, ROUND, ODD)
+        t = _plus(s, y, ROUND, ODD)
+        c = _plus(_plus(t, -s, ROUND, ODD), -y, ROUND, ODD)
         s = t
     else:
-        s = _plus(s, p, F, ODD)
+        s = _plus(s, p, ROUND, ODD)
     return s, c
 
 
@@ -104,17 +89,14 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + at, s, mask=(i[:, None] < m) & (j[None, :] < n))
 
 
-def _constants(fmt: Format) -> tuple[int | float | bool, ...]:
-    row = format_row(fmt)
-    magic = float(torch.tensor(row.magic, dtype=torch.int32).view(torch.float32))
-    parity = (row.min_normal & 3) - 1
-    return (row.shift, row.addend, parity, row.min_normal, magic, row.largest, row.overflow, fmt == FP32)
+def _rounder(fmt: Format) -> Any:
+    return None if fmt == FP32 else device.rounder(fmt)
 
 
 def _flags(spec: Spec) -> dict[str, object]:
     return {
-        "PRODUCT": _constants(spec.fmt),
-        "SUM": _constants(spec.accumulate),
+        "PRODUCT": _rounder(spec.fmt),
+        "SUM": _rounder(spec.accumulate),
         "ODD_PRODUCT": spec.odd_product,
         "ODD_SUM": spec.odd_sum,
         "KAHAN": spec.kahan,

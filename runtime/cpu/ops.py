@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fxprec.ir.symbolic import AS_STORED, CARRIED, STATS, TABLE_COLUMNS, stored_dtype
-from fxprec.numerics import native
+from fxprec.numerics import cpp, native
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.memory import empty_like
 from fxprec.runtime.cpu.measure import wanted_moments, with_moments
@@ -33,7 +33,7 @@ def _library() -> ctypes.CDLL:
     for bits in _WIDTHS:
         signatures[f"fxprec_store{bits}"] = (None, memory, memory, memory, memory, *end)
         signatures[f"fxprec_load{bits}"] = (None, memory, memory, *end)
-    return native.load(_SOURCE.read_text(encoding="utf-8"), signatures)
+    return native.load(cpp.with_codec(_SOURCE.read_text(encoding="utf-8")), signatures)
 
 
 def _kernel(name: str, fmt: Format) -> Any:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fxprec.numerics.codec import format_row, overflow_threshold
+from fxprec.numerics import rows
 from fxprec.numerics.formats import Format
+from fxprec.numerics.rows import Thresholds, format_row
 
 COUNTS = 8
 """Entries of the counts, int64: overflowed, underflowed, float32 bits of amax, elements; then, as float64 and in steps
 that measure moments: non-zero elements (-1: not measured), sums of squares, of ln|x| and of its squares, as stored."""
 
 
-def thresholds(fmt: Format) -> tuple[int, int]:
-    """Return the magnitude bits from which a number overflows, and up to which it underflows."""
-    row = format_row(fmt)
-    overflow = overflow_threshold(row.shift, row.largest)
-    assert isinstance(overflow, int)
-    return overflow, row.underflow
+def thresholds(fmt: Format) -> Thresholds[int]:
+    """Return what `add_counts` compares magnitude bits with."""
+    return rows.thresholds(format_row(fmt))
 
 
 @triton.jit

@@ -16,22 +16,23 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
+from fxprec.numerics import device
 from fxprec.numerics.formats import BF16, FP16, FP32, Format
 from fxprec.runtime.gemm.counts import COUNTS, add_counts, no_moments, thresholds
-from fxprec.runtime.gemm.device_codec import constants, decode, encode, power
 from fxprec.runtime.gemm.tiles import SMALL, TILES, Tile
 
 _GROUP = 8  # rows of tiles that share columns of B in the L2 cache
 TF32_MANTISSA = 10
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+as_bfloat16, power = device.bfloat16(), device.power()
 
 
 @triton.jit
-def _read(at, inside, F: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _read(at, inside, DECODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """A tile of an operand as the tensor cores take it; zeros outside."""
-    value = tl.load(at, mask=inside, other=0.0 if len(F) == 0 else 0)
-    if len(F) > 0:
-        value = decode(value.to(tl.int32), F)
+    value = tl.load(at, mask=inside, other=0.0 if DECODE is None else 0)
+    if DECODE is not None:
+        value = DECODE(value.to(tl.int32))
     return value.to(DTYPE)
 
 
@@ -39,17 +40,15 @@ def _read(at, inside, F: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-
 def _nearest(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert float32 to ``DTYPE``, to the nearest: Triton's interpreter cuts bfloat16 off, which hardware rounds."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+        x = tl.where(x == x, as_bfloat16(x), x)
     return x.to(DTYPE)
 
 
 @triton.jit
 def matmul_kernel(  # type: ignore[no-untyped-def]
     a_ptr, b_ptr, bias_ptr, exp_a_ptr, exp_b_ptr, row_ptr, out_ptr, counts_ptr, m, n, k, stride_am, stride_ak,
-    stride_bk, stride_bn, bucket, FA: tl.constexpr, FB: tl.constexpr, FO: tl.constexpr, LIMITS: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, MIDDLE: tl.constexpr, SCALED_A: tl.constexpr,
+    stride_bk, stride_bn, bucket, DECODE_A: tl.constexpr, DECODE_B: tl.constexpr, ENCODE: tl.constexpr,
+    LIMITS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, MIDDLE: tl.constexpr, SCALED_A: tl.constexpr,
     SCALED_B: tl.constexpr, BIAS: tl.constexpr, STATS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
@@ -65,8 +64,8 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for start in range(0, k, DEPTH):
         left = k - start
-        a = _read(a_at, (i[:, None] < m) & (d[None, :] < left), FA, DTYPE)
-        b = _read(b_at, (d[:, None] < left) & (j[None, :] < n), FB, DTYPE)
+        a = _read(a_at, (i[:, None] < m) & (d[None, :] < left), DECODE_A, DTYPE)
+        b = _read(b_at, (d[:, None] < left) & (j[None, :] < n), DECODE_B, DTYPE)
         total = tl.dot(a, b, total, input_precision=PRECISION)
         a_at += DEPTH * stride_ak
         b_at += DEPTH * stride_bk
@@ -78,12 +77,12 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
         total = total + tl.load(bias_ptr + j, mask=j < n, other=0.0).to(tl.float32)[None, :]
     inside = (i[:, None] < m) & (j[None, :] < n)
     at = out_ptr + i[:, None].to(tl.int64) * n + j[None, :]
-    if len(FO) == 0:
+    if ENCODE is None:
         tl.store(at, _nearest(total, out_ptr.dtype.element_ty), mask=inside)
     else:
         total = _nearest(total, MIDDLE).to(tl.float32)  # as a GEMM that hands on this dtype would
         stored = total * power(tl.load(row_ptr))
-        tl.store(at, encode(stored, FO).to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(at, ENCODE(stored).to(out_ptr.dtype.element_ty), mask=inside)
         if STATS:
             if program == 0:
                 tl.store(counts_ptr + 3, m.to(tl.int64) * n)
@@ -109,7 +108,7 @@ class Output:
 
     fmt: Format
     row: Tensor
-    """Its row of the scale table, (10,) int32."""
+    """Its row of the scale table, int32."""
     keep: bool = False
     stats: bool = True
 
@@ -137,9 +136,9 @@ def flags(a: Format, b: Format, *, coded: tuple[bool, bool] = (True, True), out:
     if dtype == torch.bfloat16 and isinstance(matmul_kernel, InterpretedFunction):
         dtype = torch.float32  # the same numbers: the interpreter multiplies bfloat16 as if it were integers
     return {
-        "FA": constants(a) if coded[0] else (),
-        "FB": constants(b) if coded[1] else (),
-        "FO": constants(out, keep=keep) if out is not None else (),
+        "DECODE_A": device.decoder(a) if coded[0] else None,
+        "DECODE_B": device.decoder(b) if coded[1] else None,
+        "ENCODE": device.encoder(out, keep=keep) if out is not None else None,
         "LIMITS": thresholds(out) if out is not None else (),
         "DTYPE": _TRITON[dtype],
         "PRECISION": precision,

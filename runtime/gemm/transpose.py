@@ -14,17 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from fxprec.ir.symbolic import MEASURE
+from fxprec.numerics import device
 from fxprec.numerics.formats import Format
 from fxprec.runtime.gemm.counts import COUNTS, add_counts, add_moments, thresholds
-from fxprec.runtime.gemm.device_codec import constants, encode, power
 
 # 94 to 99 registers and no spill on sm_80 to sm_100 (4 warps: 180, and 500 spilled bytes for strided input).
 ROWS, COLUMNS, WARPS = 64, 128, 8
+power = device.power()
 
 
 @triton.jit
 def quantize_transpose_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, row_ptr, q_ptr, t_ptr, counts_ptr, m, n, stride_m, stride_n, F: tl.constexpr, LIMITS: tl.constexpr,
+    x_ptr, row_ptr, q_ptr, t_ptr, counts_ptr, m, n, stride_m, stride_n, ENCODE: tl.constexpr, LIMITS: tl.constexpr,
     ROW_MAJOR: tl.constexpr, STATS: tl.constexpr, FLAG: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     tiles = tl.cdiv(n, COLUMNS)
@@ -35,7 +36,7 @@ def quantize_transpose_kernel(  # type: ignore[no-untyped-def]
     at = i[:, None].to(tl.int64) * stride_m + j[None, :].to(tl.int64) * stride_n
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     stored = x * power(tl.load(row_ptr))
-    code = encode(stored, F).to(q_ptr.dtype.element_ty)
+    code = ENCODE(stored).to(q_ptr.dtype.element_ty)
     if ROW_MAJOR:
         tl.store(q_ptr + i[:, None].to(tl.int64) * n + j[None, :], code, mask=inside)
     tl.store(t_ptr + j[:, None].to(tl.int64) * m + i[None, :], tl.trans(code), mask=tl.trans(inside))
@@ -66,7 +67,7 @@ def _grid(m: int, n: int) -> tuple[int]:
 def flags(fmt: Format, *, keep: bool = False, row_major: bool = True, stats: bool = True) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel for a format."""
     return {
-        "F": constants(fmt, keep=keep),
+        "ENCODE": device.encoder(fmt, keep=keep),
         "LIMITS": thresholds(fmt),
         "ROW_MAJOR": row_major,
         "STATS": stats,
@@ -81,8 +82,8 @@ def quantize_transpose(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (M, N), their transpose (N, M), both contiguous, and the counts (8,) int64, of x (M, N).
 
-    ``x`` is float32, bfloat16 or float16 in any layout; ``row`` the format's row of the scale table,
-    (10,) int32. Bits as ``encode(x * 2**row[0])``.
+    ``x`` is float32, bfloat16 or float16 in any layout; ``row`` the format's row of the scale table.
+    Bits as ``encode(x * 2**row[0])``.
     """
     m, n = x.shape
     q = torch.empty(m, n, dtype=fmt.code_dtype, device=x.device)

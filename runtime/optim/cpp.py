@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fxprec.numerics import native
-from fxprec.runtime.optim.printer import Dialect, statements
+from fxprec.numerics import cpp, native
+from fxprec.numerics.dialects import CPP
+from fxprec.numerics.printer import statements
 from fxprec.runtime.optim.rule import INTEGERS, Rule
 from fxprec.runtime.optim.trace import trace
 
@@ -24,52 +25,9 @@ _FLAGS = ("-fno-math-errno",)  # with errno a square root is a call and a branch
 _CODES = {torch.float32: "float", torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
 
 
-def _number(value: float, dtype: torch.dtype) -> str:
-    if dtype != torch.float32:
-        return f"int32_t({int(value)}ll)"
-    if value in (torch.inf, -torch.inf):
-        return "__builtin_inff()" if value > 0 else "-__builtin_inff()"
-    return f"{float(value).hex()}f"
-
-
-_CPP = Dialect(
-    statement="const {type} {name} = {value};",
-    types={torch.float32: "float", torch.int32: "int32_t", torch.bool: "bool"},
-    number=_number,
-    expressions={
-        "add": "add({0}, {1})",
-        "sub": "sub({0}, {1})",
-        "rsub": "sub({1}, {0})",
-        "mul": "mul({0}, {1})",
-        "div": "{0} / {1}",
-        "neg": "-{0}",
-        "sqrt": "__builtin_sqrtf({0})",
-        "fma": "__builtin_fmaf({0}, {1}, {2})",
-        "maximum": "maximum({0}, {1})",
-        "clamp_min": "({0} < {1} ? {1} : {0})",
-        "clamp_max": "({0} > {1} ? {1} : {0})",
-        "clamp": "({0} < {1} ? {1} : {0} > {2} ? {2} : {0})",
-        "bitwise_and": "{0} & {1}",
-        "bitwise_or": "{0} | {1}",
-        "bitwise_xor": "{0} ^ {1}",
-        "__rshift__": "{0} >> {1}",
-        "__lshift__": "shift_left({0}, {1})",
-        "lt": "{0} < {1}",
-        "gt": "{0} > {1}",
-        "ge": "{0} >= {1}",
-        "eq": "{0} == {1}",
-        "ne": "{0} != {1}",
-        "where": "{0} ? {1} : {2}",
-        "scalar_tensor": "{0}",
-        "bits_of": "bits_of({0})",
-        "float_of": "float_of({0})",
-    },
-)
-
-
 def source(rule: Rule) -> str:
     """Return the C++ source of a rule's kernel."""
-    lines, outputs = statements(trace(rule), _CPP)
+    lines, outputs = statements(trace(rule), CPP)
     names = rule.tensors
     code = _CODES[rule.carrier]
     pointers = [f"{code}* __restrict {name}_at = ({code}*)row[{i + 1}];" for i, name in enumerate(names)]
@@ -80,6 +38,7 @@ def source(rule: Rule) -> str:
     stores += [f"{name}s += {outputs[name]};" for name in ("nonzero", "cancelled") if name in outputs]
     indent = "\n    "
     filled = {
+        "PRELUDE": cpp.PRELUDE,
         "COLUMNS": str(len(names) + 1),
         "SCALARS": str(len(rule.scalars)),
         "INTEGERS": str(len(INTEGERS)),

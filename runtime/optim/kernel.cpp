@@ -1,29 +1,10 @@
 // One optimizer step over many tensors. The parts in capitals are printed by runtime/optim/cpp.py.
-#include <cstdint>
-#include <cstring>
+/*PRELUDE*/
 #include <vector>
-
-#if defined(__GNUC__) && !defined(__clang__)
-// Inductor switches the first off: its own loops are written in vectors.
-#pragma GCC optimize("tree-loop-vectorize", "no-trapping-math", "signed-zeros")
-#endif
-
 namespace {
 
 constexpr int64_t kChunk = 1 << 14;  // elements; also the most one thread takes at a time
 constexpr int64_t kParallelFrom = 1 << 15;
-
-inline int32_t bits_of(float x) { int32_t b; std::memcpy(&b, &x, 4); return b; }
-inline float float_of(int32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
-// Integers wrap, as torch's do.
-inline int32_t add(int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); }
-inline int32_t sub(int32_t a, int32_t b) { return int32_t(uint32_t(a) - uint32_t(b)); }
-inline int32_t mul(int32_t a, int32_t b) { return int32_t(uint32_t(a) * uint32_t(b)); }
-inline int32_t shift_left(int32_t a, int32_t b) { return int32_t(uint32_t(a) << b); }
-inline float add(float a, float b) { return a + b; }
-inline float sub(float a, float b) { return a - b; }
-inline float mul(float a, float b) { return a * b; }
-inline float maximum(float a, float b) { return (a > b) | (a != a) ? a : b; }
 
 struct Bfloat16 { uint16_t code; };
 struct Float16 { uint16_t code; };
@@ -53,11 +34,7 @@ inline void store(Float16& to, float x) {
 struct Chunk { int64_t item, begin, end; };
 struct Counts { int32_t nonzero, cancelled; };
 
-// Not inlined: OpenMP's own functions do not take over the options above.
-#if defined(__GNUC__)
-__attribute__((noinline))
-#endif
-Counts walk(const Chunk chunk, const int64_t* row, const float* scalars, const int32_t* integers) {
+FXPREC_NOINLINE Counts walk(const Chunk chunk, const int64_t* row, const float* scalars, const int32_t* integers) {
   /*POINTERS*/
   int32_t nonzeros = 0, cancelleds = 0;
 #pragma omp simd reduction(+ : nonzeros, cancelleds)

@@ -2,61 +2,33 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from fxprec.numerics.codec import INFINITY, MAGNITUDE, QUIET_NAN, SIGN, format_row, overflow_threshold, round_with_row
-from fxprec.numerics.codec_rows import dither_with_row
+from fxprec.numerics import codec, directed, special
 from fxprec.numerics.formats import FP32, Format
-
-_FLOAT32_MIN_EXPONENT = -126
+from fxprec.numerics.rows import MAGNITUDE, format_row
 
 
 def nearest(x: Tensor, fmt: Format) -> Tensor:
-    """Return float32 ``x`` rounded to nearest, ties to even; the bits of `codec.round_with_row`, NaN quieted."""
+    """Return float32 ``x`` rounded to nearest, ties to even; the bits of `codec.nearest`, NaN quieted."""
     if fmt == FP32:
         return x
     row = format_row(fmt)
-    if not _has_float32_exponents(fmt):
-        return round_with_row(x, *row[1:])
-    bits = x.view(torch.int32)
-    if row.largest + (1 << row.shift) == row.overflow == INFINITY:
-        # The carry past the largest number is inf, so the sign can stay where it is: 9 operations for 14.
-        rounded = (bits + (row.addend + ((bits >> row.shift) & 1))) & -(1 << row.shift)
-        return torch.where(x != x, QUIET_NAN | (bits & SIGN), rounded).view(torch.float32)
-    magnitude = bits & MAGNITUDE
-    rounded = ((magnitude + row.addend + ((magnitude >> row.shift) & 1)) >> row.shift) << row.shift
-    rounded = torch.where(rounded > row.largest, row.overflow, rounded)
-    rounded = torch.where(magnitude > INFINITY, QUIET_NAN, rounded)
-    return (rounded | (bits & SIGN)).view(torch.float32)
+    if not special.shares_exponents(fmt):
+        return codec.nearest(x, row)
+    return special.nearest_cut(x, row) if special.carries_into_infinity(row) else special.nearest_short(x, row)
 
 
 def stochastic(x: Tensor, random: Tensor, fmt: Format) -> Tensor:
     """Return float32 ``x`` rounded up in magnitude with probability (|x| - down) / (up - down), else down.
 
-    ``random`` (int32, shape of ``x``) is uniform in [0, 2^31). The bits of `codec_rows.dither_with_row`, NaN quieted.
+    ``random`` (int32, shape of ``x``) is uniform in [0, 2^31). The bits of `directed.dithered`, NaN quieted.
     """
     if fmt == FP32:
         return x
-    row = format_row(fmt)
-    if not _has_float32_exponents(fmt):
-        return dither_with_row(x, random, *row[1:])
-    # Random bits added below the kept mantissa, then truncated (ALGORITHMS.md section 6).
-    bits = x.view(torch.int32)
-    magnitude = bits & MAGNITUDE
-    below = ((1 << row.shift) - 1) - (random >> (31 - row.shift))
-    rounded = ((magnitude + below) >> row.shift) << row.shift
-    threshold = overflow_threshold(row.shift, row.largest)
-    assert isinstance(threshold, int)
-    rounded = torch.where(magnitude > row.largest, row.largest, rounded)
-    rounded = torch.where(magnitude >= threshold, row.overflow, rounded)
-    rounded = torch.where(magnitude > INFINITY, QUIET_NAN, rounded)
-    return (rounded | (bits & SIGN)).view(torch.float32)
-
-
-def _has_float32_exponents(fmt: Format) -> bool:
-    """Whether the format's numbers are float32's with a shorter mantissa, subnormals among them."""
-    return fmt.min_exponent == _FLOAT32_MIN_EXPONENT and 0 < fmt.mantissa_bits < 23
+    if special.shares_exponents(fmt):
+        return special.dithered_short(x, random, fmt)
+    return directed.dithered(x, random, format_row(fmt))
 
 
 def mix(x: Tensor) -> Tensor:

@@ -15,26 +15,27 @@ from typing import Self
 import torch
 
 from fxprec.ir.symbolic import HISTOGRAM_BINS
-from fxprec.numerics.codec import INFINITY, MAGNITUDE, float_bits, format_row, overflow_threshold
+from fxprec.numerics import rows
 from fxprec.numerics.formats import Format
+from fxprec.numerics.rows import INFINITY, MAGNITUDE, float_bits, format_row
 
 _EXPONENT = 23
 _MANTISSA = (1 << _EXPONENT) - 1
 
 
-def thresholds(fmt: Format) -> tuple[int, int]:
+def borders(fmt: Format) -> tuple[int, int]:
     """Return float32 bits: the smallest magnitude that does not underflow, and the smallest that overflows."""
-    row = format_row(fmt)
-    over = overflow_threshold(row.shift, row.largest)
-    assert isinstance(over, int)
-    return row.underflow + 1, over
+    limits = rows.thresholds(format_row(fmt))
+    assert isinstance(limits.overflow, int)
+    assert isinstance(limits.underflow, int)
+    return limits.underflow + 1, limits.overflow
 
 
 def count_exponents(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Count the finite, non-zero elements of ``x``: (128,) float32, 64 bins for underflow and 64 for overflow."""
     bits = x.detach().to(torch.float32).contiguous().view(torch.int32).flatten() & MAGNITUDE
     counted = (bits > 0) & (bits < INFINITY)
-    rows = [_row(bits, counted, threshold & _MANTISSA) for threshold in thresholds(fmt)]
+    rows = [_row(bits, counted, threshold & _MANTISSA) for threshold in borders(fmt)]
     return torch.cat(rows).to(torch.float32)
 
 
@@ -61,7 +62,7 @@ class Histogram:
     @classmethod
     def of(cls, counts: Sequence[float], amax: float, fmt: Format) -> Self:
         """Read `count_exponents`'s result; ``amax`` is the largest finite magnitude, without a scale."""
-        tops = [_index(amax, t & _MANTISSA) - (t >> _EXPONENT) for t in thresholds(fmt)]
+        tops = [_index(amax, t & _MANTISSA) - (t >> _EXPONENT) for t in borders(fmt)]
         return cls(tuple(counts[:HISTOGRAM_BINS]), tuple(counts[HISTOGRAM_BINS:]), *tops)
 
     def raised(self, binades: int) -> Self:

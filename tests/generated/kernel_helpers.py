@@ -20,8 +20,8 @@ from fxprec import compat
 from fxprec.driver.capture import copied
 from fxprec.ir import symbolic
 from fxprec.ir.symbolic import AS_STORED, QUANTIZE
-from fxprec.numerics import codec
 from fxprec.numerics.formats import parse
+from fxprec.numerics.rows import format_row
 from fxprec.passes.lowering import Lowered, lower
 
 FORMAT = "1-4-3+4"
@@ -30,10 +30,7 @@ EXPONENT = 3  # of the rows that are scaled
 
 def scale_table(formats: Sequence[str], *, scaled: Collection[int] = (), measure: bool = False) -> torch.Tensor:
     """A row per format; gradients that come in carry no scale."""
-    rows = [
-        [EXPONENT if i in scaled else 0, *codec.format_row(parse(f))[1:], 0, int(measure)]
-        for i, f in enumerate(formats)
-    ]
+    rows = [[EXPONENT if i in scaled else 0, *format_row(parse(f))[1:], 0, int(measure)] for i, f in enumerate(formats)]
     return torch.tensor(rows, dtype=torch.int32)
 
 

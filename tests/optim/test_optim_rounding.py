@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fxprec
-from fxprec.numerics.codec import format_row
-from fxprec.numerics.codec_rows import dither_with_row
+from fxprec.numerics.directed import dithered
 from fxprec.numerics.formats import BF16, parse
+from fxprec.numerics.rows import format_row
 from fxprec.runtime.optim.rounding import nearest, random_bits, stochastic
 
 
@@ -34,7 +34,7 @@ def test_the_short_forms_are_the_codecs(fmt: str) -> None:
     f, random = parse(fmt), bits(len(x))
     for found, wanted in (
         (nearest(x, f), fxprec.quantize(x, f)),
-        (stochastic(x, random, f), dither_with_row(x, random, *format_row(f)[1:])),
+        (stochastic(x, random, f), dithered(x, random, format_row(f))),
     ):
         assert torch.equal(found.isnan(), wanted.isnan())
         assert torch.equal(found.view(torch.int32)[~x.isnan()], wanted.view(torch.int32)[~x.isnan()])

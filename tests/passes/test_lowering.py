@@ -19,9 +19,9 @@ from helpers import assert_bits_equal
 import fxprec.runtime.cpu.ops
 import fxprec.runtime.reference_ops  # noqa: F401  both register implementations
 from fxprec.ir import symbolic
-from fxprec.numerics import codec
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.reference import reference_decode, reference_encode, reference_quantize, reference_stats
+from fxprec.numerics.rows import format_row
 from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.layout import prefer_channels_last
 from fxprec.passes.lowering.reuse import is_ours_alone
@@ -31,7 +31,7 @@ FORCE = torch.ops.prims.inductor_force_stride_order.default
 
 
 def table(fmt: Format, scale_exp: int, carried: int = 0, measure: bool = False) -> torch.Tensor:
-    row = [scale_exp, *codec.format_row(fmt)[1:], carried, int(measure)]
+    row = [scale_exp, *format_row(fmt)[1:], carried, int(measure)]
     return torch.tensor([[0] * symbolic.TABLE_COLUMNS, row], dtype=torch.int32)
 
 

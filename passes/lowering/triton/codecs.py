@@ -1,28 +1,19 @@
-"""Source of the functions that round, pack and unpack inside a kernel: the integer codec, one pair per format.
-
-The same maths as `fxprec.numerics.codec`, with a format's constants folded in, so every device gives the bits of the
-reference: hardware casts are not used, since which of them round alike (NaN, saturation, subnormals) differs by
-architecture.
-"""
+"""Functions that generated kernels call beside the codec's, and the statistics of what they store."""
 
 from __future__ import annotations
 
 import math
-import re
 
-from fxprec.ir.symbolic import STATS, TABLE_COLUMNS, UNMEASURED
-from fxprec.numerics import codec
-from fxprec.numerics.formats import Format, parse
+from fxprec.ir.symbolic import CARRIED, MEASURE, STATS, TABLE_COLUMNS, UNMEASURED
+from fxprec.numerics import device, rows
+from fxprec.numerics.formats import parse
+from fxprec.numerics.rows import FormatRow, format_row
 
 BITS = "to(tl.int32, bitcast=True)"
 FLOAT = "to(tl.float32, bitcast=True)"
 
 HELPERS: dict[str, str] = {
-    "power": f'''@triton.jit
-def power(exponent):
-    """2.0 ** exponent, exactly."""
-    return ((exponent + 127) << 23).{FLOAT}
-''',
+    "power": device.POWER,
     "product": '''@triton.jit
 def product(a, b):
     """a * b, rounded to float32 before anything is added to it: no compiler contracts this to an fma."""
@@ -30,13 +21,7 @@ def product(a, b):
         return a * b
     return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
 ''',
-    "as_bfloat16": f'''@triton.jit
-def as_bfloat16(x):
-    """Nearest bfloat16, ties to even, as float32."""
-    bits = x.{BITS}
-    even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-    return tl.where(x != x, x, even.{FLOAT})
-''',
+    "as_bfloat16": device.bfloat16_source("as_bfloat16"),
     "as_float16": '''@triton.jit
 def as_float16(x):
     """Nearest float16, ties to even, as float32."""
@@ -71,89 +56,9 @@ def row_sum(x, inside):
 def row_any(x, inside):
     return tl.max(tl.where(inside & x, 1, 0), axis=1, keep_dims=True) > 0
 """,
-    "round_by_table": f'''@triton.jit
-def round_by_table(x, entry):
-    """Nearest even in the format that a row of the scale table holds; NaN stays."""
-    shift = tl.load(entry + 1)
-    min_normal = tl.load(entry + 3)
-    magic = tl.load(entry + 4).{FLOAT}
-    bits = x.{BITS}
-    a = bits & 0x7FFFFFFF
-    tie = ((a >> shift) & 1) * ((min_normal & 3) - 1)
-    normal = ((a + tl.load(entry + 2) + tie) >> shift) << shift
-    subnormal = ((a.{FLOAT} + magic) - magic).{BITS}
-    rounded = tl.where(a < min_normal, subnormal, normal)
-    rounded = tl.where(rounded > tl.load(entry + 5), tl.load(entry + 6), rounded)
-    rounded = tl.where(a > 0x7F800000, a, rounded)
-    return (rounded | (bits & -0x80000000)).{FLOAT}
-''',
+    "round_by_table": device.by_table_source("round_by_table"),
 }
 """Functions by name, in the order in which they are printed."""
-
-
-def identifier(fmt: str) -> str:
-    """Return a format's name as part of a Python name: ``1-4-3+4`` becomes ``1_4_3_p4``."""
-    return re.sub(r"\W", "_", fmt.replace("+", "_p"))
-
-
-def encoder(name: str) -> tuple[str, str]:
-    """Return the name and source of the function from float32 to the codes of a format, as int32."""
-    fmt = parse(name)
-    row, top = codec.format_row(fmt), fmt.bits - 1
-    parity = (row.min_normal & 3) - 1
-    rebias = (127 - fmt.offset) << 23
-    tie = {0: "", 1: f" + ((a >> {row.shift}) & 1)", -1: f" - ((a >> {row.shift}) & 1)"}[parity]
-    function = f"encode_{identifier(name)}"
-    lines = [f"bits = x.{BITS}", "a = bits & 0x7FFFFFFF"]
-    if fmt.nan_code is None and fmt.offset >= 127:
-        lines.append("a = tl.minimum(a, 0x7F800000)  # the sum below stays an int32")
-    lines += [
-        f"normal = (a + {row.addend - rebias}{tie}) >> {row.shift}",
-        f"subnormal = (a.{FLOAT} + {codec.as_float(row.magic)!r}).{BITS} - {row.magic}",
-        f"code = tl.minimum(tl.where(a < {row.min_normal}, subnormal, normal), {fmt.overflow_code})",
-    ]
-    if fmt.nan_code is not None:
-        lines.append(f"code = tl.where(a > 0x7F800000, {fmt.nan_code}, code)")
-    sign = 1 << top if top < 31 else -0x80000000
-    lines.append(f"return code | ((bits >> {31 - top}) & {sign})")
-    return function, _function(function, "x", f"Codes of {fmt.name}: nearest even, {_beyond(fmt)}.", lines)
-
-
-def _beyond(fmt: Format) -> str:
-    return {"saturate": "saturating", "inf": "inf beyond the largest", "nan": "NaN beyond the largest"}[
-        str(fmt.overflow)
-    ]
-
-
-def decoder(name: str) -> tuple[str, str]:
-    """Return the name and source of the function from codes (int32, upper bits ignored) to float32."""
-    fmt = parse(name)
-    shift, top = 23 - fmt.mantissa_bits, fmt.bits - 1
-    function = f"decode_{identifier(name)}"
-    lines = []
-    if top < 31:
-        mask = codec.SIGN | ((1 << top) - 1) << shift
-        lines.append(f"wide = ((code << {31 - top}) >> {8 - fmt.exponent_bits}) & {mask}")
-    else:
-        lines.append("wide = code")
-    lines.append(f"value = wide.{FLOAT}")
-    exponent = fmt.min_exponent + 126
-    while exponent > 127:
-        lines.append(f"value = value * {2.0**127!r}")
-        exponent -= 127
-    if exponent:
-        lines.append(f"value = value * {2.0**exponent!r}  # float32's subnormals stand for the format's")
-    if fmt.largest_code < (1 << top) - 1:
-        special = {"fn": 'float("nan")', "ieee": f"(wide | 0x7F800000).{FLOAT}"}.get(
-            fmt.specials, f"((wide & -0x80000000) | 0x7F800000).{FLOAT}"
-        )
-        lines.append(f"value = tl.where((wide & 0x7FFFFFFF) > {fmt.largest_code << shift}, {special}, value)")
-    return function, _function(function, "code", f"Numbers of {fmt.name}.", [*lines, "return value"])
-
-
-def _function(name: str, argument: str, doc: str, lines: list[str]) -> str:
-    body = "".join(f"    {line}\n" for line in [f'"""{doc}"""', *lines])
-    return f"@triton.jit\ndef {name}({argument}):\n{body}"
 
 
 STRIPES = 32
@@ -176,7 +81,7 @@ def add_statistics(x, stored, inside, entry, counters, elements, over_from, unde
     tl.atomic_add(at + 1, under, mask=under > 0)
     amax = tl.max(tl.where(inside, x.{BITS} & 0x7FFFFFFF, 0))
     tl.atomic_max(at + 2, amax, mask=amax > tl.load(at + 2))
-    measure = tl.load(entry + 9)
+    measure = tl.load(entry + {MEASURE})
     if measure != 0:
         some = inside & (tl.abs(stored) > 0.0)
         logs = tl.where(some, tl.log(tl.where(some, tl.abs(stored), 1.0)), 0.0)
@@ -187,7 +92,7 @@ def add_statistics(x, stored, inside, entry, counters, elements, over_from, unde
         tl.atomic_add(sums + 2, tl.sum(logs * logs))
     if program == 0:
         tl.store(counters + {STRIPES * COUNTERS}, elements)
-        tl.store(counters + {STRIPES * COUNTERS + 1}, tl.load(entry + 8))
+        tl.store(counters + {STRIPES * COUNTERS + 1}, tl.load(entry + {CARRIED}))
         tl.store(counters + {STRIPES * COUNTERS + 2}, tl.load(entry) if IS_SCALED else 0)
         tl.store(counters + {STRIPES * COUNTERS + 3}, measure)
 '''
@@ -196,13 +101,17 @@ ROW = TABLE_COLUMNS
 
 def thresholds(name: str) -> tuple[str, str]:
     """Return literals: float bits from which a magnitude overflows, and up to which it underflows."""
-    row = codec.format_row(parse(name))
-    return str(codec.overflow_threshold(row.shift, row.largest)), str(row.underflow)
+    over, under = rows.thresholds(format_row(parse(name)))
+    return str(over), str(under)
+
+
+def _column(name: str) -> str:
+    return f"tl.load({{0}} + {FormatRow._fields.index(name)})"
 
 
 TABLE_THRESHOLDS = (
-    "tl.load({0} + 5) + tl.maximum((1 << tl.load({0} + 1)) >> 1, 1)",
-    "tl.load({0} + 7)",
+    f"{_column('largest')} + tl.maximum((1 << {_column('shift')}) >> 1, 1)",
+    _column("underflow"),
 )
 """The same of the format that a row of the table holds."""
 

@@ -11,6 +11,8 @@ import torch
 from torch.fx import Node
 
 from fxprec.ir import symbolic
+from fxprec.numerics import device
+from fxprec.numerics.formats import parse
 from fxprec.passes.lowering.triton import codecs
 from fxprec.passes.lowering.triton.body import FULL, LITERAL, Body, Value, literal
 from fxprec.passes.lowering.triton.kernel import Kernel, Unprintable
@@ -211,7 +213,7 @@ class _Printer(Body):
             self.formats[fmt] = None
             rounded = f"{self.use('round_by_table')}({self.whole(stored)}, {self._entry(row)})"
             return self.assign("rounded", rounded, FULL, torch.float32)
-        encode = self._codec(codecs.encoder(fmt), fmt)
+        encode = self._codec(device.encoder_source(parse(fmt)), fmt)
         return self.assign("code", f"{encode}({self.whole(stored)})", FULL, None)
 
     def _statistics(self, x: Value, stored: Value, row: int, fmt: str, *, simulated: bool) -> None:
@@ -237,7 +239,7 @@ class _Printer(Body):
         value = self.read(q, node, as_code=storage != "simulate")
         name = value.name
         if storage != "simulate":
-            decode = self._codec(codecs.decoder(fmt), fmt)
+            decode = self._codec(device.decoder_source(parse(fmt)), fmt)
             name = self.assign("number", f"{decode}({name})", value.extent, torch.float32).name
         if row in self.tables.scaled and row != symbolic.AS_STORED:
             name = f"{name} * {self._power(row, '-')}"

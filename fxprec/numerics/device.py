@@ -1,0 +1,130 @@
+"""The codec in Triton: printed from `codec` with a format's constants folded in, one function each.
+
+No hardware cast is used: which of them round alike (NaN, saturation, subnormals) differs by architecture, and the
+interpreter's own float8 cast is not to nearest. So sm_80, newer devices and the interpreter give the same codes.
+A kernel takes the function as a compile-time argument (`encoder`, `decoder`, `rounder`), or its source is printed into
+generated code (`encoder_source`, ...).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from fxprec import compat
+from fxprec.numerics import codec, special
+from fxprec.numerics.dialects import TRITON
+from fxprec.numerics.formats import BF16, Format
+from fxprec.numerics.printer import Name, statements
+from fxprec.numerics.rows import FormatRow, format_row
+from fxprec.numerics.trace import Kind, trace
+
+IMPORTS = "import triton\nimport triton.language as tl\n\n\n"
+
+
+def identifier(fmt: Format) -> str:
+    """Return a format's name as part of a Python name: ``1-4-3+4`` becomes ``1_4_3_p4``."""
+    return re.sub(r"\W", "_", fmt.name.replace("+", "_p"))
+
+
+def encoder_source(fmt: Format, *, keep: bool = False) -> tuple[str, str]:
+    """Return name and source of the function from float32 to int32 codes, to nearest even.
+
+    With ``keep`` inf becomes the format's own code of it even where it saturates; the format must have one, or NaN.
+    """
+    beyond = {"saturate": "saturating", "inf": "inf beyond the largest", "nan": "NaN beyond the largest"}
+    kept = codec.kept_infinity(fmt) if keep else None
+    name = f"encode_{identifier(fmt)}{'_keep' if keep else ''}"
+    doc = f"Codes of {fmt.name}: nearest even, {beyond[str(fmt.overflow)]}{', inf kept' if keep else ''}."
+    return name, _function(name, "x", "float", doc, lambda x: codec.folded_codes(x, fmt, kept))
+
+
+def decoder_source(fmt: Format) -> tuple[str, str]:
+    """Return name and source of the function from int32 codes (upper bits ignored) to float32."""
+    name = f"decode_{identifier(fmt)}"
+    doc = f"Numbers of {fmt.name}."
+    return name, _function(name, "code", "int", doc, lambda code: codec.folded_numbers(code, fmt))
+
+
+def rounder_source(fmt: Format) -> tuple[str, str]:
+    """Return name and source of the function that rounds float32 to nearest even; NaN stays."""
+    name, row = f"nearest_{identifier(fmt)}", format_row(fmt)
+    return name, _function(name, "x", "float", f"Nearest {fmt.name}.", lambda x: codec.nearest(x, row))
+
+
+def bfloat16_source(name: str) -> str:
+    """Return the source of a function to the nearest bfloat16, ties to even, as float32."""
+    row = format_row(BF16)
+    doc = "Nearest bfloat16, ties to even, as float32."
+    return _function(name, "x", "float", doc, lambda x: special.nearest_cut(x, row))
+
+
+def by_table_source(name: str) -> str:
+    """Return the source of a function that rounds to the format that a row of the scale table holds."""
+    fields = FormatRow._fields[1:]
+    used = [f for f in fields if f != "underflow"]
+    loads = [f"{field} = tl.load(entry + {FormatRow._fields.index(field)})" for field in used]
+    names = {"magic": Name("magic", "magic.to(tl.float32, bitcast=True)")}
+
+    def run(x: Tensor, *columns: Tensor) -> dict[str, Tensor]:
+        return {"found": codec.nearest(x, FormatRow(0, *columns))}
+
+    kinds: dict[str, Kind] = {"x": "float", **dict.fromkeys(fields, "int_scalar")}
+    lines, outputs = statements(trace(run, kinds), TRITON, names)
+    doc = "Nearest even in the format that a row of the scale table holds; NaN stays."
+    return _text(name, "x, entry", doc, [*loads, *lines, f"return {outputs['found']}"])
+
+
+def _function(name: str, argument: str, kind: Kind, doc: str, text: Callable[[Tensor], Tensor]) -> str:
+    lines, outputs = statements(trace(lambda x: {"found": text(x)}, {argument: kind}), TRITON)
+    return _text(name, argument, doc, [*lines, f"return {outputs['found']}"])
+
+
+def _text(name: str, arguments: str, doc: str, lines: list[str]) -> str:
+    body = "".join(f"    {line}\n" for line in [f'"""{doc}"""', *lines])
+    return f"@triton.jit\ndef {name}({arguments}):\n{body}"
+
+
+@cache
+def encoder(fmt: Format, *, keep: bool = False) -> Any:
+    """Return the function of `encoder_source`, to call in a kernel that takes it as a compile-time argument."""
+    return _loaded(*encoder_source(fmt, keep=keep))
+
+
+@cache
+def decoder(fmt: Format) -> Any:
+    """Return the function of `decoder_source`."""
+    return _loaded(*decoder_source(fmt))
+
+
+@cache
+def rounder(fmt: Format) -> Any:
+    """Return the function of `rounder_source`."""
+    return _loaded(*rounder_source(fmt))
+
+
+@cache
+def bfloat16() -> Any:
+    """Return the function of `bfloat16_source`."""
+    return _loaded("as_bfloat16", bfloat16_source("as_bfloat16"))
+
+
+def _loaded(name: str, source: str) -> Any:
+    return compat.load_kernel(IMPORTS + source, name)
+
+
+POWER = '''@triton.jit
+def power(exponent):
+    """2.0 ** exponent as float32, exactly, of an int32 in -126 to 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+'''
+
+
+@cache
+def power() -> Any:
+    """Return the function of `POWER`."""
+    return _loaded("power", POWER)

@@ -1,0 +1,47 @@
+"""A function over tensors as a graph of pointwise ATen nodes, for the printers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+Kind: TypeAlias = Literal["float", "int", "float_scalar", "int_scalar"]
+"""A float32 or int32 element of a tensor, or a number that all elements share."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph of pointwise nodes and what its inputs and outputs are called."""
+
+    graph: Graph
+    inputs: tuple[str, ...]
+    outputs: Mapping[str, Node]
+
+
+def trace(function: Callable[..., Mapping[str, Tensor]], inputs: Mapping[str, Kind]) -> Traced:
+    """Trace ``function(*inputs)``, which returns its results by name."""
+    names: list[str] = []
+
+    def run(*values: Tensor) -> list[Tensor]:
+        found = function(*values)
+        names[:] = found
+        return list(found.values())
+
+    examples = [_example(kind) for kind in inputs.values()]
+    with torch.no_grad():
+        graph = make_fx(run, tracing_mode="fake")(*examples).graph
+    graph.eliminate_dead_code()
+    (returned,) = graph.output_node().args
+    assert isinstance(returned, Sequence)
+    return Traced(graph, tuple(inputs), {n: v for n, v in zip(names, returned, strict=True) if isinstance(v, Node)})
+
+
+def _example(kind: Kind) -> Tensor:
+    dtype = torch.float32 if kind.startswith("float") else torch.int32
+    return torch.ones(() if kind.endswith("scalar") else 2, dtype=dtype, device="cpu")
