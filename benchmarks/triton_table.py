@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,30 +30,10 @@ with warnings.catch_warnings():
     import fxprec
     from benchmarks import machine
     from fxprec import compat
+    from fxprec.numerics import ahead
+    from fxprec.numerics.ahead import ARCHITECTURES
     from fxprec.passes import narrow_gemms
     from fxprec.passes.lowering.triton import codecs
-
-ARCHITECTURES = (80, 89, 90, 100)
-SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Bytes a program can have (CUDA's occupancy tables)."""
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What one program of a kernel takes."""
-
-    registers: int
-    """Of each thread."""
-    spilled: int
-    """Bytes of each thread in local memory."""
-    shared: int
-    """Bytes."""
-
-    def excess(self, arch: int) -> str | None:
-        """Say what is too much, or None."""
-        if self.spilled:
-            return f"spills {self.spilled} bytes"
-        return f"wants {self.shared} bytes of shared memory" if self.shared > SHARED_LIMIT[arch] else None
 
 
 class Block(nn.Module):
@@ -136,17 +114,11 @@ def kernels(folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
                 yield kernel, (index.parent / kernel["file"]).read_text(encoding="utf-8")
 
 
-def compile_for(kernel: Mapping[str, Any], source: str, arch: int) -> Resources:
+def compile_for(kernel: Mapping[str, Any], source: str, arch: int) -> ahead.Resources:
     """Compile to machine code, memory aligned and sizes even, as they are nearly always."""
     parameters = [(name, kind) for name, kind in kernel["parameters"]]
-    cubin, shared = compat.compile_ahead(source, kernel["name"], parameters, kernel["num_warps"], arch)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(compat.triton_tool("cuobjdump")), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
-    return Resources(found["REG"], found["STACK"] + found["LOCAL"], shared)
+    compiled = ahead.compile_generated(source, kernel["name"], parameters, kernel["num_warps"], arch)
+    return ahead.resources(compiled, arch)
 
 
 def finish() -> tuple[dict[str, Any], str]:
@@ -169,7 +141,7 @@ def main() -> None:
         print(f"{'kernel':60} {'bytes':>12}" + "".join(f"{f'sm_{arch}':>8}" for arch in ARCHITECTURES) + "   registers")
         for kernel, source in [*kernels(Path(name)), finish()]:
             found = {arch: compile_for(kernel, source, arch) for arch in ARCHITECTURES}
-            failures += [f"{kernel['name']} on sm_{a}: {why}" for a, r in found.items() if (why := r.excess(a))]
+            failures += [f"{kernel['name']} on sm_{a}: {why}" for a, r in found.items() if (why := r.excess)]
             row = {k: kernel.get(k) for k in ("name", "bytes", "num_warps", "formats", "exact")}
             rows.append(row | {"sm": {arch: asdict(r) for arch, r in found.items()}})
             registers = "".join(f"{r.registers:8}" for r in found.values())

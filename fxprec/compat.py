@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -291,28 +291,32 @@ def no_native_fp8(device: torch.device) -> str | None:
     return f"compute capability {major}.{minor} has no casts to 8-bit floats"
 
 
-def compile_ahead(
-    source: str, name: str, parameters: Sequence[tuple[str, str]], num_warps: int, arch: int
-) -> tuple[bytes, int]:
-    """Compile a generated kernel for an NVIDIA architecture (80, 89, 90, 100), with no GPU.
+def compile_triton(
+    kernel: Any,
+    kinds: Mapping[str, str],
+    constants: Mapping[str, Any],
+    aligned: Iterable[int],
+    arch: int,
+    options: Mapping[str, Any],
+) -> Any:
+    """Compile a Triton function for an NVIDIA architecture (80, 89, 90, 100), with no GPU.
 
-    Returns its machine code and the bytes of shared memory it takes. Pointers and sizes are multiples of 16, as they
-    nearly always are. Raises what Triton's compiler raises.
+    ``kinds``: Triton's type of each parameter; ``aligned``: positions of those divisible by 16. The result has ``asm``
+    (``"ptx"``, ``"cubin"``) and ``metadata.shared`` (bytes). Raises what Triton's compiler raises.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = load_kernel(source, name)
-    function = function.fn if isinstance(function, triton.runtime.Autotuner) else function
-    multiples = [i for i, (_, kind) in enumerate(parameters) if kind.startswith("*")]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in multiples}
-    compiled = triton.compile(
-        ASTSource(function, dict(parameters), attrs=attributes),
-        target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": num_warps},
-    )
-    return compiled.asm["cubin"], compiled.metadata.shared
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(kernel, dict(kinds), dict(constants), attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(options))
+
+
+def current_architecture() -> int:
+    """Return the current GPU's compute capability: 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 def triton_tool(name: str) -> Path:
@@ -320,16 +324,6 @@ def triton_tool(name: str) -> Path:
     from triton.backends import nvidia
 
     return Path(str(nvidia.__file__)).parent / "bin" / name
-
-
-def why_not_compiled(source: str, name: str, parameters: Sequence[tuple[str, str]], num_warps: int) -> str | None:
-    """Compile a generated kernel for the current GPU; return the compiler's first line where that fails."""
-    try:
-        major, minor = torch.cuda.get_device_capability()
-        compile_ahead(source, name, parameters, num_warps, 10 * major + minor)
-    except Exception as error:  # the compiler's own types differ by version
-        return f"it does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    return None
 
 
 def calling_wrapper() -> object | None:

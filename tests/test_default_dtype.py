@@ -119,7 +119,7 @@ def multiplied() -> Any:
 def table_of(name: str) -> Tensor:
     """A table of one row that scales by 4, carries 2 and measures."""
     table = torch.zeros(1, TABLE_COLUMNS, dtype=torch.int32)
-    table[0, :CARRIED] = torch.tensor(fxprec.numerics.codec.format_row(parse(name)), dtype=torch.int32)
+    table[0, :CARRIED] = torch.tensor(fxprec.numerics.rows.format_row(parse(name)), dtype=torch.int32)
     table[0, 0], table[0, CARRIED], table[0, MEASURE] = 2, 1, 1
     return table
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import machine
-from fxprec.runtime.gemm import aot, kernels
+from fxprec.numerics import ahead
+from fxprec.runtime.gemm import kernels
 
 
 def rows() -> list[dict[str, Any]]:
     """Return one entry a kernel and architecture."""
     found = []
-    for arch in aot.ARCHITECTURES:
+    for arch in ahead.ARCHITECTURES:
         for case in kernels.cases(arch):
-            used = aot.resources(case.compile(arch), arch)
+            used = ahead.resources(case.compile(arch), arch)
             found.append({"kernel": case.name, **used.to_dict(), "fits": used.fits})
             print(
                 f"sm_{arch:<4} {case.name:48} {used.registers:4} registers {used.spilled:5} spilled {used.shared:7} shared",

@@ -14,6 +14,7 @@ from fxprec.config import Config
 from fxprec.driver.capture import copied
 from fxprec.driver.verify import Fault, checked_cpu_run, checked_run
 from fxprec.ir.symbolic_gemms import kernel_called
+from fxprec.numerics import ahead
 from fxprec.passes.base import Notice
 from fxprec.passes.lowering import Lowered
 
@@ -99,7 +100,7 @@ class Lowering:
         kernels = lowered.generated.kernels
         faults = []
         for k in kernels:
-            why = compat.why_not_compiled(k.source, k.name, k.parameters, k.num_warps)
+            why = ahead.why_not_generated(k.source, k.name, k.parameters, k.num_warps)
             if why is not None:
                 faults.append(Fault(k.name, why))
         cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fxprec.numerics import ahead
 from fxprec.runtime.aps.codecs import Codec, decode_table, thresholds
 
 _BLOCK = 1024
@@ -64,17 +65,8 @@ def decode_values(codes: Tensor, c: Codec) -> Tensor:
 
 def compile_to_ptx(arch: int) -> tuple[str, str]:
     """PTX of both kernels for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     pointers = {"x_ptr": "*fp32", "borders_ptr": "*fp32", "out_ptr": "*u8", "n": "i32"}
-    encode = ASTSource(_encode_kernel, {**pointers, "BLOCK": "constexpr", "STEPS": "constexpr"},
-                       {"BLOCK": _BLOCK, "STEPS": _SEARCH_STEPS})  # fmt: skip
+    encode = ahead.compile_for(_encode_kernel, pointers, {"BLOCK": _BLOCK, "STEPS": _SEARCH_STEPS}, arch)
     pointers = {"codes_ptr": "*u8", "table_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}
-    decode = ASTSource(_decode_kernel, {**pointers, "BLOCK": "constexpr"}, {"BLOCK": _BLOCK})
-    target = GPUTarget("cuda", arch, 32)
-    found = [
-        triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["ptx"]
-        for source in (encode, decode)
-    ]
-    return str(found[0]), str(found[1])
+    decode = ahead.compile_for(_decode_kernel, pointers, {"BLOCK": _BLOCK}, arch)
+    return str(encode.asm["ptx"]), str(decode.asm["ptx"])

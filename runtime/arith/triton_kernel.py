@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxprec.numerics import device
+from fxprec.numerics import ahead, device
 from fxprec.numerics.formats import FP32, Format
 from fxprec.runtime.arith.spec import Spec
 
@@ -119,11 +119,6 @@ def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor:
 
 def compile_to_ptx(spec: Spec, arch: int) -> str:
     """PTX of the kernel for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kinds = {"a_ptr": "*fp32", "b_ptr": "*fp32", "out_ptr": "*fp32"}
-    kinds |= dict.fromkeys(("m", "depth", "n", "chunk"), "i32") | dict.fromkeys(_flags(spec), "constexpr")
-    source = ASTSource(_matmul_kernel, kinds, _flags(spec))
-    target = GPUTarget("cuda", arch, 32)
-    return str(triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["ptx"])
+    kinds |= dict.fromkeys(("m", "depth", "n", "chunk"), "i32")
+    return str(ahead.compile_for(_matmul_kernel, kinds, _flags(spec), arch).asm["ptx"])

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from fxprec.ir.symbolic_gemms import GemmKernel
+from fxprec.numerics import ahead
 from fxprec.numerics.formats import parse
-from fxprec.runtime.gemm import aot, matmul, transpose
+from fxprec.runtime.gemm import matmul, transpose
 from fxprec.runtime.gemm.tiles import TILES, Tile
 
 
@@ -26,7 +27,7 @@ class Case:
     options: dict[str, int]
 
     def compile(self, arch: int) -> Any:
-        return aot.compile_for(self.kernel, self.signature, self.constants, arch, **self.options)
+        return ahead.compile_for(self.kernel, self.signature, self.constants, arch, **self.options)
 
 
 # (format, what is rounded, layout): aligned rows as activations have them, and any strides.

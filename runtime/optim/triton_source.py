@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from fxprec import compat
+from fxprec.numerics import ahead
 from fxprec.numerics.dialects import TRITON
 from fxprec.numerics.printer import statements
 from fxprec.runtime.optim.rule import INTEGERS, Rule
@@ -55,22 +57,11 @@ def source(rule: Rule) -> str:
 @cache
 def kernel(rule: Rule) -> Any:
     """The kernel as a Triton function, its source kept in Inductor's cache folder."""
-    from torch._inductor.codecache import PyCodeCache
-
-    return PyCodeCache.load(source(rule)).kernel
+    return compat.load_kernel(source(rule), "kernel")
 
 
 def compile_to_ptx(rule: Rule, arch: int) -> str:
     """PTX of the kernel for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kinds = {"table_ptr": "*i64", "blocks_ptr": "*i64", "scalars_ptr": "*fp32", "integers_ptr": "*i32"}
-    kinds |= {"counts_ptr": "*i64", "BLOCK": "constexpr"}
-    compiled = triton.compile(
-        ASTSource(kernel(rule), kinds, {"BLOCK": BLOCK}),
-        target=GPUTarget("cuda", arch, 32),
-        options={"enable_fp_fusion": False},
-    )
-    return str(compiled.asm["ptx"])
+    kinds["counts_ptr"] = "*i64"
+    return str(ahead.compile_for(kernel(rule), kinds, {"BLOCK": BLOCK}, arch).asm["ptx"])

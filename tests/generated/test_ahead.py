@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import warnings
 
 import pytest
@@ -12,9 +11,10 @@ pytest.importorskip("triton")
 
 from generated.kernel_helpers import generated, scale_table, stored, traced
 
-from benchmarks.triton_table import Resources, compile_for, finish
-from fxprec import compat
+from benchmarks.triton_table import compile_for, finish
 from fxprec.ir.symbolic import QUANTIZE
+from fxprec.numerics import ahead
+from fxprec.numerics.ahead import Resources
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -48,14 +48,14 @@ def test_kernels_compile_without_spilling(arch: int) -> None:
     """sm_80 has no 8-bit float types: codes travel as integers."""
     for kernel, source in kernels():
         found = compile_for(kernel, source, arch)
-        assert found.excess(arch) is None, kernel["name"]
+        assert found.excess is None, kernel["name"]
         assert 8 <= found.registers <= 160, kernel["name"]
 
 
 def test_too_much_is_an_excess() -> None:
-    assert Resources(255, 16, 0).excess(90) == "spills 16 bytes"
-    assert Resources(32, 0, 100 << 10).excess(90) is None
-    assert Resources(32, 0, 100 << 10).excess(89) == "wants 102400 bytes of shared memory"
+    assert Resources(90, 255, 16, 0).excess == "spills 16 bytes"
+    assert Resources(90, 32, 0, 100 << 10).excess is None
+    assert Resources(89, 32, 0, 100 << 10).excess == "wants 102400 bytes of shared memory"
 
 
 def test_a_kernel_that_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,15 +65,15 @@ def test_a_kernel_that_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parameters = [(n, k) for n, k in kernel["parameters"]]
-        assert compat.why_not_compiled(source, kernel["name"], parameters, 4) is None
+        assert ahead.why_not_generated(source, kernel["name"], parameters, 4) is None
         broken = source.replace("tl.maximum(", "tl.no_such_function(")
-        why = compat.why_not_compiled(broken, kernel["name"], parameters, 4)
+        why = ahead.why_not_generated(broken, kernel["name"], parameters, 4)
     assert why is not None
     assert why.startswith("it does not compile: CompilationError")
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_products_are_rounded_before_they_are_added(arch: int, tmp_path) -> None:
+def test_products_are_rounded_before_they_are_added(arch: int) -> None:
     """Compiled as Inductor does, with contraction allowed: the machine code multiplies and adds, and has no FFMA."""
     table = scale_table(["1-4-3+4"], scaled=[0])
 
@@ -83,10 +83,8 @@ def test_products_are_rounded_before_they_are_added(arch: int, tmp_path) -> None
     inputs = [torch.zeros(64, 256) for _ in range(3)]
     _, lowered = generated(traced(affine, *inputs, table), scaled=[0])
     (kernel,) = lowered.generated.kernels
-    code, _ = compat.compile_ahead(kernel.source, kernel.name, kernel.parameters, kernel.num_warps, arch)
-    (tmp_path / "kernel.cubin").write_bytes(code)
-    command = [str(compat.triton_tool("cuobjdump")), "-sass", str(tmp_path / "kernel.cubin")]
-    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    compiled = ahead.compile_generated(kernel.source, kernel.name, kernel.parameters, kernel.num_warps, arch)
+    text = ahead.disassembled(compiled, "-sass")
     assert "FMUL" in text
     assert "FADD" in text
     assert "FFMA" not in text

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import fxprec
 from fxprec import Backend, Config, compat
 from fxprec.driver.fallback import Lowering
+from fxprec.numerics import ahead
 from fxprec.passes.lowering.triton import codecs
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_kernels.py")
@@ -187,7 +188,7 @@ def test_a_kernel_that_does_not_compile_is_left_out(monkeypatch: pytest.MonkeyPa
         return stored(stored(torch.relu(x), table)[1] @ w, table, 1)
 
     gm = traced(f, torch.randn(4, 8), torch.randn(8, 8), scale_table([FORMAT] * 2))
-    monkeypatch.setattr(compat, "why_not_compiled", why)
+    monkeypatch.setattr(ahead, "why_not_generated", why)
     lowering = Lowering(Config(lowering="triton", recipe="hfp8"), torch.device("cpu"), told.append)
     options = {"watched": {0, 1}, "scaled": frozenset(), "calls": compat.TritonCalls()}
     half = lowering.compile(gm, lambda gm, name, without: lower(gm, name, "cpu", without=without, **options), build)

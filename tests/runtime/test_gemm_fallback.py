@@ -98,5 +98,5 @@ def test_under_strict_the_first_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 def test_whether_a_kernel_compiles_is_asked_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = GemmKernel("quantize+transpose", ("1-6-9",))
     assert kernels.why_not_compiled(kernel, 90) is None
-    monkeypatch.setattr(kernels.aot, "compile_for", lambda *args, **options: operator.truediv(1, 0))
+    monkeypatch.setattr(kernels.ahead, "compile_for", lambda *args, **options: operator.truediv(1, 0))
     assert kernels.why_not_compiled(kernel, 80) == "it does not compile: ZeroDivisionError: division by zero"

@@ -201,9 +201,10 @@ def test_machine_code_spills_no_registers(arch: int) -> None:
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("interpreted functions have no machine code")
-    from fxprec.runtime.gemm import aot, kernels
+    from fxprec.numerics import ahead
+    from fxprec.runtime.gemm import kernels
 
     for case in kernels.cases(arch, quick=True):
-        used = aot.resources(case.compile(arch), arch)
+        used = ahead.resources(case.compile(arch), arch)
         assert used.fits, (case.name, used)
         assert used.registers > 0

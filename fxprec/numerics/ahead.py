@@ -1,0 +1,93 @@
+"""Compile Triton kernels for NVIDIA architectures without a GPU, and read what the machine code uses."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fxprec import compat
+
+ARCHITECTURES = (80, 89, 90, 100)
+# Bytes of shared memory a block can have (CUDA programming guide, compute capabilities).
+SHARED_LIMIT: Mapping[int, int] = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one thread block of a compiled kernel uses."""
+
+    arch: int
+    registers: int
+    """Per thread."""
+    spilled: int
+    """Bytes per thread that went to local memory."""
+    shared: int
+    """Bytes per block."""
+
+    @property
+    def excess(self) -> str | None:
+        """What is too much, or None."""
+        if self.spilled:
+            return f"spills {self.spilled} bytes"
+        return f"wants {self.shared} bytes of shared memory" if self.shared > SHARED_LIMIT[self.arch] else None
+
+    @property
+    def fits(self) -> bool:
+        return self.excess is None
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def compile_for(
+    kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], arch: int, **options: Any
+) -> Any:
+    """Return the compiled kernel; ``signature`` names the run-time arguments' types, ``constants`` the others.
+
+    A type with a ``:16`` behind it is one that Triton's launcher would find divisible by 16: an aligned pointer, a
+    size. Products are not contracted. Raises what Triton raises where the architecture cannot run the kernel.
+    """
+    kinds = {name: kind.partition(":")[0] for name, kind in signature.items()} | dict.fromkeys(constants, "constexpr")
+    ordered = {name: kinds[name] for name in kernel.arg_names}
+    aligned = [i for i, name in enumerate(ordered) if signature.get(name, "").endswith(":16")]
+    return compat.compile_triton(kernel, ordered, constants, aligned, arch, {"enable_fp_fusion": False, **options})
+
+
+def compile_generated(source: str, name: str, parameters: Sequence[tuple[str, str]], num_warps: int, arch: int) -> Any:
+    """Compile a generated kernel. Its pointers are multiples of 16, as they nearly always are."""
+    function = compat.load_kernel(source, name)
+    function = getattr(function, "fn", function) if type(function).__name__ == "Autotuner" else function
+    aligned = [i for i, (_, kind) in enumerate(parameters) if kind.startswith("*")]
+    return compat.compile_triton(function, dict(parameters), {}, aligned, arch, {"num_warps": num_warps})
+
+
+def why_not_generated(source: str, name: str, parameters: Sequence[tuple[str, str]], num_warps: int) -> str | None:
+    """Compile a generated kernel for the current GPU; return the compiler's first line where that fails."""
+    try:
+        compile_generated(source, name, parameters, num_warps, compat.current_architecture())
+    except Exception as error:  # the compiler's own types differ by version
+        return f"it does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return None
+
+
+def resources(compiled: Any, arch: int) -> Resources:
+    """Return what a compiled kernel uses, as NVIDIA's own disassembler reads it from the cubin."""
+    report = disassembled(compiled, "--dump-resource-usage")
+    used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
+    spilled = max(used["STACK"], used["LOCAL"])
+    return Resources(arch, used["REG"], spilled, int(compiled.metadata.shared))
+
+
+def disassembled(compiled: Any, option: str) -> str:
+    """Return what ``cuobjdump`` prints of a compiled kernel: ``-sass``, ``--dump-resource-usage``."""
+    tool = compat.triton_tool("cuobjdump")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(compiled.asm["cubin"])
+        run = subprocess.run([str(tool), option, str(file)], capture_output=True, text=True, check=True, timeout=60)
+    return run.stdout
