@@ -88,7 +88,7 @@ def reference_round(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     exponent, mantissa = code >> grid.mantissa_bits, code & ((1 << grid.mantissa_bits) - 1)
     fraction = mantissa.double() / (1 << grid.mantissa_bits)
     normal = torch.ldexp(1 + fraction, exponent - 1 + grid.min_exponent)
-    value = torch.where(exponent > 0, normal, torch.ldexp(fraction, torch.tensor(grid.min_exponent)))
+    value = torch.where(exponent > 0, normal, torch.ldexp(fraction, torch.tensor(grid.min_exponent, dtype=torch.int64)))
     value = torch.where((value > grid.largest) | magnitude.isinf(), grid.beyond, value)
     return torch.where(x.isnan(), x, torch.where(torch.signbit(x), -value, value).to(x.dtype))
 
