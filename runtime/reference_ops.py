@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from fxprec.ir.symbolic import AS_STORED, CARRIED, HISTOGRAM_BINS, MEASURE, UNMEASURED, stored_dtype
+from fxprec.ir.symbolic import AS_STORED, CARRIED, HISTOGRAM_BINS, MEASURE, stored_dtype
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.reference import (
     Grid,
@@ -17,6 +15,7 @@ from fxprec.numerics.reference import (
     reference_stats,
 )
 from fxprec.numerics.rows import FormatRow, row_of
+from fxprec.numerics.stats import UNMEASURED, Counts
 from fxprec.runtime.scaling.histogram import count_exponents
 
 
@@ -73,35 +72,27 @@ def _first_order(x: torch.Tensor, other: torch.Tensor, fmt: str) -> torch.Tensor
     return product.sum().abs() + product.square().sum().sqrt()
 
 
-def site_stats(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+def counts(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
     entries = table[row].tolist()
-    stats = reference_stats(_scaled(x, table, row), Grid.of_row(row_of(entries)))
-    count = max(x.numel(), 1)
+    lost = reference_stats(_scaled(x, table, row), Grid.of_row(row_of(entries)))
     amax = float(x.abs().max()) if x.numel() else 0.0
-    moments = measured_moments(x, entries[CARRIED]) if entries[MEASURE] else UNMEASURED
-    ratios = stats.overflow / count, stats.underflow / count
-    values = [*ratios, amax * 2.0 ** -entries[CARRIED], *moments]
-    return torch.tensor(values, dtype=torch.float32, device=x.device)
+    moments = measured_moments(x) if entries[MEASURE] else UNMEASURED
+    carried = entries[CARRIED]
+    found = Counts(lost.overflow, lost.underflow, amax, x.numel(), *moments, carried, carried)
+    return torch.tensor(found, dtype=torch.float64, device=x.device)
 
 
-def measured_moments(x: torch.Tensor, carried_exp: int) -> tuple[float, float, float, float]:
-    """Return rms, share of non-zero elements, and mean and deviation of ln|x| over these, the scale taken off.
-
-    The deviation is the population's. Without a non-zero element all are 0.
-    """
+def measured_moments(x: torch.Tensor) -> tuple[float, float, float, float]:
+    """Return the non-zero elements, the sum of squares, and the sums of ln|x| and its square over the former."""
     wide = x.detach().double().abs()
     nonzero = wide[wide > 0]
-    if not nonzero.numel():
-        return (0.0, 0.0, 0.0, 0.0)
     logs = nonzero.log()
-    rms = float(wide.square().mean().sqrt()) * 2.0**-carried_exp
-    mean_ln = float(logs.mean()) - carried_exp * math.log(2)
-    return rms, nonzero.numel() / x.numel(), mean_ln, float(logs.std(correction=0))
+    return nonzero.numel(), float(wide.square().sum()), float(logs.sum()), float(logs.square().sum())
 
 
 def histogram(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
     if x.device.type == "cpu" and not int(table[row, MEASURE]):
-        return x.new_zeros(2 * HISTOGRAM_BINS, dtype=torch.float32)  # elsewhere, asking would wait for the device
+        return x.new_zeros(2 * HISTOGRAM_BINS, dtype=torch.float64)  # elsewhere, asking would wait for the device
     return count_exponents(x, parse(format))
 
 
@@ -113,5 +104,5 @@ def _scaled(x: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
     return x.to(torch.float32) * 2.0 ** _scale_exp(table, row)
 
 
-for _function in (quantize, dequantize, keep_nonfinite, rescale, observe, damage, site_stats, histogram):
+for _function in (quantize, dequantize, keep_nonfinite, rescale, observe, damage, counts, histogram):
     torch.library.impl(f"fxprec::{_function.__name__}", "CompositeExplicitAutograd", _function)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from fxprec.ir.symbolic import HISTOGRAM_BINS, STATS
+from fxprec.ir.symbolic import HISTOGRAM_BINS
+from fxprec.numerics.stats import WIDTH, finish
 
 MAX_PENDING = 256  # backward passes without a forward between them; then the oldest statistics are dropped
-_BASIC = 3  # the fields every step measures
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class StatsQueue:
     def push(self, sites: Sequence[int], stats: torch.Tensor, counted: Sequence[int] = ()) -> None:
         """Take one graph's vector without waiting for the device.
 
-        (7 * sites + 128 * counted,) float32: a row of statistics per site, then the histograms of ``counted``.
+        (10 * sites + 128 * counted,) float64: a row of counts per site, then the histograms of ``counted``.
         """
         if stats.device.type == "cpu":
             self._pending.append(_Pending(sites, counted, stats, None))
@@ -81,16 +81,13 @@ class StatsQueue:
 
 
 def _rows(pending: _Pending) -> Iterator[SiteStats]:
-    width = len(STATS)
-    table = pending.host[: len(pending.sites) * width].view(len(pending.sites), width)
-    measured = (table[:, STATS.index("nonzero_ratio")] >= 0).tolist()
-    some = any(measured)
-    rows = (table if some else table[:, :_BASIC]).tolist()
-    counts = _counts(pending) if some else {}
-    for site, row in zip(pending.sites, rows, strict=True):
-        yield replace(SiteStats(site, *row), counts=counts[site]) if site in counts else SiteStats(site, *row)
+    table = pending.host[: len(pending.sites) * WIDTH].view(len(pending.sites), WIDTH)
+    found = finish(table)
+    counts = _counts(pending) if any(row.nonzero_ratio >= 0 for row in found) else {}
+    for site, row in zip(pending.sites, found, strict=True):
+        yield SiteStats(site, *row, counts=counts.get(site, ()))
 
 
 def _counts(pending: _Pending) -> dict[int, tuple[float, ...]]:
-    values = pending.host[len(pending.sites) * len(STATS) :].view(-1, 2 * HISTOGRAM_BINS).tolist()
+    values = pending.host[len(pending.sites) * WIDTH :].view(-1, 2 * HISTOGRAM_BINS).tolist()
     return dict(zip(pending.counted, map(tuple, values), strict=True))

@@ -17,7 +17,6 @@ from torch.fx import GraphModule, Interpreter, Node
 from fxprec import compat
 from fxprec.driver.seeded import draw_from_seeds
 from fxprec.ir import symbolic
-from fxprec.ir.symbolic import STATS
 from fxprec.passes.lowering import Lowered
 from fxprec.passes.lowering.stats import watch
 from fxprec.passes.lowering.triton.kernel import Kernel
@@ -88,7 +87,7 @@ class _Reference(Interpreter):
 
     @property
     def statistics(self) -> torch.Tensor | None:
-        """(7 * rows,) in the order of the kernels' own, None where they count nothing."""
+        """Rows of counts, flat, in the order of the kernels' own, None where they count nothing."""
         return torch.cat([self.by_row[row] for row in self.order]) if self.order else None
 
 
@@ -121,9 +120,8 @@ class _GeneratedChecker(Interpreter):
     def compare_statistics(self, found: torch.Tensor, lowered: Lowered) -> None:
         """Ratios and largest magnitudes must agree to the last bit; moments are sums in another order."""
         assert self.wanted.statistics is not None
-        width = len(STATS)
-        wanted = self.wanted.statistics.view(-1, width).cpu()
-        rows = found[: wanted.numel()].view(-1, width).cpu()
+        size = self.wanted.statistics.numel()
+        wanted, rows = (torch.tensor(finish(v.cpu().view(-1, WIDTH))) for v in (self.wanted.statistics, found[:size]))
         owner = {row: kernel.name for kernel in lowered.generated.kernels for row in kernel.watched}
         for row, mine, theirs in zip(lowered.generated.watched, rows, wanted, strict=True):
             same = torch.equal(mine[:3].nan_to_num(), theirs[:3].nan_to_num())

@@ -7,9 +7,10 @@
     Read ``q`` back as ``dtype``, multiplied by ``2**-table[row, 0]``; row ``AS_STORED`` leaves it as it is.
 ``keep_nonfinite(rounded, x) -> y``
     ``rounded`` where ``x`` is finite, else ``x``: inf and NaN of a gradient survive formats that have none.
-``site_stats(x, table, row, format) -> (7,) float32``
-    What rounding ``x`` for the row does, and its moments (`STATS`); lowering adds one per watched quantize.
-``histogram(x, table, row, format) -> (128,) float32``
+``counts(x, table, row, format) -> (10,) float64``
+    Counts of what rounding ``x`` for the row does, and its moments (`numerics.stats.Counts`); lowering adds one per
+    watched quantize.
+``histogram(x, table, row, format) -> (128,) float64``
     Counts by exponent: how many elements under- and overflow at any scale (`fxprec.runtime.scaling.histogram`).
 ``rescale(g, table, row) -> g``
     Multiply by ``2**table[row, 0]``; exact, since the factor is a power of two.
@@ -20,7 +21,7 @@
 ``matmul(a, b, *sums)``, ``convolution(x, weight, ..., *sums)``, ``convolution_backward(grad, x, weight, ..., *sums)``
     A GEMM whose products and partial sums are rounded to formats of their own, for option ``accumulator``.
 
-On CPU, lowering turns them into three kernels: ``store`` (codes, rounded values, statistics), ``round`` (the same
+On CPU, lowering turns them into three kernels: ``store`` (codes, rounded values, counts), ``round`` (the same
 without codes) and ``load``; ``store_`` and ``round_`` write the rounded values over ``x``. The values come at the scale
 they were stored with; ``keep`` keeps inf and NaN there.
 
@@ -36,6 +37,7 @@ import torch
 
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.rows import FormatRow
+from fxprec.numerics.stats import WIDTH
 
 Storage = Literal["native", "packed", "simulate"]
 AS_STORED = -1
@@ -44,17 +46,13 @@ CARRIED = len(FormatRow._fields)  # the scale exponent that what comes into the 
 MEASURE = CARRIED + 1  # 1 in steps that measure moments and histograms
 TABLE_COLUMNS = MEASURE + 1
 
-# Fields of a row of statistics. Ratios are shares of all elements; the others are of the tensor without its scale.
-# The last four are measured only where the table says so; elsewhere ``nonzero_ratio`` is -1.
-STATS = ("overflow_ratio", "underflow_ratio", "amax", "rms", "nonzero_ratio", "mean_ln", "std_ln")
-UNMEASURED = (0.0, -1.0, 0.0, 0.0)
 HISTOGRAM_BINS = 64
 
 _library = torch.library.Library("fxprec", "DEF")
 _library.define("quantize(Tensor x, Tensor table, int row, str format, str storage) -> Tensor")
 _library.define("dequantize(Tensor q, Tensor table, int row, str format, str storage, ScalarType dtype) -> Tensor")
 _library.define("keep_nonfinite(Tensor rounded, Tensor x) -> Tensor")
-_library.define("site_stats(Tensor x, Tensor table, int row, str format) -> Tensor")
+_library.define("counts(Tensor x, Tensor table, int row, str format) -> Tensor")
 _library.define("histogram(Tensor x, Tensor table, int row, str format) -> Tensor")
 _library.define("rescale(Tensor g, Tensor table, int row) -> Tensor")
 _library.define("observe(Tensor grad, Tensor x, int tensor, str format, str grad_format) -> Tensor")
@@ -92,7 +90,7 @@ QUANTIZE = torch.ops.fxprec.quantize.default
 DEQUANTIZE = torch.ops.fxprec.dequantize.default
 KEEP_NONFINITE = torch.ops.fxprec.keep_nonfinite.default
 HISTOGRAM = torch.ops.fxprec.histogram.default
-SITE_STATS = torch.ops.fxprec.site_stats.default
+COUNTS = torch.ops.fxprec.counts.default
 RESCALE = torch.ops.fxprec.rescale.default
 STORE = torch.ops.fxprec.store.default
 ROUND = torch.ops.fxprec.round.default
@@ -131,9 +129,9 @@ def _(q: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str,
     return torch.empty_like(q, dtype=dtype)
 
 
-@torch.library.register_fake("fxprec::site_stats")
+@torch.library.register_fake("fxprec::counts")
 def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
-    return x.new_empty(len(STATS), dtype=torch.float32)
+    return x.new_empty(WIDTH, dtype=torch.float64)
 
 
 @torch.library.register_fake("fxprec::keep_nonfinite")
@@ -143,7 +141,7 @@ def _(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.register_fake("fxprec::histogram")
 def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
-    return x.new_empty(2 * HISTOGRAM_BINS, dtype=torch.float32)
+    return x.new_empty(2 * HISTOGRAM_BINS, dtype=torch.float64)
 
 
 @torch.library.register_fake("fxprec::rescale")
@@ -167,14 +165,14 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     codes = torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
     values = torch.empty_like(x, dtype=torch.float32) if value else x.new_empty(0, dtype=torch.float32)
-    return codes, values, x.new_empty(len(STATS), dtype=torch.float32)
+    return codes, values, x.new_empty(WIDTH, dtype=torch.float64)
 
 
 @torch.library.register_fake("fxprec::round")
 def _(
     x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x, dtype=torch.float32), x.new_empty(len(STATS), dtype=torch.float32)
+    return torch.empty_like(x, dtype=torch.float32), x.new_empty(WIDTH, dtype=torch.float64)
 
 
 @torch.library.register_fake("fxprec::store_")
@@ -182,12 +180,12 @@ def _(
     x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
-    return codes, x.new_empty(len(STATS), dtype=torch.float32)
+    return codes, x.new_empty(WIDTH, dtype=torch.float64)
 
 
 @torch.library.register_fake("fxprec::round_")
 def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool) -> torch.Tensor:
-    return x.new_empty(len(STATS), dtype=torch.float32)
+    return x.new_empty(WIDTH, dtype=torch.float64)
 
 
 @torch.library.register_fake("fxprec::load")

@@ -6,11 +6,11 @@
     (``torch._scaled_mm``: ``a`` row-major, ``b`` column-major) or ``generated`` (any layout).
 ``transposed(q) -> t``
     Codes (..., N) as a contiguous matrix (N, rest): the second copy that a native GEMM over the rows reads.
-``counted_stats(counts, table, row) -> (7,) float32``
-    A row of statistics from what a kernel counted (`fxprec.runtime.gemm.counts`).
+``gathered(counters) -> (10 * sites,) float64``
+    Rows of counts from the striped counters of kernels (`fxprec.numerics.stats`).
 
-Kernels: ``quantize_transpose`` (codes, transposed codes, counts), ``transpose_codes``, ``matmul_codes`` and
-``matmul_to_codes`` (codes, counts; its product is rounded to ``dtype`` before it is encoded).
+Kernels: ``quantize_transpose`` (codes, transposed codes, counters), ``transpose_codes``, ``matmul_codes`` and
+``matmul_to_codes`` (codes, counters; its product is rounded to ``dtype`` before it is encoded).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Literal
 import torch
 from torch.fx import Node
 
-from fxprec.ir.symbolic import STATS, stored_dtype
+from fxprec.ir.symbolic import stored_dtype
 from fxprec.numerics.formats import parse
+from fxprec.numerics.stats import SITE_COUNTERS, WIDTH
 
 Kernel = Literal["native", "generated"]
 
@@ -32,7 +33,7 @@ _OPERANDS = (
 )
 _library.define(f"gemm({_OPERANDS}, str kernel) -> Tensor")
 _library.define("transposed(Tensor q) -> Tensor")
-_library.define("counted_stats(Tensor counts, Tensor table, int row) -> Tensor")
+_library.define("gathered(Tensor counters) -> Tensor")
 _library.define(
     "quantize_transpose(Tensor x, Tensor table, int row, str format, str storage, bool keep)"
     " -> (Tensor, Tensor, Tensor)"
@@ -45,7 +46,7 @@ _library.define(
 
 GEMM = torch.ops.fxprec.gemm.default
 TRANSPOSED = torch.ops.fxprec.transposed.default
-COUNTED_STATS = torch.ops.fxprec.counted_stats.default
+GATHERED = torch.ops.fxprec.gathered.default
 QUANTIZE_TRANSPOSE = torch.ops.fxprec.quantize_transpose.default
 TRANSPOSE_CODES = torch.ops.fxprec.transpose_codes.default
 MATMUL_CODES = torch.ops.fxprec.matmul_codes.default
@@ -104,9 +105,9 @@ torch.library.register_fake("fxprec::transposed", _transposed)
 torch.library.register_fake("fxprec::transpose_codes", _transposed)
 
 
-@torch.library.register_fake("fxprec::counted_stats")
-def _(counts: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
-    return counts.new_empty(len(STATS), dtype=torch.float32)
+@torch.library.register_fake("fxprec::gathered")
+def _(counters: torch.Tensor) -> torch.Tensor:
+    return counters.new_empty(counters.shape[0] // SITE_COUNTERS * WIDTH, dtype=torch.float64)
 
 
 @torch.library.register_fake("fxprec::quantize_transpose")
@@ -114,7 +115,7 @@ def _(
     x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     codes = x.new_empty(x.shape, dtype=stored_dtype(parse(format), storage))
-    return codes, _transposed(codes), x.new_empty(8, dtype=torch.int64)
+    return codes, _transposed(codes), x.new_empty(SITE_COUNTERS, dtype=torch.int32)
 
 
 @torch.library.register_fake("fxprec::matmul_codes")
@@ -150,4 +151,4 @@ def _(
     stats: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     codes = a.new_empty(a.shape[0], b.shape[1], dtype=stored_dtype(parse(format), storage))
-    return codes, a.new_empty(8, dtype=torch.int64)
+    return codes, a.new_empty(SITE_COUNTERS, dtype=torch.int32)

@@ -1,18 +1,17 @@
-"""Pass 6: make the symbolic ops of a partitioned graph real."""
+"""Make the symbolic ops of a partitioned graph real."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from fxprec.ir import symbolic
 from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.gemms import lower_gemms
 from fxprec.passes.lowering.nonfinite import keep_nonfinite
-from fxprec.passes.lowering.stats import append_gathered, append_outputs, count, watch
+from fxprec.passes.lowering.stats import Counters, append_gathered, append_outputs, count, watch
 from fxprec.passes.lowering.triton import Generated, call_generated
 from fxprec.passes.lowering.triton.launch import KernelCalls
 
@@ -52,58 +51,23 @@ def lower(
     if forward:
         keep_nonfinite(gm.graph)
     counted_rows, histograms = count(gm, counted)
-    generated = Generated()
+    generated, counters = Generated(), Counters(watched, measured)
+    if lowering != "eager":
+        lower_gemms(gm, device_type, scaled, counters, without)
     if lowering == "triton":
         assert calls is not None
-        taken = _gemms_first(gm, device_type, watched, scaled, measured, without, histograms)
-        left = [row for row in watched if row not in taken]
-        generated = call_generated(gm, calls, watched=left, scaled=scaled, without=without)
-        others, stats = watch(gm, [row for row in left if row not in generated.watched])
-        rows = (*generated.watched, *taken, *others)
-        _gather(gm, [*generated.statistics, *taken.values(), *stats, *histograms])
-    elif lowering != "eager" and device_type == "cpu":
-        rows, stats = call_kernels(gm, watched)
-        append_outputs(gm.graph, [*stats, *histograms])  # gathering them in the graph costs a C++ kernel each
+        generated = call_generated(gm, calls, watched=counters.left, scaled=scaled, without=without)
+        counters.add_first(generated.watched, generated.counters)
+    if lowering not in ("eager", "triton") and device_type == "cpu":
+        rows, counts = call_kernels(gm, counters.left)
+        append_outputs(gm.graph, [*counters.gathered(gm.graph), *counts, *histograms])  # a cat costs a C++ kernel each
     else:
-        rows, stats = watch(gm, watched)
-        _gather(gm, [*stats, *histograms])
-    if lowering not in ("eager", "triton"):
-        lower_gemms(gm, device_type, scaled, measured, without)
+        rows, counts = watch(gm, counters.left)
+        append_gathered(gm.graph, [*counters.gathered(gm.graph), *counts, *histograms])
+    rows = (*counters.rows, *rows)
     # Triton runs on a CPU in its interpreter only, beside the reference.
     if lowering != "eager" and not (lowering == "triton" and device_type == "cpu"):
         expand(gm, scaled, measured)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return Lowered(rows, counted_rows, generated)
-
-
-def _gemms_first(
-    gm: GraphModule,
-    device_type: str,
-    watched: Collection[int],
-    scaled: frozenset[int],
-    measured: frozenset[int],
-    without: Collection[str],
-    kept: list[Node],
-) -> dict[int, Node]:
-    """Lower the GEMMs; return the statistics that their kernels take over, by row. The others' nodes go again.
-
-    ``kept`` are nodes that nothing reads yet.
-    """
-    rows, nodes = watch(gm, watched)
-    output = gm.graph.output_node()
-    own = output.args
-    append_outputs(gm.graph, [*nodes, *kept])  # as an output, a node is seen to be replaced, and is not dead
-    lower_gemms(gm, device_type, scaled, measured, without)
-    found: tuple[Node, ...] = output.args[0][len(own[0]) :]  # type: ignore[arg-type,index,assignment]
-    output.args = (output.args[0][: len(own[0])],)  # type: ignore[arg-type,index]
-    counted = found[: len(rows)]
-    taken = {row: node for row, node in zip(rows, counted, strict=True) if node.target is not symbolic.SITE_STATS}
-    for node in gm.graph.find_nodes(op="call_function", target=symbolic.SITE_STATS):
-        gm.graph.erase_node(node)
-    return taken
-
-
-def _gather(gm: GraphModule, vectors: list[Node]) -> None:
-    if vectors:
-        append_gathered(gm.graph, vectors)

@@ -6,8 +6,7 @@ site: pointwise ops know no shapes, so one trace serves all.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,8 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec.ir import symbolic, symbolic_gemms
-from fxprec.ir.symbolic import CARRIED, MEASURE
-from fxprec.numerics import codec, formats
+from fxprec.ir.symbolic import CARRIED
+from fxprec.numerics import codec, formats, stats
 from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import INFINITY, MAGNITUDE, FormatRow, format_row, row_of
 
@@ -32,7 +31,6 @@ def expand(gm: GraphModule, scaled: frozenset[int], measured: frozenset[int] = f
     ``scaled`` are the rows whose scale exponent may differ from 0, ``measured`` those whose moments count.
     """
     rows, device = Rows(scaled, measured), _device(gm.graph)
-    _expand_counted(gm.graph, device)
     for node in list(gm.graph.nodes):
         recipe = _RECIPES.get(node.target)
         if recipe is None:
@@ -53,28 +51,6 @@ def _device(graph: Graph) -> torch.device:
     values = (n.meta.get("val") for n in graph.find_nodes(op="placeholder"))
     devices = [v.device for v in values if isinstance(v, torch.Tensor)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-
-
-def _expand_counted(graph: Graph, device: torch.device) -> None:
-    """Turn all that kernels counted into statistics at once: a handful of kernels, however many sites there are."""
-    nodes = graph.find_nodes(op="call_function", target=symbolic_gemms.COUNTED_STATS)
-    if not nodes:
-        return
-    counts, tables, rows = zip(*(n.args for n in nodes), strict=True)
-    with graph.inserting_before(min(user for n in nodes for user in n.users)):
-        picked = [graph.call_function(aten.select.int, (tables[0], 0, row)) for row in rows]
-        both = [_stacked(graph, vectors) for vectors in (counts, picked)]
-        template = _traced(_counted_stats, (torch.int64, torch.int32), (), 0)
-        stats = _inline(graph, template, tuple(both), device)
-        for i, node in enumerate(nodes):
-            node.replace_all_uses_with(graph.call_function(aten.select.int, (stats, 0, i)))
-    for node in nodes:
-        graph.erase_node(node)
-
-
-def _stacked(graph: Graph, vectors: Iterable[Any]) -> Node:
-    rows = [graph.call_function(aten.unsqueeze.default, (v, 0)) for v in vectors]
-    return graph.call_function(aten.cat.default, (rows,))
 
 
 @dataclass(frozen=True)
@@ -103,17 +79,21 @@ def _dequantize_recipe(node: Node, rows: Rows) -> _Recipe:
     return _dequantize, (fmt, dtype, scaled), (0,) if scaled else ()
 
 
-def _stats_recipe(node: Node, rows: Rows) -> _Recipe:
+def _counts_recipe(node: Node, rows: Rows) -> _Recipe:
     x, _, row, fmt = node.args
     assert isinstance(x, Node)
     simulated = any(u.target is symbolic.QUANTIZE and u.args[4] == "simulate" for u in x.users)
     static = (None if simulated else fmt, row in rows.scaled, row in rows.measured)
     columns = _FORMAT_COLUMNS if simulated else ()
-    return _site_stats, static, (0, CARRIED, *columns[1:])
+    return _counts, static, (0, CARRIED, *columns[1:])
 
 
 def _rescale_recipe(node: Node, rows: Rows) -> _Recipe:
     return _rescale, (), (0,)
+
+
+def _gathered_recipe(node: Node, rows: Rows) -> _Recipe:
+    return _gathered, (), ()
 
 
 def _keep_recipe(node: Node, rows: Rows) -> _Recipe:
@@ -123,7 +103,8 @@ def _keep_recipe(node: Node, rows: Rows) -> _Recipe:
 _RECIPES: dict[object, Callable[[Node, Rows], _Recipe]] = {
     symbolic.QUANTIZE: _quantize_recipe,
     symbolic.DEQUANTIZE: _dequantize_recipe,
-    symbolic.SITE_STATS: _stats_recipe,
+    symbolic.COUNTS: _counts_recipe,
+    symbolic_gemms.GATHERED: _gathered_recipe,
     symbolic.RESCALE: _rescale_recipe,
     symbolic.KEEP_NONFINITE: _keep_recipe,
 }
@@ -164,15 +145,12 @@ def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node) -> Node
     return _inline(graph, _traced(function, (_dtype(x),), (), 0), (x,), x.meta["val"].device)
 
 
-_WIDTHS = {torch.int64: 8, torch.int32: symbolic.TABLE_COLUMNS}  # counts and rows of the table; others are pointwise
-
-
 @lru_cache(maxsize=1024)
 def _traced(
     function: Callable[..., torch.Tensor], dtypes: tuple[torch.dtype, ...], static: tuple[Any, ...], num_columns: int
 ) -> GraphModule:
     """Trace ``function(*tensors, columns, *static)`` on a small example; the trace holds for every shape."""
-    examples = [torch.zeros(2, _WIDTHS.get(dtype, 3), dtype=torch.float32).to(dtype) for dtype in dtypes]
+    examples = [torch.zeros(_EXAMPLES.get(function, (2, 3)), dtype=dtype) for dtype in dtypes]
     columns = [torch.zeros((), dtype=torch.int32) for _ in range(num_columns)]
 
     def call(*args: torch.Tensor) -> torch.Tensor:
@@ -241,54 +219,20 @@ def _rescale(g: torch.Tensor, columns: _Columns) -> torch.Tensor:
     return _scale(g.to(torch.float32), columns, True).to(g.dtype)
 
 
-def _site_stats(x: torch.Tensor, columns: _Columns, fmt: str | None, scaled: bool, measured: bool) -> torch.Tensor:
-    """Compare magnitudes as integers: float32 bits are ordered, and NaN lies above infinity."""
+def _counts(x: torch.Tensor, columns: _Columns, fmt: str | None, scaled: bool, measured: bool) -> torch.Tensor:
     row = FormatRow(columns[0], *columns[2:]) if fmt is None else format_row(parse(fmt))
     wide = x.to(torch.float32)
     stored = _scale(wide, columns, scaled)
-    bits = stored.view(torch.int32) & MAGNITUDE
-    over, under = (mask.to(torch.float32) for mask in codec.lost(bits, row))
-    amax = torch.amax(torch.abs(wide))
-    parts = [torch.mean(over), torch.mean(under), amax * _power(-columns[1]) if scaled else amax]
-    if measured:
-        return torch.stack([*parts, *_moments(stored, bits, columns[0] + columns[1])])
-    zero = (columns[0] & 0).to(torch.float32)  # on the graph's device, which a constant made here is not
-    return torch.stack([*parts, *(zero + value for value in symbolic.UNMEASURED)])
+    counted = stats.count(wide, stored, row)
+    carried = columns[1].to(torch.float64)
+    zero = carried * 0.0  # on the graph's device, which a constant made here is not
+    moments = stats.count_moments(stored) if measured else [zero + value for value in stats.UNMEASURED]
+    moments_exp = (columns[0] + columns[1]).to(torch.float64) if scaled else carried
+    return torch.stack([*counted, *moments, carried, moments_exp])
 
 
-def _counted_stats(counts: torch.Tensor, rows: torch.Tensor, columns: _Columns) -> torch.Tensor:
-    """(n, 8) counts and their rows of the table to (n, 7). Ratios in float64, as the reference divides integers."""
-    over, under, bits, elements = counts[:, :4].unbind(1)
-    nonzero, squares, logs, squared_logs = counts[:, 4:].view(torch.float64).unbind(1)
-    carried, total = rows[:, CARRIED], rows[:, 0] + rows[:, CARRIED]
-    total_ln = total.to(torch.float64) * math.log(2)  # an integer times a number is of the default dtype
-    share = torch.clamp_min(elements, 1).to(torch.float64)
-    ratios = [(n.to(torch.float64) / share).to(torch.float32) for n in (over, under)]
-    amax = bits.to(torch.int32).view(torch.float32) * _power(-carried)
-    present = torch.clamp_min(nonzero, 1)
-    mean = logs / present
-    moments = [
-        torch.sqrt(squares / share) * _power(-total),
-        nonzero / share,
-        torch.where(nonzero > 0, mean - total_ln, 0.0),
-        torch.sqrt(torch.clamp_min(squared_logs / present - mean * mean, 0.0)),
-    ]
-    some = [
-        torch.where((rows[:, MEASURE] != 0) & (nonzero >= 0), value.to(torch.float32), unmeasured)
-        for value, unmeasured in zip(moments, symbolic.UNMEASURED, strict=True)
-    ]
-    return torch.stack([*ratios, amax, *some], 1)
+def _gathered(counters: torch.Tensor, columns: _Columns) -> torch.Tensor:
+    return stats.gathered(counters).view(-1)
 
 
-def _moments(stored: torch.Tensor, bits: torch.Tensor, scale_exp: torch.Tensor) -> list[torch.Tensor]:
-    """Moments of the tensor as it is stored: near 1, where squares neither over- nor underflow."""
-    nonzero = bits > 0
-    logs = torch.where(nonzero, torch.log(torch.where(nonzero, torch.abs(stored), 1.0)), 0.0)
-    share = torch.mean(nonzero.to(torch.float32))
-    rms = torch.sqrt(torch.mean(stored * stored)) * _power(-scale_exp)
-    present = torch.clamp_min(share, 1e-30)
-    mean = torch.mean(logs) / present
-    variance = torch.clamp_min(torch.mean(logs * logs) / present - mean * mean, 0.0)
-    has_any = (share > 0).to(torch.float32)
-    scale_ln = scale_exp.to(torch.float32) * math.log(2)
-    return [rms, share, (mean - scale_ln) * has_any, torch.sqrt(variance)]
+_EXAMPLES = {_gathered: (2 * stats.SITE_COUNTERS,)}  # shapes; what is not here is pointwise

@@ -11,7 +11,9 @@ from torch.fx import Graph, Node
 
 from fxprec.ir import symbolic
 from fxprec.ir import symbolic_gemms as gemms
+from fxprec.numerics.stats import SITE_COUNTERS
 from fxprec.passes.analysis import ops
+from fxprec.passes.lowering.stats import Counters
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -35,7 +37,7 @@ def replace(graph: Graph, node: Node, new: Node) -> None:
     graph.erase_node(node)
 
 
-def copy_with_codes(graph: Graph, copy: Node, without: Collection[str]) -> bool:
+def copy_with_codes(graph: Graph, copy: Node, counters: Counters, without: Collection[str]) -> bool:
     """Make codes and their transpose in one kernel, where what is rounded is in memory anyway; say whether.
 
     Elsewhere the codes come out of the kernel that computes the values, and one byte an element is read back.
@@ -54,10 +56,10 @@ def copy_with_codes(graph: Graph, copy: Node, without: Collection[str]) -> bool:
         return False
     with graph.inserting_before(q):
         both = call(graph, gemms.QUANTIZE_TRANSPOSE, source, table, row, fmt, storage, keep)
-        codes, turned, counts = (call(graph, operator.getitem, both, i) for i in range(3))
+        codes, turned, counted = (call(graph, operator.getitem, both, i) for i in range(3))
     codes.meta["val"], turned.meta["val"] = q.meta["val"], copy.meta["val"].to(q.meta["val"].dtype)
-    counts.meta["val"] = _counts(q)
-    _take_statistics(graph, x, row, table, counts)
+    counted.meta["val"] = _counters(q)
+    counters.add(row, counted)
     _put(graph, copy, turned)
     if code is not q:
         _put(graph, code, codes)
@@ -66,15 +68,8 @@ def copy_with_codes(graph: Graph, copy: Node, without: Collection[str]) -> bool:
     return True
 
 
-def _counts(q: Node) -> torch.Tensor:
-    return q.meta["val"].new_empty(8, dtype=torch.int64)  # type: ignore[no-any-return]
-
-
-def _take_statistics(graph: Graph, x: Node, row: int, table: Node, counts: Node) -> None:
-    for node in [u for u in x.users if u.target is symbolic.SITE_STATS and u.args[2] == row]:
-        with graph.inserting_before(counts.next):
-            new = call(graph, gemms.COUNTED_STATS, counts, table, row)
-        replace(graph, node, new)
+def _counters(q: Node) -> torch.Tensor:
+    return q.meta["val"].new_empty(SITE_COUNTERS, dtype=torch.int32)  # type: ignore[no-any-return]
 
 
 def _put(graph: Graph, old: Node, new: Node) -> None:
@@ -91,23 +86,24 @@ def _is_guarded(q: Node) -> bool:
     return len(readers) == len(q.users) and all(g.target is symbolic.KEEP_NONFINITE for r in readers for g in r.users)
 
 
-def codes_of_product(graph: Graph, node: Node, measured: frozenset[int], without: Collection[str]) -> bool:
-    """Let a generated GEMM store its product as codes and count, where nothing else reads it; say whether."""
+def codes_of_product(graph: Graph, node: Node, counters: Counters, without: Collection[str]) -> bool:
+    """Let a generated GEMM store its product as codes and count, where nothing else reads it; say whether.
+
+    It measures no moments: they would spill the large tiles' registers.
+    """
     users = _readers(node)
-    stats = [u for u in users if u.target is symbolic.SITE_STATS]
-    casts = [u for u in users if u.target is symbolic.QUANTIZE and u.args[4] != "simulate"]
-    if len(casts) != 1 or len(casts) + len(stats) != len(users) or any(s.args[2] in measured for s in stats):
+    if len(users) != 1 or users[0].target is not symbolic.QUANTIZE or users[0].args[4] == "simulate":
         return False
-    (q,) = casts
-    _, table, row, fmt, storage = q.args
-    if gemms.GemmKernel("gemm", (*node.args[6:8], fmt)).name in without:  # type: ignore[arg-type]
+    (q,) = users
+    _, _, row, fmt, storage = q.args
+    assert isinstance(row, int)
+    if counters.wants_moments(row) or gemms.GemmKernel("gemm", (*node.args[6:8], fmt)).name in without:  # type: ignore[arg-type]
         return False
     with graph.inserting_before(node):
-        both = call(graph, gemms.MATMUL_TO_CODES, *node.args[:-1], row, fmt, storage, False, bool(stats))
-        codes, counts = (call(graph, operator.getitem, both, i) for i in range(2))
-        counts.meta["val"] = _counts(q)
-        for stat in stats:
-            replace(graph, stat, call(graph, gemms.COUNTED_STATS, counts, table, row))
+        both = call(graph, gemms.MATMUL_TO_CODES, *node.args[:-1], row, fmt, storage, False, counters.wants(row))
+        codes, counted = (call(graph, operator.getitem, both, i) for i in range(2))
+    counted.meta["val"] = _counters(q)
+    counters.add(row, counted)
     replace(graph, q, codes)
     return True
 

@@ -12,6 +12,7 @@ from fxprec.ir import symbolic
 from fxprec.ir import symbolic_gemms as gemms
 from fxprec.passes.lowering.expand import insert
 from fxprec.passes.lowering.gemm_casts import call, codes_of_product, copy_with_codes, find, replace
+from fxprec.passes.lowering.stats import Counters
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -31,15 +32,14 @@ def runs_triton(device_type: str) -> bool:
 def lower_gemms(
     gm: GraphModule,
     device_type: str,
-    scaled: frozenset[int] = frozenset(),
-    measured: frozenset[int] = frozenset(),
+    scaled: frozenset[int],
+    counters: Counters,
     without: Collection[str] = (),
 ) -> None:
-    """Replace ``gemm``, ``transposed`` and the casts and statistics that their kernels take over.
+    """Replace ``gemm``, ``transposed`` and the casts that their kernels take over.
 
-    ``scaled`` are the rows whose scale exponent may differ from 0; ``measured`` those whose moments count, which
-    GEMMs do not take; ``without`` names kernels that do not compile (`gemms.GemmKernel.name`). Runs before the casts
-    are expanded.
+    ``scaled`` are the rows whose scale exponent may differ from 0; ``counters`` learns for which rows the kernels
+    count; ``without`` names kernels that do not compile (`gemms.GemmKernel.name`). Runs before the casts are expanded.
     """
     graph, triton = gm.graph, runs_triton(device_type)
     copies, products = find(graph, gemms.TRANSPOSED), find(graph, gemms.GEMM)
@@ -47,13 +47,13 @@ def lower_gemms(
         return
     scales = _Scales(graph, scaled)
     for copy in copies:
-        if not (triton and copy_with_codes(graph, copy, without)):
+        if not (triton and copy_with_codes(graph, copy, counters, without)):
             _copy(graph, copy, triton and gemms.GemmKernel("transpose").name not in without)
     for node in products:
         if node.args[-1] == "native":
             _native(graph, node, scales)
         elif triton and gemms.GemmKernel("gemm", node.args[6:8]).name not in without:  # type: ignore[arg-type]
-            _generated(graph, node, measured, without)
+            _generated(graph, node, counters, without)
         else:
             _decoded(graph, node)
     graph.eliminate_dead_code()
@@ -118,8 +118,8 @@ def _native(graph: Graph, node: Node, scales: _Scales) -> None:
     replace(graph, node, new)
 
 
-def _generated(graph: Graph, node: Node, measured: frozenset[int], without: Collection[str]) -> None:
-    if codes_of_product(graph, node, measured, without):
+def _generated(graph: Graph, node: Node, counters: Counters, without: Collection[str]) -> None:
+    if codes_of_product(graph, node, counters, without):
         return
     with graph.inserting_before(node):
         new = call(graph, gemms.MATMUL_CODES, *node.args[:-1])

@@ -1,4 +1,4 @@
-"""Append statistics to the outputs of a partitioned graph: a row of numbers per watched cast."""
+"""Append counts to the outputs of a partitioned graph: a row per watched cast (`fxprec.numerics.stats`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Collection
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.ir import symbolic
+from fxprec.ir import symbolic, symbolic_gemms
 
 
 def watch(gm: GraphModule, watched: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:
-    """Add a ``site_stats`` node beside each watched ``quantize``; return their rows and nodes, in one order."""
-    return _add_beside(gm.graph, symbolic.SITE_STATS, watched)
+    """Add a ``counts`` node beside each watched ``quantize``; return their rows and nodes, in one order."""
+    return _add_beside(gm.graph, symbolic.COUNTS, watched)
 
 
 def count(gm: GraphModule, counted: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:
@@ -30,8 +30,55 @@ def _add_beside(graph: Graph, target: object, rows: Collection[int]) -> tuple[tu
     return tuple(nodes), list(nodes.values())
 
 
+class Counters:
+    """Which kernels count for which row: striped counters, in the order of their rows in what comes out."""
+
+    def __init__(self, watched: Collection[int], measured: Collection[int] = ()) -> None:
+        self._watched, self._measured = watched, measured
+        self._found: dict[tuple[int, ...], Node] = {}
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(row for rows in self._found for row in rows)
+
+    @property
+    def left(self) -> list[int]:
+        """The watched rows that no kernel counts for."""
+        taken = set(self.rows)
+        return [row for row in self._watched if row not in taken]
+
+    def wants(self, row: int) -> bool:
+        return row in self._watched and row not in self.rows
+
+    def wants_moments(self, row: int) -> bool:
+        return self.wants(row) and row in self._measured
+
+    def add(self, row: int, counters: Node) -> None:
+        """A kernel counts for ``row`` in ``counters``, if it is watched."""
+        if self.wants(row):
+            self._found[row,] = counters
+
+    def add_first(self, rows: tuple[int, ...], counters: Node | None) -> None:
+        """Generated kernels count for ``rows``, which come before the others."""
+        if counters is not None:
+            self._found = {rows: counters, **self._found}
+
+    def gathered(self, graph: Graph) -> list[Node]:
+        """Return the node of the rows of counts, all in one, if there are any."""
+        if not self._found:
+            return []
+        nodes = list(self._found.values())
+        with graph.inserting_before(graph.output_node()):
+            both = nodes[0] if len(nodes) == 1 else graph.call_function(torch.ops.aten.cat.default, (nodes,))
+            vals = [n.meta["val"] for n in nodes]
+            both.meta.setdefault("val", vals[0].new_empty(sum(v.shape[0] for v in vals)))
+            return [graph.call_function(symbolic_gemms.GATHERED, (both,))]
+
+
 def append_gathered(graph: Graph, vectors: list[Node]) -> None:
     """Return ``vectors`` as one vector after the graph's own outputs."""
+    if not vectors:
+        return
     with graph.inserting_before(graph.output_node()):
         append_outputs(graph, [graph.call_function(torch.ops.aten.cat.default, (vectors,))])
 

@@ -12,8 +12,9 @@ constexpr int64_t kParallelFrom = 32768;
 struct Params {
   Format format;
   int32_t infinity;     // float32 bits that infinity becomes among the values
+  int32_t carried;      // scale exponent of what comes in
   float scale;          // 2^k
-  float unscale;        // of what is loaded, or of the statistics
+  float unscale;        // of what is loaded
 };
 
 struct Stats { int64_t over; int64_t under; int32_t amax; };
@@ -48,36 +49,38 @@ void load(const Code* codes, float* values, int64_t n, const Params p) {
   for (int64_t i = 0; i < n; ++i) values[i] = numbers(static_cast<int32_t>(codes[i]), f) * p.unscale;
 }
 
-// stats: symbolic.STATS, the moments left unmeasured; amax is given without the scale it carries.
-void report(float* stats, const Stats s, int64_t n, const Params& p) {
-  stats[0] = n ? static_cast<float>(static_cast<double>(s.over) / n) : 0.0f;
-  stats[1] = n ? static_cast<float>(static_cast<double>(s.under) / n) : 0.0f;
-  stats[2] = float_of(s.amax) * p.unscale;
-  stats[4] = -1.0f;
-  stats[3] = stats[5] = stats[6] = 0.0f;
+// counts: the first fields of numerics/stats.py: Counts; the moments are left unmeasured.
+void report(double* counts, const Stats s, int64_t n, const Params& p) {
+  counts[0] = static_cast<double>(s.over);
+  counts[1] = static_cast<double>(s.under);
+  counts[2] = float_of(s.amax);
+  counts[3] = static_cast<double>(n);
+  counts[4] = -1.0;
+  counts[5] = counts[6] = counts[7] = 0.0;
+  counts[8] = counts[9] = p.carried;
 }
 
 }  // namespace
 
 extern "C" {
 
-void fxprec_store8(const float* x, uint8_t* codes, float* values, float* stats, int64_t n, const Params* p) {
-  report(stats, values ? store<uint8_t, true, true>(x, codes, values, n, *p)
+void fxprec_store8(const float* x, uint8_t* codes, float* values, double* counts, int64_t n, const Params* p) {
+  report(counts, values ? store<uint8_t, true, true>(x, codes, values, n, *p)
                        : store<uint8_t, true, false>(x, codes, nullptr, n, *p), n, *p);
 }
 
-void fxprec_store16(const float* x, uint16_t* codes, float* values, float* stats, int64_t n, const Params* p) {
-  report(stats, values ? store<uint16_t, true, true>(x, codes, values, n, *p)
+void fxprec_store16(const float* x, uint16_t* codes, float* values, double* counts, int64_t n, const Params* p) {
+  report(counts, values ? store<uint16_t, true, true>(x, codes, values, n, *p)
                        : store<uint16_t, true, false>(x, codes, nullptr, n, *p), n, *p);
 }
 
-void fxprec_store32(const float* x, uint32_t* codes, float* values, float* stats, int64_t n, const Params* p) {
-  report(stats, values ? store<uint32_t, true, true>(x, codes, values, n, *p)
+void fxprec_store32(const float* x, uint32_t* codes, float* values, double* counts, int64_t n, const Params* p) {
+  report(counts, values ? store<uint32_t, true, true>(x, codes, values, n, *p)
                        : store<uint32_t, true, false>(x, codes, nullptr, n, *p), n, *p);
 }
 
-void fxprec_round(const float* x, float* values, float* stats, int64_t n, const Params* p) {
-  report(stats, store<uint8_t, false, true>(x, nullptr, values, n, *p), n, *p);
+void fxprec_round(const float* x, float* values, double* counts, int64_t n, const Params* p) {
+  report(counts, store<uint8_t, false, true>(x, nullptr, values, n, *p), n, *p);
 }
 
 void fxprec_load8(const uint8_t* codes, float* values, int64_t n, const Params* p) { load(codes, values, n, *p); }

@@ -11,8 +11,9 @@ from typing import TypeAlias
 
 import torch
 
-from fxprec.ir.symbolic import CARRIED, MEASURE
+from fxprec.ir.symbolic import MEASURE
 from fxprec.numerics import native
+from fxprec.numerics.stats import Counts
 
 _SOURCE = Path(__file__).with_name("measure.cpp")
 
@@ -28,32 +29,32 @@ Moments: TypeAlias = tuple[float, float, float, float]
 
 
 def wanted_moments(x: torch.Tensor, entries: Sequence[int]) -> Moments | None:
-    """Return the moments of dense float32 ``x``, without its scale, where row ``entries`` of the table wants them."""
+    """Return the moments of dense float32 ``x`` where row ``entries`` of the table wants them."""
     if not entries[MEASURE]:
         return None
-    return moments_of(x, float(x.detach().abs().max()) if x.numel() else 0.0, entries[CARRIED])
+    return moments_of(x, float(x.detach().abs().max()) if x.numel() else 0.0)
 
 
-def with_moments(stats: torch.Tensor, moments: Moments | None) -> torch.Tensor:
-    """Fill in the moments that a storing kernel leaves open; ``stats`` is (7,) float32 (`symbolic.STATS`)."""
+def with_moments(counts: torch.Tensor, moments: Moments | None) -> torch.Tensor:
+    """Fill in the moments that a storing kernel leaves open; ``counts`` is a row of `Counts`."""
     if moments is not None:
-        stats[3:] = torch.tensor(moments, dtype=torch.float32)
-    return stats
+        counts[_NONZERO : _NONZERO + len(moments)] = torch.tensor(moments, dtype=torch.float64)
+    return counts
 
 
-def moments_of(x: torch.Tensor, amax: float, carried_exp: int) -> Moments:
+def moments_of(x: torch.Tensor, amax: float) -> Moments:
     """Return what `reference_ops.measured_moments` does, within float32's accuracy."""
     if not 0.0 < amax < math.inf or not x.numel():
         return (0.0, 0.0, 0.0, 0.0)
     # Squares are taken relative to the largest, logs relative to 2^-20 of it: neither underflows nor cancels.
     _, exponent = math.frexp(amax)
-    unit = max(-126, min(127, -exponent))
+    unit, shift = max(-126, min(127, -exponent)), exponent - 20
     out = (ctypes.c_double * 4)()
     count = x.numel()
-    _library().fxprec_moments(native.address("x", x, torch.float32, count), out, count, 2.0**unit, exponent - 20)
+    _library().fxprec_moments(native.address("x", x, torch.float32, count), out, count, 2.0**unit, shift)
     squares, nonzero, logs, log_squares = out
-    mean = logs / nonzero
-    deviation = math.sqrt(max(log_squares / nonzero - mean * mean, 0.0))
-    rms = math.ldexp(math.sqrt(squares / x.numel()), -unit - carried_exp)
-    mean_ln = (mean + exponent - 20 - carried_exp) * math.log(2)
-    return rms, nonzero / x.numel(), mean_ln, deviation * math.log(2)
+    squared = log_squares + 2 * shift * logs + nonzero * shift**2
+    return nonzero, math.ldexp(squares, -2 * unit), (logs + nonzero * shift) * math.log(2), squared * math.log(2) ** 2
+
+
+_NONZERO = Counts._fields.index("nonzero")

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from fxprec.ir.symbolic import AS_STORED, CARRIED, STATS, TABLE_COLUMNS, stored_dtype
+from fxprec.ir.symbolic import AS_STORED, CARRIED, TABLE_COLUMNS, stored_dtype
 from fxprec.numerics import cpp, native
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.memory import empty_like
+from fxprec.numerics.stats import WIDTH
 from fxprec.runtime.cpu.measure import wanted_moments, with_moments
 from fxprec.runtime.cpu.params import Params, params_of, params_of_row
 
@@ -55,21 +56,21 @@ def _entries(table: torch.Tensor, row: int) -> list[int]:
     return table[row].tolist()
 
 
-def _new_stats() -> torch.Tensor:
-    return torch.empty(len(STATS), dtype=torch.float32, device="cpu")
+def _new_counts() -> torch.Tensor:
+    return torch.empty(WIDTH, dtype=torch.float64, device="cpu")
 
 
 def store(
     x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, value: bool, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (codes, rounded float32 values or an empty tensor, statistics (7,) float32).
+    """Return (codes, rounded float32 values or an empty tensor, counts (10,) float64).
 
     The values keep the scale they are stored with; ``keep`` keeps infinities among them.
     """
     x = _dense(x, torch.float32)
     values = empty_like(x, x.dtype) if value else None
-    codes, stats = _store(x, values, table, row, parse(format), storage, keep)
-    return codes, x.new_empty(0) if values is None else values, stats
+    codes, counts = _store(x, values, table, row, parse(format), storage, keep)
+    return codes, x.new_empty(0) if values is None else values, counts
 
 
 def store_(
@@ -85,13 +86,13 @@ def _store(
     entries, count = _entries(table, row), x.numel()
     x_at = native.address("x", x, torch.float32, count)
     moments = wanted_moments(x, entries)  # first: x may be overwritten
-    codes, stats = empty_like(x, stored_dtype(fmt, storage)), _new_stats()
+    codes, counts = empty_like(x, stored_dtype(fmt, storage)), _new_counts()
     codes_at = native.address("codes", codes, _code_dtype(codes, fmt), count, like=x)
     values_at = 0 if values is None else native.address("values", values, torch.float32, count, like=x)
-    stats_at = native.address("stats", stats, torch.float32, len(STATS))
-    params = params_of(fmt, entries[0], entries[CARRIED], keep)
-    _kernel("store", fmt)(x_at, codes_at, values_at, stats_at, count, ctypes.byref(params))
-    return codes, with_moments(stats, moments)
+    counts_at = native.address("counts", counts, torch.float64, WIDTH)
+    params = params_of(fmt, entries[0], carried=entries[CARRIED], keep=keep)
+    _kernel("store", fmt)(x_at, codes_at, values_at, counts_at, count, ctypes.byref(params))
+    return codes, with_moments(counts, moments)
 
 
 def _code_dtype(codes: torch.Tensor, fmt: Format) -> torch.dtype:
@@ -102,14 +103,14 @@ def _code_dtype(codes: torch.Tensor, fmt: Format) -> torch.dtype:
 def round_values(
     x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (rounded float32 values, statistics); in ``simulate`` the table's row is the format."""
+    """Return (rounded float32 values, counts); in ``simulate`` the table's row is the format."""
     x = _dense(x, torch.float32)
     values = empty_like(x, x.dtype)
     return values, _round(x, values, table, row, parse(format), storage, keep)
 
 
 def round_(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool) -> torch.Tensor:
-    """`round_values` over dense float32 ``x``; returns the statistics."""
+    """`round_values` over dense float32 ``x``; returns the counts."""
     return _round(x, x, table, row, parse(format), storage, keep)
 
 
@@ -119,15 +120,15 @@ def _round(
     entries, count = _entries(table, row), x.numel()
     x_at = native.address("x", x, torch.float32, count)
     moments = wanted_moments(x, entries)
-    stats = _new_stats()
+    counts = _new_counts()
     values_at = native.address("values", values, torch.float32, count, like=x)
-    stats_at = native.address("stats", stats, torch.float32, len(STATS))
+    counts_at = native.address("counts", counts, torch.float64, WIDTH)
     if storage == "simulate":
-        params = params_of_row(entries[:CARRIED], unscale_exp=entries[CARRIED], keep=keep)
+        params = params_of_row(entries[:CARRIED], carried=entries[CARRIED], keep=keep)
     else:
-        params = params_of(fmt, entries[0], entries[CARRIED], keep)
-    _library().fxprec_round(x_at, values_at, stats_at, count, ctypes.byref(params))
-    return with_moments(stats, moments)
+        params = params_of(fmt, entries[0], carried=entries[CARRIED], keep=keep)
+    _library().fxprec_round(x_at, values_at, counts_at, count, ctypes.byref(params))
+    return with_moments(counts, moments)
 
 
 def load(q: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:

@@ -17,27 +17,29 @@ class Params(ctypes.Structure):
     _fields_ = (
         ("format", CFormat),
         ("infinity", ctypes.c_int32),
+        ("carried", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("unscale", ctypes.c_float),
     )
 
 
-def params_of_row(entries: Sequence[int], *, unscale_exp: int = 0, keep: bool = False) -> Params:
+def params_of_row(entries: Sequence[int], *, carried: int = 0, keep: bool = False) -> Params:
     """Return what ``fxprec_round`` needs, from the first columns of a row of the scale table (`FormatRow`).
 
-    ``unscale_exp`` is the exponent taken off what is loaded, or off the statistics of what is stored. ``keep`` keeps
-    infinities among the values, whatever the format makes of them.
+    ``carried`` is the scale exponent of what comes in. ``keep`` keeps infinities among the values, whatever the format
+    makes of them.
     """
     row = row_of(entries)
-    return _params(c_format_of(row), row.scale_exponent, unscale_exp, keep)
+    return _params(c_format_of(row), row.scale_exponent, 0, carried, keep)
 
 
 @lru_cache(maxsize=4096)
-def params_of(fmt: Format, scale_exp: int = 0, unscale_exp: int = 0, keep: bool = False) -> Params:
-    """Return what the packing kernels need for ``fmt``; see `params_of_row`."""
-    return _params(c_format(fmt), scale_exp, unscale_exp, keep)
+def params_of(fmt: Format, scale_exp: int = 0, unscale_exp: int = 0, *, carried: int = 0, keep: bool = False) -> Params:
+    """Return what the packing kernels need for ``fmt``; see `params_of_row`. ``unscale_exp`` is taken off in loads."""
+    return _params(c_format(fmt), scale_exp, unscale_exp, carried, keep)
 
 
-def _params(fmt: CFormat, scale_exp: int, unscale_exp: int, keep: bool) -> Params:
+def _params(fmt: CFormat, scale_exp: int, unscale_exp: int, carried: int, keep: bool) -> Params:
     infinity = INFINITY if keep else fmt.overflow
-    return Params(format=fmt, infinity=infinity, scale=2.0**scale_exp, unscale=2.0**-unscale_exp)
+    scales = {"scale": 2.0**scale_exp, "unscale": 2.0**-unscale_exp}
+    return Params(format=fmt, infinity=infinity, carried=carried, **scales)

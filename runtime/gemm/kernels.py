@@ -89,7 +89,7 @@ def _pointer(name: str) -> str:
 def _cast(name: str, source: str, layout: str) -> Case:
     fmt = parse(name)
     signature = {"x_ptr": f"*{source}:16", "row_ptr": "*i32", "q_ptr": _pointer(name), "t_ptr": _pointer(name)}
-    signature |= {"counts_ptr": "*i64:16", "m": "i32:16", "n": "i32:16", "stride_m": "i32:16"}
+    signature |= {"counts_ptr": "*i32:16", "m": "i32:16", "n": "i32:16", "stride_m": "i32:16"}
     constants = transpose.flags(fmt, keep=fmt.nan_code is not None)
     if layout == "rows":
         constants["stride_n"] = 1
@@ -108,7 +108,7 @@ def _transposition() -> Case:
 def _product(a: str, b: str, out: str | None, tile: Tile) -> Case:
     signature = {"a_ptr": _pointer(a), "b_ptr": _pointer(b), "bias_ptr": "*bf16:16", "exp_a_ptr": "*i32"}
     signature |= {"exp_b_ptr": "*i32", "row_ptr": "*i32", "out_ptr": _pointer(out) if out else "*bf16:16"}
-    signature |= {"counts_ptr": "*i64:16", "m": "i32:16", "n": "i32:16", "k": "i32:16", "bucket": "i32:16"}
+    signature |= {"counts_ptr": "*i32:16", "m": "i32:16", "n": "i32:16", "k": "i32:16", "bucket": "i32:16"}
     signature |= {"stride_am": "i32:16", "stride_bn": "i32:16"}  # both operands along the summed dimension
     codes = None if out is None else parse(out)
     constants = matmul.flags(parse(a), parse(b), out=codes, bias=True, middle=torch.bfloat16) | matmul.tile_flags(tile)

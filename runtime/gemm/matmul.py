@@ -16,15 +16,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
+from fxprec.ir import symbolic
 from fxprec.numerics import device
 from fxprec.numerics.formats import BF16, FP16, FP32, Format
-from fxprec.runtime.gemm.counts import COUNTS, add_counts, no_moments, thresholds
+from fxprec.numerics.rows import format_row, thresholds
+from fxprec.numerics.stats import SITE_COUNTERS, device_function
 from fxprec.runtime.gemm.tiles import SMALL, TILES, Tile
 
 _GROUP = 8  # rows of tiles that share columns of B in the L2 cache
 TF32_MANTISSA = 10
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 as_bfloat16, power = device.bfloat16(), device.power()
+count_lost, note_facts = map(device_function, ("count_lost", "note_facts"))
 
 
 @triton.jit
@@ -49,8 +52,8 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
     a_ptr, b_ptr, bias_ptr, exp_a_ptr, exp_b_ptr, row_ptr, out_ptr, counts_ptr, m, n, k, stride_am, stride_ak,
     stride_bk, stride_bn, bucket, DECODE_A: tl.constexpr, DECODE_B: tl.constexpr, ENCODE: tl.constexpr,
     LIMITS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, MIDDLE: tl.constexpr, SCALED_A: tl.constexpr,
-    SCALED_B: tl.constexpr, BIAS: tl.constexpr, STATS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+    SCALED_B: tl.constexpr, BIAS: tl.constexpr, STATS: tl.constexpr, CARRIED: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
     program = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
@@ -84,10 +87,8 @@ def matmul_kernel(  # type: ignore[no-untyped-def]
         stored = total * power(tl.load(row_ptr))
         tl.store(at, ENCODE(stored).to(out_ptr.dtype.element_ty), mask=inside)
         if STATS:
-            if program == 0:
-                tl.store(counts_ptr + 3, m.to(tl.int64) * n)
-                no_moments(counts_ptr)  # they would spill the large tiles' registers
-            add_counts(total, stored, inside, counts_ptr, LIMITS)
+            count_lost(total, stored, inside, counts_ptr, LIMITS[0], LIMITS[1])  # moments would spill registers
+            note_facts(counts_ptr, m.to(tl.int64) * n, tl.load(row_ptr + CARRIED), tl.load(row_ptr), 0)
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def flags(a: Format, b: Format, *, coded: tuple[bool, bool] = (True, True), out:
         "DECODE_A": device.decoder(a) if coded[0] else None,
         "DECODE_B": device.decoder(b) if coded[1] else None,
         "ENCODE": device.encoder(out, keep=keep) if out is not None else None,
-        "LIMITS": thresholds(out) if out is not None else (),
+        "LIMITS": thresholds(format_row(out)) if out is not None else (),
         "DTYPE": _TRITON[dtype],
         "PRECISION": precision,
         "MIDDLE": _TRITON[middle],
@@ -147,6 +148,7 @@ def flags(a: Format, b: Format, *, coded: tuple[bool, bool] = (True, True), out:
         "SCALED_B": scaled[1],
         "BIAS": bias,
         "STATS": stats and out is not None,
+        "CARRIED": symbolic.CARRIED,
         "GROUP": _GROUP,
     }
 
@@ -166,7 +168,7 @@ def matmul(
     out: Output | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the product (M, N) and counts (8,) int64.
+    """Return the product (M, N) and the striped counters.
 
     The product is rounded to ``dtype``, and with ``out`` stored as codes of that. ``tile`` None: the fastest of
     `TILES` for the shape, found at its first run (rows in powers of two count as one shape).
@@ -174,7 +176,7 @@ def matmul(
     (m, k), n = a.codes.shape, b.codes.shape[1]
     formats = [x.fmt or _PLAIN.get(x.codes.dtype, FP32) for x in (a, b)]
     result = torch.empty(m, n, dtype=dtype if out is None else out.fmt.code_dtype, device=a.codes.device)
-    counts = torch.zeros(COUNTS, dtype=torch.int64, device=a.codes.device)
+    counts = torch.zeros(SITE_COUNTERS, dtype=torch.int32, device=a.codes.device)
     if not result.numel():
         return result, counts
     static = flags(

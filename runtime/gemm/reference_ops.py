@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from fxprec.ir.symbolic import AS_STORED, CARRIED, MEASURE, UNMEASURED
+from fxprec.ir.symbolic import AS_STORED
+from fxprec.numerics import stats
 from fxprec.numerics.formats import parse
 from fxprec.numerics.reference import reference_decode
 
@@ -31,27 +30,8 @@ def transposed(q: torch.Tensor) -> torch.Tensor:
     return q.reshape(-1, q.shape[-1]).t().contiguous()
 
 
-def counted_stats(counts: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
-    over, under, bits, elements = counts[:4].tolist()
-    amax = torch.tensor(bits, dtype=torch.int32).view(torch.float32).item() * 2.0 ** -int(table[row, CARRIED])
-    share = max(elements, 1)
-    moments = _moments(counts[4:].view(torch.float64).tolist(), elements, table[row].tolist())
-    values = [over / share, under / share, amax, *moments]
-    return torch.tensor(values, dtype=torch.float32, device=counts.device)
-
-
-def _moments(sums: list[float], elements: int, row: list[int]) -> tuple[float, ...]:
-    """As `fxprec.runtime.reference_ops.measured_moments`, from sums over what is stored."""
-    nonzero, squares, logs, squared_logs = sums
-    if not row[MEASURE] or nonzero < 0:
-        return UNMEASURED
-    if not nonzero:
-        return (0.0, 0.0, 0.0, 0.0)
-    exponent = row[0] + row[CARRIED]
-    mean = logs / nonzero
-    deviation = math.sqrt(max(squared_logs / nonzero - mean * mean, 0.0))
-    rms = math.sqrt(squares / elements) * 2.0**-exponent
-    return rms, nonzero / elements, mean - exponent * math.log(2), deviation
+def gathered(counters: torch.Tensor) -> torch.Tensor:
+    return stats.gathered(counters).flatten()
 
 
 def _numbers(codes: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
@@ -60,5 +40,5 @@ def _numbers(codes: torch.Tensor, table: torch.Tensor, row: int, format: str) ->
     return reference_decode(codes.view(fmt.code_dtype), fmt) * 2.0**-exponent
 
 
-for _function in (gemm, transposed, counted_stats):
+for _function in (gemm, transposed, gathered):
     torch.library.impl(f"fxprec::{_function.__name__}", "CompositeExplicitAutograd", _function)

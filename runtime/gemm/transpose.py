@@ -13,20 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxprec.ir.symbolic import MEASURE
+from fxprec.ir import symbolic
 from fxprec.numerics import device
 from fxprec.numerics.formats import Format
-from fxprec.runtime.gemm.counts import COUNTS, add_counts, add_moments, thresholds
+from fxprec.numerics.rows import format_row, thresholds
+from fxprec.numerics.stats import SITE_COUNTERS, device_function
 
 # 94 to 99 registers and no spill on sm_80 to sm_100 (4 warps: 180, and 500 spilled bytes for strided input).
 ROWS, COLUMNS, WARPS = 64, 128, 8
 power = device.power()
+count_lost, count_moments, note_facts = map(device_function, ("count_lost", "count_moments", "note_facts"))
 
 
 @triton.jit
 def quantize_transpose_kernel(  # type: ignore[no-untyped-def]
     x_ptr, row_ptr, q_ptr, t_ptr, counts_ptr, m, n, stride_m, stride_n, ENCODE: tl.constexpr, LIMITS: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, STATS: tl.constexpr, FLAG: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    ROW_MAJOR: tl.constexpr, STATS: tl.constexpr, CARRIED: tl.constexpr, MEASURE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr
 ):  # fmt: skip
     tiles = tl.cdiv(n, COLUMNS)
     program = tl.program_id(0)
@@ -41,11 +44,11 @@ def quantize_transpose_kernel(  # type: ignore[no-untyped-def]
         tl.store(q_ptr + i[:, None].to(tl.int64) * n + j[None, :], code, mask=inside)
     tl.store(t_ptr + j[:, None].to(tl.int64) * m + i[None, :], tl.trans(code), mask=tl.trans(inside))
     if STATS:
-        if program == 0:
-            tl.store(counts_ptr + 3, m.to(tl.int64) * n)
-        add_counts(x, stored, inside, counts_ptr, LIMITS)
-        if tl.load(row_ptr + FLAG) != 0:
-            add_moments(stored, inside, counts_ptr)
+        count_lost(x, stored, inside, counts_ptr, LIMITS[0], LIMITS[1])
+        measure = tl.load(row_ptr + MEASURE)
+        if measure != 0:
+            count_moments(stored, inside, counts_ptr)
+        note_facts(counts_ptr, m.to(tl.int64) * n, tl.load(row_ptr + CARRIED), tl.load(row_ptr), measure)
 
 
 @triton.jit
@@ -68,10 +71,11 @@ def flags(fmt: Format, *, keep: bool = False, row_major: bool = True, stats: boo
     """Return the compile-time arguments of the kernel for a format."""
     return {
         "ENCODE": device.encoder(fmt, keep=keep),
-        "LIMITS": thresholds(fmt),
+        "LIMITS": thresholds(format_row(fmt)),
         "ROW_MAJOR": row_major,
         "STATS": stats,
-        "FLAG": MEASURE,
+        "CARRIED": symbolic.CARRIED,
+        "MEASURE": symbolic.MEASURE,
         "ROWS": ROWS,
         "COLUMNS": COLUMNS,
     }
@@ -80,7 +84,7 @@ def flags(fmt: Format, *, keep: bool = False, row_major: bool = True, stats: boo
 def quantize_transpose(
     x: Tensor, row: Tensor, fmt: Format, *, keep: bool = False, stats: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes (M, N), their transpose (N, M), both contiguous, and the counts (8,) int64, of x (M, N).
+    """Return codes (M, N), their transpose (N, M), both contiguous, and the striped counters, of x (M, N).
 
     ``x`` is float32, bfloat16 or float16 in any layout; ``row`` the format's row of the scale table.
     Bits as ``encode(x * 2**row[0])``.
@@ -88,7 +92,7 @@ def quantize_transpose(
     m, n = x.shape
     q = torch.empty(m, n, dtype=fmt.code_dtype, device=x.device)
     t = torch.empty(n, m, dtype=fmt.code_dtype, device=x.device)
-    counts = torch.zeros(COUNTS, dtype=torch.int64, device=x.device)
+    counts = torch.zeros(SITE_COUNTERS, dtype=torch.int32, device=x.device)
     if x.numel():
         quantize_transpose_kernel[_grid(m, n)](
             x, row, q, t, counts, m, n, *x.stride(), **flags(fmt, keep=keep, stats=stats), num_warps=WARPS,

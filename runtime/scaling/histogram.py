@@ -32,11 +32,11 @@ def borders(fmt: Format) -> tuple[int, int]:
 
 
 def count_exponents(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Count the finite, non-zero elements of ``x``: (128,) float32, 64 bins for underflow and 64 for overflow."""
+    """Count the finite, non-zero elements of ``x``: (128,) float64, 64 bins for underflow and 64 for overflow."""
     bits = x.detach().to(torch.float32).contiguous().view(torch.int32).flatten() & MAGNITUDE
     counted = (bits > 0) & (bits < INFINITY)
     rows = [_row(bits, counted, threshold & _MANTISSA) for threshold in borders(fmt)]
-    return torch.cat(rows).to(torch.float32)
+    return torch.cat(rows).to(torch.float64)
 
 
 def _row(bits: torch.Tensor, counted: torch.Tensor, border: int) -> torch.Tensor:

@@ -21,11 +21,11 @@ from fxprec.passes.lowering.triton.shapes_in_graph import SizeNodes
 
 @dataclass(frozen=True)
 class Generated:
-    """What `call_generated` did: kernels with their calls, the rows whose statistics they count, and these."""
+    """What `call_generated` did: the kernels, the rows they count for, and where."""
 
     kernels: tuple[Kernel, ...] = ()
     watched: tuple[int, ...] = ()
-    statistics: tuple[Node, ...] = ()
+    counters: Node | None = None
     left: tuple[tuple[str, str], ...] = ()
     """Regions left to Inductor: kernel or first node, and why."""
 
@@ -56,10 +56,8 @@ def call_generated(
                 launches.add(kernel)
         except Unprintable as why:
             left.append((region.nodes[0].name, str(why)))
-    statistics = launches.finish()
-    return Generated(
-        tuple(kernel for kernel, _ in launches.made), tuple(launches.watched), tuple(statistics), tuple(left)
-    )
+    made = tuple(kernel for kernel, _ in launches.made)
+    return Generated(made, tuple(launches.watched), launches.finish(), tuple(left))
 
 
 def _table(gm: GraphModule) -> Node | None:

@@ -13,9 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir.symbolic import STATS
-from fxprec.passes.lowering.triton import codecs
-from fxprec.passes.lowering.triton.codecs import SITE_COUNTERS
+from fxprec.numerics.stats import SITE_COUNTERS
 from fxprec.passes.lowering.triton.kernel import Argument, Kernel
 from fxprec.passes.lowering.triton.regions import ORIGIN
 from fxprec.passes.lowering.triton.shapes_in_graph import SizeNodes
@@ -77,21 +75,15 @@ class Launches:
                 self.counters = self._item(call, "counters", arguments["counters"])
         self.made.append((kernel, call))
 
-    def finish(self) -> list[Node]:
-        """Give the counters their size; return the node of the statistics they amount to, if there are any."""
+    def finish(self) -> Node | None:
+        """Give the counters their size; return them, if there are any."""
         if self._zeros is None:
-            return []
+            return None
         assert self.counters is not None
-        self._zeros.args = ([len(self.watched) * SITE_COUNTERS], 0)
-        val = self._zeros.meta["val"]
-        size = len(self.watched) * len(STATS)
-        with self.graph.inserting_before(self.graph.output_node()):
-            options = {"dtype": torch.float32, "device": val.device}
-            empty = self.graph.call_function(aten.empty_strided.default, ([size], [1]), options)
-            empty.meta["val"] = val.new_empty(size, dtype=torch.float32)
-            arguments: dict[str, object] = {"counters": self.counters, "out0": empty}
-            call = self._call(codecs.FINISH, codecs.FINISH_NAME, len(self.watched), arguments, ["out0"])
-            return [self._item(call, "out0", empty)]
+        size = len(self.watched) * SITE_COUNTERS
+        self._zeros.args = ([size], 0)
+        self.counters.meta["val"] = self._zeros.meta["val"].new_empty(size)
+        return self.counters
 
     def _call(self, source: str, name: str, programs: object, arguments: dict[str, object], written: list[str]) -> Node:
         keywords = self.calls.keywords(source, name, programs, arguments, written)

@@ -13,6 +13,7 @@ from torch.fx import Node
 from fxprec.ir import symbolic
 from fxprec.numerics import device
 from fxprec.numerics.formats import parse
+from fxprec.numerics.stats import SITE_COUNTERS
 from fxprec.passes.lowering.triton import codecs
 from fxprec.passes.lowering.triton.body import FULL, LITERAL, Body, Value, literal
 from fxprec.passes.lowering.triton.kernel import Kernel, Unprintable
@@ -217,15 +218,15 @@ class _Printer(Body):
         return self.assign("code", f"{encode}({self.whole(stored)})", FULL, None)
 
     def _statistics(self, x: Value, stored: Value, row: int, fmt: str, *, simulated: bool) -> None:
-        self.use("add_statistics", codecs.STATISTICS)
+        self.use("count", codecs.COUNT)
         entry = self._entry(row)
         scaled = row in self.tables.scaled
         over, under = codecs.thresholds(fmt)
         if simulated:
             over, under = (text.format(f"({entry})") for text in codecs.TABLE_THRESHOLDS)
-        counters = f"counters + (slot // 2 - 1 + {len(self.watched)}) * {codecs.SITE_COUNTERS}"
+        counters = f"counters + (slot // 2 - 1 + {len(self.watched)}) * {SITE_COUNTERS}"
         self.lines.append(
-            f"add_statistics({self.whole(x)}, {self.whole(stored)}, inside, {entry}, {counters}, {self.elements}, "
+            f"count({self.whole(x)}, {self.whole(stored)}, inside, {entry}, {counters}, {self.elements}, "
             f"{over}, {under}, {scaled})"
         )
         self.watched.append(row)

@@ -1,0 +1,168 @@
+"""Statistics, once: kernels *count* what rounding does to a tensor, and the host *finishes* counts to statistics.
+
+Whatever counts (`codec`'s text in Inductor's code, the C++ kernels, the Triton functions below, the reference) ends in
+one row of float64 a site, `Counts`; `finish` is the only place where sums become ratios and moments. Float64 holds
+counts of up to 2^53 elements exactly.
+
+Triton kernels count with atomics into striped counters, int32 (and float64 for sums, where the order in which atomics
+arrive is lost in rounding to what is reported); `gathered` adds the stripes up.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxprec import compat
+from fxprec.numerics.codec import lost
+from fxprec.numerics.device import IMPORTS
+from fxprec.numerics.rows import MAGNITUDE, FormatRow
+
+
+class Counts(NamedTuple):
+    """What was counted of one cast in one step; the fields of a row of float64."""
+
+    overflow: float
+    """Elements."""
+    underflow: float
+    """Elements."""
+    amax: float
+    """Largest magnitude of what comes into the cast; NaN where there is one."""
+    elements: float
+    nonzero: float
+    """Elements; -1 in steps that measure no moments."""
+    squares: float
+    """Sum of the squares of what the moments are taken of."""
+    logs: float
+    """Sum of ln|x| over its non-zero elements."""
+    squared_logs: float
+    carried: float
+    """Scale exponent of what comes into the cast."""
+    moments_exp: float
+    """Scale exponent of what the moments are taken of."""
+
+
+WIDTH = len(Counts._fields)
+UNMEASURED = (-1.0, 0.0, 0.0, 0.0)
+"""``nonzero`` to ``squared_logs`` where no moments are measured."""
+
+
+class Statistics(NamedTuple):
+    """Ratios are shares of all elements; the others are of the tensor without its scale (`SiteStats`)."""
+
+    overflow_ratio: float
+    underflow_ratio: float
+    amax: float
+    rms: float = 0.0
+    nonzero_ratio: float = -1.0
+    mean_ln: float = 0.0
+    std_ln: float = 0.0
+
+
+def finish(rows: Tensor) -> list[Statistics]:
+    """Turn rows of counts (n, `WIDTH`) float64 into statistics. An empty tensor has none lost, and amax 0."""
+    return [_finished(Counts(*row)) for row in rows.tolist()]
+
+
+def _finished(c: Counts) -> Statistics:
+    share = max(c.elements, 1.0)
+    basic = (c.overflow / share, c.underflow / share, c.amax * 2.0**-c.carried)
+    if c.nonzero < 0:
+        return Statistics(*basic)
+    if not c.nonzero:
+        return Statistics(*basic, 0.0, 0.0, 0.0, 0.0)
+    mean = c.logs / c.nonzero
+    deviation = math.sqrt(max(c.squared_logs / c.nonzero - mean * mean, 0.0))
+    rms = math.sqrt(c.squares / share) * 2.0**-c.moments_exp
+    return Statistics(*basic, rms, c.nonzero / share, mean - c.moments_exp * math.log(2), deviation)
+
+
+def count(x: Tensor, stored: Tensor, row: FormatRow[Any]) -> list[Tensor]:
+    """Return ``overflow`` to ``elements`` of float32 ``x``, which is ``stored`` after scaling, as 0-dim float64."""
+    over, under = lost(stored.view(torch.int32) & MAGNITUDE, row)
+    numbers = [torch.sum(over, dtype=torch.int64), torch.sum(under, dtype=torch.int64), torch.amax(torch.abs(x))]
+    elements = torch.sum(torch.ones_like(over), dtype=torch.int64)
+    return [n.to(torch.float64) for n in (*numbers, elements)]
+
+
+def count_moments(stored: Tensor) -> list[Tensor]:
+    """Return ``nonzero`` to ``squared_logs`` of float32 ``stored`` as 0-dim float64.
+
+    What is stored is near 1, where squares neither over- nor underflow.
+    """
+    nonzero = (stored.view(torch.int32) & MAGNITUDE) > 0
+    logs = torch.where(nonzero, torch.log(torch.where(nonzero, torch.abs(stored), 1.0)), 0.0)
+    sums = [torch.sum(stored * stored), torch.sum(logs), torch.sum(logs * logs)]
+    return [n.to(torch.float64) for n in (torch.sum(nonzero, dtype=torch.int64), *sums)]
+
+
+# Striped counters: one of these columns of int32 a stripe, then a row of facts that one program writes.
+_SUMS = 4  # column of the three float64 sums
+STRIPES = 32
+"""Copies of a site's counters: programs add to one of them each, since atomics on one address take turns."""
+COLUMNS = 10
+"""Overflow, underflow, amax (float32 bits), non-zero, then as float64 the sums of squares, logs and squared logs.
+The facts: elements (int64), carried exponent, scale exponent, whether moments were measured."""
+SITE_COUNTERS = (STRIPES + 1) * COLUMNS
+
+DEVICE_SOURCE = f'''@triton.jit
+def count_lost(x, stored, inside, counters, over_from, under_to):
+    """Count what rounding ``stored`` loses and take the largest of ``x``: one atomic a program and number."""
+    at = counters + (tl.program_id(0) % {STRIPES}) * {COLUMNS}
+    bits = stored.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    over = tl.sum(tl.ravel(tl.where(inside & (bits >= over_from), 1, 0).to(tl.int32)))
+    tl.atomic_add(at, over, mask=over > 0, sem="relaxed")
+    under = tl.sum(tl.ravel(tl.where(inside & (bits > 0) & (bits <= under_to), 1, 0).to(tl.int32)))
+    tl.atomic_add(at + 1, under, mask=under > 0, sem="relaxed")
+    amax = tl.max(tl.ravel(tl.where(inside, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)), 0)
+    tl.atomic_max(at + 2, amax, mask=amax > tl.load(at + 2), sem="relaxed")
+
+
+@triton.jit
+def count_moments(stored, inside, counters):
+    """Add a tile's moments."""
+    at = counters + (tl.program_id(0) % {STRIPES}) * {COLUMNS}
+    sums = (at + {_SUMS}).to(tl.pointer_type(tl.float64))
+    some = inside & (tl.abs(stored) > 0.0)
+    known = tl.where(inside, stored, 0.0)
+    logs = tl.where(some, tl.log(tl.where(some, tl.abs(stored), 1.0)), 0.0)
+    tl.atomic_add(at + 3, tl.sum(tl.ravel(tl.where(some, 1, 0).to(tl.int32))), sem="relaxed")
+    tl.atomic_add(sums, tl.sum(tl.ravel(known * known)).to(tl.float64), sem="relaxed")
+    tl.atomic_add(sums + 1, tl.sum(tl.ravel(logs)).to(tl.float64), sem="relaxed")
+    tl.atomic_add(sums + 2, tl.sum(tl.ravel(logs * logs)).to(tl.float64), sem="relaxed")
+
+
+@triton.jit
+def note_facts(counters, elements, carried, scale_exponent, measured):
+    """Write, once a kernel, what the counts are of."""
+    if tl.program_id(0) == 0:
+        facts = counters + {STRIPES * COLUMNS}
+        tl.store(facts.to(tl.pointer_type(tl.int64)), elements.to(tl.int64))
+        tl.store(facts + 2, carried)
+        tl.store(facts + 3, scale_exponent)
+        tl.store(facts + 4, measured)
+'''
+
+
+@cache
+def device_function(name: str) -> Any:
+    """Return a function of `DEVICE_SOURCE`, for a kernel to call."""
+    return compat.load_kernel(IMPORTS + DEVICE_SOURCE, name)
+
+
+def gathered(counters: Tensor) -> Tensor:
+    """Add up striped counters (sites * `SITE_COUNTERS`,) int32: rows of `Counts` (sites, `WIDTH`) float64."""
+    table = counters.view(-1, STRIPES + 1, COLUMNS)
+    stripes, facts = table[:, :STRIPES], table[:, STRIPES]
+    lost, measured = torch.sum(stripes[:, :, :2], 1, dtype=torch.int64).to(torch.float64), facts[:, 4:5] != 0
+    amax = torch.amax(stripes[:, :, 2], 1).view(torch.float32).to(torch.float64).unsqueeze(1)
+    elements = facts[:, :2].contiguous().view(torch.int64).to(torch.float64)
+    nonzero = torch.sum(stripes[:, :, 3], 1, dtype=torch.int64).to(torch.float64).unsqueeze(1)
+    sums = torch.sum(stripes[:, :, _SUMS:].contiguous().view(torch.float64), 1)
+    moments = [torch.where(measured, nonzero, -1.0), torch.where(measured, sums, 0.0)]
+    exponents = [facts[:, 2:3], facts[:, 2:3] + facts[:, 3:4]]
+    return torch.cat([lost, amax, elements, *moments, *(e.to(torch.float64) for e in exponents)], 1)
