@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 import fxprec
+from fxprec.numerics.stats import WIDTH, Counts, Statistics, finish
 
 with warnings.catch_warnings():  # torch's own, at the import of Inductor
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -64,3 +65,19 @@ def recorded_works() -> Iterator[list[Any]]:
 
     with mock.patch.object(pipeline, "run", recording):
         yield works
+
+
+UNMEASURED = Statistics(0.0, 0.0, 0.0)[3:]
+
+
+def finished(counts: torch.Tensor) -> torch.Tensor:
+    """The statistics (7,) float64 that a row of counts amounts to."""
+    (found,) = finish(counts.view(1, WIDTH))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def as_counts(overflow: float, underflow: float, amax: float, *moments: float) -> list[float]:
+    """A row of counts, of one element, that amounts to these statistics."""
+    rms, share, mean_ln, std_ln = moments or UNMEASURED
+    logs = (share * mean_ln, share * (mean_ln**2 + std_ln**2)) if share >= 0 else (0.0, 0.0)
+    return list(Counts(overflow, underflow, amax, 1.0, share, rms**2, *logs, 0.0, 0.0))

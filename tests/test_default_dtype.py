@@ -131,7 +131,7 @@ def stored() -> Any:
         made.append(ops.store(x, table, 0, name, storage, True, True))
         made += [ops.load(made[-1][0], table, 0, name), ops.round(x, table, 0, name, storage, False)]
         made.append(ops.quantize(x, table, 0, name, storage))
-        made += [ops.site_stats(x.nan_to_num(0, 1, 1), table, 0, name), ops.histogram(x, table, 0, name)]
+        made += [ops.counts(x.nan_to_num(0, 1, 1), table, 0, name), ops.histogram(x, table, 0, name)]
         table[0, MEASURE] = 0
         made += [ops.histogram(x, table, 0, name), histogram.count_exponents(x[:0], parse(name))]
     return made

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from fxprec import compat
 from fxprec.driver.seeded import draw_from_seeds
 from fxprec.ir import symbolic
+from fxprec.numerics.stats import WIDTH, finish
 from fxprec.passes.lowering import Lowered
 from fxprec.passes.lowering.stats import watch
 from fxprec.passes.lowering.triton.kernel import Kernel

@@ -16,6 +16,7 @@ from fxprec.plan.scales import Cast, ScaleGraph
 from fxprec.runtime.controller import Controller, Rules
 from fxprec.runtime.scaling.keeper import ScaleKeeper
 from fxprec.runtime.stats import MAX_PENDING, StatsQueue
+from tests.helpers import as_counts
 
 FORWARD, GRADIENT, PARAM = 0, 1, 2
 INTERVAL = 10
@@ -48,8 +49,8 @@ def controller(storage: str = "simulate", sites: int = 3, **rules) -> Controller
 def feed(target: Controller, which: int, overflow: float = 0.0, underflow: float = 0.0, amax: float = 1.0) -> None:
     """One statistic, of equal values where the step measures, then the beginning of the next step."""
     measured = int(target.table[which, symbolic.MEASURE])
-    moments = (amax, 1.0, math.log(amax) if amax > 0 else 0.0, 0.0) if measured else symbolic.UNMEASURED
-    target.queue.push((which,), torch.tensor([overflow, underflow, amax, *moments]))
+    moments = (amax, 1.0, math.log(amax) if amax > 0 else 0.0, 0.0) if measured else ()
+    target.queue.push((which,), torch.tensor(as_counts(overflow, underflow, amax, *moments), dtype=torch.float64))
     target.begin_step()
 
 
@@ -227,8 +228,8 @@ def test_events_stay_bounded_and_promotions_are_kept(monkeypatch) -> None:
 def test_the_queue_keeps_order_and_never_grows_without_bound() -> None:
     queue = StatsQueue()
     for i in range(MAX_PENDING + 5):
-        rows = [0.0, 0.0, float(i), *symbolic.UNMEASURED, 0.5, 0.25, -1.0, *symbolic.UNMEASURED]
-        queue.push((0, 1), torch.tensor(rows))
+        rows = [*as_counts(0.0, 0.0, float(i)), *as_counts(0.5, 0.25, -1.0)]
+        queue.push((0, 1), torch.tensor(rows, dtype=torch.float64))
     assert len(queue) == MAX_PENDING
     found = list(queue.poll())
     assert [(s.site, s.amax) for s in found[:2]] == [(0, 5.0), (1, -1.0)]

@@ -80,7 +80,7 @@ def test_without_any_of_them_the_numbers_are_the_same(monkeypatch: pytest.Monkey
     assert not [n for n in gm.graph.nodes if str(n.target).startswith("fxprec.")], "no op of ours is left"
     g = torch.Generator().manual_seed(0)
     x, dy = torch.randn(64, 32, generator=g) * 200, torch.randn(64, 48, generator=g)
-    wanted = half_graph(TABLE)(x, dy, TABLE)[:5]  # then come statistics that nobody watches here
+    wanted = half_graph(TABLE)(x, dy, TABLE)
     for a, b in zip(gm(x, dy, TABLE), wanted, strict=False):
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         assert torch.equal(a.float(), b.float())

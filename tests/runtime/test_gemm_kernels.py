@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import sys
@@ -15,6 +16,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gemm_helpers import half_graph, table_of
+from helpers import UNMEASURED
 from interpreted import interpreted, run_interpreted
 
 import fxprec.runtime.gemm.ops
@@ -24,7 +26,9 @@ from fxprec.errors import LoweringError
 from fxprec.ir import symbolic, symbolic_gemms
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.reference import reference_decode, reference_encode, reference_stats
+from fxprec.numerics.stats import WIDTH, Counts, finish, gathered
 from fxprec.passes.lowering import lower_gemms
+from fxprec.passes.lowering.stats import Counters, append_gathered, watch
 
 # Every family and overflow rule, no mantissa, one exponent bit, odd biases, and 16-bit codes.
 FORMATS = [
@@ -34,6 +38,13 @@ FORMATS = [
 PAIRS = [
     ("e4m3fn", "e5m2_sat"), ("1-4-3+4", "1-5-2"), ("1-3-0", "e4m3fn"), ("1-6-9", "1-4-3"), ("fp16", "1-4-3"),
 ]  # fmt: skip
+
+
+WATCHED = (0, 1, 2)
+
+
+def counted(counters: Tensor) -> Counts:
+    return Counts(*gathered(counters)[0].tolist())
 
 
 def hard_numbers(*shape: int) -> Tensor:
@@ -61,13 +72,14 @@ def test_interpreted_both_copies_have_the_bits_of_the_reference(name: str) -> No
 
     fmt, x = parse(name), hard_numbers(67, 131)  # edges of the tiles
     with np.errstate(all="ignore"):
-        q, t, counts = quantize_transpose(x, row_of(fmt, 3), fmt)
+        q, t, counters = quantize_transpose(x, row_of(fmt, 3), fmt)
     wanted, stats = reference_encode(x * 8.0, fmt), reference_stats(x * 8.0, fmt)
     assert torch.equal(q.long(), wanted.long())
     assert torch.equal(t.long(), wanted.t().long())
     assert t.is_contiguous()
-    assert counts[[0, 1, 3]].tolist() == [stats.overflow, stats.underflow, x.numel()]
-    assert torch.tensor(int(counts[2]), dtype=torch.int32).view(torch.float32).isnan(), "amax of a NaN"
+    counts = counted(counters)
+    assert (counts.overflow, counts.underflow, counts.elements) == (stats.overflow, stats.underflow, x.numel())
+    assert math.isnan(counts.amax)
 
 
 @interpreted
@@ -80,12 +92,12 @@ def test_interpreted_layouts_dtypes_and_kept_infinities() -> None:
             q, t, _ = quantize_transpose(source, row_of(fmt), fmt)
             assert torch.equal(q, reference_encode(source.float(), fmt))
             assert torch.equal(t, q.t())
-        q, t, counts = quantize_transpose(x, row_of(fmt), fmt, keep=True)
+        q, t, counters = quantize_transpose(x, row_of(fmt), fmt, keep=True)
     finite = x.isfinite()
     assert torch.equal(finite, reference_decode(q, fmt).isfinite())
     assert torch.equal(q[finite], reference_encode(x, fmt)[finite])
     assert torch.equal(transpose(q.t()), q.contiguous())
-    assert counts[0] == reference_stats(x, fmt).overflow
+    assert counted(counters).overflow == reference_stats(x, fmt).overflow
     assert quantize_transpose(x[:0], row_of(fmt), fmt)[1].shape == (70, 0)
 
 
@@ -135,11 +147,13 @@ def test_interpreted_products_are_encoded_and_counted_on_the_way_out() -> None:
     bias = torch.randn(45, generator=g)
     bias[0], bias[1] = torch.inf, 1e12
     plain, _ = matmul(*operands, bias, torch.bfloat16)
-    codes, counts = matmul(*operands, bias, torch.bfloat16, Output(out, row_of(out, -16)))
+    codes, counters = matmul(*operands, bias, torch.bfloat16, Output(out, row_of(out, -16)))
     assert plain.dtype == torch.bfloat16
     assert torch.equal(codes, reference_encode(plain.float() * 2.0**-16, out))
     stats = reference_stats(plain.float() * 2.0**-16, out)
-    assert counts[[0, 1, 3]].tolist() == [stats.overflow, stats.underflow, plain.numel()]
+    counts = counted(counters)
+    assert (counts.overflow, counts.underflow, counts.elements) == (stats.overflow, stats.underflow, plain.numel())
+    assert counts.nonzero == -1, "no moments"
     assert stats.overflow > 37 < stats.underflow
 
 
@@ -150,25 +164,33 @@ def test_interpreted_graphs_do_casts_statistics_and_products_in_kernels(measure:
     g = torch.Generator().manual_seed(0)
     x, dy = torch.randn(64, 32, generator=g) * 200, torch.randn(64, 48, generator=g)
     dy[3, 4] = torch.inf if not measure else 0.0
-    gm = half_graph(table)
-    wanted = gm(x, dy, table)
-    lower_gemms(gm, "cpu", scaled=frozenset({1, 2}))
+    plain, gm = half_graph(table), half_graph(table)
+    rows, nodes = watch(plain, WATCHED)
+    append_gathered(plain.graph, nodes)
+    plain.recompile()
+    counters = Counters(WATCHED)
+    lower_gemms(gm, "cpu", frozenset({1, 2}), counters)
+    append_gathered(gm.graph, counters.gathered(gm.graph))
+    gm.recompile()
     names = [n.target for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
     assert names.count(symbolic_gemms.QUANTIZE_TRANSPOSE) == 2
     assert names.count(symbolic_gemms.MATMUL_TO_CODES) == 1
     assert names.count(torch.ops.aten._scaled_mm.default) == 1
-    assert names.count(symbolic_gemms.COUNTED_STATS) == 3
-    assert not {symbolic.QUANTIZE, symbolic.SITE_STATS, symbolic_gemms.TRANSPOSED} & set(names), (
-        "one read of each source"
-    )
-    found = gm(x, dy, table)
+    assert names.count(symbolic_gemms.GATHERED) == 1
+    assert not {symbolic.QUANTIZE, symbolic_gemms.TRANSPOSED} & set(names), "one read of each source"
+    assert sorted(rows) == sorted(counters.rows) == list(WATCHED)
+    *wanted, wanted_counts = plain(x, dy, table)
+    *found, found_counts = gm(x, dy, table)
     for a, b in zip(found, wanted, strict=True):
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-        same = a.float().nan_to_num(7.0, 8.0, 9.0), b.float().nan_to_num(7.0, 8.0, 9.0)
-        if a.shape == (7,) and measure:  # sums of logarithms
-            assert torch.allclose(a, b, rtol=2e-6) or (b is wanted[-1] and a[3:].tolist() == list(symbolic.UNMEASURED))
+        assert torch.equal(a.float().nan_to_num(7.0, 8.0, 9.0), b.float().nan_to_num(7.0, 8.0, 9.0))
+    theirs = dict(zip(rows, finish(wanted_counts.view(-1, WIDTH)), strict=True))
+    for row, mine in zip(counters.rows, finish(found_counts.view(-1, WIDTH)), strict=True):
+        assert mine[:3] == theirs[row][:3]
+        if row == 2 or not measure:  # a product's moments are not measured in its kernel
+            assert mine[3:] == UNMEASURED
         else:
-            assert torch.equal(*same)
+            assert mine[3:] == pytest.approx(theirs[row][3:], rel=2e-6)
 
 
 def test_in_the_interpreter() -> None:
