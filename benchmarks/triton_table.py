@@ -33,7 +33,6 @@ with warnings.catch_warnings():
     from fxprec.numerics import ahead
     from fxprec.numerics.ahead import ARCHITECTURES
     from fxprec.passes import narrow_gemms
-    from fxprec.passes.lowering.triton import codecs
 
 
 class Block(nn.Module):
@@ -121,11 +120,6 @@ def compile_for(kernel: Mapping[str, Any], source: str, arch: int) -> ahead.Reso
     return ahead.resources(compiled, arch)
 
 
-def finish() -> tuple[dict[str, Any], str]:
-    """The hand-written end of the statistics."""
-    return {"name": codecs.FINISH_NAME, "parameters": codecs.FINISH_PARAMETERS, "num_warps": 4}, codecs.FINISH
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="keep the table under benchmarks/results")
@@ -139,7 +133,7 @@ def main() -> None:
         seconds = time.perf_counter() - start
         print(f"generated in {seconds:.0f} s")
         print(f"{'kernel':60} {'bytes':>12}" + "".join(f"{f'sm_{arch}':>8}" for arch in ARCHITECTURES) + "   registers")
-        for kernel, source in [*kernels(Path(name)), finish()]:
+        for kernel, source in kernels(Path(name)):
             found = {arch: compile_for(kernel, source, arch) for arch in ARCHITECTURES}
             failures += [f"{kernel['name']} on sm_{a}: {why}" for a, r in found.items() if (why := r.excess)]
             row = {k: kernel.get(k) for k in ("name", "bytes", "num_warps", "formats", "exact")}

@@ -122,7 +122,8 @@ class _GeneratedChecker(Interpreter):
         """Ratios and largest magnitudes must agree to the last bit; moments are sums in another order."""
         assert self.wanted.statistics is not None
         size = self.wanted.statistics.numel()
-        wanted, rows = (torch.tensor(finish(v.cpu().view(-1, WIDTH))) for v in (self.wanted.statistics, found[:size]))
+        pair = (self.wanted.statistics, found[:size])
+        wanted, rows = (torch.tensor(finish(v.cpu().view(-1, WIDTH)), dtype=torch.float64) for v in pair)
         owner = {row: kernel.name for kernel in lowered.generated.kernels for row in kernel.watched}
         for row, mine, theirs in zip(lowered.generated.watched, rows, wanted, strict=True):
             same = torch.equal(mine[:3].nan_to_num(), theirs[:3].nan_to_num())

@@ -114,12 +114,12 @@ def count_lost(x, stored, inside, counters, over_from, under_to):
     """Count what rounding ``stored`` loses and take the largest of ``x``: one atomic a program and number."""
     at = counters + (tl.program_id(0) % {STRIPES}) * {COLUMNS}
     bits = stored.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    over = tl.sum(tl.ravel(tl.where(inside & (bits >= over_from), 1, 0).to(tl.int32)))
-    tl.atomic_add(at, over, mask=over > 0, sem="relaxed")
-    under = tl.sum(tl.ravel(tl.where(inside & (bits > 0) & (bits <= under_to), 1, 0).to(tl.int32)))
-    tl.atomic_add(at + 1, under, mask=under > 0, sem="relaxed")
+    over = tl.sum(tl.ravel(tl.where(inside & (bits >= over_from), 1, 0)))
+    tl.atomic_add(at, over, sem="relaxed")
+    under = tl.sum(tl.ravel(tl.where(inside & (bits > 0) & (bits <= under_to), 1, 0)))
+    tl.atomic_add(at + 1, under, sem="relaxed")
     amax = tl.max(tl.ravel(tl.where(inside, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)), 0)
-    tl.atomic_max(at + 2, amax, mask=amax > tl.load(at + 2), sem="relaxed")
+    tl.atomic_max(at + 2, amax, sem="relaxed")
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def count_moments(stored, inside, counters):
     some = inside & (tl.abs(stored) > 0.0)
     known = tl.where(inside, stored, 0.0)
     logs = tl.where(some, tl.log(tl.where(some, tl.abs(stored), 1.0)), 0.0)
-    tl.atomic_add(at + 3, tl.sum(tl.ravel(tl.where(some, 1, 0).to(tl.int32))), sem="relaxed")
+    tl.atomic_add(at + 3, tl.sum(tl.ravel(tl.where(some, 1, 0))), sem="relaxed")
     tl.atomic_add(sums, tl.sum(tl.ravel(known * known)).to(tl.float64), sem="relaxed")
     tl.atomic_add(sums + 1, tl.sum(tl.ravel(logs)).to(tl.float64), sem="relaxed")
     tl.atomic_add(sums + 2, tl.sum(tl.ravel(logs * logs)).to(tl.float64), sem="relaxed")

@@ -56,7 +56,7 @@ def lower_gemms(
             _generated(graph, node, counters, without)
         else:
             _decoded(graph, node)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.is_impure() or node in counters)
     gm.recompile()
 
 

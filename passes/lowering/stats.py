@@ -47,6 +47,10 @@ class Counters:
         taken = set(self.rows)
         return [row for row in self._watched if row not in taken]
 
+    def __contains__(self, node: Node) -> bool:
+        """Say whether a node holds counters: nothing reads it before `gathered`."""
+        return node in self._found.values()
+
     def wants(self, row: int) -> bool:
         return row in self._watched and row not in self.rows
 

@@ -44,11 +44,12 @@ def quantize_transpose_kernel(  # type: ignore[no-untyped-def]
         tl.store(q_ptr + i[:, None].to(tl.int64) * n + j[None, :], code, mask=inside)
     tl.store(t_ptr + j[:, None].to(tl.int64) * m + i[None, :], tl.trans(code), mask=tl.trans(inside))
     if STATS:
-        count_lost(x, stored, inside, counts_ptr, LIMITS[0], LIMITS[1])
         measure = tl.load(row_ptr + MEASURE)
+        if program == 0:
+            note_facts(counts_ptr, m.to(tl.int64) * n, tl.load(row_ptr + CARRIED), tl.load(row_ptr), measure)
+        count_lost(x, stored, inside, counts_ptr, LIMITS[0], LIMITS[1])
         if measure != 0:
             count_moments(stored, inside, counts_ptr)
-        note_facts(counts_ptr, m.to(tl.int64) * n, tl.load(row_ptr + CARRIED), tl.load(row_ptr), measure)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import torch
 
 from fxprec.numerics.formats import E5M2, FP16, HFP8_152, Format
 from fxprec.numerics.reference import reference_stats
+from fxprec.numerics.stats import Counts, finish
 from fxprec.plan.scales import Cast, Gemm, Join, ScaleGraph
 from fxprec.runtime.reference_ops import measured_moments
 from fxprec.runtime.scaling.estimates import (
@@ -82,7 +83,9 @@ def test_predicted_underflow_of_gemm_products_is_what_is_measured(fmt: Format, l
 def test_predicted_underflow_behind_a_softmax_is_what_is_measured(fmt: Format, mu: float, sigma: float) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.exp(mu + sigma * torch.randn(SAMPLES, generator=generator, dtype=torch.float64))
-    _, _, mean_ln, std_ln = measured_moments(x.float(), 0)
+    moments = measured_moments(x.float())
+    (found,) = finish(torch.tensor([Counts(0, 0, 0, x.numel(), *moments, 0, 0)], dtype=torch.float64))
+    mean_ln, std_ln = found.mean_ln, found.std_ln
     model, checked = LogNormal(mean_ln, std_ln, fmt), 0
     for k in range(model.smallest_scale_exp(0.9), model.smallest_scale_exp(1e-3) + 1):
         predicted, (measured, _) = model.underflow(k), rates(x, k, fmt)
