@@ -83,9 +83,10 @@ def _finished(c: Counts) -> Statistics:
 
 def count(x: Tensor, stored: Tensor, row: FormatRow[Any]) -> list[Tensor]:
     """Return ``overflow`` to ``elements`` of float32 ``x``, which is ``stored`` after scaling, as 0-dim float64."""
-    over, under = lost(stored.view(torch.int32) & MAGNITUDE, row)
+    magnitude = stored.view(torch.int32) & MAGNITUDE
+    over, under = lost(magnitude, row)
     numbers = [torch.sum(over, dtype=torch.int64), torch.sum(under, dtype=torch.int64), torch.amax(torch.abs(x))]
-    elements = torch.sum(torch.ones_like(over), dtype=torch.int64)
+    elements = torch.sum(magnitude >= 0, dtype=torch.int64)  # all: a trace knows no shape
     return [n.to(torch.float64) for n in (*numbers, elements)]
 
 

@@ -66,7 +66,7 @@ def test_a_kernel_that_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch
         warnings.simplefilter("ignore")
         parameters = [(n, k) for n, k in kernel["parameters"]]
         assert ahead.why_not_generated(source, kernel["name"], parameters, 4) is None
-        broken = source.replace("tl.maximum(", "tl.no_such_function(")
+        broken = source.replace("tl.minimum(", "tl.no_such_function(")
         why = ahead.why_not_generated(broken, kernel["name"], parameters, 4)
     assert why is not None
     assert why.startswith("it does not compile: CompilationError")
