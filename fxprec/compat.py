@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -382,7 +382,7 @@ def count_recompiles_per_model(
         code, backend = caller.get("code"), _innermost_backend(caller.get("compiler_fn"))
         counts = counts_of(backend)
         if counts is None or not isinstance(code, CodeType):
-            return exceeds(cache_size, compile_id)  # type: ignore[no-any-return]
+            return exceeds(cache_size, compile_id)
         own = sum(e.backend is backend or e.backend == backend for e in _debug_get_cache_entry_list(code))
         sizes = {f.name: min(own, getattr(cache_size, f.name)) for f in fields(cache_size)}
         id_ = replace(compile_id, frame_compile_id=counts[compile_id.frame_id])

@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxprec.errors import FormatError, FxprecError, NativeArgumentError
 from fxprec.ir.symbolic import AS_STORED, CARRIED, MEASURE, TABLE_COLUMNS
-from fxprec.numerics import codec, native, rounding
+from fxprec.numerics import native, rounding
 from fxprec.numerics.formats import parse
+from fxprec.numerics.rows import MAGNITUDE, format_row
 from fxprec.runtime import reference_ops
 from fxprec.runtime.aps import codecs, kernels
 from fxprec.runtime.arith import cpu as arith_cpu
@@ -135,7 +136,7 @@ def attempted(call: Callable[[], Any], kind: str = "") -> Any:
 
 def table_of(name: str, scale: int, measured: bool) -> Tensor:
     table = torch.zeros(2, TABLE_COLUMNS, dtype=torch.int32)
-    table[1, :CARRIED] = torch.tensor(codec.format_row(parse(name)))
+    table[1, :CARRIED] = torch.tensor(format_row(parse(name)))
     table[1, 0], table[1, MEASURE] = scale, measured
     return table
 
@@ -283,7 +284,7 @@ def test_largest_magnitude(size, seed, dtype, kind) -> None:
     x = made(size, seed, dtype, kind)
     found = attempted(lambda: kernels.largest_bits(x))
     if found is not None and x.numel():
-        wanted = x.detach().contiguous().resolve_neg().view(torch.int32) & codec.MAGNITUDE
+        wanted = x.detach().contiguous().resolve_neg().view(torch.int32) & MAGNITUDE
         assert found == int(wanted.max())
 
 
