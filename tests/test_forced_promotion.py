@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from backend_helpers import STORAGES, narrow_recipe
+from helpers import as_counts
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from fxprec.driver import graph
-from fxprec.ir.symbolic import STATS
 from fxprec.plan import Site
 from fxprec.runtime.controller import Controller
 
@@ -91,7 +91,7 @@ def overflow(controller: Controller) -> list[Site]:
     low = [s for s in controller.plan.sites if s.direction == "forward" and s.format != controller.rules.hi]
     outputs, params = ([s for s in low if s.kind == kind and s.tensor != "x"] for kind in ("output", "param"))
     chosen = [*outputs[:1], *(params or outputs[1:])[:1]]
-    row = torch.tensor([1.0 if name == "overflow_ratio" else -1.0 for name in STATS])
+    row = torch.tensor(as_counts(1.0, 0.0, 1.0), dtype=torch.float64)
     controller.queue.push([s.id for s in chosen], row.repeat(len(chosen)))
     return chosen
 

@@ -12,6 +12,7 @@ from benchmarks.gpu.fragments import table_of
 from benchmarks.gpu.suite import Row, Setting
 from fxprec.numerics.formats import parse
 from fxprec.numerics.reference import reference_decode, reference_encode, reference_stats
+from fxprec.numerics.stats import Counts, gathered
 from fxprec.runtime.gemm.matmul import Operand, Output, matmul
 from fxprec.runtime.gemm.tiles import SMALL, TILES
 from fxprec.runtime.gemm.transpose import quantize_transpose
@@ -40,12 +41,13 @@ def _codes(setting: Setting) -> Row:
     for name in FORMATS[::3] if setting.tiny else FORMATS:
         fmt = parse(name)
         for source in (x, x.bfloat16()):
-            q, t, counts = quantize_transpose(source.to(setting.device), table_of([name], setting.device, 3)[0], fmt)
+            q, t, counters = quantize_transpose(source.to(setting.device), table_of([name], setting.device, 3)[0], fmt)
             wanted, stats = reference_encode(source.float() * 8.0, fmt), reference_stats(source.float() * 8.0, fmt)
             if not torch.equal(q.cpu().long(), wanted.long()) or not torch.equal(t.cpu().long(), wanted.t().long()):
                 raise WrongResult(f"quantize+transpose to {name} differs from the reference")
-            if counts[:2].tolist() != [stats.overflow, stats.underflow]:
-                raise WrongResult(f"quantize+transpose to {name} counts {counts.tolist()}, not {stats}")
+            counts = Counts(*gathered(counters)[0].tolist())
+            if (counts.overflow, counts.underflow) != (stats.overflow, stats.underflow):
+                raise WrongResult(f"quantize+transpose to {name} counts {counts}, not {stats}")
     return Row("correct", "quantize+transpose, differing codes", 0, "", "0", True, {"formats": FORMATS})
 
 

@@ -51,7 +51,7 @@ def lower(
     if forward:
         keep_nonfinite(gm.graph)
     counted_rows, histograms = count(gm, counted)
-    generated, counters = Generated(), Counters(watched, measured)
+    generated, counters = Generated(), Counters(watched, measured, histograms)
     if lowering != "eager":
         lower_gemms(gm, device_type, scaled, counters, without)
     if lowering == "triton":

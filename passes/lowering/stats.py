@@ -33,8 +33,10 @@ def _add_beside(graph: Graph, target: object, rows: Collection[int]) -> tuple[tu
 class Counters:
     """Which kernels count for which row: striped counters, in the order of their rows in what comes out."""
 
-    def __init__(self, watched: Collection[int], measured: Collection[int] = ()) -> None:
-        self._watched, self._measured = watched, measured
+    def __init__(
+        self, watched: Collection[int], measured: Collection[int] = (), histograms: Collection[Node] = ()
+    ) -> None:
+        self._watched, self._measured, self._histograms = watched, measured, histograms
         self._found: dict[tuple[int, ...], Node] = {}
 
     @property
@@ -48,8 +50,8 @@ class Counters:
         return [row for row in self._watched if row not in taken]
 
     def __contains__(self, node: Node) -> bool:
-        """Say whether a node holds counters: nothing reads it before `gathered`."""
-        return node in self._found.values()
+        """Say whether a node counts, though nothing reads it before the graph's outputs are complete."""
+        return node in self._found.values() or node in self._histograms
 
     def wants(self, row: int) -> bool:
         return row in self._watched and row not in self.rows
