@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, readable
 from fxprec.passes.base import Notice, Work
 from fxprec.passes.lowering import Lowered, lower
+from fxprec.passes.lowering.nonfinite import keep_nonfinite
 from fxprec.plan import Plan, Site
 from fxprec.plan.scales import ScaleGraph
 from fxprec.report.folder import GraphDump
@@ -452,6 +452,7 @@ class PlannedGraph:
             self._seen_by_forward = frozenset()
             if self._next is not None:  # else it has no plan: it steps weights
                 self._complete_plan(*self._next, gm)
+            keep_nonfinite(gm.graph)  # first: what lowering is compared with keeps them too
 
         def build(gm: GraphModule) -> Compiled:
             if self._lowering.name == "eager":
@@ -462,7 +463,7 @@ class PlannedGraph:
                 run = compat.compile_fx_inner(gm, examples, **options)
             return ranged(run, f"fxprec graph {self.index} {name}")
 
-        half = self._lowering.compile(gm, partial(self._lower, forward=name == "forward"), build)
+        half = self._lowering.compile(gm, self._lower, build)
         if name == "forward":
             self._seen_by_forward = frozenset(half.lowered.rows)
         if self._dump is not None and self._lowering.name == "triton":
@@ -500,7 +501,7 @@ class PlannedGraph:
         warnings.warn(f"activation_budget {readable(budget)}: {detail}", FxprecWarning, stacklevel=2)
         self.events.append(Event(step, "fallback", f"graph {self.index}", detail))
 
-    def _lower(self, gm: GraphModule, lowering: str, without: frozenset[str], *, forward: bool) -> Lowered:
+    def _lower(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
         return lower(
             gm,
             lowering,
@@ -509,7 +510,6 @@ class PlannedGraph:
             scaled=self._rows.scaled,
             measured=self._rows.measured,
             counted=self._rows.counted,
-            forward=forward,
             calls=compat.TritonCalls(),
             without=without,
         )

@@ -10,7 +10,6 @@ from torch.fx import GraphModule
 from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.gemms import lower_gemms
-from fxprec.passes.lowering.nonfinite import keep_nonfinite
 from fxprec.passes.lowering.stats import Counters, append_gathered, append_outputs, count, watch
 from fxprec.passes.lowering.triton import Generated, call_generated
 from fxprec.passes.lowering.triton.launch import KernelCalls
@@ -36,7 +35,6 @@ def lower(
     scaled: frozenset[int],
     measured: frozenset[int] = frozenset(),
     counted: Collection[int] = (),
-    forward: bool = False,
     calls: KernelCalls | None = None,
     without: Collection[str] = (),
 ) -> Lowered:
@@ -45,11 +43,8 @@ def lower(
     ``eager`` leaves the symbolic ops to their reference implementations; ``triton`` generates kernels, which ``calls``
     puts into the graph; a CPU gets kernel calls; everything else ATen ops that
     Inductor fuses. ``scaled`` are the rows whose scale exponent may differ from 0, ``measured`` those whose moments
-    count, ``counted`` those that get a histogram. In the ``forward`` half inf and NaN are kept where a format has none.
-    ``without`` names kernels not to use, since they do not work.
+    count, ``counted`` those that get a histogram. ``without`` names kernels not to use, since they do not work.
     """
-    if forward:
-        keep_nonfinite(gm.graph)
     counted_rows, histograms = count(gm, counted)
     generated, counters = Generated(), Counters(watched, measured, histograms)
     if lowering != "eager":
