@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from fxprec.ir.symbolic import AS_STORED, CARRIED, HISTOGRAM_BINS, MEASURE, stored_dtype
+from fxprec.ir.symbolic import (
+    AS_STORED,
+    CARRIED,
+    HISTOGRAM_BINS,
+    MEASURE,
+    Count,
+    Damage,
+    Dequantize,
+    Histogram,
+    KeepNonfinite,
+    Observe,
+    Quantize,
+    Rescale,
+    stored_dtype,
+)
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.reference import (
     Grid,
@@ -104,5 +118,11 @@ def _scaled(x: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
     return x.to(torch.float32) * 2.0 ** _scale_exp(table, row)
 
 
-for _function in (quantize, dequantize, keep_nonfinite, rescale, observe, damage, counts, histogram):
-    torch.library.impl(f"fxprec::{_function.__name__}", "CompositeExplicitAutograd", _function)
+Quantize.implement(quantize)
+Dequantize.implement(dequantize)
+KeepNonfinite.implement(keep_nonfinite)
+Rescale.implement(rescale)
+Observe.implement(observe)
+Damage.implement(damage)
+Count.implement(counts)
+Histogram.implement(histogram)

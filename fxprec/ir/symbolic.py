@@ -25,16 +25,19 @@ On CPU, lowering turns them into three kernels: ``store`` (codes, rounded values
 without codes) and ``load``; ``store_`` and ``round_`` write the rounded values over ``x``. The values come at the scale
 they were stored with; ``keep`` keeps inf and NaN there.
 
-Passes see the schemas and the fake implementations here; `fxprec.runtime.reference_ops` registers the real
-ones, so a graph runs at every stage of compilation.
+Passes see the declarations (`fxprec.ir.calls`) and the fake implementations here; `fxprec.runtime.reference_ops`
+registers the real ones, so a graph runs at every stage of compilation.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.fx import Node
 
+from fxprec.ir.calls import Call, Flags, Overwritten, Size, Sizes
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.rows import FormatRow
 from fxprec.numerics.stats import WIDTH
@@ -48,60 +51,195 @@ TABLE_COLUMNS = MEASURE + 1
 
 HISTOGRAM_BINS = 64
 
-_library = torch.library.Library("fxprec", "DEF")
-_library.define("quantize(Tensor x, Tensor table, int row, str format, str storage) -> Tensor")
-_library.define("dequantize(Tensor q, Tensor table, int row, str format, str storage, ScalarType dtype) -> Tensor")
-_library.define("keep_nonfinite(Tensor rounded, Tensor x) -> Tensor")
-_library.define("counts(Tensor x, Tensor table, int row, str format) -> Tensor")
-_library.define("histogram(Tensor x, Tensor table, int row, str format) -> Tensor")
-_library.define("rescale(Tensor g, Tensor table, int row) -> Tensor")
-_library.define("observe(Tensor grad, Tensor x, int tensor, str format, str grad_format) -> Tensor")
-_library.define("damage(Tensor grad, Tensor x, int tensor, str format, str grad_format) -> Tensor")
-_CPU_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
-_library.define(
-    "store(Tensor x, Tensor table, int row, str format, str storage, bool value, bool keep)"
-    " -> (Tensor, Tensor, Tensor)",
-    tags=_CPU_TAGS,
-)
-_library.define(
-    "round(Tensor x, Tensor table, int row, str format, str storage, bool keep) -> (Tensor, Tensor)", tags=_CPU_TAGS
-)
-_library.define(
-    "store_(Tensor(a!) x, Tensor table, int row, str format, str storage, bool keep) -> (Tensor, Tensor)",
-    tags=_CPU_TAGS,
-)
-_library.define(
-    "round_(Tensor(a!) x, Tensor table, int row, str format, str storage, bool keep) -> Tensor", tags=_CPU_TAGS
-)
-_library.define("load(Tensor q, Tensor table, int row, str format) -> Tensor", tags=_CPU_TAGS)
+_KERNEL_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
-_SUMS = "str products, str sums, bool kahan, int chunk"
-_WINDOW = (
-    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
-)
-_library.define(f"matmul(Tensor a, Tensor b, {_SUMS}) -> Tensor")
-_library.define(f"convolution(Tensor x, Tensor weight, {_WINDOW}, bool channels_last, {_SUMS}) -> Tensor")
-_library.define(
-    f"convolution_backward(Tensor grad, Tensor x, Tensor weight, {_WINDOW}, bool channels_last, bool[] mask, {_SUMS})"
-    " -> (Tensor, Tensor)"
-)
 
-QUANTIZE = torch.ops.fxprec.quantize.default
-DEQUANTIZE = torch.ops.fxprec.dequantize.default
-KEEP_NONFINITE = torch.ops.fxprec.keep_nonfinite.default
-HISTOGRAM = torch.ops.fxprec.histogram.default
-COUNTS = torch.ops.fxprec.counts.default
-RESCALE = torch.ops.fxprec.rescale.default
-STORE = torch.ops.fxprec.store.default
-ROUND = torch.ops.fxprec.round.default
-STORE_ = torch.ops.fxprec.store_.default
-ROUND_ = torch.ops.fxprec.round_.default
-LOAD = torch.ops.fxprec.load.default
-MATMUL = torch.ops.fxprec.matmul.default
-CONVOLUTION = torch.ops.fxprec.convolution.default
-CONVOLUTION_BACKWARD = torch.ops.fxprec.convolution_backward.default
-OBSERVE = torch.ops.fxprec.observe.default
-DAMAGE = torch.ops.fxprec.damage.default
+@dataclass(frozen=True)
+class _Stored(Call):
+    x: Node
+    table: Node
+    row: int
+    format: str
+    storage: str
+
+    @property
+    def is_simulated(self) -> bool:
+        """What is stored is a float32 carrier, and the table's row the format."""
+        return self.storage == "simulate"
+
+
+@dataclass(frozen=True)
+class Quantize(_Stored, op="quantize"):
+    pass
+
+
+@dataclass(frozen=True)
+class Dequantize(Call, op="dequantize"):
+    q: Node
+    table: Node
+    row: int
+    format: str
+    storage: str
+    dtype: torch.dtype
+
+    @property
+    def is_simulated(self) -> bool:
+        """What is read is a float32 carrier."""
+        return self.storage == "simulate"
+
+    @property
+    def is_as_stored(self) -> bool:
+        """The scale stays on."""
+        return self.row == AS_STORED
+
+
+@dataclass(frozen=True)
+class KeepNonfinite(Call, op="keep_nonfinite"):
+    rounded: Node
+    x: Node
+
+
+@dataclass(frozen=True)
+class _Counted(Call):
+    x: Node
+    table: Node
+    row: int
+    format: str
+
+
+@dataclass(frozen=True)
+class Count(_Counted, op="counts"):
+    pass
+
+
+@dataclass(frozen=True)
+class Histogram(_Counted, op="histogram"):
+    pass
+
+
+@dataclass(frozen=True)
+class Rescale(Call, op="rescale"):
+    g: Node
+    table: Node
+    row: int
+
+
+@dataclass(frozen=True)
+class _Observed(Call):
+    grad: Node
+    x: Node
+    tensor: int
+    format: str
+    grad_format: str
+
+
+@dataclass(frozen=True)
+class Observe(_Observed, op="observe"):
+    pass
+
+
+@dataclass(frozen=True)
+class Damage(_Observed, op="damage"):
+    pass
+
+
+@dataclass(frozen=True)
+class Store(_Stored, op="store", returns="(Tensor, Tensor, Tensor)", tags=_KERNEL_TAGS):
+    value: bool
+    keep: bool
+
+
+@dataclass(frozen=True)
+class Round(_Stored, op="round", returns="(Tensor, Tensor)", tags=_KERNEL_TAGS):
+    keep: bool
+
+
+@dataclass(frozen=True)
+class _StoredOver(_Stored):
+    x: Overwritten
+    keep: bool
+
+
+@dataclass(frozen=True)
+class StoreOver(_StoredOver, op="store_", returns="(Tensor, Tensor)", tags=_KERNEL_TAGS):
+    pass
+
+
+@dataclass(frozen=True)
+class RoundOver(_StoredOver, op="round_", tags=_KERNEL_TAGS):
+    pass
+
+
+@dataclass(frozen=True)
+class Load(Call, op="load", tags=_KERNEL_TAGS):
+    q: Node
+    table: Node
+    row: int
+    format: str
+
+
+@dataclass(frozen=True)
+class Matmul(Call, op="matmul"):
+    a: Node
+    b: Node
+    products: str
+    sums: str
+    kahan: bool
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Convolution(Call, op="convolution"):
+    x: Node
+    weight: Node
+    stride: Sizes
+    padding: Sizes
+    dilation: Sizes
+    transposed: bool
+    output_padding: Sizes
+    groups: Size
+    channels_last: bool
+    products: str
+    sums: str
+    kahan: bool
+    chunk: int
+
+
+@dataclass(frozen=True)
+class ConvolutionBackward(Call, op="convolution_backward", returns="(Tensor, Tensor)"):
+    grad: Node
+    x: Node
+    weight: Node
+    stride: Sizes
+    padding: Sizes
+    dilation: Sizes
+    transposed: bool
+    output_padding: Sizes
+    groups: Size
+    channels_last: bool
+    mask: Flags
+    products: str
+    sums: str
+    kahan: bool
+    chunk: int
+
+
+QUANTIZE = Quantize.target
+DEQUANTIZE = Dequantize.target
+KEEP_NONFINITE = KeepNonfinite.target
+HISTOGRAM = Histogram.target
+COUNTS = Count.target
+RESCALE = Rescale.target
+STORE = Store.target
+ROUND = Round.target
+STORE_ = StoreOver.target
+ROUND_ = RoundOver.target
+LOAD = Load.target
+MATMUL = Matmul.target
+CONVOLUTION = Convolution.target
+CONVOLUTION_BACKWARD = ConvolutionBackward.target
+OBSERVE = Observe.target
+DAMAGE = Damage.target
 
 
 def stored_dtype(fmt: Format, storage: str) -> torch.dtype:
@@ -119,47 +257,47 @@ def stored_dtype(fmt: Format, storage: str) -> torch.dtype:
     return fmt.code_dtype
 
 
-@torch.library.register_fake("fxprec::quantize")
+@Quantize.fake
 def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str) -> torch.Tensor:
     return torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
 
 
-@torch.library.register_fake("fxprec::dequantize")
+@Dequantize.fake
 def _(q: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(q, dtype=dtype)
 
 
-@torch.library.register_fake("fxprec::counts")
+@Count.fake
 def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
     return x.new_empty(WIDTH, dtype=torch.float64)
 
 
-@torch.library.register_fake("fxprec::keep_nonfinite")
+@KeepNonfinite.fake
 def _(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(rounded)
 
 
-@torch.library.register_fake("fxprec::histogram")
+@Histogram.fake
 def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
     return x.new_empty(2 * HISTOGRAM_BINS, dtype=torch.float64)
 
 
-@torch.library.register_fake("fxprec::rescale")
+@Rescale.fake
 def _(g: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
     return torch.empty_like(g)
 
 
-@torch.library.register_fake("fxprec::observe")
+@Observe.fake
 def _(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_format: str) -> torch.Tensor:
     return torch.empty_like(grad)
 
 
-@torch.library.register_fake("fxprec::damage")
+@Damage.fake
 def _(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_format: str) -> torch.Tensor:
     return grad.new_empty(2, dtype=torch.float32)
 
 
-@torch.library.register_fake("fxprec::store")
+@Store.fake
 def _(
     x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, value: bool, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -168,14 +306,14 @@ def _(
     return codes, values, x.new_empty(WIDTH, dtype=torch.float64)
 
 
-@torch.library.register_fake("fxprec::round")
+@Round.fake
 def _(
     x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x, dtype=torch.float32), x.new_empty(WIDTH, dtype=torch.float64)
 
 
-@torch.library.register_fake("fxprec::store_")
+@StoreOver.fake
 def _(
     x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,29 +321,29 @@ def _(
     return codes, x.new_empty(WIDTH, dtype=torch.float64)
 
 
-@torch.library.register_fake("fxprec::round_")
+@RoundOver.fake
 def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool) -> torch.Tensor:
     return x.new_empty(WIDTH, dtype=torch.float64)
 
 
-@torch.library.register_fake("fxprec::load")
+@Load.fake
 def _(q: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
     return torch.empty_like(q, dtype=torch.float32)
 
 
-@torch.library.register_fake("fxprec::matmul")
+@Matmul.fake
 def _(a: torch.Tensor, b: torch.Tensor, *sums: object) -> torch.Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32)
 
 
-@torch.library.register_fake("fxprec::convolution")
+@Convolution.fake
 def _(x: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
     *window, channels_last = options[:7]
     shape = torch.ops.aten.convolution(x, weight, None, *window).shape
     return _in_layout(x.new_empty(shape, dtype=torch.float32), channels_last)
 
 
-@torch.library.register_fake("fxprec::convolution_backward")
+@ConvolutionBackward.fake
 def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     channels_last, mask = options[6:8]
     wanted = (t if asked else t.new_empty(0) for t, asked in zip((x, weight), mask, strict=True))

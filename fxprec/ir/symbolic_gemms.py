@@ -15,42 +15,93 @@ Kernels: ``quantize_transpose`` (codes, transposed codes, counters), ``transpose
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch.fx import Node
 
+from fxprec.ir.calls import Call
 from fxprec.ir.symbolic import stored_dtype
 from fxprec.numerics.formats import parse
 from fxprec.numerics.stats import SITE_COUNTERS, WIDTH
 
 Kernel = Literal["native", "generated"]
 
-_library = torch.library.Library("fxprec", "FRAGMENT")
-_OPERANDS = (
-    "Tensor a, Tensor b, Tensor? bias, Tensor table, int row_a, int row_b, str format_a, str format_b, ScalarType dtype"
-)
-_library.define(f"gemm({_OPERANDS}, str kernel) -> Tensor")
-_library.define("transposed(Tensor q) -> Tensor")
-_library.define("gathered(Tensor counters) -> Tensor")
-_library.define(
-    "quantize_transpose(Tensor x, Tensor table, int row, str format, str storage, bool keep)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-_library.define("transpose_codes(Tensor q) -> Tensor")
-_library.define(f"matmul_codes({_OPERANDS}) -> Tensor")
-_library.define(
-    f"matmul_to_codes({_OPERANDS}, int row, str format, str storage, bool keep, bool stats) -> (Tensor, Tensor)"
-)
 
-GEMM = torch.ops.fxprec.gemm.default
-TRANSPOSED = torch.ops.fxprec.transposed.default
-GATHERED = torch.ops.fxprec.gathered.default
-QUANTIZE_TRANSPOSE = torch.ops.fxprec.quantize_transpose.default
-TRANSPOSE_CODES = torch.ops.fxprec.transpose_codes.default
-MATMUL_CODES = torch.ops.fxprec.matmul_codes.default
-MATMUL_TO_CODES = torch.ops.fxprec.matmul_to_codes.default
+@dataclass(frozen=True)
+class _Product(Call):
+    a: Node
+    b: Node
+    bias: Node | None
+    table: Node
+    row_a: int
+    row_b: int
+    format_a: str
+    format_b: str
+    dtype: torch.dtype
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """The arguments that every product has."""
+        return tuple(getattr(self, f.name) for f in fields(_Product))
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        return self.format_a, self.format_b
+
+
+@dataclass(frozen=True)
+class CodedGemm(_Product, op="gemm"):
+    kernel: str
+
+
+@dataclass(frozen=True)
+class Transposed(Call, op="transposed"):
+    q: Node
+
+
+@dataclass(frozen=True)
+class Gathered(Call, op="gathered"):
+    counters: Node
+
+
+@dataclass(frozen=True)
+class QuantizeTranspose(Call, op="quantize_transpose", returns="(Tensor, Tensor, Tensor)"):
+    x: Node
+    table: Node
+    row: int
+    format: str
+    storage: str
+    keep: bool
+
+
+@dataclass(frozen=True)
+class TransposeCodes(Call, op="transpose_codes"):
+    q: Node
+
+
+@dataclass(frozen=True)
+class MatmulCodes(_Product, op="matmul_codes"):
+    pass
+
+
+@dataclass(frozen=True)
+class MatmulToCodes(_Product, op="matmul_to_codes", returns="(Tensor, Tensor)"):
+    row: int
+    format: str
+    storage: str
+    keep: bool
+    stats: bool
+
+
+GEMM = CodedGemm.target
+TRANSPOSED = Transposed.target
+GATHERED = Gathered.target
+QUANTIZE_TRANSPOSE = QuantizeTranspose.target
+TRANSPOSE_CODES = TransposeCodes.target
+MATMUL_CODES = MatmulCodes.target
+MATMUL_TO_CODES = MatmulToCodes.target
 
 
 @dataclass(frozen=True)
@@ -72,16 +123,16 @@ def kernel_called(node: Node) -> GemmKernel | None:
     """Return the kernel a node calls, if it calls one of these."""
     if node.target is TRANSPOSE_CODES:
         return GemmKernel("transpose")
-    if node.target is QUANTIZE_TRANSPOSE:
-        return GemmKernel("quantize+transpose", (str(node.args[3]),))
-    if node.target is MATMUL_CODES:
-        return GemmKernel("gemm", (str(node.args[6]), str(node.args[7])))
-    if node.target is MATMUL_TO_CODES:
-        return GemmKernel("gemm", (str(node.args[6]), str(node.args[7]), str(node.args[10])))
+    if (both := QuantizeTranspose.match(node)) is not None:
+        return GemmKernel("quantize+transpose", (both.format,))
+    if (product := MatmulCodes.match(node)) is not None:
+        return GemmKernel("gemm", product.formats)
+    if (stored := MatmulToCodes.match(node)) is not None:
+        return GemmKernel("gemm", (*stored.formats, stored.format))
     return None
 
 
-@torch.library.register_fake("fxprec::gemm")
+@CodedGemm.fake
 def _(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -101,16 +152,16 @@ def _transposed(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(q.shape[-1], q.numel() // q.shape[-1])
 
 
-torch.library.register_fake("fxprec::transposed", _transposed)
-torch.library.register_fake("fxprec::transpose_codes", _transposed)
+Transposed.fake(_transposed)
+TransposeCodes.fake(_transposed)
 
 
-@torch.library.register_fake("fxprec::gathered")
+@Gathered.fake
 def _(counters: torch.Tensor) -> torch.Tensor:
     return counters.new_empty(counters.shape[0] // SITE_COUNTERS * WIDTH, dtype=torch.float64)
 
 
-@torch.library.register_fake("fxprec::quantize_transpose")
+@QuantizeTranspose.fake
 def _(
     x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -118,7 +169,7 @@ def _(
     return codes, _transposed(codes), x.new_empty(SITE_COUNTERS, dtype=torch.int32)
 
 
-@torch.library.register_fake("fxprec::matmul_codes")
+@MatmulCodes.fake
 def _(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -133,7 +184,7 @@ def _(
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
-@torch.library.register_fake("fxprec::matmul_to_codes")
+@MatmulToCodes.fake
 def _(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxprec.ir.symbolic import Convolution, ConvolutionBackward, Matmul
 from fxprec.numerics.formats import parse
 from fxprec.runtime.arith import functions
 from fxprec.runtime.arith.convolution import Multiply, Window, correlate, correlate_transposed, weight_gradient
@@ -65,5 +66,6 @@ def _in_layout(t: Tensor, channels_last: bool) -> Tensor:
     return t.contiguous(memory_format=wanted)
 
 
-for _function in (matmul, convolution, convolution_backward):
-    torch.library.impl(f"fxprec::{_function.__name__}", "CompositeExplicitAutograd", _function)
+Matmul.implement(matmul)
+Convolution.implement(convolution)
+ConvolutionBackward.implement(convolution_backward)

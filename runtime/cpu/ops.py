@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fxprec.ir.symbolic import AS_STORED, CARRIED, TABLE_COLUMNS, stored_dtype
+from fxprec.ir.symbolic import AS_STORED, CARRIED, TABLE_COLUMNS, Load, Round, RoundOver, Store, StoreOver, stored_dtype
 from fxprec.numerics import cpp, native
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.memory import empty_like
@@ -144,8 +144,8 @@ def load(q: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.T
     return values
 
 
-torch.library.impl("fxprec::store", "CPU", store)
-torch.library.impl("fxprec::round", "CPU", round_values)
-torch.library.impl("fxprec::store_", "CPU", store_)
-torch.library.impl("fxprec::round_", "CPU", round_)
-torch.library.impl("fxprec::load", "CPU", load)
+Store.implement(store, "CPU")
+Round.implement(round_values, "CPU")
+StoreOver.implement(store_, "CPU")
+RoundOver.implement(round_, "CPU")
+Load.implement(load, "CPU")

@@ -10,6 +10,7 @@ import torch
 
 from fxprec.errors import LoweringError
 from fxprec.ir.symbolic import AS_STORED, stored_dtype
+from fxprec.ir.symbolic_gemms import MatmulCodes, MatmulToCodes, QuantizeTranspose, TransposeCodes
 from fxprec.numerics.formats import parse
 
 
@@ -114,6 +115,7 @@ def _device_name(x: torch.Tensor) -> str:
     return torch.cuda.get_device_name(x.device) if x.device.type == "cuda" else str(x.device)
 
 
-for _function in (quantize_transpose, transpose_codes, matmul_codes, matmul_to_codes):
-    for _key in ("CPU", "CUDA"):
-        torch.library.impl(f"fxprec::{_function.__name__}", _key, _named(_function))
+QuantizeTranspose.implement(_named(quantize_transpose), "CPU", "CUDA")
+TransposeCodes.implement(_named(transpose_codes), "CPU", "CUDA")
+MatmulCodes.implement(_named(matmul_codes), "CPU", "CUDA")
+MatmulToCodes.implement(_named(matmul_to_codes), "CPU", "CUDA")

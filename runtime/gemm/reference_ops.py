@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fxprec.ir.symbolic import AS_STORED
+from fxprec.ir.symbolic_gemms import CodedGemm, Gathered, Transposed
 from fxprec.numerics import stats
 from fxprec.numerics.formats import parse
 from fxprec.numerics.reference import reference_decode
@@ -40,5 +41,6 @@ def _numbers(codes: torch.Tensor, table: torch.Tensor, row: int, format: str) ->
     return reference_decode(codes.view(fmt.code_dtype), fmt) * 2.0**-exponent
 
 
-for _function in (gemm, transposed, gathered):
-    torch.library.impl(f"fxprec::{_function.__name__}", "CompositeExplicitAutograd", _function)
+CodedGemm.implement(gemm)
+Transposed.implement(transposed)
+Gathered.implement(gathered)

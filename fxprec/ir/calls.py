@@ -1,0 +1,142 @@
+"""How an operator of ours is declared: its arguments are the fields of a dataclass, and stand nowhere else.
+
+The schema that torch dispatches by is printed from the fields; fake, reference and kernels are refused at import where
+their parameters are others. ``Quantize.of(node)`` reads a node's arguments by name, ``cast.insert(graph)`` and
+`fxprec.passes.casts.sites.emit` write them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+from torch.fx import Graph, Node
+
+Overwritten = Annotated[Node, "Tensor(a!)"]
+Size = Annotated[int, "SymInt"]
+Sizes = Annotated[Sequence[int], "SymInt[]"]
+Flags = Annotated[Sequence[bool], "bool[]"]
+
+# What stands in a schema for what a field or a parameter is annotated with.
+_PRINTED: dict[object, str] = {
+    Node: "Tensor",
+    Node | None: "Tensor?",
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    int: "int",
+    str: "str",
+    bool: "bool",
+    torch.dtype: "ScalarType",
+    Sequence[int]: "SymInt[]",
+    Sequence[bool]: "bool[]",
+}
+# What a node's argument may be; where sizes are symbolic, nodes stand for them.
+_HELD: dict[str, tuple[type, ...]] = {
+    "Tensor": (Node,),
+    "Tensor?": (Node, type(None)),
+    "int": (int,),
+    "str": (str,),
+    "bool": (bool,),
+    "ScalarType": (torch.dtype,),
+    "SymInt": (int, Node),
+    "SymInt[]": (list, tuple),
+    "bool[]": (list, tuple),
+}
+_library = torch.library.Library("fxprec", "DEF")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Call:
+    """A call of an operator of ours: subclasses are frozen dataclasses, a field for each argument, in order.
+
+    A subclass with ``op`` is an operator; one without holds fields that several share.
+    """
+
+    op: ClassVar[str]
+    target: ClassVar[torch._ops.OpOverload]
+    kinds: ClassVar[dict[str, str]]  # how the schema names the type of each argument, in order
+
+    def __init_subclass__(cls, *, op: str = "", returns: str = "Tensor", tags: Sequence[torch.Tag] = ()) -> None:
+        if not op:
+            return
+        cls.op, cls.kinds = op, _arguments(cls)
+        arguments = ", ".join(f"{kind} {name}" for name, kind in cls.kinds.items())
+        _library.define(f"{op}({arguments}) -> {returns}", tags=tuple(tags))
+        cls.target = getattr(torch.ops.fxprec, op).default
+
+    @classmethod
+    def of(cls, node: Node) -> Self:
+        """Return the call a node makes."""
+        call = cls.match(node)
+        assert call is not None, f"{node.format_node()} is no call of {cls.target}"
+        return call
+
+    @classmethod
+    def match(cls, node: object) -> Self | None:
+        """Return the call an argument makes, if it is a node that makes one of this operator."""
+        if not isinstance(node, Node) or node.target is not cls.target:
+            return None
+        assert (len(node.args), len(node.kwargs)) == (len(cls.kinds), 0), f"{node.format_node()}: {cls.target._schema}"
+        for arg, (name, kind) in zip(node.args, cls.kinds.items(), strict=True):
+            held = _HELD[kind.replace("(a!)", "")]
+            assert isinstance(arg, held), f"{node.format_node()}: {name} is {arg!r}, no {kind}"
+        return cls(*node.args)
+
+    @classmethod
+    def nodes(cls, graph: Graph) -> list[Node]:
+        """Return the graph's calls of this operator."""
+        return list(graph.find_nodes(op="call_function", target=cls.target))
+
+    @classmethod
+    def among(cls, nodes: Iterable[Node]) -> list[tuple[Node, Self]]:
+        """Return those of ``nodes`` that call this operator, with their calls: ``Dequantize.among(q.users)``."""
+        return [(node, call) for node in nodes if (call := cls.match(node)) is not None]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]  # subclasses are dataclasses
+
+    def insert(self, graph: Graph) -> Node:
+        """Append this call at the graph's insertion point, without a fake value."""
+        return graph.call_function(self.target, self.args)
+
+    @classmethod
+    def fake(cls, function: F) -> F:
+        """Register the fake implementation."""
+        _check(cls, function)
+        torch.library.register_fake(f"fxprec::{cls.op}", function)
+        return function
+
+    @classmethod
+    def implement(cls, function: Callable[..., Any], *keys: str) -> None:
+        """Register what the operator does on the devices of these dispatch keys; on all where none is given."""
+        _check(cls, function)
+        for key in keys or ("CompositeExplicitAutograd",):
+            torch.library.impl(f"fxprec::{cls.op}", key, function)
+
+
+def _arguments(cls: type[object]) -> dict[str, str]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: _printed(hint) for name, hint in hints.items() if get_origin(hint) is not ClassVar}
+
+
+def _printed(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:
+        return str(get_args(annotation)[1])
+    return _PRINTED[annotation]
+
+
+def _check(cls: type[Call], function: Callable[..., Any]) -> None:
+    """Refuse a function whose parameters are not the operator's; ``*rest`` takes all that remain."""
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    has_rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    named = [(p.name, _PRINTED[p.annotation]) for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    wanted = [(name, _as_parameter(kind)) for name, kind in cls.kinds.items()]
+    assert named == (wanted[: len(named)] if has_rest else wanted), f"{function} is not {cls.target._schema}"
+
+
+def _as_parameter(kind: str) -> str:
+    return "int" if kind == "SymInt" else kind.replace("(a!)", "")

@@ -1,0 +1,73 @@
+"""How operators are declared and their calls read: one place for an argument's name, type and position."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.ir import symbolic, symbolic_gemms
+from fxprec.ir.calls import Call
+from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, Rescale
+
+
+def stored() -> tuple[Graph, Node, Node, Node]:
+    graph = Graph()
+    x, table = graph.placeholder("x"), graph.placeholder("table")
+    q = Quantize(x, table, 3, "1-4-3+4", "packed").insert(graph)
+    return graph, x, table, q
+
+
+def test_a_call_is_read_by_name():
+    graph, x, table, q = stored()
+    cast = Quantize.of(q)
+    assert (cast.x, cast.table, cast.row, cast.format, cast.storage) == (x, table, 3, "1-4-3+4", "packed") == q.args
+    assert not cast.is_simulated
+    assert replace(cast, storage="simulate").is_simulated
+    read = Dequantize(q, table, AS_STORED, "1-4-3+4", "packed", torch.float32)
+    assert read.is_as_stored
+    assert Dequantize.among(q.users) == []
+    assert Dequantize.among([read.insert(graph), q]) == [(q.next, read)]
+
+
+def test_another_operator_is_no_match_and_no_call():
+    _, x, _, q = stored()
+    assert [Dequantize.match(arg) for arg in (q, x, 1.0, None)] == [None] * 4
+    with pytest.raises(AssertionError, match=r"%quantize.* is no call of fxprec\.dequantize"):
+        Dequantize.of(q)
+
+
+@pytest.mark.parametrize(
+    ("position", "arg", "said"), [(0, 1.0, "x is 1.0, no Tensor"), (2, "a row", "row is 'a row', no int")]
+)
+def test_an_argument_of_another_type_is_named_with_its_node(position: int, arg: object, said: str):
+    _, _, _, q = stored()
+    q.update_arg(position, arg)
+    with pytest.raises(AssertionError, match=rf"%quantize.*: {said}"):
+        Quantize.of(q)
+
+
+def declared(base: type[Call] = Call) -> list[type[Call]]:
+    return [base] * ("target" in vars(base)) + [cls for sub in base.__subclasses__() for cls in declared(sub)]
+
+
+def test_the_schema_is_printed_from_the_fields():
+    assert str(Rescale.target._schema) == "fxprec::rescale(Tensor g, Tensor table, int row) -> Tensor"
+    assert {Quantize, symbolic.StoreOver, symbolic_gemms.MatmulToCodes} < set(declared())
+    for operator in declared():
+        assert [f.name for f in fields(operator)] == [a.name for a in operator.target._schema.arguments]
+
+
+def test_an_implementation_with_other_parameters_is_refused():
+    def swapped(g: torch.Tensor, row: int, table: torch.Tensor) -> torch.Tensor:
+        return g
+
+    def retyped(g: torch.Tensor, table: torch.Tensor, row: str) -> torch.Tensor:
+        return g
+
+    for function in (swapped, retyped):
+        for register in (Rescale.fake, Rescale.implement):
+            with pytest.raises(AssertionError, match="is not fxprec::rescale"):
+                register(function)
