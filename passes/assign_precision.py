@@ -30,18 +30,18 @@ class AssignPrecision:
         assert work.grouped is not None
         tensors = work.grouped.tensors
         if work.given is not None:
-            work.assignment = _follow(work.given, work.grouped.num_groups, tensors, work.config.recipe_)
+            work.assignment = _follow(work.given, work.grouped.num_groups, tensors, work.settings.recipe)
             return
         sibling = None if work.joint.tangents else _same_model(work.grouped, work.siblings)
         if sibling is not None:
-            followed = _follow(sibling, work.grouped.num_groups, tensors, work.config.recipe_)
-            pinned, _ = kept_high(tensors, work.config.keep_high)
+            followed = _follow(sibling, work.grouped.num_groups, tensors, work.settings.recipe)
+            pinned, _ = kept_high(tensors, work.settings.asked.keep_high)
             work.assignment = replace(followed, low=followed.low - pinned)
             return
-        saved = SavedBytes.predict(tensors, work.config.recipe_)
+        saved = SavedBytes.predict(tensors, work.settings.recipe)
         work.assignment = assign(
             tensors,
-            work.config,
+            work.settings,
             damage=work.damage,
             saved_bytes=replace(saved, fixed=work.fixed_bytes),
             may_exceed=work.may_exceed_budget,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fxprec.config import Config
+from fxprec.config import Settings
 from fxprec.passes.analysis.assignment import Assignment
 from fxprec.passes.analysis.gemm_costs import Answer
 from fxprec.passes.analysis.groups import Grouped
@@ -33,7 +33,7 @@ class Work:
     """What the passes know of one graph so far. Each field is filled by the pass named beside it."""
 
     joint: JointGraph
-    config: Config
+    settings: Settings
     given: Plan | None = None  # a plan to follow instead of solving
     siblings: tuple[Plan, ...] = ()  # plans of the model's training graphs compiled before
     portable: bool = False  # the same arithmetic on every CPU: nothing that only some have

@@ -45,7 +45,7 @@ class CarryScales:
     name: str = "carry-scales"
 
     def apply(self, work: Work) -> None:
-        if work.config.grad_scaling_ is None or not work.joint.tangents:
+        if work.settings.grad_scaling is None or not work.joint.tangents:
             return
         walk = _Walk(work)
         if walk.is_needed():

@@ -38,7 +38,7 @@ class GuidePartition:
             return
         # Decided before any mark is set: the marks of a region are those that the user's checkpointing left.
         marks = {n: mark for n in _forward(work.joint) if (mark := _copy_of_parameter(n, work)) is not None}
-        if work.config.storage_ != "simulate":
+        if not work.settings.is_simulated:
             marks |= {
                 n: mark for n in _forward(work.joint) if (mark := _stored(n, work)) is not None and n not in marks
             }

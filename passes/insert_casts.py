@@ -24,12 +24,12 @@ class InsertCasts:
         work.book = SiteBook(
             graph=work.joint.graph,
             table=work.joint.table,
-            recipe=work.config.recipe_,
-            storage=work.config.storage_,
+            recipe=work.settings.recipe,
+            storage=work.settings.storage,
             low=work.assignment.low,
             given=None if work.given is None else work.given.sites,
-            guards_gradients=isinstance(work.config.grad_scaling_, GradScaling),
+            guards_gradients=isinstance(work.settings.grad_scaling, GradScaling),
         )
-        insert = insert_simulated_casts if work.config.storage_ == "simulate" else insert_stored_casts
+        insert = insert_simulated_casts if work.settings.is_simulated else insert_stored_casts
         insert(work.grouped, work.book)
         work.notices += left_alone(work)

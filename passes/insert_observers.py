@@ -31,7 +31,7 @@ class InsertObservers:
         walk = GradientWalk(work.grouped, lambda node, target, users: node)
         walk.run()
         for value, gradient in list(_pairs(work.grouped, walk)):
-            _observe(work.grouped, value, gradient, work.config.recipe_)
+            _observe(work.grouped, value, gradient, work.settings.recipe)
 
 
 def _pairs(grouped: Grouped, walk: GradientWalk) -> Iterator[tuple[Node, Node]]:

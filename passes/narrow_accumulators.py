@@ -28,7 +28,7 @@ class NarrowAccumulators:
     name: str = "narrow-accumulators"
 
     def apply(self, work: Work) -> None:
-        accumulator = work.config.accumulator_
+        accumulator = work.settings.accumulator
         if accumulator is None:
             return
         work.remarks.append(f"GEMMs add up in {accumulator.describe()}")

@@ -29,8 +29,8 @@ class NarrowGemms:
     name: str = "narrow-gemms"
 
     def apply(self, work: Work) -> None:
-        dtype = work.config.recipe_.hi.torch_dtype
-        if work.config.storage_ == "simulate" or dtype not in (torch.bfloat16, torch.float16):
+        dtype = work.settings.recipe.hi.torch_dtype
+        if work.settings.is_simulated or dtype not in (torch.bfloat16, torch.float16):
             return
         device_type = work.joint.table.meta["val"].device.type
         on_cpu, everything = device_type == "cpu", dtype == torch.bfloat16

@@ -16,5 +16,5 @@ class RecoverOperators:
     name: str = "recover-operators"
 
     def apply(self, work: Work) -> None:
-        mark_values(work.joint.graph, stored=work.config.storage_ != "simulate")
+        mark_values(work.joint.graph, stored=not work.settings.is_simulated)
         work.operators = recover_operators(work.joint)

@@ -27,7 +27,7 @@ class WeighGemms:
         gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
         given = {} if work.given is None else {g.id: g.pays for g in work.given.gemms}
         work.answers = tuple(_answer(op, gpu, work, given.get(i)) for i, op in enumerate(work.grouped.gemms))
-        if work.config.gemms == "low":
+        if work.settings.asked.gemms == "low":
             _tell_what_stays_high(work)
 
 
@@ -41,24 +41,24 @@ def _tell_what_stays_high(work: Work) -> None:
 def _answer(op: Operator, gpu: Gpu | None, work: Work, given: bool | None) -> Answer:
     if gpu is None:
         return Answer(None, "not asked on cpu")
-    if work.config.storage_ == "simulate":
+    if work.settings.is_simulated:
         return Answer(None, "not asked in simulation")
-    if work.config.accumulator_ is not None:
+    if work.settings.accumulator is not None:
         return Answer(False, "it adds up in an accumulator of its own")
     found = [(node, kernel_of(node, gpu)) for node in gemm_nodes(op)]
     known = [(node, f) for node, f in found if isinstance(f, Found)]
     refused = [f for _, f in found if isinstance(f, str)]
     if not known:
         return Answer(False, refused[0] if refused else f"{op.aten} has no kernel for codes")
-    answer = _asked(work, given) or weigh(list(products_of(known, work.config.recipe_.hi.torch_dtype)), costs_of(gpu))
+    answer = _asked(work, given) or weigh(list(products_of(known, work.settings.recipe.hi.torch_dtype)), costs_of(gpu))
     rest = f"; {len(refused)} of {len(found)} decoded: {refused[0]}" if refused and answer.pays else ""
     return Answer(answer.pays, answer.why + rest)
 
 
 def _asked(work: Work, given: bool | None) -> Answer | None:
     """Return a person's word, if there is one."""
-    if work.config.gemms != "auto":
-        return Answer(work.config.gemms == "low", f"as gemms={work.config.gemms!r} asks")
+    if work.settings.asked.gemms != "auto":
+        return Answer(work.settings.asked.gemms == "low", f"as gemms={work.settings.asked.gemms!r} asks")
     return None if given is None else Answer(given, "as the given plan says")
 
 

@@ -25,20 +25,20 @@ class WritePlan:
         assert work.grouped is not None
         assert work.assignment is not None
         assert work.book is not None
-        config, assignment = work.config, work.assignment
+        settings, assignment = work.settings, work.assignment
         plan = Plan(
-            recipe=config.recipe_,
-            storage=config.storage_,
+            recipe=settings.recipe,
+            storage=settings.storage,
             policy=assignment.policy,
-            requested_low_ratio=config.low_ratio_ if work.given is None else work.given.requested_low_ratio,
-            activation_budget=config.activation_budget_ if work.given is None else work.given.activation_budget,
+            requested_low_ratio=settings.low_ratio if work.given is None else work.given.requested_low_ratio,
+            activation_budget=settings.activation_budget if work.given is None else work.given.activation_budget,
             achieved_low_ratio=assignment.achieved_ratio,
             bit_ratio=assignment.bit_ratio,
             gap=assignment.gap,
             total_elements=sum(t.elements for t in work.grouped.tensors),
             saved_bytes=assignment.saved if work.joint.tangents else None,
             gemms=_gemms(work),
-            groups=_groups(work.grouped, assignment, config.recipe_),
+            groups=_groups(work.grouped, assignment, settings.recipe),
             sites=tuple(work.book.sites),
             notes=tuple(work.remarks),
         )

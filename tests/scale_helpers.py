@@ -13,7 +13,7 @@ import torch
 from helpers import eager_backend
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from fxprec.config import Config
+from fxprec.config import Settings
 from fxprec.config.recipes import Recipe
 from fxprec.passes import carry_scales, pipeline
 from fxprec.passes.casts import sites
@@ -32,7 +32,7 @@ class Captured(Exception):
 def scaled_identity() -> Iterator[None]:
     """Let gradients in float32 carry scales too, and be cast although it changes nothing."""
     with (
-        mock.patch.object(Config, "changes_anything", True),
+        mock.patch.object(Settings, "changes_anything", True),
         mock.patch.object(carry_scales, "needs_scale", return_value=True),
         mock.patch.object(sites.SiteBook, "is_identity", return_value=False),
     ):

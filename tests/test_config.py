@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxprec.config import ALLOWED, DEFAULT_LOW_RATIO, Config
+from fxprec.config import ALLOWED, DEFAULT_LOW_RATIO, Config, Settings
 from fxprec.config.grad_scaling import GradScaling
 from fxprec.config.recipes import RECIPES, Recipe
 from fxprec.errors import ConfigError
@@ -39,7 +39,7 @@ def message_of(**options: object) -> str:
     ],
 )
 def test_named_recipe_has_the_formats_of_the_architecture(name, roles):
-    recipe = Config(recipe=name).recipe_
+    recipe = Settings.of(Config(recipe=name)).recipe
     assert recipe.name == name
     expected = tuple(map(formats.parse, roles))
     assert (recipe.hi, recipe.lo_forward, recipe.lo_backward, recipe.weight_grad) == expected
@@ -73,15 +73,15 @@ def test_format_of_follows_the_role_table():
     ],
 )
 def test_storage_is_native_exactly_where_torch_has_every_dtype(options, storage):
-    assert Config(**options).storage_ == storage
+    assert Settings.of(Config(**options)).storage == storage
 
 
 def test_the_default_ratio_applies_only_where_something_can_be_low():
-    assert Config(recipe="fp8").low_ratio_ == DEFAULT_LOW_RATIO
-    assert Config(recipe="bf16").low_ratio_ == 0.0
-    assert Config(recipe="fp8", activation_budget=1).low_ratio_ is None
-    assert Config(recipe="fp8", plan="plan.json").low_ratio_ is None
-    assert Config(recipe="fp8", low_ratio=0).low_ratio_ == 0.0
+    assert Settings.of(Config(recipe="fp8")).low_ratio == DEFAULT_LOW_RATIO
+    assert Settings.of(Config(recipe="bf16")).low_ratio == 0.0
+    assert Settings.of(Config(recipe="fp8", activation_budget=1)).low_ratio is None
+    assert Settings.of(Config(recipe="fp8", plan="plan.json")).low_ratio is None
+    assert Settings.of(Config(recipe="fp8", low_ratio=0)).low_ratio == 0.0
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_the_default_ratio_applies_only_where_something_can_be_low():
     ],
 )
 def test_changes_anything_is_false_only_where_all_stays_float32(options, changes):
-    assert Config(**options).changes_anything is changes
+    assert Settings.of(Config(**options)).changes_anything is changes
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def dump(
     policy: Annotated[str, typer.Option(help="Which groups go first.")] = "size",
 ) -> None:
     """Plan a model under fake tensors (no weights, no run) and dump every pass, the plan and a report."""
-    from fxprec.config import Config
+    from fxprec.config import Config, Settings
 
     config = Config(
         recipe=recipe,
@@ -32,7 +32,7 @@ def dump(
         lowering="eager",
         dump=out,
     )
-    if not config.changes_anything:
+    if not Settings.of(config).changes_anything:
         raise ConfigError(f"recipe {recipe!r} holds everything in float32, so there is nothing to plan; choose 'fp8'")
     if policy == "exact":
         raise ConfigError("policy 'exact' measures a training step, and fxprec dump runs none; choose 'size'")

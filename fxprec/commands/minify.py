@@ -31,7 +31,7 @@ def minify(
     seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
 ) -> None:
     """Name the tensors that, held low, cause an error; reduce an error or a crash to a small script."""
-    from fxprec.config import Config
+    from fxprec.config import Config, Settings
 
     if crash and error_above is not None:
         raise ConfigError("--crash and --error-above are both given; choose the failure to reduce")
@@ -40,7 +40,7 @@ def minify(
     options |= {"storage": storage} if storage else {}
     options |= {} if low_ratio is None else {"low_ratio": low_ratio}
     config = Config.from_options(options)
-    if not config.changes_anything:
+    if not Settings.of(config).changes_anything:
         raise ConfigError(f"recipe {recipe!r} holds everything in float32, so it adds no error; choose 'fp8'")
     from fxprec.report.target import find_factory
     from fxprec.testing.case import Case

@@ -142,51 +142,6 @@ class Config:
                 raise ConfigError(f"option name {name!r} is no text; the options are {', '.join(_names())}")
         return cls(**options)
 
-    @property
-    def recipe_(self) -> Recipe:
-        """The recipe itself, whether it was given by name or not."""
-        return find_recipe(self.recipe)
-
-    @property
-    def storage_(self) -> Storage:
-        """The storage in force."""
-        if self.storage is not None:
-            return self.storage
-        return "simulate" if self.accumulator is not None or _without_dtype(self.recipe_) else "native"
-
-    @property
-    def grad_scaling_(self) -> Scaling | None:
-        """The scaling in force, None for none."""
-        return self.grad_scaling if isinstance(self.grad_scaling, Scaling) else NAMED[self.grad_scaling]
-
-    @property
-    def accumulator_(self) -> Accumulator | None:
-        """The accumulator in canonical form."""
-        assert not isinstance(self.accumulator, Format | str)
-        return self.accumulator
-
-    @property
-    def low_ratio_(self) -> float | None:
-        """The ratio in force: as given, or the default; None under a budget or a plan, which take its place."""
-        if self.low_ratio is not None or self.activation_budget is not None or self.plan is not None:
-            return self.low_ratio
-        return DEFAULT_LOW_RATIO if self.recipe_.has_low else 0.0
-
-    @property
-    def activation_budget_(self) -> int | None:
-        """The budget in bytes."""
-        assert not isinstance(self.activation_budget, str), "stored in canonical form"
-        return self.activation_budget
-
-    @property
-    def changes_anything(self) -> bool:
-        """Whether any tensor can end up in another format than float32; otherwise plain Inductor does the job."""
-        recipe = self.recipe_
-        if self.accumulator is not None:
-            return True
-        used = recipe.formats if recipe.has_low and self.low_ratio_ != 0 else (recipe.hi, recipe.weight_grad)
-        return any(fmt.name != "fp32" for fmt in used)
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data; a recipe by its format names, a policy function by its qualified name."""
         values = {name: getattr(self, name) for name in _names()}
@@ -194,12 +149,12 @@ class Config:
             values["policy"] = policy_name(self.policy)
         if not isinstance(self.grad_scaling, str):
             values["grad_scaling"] = asdict(self.grad_scaling)
-        if self.accumulator_ is not None:
-            formats = {name: getattr(self.accumulator_, name).name for name in ("format", "products")}
-            values["accumulator"] = asdict(self.accumulator_) | formats
+        if isinstance(self.accumulator, Accumulator):
+            formats = {name: getattr(self.accumulator, name).name for name in ("format", "products")}
+            values["accumulator"] = asdict(self.accumulator) | formats
         if self.keep_high != "ends":
             values["keep_high"] = list(self.keep_high)
-        return values | {"recipe": self.recipe_.to_dict()}
+        return values | {"recipe": find_recipe(self.recipe).to_dict()}
 
 
 def policy_name(policy: str | Policy) -> str:
@@ -262,12 +217,13 @@ def _patterns(value: object) -> tuple[str, ...] | Literal["ends"]:
     return tuple(value)
 
 
-def _without_dtype(recipe: Recipe) -> list[str]:
+def without_dtype(recipe: Recipe) -> list[str]:
+    """Return the names of a recipe's formats that torch has no dtype for."""
     return [fmt.name for fmt in recipe.formats if fmt.torch_dtype is None]
 
 
 def _check_storage(storage: str, recipe: Recipe) -> None:
-    missing = _without_dtype(recipe)
+    missing = without_dtype(recipe)
     if storage == "native" and missing:
         raise ConfigError(
             f"storage='native' cannot hold recipe {recipe.name!r}: torch has no dtype for {', '.join(missing)}; "

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torch.nn import Module, ModuleDict, ModuleList
 
 from fxprec import compat
-from fxprec.config import Config
+from fxprec.config import Config, Settings
 from fxprec.config.grad_scaling import LossScaling
 from fxprec.driver import capture, saved_state
 from fxprec.driver.graph import CompileReport, PlannedGraph
@@ -34,6 +34,7 @@ class Backend:
 
     def __init__(self, config: Config | None = None, *, dump: DumpFolder | None = None, portable: bool = False) -> None:
         self.config = config or Config()
+        self._settings = Settings.of(self.config)
         self.portable = portable
         self._dump = dump or DumpFolder.of(self.config)
         self._graphs: list[PlannedGraph] = []
@@ -41,7 +42,7 @@ class Backend:
         self._events: list[Event] = []  # what concerns no graph
         self._compilations: Counter[int] = Counter()  # by Dynamo's frame id
         self._waiting = saved_state.Waiting()
-        self._skips = StepSkipper(self._controllers) if _skips_steps(self.config) else None
+        self._skips = StepSkipper(self._controllers) if _skips_steps(self._settings) else None
         self._given = None if self.config.plan is None else as_edited(Plan.load(self.config.plan))
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -51,15 +52,15 @@ class Backend:
             raise compat.through_dynamo(error) from error
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        _tell_what_is_missing(self.config)
-        if not self.config.changes_anything or not example_inputs:
+        _tell_what_is_missing(self._settings)
+        if not self._settings.changes_anything or not example_inputs:
             return compat.compile_fx(  # type: ignore[no-any-return]
                 gm, example_inputs, config_patches=compat.mode_settings(self.config.mode)
             )
         _want_it_whole()
         captured = capture.Captured.take(gm, example_inputs)
-        if self.config.recipe_.pure:
-            captured.refuse_wide_weights(self.config.recipe_)
+        if self._settings.recipe.pure:
+            captured.refuse_wide_weights(self._settings.recipe)
         old = next((g for g in self._dropped if g.captured.identity == captured.identity), None)
         earlier = [g.captured.identity for g in self._graphs]
         saved = self._waiting.find(captured.identity, earlier) or _state_of(old)
@@ -92,7 +93,7 @@ class Backend:
     def _planned(self, captured: capture.Captured, given: Plan | None, dump: GraphDump | None) -> PlannedGraph:
         return PlannedGraph(
             captured,
-            self.config,
+            self._settings,
             self._graphs,
             given,
             self._skips,
@@ -226,8 +227,8 @@ class Backend:
         self.load_state_dict(saved["state"])
 
 
-def _skips_steps(config: Config) -> bool:
-    return isinstance(config.grad_scaling_, LossScaling) and config.grad_scaling_.dynamic
+def _skips_steps(settings: Settings) -> bool:
+    return isinstance(settings.grad_scaling, LossScaling) and settings.grad_scaling.dynamic
 
 
 def _want_it_whole() -> None:
@@ -244,18 +245,18 @@ def _want_it_whole() -> None:
     raise compat.TraceAgain("fxprec plans whole graphs")
 
 
-def _tell_what_is_missing(config: Config) -> None:
+def _tell_what_is_missing(settings: Settings) -> None:
     """Say which of the options given have no effect; under ``strict`` that is an error."""
     messages = []
-    if not config.changes_anything:
+    if not settings.changes_anything:
         messages = [
-            f"{name}={getattr(config, name)!r} has no effect: recipe {config.recipe_.name!r} holds everything in "
-            "float32; choose a recipe with a low format, such as 'fp8', or leave it out"
+            f"{name}={getattr(settings.asked, name)!r} has no effect: recipe {settings.recipe.name!r} holds everything "
+            "in float32; choose a recipe with a low format, such as 'fp8', or leave it out"
             for name in ("low_ratio", "activation_budget", "plan")
-            if getattr(config, name)
+            if getattr(settings.asked, name)
         ]
     for message in messages:
-        if config.strict:
+        if settings.asked.strict:
             raise FallbackError(message)
         warnings.warn(message, FxprecWarning, stacklevel=2)
 

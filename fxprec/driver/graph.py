@@ -18,7 +18,7 @@ import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.reference_ops  # noqa: F401  all register implementations
 from fxprec import compat
-from fxprec.config import Config
+from fxprec.config import Settings
 from fxprec.config.grad_scaling import GradScaling
 from fxprec.driver import capture, saved_state
 from fxprec.driver.calibration import Calibration, interpreted
@@ -102,7 +102,7 @@ class PlannedGraph:
     def __init__(
         self,
         captured: capture.Captured,
-        config: Config,
+        settings: Settings,
         siblings: Sequence[PlannedGraph],
         given: Plan | None,
         skips: StepSkipper | None = None,
@@ -111,7 +111,7 @@ class PlannedGraph:
         portable: bool = False,
         waiting: Callable[[], tuple[Plan, ...]] = tuple,
     ) -> None:
-        self.captured, self.config, self.index = captured, config, len(siblings)
+        self.captured, self.settings, self.index = captured, _held_by(captured.device, settings), len(siblings)
         self.is_replaced = False  # by what was traced after torch.compiler.reset()
         self.controller: Controller | None = None
         self.events: list[Event] = []
@@ -123,7 +123,7 @@ class PlannedGraph:
         self._given = given
         self._dump = dump
         self._portable = portable
-        self._damage = Calibration() if config.policy == "exact" and given is None else None
+        self._damage = Calibration() if settings.asked.policy == "exact" and given is None else None
         self._followed: Plan | None = None  # the training plan an inference graph follows
         self._in_force: Plan  # what the compiled code was lowered for
         self._rows = _Rows()
@@ -139,22 +139,15 @@ class PlannedGraph:
         self._backward_id = -1
         self._is_replaying = False
         self._num_results = 0  # of the forward half, before what it saves for backward
-        self._budget = SavedBudget(config)
+        self._budget = SavedBudget(settings)
         self._told_bytes = 0  # above the budget
         self._damages: dict[int, float] | None = None  # by tensor, once calibrated
         self._skips = skips
         self._parameters = ParameterWatch(captured.inputs)
-        self._store_as_the_device_can()
-        self._lowering = Lowering(self.config, captured.device, self._tell)
+        if self.settings.storage != settings.storage:
+            self._tell(Notice("storage='native'", _PACKED.format(compat.no_native_fp8(captured.device))))
+        self._lowering = Lowering(self.settings.asked, captured.device, self._tell)
         self._compiled = self._compile(captured.examples)
-
-    def _store_as_the_device_can(self) -> None:
-        why = compat.no_native_fp8(self.captured.device)
-        has_8_bits = any(f.bits <= 8 for f in self.config.recipe_.formats)
-        if why is not None and has_8_bits and self.config.storage_ == "native":
-            detail = f"{why}; stored as packed codes instead: the same numbers and bytes, cast in integer arithmetic"
-            self._tell(Notice("storage='native'", detail))
-            self.config = replace(self.config, storage="packed")
 
     @property
     def report(self) -> CompileReport:
@@ -246,7 +239,7 @@ class PlannedGraph:
         Raises `FallbackError` for that under ``strict``.
         """
         assert self.controller is not None
-        if self.config.storage_ != "simulate" and self.controller.plan.formats != self._in_force.formats:
+        if not self.settings.is_simulated and self.controller.plan.formats != self._in_force.formats:
             try:
                 self._compile_again("for the changed plan", self.controller.plan)
             except Exception as error:  # whatever Inductor raises
@@ -333,8 +326,8 @@ class PlannedGraph:
                 gm,
                 [*examples, table],
                 inner_compile=self._compile_half,
-                decompositions=None if self.config.accumulator is None else compat.whole_gemms(),
-                config_patches=compat.mode_settings(self.config.mode)
+                decompositions=None if self.settings.accumulator is None else compat.whole_gemms(),
+                config_patches=compat.mode_settings(self.settings.asked.mode)
                 | {
                     "joint_custom_pre_pass": compat.GraphPass(self._run_passes, _CACHE_KEY),
                     "joint_custom_post_pass": compat.GraphPass(compat.keep_random_numbers, _CACHE_KEY),
@@ -355,7 +348,9 @@ class PlannedGraph:
             return
         if self._damage is not None and not self.is_training:
             self._damage = None  # nothing to calibrate on
-        work = Work(joint, self.config, given=self._given, siblings=self._plans_of_siblings(), portable=self._portable)
+        work = Work(
+            joint, self.settings, given=self._given, siblings=self._plans_of_siblings(), portable=self._portable
+        )
         work.memory_budget = compat.memory_budget(graph)
         if self._damage is not None:
             if not self._damage.is_complete:
@@ -396,7 +391,7 @@ class PlannedGraph:
         rows = len(plan.sites) if scales is None else scales.num_rows(len(plan.sites))
         if rows > self.captured.capacity:
             raise capture.TableFull(rows)
-        scaling = self.config.grad_scaling_
+        scaling = self.settings.grad_scaling
         casts = frozenset() if scales is None else frozenset(scales.casts)
         measured = counted = frozenset[int]()
         if scales is not None and isinstance(scaling, GradScaling):
@@ -415,26 +410,28 @@ class PlannedGraph:
         if self._next is None:
             return
         (plan, scales), self._next = self._next, None
-        scaling = self.config.grad_scaling_
-        keeper = None if scales is None or scaling is None else keeper_of(scaling, scales, self.config.promote_above)
+        scaling = self.settings.grad_scaling
+        keeper = (
+            None if scales is None or scaling is None else keeper_of(scaling, scales, self.settings.asked.promote_above)
+        )
         self._in_force = plan
         if self.controller is not None:
             self.controller.adopt(plan, keeper)
             return
-        rules = Rules(promote_above=self.config.promote_above, hi=self.config.recipe_.hi.name)
+        rules = Rules(promote_above=self.settings.asked.promote_above, hi=self.settings.recipe.hi.name)
         self.controller = Controller(plan, rules, self.captured.capacity, self.captured.device, keeper=keeper)
 
     def _can_lose(self, site: Site) -> bool:
         """Say whether a site can overflow where hi does not, or turn a NaN into a number."""
-        if self.config.storage_ == "packed" and parse(site.format).nan_code is None:
+        if self.settings.storage == "packed" and parse(site.format).nan_code is None:
             return True
         if site.direction == "backward" and parse(site.format).exponent_bits < 8:
             return True
-        return site.kind != "grad_param" and site.format != self.config.recipe_.hi.name
+        return site.kind != "grad_param" and site.format != self.settings.recipe.hi.name
 
     def _tell(self, notice: Notice, step: int = 0) -> None:
         message = f"{notice.site}: {notice.detail}"
-        if self.config.strict:
+        if self.settings.asked.strict:
             raise FallbackError(message)
         event = Event(step, "fallback", notice.site, notice.detail)
         if event not in self.events:  # a re-lowering finds the same again
@@ -492,7 +489,7 @@ class PlannedGraph:
 
     def _tell_budget(self, saved: int) -> None:
         """A plan that was given, or promoted, goes before the budget: it is said, and ends no run."""
-        budget = self.config.activation_budget_
+        budget = self.settings.activation_budget
         if budget is None or saved <= max(budget, self._told_bytes):
             return
         self._told_bytes = saved
@@ -525,6 +522,17 @@ class PlannedGraph:
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+
+_PACKED = "{}; stored as packed codes instead: the same numbers and bytes, cast in integer arithmetic"
+
+
+def _held_by(device: torch.device, settings: Settings) -> Settings:
+    """Return the settings that a device can follow: packed where its code has no 8-bit dtypes."""
+    has_8_bits = any(fmt.bits <= 8 for fmt in settings.recipe.formats)
+    if settings.storage == "native" and has_8_bits and compat.no_native_fp8(device) is not None:
+        return replace(settings, storage="packed")
+    return settings
 
 
 def _check_backward(results: Any, versions: Versions) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxprec.config import Config
+from fxprec.config import Settings
 from fxprec.passes.analysis.assignment import over_budget
 
 ATTEMPTS = 4  # plans made for one budget; the second nearly always fits, since the first shows what is saved besides
@@ -15,18 +15,18 @@ class PlanAgain(Exception):
 class SavedBudget:
     """The budget of one graph, and what its plans turned out to save."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.fixed = 0  # bytes beyond what is predicted of the counted tensors
         self._saved: list[int] = []  # by each plan above the budget
 
     def hold(self, predicted: int, saved: int) -> None:
         """Raise `PlanAgain` where ``saved`` bytes are too many, `BudgetError` where another plan saves no less."""
-        budget = self.config.activation_budget_
+        budget = self.settings.activation_budget
         if budget is None or saved <= budget:
             return
         if len(self._saved) + 1 == ATTEMPTS or any(saved >= before for before in self._saved):
-            raise over_budget(self.config, min(*self._saved, saved))
+            raise over_budget(self.settings, min(*self._saved, saved))
         self._saved.append(saved)
         self.fixed += saved - predicted
         raise PlanAgain

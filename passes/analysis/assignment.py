@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from fxprec.config import Config, policy_name
+from fxprec.config import Settings, policy_name
 from fxprec.config.recipes import Recipe
 from fxprec.errors import BudgetError
 from fxprec.passes.analysis.policies import POLICIES, Problem, from_function
@@ -42,7 +42,7 @@ class Assignment:
 
 def assign(
     tensors: Sequence[CountedTensor],
-    config: Config,
+    settings: Settings,
     *,
     damage: Mapping[int, float] | None = None,
     saved_bytes: SavedBytes | None = None,
@@ -56,16 +56,18 @@ def assign(
     `BudgetError` for a budget out of reach, and `ConfigError` for ``"exact"`` without damages and for what a policy
     function returns, if it is no set of groups.
     """
-    recipe = config.recipe_
+    recipe = settings.recipe
     saved_bytes = saved_bytes or SavedBytes.predict(tensors, recipe)
-    pinned, warnings = kept_high(tensors, config.keep_high)
-    problem = _problem(tensors, config, pinned, damage or {}, saved_bytes, has_damage=damage is not None)
-    policy = from_function(config.policy) if callable(config.policy) else POLICIES[config.policy]
+    pinned, warnings = kept_high(tensors, settings.asked.keep_high)
+    problem = _problem(tensors, settings, pinned, damage or {}, saved_bytes, has_damage=damage is not None)
+    policy = (
+        from_function(settings.asked.policy) if callable(settings.asked.policy) else POLICIES[settings.asked.policy]
+    )
     choice = policy(problem)
     low = choice.low - pinned if problem.may_demote else frozenset()
     planned = saved_bytes.total(low)
     if not may_exceed:
-        _hold_to_budget(config, problem, saved_bytes, planned)
+        _hold_to_budget(settings, problem, saved_bytes, planned)
     return Assignment(
         low=low,
         low_groups=_low_groups(problem, low),
@@ -73,7 +75,7 @@ def assign(
         achieved_ratio=_ratio(sum(t.elements for t in tensors if t.id in low), sum(t.elements for t in tensors)),
         bit_ratio=_bit_ratio(tensors, recipe, low),
         gap=choice.gap,
-        policy=policy_name(config.policy),
+        policy=policy_name(settings.asked.policy),
         saved=ByteCount(fp32=bytes_in_float32(tensors) + saved_bytes.fixed, planned=planned),
         warnings=(*warnings, *_shortfall(problem, low)),
     )
@@ -90,7 +92,7 @@ def elements_needed(ratio: float, total: int) -> int:
 
 def _problem(
     tensors: Sequence[CountedTensor],
-    config: Config,
+    settings: Settings,
     pinned: frozenset[int],
     damage: Mapping[int, float],
     saved_bytes: SavedBytes,
@@ -101,60 +103,60 @@ def _problem(
     for tensor in tensors:
         if tensor.id not in pinned:
             groups[tensor.group].append(tensor)
-    if config.activation_budget_ is None:
-        need = elements_needed(config.low_ratio_ or 0.0, sum(t.elements for t in tensors))
+    if settings.activation_budget is None:
+        need = elements_needed(settings.low_ratio or 0.0, sum(t.elements for t in tensors))
         gain = {g: sum(t.elements for t in members) for g, members in groups.items()}
     else:
-        need = saved_bytes.total(frozenset()) - config.activation_budget_
+        need = saved_bytes.total(frozenset()) - settings.activation_budget
         gain = {g: sum(saved_bytes.gain(t.id) for t in members) for g, members in groups.items()}
     return Problem(
         tensors=tensors,
-        config=config,
+        settings=settings,
         groups=groups,
         gain=gain,
         need=need,
         damage={g: [damage.get(t.id, 0.0) for t in members] for g, members in groups.items()} if has_damage else None,
-        may_demote=config.recipe_.has_low and config.low_ratio != 0,
+        may_demote=settings.recipe.has_low and settings.low_ratio != 0,
     )
 
 
-def _hold_to_budget(config: Config, problem: Problem, saved_bytes: SavedBytes, planned: int) -> None:
-    budget = config.activation_budget_
+def _hold_to_budget(settings: Settings, problem: Problem, saved_bytes: SavedBytes, planned: int) -> None:
+    budget = settings.activation_budget
     if budget is not None and planned > budget:
-        raise over_budget(config, min(planned, saved_bytes.total(frozenset())))
+        raise over_budget(settings, min(planned, saved_bytes.total(frozenset())))
 
 
-def over_budget(config: Config, least: int) -> BudgetError:
+def over_budget(settings: Settings, least: int) -> BudgetError:
     """Return the error for a budget below what has to be saved, ``least`` bytes."""
-    name = policy_name(config.policy)
+    name = policy_name(settings.asked.policy)
     ways = ["raise the budget to that", "take a smaller batch"]
-    if not config.recipe_.has_low:
-        ways.append(f"choose a recipe with a low format ({config.recipe_.name!r} has none)")
-    if config.keep_high:
+    if not settings.recipe.has_low:
+        ways.append(f"choose a recipe with a low format ({settings.recipe.name!r} has none)")
+    if settings.asked.keep_high:
         ways.append("keep less high")
-    if name in ("uniform", "operator", "operator-io") or callable(config.policy):
+    if name in ("uniform", "operator", "operator-io") or callable(settings.asked.policy):
         ways.append("choose policy 'size'")
     return BudgetError(
-        f"activation_budget is {readable(config.activation_budget_ or 0)}, but with recipe {config.recipe_.name!r} and "
-        f"policy {name!r} what is saved for backward takes at least {readable(least)}; {', '.join(ways[:-1])} or "
+        f"activation_budget is {readable(settings.activation_budget or 0)}, but with recipe {settings.recipe.name!r} "
+        f"and policy {name!r} what is saved for backward takes at least {readable(least)}; {', '.join(ways[:-1])} or "
         f"{ways[-1]}"
     )
 
 
 def _shortfall(problem: Problem, low: frozenset[int]) -> list[str]:
     """Say why an explicitly asked ratio was not reached."""
-    config = problem.config
+    settings, asked = problem.settings, problem.settings.asked
     total = sum(t.elements for t in problem.tensors)
     reached = sum(t.elements for t in problem.tensors if t.id in low)
-    if not config.low_ratio or reached >= elements_needed(config.low_ratio, total):
+    if not asked.low_ratio or reached >= elements_needed(asked.low_ratio, total):
         return []
-    if not config.recipe_.has_low:
-        why = f"recipe {config.recipe_.name!r} has no low format; choose 'fp8', or leave low_ratio out"
-    elif problem.demotable >= elements_needed(config.low_ratio, total):
-        why = f"policy {policy_name(config.policy)!r} decides by itself; choose 'size', or leave low_ratio out"
+    if not settings.recipe.has_low:
+        why = f"recipe {settings.recipe.name!r} has no low format; choose 'fp8', or leave low_ratio out"
+    elif problem.demotable >= elements_needed(asked.low_ratio, total):
+        why = f"policy {policy_name(settings.asked.policy)!r} decides by itself; choose 'size', or leave low_ratio out"
     else:
         why = f"keep_high holds {total - problem.demotable} of {total} elements; keep less high, or ask for less"
-    return [f"low_ratio {config.low_ratio:g} is not reached ({_ratio(reached, total):.4g}): {why}"]
+    return [f"low_ratio {asked.low_ratio:g} is not reached ({_ratio(reached, total):.4g}): {why}"]
 
 
 def _low_groups(problem: Problem, low: frozenset[int]) -> frozenset[int]:

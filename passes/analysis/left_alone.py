@@ -17,7 +17,7 @@ def left_alone(work: Work) -> Iterator[Notice]:
     assert work.operators is not None
     yield from _complex_values(work.operators)
     yield from _nested_graphs(work.operators)
-    if work.config.storage_ == "simulate":  # elsewhere a parameter's gradient is not rounded in any case
+    if work.settings.is_simulated:  # elsewhere a parameter's gradient is not rounded in any case
         yield from _sparse_gradients(work)
 
 

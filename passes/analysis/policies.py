@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from types import MappingProxyType
 
-from fxprec.config import Config, policy_name
 from fxprec.config import Policy as PolicyFunction
+from fxprec.config import Settings, policy_name
 from fxprec.errors import ConfigError
 from fxprec.passes.analysis.knapsack import min_damage_cover
 from fxprec.passes.analysis.tensors import CountedTensor
@@ -21,7 +21,7 @@ class Problem:
     """What a policy decides on. A group is listed with the tensors that may become low."""
 
     tensors: Sequence[CountedTensor]
-    config: Config
+    settings: Settings
     groups: Mapping[int, Sequence[CountedTensor]]
     gain: Mapping[int, int]
     """What demoting a group brings towards the goal: elements, or bytes no longer saved."""
@@ -83,7 +83,7 @@ def _smallest_first(problem: Problem) -> list[int]:
 
 def _shuffled(problem: Problem) -> list[int]:
     order = sorted(problem.groups)
-    random.Random(problem.config.seed).shuffle(order)
+    random.Random(problem.settings.asked.seed).shuffle(order)
     return order
 
 
@@ -154,7 +154,7 @@ def from_function(function: PolicyFunction) -> Policy:
 
 def _group_ids(function: PolicyFunction, problem: Problem) -> list[int]:
     name = policy_name(function)
-    returned: object = function(tuple(problem.tensors), problem.config)
+    returned: object = function(tuple(problem.tensors), problem.settings.asked)
     wanted = f"a collection of group ids, 0 to {len(problem.groups) - 1}"
     if isinstance(returned, str | bytes) or not isinstance(returned, Iterable):
         raise ConfigError(f"policy {name} returned {returned!r}; let it return {wanted}")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec import Accumulator, ConfigError, FallbackError, FxprecWarning, arith
+from fxprec.config import Settings
 from fxprec.numerics.reference import reference_quantize
 from fxprec.runtime.arith import convolution, gemm_ops  # noqa: F401  registers the ops
 
@@ -182,6 +183,6 @@ def test_chunk_and_products_are_checked_and_the_config_is_json() -> None:
     with pytest.raises(ConfigError, match=r"accumulator\.products"):
         Accumulator(format="1-6-9", products="1-8-22")
     config = fxprec.Config(recipe="bf16", accumulator="1-6-9")
-    assert config.storage_ == "simulate"
+    assert Settings.of(config).storage == "simulate"
     found = config.to_dict()["accumulator"]
     assert found == {"format": "1-6-9", "products": "fp32", "kahan": False, "chunk": None}

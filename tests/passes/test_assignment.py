@@ -10,8 +10,8 @@ import pytest
 import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_force import in_force
 
-from fxprec.config import Config
 from fxprec.config import config as config_module
 from fxprec.errors import BudgetError, ConfigError
 from fxprec.numerics.formats import parse
@@ -70,7 +70,7 @@ def mlp() -> list[CountedTensor]:
 
 
 def low_groups(sizes: list[int], **options: object) -> set[int]:
-    return set(assign(groups_of(sizes), Config(recipe="fp8", **options)).low_groups)
+    return set(assign(groups_of(sizes), in_force(recipe="fp8", **options)).low_groups)
 
 
 def the_papers_demotion(sizes: list[int], ratio: Fraction) -> set[int]:
@@ -103,7 +103,7 @@ def test_a_ratio_met_exactly_demotes_no_further_group():
 
 
 def test_ties_go_to_the_lower_id_and_the_order_is_recorded_for_every_group():
-    result = assign(groups_of([8, 40, 8, 16]), Config(recipe="fp8", low_ratio=0.75))
+    result = assign(groups_of([8, 40, 8, 16]), in_force(recipe="fp8", low_ratio=0.75))
     assert result.order == {1: 0, 3: 1, 0: 2, 2: 3}
     assert result.low_groups == {1, 3}
     assert result.low == {t.id for t in groups_of([8, 40, 8, 16]) if t.group in (1, 3)}
@@ -112,10 +112,10 @@ def test_ties_go_to_the_lower_id_and_the_order_is_recorded_for_every_group():
 def test_ratio_zero_is_nothing_and_one_is_everything():
     for policy in POLICIES:
         options = {"recipe": "fp8", "policy": policy}
-        none = assign(mlp(), Config(**options, low_ratio=0), damage={})
+        none = assign(mlp(), in_force(**options, low_ratio=0), damage={})
         assert none.low == none.low_groups == frozenset()
         assert none.achieved_ratio == none.bit_ratio == 0.0
-    everything = assign(mlp(), Config(recipe="fp8", low_ratio=1))
+    everything = assign(mlp(), in_force(recipe="fp8", low_ratio=1))
     assert everything.low == set(range(11))
     assert everything.achieved_ratio == 1.0
 
@@ -127,28 +127,28 @@ def test_other_orders():
     orders = {
         tuple(sorted(found, key=found.get))
         for seed in range(20)
-        for found in [dict(assign(groups_of(sizes), Config(recipe="fp8", policy="random", seed=seed)).order)]
+        for found in [dict(assign(groups_of(sizes), in_force(recipe="fp8", policy="random", seed=seed)).order)]
     }
     assert len(orders) > 5, "seeds differ"
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
-    again = Config(recipe="fp8", policy="random", seed=3)
+    again = in_force(recipe="fp8", policy="random", seed=3)
     assert assign(groups_of(sizes), again) == assign(groups_of(sizes), again)
 
 
 def test_operator_policies_choose_by_role():
     operands = {0, 1, 4, 5, 7, 10}  # inputs, weights and incoming gradients of both linears
     results = {3, 6, 9}  # what the linears make, forward and backward
-    assert assign(mlp(), Config(recipe="fp8", policy="operator")).low == operands
-    assert assign(mlp(), Config(recipe="fp8", policy="operator-io")).low == operands | results
-    held = assign(mlp(), Config(recipe="fp8", policy="operator", keep_high="ends"))
+    assert assign(mlp(), in_force(recipe="fp8", policy="operator")).low == operands
+    assert assign(mlp(), in_force(recipe="fp8", policy="operator-io")).low == operands | results
+    held = assign(mlp(), in_force(recipe="fp8", policy="operator", keep_high="ends"))
     assert held.low == {5, 7}, "the first GEMM and the last group are high"
-    held = assign(mlp(), Config(recipe="fp8", policy="operator-io", keep_high="ends"))
+    held = assign(mlp(), in_force(recipe="fp8", policy="operator-io", keep_high="ends"))
     assert held.low == {5, 6, 7}
 
 
 def test_ratios_count_what_the_definitions_say():
     tensors = mlp()
-    result = assign(tensors, Config(recipe="fp8", low_ratio=0.5))
+    result = assign(tensors, in_force(recipe="fp8", low_ratio=0.5))
     assert result.low_groups == {1}
     total, low = sum(t.elements for t in tensors), sum(t.elements for t in tensors if t.group == 1)
     assert result.achieved_ratio == low / total
@@ -160,14 +160,14 @@ def test_ratios_count_what_the_definitions_say():
 def test_bit_ratio_of_a_16_to_8_recipe_without_weight_gradients_is_the_element_ratio():
     tensors = [tensor(i, kind, i, 100) for i, kind in enumerate(("output", "grad_output", "param"))]
     for recipe in ("fp8", "hfp8"):
-        result = assign(tensors, Config(recipe=recipe, low_ratio=0.6))
+        result = assign(tensors, in_force(recipe=recipe, low_ratio=0.6))
         assert result.bit_ratio == result.achieved_ratio == pytest.approx(2 / 3)
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(sizes_of_groups, st.floats(0, 1), st.floats(0, 1), st.sampled_from(["size", "size-ascending", "random"]))
 def test_a_larger_ratio_only_adds_groups(sizes, a, b, policy):
-    less, more = (assign(groups_of(sizes), Config(recipe="fp8", policy=policy, low_ratio=r)) for r in sorted((a, b)))
+    less, more = (assign(groups_of(sizes), in_force(recipe="fp8", policy=policy, low_ratio=r)) for r in sorted((a, b)))
     assert less.low <= more.low
     assert less.order == more.order
     assert more.achieved_ratio >= max(a, b) * (1 - 1e-12)
@@ -185,11 +185,11 @@ def test_elements_needed_is_the_smallest_sufficient_count(ratio, total):
 
 
 def test_a_recipe_without_a_low_format_demotes_nothing_and_still_records_the_order():
-    result = assign(mlp(), Config(recipe="bf16", policy="uniform"))
+    result = assign(mlp(), in_force(recipe="bf16", policy="uniform"))
     assert result.low == frozenset()
     assert set(result.order) == {0, 1, 2}
     assert result.warnings == ()
-    (warning,) = assign(mlp(), Config(recipe="bf16", low_ratio=0.6)).warnings
+    (warning,) = assign(mlp(), in_force(recipe="bf16", low_ratio=0.6)).warnings
     assert warning == (
         "low_ratio 0.6 is not reached (0): recipe 'bf16' has no low format; choose 'fp8', or leave low_ratio out"
     )
@@ -199,41 +199,41 @@ def test_keep_high_holds_modules_and_their_submodules():
     tensors = groups_of([8, 8, 8])
     tensors = [dataclasses.replace(t, module=("stem", "layer1.0.conv", "layer10")[t.group]) for t in tensors]
     for patterns, groups in [(("layer1",), {0, 2}), (("layer1.*",), {0, 2}), (("layer*",), {0}), (("*.conv",), {0, 2})]:
-        result = assign(tensors, Config(recipe="fp8", policy="uniform", keep_high=patterns))
+        result = assign(tensors, in_force(recipe="fp8", policy="uniform", keep_high=patterns))
         assert result.low_groups == groups
         assert result.warnings == ()
 
 
 def test_a_pattern_that_matches_nothing_is_a_warning():
-    (warning,) = assign(mlp(), Config(recipe="fp8", keep_high=("fc3",))).warnings
+    (warning,) = assign(mlp(), in_force(recipe="fp8", keep_high=("fc3",))).warnings
     assert warning == "keep_high pattern 'fc3' matches no module; did you mean 'fc2'?; modules are fc1, fc2, relu"
     many = [dataclasses.replace(t, module=f"m{t.id:02}") for t in groups_of([4] * 5)]
-    (warning,) = assign(many, Config(recipe="fp8", keep_high=("zzz",))).warnings
+    (warning,) = assign(many, in_force(recipe="fp8", keep_high=("zzz",))).warnings
     assert warning.endswith("modules are m00, m01, m02, m03, m04, m05, m06, m07 and 12 more")
     bare = [dataclasses.replace(t, module="") for t in mlp()]
-    (warning,) = assign(bare, Config(recipe="fp8", keep_high=("fc",))).warnings
+    (warning,) = assign(bare, in_force(recipe="fp8", keep_high=("fc",))).warnings
     assert "the graph names no modules" in warning
 
 
 def test_a_ratio_that_keep_high_or_the_policy_prevents_is_a_warning():
-    result = assign(mlp(), Config(recipe="fp8", low_ratio=1, keep_high=("fc2",)))
+    result = assign(mlp(), in_force(recipe="fp8", low_ratio=1, keep_high=("fc2",)))
     total, held = sum(t.elements for t in mlp()), 48 + 48 + 30 + 30
     assert result.achieved_ratio == (total - held) / total
     assert result.warnings == (
         f"low_ratio 1 is not reached ({(total - held) / total:.4g}): keep_high holds {held} of {total} elements; "
         "keep less high, or ask for less",
     )
-    (warning,) = assign(mlp(), Config(recipe="fp8", policy="operator", low_ratio=0.9)).warnings
+    (warning,) = assign(mlp(), in_force(recipe="fp8", policy="operator", low_ratio=0.9)).warnings
     assert "policy 'operator' decides by itself; choose 'size', or leave low_ratio out" in warning
-    assert assign(mlp(), Config(recipe="fp8", policy="operator")).warnings == (), "the default ratio asks for nothing"
+    assert assign(mlp(), in_force(recipe="fp8", policy="operator")).warnings == (), "the default ratio asks for nothing"
 
 
 def test_ends_holds_the_first_gemm_and_the_last_group():
-    result = assign(mlp(), Config(recipe="fp8", policy="uniform", keep_high="ends"))
+    result = assign(mlp(), in_force(recipe="fp8", policy="uniform", keep_high="ends"))
     assert result.low == {5, 6, 7, 8}
     assert result.low_groups == {1}
     second_branch = tensor(11, "param", 0, 64, module="shortcut", of_gemm=True, feeds_gemm=True)
-    result = assign([*mlp(), second_branch], Config(recipe="fp8", policy="uniform", keep_high="ends"))
+    result = assign([*mlp(), second_branch], in_force(recipe="fp8", policy="uniform", keep_high="ends"))
     assert 11 in result.low, "another GEMM that reads group 0 is not the first"
 
 
@@ -243,7 +243,7 @@ class TestBudget:
     SAVED = 80 + 128 + 160 + 160 + 48 + 30
 
     def assign(self, budget: object, **options: object) -> Assignment:
-        return assign(mlp(), Config(recipe="fp8", activation_budget=budget, **options))
+        return assign(mlp(), in_force(recipe="fp8", activation_budget=budget, **options))
 
     def test_groups_are_demoted_in_policy_order_until_the_bytes_fit(self):
         high = 2 * self.SAVED
@@ -273,21 +273,21 @@ class TestBudget:
         with pytest.raises(BudgetError, match=r"policy 'operator' .* or choose policy 'size'"):
             self.assign(self.SAVED, policy="operator")
         with pytest.raises(BudgetError, match=r"choose a recipe with a low format \('bf16' has none\)"):
-            assign(mlp(), Config(recipe="bf16", activation_budget=self.SAVED))
+            assign(mlp(), in_force(recipe="bf16", activation_budget=self.SAVED))
         with pytest.raises(BudgetError, match="policy 'exact'"):
-            assign(mlp(), Config(recipe="fp8", policy="exact", activation_budget=1), damage={})
+            assign(mlp(), in_force(recipe="fp8", policy="exact", activation_budget=1), damage={})
 
     def test_measured_bytes_replace_the_prediction(self):
         measured = SavedBytes(high={5: 1000}, low={5: 400}, fixed=50)
-        result = assign(mlp(), Config(recipe="fp8", activation_budget=450), saved_bytes=measured)
+        result = assign(mlp(), in_force(recipe="fp8", activation_budget=450), saved_bytes=measured)
         assert result.low_groups == {1}
         assert result.saved.planned == 450
         with pytest.raises(BudgetError, match="at least 450 bytes"):
-            assign(mlp(), Config(recipe="fp8", activation_budget=449), saved_bytes=measured)
+            assign(mlp(), in_force(recipe="fp8", activation_budget=449), saved_bytes=measured)
 
     def test_exact_frees_the_bytes_at_the_least_damage(self):
         damage = {5: 1.0, 0: 0.1, 1: 0.1, 9: 0.05}
-        config = Config(recipe="fp8", policy="exact", activation_budget=2 * self.SAVED - 200)
+        config = in_force(recipe="fp8", policy="exact", activation_budget=2 * self.SAVED - 200)
         result = assign(mlp(), config, damage=damage)
         assert result.low_groups == {0}, "208 bytes for 0.2, where group 1 frees 368 for 1.0"
         assert result.gap == 0.0
@@ -319,7 +319,7 @@ class TestExact:
             damage = {t.id: 10 ** rng.uniform(-9, 0) for t in tensors}
             ratio = rng.randint(1, 9) / 10
             exact, size = (
-                assign(tensors, Config(recipe="hfp8", policy=p, low_ratio=ratio), damage=damage)
+                assign(tensors, in_force(recipe="hfp8", policy=p, low_ratio=ratio), damage=damage)
                 for p in ("exact", "size")
             )
             assert exact.achieved_ratio >= ratio
@@ -335,22 +335,22 @@ class TestExact:
             damage = {t.id: 0.25 for t in tensors}
             ratio = rng.random()
             exact, size = (
-                assign(tensors, Config(recipe="fp8", policy=p, low_ratio=ratio), damage=damage)
+                assign(tensors, in_force(recipe="fp8", policy=p, low_ratio=ratio), damage=damage)
                 for p in ("exact", "size")
             )
             assert len(exact.low_groups) == len(size.low_groups)
 
     def test_what_is_kept_high_does_no_damage(self):
         damage = dict.fromkeys(range(11), 1.0) | {3: 1000.0}
-        free = assign(mlp(), Config(recipe="fp8", policy="exact", low_ratio=0.3), damage=damage)
-        held = assign(mlp(), Config(recipe="fp8", policy="exact", low_ratio=0.4, keep_high=("fc1",)), damage=damage)
+        free = assign(mlp(), in_force(recipe="fp8", policy="exact", low_ratio=0.3), damage=damage)
+        held = assign(mlp(), in_force(recipe="fp8", policy="exact", low_ratio=0.4, keep_high=("fc1",)), damage=damage)
         assert free.low_groups == {0, 2}
         assert held.low_groups == {0, 1}, "without fc1's output, group 1 is harmless"
         assert 3 not in held.low
 
     def test_without_damages_it_says_what_to_pass(self):
         with pytest.raises(ConfigError) as caught:
-            assign(mlp(), Config(recipe="fp8", policy="exact", low_ratio=0.5))
+            assign(mlp(), in_force(recipe="fp8", policy="exact", low_ratio=0.5))
         assert str(caught.value) == (
             "policy 'exact' needs the damage of each tensor, and none was measured; pass damage= (one calibration "
             "batch measures it), or choose policy 'size'"
@@ -363,13 +363,13 @@ class TestPolicyFunction:
             assert config.recipe == "fp8"
             return {t.group for t in tensors if t.group % 2}
 
-        result = assign(groups_of([4] * 5), Config(recipe="fp8", policy=odd_groups))
+        result = assign(groups_of([4] * 5), in_force(recipe="fp8", policy=odd_groups))
         assert result.low_groups == {1, 3}
         assert sorted(result.order) == [0, 1, 2, 3, 4]
         assert result.policy.endswith("odd_groups")
 
     def test_its_order_is_kept_and_numpy_ids_are_ids(self):
-        result = assign(groups_of([4] * 3), Config(recipe="fp8", policy=lambda t, c: np.array([2, 0])))
+        result = assign(groups_of([4] * 3), in_force(recipe="fp8", policy=lambda t, c: np.array([2, 0])))
         assert result.order == {2: 0, 0: 1, 1: 2}
         assert result.low_groups == {0, 2}
 
@@ -391,7 +391,7 @@ class TestPolicyFunction:
             return returned
 
         with pytest.raises(ConfigError) as caught:
-            assign(groups_of([4] * 3), Config(recipe="fp8", policy=bad))
+            assign(groups_of([4] * 3), in_force(recipe="fp8", policy=bad))
         assert "policy " in str(caught.value)
         assert ".bad " in str(caught.value)
         assert words in str(caught.value)
@@ -403,8 +403,8 @@ def test_every_policy_of_the_config_exists_and_no_other():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_graph_without_tensors_or_elements_is_no_error(policy):
-    empty = assign([], Config(recipe="fp8", policy=policy, low_ratio=0.5), damage={})
+    empty = assign([], in_force(recipe="fp8", policy=policy, low_ratio=0.5), damage={})
     assert (empty.low, empty.achieved_ratio, empty.bit_ratio) == (frozenset(), 0.0, 0.0)
-    nothing = assign([tensor(0, "output", 0, 0)], Config(recipe="fp8", policy=policy, low_ratio=0.5), damage={})
+    nothing = assign([tensor(0, "output", 0, 0)], in_force(recipe="fp8", policy=policy, low_ratio=0.5), damage={})
     assert nothing.achieved_ratio == 0.0
     assert nothing.warnings == ()

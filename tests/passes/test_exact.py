@@ -14,8 +14,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import compiled, eager_backend, recorded_works
+from in_force import in_force
 
-from fxprec.config import Config
+from fxprec.config import Config, Settings
 from fxprec.config.recipes import HFP8
 from fxprec.numerics.formats import parse
 from fxprec.numerics.reference import reference_quantize
@@ -81,7 +82,7 @@ def predicted(work, low) -> float:
 def test_exact_is_never_worse_than_size_on_its_own_objective(ratio):
     work, _ = calibrated()
     exact, size = (
-        assign(work.grouped.tensors, Config(recipe="hfp8", policy=policy, low_ratio=ratio), damage=work.damage)
+        assign(work.grouped.tensors, in_force(recipe="hfp8", policy=policy, low_ratio=ratio), damage=work.damage)
         for policy in ("exact", "size")
     )
     assert exact.achieved_ratio >= ratio
@@ -94,4 +95,4 @@ def test_the_plan_is_the_one_solved_from_the_measurement():
     assert plan.gap is not None
     assert plan.gap <= 1e-6
     config = Config(recipe="hfp8", policy="exact", low_ratio=0.5)
-    assert plan.low_groups == assign(work.grouped.tensors, config, damage=work.damage).low_groups
+    assert plan.low_groups == assign(work.grouped.tensors, Settings.of(config), damage=work.damage).low_groups

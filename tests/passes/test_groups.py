@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cifar
 from cifar import GEMMS
+from in_force import in_force
 
-from fxprec.config import Config
 from fxprec.passes.analysis.assignment import assign
 
 RATIOS = [i / 10 for i in range(11)]
@@ -58,7 +58,7 @@ def the_papers_demotion(sizes: dict[int, int], ratio: Fraction) -> tuple[list[in
 def test_demotion_order_ties_and_reached_ratio(make, tenths):
     sizes = {g: sum(kinds.values()) for g, kinds in cifar.count(make).items()}
     order, low = the_papers_demotion(sizes, Fraction(tenths, 10))
-    got = assign(planned(make).tensors, Config(recipe="hfp8", low_ratio=tenths / 10))
+    got = assign(planned(make).tensors, in_force(recipe="hfp8", low_ratio=tenths / 10))
     assert sorted(got.order, key=got.order.__getitem__) == order
     assert got.low_groups == low
     assert got.achieved_ratio == sum(sizes[g] for g in low) / sum(sizes.values())
@@ -72,7 +72,7 @@ def test_ties_exist_so_that_their_order_is_tested():
 def summary(make) -> dict:
     """What the golden file holds: all but FX node names, which belong to a torch version."""
     plan, tensors = planned(make).plan, planned(make).tensors
-    sweep = {r: assign(tensors, Config(recipe="hfp8", low_ratio=r)) for r in RATIOS}
+    sweep = {r: assign(tensors, in_force(recipe="hfp8", low_ratio=r)) for r in RATIOS}
     return {
         "total_elements": plan.total_elements,
         "gemms": [[g.op, g.module] for g in plan.gemms],

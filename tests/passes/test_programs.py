@@ -17,8 +17,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from helpers import assert_bits_equal, compiled, eager_backend, gradients
 from test_casts_simulated import Program, seed_gradient
 
-from fxprec.config import Config
-from fxprec.config.recipes import Recipe
+from fxprec.config import Settings
+from fxprec.config.recipes import Recipe, find_recipe
 from fxprec.errors import FxprecWarning
 
 FEW = settings(max_examples=4, deadline=None, derandomize=True, database=None)
@@ -63,8 +63,7 @@ def test_all_high_gradients_are_as_close_as_the_format(recipe, storage, seed):
     """To first order each of n operators adds one unit of relative error, forward and backward."""
     model = program(seed)
     reference, wanted = step(model, model)
-    backend = Config(recipe=recipe)
-    unit = 2.0 ** -(backend.recipe_.hi.mantissa_bits + 1)
+    unit = 2.0 ** -(find_recipe(recipe).hi.mantissa_bits + 1)
     out, got = compiled_step(model, recipe, storage=storage, low_ratio=0.0)
     bound = 2 * (len(model.code) + 2) * unit
     scale = max(float(g.norm()) for g in wanted.values())
@@ -81,7 +80,7 @@ def test_identity_formats_change_no_bit(seed):
     identity = Recipe(name="identity", hi="fp32", lo_forward="fp32", lo_backward="fp32")
     torch._dynamo.reset()
     plain, wanted = step(torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True), model)
-    with mock.patch.object(Config, "changes_anything", True):
+    with mock.patch.object(Settings, "changes_anything", True):
         out, got = compiled_step(model, identity, storage="simulate")
     assert_bits_equal(out, plain, "result")
     for name, grad in got.items():

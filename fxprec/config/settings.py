@@ -1,0 +1,63 @@
+"""`Settings`: what is in force where a `Config` says what was asked for; names and defaults are resolved once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from fxprec.config.accumulator import Accumulator, find_accumulator
+from fxprec.config.config import DEFAULT_LOW_RATIO, Config, Storage, without_dtype
+from fxprec.config.grad_scaling import NAMED, Scaling
+from fxprec.config.recipes import Recipe, find_recipe
+from fxprec.numerics.formats import Format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the passes, the driver and the runtime follow."""
+
+    asked: Config
+    recipe: Recipe
+    storage: Storage
+    low_ratio: float | None
+    """As given, or the default; None under a budget or a plan, which take its place."""
+    activation_budget: int | None
+    """Bytes."""
+    grad_scaling: Scaling | None
+    accumulator: Accumulator | None
+
+    @classmethod
+    def of(cls, asked: Config) -> Self:
+        """Resolve what a user asked for."""
+        recipe, accumulator = find_recipe(asked.recipe), find_accumulator(asked.accumulator)
+        budget, scaling = asked.activation_budget, asked.grad_scaling
+        assert not isinstance(budget, str), "stored in canonical form"
+        return cls(
+            asked=asked,
+            recipe=recipe,
+            storage=asked.storage or ("simulate" if accumulator or without_dtype(recipe) else "native"),
+            low_ratio=_low_ratio(asked, recipe),
+            activation_budget=budget,
+            grad_scaling=scaling if isinstance(scaling, Scaling) else NAMED[scaling],
+            accumulator=accumulator,
+        )
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether values stay in float32 and only their numbers are those of the formats."""
+        return self.storage == "simulate"
+
+    @property
+    def changes_anything(self) -> bool:
+        """Whether any tensor can end up in another format than float32; otherwise plain Inductor does the job."""
+        return self.accumulator is not None or any(fmt.name != "fp32" for fmt in self._formats_used())
+
+    def _formats_used(self) -> tuple[Format, ...]:
+        recipe = self.recipe
+        return recipe.formats if recipe.has_low and self.low_ratio != 0 else (recipe.hi, recipe.weight_grad)
+
+
+def _low_ratio(asked: Config, recipe: Recipe) -> float | None:
+    if asked.low_ratio is not None or asked.activation_budget is not None or asked.plan is not None:
+        return asked.low_ratio
+    return DEFAULT_LOW_RATIO if recipe.has_low else 0.0
