@@ -7,23 +7,10 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from fxprec.numerics.formats import (
-    APS_121,
-    APS_130,
-    BF16,
-    E4M3FN,
-    E4M3FN_NAN,
-    E5M2,
-    E5M2_SAT,
-    FP16,
-    FP16_169,
-    FP32,
-    HFP8_143,
-    HFP8_152,
-    Format,
-)
+from fxprec.numerics import formats
+from fxprec.numerics.formats import APS_121, APS_130, BF16, E4M3FN_NAN, E5M2, FP16, FP16_169, HFP8_143, HFP8_152, Format
 
-NAMED = [FP16, BF16, E5M2, E5M2_SAT, E4M3FN, E4M3FN_NAN, HFP8_143, HFP8_152, FP16_169, APS_130, APS_121, FP32]
+NAMED = [*formats.NAMED.values(), HFP8_143, HFP8_152, FP16_169, APS_130, APS_121]
 ODD = [
     Format(8, 7),  # codes beyond float32
     Format(8, 23),
