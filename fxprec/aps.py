@@ -1,4 +1,4 @@
-"""APS: gradients cross the network in 8 bits (ALGORITHMS.md section 5; Han et al. 2020).
+"""APS: gradients cross the network in 8 bits (Han et al. 2020; docs/algorithms.md, "Communication in 8 bits").
 
     state = fxprec.aps.APSState(format="e5m2")
     ddp.register_comm_hook(state, fxprec.aps.aps_hook)

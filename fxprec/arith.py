@@ -1,4 +1,6 @@
-"""Arithmetic at any precision: every product and every partial sum rounded (ALGORITHMS.md section 7).
+"""Arithmetic at any precision: every product and every partial sum rounded.
+
+Definitions: docs/algorithms.md, "Arithmetic at any precision".
 
 fxprec.arith.matmul(a, b, "1-4-3", accumulate="1-5-2", kahan=True)
 """

@@ -1,4 +1,6 @@
-"""Optimizers whose weights and state are 16 bits, or any format (ALGORITHMS.md section 6; Zamirai et al. 2020).
+"""Optimizers whose weights and state are 16 bits, or any format (Zamirai et al. 2020).
+
+Definitions: docs/algorithms.md, "16-bit training".
 
     opt = fxprec.optim.AdamW(model.bfloat16().parameters(), lr=1e-3, betas=(0.9, 0.997), update="kahan")
 

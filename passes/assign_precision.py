@@ -1,4 +1,4 @@
-"""Pass 3: which tensors are low, by the configured policy (`assignment`) or by a plan.
+"""Which tensors are low, by the configured policy (`assignment`) or by a plan.
 
 An inference graph has no gradients to count and would be grouped by other sizes; it follows the training graph of
 the same GEMMs where there is one.

@@ -1,4 +1,6 @@
-"""Pass 5: let every gradient carry a power-of-two scale of its own (Zhao et al. 2021; ALGORITHMS 4).
+"""Let every gradient carry a power-of-two scale of its own (Zhao et al. 2020).
+
+Definitions: docs/algorithms.md, "Gradient scaling".
 
 The backward half is walked in execution order. A gradient gets a scale where it is narrowed to its format: the
 ``quantize`` there multiplies by the new scale over the one that comes in. Operators linear in the gradient pass the

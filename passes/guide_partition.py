@@ -1,4 +1,4 @@
-"""Tell AOTAutograd's min-cut what to save: the stored copy, and only it (ALGORITHMS 3, TORCH_NOTES).
+"""Tell AOTAutograd's min-cut what to save: the stored copy, and only it.
 
 An opaque ``dequantize`` could not be recomputed, so the partitioner would save its wide result. Marking it
 MUST_RECOMPUTE and ``quantize`` MUST_SAVE makes the stored copy the only way across; cheap pointwise nodes that read

@@ -1,4 +1,4 @@
-"""Pass 4: cast nodes at the borders of precision; which borders depends on the storage."""
+"""Cast nodes at the borders of precision; which borders depends on the storage."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class Controller:
         return math.isfinite(stats.amax) and stats.overflow_ratio >= ctypes.c_float(limit).value
 
     def _loses(self, site: Site, amax: float) -> bool:
-        """Say whether storing an inf or NaN turns it into a number (ALGORITHMS 1)."""
+        """Say whether storing an inf or NaN turns it into a number."""
         fmt = parse(site.format)
         if math.isinf(amax):
             return fmt.overflow == "saturate"

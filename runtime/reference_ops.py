@@ -73,8 +73,9 @@ def observe(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_
 def damage(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_format: str) -> torch.Tensor:
     """Return the predicted damage of rounding ``x`` and of rounding ``grad``, (2,) float32.
 
-    ALGORITHMS 3, "The exact policy": |sum other * err| + sqrt(sum other^2 * err^2) with err = rounded - exact. For
-    ``x`` the other factor is its gradient; for the gradient it is ``x``, by symmetry of the first-order term.
+    |sum other * err| + sqrt(sum other^2 * err^2) with err = rounded - exact. For ``x`` the other factor is its
+    gradient; for the gradient it is ``x``, by symmetry of the first-order term. Definitions: docs/algorithms.md,
+    "Demotion and promotion".
     """
     pair = (_first_order(x, grad, format), _first_order(grad, x, grad_format))
     return torch.stack(pair).to(torch.float32)

@@ -23,7 +23,8 @@ from examples.models.squeezenet import squeezenet
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.plan import Plan
 
-GEMMS = {squeezenet: 26, shufflenet_v2: 57, mobilenet_v2: 58, resnet18: 21}  # ALGORITHMS 2
+# docs/algorithms.md, "Operators, tensors, groups".
+GEMMS = {squeezenet: 26, shufflenet_v2: 57, mobilenet_v2: 58, resnet18: 21}
 BATCH = 128
 
 

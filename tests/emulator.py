@@ -1,4 +1,4 @@
-"""An emulation of `simulate` storage in eager PyTorch, written from ALGORITHMS 2 and 3 and sharing no code with the passes.
+"""An emulation of `simulate` storage in eager PyTorch, written from docs/algorithms.md and sharing no code with the passes.
 
 A model is written a second time as calls of `Emulator.op`, one a model operator. Each call rounds its output; each
 use of a value rounds the gradient that comes back through it; a parameter is rounded once and its gradient once.

@@ -1,4 +1,4 @@
-"""Joint graphs before and after pass 5, run node by node with exponents of the test's choice."""
+"""Joint graphs before and after the pass carry-scales, run node by node with exponents of the test's choice."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def scaled_identity() -> Iterator[None]:
 
 @dataclass
 class Joint:
-    """One joint graph, with casts, before and after pass 5."""
+    """One joint graph, with casts, before and after carry-scales."""
 
     plain: Graph
     scaled: Graph
@@ -61,7 +61,7 @@ class Joint:
 
 
 def joint_of(function: Callable[..., Any], *args: Any, recipe: Any = IDENTITY, storage: str = "simulate") -> Joint:
-    """Trace ``function`` as the backend does, up to and with pass 5."""
+    """Trace ``function`` as the backend does, up to and with carry-scales."""
     found: list[Joint] = []
     walks: list[Any] = []
     run_passes = pipeline.run

@@ -18,7 +18,7 @@ from fxprec.numerics.formats import Format, parse
 
 @pytest.mark.parametrize(
     ("fmt", "largest", "smallest"),
-    [  # ALGORITHMS section 1 and the papers it restores
+    [  # docs/algorithms.md, "Number formats", and the papers
         (formats.HFP8_143, 30.0, 2.0**-13),
         (formats.HFP8_152, 114688.0, 2.0**-16),
         (formats.FP16_169, 2.0**32 * (2 - 2**-9), 2.0**-39),

@@ -19,7 +19,7 @@ from examples.models.shufflenet import channel_shuffle, shufflenet_v2
 from examples.models.small_cnn import SmallCNN
 from examples.models.squeezenet import squeezenet
 
-# Forward convolutions and linear layers: ALGORITHMS section 2.
+# Forward convolutions and linear layers: docs/algorithms.md, "Operators, tensors, groups".
 GEMMS = {squeezenet: 26, shufflenet_v2: 57, mobilenet_v2: 58, resnet18: 21}
 # What others count for the CIFAR forms of these networks, 10 classes, width 1.
 PUBLISHED = {shufflenet_v2: 1_263_854, mobilenet_v2: 2_296_922, resnet18: 11_173_962}

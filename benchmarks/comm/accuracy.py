@@ -5,7 +5,7 @@
 Every rank is a process; all of them run every configuration in one process group. Without APS, gradients divided by
 the number of ranks are rounded to the format as they are, which is what the paper compares with. Beside the test
 accuracy stands the loss on the training set, which tells small damage from noise.
-Source: aps-auto-precision-scaling.txt, Table 4 (CIFAR-10, 8 nodes).
+Source: Han et al. 2020, Table 4 (CIFAR-10, 8 nodes).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Runs the exchange's own arithmetic (`accumulate`, `sum_fp32`) on all nodes' gradients in one process. Gradients are a
 signal common to all nodes plus noise of each; `--noise` is the ratio, which sets the level of the curve.
-Source: aps-auto-precision-scaling.txt, Table 9 and equation 5.
+Source: Han et al. 2020, Table 9 and equation 5.
 """
 
 from __future__ import annotations

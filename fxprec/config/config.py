@@ -25,7 +25,7 @@ GEMMS = ("auto", "low", "high")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 LOWERINGS = ("auto", "triton", "inductor", "eager")
 
-# The middle of the paper's range: accuracy falls as the ratio grows (Kang et al. 2023, section 5.3).
+# The middle of the paper's range: accuracy falls as the ratio grows (Lee et al. 2023, section 5.3).
 DEFAULT_LOW_RATIO = 0.5
 
 

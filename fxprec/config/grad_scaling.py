@@ -12,7 +12,7 @@ from fxprec.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class GradScaling:
-    """A scale of its own for every gradient (Zhao et al. 2021; ALGORITHMS 4)."""
+    """A scale of its own for every gradient (Zhao et al. 2020; docs/algorithms.md, "Gradient scaling")."""
 
     underflow: float = 1e-3
     """Share of a gradient's non-zero elements that may round to zero, between 0 and 1 (their gamma)."""

@@ -1,4 +1,4 @@
-"""Named recipes: which formats a training step uses, by role (ALGORITHMS 3, "Formats by role")."""
+"""Named recipes: which formats a training step uses, by role (docs/algorithms.md, "Demotion and promotion")."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ FP8 = Recipe(name="fp8", hi="bf16", lo_forward="e4m3fn", lo_backward="e5m2_sat")
 with ``low_ratio``. Gradients saturate: one beyond e5m2's range is counted and rescaled, not turned into inf."""
 
 HFP8 = Recipe(name="hfp8", hi="1-6-9", lo_forward="1-4-3+4", lo_backward="1-5-2")  # type: ignore[arg-type]
-"""The formats of Sun et al. 2019 as used by Kang et al. 2023: for comparison with the papers; no hardware has
+"""The formats of Sun et al. 2019 as used by Lee et al. 2023: for comparison with the papers; no hardware has
 them, so it is simulated unless ``storage="packed"`` stores their codes."""
 
 RECIPES = MappingProxyType({r.name: r for r in (FP32, BF16, BF16_PURE, FP16, FP8, HFP8)})

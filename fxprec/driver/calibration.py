@@ -14,7 +14,10 @@ from fxprec.passes.insert_observers import measure
 
 
 class Calibration:
-    """Damages by counted tensor, from the first backward that arrives (ALGORITHMS 3, "The exact policy")."""
+    """Damages by counted tensor, from the first backward that arrives.
+
+    Definitions: docs/algorithms.md, "Demotion and promotion".
+    """
 
     def __init__(self) -> None:
         self._tensors: tuple[int, ...] = ()

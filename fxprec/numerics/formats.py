@@ -1,8 +1,8 @@
 """Number formats as data: sign, 1..8 exponent bits, 0..23 mantissa bits, an exponent bias, and a family.
 
 A code (s, e, m) is (-1)^s * 2^(e - B) * (1 + m / 2^M) for e > 0 and (-1)^s * 2^(1 - B) * (m / 2^M) for e = 0,
-with the offset B = 2^(E-1) - 1 + bias (ALGORITHMS section 1). Adding a format adds a line to ``NAMED`` and
-nothing else: every limit below is derived from the fields.
+with the offset B = 2^(E-1) - 1 + bias (docs/algorithms.md, "Number formats"). Adding a format adds a line to
+``NAMED`` and nothing else: every limit below is derived from the fields.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ HFP8_143 = Format(4, 3, bias=4)
 HFP8_152 = Format(5, 2)
 """HFP8 backward, also APS's 1-5-2: 2^-16 to 114688."""
 FP16_169 = Format(6, 9)
-"""The high format of Sun et al. 2019 and Kang et al. 2023."""
+"""The high format of Sun et al. 2019 and Lee et al. 2023."""
 APS_130 = Format(3, 0)
 """APS's 4 bits: powers of two."""
 APS_121 = Format(2, 1)

@@ -1,7 +1,7 @@
 """The slow, obvious arithmetic of number formats that decides when a fast path is in doubt.
 
 Everything goes through float64, where each step below is exact, and shares no code with the codec.
-Definitions: ALGORITHMS section 1.
+Definitions: docs/algorithms.md, "Number formats".
 """
 
 from __future__ import annotations

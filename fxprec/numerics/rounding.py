@@ -106,7 +106,7 @@ def decode(code: torch.Tensor, fmt: Format | str, dtype: torch.dtype = torch.flo
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounding whose derivative is 1, also where it saturates (ALGORITHMS section 3)."""
+    """Rounding whose derivative is 1, also where it saturates: straight-through."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, fmt: Format, rounding: Rounding, generator: Any) -> torch.Tensor:

@@ -117,7 +117,7 @@ def _version(package: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Groups, assignment and sites of one compiled graph (ARCHITECTURE 4).
+    """Groups, assignment and sites of one compiled graph; docs/architecture.md has the words.
 
     ``gemms``, ``groups`` and ``sites`` are numbered by position: ``plan.sites[i].id == i``.
     """
@@ -179,7 +179,7 @@ class Plan:
         """Return a plan with ``sites`` in the high format from now on; itself where nothing changes.
 
         ``hi`` is a format name, the recipe's when left out. Sites already high or promoted stay as they are.
-        Raises `PlanError` for a site that does not exist or holds a gradient (ALGORITHMS 3: forward only).
+        Raises `PlanError` for a site that does not exist or holds a gradient: only forward tensors are promoted.
         """
         name = parse(hi).name if hi is not None else self.recipe.hi.name
         changed = {i: _promoted(self._forward_site(i), step, name) for i in sites}

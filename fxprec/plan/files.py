@@ -20,7 +20,7 @@ _TABLES = ("gemms", "groups", "sites")
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON data, keys in the order of ARCHITECTURE 4, later additions before the tables."""
+    """Return the plan as JSON data: what is said of the whole first, then the tables."""
     head = {
         "schema": plan.schema,
         "fxprec": plan.fxprec,

@@ -1,7 +1,8 @@
-"""How gradients carry their scales: a small DAG of power-of-two exponents, as plain data (ALGORITHMS 4).
+"""How gradients carry their scales: a small DAG of power-of-two exponents, as plain data.
 
-Pass 5 extracts it from the joint graph once; the runtime solves it at every refresh and writes the exponents into the
-scale table. A *variable* is one exponent ``a``: the gradient it belongs to travels as ``2**a * g``.
+Definitions: docs/algorithms.md, "Gradient scaling". The pass carry-scales extracts it from the joint graph once; the
+runtime solves it at every refresh and writes the exponents into the scale table. A *variable* is one exponent ``a``:
+the gradient it belongs to travels as ``2**a * g``.
 """
 
 from __future__ import annotations

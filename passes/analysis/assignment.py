@@ -1,4 +1,7 @@
-"""Which tensors are low: asks a policy, holds it to the goal, and accounts for what was reached (ALGORITHMS 3)."""
+"""Which tensors are low: asks a policy, holds it to the goal, and accounts for what was reached.
+
+Definitions: docs/algorithms.md, "Demotion and promotion".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pass 2: groups of tensors between adjacent GEMMs (ALGORITHMS 2; Kang et al. 2023, section 4.1)."""
+"""Groups of tensors between adjacent GEMMs (Lee et al. 2023, section 4.1).
+
+Definitions: docs/algorithms.md, "Operators, tensors, groups".
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,7 @@ class _Walk:
                     self._count(node, "grad_param", group, op.module, op.source, op.is_gemm)
 
     def _group_of_first_input(self, op: Operator, bases: Sequence[Node]) -> int:
-        """A parameter lies with its operator's first input that is no parameter (ALGORITHMS 2)."""
+        """A parameter lies with its operator's first input that is no parameter."""
         for node in bases:
             if node.op == "placeholder":
                 if self.joint.describe(node).kind == "input":

@@ -1,4 +1,4 @@
-"""The exact policy's solver: a 0/1 covering knapsack by HiGHS (ALGORITHMS 3; Kang et al. 2023, Theorem 3.2).
+"""The exact policy's solver: a 0/1 covering knapsack by HiGHS (Lee et al. 2023, Theorem 3.2).
 
     minimise  sum of damage over the chosen   subject to   sum of weight over the chosen >= need
 

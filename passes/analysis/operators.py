@@ -1,4 +1,4 @@
-"""Pass 1: recover what the model called from the decomposed joint graph (ALGORITHMS 2).
+"""Operators: what the model called, recovered from the decomposed joint graph.
 
 Autograd stamps forward and backward nodes of one operator with the same ``seq_nr``, and decompositions keep the
 operator's name in ``original_aten``. An operator is a run of nodes that agree in both.

@@ -24,7 +24,7 @@ def existing(namespace: object, names: str) -> frozenset[object]:
     return frozenset(found)
 
 
-# Scaled-dot-product attention contains GEMMs and is one operator (ALGORITHMS 2).
+# Scaled-dot-product attention contains GEMMs and is one operator (docs/algorithms.md, "Operators, tensors, groups").
 ATTENTION = existing(
     aten,
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu"
@@ -52,7 +52,7 @@ GEMM_OPERANDS: dict[object, tuple[int, ...]] = {
     **dict.fromkeys(ATTENTION_BACKWARD, (0, 1, 2, 3)),
 }
 
-# Ops that move or alias data in its own dtype: not counted, they follow their producer's precision (ALGORITHMS 2).
+# Ops that move or alias data in its own dtype: not counted, they follow their producer's precision.
 VIEWS = existing(
     aten,
     "view _unsafe_view reshape _reshape_alias permute transpose.int t expand slice.Tensor select.int split.Tensor"

@@ -1,4 +1,7 @@
-"""The policies: each a small function from a `Problem` to a `Choice` (ALGORITHMS 3; Kang et al. 2023, section 5.2)."""
+"""The policies: each a small function from a `Problem` to a `Choice` (Lee et al. 2023, section 5.2).
+
+Definitions: docs/algorithms.md, "Demotion and promotion".
+"""
 
 from __future__ import annotations
 

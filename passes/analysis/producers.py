@@ -1,4 +1,4 @@
-"""What made a gradient before it is cast, and so its distribution (Zhao et al. 2021, section 3)."""
+"""What made a gradient before it is cast, and so its distribution (Zhao et al. 2020, section 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The counted tensors of a training step (ALGORITHMS 2; Kang et al. 2023, section 4.1)."""
+"""The counted tensors of a training step (Lee et al. 2023, section 4.1).
+
+Definitions: docs/algorithms.md, "Operators, tensors, groups".
+"""
 
 from __future__ import annotations
 

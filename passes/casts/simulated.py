@@ -1,6 +1,6 @@
-"""Pass 4 for ``simulate`` storage: every counted tensor is rounded, exactly as the paper defines it.
+"""Casts for ``simulate`` storage: every counted tensor is rounded, exactly as the paper defines it.
 
-ALGORITHMS 3, "Where rounding happens": a parameter once a step; an output after its operator; the gradient of a
+docs/algorithms.md, "Where rounding happens": a parameter once a step; an output after its operator; the gradient of a
 value once per consumer, in the format of that value's gradient, and not again after the consumers are summed; a
 parameter's gradient once before it leaves the graph.
 """

@@ -1,4 +1,6 @@
-"""Pass 4 for real storage: casts where a tensor is written to memory, and nowhere else (ALGORITHMS 3).
+"""Casts for real storage: where a tensor is written to memory, and nowhere else.
+
+Definitions: docs/algorithms.md, "Where rounding happens".
 
 Sites are the operands and results of GEMMs, what backward reads of the forward half, and the gradients that
 backward GEMMs multiply. A tensor that fusion keeps in registers is not rounded: it would cost accuracy and save

@@ -1,7 +1,7 @@
 """Dettmers' four 8-bit data types as tables of 128 sorted magnitudes.
 
-Source: 8bit-approximations-for-parallelism.txt, section 3.1 and figure 1; the splits are those of ALGORITHMS.md 5.
-One sign bit, seven bits of magnitude. A table is data: adding a type is adding a function that lists its magnitudes.
+Source: Dettmers 2016, section 3.1 and figure 1; the splits are those of docs/algorithms.md, "8-bit data types". One
+sign bit, seven bits of magnitude. A table is data: adding a type is adding a function that lists its magnitudes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Triton kernels of the 8-bit codecs: binary search over the borders to encode, look-up to decode.
 
-Source: 8bit-approximations-for-parallelism.txt, section 3.2. `fxprec.runtime.aps.codecs` decides; these give its codes.
+Source: Dettmers 2016, section 3.2. `fxprec.runtime.aps.codecs` decides; these give its codes.
 """
 
 from __future__ import annotations

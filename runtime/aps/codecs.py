@@ -1,7 +1,7 @@
 """8-bit codecs given by a table: encode to the true nearest entry, decode by look-up.
 
-Source: 8bit-approximations-for-parallelism.txt, sections 3.1 and 3.2. A code is one byte: the sign in bit 7, the
-index into 128 sorted magnitudes below it. Ties go to the smaller magnitude.
+Source: Dettmers 2016, sections 3.1 and 3.2. A code is one byte: the sign in bit 7, the index into 128 sorted magnitudes
+below it. Ties go to the smaller magnitude.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The payload's way: codes to their owner, summed there, the sum's codes to everyone.
 
-ALGORITHMS.md section 5. Bytes that a rank sends are those of a ring all-reduce of codes, 2 (N - 1) / N of the bucket.
-All ranks decode the same bytes, so replicas stay bit-identical whatever is rounded on the way.
+Definitions: docs/algorithms.md, "Communication in 8 bits". Bytes that a rank sends are those of a ring all-reduce of
+codes, 2 (N - 1) / N of the bucket. All ranks decode the same bytes, so replicas stay bit-identical whatever is rounded
+on the way.
 """
 
 from __future__ import annotations

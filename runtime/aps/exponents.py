@@ -1,9 +1,10 @@
 """Per-layer exponents as one int8 vector, and the power-of-two factors they stand for.
 
-ALGORITHMS.md section 5: integer exponents by frexp, never float32 log2. The int8 rule: E (the exponent of the
-smallest power of two not below the layer's largest magnitude) is sent as E - 12, clamped to -127..126, so E from -115
-to 138 is exact. That covers every float32 up to 2^128 on 1024 ranks; a layer below 2^-115 is scaled as if it reached
-2^-115. -128 means that all elements are zero, 127 that one is inf or NaN; MAX lets any rank's 127 win.
+Definitions: docs/algorithms.md, "Communication in 8 bits". Integer exponents by frexp, never float32 log2. The int8
+rule: E (the exponent of the smallest power of two not below the layer's largest magnitude) is sent as E - 12, clamped
+to -127..126, so E from -115 to 138 is exact. That covers every float32 up to 2^128 on 1024 ranks; a layer below 2^-115
+is scaled as if it reached 2^-115. -128 means that all elements are zero, 127 that one is inf or NaN; MAX lets any
+rank's 127 win.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """APS under FSDP2: the reduce-scatter of gradients in 8 bits, through `FSDPModule.set_custom_reduce_scatter`.
 
-ALGORITHMS.md section 5, the first half of the fp32 accumulation: codes go to the shard's owner, which adds in
-float32; the sum is not rounded again. Limits, each with a clear error: accumulate="fp32" and scaling="aps" only, SUM
-and AVG only, no error feedback, and keep_high by whole FSDP2 modules.
+The first half of the fp32 accumulation (docs/algorithms.md, "Communication in 8 bits"): codes go to the shard's owner,
+which adds in float32; the sum is not rounded again. Limits, each with a clear error: accumulate="fp32" and
+scaling="aps" only, SUM and AVG only, no error feedback, and keep_high by whole FSDP2 modules.
 """
 
 from __future__ import annotations

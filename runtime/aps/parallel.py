@@ -1,9 +1,8 @@
 """Activations and their gradients in 8 bits for model parallelism: differentiable collectives of codes.
 
-Source: 8bit-approximations-for-parallelism.txt, sections 2.2 and 3. Each rank codes its tensor with a scale of its
-own, sent beside the codes; sums are made in float32 and coded once more. Rounding is straight-through: the derivative
-is that of the collective. All ranks get the same bits. Shapes are equal on all ranks. A tensor with an inf or a NaN
-arrives as NaN.
+Source: Dettmers 2016, sections 2.2 and 3. Each rank codes its tensor with a scale of its own, sent beside the codes;
+sums are made in float32 and coded once more. Rounding is straight-through: the derivative is that of the collective.
+All ranks get the same bits. Shapes are equal on all ranks. A tensor with an inf or a NaN arrives as NaN.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How long a step takes when gradients cross a link in 32, 16 or 8 bits.
 
-The model of 8bit-approximations-for-parallelism.txt, appendix A: a layer's transfer hides under the computation that
-follows it, and only what does not fit under it costs time; compressing and decompressing cost so much a number.
-The paper's own tables are in `fxprec.runtime.aps.predict_paper`.
+The model of Dettmers 2016, appendix A: a layer's transfer hides under the computation that follows it, and only what
+does not fit under it costs time; compressing and decompressing cost so much a number. The paper's own tables are in
+`fxprec.runtime.aps.predict_paper`.
 """
 
 from __future__ import annotations

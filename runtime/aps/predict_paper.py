@@ -1,6 +1,6 @@
 """Dettmers' predictions for AlexNet from his measurements: Tables 3 to 6 in, Tables 1 and 7 out.
 
-Source: 8bit-approximations-for-parallelism.txt, appendix A. Milliseconds throughout, as in the paper.
+Source: Dettmers 2016, appendix A. Milliseconds throughout, as in the paper.
 """
 
 from __future__ import annotations

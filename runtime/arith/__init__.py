@@ -1,1 +1,1 @@
-"""Arithmetic at any precision (ALGORITHMS.md section 7; Han et al. 2020, section 5: CPD)."""
+"""Arithmetic at any precision (Han et al. 2020, section 5: CPD; docs/algorithms.md, "Arithmetic at any precision")."""

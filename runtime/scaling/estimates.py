@@ -1,4 +1,4 @@
-"""How much of a gradient a scale saves from underflow: the statistical model of Zhao et al. 2021, section 3.
+"""How much of a gradient a scale saves from underflow: the statistical model of Zhao et al. 2020, section 3.
 
 ``threshold`` is the magnitude up to which a value rounds to zero. The paper takes the smallest subnormal; with nearest
 rounding it is half of that, and predictions match what is measured only with the true one.

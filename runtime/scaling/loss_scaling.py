@@ -1,4 +1,4 @@
-"""One scale for all gradients, fixed or dynamic: what gradient scaling is compared with (ALGORITHMS 3 and 4)."""
+"""One scale for all gradients, fixed or dynamic: what gradient scaling is compared with."""
 
 from __future__ import annotations
 

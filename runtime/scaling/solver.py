@@ -1,4 +1,6 @@
-"""Exponents for a whole `ScaleGraph` at once, from the statistics of its casts (ALGORITHMS 4).
+"""Exponents for a whole `ScaleGraph` at once, from the statistics of its casts.
+
+Definitions: docs/algorithms.md, "Gradient scaling".
 
 Integers throughout: an exponent is a whole number of binades, so scales never drift.
 """

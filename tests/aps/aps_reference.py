@@ -1,4 +1,7 @@
-"""The exchange as ALGORITHMS.md 5 defines it, on one rank that sees all gradients: slow, obvious, numpy and math."""
+"""The exchange on one rank that sees all gradients: slow, obvious, numpy and math.
+
+Definitions: docs/algorithms.md, "Communication in 8 bits".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dettmers' 8-bit types: their tables, true nearest encoding, the errors of ALGORITHMS.md 5; Triton against torch."""
+"""Dettmers' 8-bit types: their tables, true nearest encoding, its errors; Triton against torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxprec.runtime.aps import codecs
 from fxprec.runtime.aps.codecs import codec
 
 NAMES = ("dynamic-tree", "dynamic-uniform", "static-tree", "mantissa", "linear")
-# Mean relative error in percent that true nearest gives (ALGORITHMS.md 5): U(0,1), N(0,1).
+# Mean relative error in percent that true nearest gives (docs/algorithms.md, "8-bit data types"): U(0,1), N(0,1).
 ERRORS = {
     "dynamic-tree": (0.94, 1.66),
     "linear": (1.50, 5.19),

@@ -64,7 +64,7 @@ def nearest_fraction(x: Fraction, fmt: Format) -> Fraction:
 )
 @pytest.mark.parametrize("kahan", [False, True])
 def test_every_operation_is_exact_and_rounded_once(fmt: str, accumulate: str, kahan: bool, method: str) -> None:
-    """The definition of ALGORITHMS.md 7 in fractions, of which no rounding is done but ours."""
+    """The definition in fractions, of which no rounding is done but ours."""
     a, b = operands(3, 24, 3)
     f, acc = parse(fmt), parse(accumulate)
     a[0, ::3] *= 2.0**-20  # small beside large: sums that float32 cannot hold

@@ -1,4 +1,4 @@
-"""Assignment against a plain reading of ALGORITHMS section 3, in exact arithmetic."""
+"""Assignment against a plain reading of docs/algorithms.md, "Demotion and promotion", in exact arithmetic."""
 
 import dataclasses
 import math
@@ -74,7 +74,7 @@ def low_groups(sizes: list[int], **options: object) -> set[int]:
 
 
 def the_papers_demotion(sizes: list[int], ratio: Fraction) -> set[int]:
-    """ALGORITHMS 3, word for word."""
+    """The definition, word for word."""
     total = sum(sizes)
     reached, low = 0, set()
     for group in sorted(range(len(sizes)), key=lambda g: (-sizes[g], g)):

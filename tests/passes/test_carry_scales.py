@@ -1,4 +1,4 @@
-"""Pass 5: every gradient carries the power of two the table says, and is unscaled where it leaves."""
+"""The pass carry-scales: every gradient carries the power of two the table says, and is unscaled where it leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Simulated casts against an eager emulation that rounds exactly where ALGORITHMS 3 says, bit for bit."""
+"""Simulated casts against an eager emulation that rounds exactly where it should, bit for bit.
+
+Definitions: docs/algorithms.md, "Where rounding happens".
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_the_optimum_is_brute_force(weight, damage):
 
 
 def test_with_equal_damages_the_papers_order_is_optimal():
-    """ALGORITHMS 3: demoting the largest first is the special case of equal damage per group."""
+    """Demoting the largest first is the special case of equal damage per group."""
     rng = random.Random(20230201)
     for _ in range(150):
         weights = [rng.randint(1, 10**7) for _ in range(rng.randint(1, 40))]

@@ -1,4 +1,4 @@
-"""The scale solver against closed forms and Monte Carlo (Zhao et al. 2021, Theorems 1 and 2)."""
+"""The scale solver against closed forms and Monte Carlo (Zhao et al. 2020, Theorems 1 and 2)."""
 
 from __future__ import annotations
 
