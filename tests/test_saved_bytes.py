@@ -159,3 +159,20 @@ def saved_within(budget: int) -> int:
     assert_plan_is_true(backend, saved)
     assert backend.plans[0].activation_budget == budget
     return num_bytes(saved)
+
+
+def test_a_budget_of_a_simulation_is_held_to_what_packed_codes_would_take() -> None:
+    """Its carriers are float32, whatever is low: what they take says nothing."""
+    x = torch.randn(ROWS, WIDTH)
+
+    def simulated(budget: int) -> Backend:
+        torch.compiler.reset()
+        backend = eager_backend("simulate", recipe="hfp8", low_ratio=None, activation_budget=budget)
+        step(Block(), x, backend)
+        return backend
+
+    elements = ROWS * 14 * WIDTH  # that backward reads: a byte each if low, two if high
+    (plan,) = simulated(3 * elements // 2).plans
+    assert plan.low_groups
+    with pytest.raises(BudgetError, match="takes at least"):
+        simulated(elements - 1)

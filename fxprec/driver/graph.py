@@ -358,7 +358,7 @@ class PlannedGraph:
                 return
             self._damages, self._damage = self._damage.by_tensor(), None
         work.damage = self._damages
-        work.fixed_bytes, work.may_exceed_budget = self._budget.fixed, self.is_training
+        work.fixed_bytes, work.may_exceed_budget = self._budget.fixed, self.is_training and self._saves_codes
         self._num_results = joint.num_forward_outputs
         known = frozenset(graph.nodes)
         self.reports = run_passes(work, self._dump)
@@ -479,13 +479,18 @@ class PlannedGraph:
             plan = as_partitioned(plan, forward.graph, self._num_results, self.captured.inputs)
             self._copied = copied_inputs(forward.graph, self._num_results, self.captured.inputs)
             assert plan.saved_bytes is not None
-            if self._given is None:
+            if self._saves_codes and self._given is None:
                 self._budget.hold(predicted, plan.saved_bytes.planned)
-            else:
+            elif self._saves_codes:
                 self._tell_budget(plan.saved_bytes.planned)
         self._next = plan, scales
         log.info("graph %d: %s", self.index, summary(plan))
         write_plan(plan, self._dump)
+
+    @property
+    def _saves_codes(self) -> bool:
+        """Whether a budget is held to what is saved. A simulation saves float32 carriers; its budget is of codes."""
+        return not self.settings.is_simulated
 
     def _tell_budget(self, saved: int) -> None:
         """A plan that was given, or promoted, goes before the budget: it is said, and ends no run."""
