@@ -6,7 +6,7 @@ the same GEMMs where there is one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxprec.config.recipes import Recipe
@@ -38,6 +38,8 @@ class AssignPrecision:
             pinned, _ = kept_high(tensors, work.settings.asked.keep_high)
             work.assignment = replace(followed, low=followed.low - pinned)
             return
+        if work.damage is not None:
+            work.damage = _of_what_changes(work.damage, tensors)
         saved = SavedBytes.predict(tensors, work.settings.recipe)
         work.assignment = assign(
             tensors,
@@ -47,6 +49,12 @@ class AssignPrecision:
             may_exceed=work.may_exceed_budget,
         )
         work.notices += [Notice("assign-precision", text) for text in work.assignment.warnings]
+
+
+def _of_what_changes(damage: Mapping[int, float], tensors: Sequence[CountedTensor]) -> dict[int, float]:
+    """Leave out parameters' gradients, whose format is the same in a low group."""
+    chosen = {t.id for t in tensors if t.kind != "grad_param"}
+    return {tensor: lost for tensor, lost in damage.items() if tensor in chosen}
 
 
 def _same_model(grouped: Grouped, plans: Sequence[Plan]) -> Plan | None:

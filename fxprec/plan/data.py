@@ -1,4 +1,4 @@
-"""The plan: which tensor has which format, as immutable data. Read and written as JSON by `plan_json`."""
+"""The plan: which tensor has which format, as immutable data. Read and written as JSON by `files`."""
 
 from __future__ import annotations
 

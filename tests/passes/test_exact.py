@@ -78,6 +78,12 @@ def predicted(work, low) -> float:
     return sum(work.damage.get(t.id, 0.0) for t in work.grouped.tensors if t.id in low and t.kind != "grad_param")
 
 
+def test_what_keeps_its_format_counts_as_no_damage():
+    """A parameter's gradient is measured beside the parameter, and is as wide in a low group as in a high one."""
+    work, _ = calibrated()
+    assert {t.kind for t in work.grouped.tensors if t.id in work.damage} == {"output", "param", "grad_output"}
+
+
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
 def test_exact_is_never_worse_than_size_on_its_own_objective(ratio):
     work, _ = calibrated()
