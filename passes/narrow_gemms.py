@@ -87,8 +87,14 @@ class _Convert:
         return found
 
     def mask(self, node: Node) -> Node:
-        """Return what is added to scores in that dtype; float32's least number becomes its least one, not -inf."""
-        limits = torch.finfo(self.dtype)
+        """Return what is added to scores in that dtype; float32's least number becomes its least one, not -inf.
+
+        A dtype that holds them all needs no limits, which in turn the narrower one could not hold.
+        """
+        limits, dtype = torch.finfo(self.dtype), _dtype(node)
+        assert dtype is not None
+        if torch.finfo(dtype).max <= limits.max:
+            return emit(self.graph, _CONVERT, (node, self.dtype), node)
         finite = emit(self.graph, ops.aten.clamp_min.default, (node, limits.min), node)
         finite = emit(self.graph, ops.aten.clamp_max.default, (finite, limits.max), node)
         is_inf = emit(self.graph, ops.aten.isinf.default, (node,), node)

@@ -62,7 +62,7 @@ def test_codes_stand_for_the_reference_values(name: str, bounded: bool) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_unbounded_values_overflow_by_the_formats_rule(name: str) -> None:
     wire, fmt = wire_of(name), parse(name)
-    x = torch.tensor([fmt.largest, fmt.largest * 1.9, -3e38, torch.inf, -torch.inf])
+    x = torch.tensor([fmt.largest, fmt.largest * 1.9, -3e38, torch.inf, -torch.inf], dtype=torch.float32)
     np.testing.assert_array_equal(wire.decode(wire.encode(x)).numpy(), reference_quantize(x, fmt).numpy())
 
 
@@ -70,7 +70,7 @@ def test_unbounded_values_overflow_by_the_formats_rule(name: str) -> None:
 def test_stochastic_codes_are_unbiased_neighbours(name: str) -> None:
     wire, g = wire_of(name), torch.Generator().manual_seed(1)
     for value in (0.37, -0.0123):
-        x = torch.full((100_000,), value * 2.0**wire.top)
+        x = torch.full((100_000,), value * 2.0**wire.top, dtype=torch.float32)
         y = wire.decode(wire.encode(x, generator=g))
         low, high = y.min(), y.max()
         assert y.unique().numel() == 2
@@ -111,7 +111,7 @@ def test_exponents_are_exact_next_to_powers_of_two() -> None:
 
 
 def test_exponents_of_zero_tiny_huge_and_non_finite_layers() -> None:
-    x = torch.tensor([0.0, 2.0**-149, 3e38, torch.inf, torch.nan])
+    x = torch.tensor([0.0, 2.0**-149, 3e38, torch.inf, torch.nan], dtype=torch.float32)
     codes = exponent_codes(x, num_terms=256)
     assert codes.dtype == torch.int8
     assert codes.tolist()[0] == ZERO_LAYER
@@ -120,7 +120,7 @@ def test_exponents_of_zero_tiny_huge_and_non_finite_layers() -> None:
 
 
 def test_scaling_by_large_powers_is_exact() -> None:
-    x = torch.tensor([2.0**-149, 3 * 2.0**-149])
+    x = torch.tensor([2.0**-149, 3 * 2.0**-149], dtype=torch.float32)
     scale_by_powers([x], torch.tensor([200], dtype=torch.int32))
     assert x.tolist() == [2.0**51, 3 * 2.0**51]
 

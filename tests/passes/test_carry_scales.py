@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import pytest
 import torch
@@ -23,6 +23,8 @@ from fxprec.config.recipes import HFP8, Recipe
 from fxprec.ir import symbolic
 from fxprec.passes.analysis.joint import is_backward
 from fxprec.plan.scales import Cast, Gemm, Join
+
+Made = TypeVar("Made")
 
 
 def inputs(joint: Joint, model: nn.Module, args: tuple[torch.Tensor, ...], exps: list[int], dtype: torch.dtype):
@@ -45,6 +47,16 @@ def inputs(joint: Joint, model: nn.Module, args: tuple[torch.Tensor, ...], exps:
             taken = pool.pop(at)
             values.append(taken.to(dtype) if taken.is_floating_point() else taken)
     return values
+
+
+def in_float32(make: Callable[[], Made]) -> Made:
+    """What ``make`` returns, of float32 whatever torch's default dtype is: the bounds below are float32's."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        return make()
+    finally:
+        torch.set_default_dtype(default)
 
 
 def run(joint: Joint, graph, values, given=None) -> Recording:
@@ -110,7 +122,7 @@ def test_every_intermediate_gradient_carries_its_scale(first: int) -> None:
     with scaled_identity():
         for seed in range(first, first + 25):
             torch.manual_seed(seed)
-            model, x = Program(seed, length=3 + seed % 4), torch.randn(4, 6)
+            model, x = in_float32(lambda seed=seed: (Program(seed, length=3 + seed % 4), torch.randn(4, 6)))
             joint = joint_of(model, x)
             assert joint.remarks == [], "every operator is known"
             checked += check_every_gradient(joint, model, (x,), seed)
@@ -166,7 +178,7 @@ def examples() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
 @pytest.mark.parametrize("name", list(examples()))
 def test_rescaling_alone_changes_no_bit_of_what_leaves(name: str, storage: str) -> None:
     """Powers of two in float32: parameter gradients are those without scaling, whatever the exponents."""
-    model, args = examples()[name]
+    model, args = in_float32(examples)[name]
     with scaled_identity():
         joint = joint_of(model, *args, storage=storage)
     assert joint.remarks == []
@@ -258,7 +270,7 @@ def test_terms_of_zero_take_any_scale() -> None:
     with scaled_identity():
         for seed in range(12):
             torch.manual_seed(seed)
-            model, x = Vanishing(seed), torch.randn(4, 6)
+            model, x = in_float32(lambda seed=seed: (Vanishing(seed), torch.randn(4, 6)))
             joint = joint_of(model, x)
             assert all(len(v.parts) > 1 for v in joint.scales.variables if isinstance(v, Join))
             checked += check_every_gradient(joint, model, (x,), seed)
@@ -302,7 +314,7 @@ class Odd(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
 def test_an_operator_not_in_the_table_gets_unscaled_gradients_and_the_plan_says_so() -> None:
-    model, x = Odd(), torch.randn(5, 8)
+    model, x = in_float32(lambda: (Odd(), torch.randn(5, 8)))
     with scaled_identity():
         joint = joint_of(model, x)
     assert any("clamp" in note and "unscaled" in note for note in joint.plan.notes)

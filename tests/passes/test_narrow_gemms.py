@@ -76,6 +76,20 @@ def test_every_gemm_of_a_transformer_is_narrow_and_gradients_stay_right(graphs, 
     assert error < (0.02 if recipe == "bf16" else 0.3)
 
 
+@pytest.mark.filterwarnings("ignore:.*this CPU has no:fxprec.FxprecWarning")
+def test_where_a_cpu_has_no_16_bit_gemm_a_16_bit_model_computes_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: False)
+    model = CharTransformer(vocab=31, context=16, layers=1, width=32, heads=2).bfloat16()
+    codes = torch.randint(0, 31, (4, 16))
+    wanted = torch.autograd.grad(model(codes).square().mean(), list(model.parameters()))
+    torch.compile(model, backend=eager_backend("native", recipe="bf16", low_ratio=None))(
+        codes
+    ).square().mean().backward()
+    for p, w in zip(model.parameters(), wanted, strict=True):
+        assert p.grad.dtype == torch.bfloat16
+        assert (p.grad - w).norm() / w.norm() < 0.02
+
+
 def test_fp16_narrows_the_forward_half_only(graphs) -> None:
     """An unscaled gradient underflows in float16, so backward GEMMs stay wide."""
     model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 8))
