@@ -19,7 +19,6 @@ from fxprec.errors import FxprecWarning, PlanError
 from fxprec.numerics.formats import parse
 from fxprec.plan import Plan, Site
 from fxprec.plan.compare import partners
-from fxprec.plan.files import from_dict
 from fxprec.runtime.events import Event
 from fxprec.runtime.scaling.keeper import Keeper
 from fxprec.runtime.stats import SiteStats, StatsQueue
@@ -297,7 +296,7 @@ UNSCALED: Mapping[str, Any] = {
 
 def plan_of(state: Mapping[str, Any]) -> Plan:
     """Return the plan in a graph's saved state."""
-    return from_dict(state["plan"])
+    return Plan.from_dict(state["plan"])
 
 
 def describe(site: Site) -> str:

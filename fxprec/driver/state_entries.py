@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
+from fxprec.plan import Plan
 from fxprec.plan.entries import Entry
 from fxprec.plan.files import read_checked
 
@@ -15,7 +17,11 @@ _LARGEST = 2**53
 
 def check_graph(entry: Entry) -> None:
     """Raise `PlanError`, naming the entry, where a graph's saved state is not what `state_dict` makes."""
-    _known(entry, {"step": _count, "scales": _scales, "plan": read_checked}, required=("step", "scales", "plan"))
+    _known(
+        entry,
+        {"step": _count, "scales": _scales, "plan": partial(read_checked, kind=Plan)},
+        required=("step", "scales", "plan"),
+    )
     if "graph" in entry.value:
         wanted = {"training": _flag, "parameters": _each(_text)}
         _known(entry.get("graph"), wanted, required=tuple(wanted))

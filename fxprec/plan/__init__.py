@@ -1,5 +1,7 @@
 """The plan: which tensor has which format, as immutable data, and its files."""
 
-from fxprec.plan.data import SCHEMA, ByteCount, Gemm, Group, KindCounts, Plan, Site
+from fxprec.plan.files import SCHEMA
+from fxprec.plan.plan import Plan
+from fxprec.plan.rows import ByteCount, Gemm, Group, KindCounts, Site
 
 __all__ = ["SCHEMA", "ByteCount", "Gemm", "Group", "KindCounts", "Plan", "Site"]

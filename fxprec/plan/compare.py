@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from fxprec.errors import PlanError
-from fxprec.plan.data import Plan, Site
+from fxprec.plan.rows import Gemm, Group, Site
 
 # Which fields make up the model, by table, the one that names an entry first; those of _SIZES say how large it is.
 _MODEL = {
@@ -24,7 +24,18 @@ _SIZES = frozenset({"size", "elements", "shape"})
 _NODES = frozenset({"node", "operators", "tensor"})
 
 
-def first_difference(here: Plan, other: Plan, *, there: str, sizes: bool = True) -> str | None:
+class Tables(Protocol):
+    """What of a `Plan` is compared."""
+
+    @property
+    def gemms(self) -> tuple[Gemm, ...]: ...
+    @property
+    def groups(self) -> tuple[Group, ...]: ...
+    @property
+    def sites(self) -> tuple[Site, ...]: ...
+
+
+def first_difference(here: Tables, other: Tables, *, there: str, sizes: bool = True) -> str | None:
     """Name the first difference of two plans' models, or return None.
 
     ``there`` is what the message calls ``other``. With ``sizes=False`` elements and shapes are left out.
@@ -54,7 +65,7 @@ def another_model(difference: str) -> PlanError:
     return PlanError(f"the given plan belongs to another model: {difference}; drop plan= to solve anew")
 
 
-def partners(here: Plan, other: Plan) -> Mapping[int, int]:
+def partners(here: Tables, other: Tables) -> Mapping[int, int]:
     """Map site ids of ``here`` to those of ``other`` that hold the same tensor, for two graphs of one model.
 
     A training graph has sites that its evaluation graph lacks, so positions say nothing; equals of one place are

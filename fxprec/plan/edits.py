@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from fxprec.errors import PlanError
 from fxprec.numerics.formats import Format, parse
-from fxprec.plan.data import Group, Plan, Site
+from fxprec.plan.plan import Plan
+from fxprec.plan.rows import Group, Site
 
 
 def as_edited(plan: Plan) -> Plan:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from fxprec.config.recipes import FORMAT_ROLES, Recipe
 from fxprec.errors import FxprecError, PlanError, did_you_mean
 from fxprec.numerics.formats import parse
-from fxprec.plan.data import ByteCount, Gemm, Group, KindCounts, Plan, Site
+from fxprec.plan.rows import ByteCount, Gemm, Group, KindCounts, Site
 
 T = TypeVar("T")
 MAX_TEXT = 100_000
@@ -196,43 +196,40 @@ def _rows(read: Reader, entry: Entry) -> tuple[Any, ...]:
     return tuple(rows)
 
 
-PLAN = _record(
-    Plan,
-    {
-        "schema": _count,
-        "fxprec": _text,
-        "torch": _text,
-        "recipe": RECIPE,
-        "storage": _word("native", "packed", "simulate"),
-        "policy": _text,
-        "requested_low_ratio": _or_null(_share),
-        "activation_budget": _or_null(_count),
-        "achieved_low_ratio": _share,
-        "bit_ratio": _finite,
-        "gap": _or_null(_finite),
-        "total_elements": _count,
-        "saved_bytes": _or_null(_record(ByteCount, {"fp32": _count, "planned": _count})),
-        "notes": _texts,
-        "gemms": partial(_rows, GEMM),
-        "groups": partial(_rows, GROUP),
-        "sites": partial(_rows, SITE),
-    },
-)
+_PLAN: Mapping[str, Reader] = {
+    "schema": _count,
+    "fxprec": _text,
+    "torch": _text,
+    "recipe": RECIPE,
+    "storage": _word("native", "packed", "simulate"),
+    "policy": _text,
+    "requested_low_ratio": _or_null(_share),
+    "activation_budget": _or_null(_count),
+    "achieved_low_ratio": _share,
+    "bit_ratio": _finite,
+    "gap": _or_null(_finite),
+    "total_elements": _count,
+    "saved_bytes": _or_null(_record(ByteCount, {"fp32": _count, "planned": _count})),
+    "notes": _texts,
+    "gemms": partial(_rows, GEMM),
+    "groups": partial(_rows, GROUP),
+    "sites": partial(_rows, SITE),
+}
 _REQUIRED = ("recipe", "policy", "requested_low_ratio", "achieved_low_ratio", "gemms", "groups", "sites")
 
 
-def read_plan(entry: Entry) -> Plan:
-    """Return the plan of a parsed file. Raises `PlanError` naming the entry."""
+def read_plan(entry: Entry, kind: type[T]) -> T:
+    """Return the plan of a parsed file, made by ``kind``. Raises `PlanError` naming the entry."""
     for key in _REQUIRED:
         entry.get(key)
-    plan = PLAN(entry)
+    plan = _record(kind, _PLAN)(entry)
     _check_groups(plan)
     _check_references(plan)
     _check_directions(plan)
     return plan
 
 
-def _check_groups(plan: Plan) -> None:
+def _check_groups(plan: Any) -> None:
     orders: dict[int, int] = {}
     for group in plan.groups:
         parts = group.elements_by_kind.total
@@ -249,7 +246,7 @@ def _check_groups(plan: Plan) -> None:
         raise here.fail(f"is {plan.total_elements}, but the groups add up to {total}", "plan again")
 
 
-def _check_references(plan: Plan) -> None:
+def _check_references(plan: Any) -> None:
     references: Sequence[tuple[str, int]] = [
         *((f"gemms[{g.id}].group_before", g.group_before) for g in plan.gemms),
         *((f"gemms[{g.id}].group_after", g.group_after) for g in plan.gemms),
@@ -260,7 +257,7 @@ def _check_references(plan: Plan) -> None:
             raise Entry(group, path).fail(f"is {group}, and there is no such group", "name one in 'groups'")
 
 
-def _check_directions(plan: Plan) -> None:
+def _check_directions(plan: Any) -> None:
     for site in plan.sites:
         here = Entry(site.direction, f"sites[{site.id}].direction")
         is_gradient = site.kind.startswith("grad")

@@ -8,18 +8,19 @@ import secrets
 import stat
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from fxprec.errors import FxprecError, PlanError
-from fxprec.plan.data import SCHEMA, Plan
 from fxprec.plan.entries import Entry, read_plan
 
+P = TypeVar("P")
+SCHEMA = 1
 MAX_BYTES = 64 * 2**20
 MAX_VALUES = 4_000_000  # 64 MiB of sites hold 3.3 million; an array of zeros would hold 32 million and 1 GB
 _TABLES = ("gemms", "groups", "sites")
 
 
-def to_dict(plan: Plan) -> dict[str, Any]:
+def to_dict(plan: Any) -> dict[str, Any]:
     """Return the plan as JSON data: what is said of the whole first, then the tables."""
     head = {
         "schema": plan.schema,
@@ -46,7 +47,7 @@ def _row(row: Any) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
-def dumps(plan: Plan) -> str:
+def dumps(plan: Any) -> str:
     """Return the text of a plan file: the same plan gives the same text."""
     data = to_dict(plan)
     lines = [f" {_compact(key)}: {_table(value) if key in _TABLES else _compact(value)}" for key, value in data.items()]
@@ -61,7 +62,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return "[\n" + ",\n".join(f"  {_compact(row)}" for row in rows) + "\n ]" if rows else "[]"
 
 
-def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+def save(plan: Any, path: str | os.PathLike[str]) -> None:
     """Write a plan file: whole or not at all. Raises `PlanError`."""
     content = dumps(plan).encode("ascii")
     target = Path(path).resolve()  # through a link: what it points to is replaced, the link stays
@@ -85,24 +86,19 @@ def _write_through(content: bytes, beside: Path, target: Path) -> None:
         beside.unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike[str]) -> Plan:
+def load(path: str | os.PathLike[str], kind: type[P]) -> P:
     """Read a plan file. Raises `PlanError` naming the file, the entry, the cause and the way out."""
     name = os.fsdecode(path)
     try:
-        return _from_bytes(_read(name))
+        return read_checked(Entry(_from_bytes(_read(name))), kind)
     except FxprecError as error:
         raise PlanError(f"{name}: {error}") from None
 
 
-def from_dict(data: object) -> Plan:
-    """Return the plan of `to_dict`'s result, checked like a file. Raises `PlanError` naming the entry."""
-    return read_checked(Entry(data))
-
-
-def read_checked(entry: Entry) -> Plan:
+def read_checked(entry: Entry, kind: type[P]) -> P:
     """Return the plan at a place of larger data. Raises `PlanError` naming the entry."""
     _check_schema(entry)
-    return read_plan(entry)
+    return read_plan(entry, kind)
 
 
 def _read(name: str) -> bytes:
@@ -126,14 +122,14 @@ def _read(name: str) -> bytes:
     return content
 
 
-def _from_bytes(content: bytes) -> Plan:
+def _from_bytes(content: bytes) -> object:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise PlanError(f"is not UTF-8 (byte {error.start}); give a plan file, such as plan.save() writes") from None
     if text.count(",") + text.count("[") + text.count("{") > MAX_VALUES:
         raise PlanError(f"holds more than {MAX_VALUES} values, so it is no plan file; give one plan.save() wrote")
-    return read_checked(Entry(_parse(text)))
+    return _parse(text)
 
 
 def _parse(text: str) -> object:

@@ -15,8 +15,7 @@ from typing import Any
 from fxprec.config import Config
 from fxprec.driver.backend import Backend
 from fxprec.errors import FxprecError, GoldenError
-from fxprec.plan import Plan
-from fxprec.plan import files as plan_json
+from fxprec.plan import Plan, files
 from fxprec.report.compare import differences as plan_differences
 from fxprec.testing.case import Compiled
 from fxprec.testing.finding import Finding, Place
@@ -207,7 +206,7 @@ def dumps(golden: Golden) -> str:
     lines = [f'"{key}": {json.dumps(value)}' for key, value in head.items()]
     entries = [json.dumps({"name": e.name, "numbers": _numbers(e)}) for e in golden.entries]
     lines.append('"statistics": [\n  ' + ",\n  ".join(entries) + "\n ]")
-    lines.append('"plans": [' + ", ".join(plan_json.dumps(_without_lines(p)).strip() for p in golden.plans) + "]")
+    lines.append('"plans": [' + ", ".join(files.dumps(_without_lines(p)).strip() for p in golden.plans) + "]")
     return "{\n " + ",\n ".join(lines) + "\n}\n"
 
 
@@ -223,7 +222,7 @@ def load(path: Path) -> Golden:
     with reading(path):
         data = read_json(path, SCHEMA)
         options = _typed(data, "options", dict)
-        plans = tuple(plan_json.from_dict(plan) for plan in _typed(data, "plans", list))
+        plans = tuple(Plan.from_dict(plan) for plan in _typed(data, "plans", list))
         entries = tuple(_entry(row, i) for i, row in enumerate(_typed(data, "statistics", list)))
         return Golden(options, plans, entries, _typed(data, "torch", str))
 

@@ -12,100 +12,11 @@ from typing import Any, Literal, Self
 from fxprec.config.recipes import BF16, Recipe
 from fxprec.errors import PlanError
 from fxprec.numerics.formats import Format, parse
-
-SCHEMA = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gemm:
-    """One GEMM operator, in execution order."""
-
-    id: int
-    node: str
-    """FX node name."""
-    op: str
-    """For instance ``"aten.convolution"``."""
-    module: str
-    group_before: int
-    """Group of its inputs and weight."""
-    group_after: int
-    """Group its output opens."""
-    pays: bool | None = None
-    """Whether the GEMM, its backward included, multiplies stored codes; None: not asked (docs/gemm.md)."""
-    why: str = ""
-    """The cost model's reason, or whose word it was."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KindCounts:
-    """Elements by kind of tensor."""
-
-    output: int = 0
-    param: int = 0
-    grad_output: int = 0
-    grad_param: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.output + self.param + self.grad_output + self.grad_param
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """The tensors between two adjacent GEMMs."""
-
-    id: int
-    elements: int
-    """At the traced sizes."""
-    elements_by_kind: KindCounts
-    low: bool
-    """Whether the policy made the group low; single tensors of it may still be high (``keep_high``, promotion)."""
-    order: int
-    """Position in the policy's order of demotion, 0 first."""
-    solved_low: bool | None = None
-    """What ``low`` was when the plan was made; a ``low`` switched by hand takes the group's sites along."""
-    operators: tuple[str, ...] = ()
-    size: str = ""
-    """Elements as an expression in the dynamic dimensions; for people and comparison, never evaluated."""
-    saved_bytes: int | None = None
-    """Bytes of its storages that the partitioned graph saves for backward, copies of parameters among them."""
-    saved_elements: int | None = None
-    """Elements of the floating-point tensors among them, copies of parameters left out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """One row of the plan: one tensor that is stored in a chosen format."""
-
-    id: int
-    tensor: str
-    kind: Literal["output", "param", "grad_output", "grad_param"]
-    module: str
-    shape: str
-    group: int
-    format: str
-    """Name of the format in force, promotion included."""
-    direction: Literal["forward", "backward"]
-    promoted_at: int | None = None
-    """Step at which the site was promoted."""
-    elements: int = 0
-    """At the traced sizes."""
-    source: str = ""
-    """``file:line`` or ``""``."""
-    stats: bool = True
-    """Whether the runtime measures it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ByteCount:
-    """Bytes saved for backward, each storage once, the graph's inputs and parameters left out.
-
-    ``planned`` is what the partitioned graph saves; ``fp32`` what the same tensors take in float32, where a parameter's
-    copy takes nothing, since backward would read the parameter.
-    """
-
-    fp32: int
-    planned: int
+from fxprec.plan import files
+from fxprec.plan.compare import first_difference
+from fxprec.plan.entries import Entry
+from fxprec.plan.files import SCHEMA
+from fxprec.plan.rows import ByteCount, Gemm, Group, Site
 
 
 def _version(package: str) -> str:
@@ -206,28 +117,25 @@ class Plan:
         Formats, groups chosen and versions are no part of the model. ``sizes=False`` leaves elements and shapes
         out, so that plans of one model at two batch sizes agree.
         """
-        from fxprec.plan.compare import first_difference
-
         return first_difference(self, other, there=there, sizes=sizes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON data, keys in a fixed order."""
-        from fxprec.plan.files import to_dict
-
-        return to_dict(self)
+        return files.to_dict(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan: whole or not at all, the same bytes for the same plan. Raises `PlanError`."""
-        from fxprec.plan.files import save
-
-        save(self, path)
+        files.save(self, path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a plan file as plain data; nothing in it is executed. Raises `PlanError`, naming the entry."""
-        from fxprec.plan.files import load
+        return files.load(path, cls)
 
-        return load(path)
+    @classmethod
+    def from_dict(cls, data: object) -> Self:
+        """Return the plan of `to_dict`'s result, checked like a file. Raises `PlanError` naming the entry."""
+        return files.read_checked(Entry(data), cls)
 
 
 def _promoted(site: Site, step: int, hi: str) -> Site:

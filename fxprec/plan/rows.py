@@ -1,0 +1,98 @@
+"""The rows of a plan's tables: GEMMs, groups and sites."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """One GEMM operator, in execution order."""
+
+    id: int
+    node: str
+    """FX node name."""
+    op: str
+    """For instance ``"aten.convolution"``."""
+    module: str
+    group_before: int
+    """Group of its inputs and weight."""
+    group_after: int
+    """Group its output opens."""
+    pays: bool | None = None
+    """Whether the GEMM, its backward included, multiplies stored codes; None: not asked (docs/gemm.md)."""
+    why: str = ""
+    """The cost model's reason, or whose word it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindCounts:
+    """Elements by kind of tensor."""
+
+    output: int = 0
+    param: int = 0
+    grad_output: int = 0
+    grad_param: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.output + self.param + self.grad_output + self.grad_param
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The tensors between two adjacent GEMMs."""
+
+    id: int
+    elements: int
+    """At the traced sizes."""
+    elements_by_kind: KindCounts
+    low: bool
+    """Whether the policy made the group low; single tensors of it may still be high (``keep_high``, promotion)."""
+    order: int
+    """Position in the policy's order of demotion, 0 first."""
+    solved_low: bool | None = None
+    """What ``low`` was when the plan was made; a ``low`` switched by hand takes the group's sites along."""
+    operators: tuple[str, ...] = ()
+    size: str = ""
+    """Elements as an expression in the dynamic dimensions; for people and comparison, never evaluated."""
+    saved_bytes: int | None = None
+    """Bytes of its storages that the partitioned graph saves for backward, copies of parameters among them."""
+    saved_elements: int | None = None
+    """Elements of the floating-point tensors among them, copies of parameters left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """One row of the plan: one tensor that is stored in a chosen format."""
+
+    id: int
+    tensor: str
+    kind: Literal["output", "param", "grad_output", "grad_param"]
+    module: str
+    shape: str
+    group: int
+    format: str
+    """Name of the format in force, promotion included."""
+    direction: Literal["forward", "backward"]
+    promoted_at: int | None = None
+    """Step at which the site was promoted."""
+    elements: int = 0
+    """At the traced sizes."""
+    source: str = ""
+    """``file:line`` or ``""``."""
+    stats: bool = True
+    """Whether the runtime measures it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteCount:
+    """Bytes saved for backward, each storage once, the graph's inputs and parameters left out.
+
+    ``planned`` is what the partitioned graph saves; ``fp32`` what the same tensors take in float32, where a parameter's
+    copy takes nothing, since backward would read the parameter.
+    """
+
+    fp32: int
+    planned: int
