@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
+from fxprec import compat
 from fxprec.ir import symbolic
 from fxprec.numerics import device
 from fxprec.numerics.formats import BF16, FP16, FP32, Format
@@ -25,7 +25,7 @@ from fxprec.runtime.gemm.tiles import SMALL, TILES, Tile
 
 _GROUP = 8  # rows of tiles that share columns of B in the L2 cache
 TF32_MANTISSA = 10
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = tl.constexpr(compat.triton_interprets())
 as_bfloat16, power = device.bfloat16(), device.power()
 count_lost, note_facts = map(device_function, ("count_lost", "note_facts"))
 
@@ -135,7 +135,7 @@ def flags(a: Format, b: Format, *, coded: tuple[bool, bool] = (True, True), out:
           middle: torch.dtype = torch.float32) -> dict[str, Any]:  # fmt: skip
     """Return the compile-time arguments for operands of formats ``a`` and ``b`` and codes ``out``, if any."""
     dtype, precision = dot_dtype(a, b)
-    if dtype == torch.bfloat16 and isinstance(matmul_kernel, InterpretedFunction):
+    if dtype == torch.bfloat16 and compat.runs_in_interpreter(matmul_kernel):
         dtype = torch.float32  # the same numbers: the interpreter multiplies bfloat16 as if it were integers
     return {
         "DECODE_A": device.decoder(a) if coded[0] else None,
@@ -191,7 +191,7 @@ def matmul(
         spare if b.exponent is None else b.exponent, spare if out is None else out.row, result, counts, m, n, k,
         *a.codes.stride(), *b.codes.stride(), triton.next_power_of_2(m),
     )  # fmt: skip
-    if tile is None and isinstance(matmul_kernel, InterpretedFunction):
+    if tile is None and compat.runs_in_interpreter(matmul_kernel):
         tile = SMALL
     if tile is None:
         major, minor = torch.cuda.get_device_capability(a.codes.device)

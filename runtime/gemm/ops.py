@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxprec import compat
 from fxprec.errors import LoweringError
 from fxprec.ir.symbolic import AS_STORED, stored_dtype
 from fxprec.ir.symbolic_gemms import MatmulCodes, MatmulToCodes, QuantizeTranspose, TransposeCodes
@@ -83,9 +84,7 @@ def _operand(codes: torch.Tensor, format: str, table: torch.Tensor, row: int):  
 
 
 def _check_device(x: torch.Tensor) -> None:
-    import triton
-
-    if x.device.type != "cuda" and not triton.knobs.runtime.interpret:
+    if x.device.type != "cuda" and not compat.triton_interprets():
         raise LoweringError(
             f"Triton kernels do not run on {x.device.type!r}; move the tensors to 'cuda', or set TRITON_INTERPRET=1 "
             "before the first import to run them in the interpreter"

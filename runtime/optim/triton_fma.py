@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
+
+from fxprec import compat
 
 
 @triton.jit
@@ -26,4 +27,4 @@ def _fused(a, b, c):  # type: ignore[no-untyped-def]
     return tl.fma(a, b, c)
 
 
-fma = _emulated if isinstance(_emulated, InterpretedFunction) else _fused
+fma = _emulated if compat.runs_in_interpreter(_emulated) else _fused
