@@ -39,6 +39,7 @@ from fxprec.passes.base import Notice, Work
 from fxprec.passes.lowering import Lowered, lower
 from fxprec.passes.lowering.nonfinite import keep_nonfinite
 from fxprec.plan import Plan, Site
+from fxprec.plan.compare import low_groups_with
 from fxprec.plan.scales import ScaleGraph
 from fxprec.report.folder import GraphDump
 from fxprec.report.watch import run_passes, write_plan
@@ -274,7 +275,8 @@ class PlannedGraph:
         if trained is None or trained is self._followed:
             return
         self._followed = trained
-        if trained.low_groups != self.controller.plan.low_groups:
+        ours = self.controller.plan
+        if low_groups_with(trained, [(g.group_before, g.group_after) for g in ours.gemms]) != ours.low_groups:
             try:
                 self._compile_again("to evaluate as training runs", None)
             except Exception as error:  # whatever Inductor raises
