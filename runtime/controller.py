@@ -22,7 +22,7 @@ from fxprec.plan.compare import partners
 from fxprec.runtime.events import Event
 from fxprec.runtime.scaling.keeper import Keeper
 from fxprec.runtime.stats import SiteStats, StatsQueue
-from fxprec.runtime.table import format_rows, with_scales
+from fxprec.runtime.table import Formats, ScaleTable, TableState
 
 log = logging.getLogger(__name__)
 _LEVELS = {"scale": logging.DEBUG}  # as long as training runs; what happens once is told at INFO
@@ -57,29 +57,20 @@ class Controller:
     latest: dict[int, SiteStats] = field(default_factory=dict)  # by row
     _refused: frozenset[int] = frozenset()  # sites whose promotion could not be made real
     _held: Mapping[int, str] = field(default_factory=dict)  # other formats than the plan's, by site
-    _formats: torch.Tensor | None = None  # the table without scales
-    _table: torch.Tensor | None = None
-    _on_device: torch.Tensor | None = None
     _told_of: int | None = None  # site whose inf or NaN the latest statistics had
     _warned: set[str] = field(default_factory=set)
-    _made_for: tuple[list[int], bool] | None = None  # exponents and flag in the table
+
+    def __post_init__(self) -> None:
+        self._table = ScaleTable(self.device)
 
     @property
     def table(self) -> torch.Tensor:
         """The current table; the same tensor until something changes."""
-        if self._formats is None:
-            graph = None if self.keeper is None else self.keeper.graph
-            self._formats = self._table = format_rows(self.plan.sites, self.capacity, graph, self._held)
-            self._made_for = None
-        if self.keeper is not None and (self.keeper.exps, self.keeper.measures) != self._made_for:
-            exps, measure = list(self.keeper.exps), self.keeper.measures
-            self._table = with_scales(self._formats, self.keeper.graph, exps, measure=measure)
-            self._made_for = exps, measure
-            self._on_device = None
-        if self._on_device is None:
-            assert self._table is not None
-            self._on_device = self._table.to(self.device, non_blocking=True)
-        return self._on_device
+        keeper = self.keeper
+        held = tuple(self._held.items())
+        formats = Formats(self.plan.sites, None if keeper is None else keeper.graph, self.capacity, held)
+        exps, measures = ((), False) if keeper is None else (tuple(keeper.exps), keeper.measures)
+        return self._table.of(TableState(formats, exps, measures))
 
     def hold(self, formats: Mapping[int, str]) -> None:
         """Round these sites to other formats than the plan's from the next step on; the plan stays.
@@ -88,7 +79,6 @@ class Controller:
         """
         assert self.plan.storage == "simulate"
         self._held = dict(formats)
-        self._formats = self._on_device = None
 
     def begin_step(self) -> None:
         """Act on the statistics that have arrived: afterwards ``plan`` and ``table`` are those of this step."""
@@ -180,7 +170,6 @@ class Controller:
             site = self.plan.sites[i]
             self._tell("promotion", site, f"{site.format} -> {hi}: overflow ratio {offenders[i].overflow_ratio:.4g}")
         self.plan = self.plan.promote(moved, step=self.step, hi=hi)
-        self._formats = self._on_device = None
 
     def promote_as(self, other: Plan) -> None:
         """Promote what another graph of the same model has promoted: evaluation follows training."""
@@ -191,24 +180,25 @@ class Controller:
             self._tell("promotion", site, f"{site.format} -> {self.rules.hi}: promoted in training")
         if moved:
             self.plan = self.plan.promote(moved, step=self.step, hi=self.rules.hi)
-            self._formats = self._on_device = None
 
     def stay_with(self, plan: Plan) -> list[Site]:
         """Go back to a plan of the same sites, and promote those that differ never again; return them."""
         changed = [was for site, was in zip(self.plan.sites, plan.sites, strict=True) if site.format != was.format]
         self._refused |= {site.id for site in changed}
         self.plan = plan
-        self._formats = self._on_device = None
         return changed
 
-    def adopt(self, plan: Plan, keeper: Keeper | None) -> None:
-        """Take the plan of newly compiled code; scales stay as they are where it casts the same gradients."""
+    def adopt(self, plan: Plan, keeper: Keeper | None, capacity: int | None = None) -> None:
+        """Take the plan of newly compiled code; scales stay as they are where it casts the same gradients.
+
+        ``capacity`` are the rows its table has; None: as many as before.
+        """
+        self.capacity = self.capacity if capacity is None else capacity
         if self.keeper is not None and keeper is not None and self.keeper.graph.casts_alike(keeper.graph):
             self.keeper.graph = keeper.graph  # which operands are stored may differ, and so the slots
         else:
             self.keeper = keeper
         self.plan = plan
-        self._formats = self._on_device = None
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per cast: site, format, module, scale and the latest statistics (or None).
@@ -257,7 +247,6 @@ class Controller:
         self.step = state["step"]
         if self.keeper is not None:
             self.keeper.load_state_dict(scales)
-        self._formats = self._on_device = None
 
     def refuse_another(self, state: Mapping[str, Any]) -> Plan:
         """Return the plan of a saved state of this graph. Raises `PlanError` for any other state."""

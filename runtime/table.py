@@ -7,7 +7,9 @@ reads the table of its forward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
@@ -16,6 +18,67 @@ from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import format_row
 from fxprec.plan import Site
 from fxprec.plan.scales import Cast, ScaleGraph
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What the rounding columns of the table are a function of."""
+
+    sites: tuple[Site, ...]
+    scales: ScaleGraph | None
+    num_rows: int
+    held: tuple[tuple[int, str], ...] = ()
+    """Other formats than the plan's, by site."""
+
+
+@dataclass(frozen=True)
+class TableState:
+    """What the whole table is a function of."""
+
+    formats: Formats
+    exps: tuple[int, ...]
+    """By variable of the scale graph."""
+    measures: bool
+
+
+class ScaleTable:
+    """The table on its device: the same tensor until its state is another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._formats = _Latest(_without_scales)
+        self._table = _Latest(self._made)
+
+    def of(self, state: TableState) -> torch.Tensor:
+        """Return the (rows, TABLE_COLUMNS) int32 table."""
+        return self._table(state)
+
+    def _made(self, state: TableState) -> torch.Tensor:
+        formats = self._formats(state.formats)
+        scales = state.formats.scales
+        table = formats if scales is None else with_scales(formats, scales, state.exps, measure=state.measures)
+        return table.to(self._device, non_blocking=True)
+
+
+def _without_scales(formats: Formats) -> torch.Tensor:
+    return format_rows(formats.sites, formats.num_rows, formats.scales, dict(formats.held))
+
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class _Latest(Generic[_K, _V]):
+    """A function that remembers its last argument and value."""
+
+    def __init__(self, function: Callable[[_K], _V]) -> None:
+        self._function = function
+        self._last: tuple[_K, _V] | None = None
+
+    def __call__(self, of: _K) -> _V:
+        if self._last is None or self._last[0] != of:
+            self._last = of, self._function(of)
+        return self._last[1]
 
 
 def format_rows(
