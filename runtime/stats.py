@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,7 @@ class StatsQueue:
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
+        self._is_muted = False
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -59,6 +61,8 @@ class StatsQueue:
 
         (10 * sites + 128 * counted,) float64: a row of counts per site, then the histograms of ``counted``.
         """
+        if self._is_muted:
+            return
         if stats.device.type == "cpu":
             self._pending.append(_Pending(sites, counted, stats, None))
             return
@@ -67,6 +71,15 @@ class StatsQueue:
         event = torch.cuda.Event()
         event.record()
         self._pending.append(_Pending(sites, counted, host, event))
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Take nothing for a while: what runs repeats what was seen."""
+        self._is_muted = True
+        try:
+            yield
+        finally:
+            self._is_muted = False
 
     def poll(self, *, wait: bool = False) -> Iterator[SiteStats]:
         """Yield what has arrived; with ``wait``, everything that was pushed."""

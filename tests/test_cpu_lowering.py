@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # examples/ is not installed
 
-import fxprec.driver.graph
+import fxprec.driver.compilation
 from examples.models.shufflenet import shufflenet_v2
 from examples.models.squeezenet import squeezenet
 from fxprec.demo.models import CharTransformer
@@ -41,7 +41,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 @pytest.fixture
 def no_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fxprec.driver.graph.compat, "compile_fx_inner", run_op_by_op())
+    monkeypatch.setattr(fxprec.driver.compilation.compat, "compile_fx_inner", run_op_by_op())
 
 
 def step(model: nn.Module, x: Tensor, lowering: str, **options: Any) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import fxprec
-import fxprec.driver.graph
+import fxprec.driver.compilation
 from fxprec import arith, optim
 from fxprec.ir.symbolic import CARRIED, MEASURE, TABLE_COLUMNS
 from fxprec.numerics.formats import parse
@@ -229,7 +229,7 @@ def train(model: nn.Module, x: Tensor, recipe: str, storage: str, lowering: str)
 @pytest.mark.parametrize(("recipe", "storage"), CASES)
 def test_training_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, recipe: str, storage: str, lowering: str) -> None:
     """Without code generation, which promises no bits: kernels are called, the rest runs op by op."""
-    monkeypatch.setattr(fxprec.driver.graph.compat, "compile_fx_inner", run_op_by_op())
+    monkeypatch.setattr(fxprec.driver.compilation.compat, "compile_fx_inner", run_op_by_op())
     model, x = network(), values(48).clamp(-4, 4).nan_to_num(0).view(6, 8)
     found = []
     for dtype in (torch.float32, torch.bfloat16):

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import fxprec.driver.graph  # noqa: F401  registers the symbolic ops
+import fxprec.driver.compilation  # noqa: F401  registers the symbolic ops
 from benchmarks.gpu.suite import Setting
 from fxprec.ir.symbolic import AS_STORED
 from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import format_row
 from fxprec.passes.lowering import lower
+from fxprec.passes.lowering.rows import WatchedRows
 
 aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ def compile_fragment(
     """
     gm = make_fx(function, tracing_mode="fake", decomposition_table=_decompositions())(*inputs)
     # As on a GPU, also where a CPU stands in for one.
-    lower(gm, lowering, "cuda", watched=range(8), scaled=frozenset(range(8)))
+    lower(gm, lowering, "cuda", WatchedRows(watched=frozenset(range(8)), scaled=frozenset(range(8))))
     if not setting.compiles:
         return lambda: gm(*inputs)
     with warnings.catch_warnings():

@@ -9,10 +9,11 @@ from unittest import mock
 import torch
 
 import fxprec
-import fxprec.driver.graph
+import fxprec.driver.compilation
 from benchmarks.gpu.models import LLAMA_BLOCK, TINY, Decoder
 from benchmarks.gpu.suite import Row, Setting
 from benchmarks.gpu.timing import in_turn
+from fxprec.passes.lowering.rows import WatchedRows
 
 WANTED = 0.02
 
@@ -41,9 +42,9 @@ def statistics_cost(setting: Setting) -> Iterator[Row]:
             network.zero_grad(set_to_none=True)
 
         with mock.patch.object(
-            fxprec.driver.graph,
+            fxprec.driver.compilation,
             "lower",
-            _lower_without(fxprec.driver.graph.lower) if not scaled else fxprec.driver.graph.lower,
+            _lower_without(fxprec.driver.compilation.lower) if not scaled else fxprec.driver.compilation.lower,
         ):
             run()  # compiles both halves
         sides[name] = run
@@ -55,8 +56,7 @@ def statistics_cost(setting: Setting) -> Iterator[Row]:
 def _lower_without(lower: Any) -> Any:
     """Lower with no row watched, measured or counted."""
 
-    def without(gm: Any, lowering: str, device_type: str, **options: Any) -> Any:
-        empty = {"watched": frozenset(), "measured": frozenset(), "counted": frozenset()}
-        return lower(gm, lowering, device_type, **{**options, **{k: v for k, v in empty.items() if k in options}})
+    def without(gm: Any, lowering: str, device_type: str, rows: WatchedRows, **options: Any) -> Any:
+        return lower(gm, lowering, device_type, WatchedRows(scaled=rows.scaled), **options)
 
     return without

@@ -15,12 +15,14 @@ from fxprec import compat
 from fxprec.config import Config, Settings
 from fxprec.config.grad_scaling import LossScaling
 from fxprec.driver import capture, saved_state
-from fxprec.driver.graph import CompileReport, PlannedGraph
+from fxprec.driver.compiled import CompileReport
+from fxprec.driver.event_log import EventLog
+from fxprec.driver.graph import PlannedGraph
 from fxprec.driver.skip_steps import StepSkipper
 from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning, PlanError
 from fxprec.plan import Plan
 from fxprec.plan.edits import as_edited
-from fxprec.report.folder import DumpFolder, GraphDump
+from fxprec.report.folder import DumpFolder
 from fxprec.runtime.controller import Controller
 from fxprec.runtime.events import Event
 
@@ -39,7 +41,7 @@ class Backend:
         self._dump = dump or DumpFolder.of(self.config)
         self._graphs: list[PlannedGraph] = []
         self._dropped: list[PlannedGraph] = []  # by torch.compiler.reset(), and not traced again yet
-        self._events: list[Event] = []  # what concerns no graph
+        self._log = EventLog("fxprec", strict=self.config.strict)  # what concerns no graph
         self._compilations: Counter[int] = Counter()  # by Dynamo's frame id
         self._waiting = saved_state.Waiting()
         self._skips = StepSkipper(self._controllers) if _skips_steps(self._settings) else None
@@ -82,25 +84,18 @@ class Backend:
     def _built(self, captured: capture.Captured, saved: saved_state.SavedGraph | None) -> PlannedGraph:
         given = self._given_to(captured) if saved is None else saved.plan
         dump = None if self._dump is None else self._dump.graph(len(self._graphs))
-        try:
-            graph = self._planned(captured, given, dump)
-        except capture.TableFull as full:
-            graph = self._planned(captured.with_capacity(full.sites), given, dump)
-        if saved is not None and graph.controller is not None:
-            graph.controller.load_state_dict(saved.state)
-        return graph
-
-    def _planned(self, captured: capture.Captured, given: Plan | None, dump: GraphDump | None) -> PlannedGraph:
-        return PlannedGraph(
+        graph = PlannedGraph(
             captured,
             self._settings,
             self._graphs,
-            given,
             self._skips,
             dump,
             portable=self.portable,
             waiting=self._plans_ahead,
-        )
+        ).compile(given)
+        if saved is not None and graph.controller is not None:
+            graph.controller.load_state_dict(saved.state)
+        return graph
 
     def _given_to(self, captured: capture.Captured) -> Plan | None:
         """Return the plan file, but not for evaluation where it is of a training graph: that follows its groups."""
@@ -147,8 +142,8 @@ class Backend:
     @property
     def events(self) -> tuple[Event, ...]:
         """Promotions, scale changes, fallbacks: (step, kind, site, detail), oldest first."""
-        found = [e for g in self._graphs for e in (*g.events, *(g.controller.events if g.controller else ()))]
-        return tuple(sorted([*self._events, *found], key=lambda e: e.step))
+        found = [event for graph in self._graphs for event in graph.events]
+        return tuple(sorted([*self._log.events, *found], key=lambda e: e.step))
 
     def stats(self) -> list[dict[str, Any]]:
         """One row per site with its latest statistics; waits for those still on their way."""
@@ -209,14 +204,14 @@ class Backend:
 
     def _tell(self, site: str, detail: str) -> None:
         """Warn of what was left out, once, and note an event. Raises `FallbackError` under ``strict``."""
-        if self.config.strict:
-            raise FallbackError(f"{site}: {detail}")
-        self._note("fallback", site, detail)
-        warnings.warn(f"{site}: {detail}", FxprecWarning, stacklevel=3)
+        self._log.tell(site, detail, step=self._step)
 
     def _note(self, kind: str, site: str, detail: str) -> None:
-        step = max((controller.step for controller in self._controllers()), default=0)
-        self._events.append(Event(step, kind, site, detail))
+        self._log.note(kind, site, detail, step=self._step)
+
+    @property
+    def _step(self) -> int:
+        return max((controller.step for controller in self._controllers()), default=0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "portable": self.portable, "state": self.state_dict()}

@@ -23,14 +23,6 @@ from fxprec.passes.analysis.operators import module_path
 SUPPORTED_DEVICES = ("cpu", "cuda")
 
 
-class TableFull(Exception):
-    """The plan has more sites than the table has rows; the caller compiles again with room for ``sites``."""
-
-    def __init__(self, sites: int) -> None:
-        super().__init__(sites)
-        self.sites = sites
-
-
 @dataclass(frozen=True)
 class Captured:
     """Dynamo's graph and its example inputs. The graph is never edited: compilation works on copies."""
@@ -54,8 +46,8 @@ class Captured:
             copied(gm), list(examples), device, _fake_mode(gm.graph), capacity, compat.Ambient.now(device), identity
         )
 
-    def with_capacity(self, sites: int) -> Captured:
-        return replace(self, capacity=1 << sites.bit_length())
+    def with_room_for(self, rows: int) -> Captured:
+        return replace(self, capacity=1 << rows.bit_length())
 
     @cached_property
     def inputs(self) -> tuple[GraphInput, ...]:

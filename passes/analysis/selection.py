@@ -11,17 +11,14 @@ from fxprec.passes.analysis.tensors import CountedTensor
 
 
 def kept_high(
-    tensors: Sequence[CountedTensor],
-    keep_high: tuple[str, ...] | Literal["ends"],
-    ends: frozenset[int] | None = None,
+    tensors: Sequence[CountedTensor], keep_high: tuple[str, ...] | Literal["ends"]
 ) -> tuple[frozenset[int], list[str]]:
     """Return the ids of the tensors held high, and a warning for each pattern that matched nothing.
 
-    A pattern that matches a module covers its submodules. ``ends`` are the ids that ``"ends"`` stands for; left out,
-    they follow from groups in execution order.
+    A pattern that matches a module covers its submodules.
     """
     if keep_high == "ends":
-        return frozenset(t.id for t in _ends(tensors)) if ends is None else ends, []
+        return frozenset(t.id for t in _ends(tensors)), []
     modules = sorted({t.module for t in tensors if t.module})
     matched = {p: {m for m in modules if _matches(m, p)} for p in keep_high}
     warnings = [_no_match(pattern, modules) for pattern, found in matched.items() if not found]

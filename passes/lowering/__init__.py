@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.gemms import lower_gemms
+from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.passes.lowering.stats import Counters, append_gathered, append_outputs, count, watch
 from fxprec.passes.lowering.triton import Generated, call_generated
 from fxprec.passes.lowering.triton.launch import KernelCalls
@@ -30,11 +31,8 @@ def lower(
     gm: GraphModule,
     lowering: str,
     device_type: str,
+    rows: WatchedRows,
     *,
-    watched: Collection[int],
-    scaled: frozenset[int],
-    measured: frozenset[int] = frozenset(),
-    counted: Collection[int] = (),
     calls: KernelCalls | None = None,
     without: Collection[str] = (),
 ) -> Lowered:
@@ -42,27 +40,25 @@ def lower(
 
     ``eager`` leaves the symbolic ops to their reference implementations; ``triton`` generates kernels, which ``calls``
     puts into the graph; a CPU gets kernel calls; everything else ATen ops that
-    Inductor fuses. ``scaled`` are the rows whose scale exponent may differ from 0, ``measured`` those whose moments
-    count, ``counted`` those that get a histogram. ``without`` names kernels not to use, since they do not work.
+    Inductor fuses. ``without`` names kernels not to use, since they do not work.
     """
-    counted_rows, histograms = count(gm, counted)
-    generated, counters = Generated(), Counters(watched, measured, histograms)
+    counted_rows, histograms = count(gm, rows.counted)
+    generated, counters = Generated(), Counters(rows.watched, rows.measured, histograms)
     if lowering != "eager":
-        lower_gemms(gm, device_type, scaled, counters, without)
+        lower_gemms(gm, device_type, rows.scaled, counters, without)
     if lowering == "triton":
         assert calls is not None
-        generated = call_generated(gm, calls, watched=counters.left, scaled=scaled, without=without)
+        generated = call_generated(gm, calls, watched=counters.left, scaled=rows.scaled, without=without)
         counters.add_first(generated.watched, generated.counters)
     if lowering not in ("eager", "triton") and device_type == "cpu":
-        rows, counts = call_kernels(gm, counters.left)
+        found, counts = call_kernels(gm, counters.left)
         append_outputs(gm.graph, [*counters.gathered(gm.graph), *counts, *histograms])  # a cat costs a C++ kernel each
     else:
-        rows, counts = watch(gm, counters.left)
+        found, counts = watch(gm, counters.left)
         append_gathered(gm.graph, [*counters.gathered(gm.graph), *counts, *histograms])
-    rows = (*counters.rows, *rows)
     # Triton runs on a CPU in its interpreter only, beside the reference.
     if lowering != "eager" and not (lowering == "triton" and device_type == "cpu"):
-        expand(gm, scaled, measured)
+        expand(gm, rows.scaled, rows.measured)
     gm.graph.eliminate_dead_code()
     gm.recompile()
-    return Lowered(rows, counted_rows, generated)
+    return Lowered((*counters.rows, *found), counted_rows, generated)

@@ -26,12 +26,13 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from triton.backends.compiler import GPUTarget
 
-import fxprec.driver.graph
+import fxprec.driver.compilation
 from fxprec.driver.capture import copied
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
 from fxprec.passes.lowering import lower
+from fxprec.passes.lowering.rows import WatchedRows
 
 CUDA = torch.device("cuda:0")
 GPUS = {80: Gpu("NVIDIA A100-SXM4-80GB", (8, 0)), 90: Gpu("NVIDIA H100 80GB HBM3", (9, 0))}
@@ -43,17 +44,19 @@ def lowered_halves(
     """Run ``step`` on the CPU with the reference lowering; return each half of its graphs as lowered for a GPU."""
     found: list[GraphModule] = []
 
-    def both(gm: GraphModule, name: str, device: str, **options: Any) -> Any:
+    def both(gm: GraphModule, name: str, device: str, rows: WatchedRows, **options: Any) -> Any:
         twin = moved_to_cuda(copied(gm))
-        lower(twin, lowering, "cuda", **options)
+        lower(twin, lowering, "cuda", rows, **options)
         found.append(twin)
-        return lower(gm, "eager", device, **options)
+        return lower(gm, "eager", device, rows, **options)
 
     with patch.context() as here:
         here.setattr(gemm_costs, "gpu_of", lambda device: GPUS[arch])
-        here.setattr(fxprec.driver.graph.compat, "no_native_fp8", lambda device: "no casts" if arch < 89 else None)
+        here.setattr(
+            fxprec.driver.compilation.compat, "no_native_fp8", lambda device: "no casts" if arch < 89 else None
+        )
         here.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
-        here.setattr(fxprec.driver.graph, "lower", both)
+        here.setattr(fxprec.driver.compilation, "lower", both)
         step()
     return found
 

@@ -23,6 +23,7 @@ from fxprec.ir.symbolic import AS_STORED, QUANTIZE
 from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import format_row
 from fxprec.passes.lowering import Lowered, lower
+from fxprec.passes.lowering.rows import WatchedRows
 
 FORMAT = "1-4-3+4"
 EXPONENT = 3  # of the rows that are scaled
@@ -57,8 +58,8 @@ def generated(
 ) -> tuple[GraphModule, Lowered]:
     """A lowered copy."""
     own = copied(gm)
-    rows = {"watched": frozenset(watched), "scaled": frozenset(scaled), "calls": compat.TritonCalls()}
-    return own, lower(own, "triton", "cpu", **rows)
+    rows = WatchedRows(watched=frozenset(watched), scaled=frozenset(scaled))
+    return own, lower(own, "triton", "cpu", rows, calls=compat.TritonCalls())
 
 
 def run(gm: GraphModule, *inputs: torch.Tensor) -> list[torch.Tensor]:

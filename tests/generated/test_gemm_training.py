@@ -13,7 +13,7 @@ import torch
 from op_by_op import run_op_by_op
 from torch import Tensor, nn
 
-import fxprec.driver.graph
+import fxprec.driver.compilation
 from fxprec import Backend, Config, GradScaling
 from fxprec.ir import symbolic_gemms
 from fxprec.passes import narrow_gemms
@@ -45,13 +45,13 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """Lower for a CUDA device, build nothing; collect the graphs."""
     seen: list[torch.fx.GraphModule] = []
 
-    def for_a_gpu(gm: torch.fx.GraphModule, lowering: str, device: str, **options: Any) -> Any:
+    def for_a_gpu(gm: torch.fx.GraphModule, lowering: str, device: str, *args: Any, **options: Any) -> Any:
         assert device == "cpu"
-        return lower(gm, lowering, "cuda" if lowering == "auto" else device, **options)
+        return lower(gm, lowering, "cuda" if lowering == "auto" else device, *args, **options)
 
     monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
-    monkeypatch.setattr(fxprec.driver.graph.compat, "compile_fx_inner", run_op_by_op(seen))
-    monkeypatch.setattr(fxprec.driver.graph, "lower", for_a_gpu)
+    monkeypatch.setattr(fxprec.driver.compilation.compat, "compile_fx_inner", run_op_by_op(seen))
+    monkeypatch.setattr(fxprec.driver.compilation, "lower", for_a_gpu)
     return seen
 
 

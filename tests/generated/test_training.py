@@ -182,7 +182,8 @@ def test_a_kernel_that_does_not_compile_is_left_out(monkeypatch: pytest.MonkeyPa
 
     from generated.kernel_helpers import FORMAT, scale_table, stored, traced
 
-    from fxprec.passes.lowering import lower
+    from fxprec.passes.lowering import Lowered, lower
+    from fxprec.passes.lowering.rows import WatchedRows
 
     def f(x, w, table):
         return stored(stored(torch.relu(x), table)[1] @ w, table, 1)
@@ -190,8 +191,12 @@ def test_a_kernel_that_does_not_compile_is_left_out(monkeypatch: pytest.MonkeyPa
     gm = traced(f, torch.randn(4, 8), torch.randn(8, 8), scale_table([FORMAT] * 2))
     monkeypatch.setattr(ahead, "why_not_generated", why)
     lowering = Lowering(Config(lowering="triton", recipe="hfp8"), torch.device("cpu"), told.append)
-    options = {"watched": {0, 1}, "scaled": frozenset(), "calls": compat.TritonCalls()}
-    half = lowering.compile(gm, lambda gm, name, without: lower(gm, name, "cpu", without=without, **options), build)
+
+    def lower_half(gm: torch.fx.GraphModule, name: str, without: frozenset[str]) -> Lowered:
+        rows = WatchedRows(watched=frozenset({0, 1}))
+        return lower(gm, name, "cpu", rows, calls=compat.TritonCalls(), without=without)
+
+    half = lowering.compile(gm, lower_half, build)
     assert [len(calls) for calls in builds] == [2, 1]
     assert [n.detail.split(";")[0] for n in told] == ["it does not compile: out of registers"]
     assert half.lowered.rows == (1, 0), "statistics of the site left out come from elsewhere"

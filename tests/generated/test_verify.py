@@ -11,6 +11,7 @@ from fxprec.driver.verify import checked_cpu_run
 from fxprec.ir import symbolic
 from fxprec.numerics.formats import parse
 from fxprec.passes.lowering import lower
+from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.runtime.cpu import ops
 from fxprec.runtime.cpu.params import params_of
 
@@ -30,7 +31,7 @@ def graph_and_inputs():
 def test_right_kernels_have_no_fault() -> None:
     gm, inputs = graph_and_inputs()
     own = copied(gm)
-    assert lower(own, "inductor", "cpu", watched={0, 1}, scaled=frozenset({0})).rows == (0, 1)
+    assert lower(own, "inductor", "cpu", WatchedRows(watched=frozenset({0, 1}), scaled=frozenset({0}))).rows == (0, 1)
     results, faults = checked_cpu_run(own, inputs)
     assert not faults
     for got, right in zip(results, run(gm, *inputs), strict=False):
@@ -43,7 +44,7 @@ def test_a_wrong_kernel_is_named_and_its_result_replaced(monkeypatch: pytest.Mon
     monkeypatch.setattr(ops, "params_of", lambda fmt, *a, **k: params_of(parse(wrong.get(fmt.name, fmt.name)), *a, **k))
     gm, inputs = graph_and_inputs()
     own = copied(gm)
-    lower(own, "inductor", "cpu", watched=(), scaled=frozenset({0}))
+    lower(own, "inductor", "cpu", WatchedRows(scaled=frozenset({0})))
     results, faults = checked_cpu_run(own, inputs)
     assert {fault.kernel.split(" (")[1] for fault in faults} == {
         "fxprec.store_.default, row 0)",

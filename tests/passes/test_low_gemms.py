@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import assert_bits_equal, recorded_works
 from op_by_op import run_op_by_op
 
-import fxprec.driver.graph
+import fxprec.driver.compilation
 from fxprec.ir import symbolic_gemms
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import gemm_costs
@@ -37,7 +37,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
     monkeypatch.setattr(gemm_costs, "gpu_of", lambda device: H100)
     monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
-    monkeypatch.setattr(fxprec.driver.graph.compat, "compile_fx_inner", run_op_by_op(seen))
+    monkeypatch.setattr(fxprec.driver.compilation.compat, "compile_fx_inner", run_op_by_op(seen))
     return seen
 
 

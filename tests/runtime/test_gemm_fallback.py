@@ -24,6 +24,7 @@ from fxprec.errors import FallbackError
 from fxprec.ir.symbolic_gemms import GemmKernel, kernel_called
 from fxprec.passes.base import Notice
 from fxprec.passes.lowering import Lowered, lower
+from fxprec.passes.lowering.rows import WatchedRows
 
 kernels = pytest.importorskip("fxprec.runtime.gemm.kernels", reason="needs Triton")
 TABLE = table_of((0, "e4m3fn"), (5, "e5m2_sat"), (-4, "1-5-2"))
@@ -39,7 +40,7 @@ def lowered_on_a_gpu(monkeypatch: pytest.MonkeyPatch, failing: set[str], tell: A
         return "it does not compile: PTXASError: no memory" if kernel.name in failing else None
 
     def lower_half(gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
-        return lower(gm, lowering, "cuda", watched=(), scaled=frozenset({1, 2}), without=without)
+        return lower(gm, lowering, "cuda", WatchedRows(scaled=frozenset({1, 2})), without=without)
 
     monkeypatch.setattr(kernels, "why_not_compiled", why)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -1,0 +1,273 @@
+"""Compiling one captured graph: the passes run in the middle of ``compile_fx``, then each half is lowered."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+import fxprec.runtime.arith.gemm_ops
+import fxprec.runtime.cpu.ops
+import fxprec.runtime.gemm.ops
+import fxprec.runtime.gemm.reference_ops
+import fxprec.runtime.reference_ops  # noqa: F401  all register implementations
+from fxprec import compat
+from fxprec.config import Settings
+from fxprec.driver.calibration import Calibration, interpreted
+from fxprec.driver.capture import Captured
+from fxprec.driver.compiled import CompiledGraph, Planned, rows_of
+from fxprec.driver.event_log import EventLog
+from fxprec.driver.fallback import Compiled, Half, Lowering, interpreted_kernels
+from fxprec.driver.ranges import interpreted_by_group as by_group
+from fxprec.driver.ranges import ranged
+from fxprec.driver.saved_budget import PlanAgain, SavedBudget
+from fxprec.passes import pipeline
+from fxprec.passes.analysis.joint import JointGraph
+from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs
+from fxprec.passes.base import Work
+from fxprec.passes.lowering import Lowered, lower
+from fxprec.passes.lowering.nonfinite import keep_nonfinite
+from fxprec.passes.lowering.rows import WatchedRows
+from fxprec.plan import Plan
+from fxprec.report.folder import GraphDump
+from fxprec.report.watch import run_passes, write_plan
+from fxprec.runtime.stats import StatsQueue
+
+log = logging.getLogger(__name__)  # TORCH_LOGS="fxprec" shows it, "+fxprec" the passes too
+# Changes with what a pass may do to a graph; Inductor keys its code cache on the graphs that result anyway.
+_CACHE_KEY = "fxprec-1"
+
+
+class _TableFull(Exception):
+    """The plan wants more rows than the table has."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.rows = rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """What all compilations of one graph share."""
+
+    settings: Settings
+    lowering: Lowering
+    budget: SavedBudget
+    log: EventLog
+    queue: StatsQueue
+    """Takes the statistics of what is compiled."""
+    trained: Callable[[], tuple[Plan, ...]]
+    """Gives the plans of the model's training graphs, the latest last."""
+    calibration: Calibration | None
+    dump: GraphDump | None
+    portable: bool
+
+    def compile(self, captured: Captured, given: Plan | None, examples: Sequence[Any], step: int) -> CompiledGraph:
+        """Compile for a plan, or solve one. What a first plan saves, and how many rows it takes, may ask for another.
+
+        ``step`` is the one events are noted for.
+        """
+        while True:
+            attempt = Compilation(self, captured, given, step)
+            try:
+                return attempt.compile(examples)
+            except PlanAgain:
+                continue
+            except _TableFull as full:
+                captured = captured.with_room_for(full.rows)
+
+    def anew(self, captured: Captured, given: Plan | None, step: int) -> CompiledGraph:
+        """Compile again, outside of Dynamo."""
+        with captured.tracing(), compat.backward_at_once():
+            return self.compile(captured, given, captured.fake_examples, step)
+
+
+@dataclass
+class Compilation:
+    """One attempt. The backward half may be compiled in the first backward pass only, and finds here what it needs."""
+
+    compiler: Compiler
+    captured: Captured
+    given: Plan | None
+    step: int
+    planned: Planned | None = None
+    is_training: bool = False
+    is_calibration: bool = False
+    passes: tuple[pipeline.PassReport, ...] = ()
+    copied: tuple[int, ...] = ()
+    seen_by_forward: frozenset[int] = frozenset()  # rows: what backward recomputes is not measured again
+
+    def compile(self, examples: Sequence[Any]) -> CompiledGraph:
+        """Raises `PlanAgain` and `_TableFull` for another attempt, and whatever Inductor raises."""
+        start = time.perf_counter()
+        gm, table = self.captured.with_table()
+        settings = self.compiler.settings
+        with compat.uncached_autograd():
+            run = compat.compile_fx(
+                gm,
+                [*examples, table],
+                inner_compile=self._compile_half,
+                decompositions=None if settings.accumulator is None else compat.whole_gemms(),
+                config_patches=compat.mode_settings(settings.asked.mode)
+                | {
+                    "joint_custom_pre_pass": compat.GraphPass(self._run_passes, _CACHE_KEY),
+                    "joint_custom_post_pass": compat.GraphPass(compat.keep_random_numbers, _CACHE_KEY),
+                },
+            )
+        return CompiledGraph(
+            run=run,
+            captured=self.captured,
+            plan=None if self.planned is None else self.planned.plan,
+            scales=None if self.planned is None else self.planned.scales,
+            is_training=self.is_training,
+            is_calibration=self.is_calibration,
+            copied=self.copied,
+            passes=self.passes,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _run_passes(self, graph: Graph) -> None:
+        """Plan and rewrite one joint (or inference) graph."""
+        joint = JointGraph(graph, self.captured.inputs)
+        if not joint.has_table:  # of torch.cond or a nested_compile_region: left alone, as the outer graph's passes say
+            return
+        self.is_training = bool(joint.tangents)
+        if joint.updates_weights:
+            self._note_unplanned(_STEPS_WEIGHTS)
+            return
+        work = self._work(joint)
+        if self.is_training and self.given is None and (calibration := self.compiler.calibration) is not None:
+            if not calibration.is_complete:
+                self.is_calibration = True
+                pipeline.run(work, pipeline.CALIBRATION)
+                return
+            work.damage = calibration.by_tensor()
+        known = frozenset(graph.nodes)
+        self.passes = tuple(run_passes(work, self.compiler.dump))
+        compat.annotate_budget(graph, known)
+        for notice in work.notices:
+            self.compiler.log.tell(notice.site, notice.detail)
+        self._take(work)
+
+    def _work(self, joint: JointGraph) -> Work:
+        return Work(
+            joint,
+            self.compiler.settings,
+            given=self.given,
+            siblings=self.compiler.trained(),
+            portable=self.compiler.portable,
+            memory_budget=compat.memory_budget(joint.graph),
+            fixed_bytes=self.compiler.budget.fixed,
+            may_exceed_budget=self.is_training and self._saves_codes,
+        )
+
+    def _take(self, work: Work) -> None:
+        plan, scales = work.plan, work.scales
+        assert plan is not None
+        rows = len(plan.sites) if scales is None else scales.num_rows(len(plan.sites))
+        if rows > self.captured.capacity:
+            raise _TableFull(rows)
+        watched = rows_of(plan, scales, self.compiler.settings)
+        self.planned = Planned(plan, scales, watched, work.joint.num_forward_outputs)
+        if self.is_training and not plan.sites and not plan.gemms:
+            self._note_unplanned("nothing to hold low: no GEMM, and nothing of it is stored for backward")
+
+    def _note_unplanned(self, detail: str) -> None:
+        self.compiler.log.note("unplanned", self.compiler.log.name, detail)
+
+    def _compile_half(self, gm: GraphModule, examples: Sequence[Any], **options: Any) -> Compiled:
+        """Lower and compile the forward or the backward graph; strip its statistics from the results."""
+        if self.is_calibration:
+            assert self.compiler.calibration is not None
+            return self.compiler.calibration.watch(gm)
+        num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+        is_forward = not options.get("is_backward")
+        name = "forward" if is_forward else "backward"
+        if is_forward:
+            self.seen_by_forward = frozenset()
+            self._complete_plan(gm)
+            keep_nonfinite(gm.graph)  # first: what lowering is compared with keeps them too
+
+        def build(gm: GraphModule) -> Compiled:
+            return ranged(self._run_of(gm, examples, options), f"fxprec {self.compiler.log.name} {name}")
+
+        half = self.compiler.lowering.compile(gm, self._lower, build)
+        if is_forward:
+            self.seen_by_forward = frozenset(half.lowered.rows)
+        self._dump_kernels(half, name)
+        if not half.lowered.rows:
+            return half if half.has_first_run else half.run
+        compat.trim_output_strides(num_outputs)
+        return _with_stats(half, num_outputs, self.compiler.queue)
+
+    def _run_of(self, gm: GraphModule, examples: Sequence[Any], options: dict[str, Any]) -> Compiled:
+        lowering = self.compiler.lowering
+        if lowering.name == "eager":
+            return by_group(gm, interpreted(gm))
+        if lowering.is_interpreted:
+            return interpreted_kernels(interpreted(gm))
+        return compat.compile_fx_inner(gm, examples, **options)  # type: ignore[no-any-return]
+
+    def _complete_plan(self, forward: GraphModule) -> None:
+        """Put into the plan what the partitioned graph really saves, and hold it to the budget."""
+        if self.planned is None:  # it steps weights
+            return
+        plan, num_results = self.planned.plan, self.planned.num_results
+        if self.is_training:
+            predicted = plan.saved_bytes
+            plan = as_partitioned(plan, forward.graph, num_results, self.captured.inputs)
+            self.copied = copied_inputs(forward.graph, num_results, self.captured.inputs)
+            assert predicted is not None
+            assert plan.saved_bytes is not None
+            if self._saves_codes and self.given is None:
+                self.compiler.budget.hold(predicted.planned, plan.saved_bytes.planned)
+            elif self._saves_codes:
+                self.compiler.budget.tell(plan.saved_bytes.planned, self.step)
+        self.planned = replace(self.planned, plan=plan)
+        log.info("%s: %s", self.compiler.log.name, summary(plan))
+        write_plan(plan, self.compiler.dump)
+
+    @property
+    def _saves_codes(self) -> bool:
+        """Whether a budget is held to what is saved. A simulation saves float32 carriers; its budget is of codes."""
+        return not self.compiler.settings.is_simulated
+
+    def _lower(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
+        rows = WatchedRows() if self.planned is None else self.planned.rows.without(self.seen_by_forward)
+        return lower(gm, lowering, self.captured.device.type, rows, calls=compat.TritonCalls(), without=without)
+
+    def _dump_kernels(self, half: Half, name: str) -> None:
+        compiler = self.compiler
+        if compiler.dump is not None and self.planned is not None and compiler.lowering.name == "triton":
+            compiler.dump.write_kernels(half.lowered.generated.kernels, self.planned.plan, name)
+
+
+# A rounded second moment becomes 0, a rounded update is lost.
+_STEPS_WEIGHTS = "writes over weights or gradients, as an optimizer's step does: compiled as it is, nothing is rounded"
+
+
+def _with_stats(half: Half, num_outputs: int, queue: StatsQueue) -> Compiled:
+    def call(args: list[Any]) -> Any:
+        results = half(args)
+        lowered = half.lowered
+        queue.push(lowered.rows, torch.cat(results[num_outputs:]), lowered.counted)
+        return results[:num_outputs]
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def summary(plan: Plan) -> str:
+    """Return what the plan decided, in one line."""
+    low = sum(group.low for group in plan.groups)
+    saved = plan.saved_bytes
+    bytes_saved = "" if saved is None else f", {saved.planned} of {saved.fp32} bytes saved for backward"
+    return (
+        f"recipe {plan.recipe.name}, {plan.storage} storage: {low} of {len(plan.groups)} groups low, "
+        f"{plan.achieved_low_ratio:.4f} of {plan.total_elements} elements, {len(plan.sites)} sites{bytes_saved}"
+    )

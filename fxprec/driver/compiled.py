@@ -1,0 +1,83 @@
+"""What one compilation of a captured graph made: a value, swapped whole when another takes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fxprec.config import Settings
+from fxprec.config.grad_scaling import GradScaling
+from fxprec.driver.capture import Captured
+from fxprec.numerics.formats import parse
+from fxprec.passes.lowering.rows import WatchedRows
+from fxprec.passes.pipeline import PassReport
+from fxprec.plan import Plan, Site
+from fxprec.plan.scales import ScaleGraph
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What compiling one graph took. ``seconds``: every compilation, the first included, then each re-lowering."""
+
+    graph: int
+    seconds: tuple[float, ...]
+    passes: tuple[PassReport, ...]  # of the latest compilation
+
+    @property
+    def passes_seconds(self) -> float:
+        """Seconds the passes took in the latest compilation."""
+        return sum(p.seconds for p in self.passes)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the passes decided of a graph."""
+
+    plan: Plan
+    scales: ScaleGraph | None
+    rows: WatchedRows
+    num_results: int
+    """Of the forward half, before what it saves for backward."""
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """Code, and what it was compiled for."""
+
+    run: Callable[..., Any]
+    """Takes the graph's inputs and the scale table."""
+    captured: Captured
+    """With a table of as many rows as ``run`` reads."""
+    plan: Plan | None
+    """What it serves; None for a calibration step, and where nothing is planned."""
+    scales: ScaleGraph | None
+    is_training: bool
+    is_calibration: bool
+    copied: tuple[int, ...]
+    """Inputs that backward reads a stored copy of."""
+    passes: tuple[PassReport, ...]
+    seconds: float
+
+
+def rows_of(plan: Plan, scales: ScaleGraph | None, settings: Settings) -> WatchedRows:
+    """Return what the code of a plan does with its rows."""
+    watched = frozenset(site.id for site in plan.sites if _can_lose(site, settings))
+    if scales is None:
+        return WatchedRows(watched=watched)
+    casts, scaling = frozenset(scales.casts), settings.grad_scaling
+    measured = counted = frozenset[int]()
+    if isinstance(scaling, GradScaling):
+        measured = casts | scales.operands
+        counted = casts if scaling.estimate == "histogram" else counted
+    return WatchedRows(watched=casts | measured | watched, scaled=scales.rows, measured=measured, counted=counted)
+
+
+def _can_lose(site: Site, settings: Settings) -> bool:
+    """Say whether a site can overflow where hi does not, or turn a NaN into a number."""
+    fmt = parse(site.format)
+    if settings.storage == "packed" and fmt.nan_code is None:
+        return True
+    if site.direction == "backward" and fmt.exponent_bits < 8:
+        return True
+    return site.kind != "grad_param" and site.format != settings.recipe.hi.name

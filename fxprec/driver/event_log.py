@@ -1,0 +1,39 @@
+"""Events of a graph or of a backend: noted once, and warned of where something asked for was left out."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from fxprec.errors import FallbackError, FxprecWarning
+from fxprec.runtime.events import Event
+
+log = logging.getLogger(__name__)
+
+
+class EventLog:
+    """Events in the order they came. Under ``strict`` what is left out is an error."""
+
+    def __init__(self, name: str, *, strict: bool) -> None:
+        self.events: list[Event] = []
+        self.name, self._strict = name, strict
+
+    def note(self, kind: str, site: str, detail: str, *, step: int = 0) -> bool:
+        """Note an event, unless it is known: a re-lowering finds the same again. Say whether it is new."""
+        event = Event(step, kind, site, detail)
+        if event in self.events:
+            return False
+        log.info("%s: %s", self.name, detail if site == self.name else f"{kind}: {site}: {detail}")
+        self.events.append(event)
+        return True
+
+    def tell(self, site: str, detail: str, *, step: int = 0) -> None:
+        """Warn of what was left out, and note it. Raises `FallbackError` under ``strict``."""
+        if self._strict:
+            raise FallbackError(f"{site}: {detail}")
+        if self.note("fallback", site, detail, step=step):
+            self.warn(f"{site}: {detail}")
+
+    def warn(self, message: str) -> None:
+        """Warn, whether or not ``strict``."""
+        warnings.warn(message, FxprecWarning, stacklevel=3)
