@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -24,26 +25,37 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.convert_frame import compile_lock as compile_lock
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, Unsupported, UserError
+from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis, ShortenTraceback, Unsupported, UserError
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import inductor_prims, list_mode_options
-from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codecache import CppCodeCache, PyCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._prims_common import make_channels_last_2d_strides_for
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx import Graph, Node
+from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, _CheckpointFrame
 
 compile_fx: Callable[..., Any] = _compile_fx.compile_fx
 compile_fx_inner: Callable[..., Any] = _compile_fx.compile_fx_inner
 
 
-def whole_gemms() -> dict[Any, Callable[..., Any]]:
-    """Return Inductor's decompositions without those that make sums of products of small GEMMs."""
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return Inductor's decompositions."""
     from torch._inductor.decomposition import select_decomp_table
 
+    return dict(select_decomp_table())
+
+
+def whole_gemms() -> dict[Any, Callable[..., Any]]:
+    """Return Inductor's decompositions without those that make sums of products of small GEMMs."""
     gemms = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
-    return {op: f for op, f in select_decomp_table().items() if getattr(op, "overloadpacket", op) not in gemms}
+    return {op: f for op, f in decompositions().items() if getattr(op, "overloadpacket", op) not in gemms}
 
 
 class GraphPass(CustomGraphPass):
@@ -233,6 +245,36 @@ SEEDED_RANDINT: Any = inductor_prims.randint  # (low, high, size, seed), likewis
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
+FORCE_STRIDES: Any = torch.ops.prims.inductor_force_stride_order.default  # (x, strides)
+
+
+def channels_last_strides(shape: Sequence[int | torch.SymInt]) -> list[int]:
+    """Return the strides of a channels-last tensor (batch, channels, height, width)."""
+    return [int(stride) for stride in make_channels_last_2d_strides_for(shape)]
+
+
+def build_cpp(source: str, flags: Sequence[str]) -> ctypes.CDLL:
+    """Compile C++ for the CPU with Inductor's builder, or take it from its cache. Raises what the builder raises."""
+    library: ctypes.CDLL = CppCodeCache.load(source, device_type="cpu", extra_flags=tuple(flags))
+    return library
+
+
+def cause_of_no_code(error: Exception) -> str | None:
+    """Return the first line of why a ``torch.compile``d function got no code, or None for any other error."""
+    return str(error.inner_exception).partition("\n")[0] if isinstance(error, BackendCompilerFailed) else None
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Write nothing into torch's structured trace, which would have every graph serialised."""
+    log = torch._logging._internal.trace_log
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
 class TritonCalls:
     """Calls of Triton kernels as graph nodes: the operator Dynamo itself writes for a user's kernel."""
 
@@ -260,6 +302,20 @@ def load_kernel(source: str, name: str) -> Any:
 OLDEST_TRITON = (3, 6)
 
 
+def triton_interprets() -> bool:
+    """Say whether Triton, which is installed, runs kernels in its interpreter."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def runs_in_interpreter(kernel: object) -> bool:
+    """Say whether a Triton function was made for the interpreter."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return isinstance(kernel, InterpretedFunction)
+
+
 def no_triton(device: torch.device) -> str | None:
     """Say why generated Triton kernels cannot run on ``device``, or None where they can."""
     try:
@@ -268,7 +324,7 @@ def no_triton(device: torch.device) -> str | None:
         return "Triton is not installed"
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
         return f"Triton {triton.__version__} is older than {'.'.join(map(str, OLDEST_TRITON))}"
-    interpreted = bool(triton.knobs.runtime.interpret)
+    interpreted = triton_interprets()
     if device.type == "cpu":
         why = "a CPU runs Triton kernels in Triton's interpreter only, which TRITON_INTERPRET=1 chooses at start"
         return None if interpreted else why

@@ -18,6 +18,7 @@ from fxprec.passes.analysis.selection import kept_high
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.base import Notice, Work
 from fxprec.plan import ByteCount, Plan
+from fxprec.plan.compare import low_groups_with
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,13 @@ class AssignPrecision:
         assert work.grouped is not None
         tensors = work.grouped.tensors
         if work.given is not None:
-            work.assignment = _follow(work.given, work.grouped.num_groups, tensors, work.settings.recipe)
+            work.assignment = _follow_given(work.given, work.grouped, work.settings.recipe)
             return
         sibling = None if work.joint.tangents else _same_model(work.grouped, work.siblings)
         if sibling is not None:
-            followed = _follow(sibling, work.grouped.num_groups, tensors, work.settings.recipe)
-            pinned, _ = kept_high(tensors, work.settings.asked.keep_high)
+            low_groups = low_groups_with(sibling, work.grouped.grouping.borders)
+            followed = _follow(sibling, low_groups, work.grouped, work.settings.recipe)
+            pinned, _ = kept_high(tensors, work.settings.asked.keep_high, work.grouped.ends)
             work.assignment = replace(followed, low=followed.low - pinned)
             return
         if work.damage is not None:
@@ -45,6 +47,7 @@ class AssignPrecision:
             tensors,
             work.settings,
             damage=work.damage,
+            ends=work.grouped.ends,
             saved_bytes=replace(saved, fixed=work.fixed_bytes),
             may_exceed=work.may_exceed_budget,
         )
@@ -63,18 +66,26 @@ def _same_model(grouped: Grouped, plans: Sequence[Plan]) -> Plan | None:
     return next((p for p in reversed(plans) if [(g.op, g.module) for g in p.gemms] == ours), None)
 
 
-def _follow(plan: Plan, num_groups: int, tensors: Sequence[CountedTensor], recipe: Recipe) -> Assignment:
-    """Take the plan's groups; formats of single tensors follow from its sites."""
-    if len(plan.groups) != num_groups:
+def _follow_given(plan: Plan, grouped: Grouped, recipe: Recipe) -> Assignment:
+    """Take the groups of a plan for this very graph."""
+    if len(plan.groups) != grouped.num_groups:
         raise PlanError(
-            f"the plan has {len(plan.groups)} groups, this graph {num_groups}: it belongs to another model; "
+            f"the plan has {len(plan.groups)} groups, this graph {grouped.num_groups}: it belongs to another model; "
             "drop plan= to solve anew"
         )
-    low = frozenset(t.id for t in tensors if plan.groups[t.group].low)
+    return _follow(plan, plan.low_groups, grouped, recipe)
+
+
+def _follow(plan: Plan, low_groups: frozenset[int], grouped: Grouped, recipe: Recipe) -> Assignment:
+    """Hold low what lies in ``low_groups``; formats of single tensors follow from the plan's sites."""
+    tensors = grouped.tensors
+    low = frozenset(t.id for t in tensors if t.group in low_groups)
+    order = [g.id for g in sorted(plan.groups, key=lambda g: g.order) if g.id < grouped.num_groups]
+    order += range(len(order), grouped.num_groups)
     return Assignment(
         low=low,
-        low_groups=plan.low_groups,
-        order={g.id: g.order for g in plan.groups},
+        low_groups=low_groups,
+        order={group: position for position, group in enumerate(order)},
         achieved_ratio=plan.achieved_low_ratio,
         bit_ratio=plan.bit_ratio,
         gap=plan.gap,

@@ -1,22 +1,39 @@
-"""Group tensors between adjacent GEMMs, and mark every node with its group."""
+"""Group tensors at the GEMMs, by execution order or by data flow, and mark every node with its group."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fxprec.config.config import GroupingName
+from fxprec.errors import PlanError
 from fxprec.passes.analysis.groups import GROUP_META, group_tensors
 from fxprec.passes.base import Work
 
 
 @dataclass(frozen=True)
 class GroupTensors:
-    """Fill ``work.grouped``."""
+    """Fill ``work.grouped``. A given plan brings its grouping; `PlanError` where another one was asked for."""
 
     name: str = "group-tensors"
 
     def apply(self, work: Work) -> None:
         assert work.operators is not None
-        work.grouped = group_tensors(work.operators)
+        work.grouped = group_tensors(work.operators, _grouping(work))
         for op, group in work.grouped.group_of.items():
             for node in (*op.nodes, *op.backward):
                 node.meta[GROUP_META] = group
+
+
+def _grouping(work: Work) -> GroupingName:
+    """Return the grouping asked for, or that of the plan which the graph follows."""
+    asked, followed = work.settings.asked.grouping, work.given
+    if followed is None and not work.joint.tangents and work.siblings:
+        followed = work.siblings[-1]
+    if followed is None or followed.grouping == asked:
+        return asked
+    if asked != "execution":
+        raise PlanError(
+            f"the plan was made with grouping={followed.grouping!r}, and grouping={asked!r} is asked for; leave "
+            "grouping= out to follow the plan, or drop plan= to solve anew"
+        )
+    return followed.grouping

@@ -30,6 +30,7 @@ class WritePlan:
             recipe=settings.recipe,
             storage=settings.storage,
             policy=assignment.policy,
+            grouping=work.grouped.grouping.name,
             requested_low_ratio=settings.low_ratio if work.given is None else work.given.requested_low_ratio,
             activation_budget=settings.activation_budget if work.given is None else work.given.activation_budget,
             achieved_low_ratio=assignment.achieved_ratio,
@@ -55,12 +56,14 @@ def _gemms(work: Work) -> tuple[Gemm, ...]:
             node=op.name,
             op=op.aten,
             module=op.module,
-            group_before=i,
-            group_after=i + 1,
+            group_before=before,
+            group_after=after,
             pays=answer.pays,
             why=answer.why,
         )
-        for i, (op, answer) in enumerate(zip(work.grouped.gemms, work.answers, strict=True))
+        for i, (op, (before, after), answer) in enumerate(
+            zip(work.grouped.gemms, work.grouped.grouping.borders, work.answers, strict=True)
+        )
     )
 
 

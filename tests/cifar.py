@@ -34,9 +34,9 @@ class Planned:
     tensors: Sequence[CountedTensor]
 
 
-def plan(make: Callable[[], nn.Module], *, dynamic: bool = False) -> Planned:
+def plan(make: Callable[[], nn.Module], *, dynamic: bool = False, **options: object) -> Planned:
     """Plan one training step at batch 128 without allocating or computing anything."""
-    backend = eager_backend("hfp8", low_ratio=0.5)
+    backend = eager_backend("hfp8", low_ratio=0.5, **options)
     with recorded_works() as works, FakeTensorMode(allow_non_fake_inputs=True):
         model, images = make(), torch.empty(BATCH, 3, 32, 32)
         if dynamic:

@@ -146,7 +146,10 @@ def test_a_budget_must_be_positive(size):
         ({"policy": 3}, ["policy is 3; give it one of 'size'"]),
         ({"storage": "naitve"}, ["unknown storage 'naitve'; did you mean 'native'?", "'packed', 'simulate'"]),
         ({"lowering": "tritn"}, ["unknown lowering 'tritn'; did you mean 'triton'?", "'eager'"]),
-        ({"grouping": "dataflow"}, ["unknown grouping 'dataflow'", "allowed: 'execution'"]),
+        (
+            {"grouping": "datafow"},
+            ["unknown grouping 'datafow'; did you mean 'dataflow'?", "allowed: 'execution', 'dat"],
+        ),
         ({"low_ratio": 1.01}, ["low_ratio is 1.01, out of range; give it a number from 0 to 1, or None"]),
         ({"low_ratio": -0.1}, ["low_ratio is -0.1, out of range"]),
         ({"low_ratio": float("nan")}, ["low_ratio is NaN; give it a number from 0 to 1"]),

@@ -19,6 +19,7 @@ def dump(
     low_ratio: Annotated[float | None, typer.Option(help="Share of elements held low, 0 to 1.")] = None,
     budget: Annotated[str, typer.Option(help="Instead: bytes saved for backward, for instance 12GiB.")] = "",
     policy: Annotated[str, typer.Option(help="Which groups go first.")] = "size",
+    grouping: Annotated[str, typer.Option(help="execution, or dataflow: regions between GEMMs.")] = "execution",
 ) -> None:
     """Plan a model under fake tensors (no weights, no run) and dump every pass, the plan and a report."""
     from fxprec.config import Config, Settings
@@ -29,6 +30,7 @@ def dump(
         low_ratio=low_ratio,
         activation_budget=budget or None,
         policy=policy,
+        grouping=grouping,  # type: ignore[arg-type]
         lowering="eager",
         dump=out,
     )

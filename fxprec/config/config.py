@@ -17,12 +17,14 @@ from fxprec.numerics.formats import Format
 
 Storage = Literal["native", "packed", "simulate"]
 PolicyName = Literal["size", "size-ascending", "random", "uniform", "operator", "operator-io", "exact"]
+GroupingName = Literal["execution", "dataflow"]
 Policy = Callable[[Sequence[Any], "Config"], Iterable[int]]
 
 STORAGES = ("native", "packed", "simulate")
 POLICIES = ("size", "size-ascending", "random", "uniform", "operator", "operator-io", "exact")
 GEMMS = ("auto", "low", "high")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+GROUPINGS = ("execution", "dataflow")
 LOWERINGS = ("auto", "triton", "inductor", "eager")
 
 # The middle of the paper's range: accuracy falls as the ratio grows (Lee et al. 2023, section 5.3).
@@ -93,8 +95,9 @@ class Config:
     strict: bool = False
     """Whether anything that would be left out is an error (`FallbackError`) and not a warning."""
 
-    grouping: Literal["execution"] = "execution"
-    """How operators form groups: by execution order, as in the paper."""
+    grouping: GroupingName = "execution"
+    """How operators form groups: ``"execution"``, a new group at each GEMM that runs, as in the paper; ``"dataflow"``,
+    the connected regions of the graph without its GEMMs. A plan brings its own. See docs/policies.md."""
 
     seed: int = 0
     """Seed of policy ``"random"``, at least 0."""
@@ -123,7 +126,7 @@ class Config:
         one_of("lowering", self.lowering, LOWERINGS)
         one_of("gemms", self.gemms, GEMMS)
         one_of("mode", self.mode, MODES)
-        one_of("grouping", self.grouping, ("execution",))
+        one_of("grouping", self.grouping, GROUPINGS)
         if not isinstance(self.grad_scaling, GradScaling | LossScaling):
             one_of("grad_scaling", self.grad_scaling, tuple(NAMED), "or a fxprec.GradScaling or fxprec.LossScaling")
         if self.storage is not None:
@@ -185,7 +188,7 @@ ALLOWED: Mapping[str, str] = {
     "mode": ", ".join(map(repr, MODES)),
     "dump": "the path of a folder or None",
     "strict": "True or False",
-    "grouping": "'execution'",
+    "grouping": ", ".join(map(repr, GROUPINGS)),
     "seed": "an int of at least 0",
     "verify": "True or False",
 }

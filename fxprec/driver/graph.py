@@ -26,6 +26,7 @@ from fxprec.driver.steps import Steps
 from fxprec.errors import DoubleBackwardError
 from fxprec.passes.base import Notice
 from fxprec.plan import Plan
+from fxprec.plan.compare import low_groups_with
 from fxprec.plan.scales import ScaleGraph
 from fxprec.report.folder import GraphDump
 from fxprec.runtime.controller import Controller, Rules
@@ -187,7 +188,8 @@ class PlannedGraph:
         if trained is None or trained is self._followed:
             return
         self._followed = trained
-        if trained.low_groups != controller.plan.low_groups:
+        borders = [(g.group_before, g.group_after) for g in controller.plan.gemms]
+        if low_groups_with(trained, borders) != controller.plan.low_groups:
             try:
                 self._compile_again("to evaluate as training runs", None)
             except Exception as error:  # whatever Inductor raises

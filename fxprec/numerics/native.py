@@ -6,9 +6,11 @@ A kernel walks memory that it cannot check, so each tensor goes to it through `a
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -24,13 +26,21 @@ SANITIZER = "FXPREC_SANITIZE"
 
 def load(source: str, signatures: Signatures, flags: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile C++ ``source`` for the CPU and load it. Raises what Inductor's builder raises."""
-    from torch._inductor.codecache import CppCodeCache
-
-    library: ctypes.CDLL = CppCodeCache.load(source, device_type="cpu", extra_flags=(*flags, *_sanitizing()))
+    library: ctypes.CDLL = inductor().build_cpp(source, (*flags, *_sanitizing()))
     for name, (result, *arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def inductor() -> ModuleType:
+    """Return `fxprec.compat`, which imports Inductor: for modules that do not, before a kernel is wanted.
+
+    Inductor's own deprecations are muted: a caller's "error" filter would make them failures to compile.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module("fxprec.compat")
 
 
 def load_or_warn(source: str, signatures: Signatures, slower: str, flags: Sequence[str] = ()) -> ctypes.CDLL | None:

@@ -6,7 +6,6 @@ reach it as a few runtime integers.
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -16,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from fxprec.errors import FormatError, FxprecWarning
-from fxprec.numerics import codec, directed
+from fxprec.numerics import codec, directed, native
 from fxprec.numerics.formats import BF16, FP16, FP32, Format, parse
 from fxprec.numerics.memory import empty_like
 from fxprec.numerics.rows import CodeRow, FormatRow, code_row, format_row
@@ -213,8 +212,10 @@ def _run_compiled(
     try:
         fused = _fused(kernel, x.dtype, target.dtype, x.device.type)
         fused(source, None if random is None else random.view(-1), *columns, target)
-    except torch._dynamo.exc.BackendCompilerFailed as error:
-        cause = str(error.inner_exception).partition("\n")[0]
+    except Exception as error:
+        cause = native.inductor().cause_of_no_code(error)
+        if cause is None:
+            raise
         warnings.warn(
             f"rounding runs op by op, several times slower: its kernel did not compile ({cause}); "
             "give Inductor a C++ compiler (CXX)",
@@ -242,18 +243,11 @@ def _fused(kernel: _Kernel, dtype: torch.dtype, out_dtype: torch.dtype, device: 
     ) -> None:
         out.copy_(kernel(x, random, (FormatRow(*row.unbind()), CodeRow(*codes.unbind()))))
 
-    _import_inductor()
+    native.inductor()
     # Dynamo counts recompilations by code object: each combination gets its own.
     code = into.__code__.replace(co_name=f"round_{str(dtype)[6:]}_to_{str(out_dtype)[6:]}")
     function = FunctionType(code, into.__globals__, code.co_name, None, into.__closure__)
     return torch.compile(function, dynamic=True, fullgraph=True)
-
-
-def _import_inductor() -> None:
-    """Import it with its own deprecations muted: a caller's "error" filter would make them failures to compile."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        importlib.import_module("torch._inductor.compile_fx")
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

@@ -28,6 +28,8 @@ class Tables(Protocol):
     """What of a `Plan` is compared."""
 
     @property
+    def grouping(self) -> str: ...
+    @property
     def gemms(self) -> tuple[Gemm, ...]: ...
     @property
     def groups(self) -> tuple[Group, ...]: ...
@@ -71,7 +73,7 @@ def partners(here: Tables, other: Tables) -> Mapping[int, int]:
     A training graph has sites that its evaluation graph lacks, so positions say nothing; equals of one place are
     told apart by their order, and by their names where the one graph has more of them than the other.
     """
-    ours, theirs = _by_place(here.sites), _by_place(other.sites)
+    ours, theirs = _by_place(here), _by_place(other)
     found: dict[int, int] = {}
     for place, equals in ours.items():
         candidates = theirs.get(place, [])
@@ -83,11 +85,27 @@ def partners(here: Tables, other: Tables) -> Mapping[int, int]:
     return found
 
 
-def _by_place(sites: Sequence[Site]) -> dict[Hashable, list[Site]]:
+def low_groups_with(trained: Tables, gemms: Sequence[tuple[int, int]]) -> frozenset[int]:
+    """Return which groups of another graph of the same model are low, in a plan for its training graph.
+
+    ``gemms`` are the groups before and after each of its GEMMs. Regions by data flow are matched at the GEMMs they
+    touch, since a loss or an input that only training has shifts their numbers: one is low where all its partners are.
+    """
+    if trained.grouping == "execution":
+        return frozenset(g.id for g in trained.groups if g.low)
+    is_low: dict[int, bool] = {}
+    for gemm, borders in zip(trained.gemms, gemms, strict=True):
+        for theirs, ours in zip((gemm.group_before, gemm.group_after), borders, strict=True):
+            is_low[ours] = is_low.get(ours, True) and trained.groups[theirs].low
+    return frozenset(group for group, low in is_low.items() if low)
+
+
+def _by_place(plan: Tables) -> dict[Hashable, list[Site]]:
     found: dict[Hashable, list[Site]] = defaultdict(list)
-    for site in sites:
+    for site in plan.sites:
+        group = site.group if plan.grouping == "execution" else None  # regions are numbered graph by graph
         name = site.tensor if site.kind.endswith("param") else _unnumbered(site.tensor)
-        found[site.kind, site.group, site.module, site.source, name].append(site)
+        found[site.kind, group, site.module, site.source, name].append(site)
     return found
 
 

@@ -203,6 +203,7 @@ _PLAN: Mapping[str, Reader] = {
     "recipe": RECIPE,
     "storage": _word("native", "packed", "simulate"),
     "policy": _text,
+    "grouping": _word("execution", "dataflow"),
     "requested_low_ratio": _or_null(_share),
     "activation_budget": _or_null(_count),
     "achieved_low_ratio": _share,

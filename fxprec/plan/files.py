@@ -21,7 +21,10 @@ _TABLES = ("gemms", "groups", "sites")
 
 
 def to_dict(plan: Any) -> dict[str, Any]:
-    """Return the plan as JSON data: what is said of the whole first, then the tables."""
+    """Return the plan as JSON data: what is said of the whole first, then the tables.
+
+    ``grouping`` is written where it is not the default.
+    """
     head = {
         "schema": plan.schema,
         "fxprec": plan.fxprec,
@@ -29,6 +32,7 @@ def to_dict(plan: Any) -> dict[str, Any]:
         "recipe": plan.recipe.to_dict(),
         "storage": plan.storage,
         "policy": plan.policy,
+        **({} if plan.grouping == "execution" else {"grouping": plan.grouping}),
         "requested_low_ratio": plan.requested_low_ratio,
         "activation_budget": plan.activation_budget,
         "achieved_low_ratio": plan.achieved_low_ratio,

@@ -39,6 +39,8 @@ class Plan:
     recipe: Recipe = BF16
     storage: Literal["native", "packed", "simulate"] = "native"
     policy: str = "size"
+    grouping: Literal["execution", "dataflow"] = "execution"
+    """How operators form groups, as `Config.grouping`."""
     requested_low_ratio: float | None = None
     """None where an activation budget took its place."""
     activation_budget: int | None = None

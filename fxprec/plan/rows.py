@@ -17,7 +17,7 @@ class Gemm:
     """For instance ``"aten.convolution"``."""
     module: str
     group_before: int
-    """Group of its inputs and weight."""
+    """Group of its inputs and weight; under ``grouping="dataflow"`` of its first operand."""
     group_after: int
     """Group its output opens."""
     pays: bool | None = None
@@ -42,7 +42,7 @@ class KindCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The tensors between two adjacent GEMMs."""
+    """The tensors between GEMMs: between two adjacent ones, or of one region (`Plan.grouping`)."""
 
     id: int
     elements: int

@@ -39,6 +39,7 @@ def page_data(plan: Plan, title: str, drawing: Drawing | None, history: Sequence
         "recipe": plan.recipe.to_dict(),
         "storage": plan.storage,
         "policy": plan.policy,
+        "grouping": plan.grouping,
         "asked": plan.requested_low_ratio,
         "budget": plan.activation_budget,
         "reached": plan.achieved_low_ratio,
@@ -105,7 +106,9 @@ class _Gemms:
     def row(self, gemm: Gemm) -> list[Any]:
         cost = None if self.drawing is None else self.drawing.gemms[gemm.id]
         names = [self.texts(t) for t in (gemm.node, gemm.op, gemm.module)]
-        return [*names, None if cost is None else cost.flops, *self._bytes(gemm, cost), gemm.pays, self.texts(gemm.why)]
+        flops = None if cost is None else cost.flops
+        between = (gemm.group_before, gemm.group_after)
+        return [*names, flops, *self._bytes(gemm, cost), gemm.pays, self.texts(gemm.why), *between]
 
     def _bytes(self, gemm: Gemm, cost: GemmCost | None) -> list[int | None]:
         """Bytes of operands and result: all in bf16, and as planned."""

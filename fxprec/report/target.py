@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
+from fxprec.compat import FakeTensor, FakeTensorMode, tree_map_only
 from fxprec.errors import ConfigError, FxprecError, did_you_mean
 from fxprec.report.folder import DumpFolder
 
@@ -99,7 +98,7 @@ def _made(result: Any, target: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if isinstance(tensor, torch._subclasses.FakeTensor) else mode.from_tensor(tensor)
+    return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
 
 def _line(error: BaseException) -> str:

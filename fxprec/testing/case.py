@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
+from fxprec.compat import keystr, tree_flatten_with_path, tree_leaves, tree_map_only, untraced
 from fxprec.config import Config
 from fxprec.driver.backend import Backend
 from fxprec.errors import ConfigError, FxprecError, ReferenceRunError
@@ -153,14 +152,9 @@ def quiet() -> Iterator[None]:
 
     pytest records what every logger says, and torch would serialise its graphs for that.
     """
-    trace = logging.getLogger("torch.__trace")
-    before, trace.disabled = trace.disabled, True
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-            yield
-    finally:
-        trace.disabled = before
+    with untraced(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        yield
 
 
 def first_line(error: BaseException) -> str:

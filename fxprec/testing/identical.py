@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from fxprec.compat import keystr, tree_flatten_with_path
 from fxprec.errors import NumericsError
 from fxprec.plan import Plan
 from fxprec.testing.finding import SHOWN, aligned

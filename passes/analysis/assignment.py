@@ -50,18 +50,20 @@ def assign(
     damage: Mapping[int, float] | None = None,
     saved_bytes: SavedBytes | None = None,
     may_exceed: bool = False,
+    ends: frozenset[int] | None = None,
 ) -> Assignment:
     """Choose the low tensors of one graph.
 
     ``damage`` predicts the loss from holding a tensor low, by tensor id (absent: none); policy ``"exact"`` needs
     it. ``saved_bytes`` says what a tensor takes while saved for backward; left out, it is predicted from the
-    tensors marked ``saved``. ``may_exceed`` leaves it to the caller to hold the result to the budget. Raises
+    tensors marked ``saved``. ``may_exceed`` leaves it to the caller to hold the result to the budget; ``ends`` are the
+    tensors of ``keep_high="ends"`` where their groups do not say (`kept_high`). Raises
     `BudgetError` for a budget out of reach, and `ConfigError` for ``"exact"`` without damages and for what a policy
     function returns, if it is no set of groups.
     """
     recipe = settings.recipe
     saved_bytes = saved_bytes or SavedBytes.predict(tensors, recipe)
-    pinned, warnings = kept_high(tensors, settings.asked.keep_high)
+    pinned, warnings = kept_high(tensors, settings.asked.keep_high, ends)
     problem = _problem(tensors, settings, pinned, damage or {}, saved_bytes, has_damage=damage is not None)
     policy = (
         from_function(settings.asked.policy) if callable(settings.asked.policy) else POLICIES[settings.asked.policy]

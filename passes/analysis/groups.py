@@ -1,4 +1,4 @@
-"""Groups of tensors between adjacent GEMMs (Lee et al. 2023, section 4.1).
+"""Counts the tensors of a training step, group by group (Lee et al. 2023, section 4.1).
 
 Definitions: docs/algorithms.md, "Operators, tensors, groups".
 """
@@ -9,21 +9,19 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import sympy
 import torch
 from torch.fx import Node
 
+from fxprec.config.config import GroupingName
 from fxprec.errors import LoweringError
 from fxprec.passes.analysis import ops, regions
+from fxprec.passes.analysis.grouping import GROUPINGS, Grouping
 from fxprec.passes.analysis.joint import JointGraph, numel_expr, numel_hint, shape_text, value
 from fxprec.passes.analysis.operators import Operator, Operators
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.analysis.values import is_differentiable, is_float_tensor, is_plain_float
-
-if TYPE_CHECKING:
-    pass
 
 GROUP_META = "fxprec_group"  # of a node: the group its operator lies in, for profiler ranges
 
@@ -37,15 +35,36 @@ class Grouped:
     """
 
     operators: Operators
-    gemms: Sequence[Operator]
-    group_of: Mapping[Operator, int]
+    grouping: Grouping
     tensors: Sequence[CountedTensor]
     values: Mapping[Node, CountedTensor]
     grads: Mapping[Node, CountedTensor]
 
+    @cached_property
+    def gemms(self) -> Sequence[Operator]:
+        return [op for op in self.operators.all if op.is_gemm]
+
+    @cached_property
+    def ends(self) -> frozenset[int] | None:
+        """Ids of the first GEMM's operands, parameters, results and their gradients, and of all in the last group.
+
+        None where the groups themselves say so (execution order).
+        """
+        if self.grouping.name == "execution" or not self.gemms:
+            return None
+        first = self.gemms[0]
+        nodes = {self.operators.base(n) for n in first.inputs} | set(first.outputs)
+        beside = {held[n].id for held in (self.values, self.grads) for n in nodes if n in held}
+        last = next(self.group_of[op] for op in reversed(self.operators.all) if op.outputs and not op.is_view)
+        return frozenset(beside) | {t.id for t in self.tensors if t.group == last}
+
     @property
     def num_groups(self) -> int:
-        return len(self.gemms) + 1
+        return self.grouping.num_groups
+
+    @property
+    def group_of(self) -> Mapping[Operator, int]:
+        return self.grouping.of_operator
 
     def group_size(self, group: int) -> sympy.Expr:
         """Return the group's elements as an expression in the dynamic dimensions."""
@@ -59,40 +78,34 @@ class Grouped:
         return sizes
 
 
-def group_tensors(operators: Operators) -> Grouped:
-    """Walk the operators in execution order; a new group opens at every GEMM."""
-    return _Walk(operators).run()
+def group_tensors(operators: Operators, grouping: GroupingName = "execution") -> Grouped:
+    """Count the tensors of the operators in execution order, grouped as `GROUPINGS` defines it."""
+    return _Walk(operators, GROUPINGS[grouping](operators)).run()
 
 
 class _Walk:
-    """The state of one walk: which group is open, what was counted so far."""
+    """The state of one walk: what was counted so far."""
 
-    def __init__(self, operators: Operators) -> None:
-        self.operators = operators
+    def __init__(self, operators: Operators, grouping: Grouping) -> None:
+        self.operators, self.grouping = operators, grouping
         self.joint: JointGraph = operators.joint
         self.tensors: list[CountedTensor] = []
         self.values: dict[Node, CountedTensor] = {}
         self.grads: dict[Node, CountedTensor] = {}
-        self.group_of: dict[Operator, int] = {}
-        self.gemms: list[Operator] = []
         self.differentiable = _differentiable(operators)
         self.gemm_operands = _gemm_operands(operators)
         self.saved = _saved_for_backward(operators)
 
     def run(self) -> Grouped:
-        for node in self.joint.placeholders:
-            if self.joint.describe(node).kind == "input" and node.users:
-                self._count_value(node, group=0, module="", source="", of_gemm=False)
+        for node in self.joint.used_inputs:
+            self._count_value(node, self.grouping.of_input.get(node, 0), module="", source="", of_gemm=False)
         for op in self.operators.all:
-            if op.is_gemm:
-                self.gemms.append(op)
-            self.group_of[op] = len(self.gemms)
             if op.is_view:
                 continue
             self._count_params(op)
             for node in op.outputs:
-                self._count_value(node, len(self.gemms), op.module, op.source, op.is_gemm)
-        return Grouped(self.operators, self.gemms, self.group_of, self.tensors, self.values, self.grads)
+                self._count_value(node, self.grouping.of_operator[op], op.module, op.source, op.is_gemm)
+        return Grouped(self.operators, self.grouping, self.tensors, self.values, self.grads)
 
     def _count_params(self, op: Operator) -> None:
         bases = [self.operators.base(n) for n in op.inputs]
@@ -109,12 +122,11 @@ class _Walk:
     def _group_of_first_input(self, op: Operator, bases: Sequence[Node]) -> int:
         """A parameter lies with its operator's first input that is no parameter."""
         for node in bases:
-            if node.op == "placeholder":
-                if self.joint.describe(node).kind == "input":
-                    return 0
-            elif (producer := self.operators.of_node.get(node)) is not None:
-                return self.group_of[producer]
-        return self.group_of[op]
+            if node in self.grouping.of_input:
+                return self.grouping.of_input[node]
+            if (producer := self.operators.of_node.get(node)) is not None:
+                return self.grouping.of_operator[producer]
+        return self.grouping.of_operator[op]
 
     def _count_value(self, node: Node, group: int, module: str, source: str, of_gemm: bool) -> None:
         self._refuse_float64(node, module, source)

@@ -92,6 +92,11 @@ class JointGraph:
         return tuple(n for n in self.graph.find_nodes(op="placeholder") if n not in tangents)
 
     @cached_property
+    def used_inputs(self) -> tuple[Node, ...]:
+        """The model's own inputs that something reads."""
+        return tuple(n for n in self.placeholders if n.users and self.describe(n).kind == "input")
+
+    @cached_property
     def tangents(self) -> tuple[Node, ...]:
         return tuple(n for n in self.graph.find_nodes(op="placeholder") if "tangent" in n.name)
 

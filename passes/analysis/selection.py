@@ -11,14 +11,17 @@ from fxprec.passes.analysis.tensors import CountedTensor
 
 
 def kept_high(
-    tensors: Sequence[CountedTensor], keep_high: tuple[str, ...] | Literal["ends"]
+    tensors: Sequence[CountedTensor],
+    keep_high: tuple[str, ...] | Literal["ends"],
+    ends: frozenset[int] | None = None,
 ) -> tuple[frozenset[int], list[str]]:
     """Return the ids of the tensors held high, and a warning for each pattern that matched nothing.
 
-    A pattern that matches a module covers its submodules.
+    A pattern that matches a module covers its submodules. ``ends`` are the ids that ``"ends"`` stands for; left out,
+    they follow from groups in execution order.
     """
     if keep_high == "ends":
-        return frozenset(t.id for t in _ends(tensors)), []
+        return frozenset(t.id for t in _ends(tensors)) if ends is None else ends, []
     modules = sorted({t.module for t in tensors if t.module})
     matched = {p: {m for m in modules if _matches(m, p)} for p in keep_high}
     warnings = [_no_match(pattern, modules) for pattern, found in matched.items() if not found]

@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxprec import compat
 from fxprec.ir import symbolic, symbolic_gemms
 from fxprec.ir.symbolic import CARRIED
 from fxprec.numerics import codec, formats, stats
@@ -156,7 +156,7 @@ def _traced(
     def call(*args: torch.Tensor) -> torch.Tensor:
         return function(*args[: len(dtypes)], args[len(dtypes) :], *static)
 
-    return make_fx(call, decomposition_table=select_decomp_table())(*examples, *columns)
+    return make_fx(call, decomposition_table=compat.decompositions())(*examples, *columns)
 
 
 _Columns = tuple[torch.Tensor, ...]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fxprec import compat
 from fxprec.ir import symbolic
 from fxprec.ir import symbolic_gemms as gemms
 from fxprec.passes.lowering.expand import insert
@@ -22,11 +24,7 @@ def runs_triton(device_type: str) -> bool:
     """Say whether Triton kernels run on tensors of this device here."""
     if device_type == "cuda":
         return True
-    try:
-        import triton
-    except ImportError:
-        return False
-    return bool(triton.knobs.runtime.interpret)
+    return importlib.util.find_spec("triton") is not None and compat.triton_interprets()
 
 
 def lower_gemms(

@@ -9,14 +9,12 @@ from __future__ import annotations
 import operator
 
 import torch
-import torch._inductor.inductor_prims  # registers inductor_force_stride_order
-from torch._prims_common import make_channels_last_2d_strides_for
 from torch.fx import Graph, Node
 
+from fxprec import compat
 from fxprec.ir import symbolic
 
 aten = torch.ops.aten
-_FORCE = torch.ops.prims.inductor_force_stride_order.default
 _CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
 
 
@@ -30,7 +28,7 @@ def prefer_channels_last(graph: Graph) -> None:
             continue
         if x not in forced:
             with graph.inserting_before(q):
-                forced[x] = graph.call_function(_FORCE, (x, strides))
+                forced[x] = graph.call_function(compat.FORCE_STRIDES, (x, strides))
             forced[x].meta["val"] = x.meta["val"]
         for guard in [g for g in _guards(q) if g.args[1] is x]:
             guard.args = (guard.args[0], forced[x])
@@ -55,4 +53,4 @@ def _channels_last(val: torch.Tensor) -> list[int] | None:
     """Return the strides, or None where there is nothing to force: not 4-D, or not known before the run."""
     if val.ndim != 4 or not all(isinstance(size, int) for size in val.shape[1:]):
         return None
-    return [int(stride) for stride in make_channels_last_2d_strides_for(val.shape)]
+    return compat.channels_last_strides(val.shape)

@@ -41,7 +41,8 @@ for (const site of sites) {
 for (const group of groups) {
   const known = Object.values(group.parts).reduce((a, b) => a + b, 0);
   if (group.elements > known) group.parts.b0 = group.elements - known;
-  group.module = group.id ? T(raw.gemms[group.id - 1]?.[2] ?? 0) : commonModule(group.sites.map(site => site.module).filter(Boolean));
+  const opens = raw.gemms.find(gemm => gemm[9] === group.id);
+  group.module = group.id && opens ? T(opens[2]) : commonModule(group.sites.map(site => site.module).filter(Boolean));
 }
 
 // Without graph.json there are no edges, and each site is drawn as a node.

@@ -10,6 +10,7 @@ for (const node of nodes) for (const reader of node.to) {
   if (!reach.has(node.group)) reach.set(node.group, new Set());
   reach.get(node.group).add(reader.group);
 }
+const follows = i => raw.grouping === "execution" || (reach.get(i)?.has(i + 1) ?? false);
 
 const size = () => ({ w: canvas.clientWidth || 600, h: canvas.clientHeight || 400 });
 function place() {
@@ -56,6 +57,7 @@ const path = (d, cls, tip = true) => svg("path", { class: `edge ${cls}`, d, "mar
 function* chainEdges() {
   for (let i = 0; i + 1 < plane.boxes.length; i++) {
     const a = plane.boxes[i], b = plane.boxes[i + 1];
+    if (!follows(i)) continue;
     if (!inSight({ x: Math.min(a.x, b.x), y: a.y, w: Math.abs(a.x - b.x) + b.w, h: b.y + b.h - a.y }, drawn)) continue;
     if (a.y === b.y) { yield path(`M${a.x + a.w},${a.y + BOX.h / 2}H${b.x}`, ""); continue; }
     const middle = b.y - BOX.gapY / 2;
@@ -70,7 +72,7 @@ function curve(a, b) {
 }
 function* skipEdges() {  // residual connections; what every group reads is drawn for the selected one only
   for (const [from, readers] of reach) for (const to of readers) {
-    if (to - from < 2 || to - from > NEAR_GROUPS) continue;
+    if (to - from === 1 || Math.abs(to - from) > NEAR_GROUPS) continue;  // back only where regions follow the data
     const a = plane.boxes[from], b = plane.boxes[to];
     if (inSight(a, drawn) || inSight(b, drawn)) yield path(curve(a, b), "skip");
   }

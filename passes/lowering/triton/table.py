@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch._inductor.inductor_prims  # registers prims.fma
 
 aten = torch.ops.aten
 
