@@ -74,6 +74,52 @@ def test_first_run_writes_and_fails_then_passes_then_shows_a_table_then_updates(
     assert run(project).ret == 0
 
 
+TRAINING = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Lazy(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=RATE)
+
+def batch(step):
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+    return x, x[:, :3].argmax(1)
+
+def test_curve(numerics):
+    options = {"recipe": "fp8", "low_ratio": 0.5}
+    numerics.check_training(lambda: nn.Linear(8, 3), batch, loss=F.cross_entropy, steps=6, seeds=2,
+                            options=options, optimizer=Lazy)
+
+def test_no_loss(numerics):
+    numerics.check_training(lambda: nn.Linear(8, 3), batch, steps=0)
+"""
+
+
+def test_a_training_run_is_held_to_its_band(pytester):
+    def trained(rate, *options):
+        pytester.makepyfile(test_curve=TRAINING.replace("RATE", str(rate)))
+        return run(pytester, *options)
+
+    text = trained(1.0).stdout.str()
+    golden = pytester.path / "test_curve" / "test_curve.json"
+    assert f"no golden file yet: wrote {golden}; read it, commit it, and run again" in text
+    assert "fxprec: error: steps is 0 and seeds 5; give at least 1 step and 2 seeds" in text
+    trained(1.0).assert_outcomes(passed=1, failed=1)
+    slow = trained(0.01, f"--numerics-report={pytester.path}/out")
+    slow.assert_outcomes(failed=2)
+    assert re.search(r"^loss outside the band at \d of 6 steps$", slow.stdout.str(), re.M)
+    assert no_traceback(slow.stdout.str())
+    (curve, _) = json.loads((pytester.path / "out" / "numerics.json").read_text())["tests"]
+    (check,) = curve["checks"]
+    assert (check["kind"], check["status"], len(check["losses"])) == ("training", "failed", 6)
+    assert all(low < high for low, high in zip(check["low"], check["high"], strict=True))
+    written = golden.read_bytes()
+    trained(0.01, "--numerics-update").assert_outcomes(passed=1, failed=1)
+    assert golden.read_bytes() != written
+
+
 BAD_GOLDENS = {
     "[1, 2": "is no JSON",
     "[1, 2]": "is a list, and no golden file of the numerics kit",

@@ -1,0 +1,77 @@
+"""Pass weigh-gemms: one answer per GEMM, a person's word before the cost model's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from one_pass import run_pass
+from torch import nn
+
+from fxprec.passes.analysis import gemm_costs
+from fxprec.passes.analysis.gemm_costs import Answer, Costs, Gpu, Product
+from fxprec.passes.weigh_gemms import gemm_nodes, weigh
+
+NAME = "weigh-gemms"
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0))
+
+
+@pytest.fixture
+def on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_costs, "gpu_of", lambda device: H100)
+
+
+def linears() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 48))
+
+
+def answers(model: nn.Module, x: torch.Tensor, **options: object) -> tuple[Answer, ...]:
+    ran = run_pass(NAME, model, x, **options)
+    assert ran.is_unchanged(), "a pass that asks"
+    return ran.work.answers
+
+
+def test_a_cpu_is_not_asked() -> None:
+    assert answers(linears(), torch.randn(16, 32), gemms="low") == (Answer(None, "not asked on cpu"),) * 2
+
+
+@pytest.mark.usefixtures("on_an_h100")
+def test_nor_is_a_simulation() -> None:
+    found = answers(linears(), torch.randn(16, 32), storage="simulate")
+    assert found == (Answer(None, "not asked in simulation"),) * 2
+
+
+@pytest.mark.usefixtures("on_an_h100")
+@pytest.mark.parametrize(("word", "pays"), [("low", True), ("high", False)])
+def test_a_persons_word_goes_first(word: str, pays: bool) -> None:
+    found = answers(linears(), torch.randn(16, 32), gemms=word)
+    assert found == (Answer(pays, f"as gemms={word!r} asks"),) * 2
+
+
+@pytest.mark.usefixtures("on_an_h100")
+def test_small_gemms_do_not_pay_and_every_half_is_weighed() -> None:
+    ran = run_pass(NAME, linears(), torch.randn(16, 32))
+    assert [a.pays for a in ran.work.answers] == [False, False]
+    assert [a.why.split(" over")[0] for a in ran.work.answers] == ["2 GEMMs", "3 GEMMs"]
+    assert [len(gemm_nodes(op)) for op in ran.work.grouped.gemms] == [2, 3], "the input wants no gradient"
+
+
+@pytest.mark.usefixtures("on_an_h100")
+def test_what_has_no_kernel_stays_high_and_the_user_who_asked_is_told() -> None:
+    ran = run_pass(
+        NAME, nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)), torch.randn(2, 4, 8, 8), gemms="low"
+    )
+    assert [(a.pays, a.why) for a in ran.work.answers] == [(False, "aten.convolution has no kernel for codes")] * 2
+    (notice,) = ran.work.notices
+    assert notice.detail.startswith(
+        "gemms='low', but 2 of 2 GEMMs decode their operands: aten.convolution has no kernel"
+    )
+
+
+def test_the_faster_way_wins_by_a_margin() -> None:
+    rates = {"bytes_per_s": 1e12, "bf16_flop_per_s": 1e14, "fp8_flop_per_s": 2e14, "generated_flop_per_s": 1e13}
+    costs = Costs(source="measured", **rates, fp32_flop_per_s=1e13, launch_s=1e-6, own_launch_s=1e-5)
+    large = Product(4096, 4096, 4096, "native")
+    assert weigh([large], costs).pays
+    assert weigh([large], costs).why == "1 GEMM over codes 688 us, decoded 1375 us (measured)"
+    assert not weigh([Product(4096, 4096, 4096, "generated")], costs).pays
+    assert not weigh([Product(64, 64, 64, "native", copies=(4096,) * 3)], costs).pays, "copies cost launches"
