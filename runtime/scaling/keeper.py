@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from fxprec.plan.scales import Cast, ScaleGraph
 from fxprec.runtime.scaling.estimates import floor_log2
 from fxprec.runtime.scaling.histogram import Histogram
 from fxprec.runtime.scaling.loss_scaling import LossScaleKeeper
+from fxprec.runtime.scaling.record import PATIENCE, Record, Refresh, from_state, to_state
 from fxprec.runtime.scaling.solver import (
     FOOTROOM_EXP,
     HEADROOM_EXP,
@@ -33,27 +33,7 @@ GROSS_UNDERFLOW = 0.05
 AT_ONCE_ABOVE = 0.01
 # Share of overflow from which a gradient is too large as a whole, and all that is computed from it too small.
 GROSS_OVERFLOW = 0.25
-# Steps of gross underflow in a row after which the largest gradient seen since the last refresh counts no more.
-PATIENCE = 8
-HISTORY = 1000  # refreshes remembered per cast
-
 Tell = Callable[[str, int, str], None]  # (kind of event, site, detail)
-
-
-@dataclass(frozen=True, slots=True)
-class Refresh:
-    """One cast at one refresh: the exponent chosen, and what was estimated and measured for it.
-
-    Shares are of the non-zero elements; ``measured_underflow`` and ``overflow`` are those of the step measured, at
-    the exponent in force then.
-    """
-
-    step: int
-    scale_exponent: int
-    estimated_underflow: float
-    estimated_overflow: float
-    measured_underflow: float
-    overflow: float
 
 
 class Keeper(Protocol):
@@ -107,20 +87,11 @@ class ScaleKeeper:
     graph: ScaleGraph
     at_once_above: float  # overflow ratio that lowers a scale at once
     exps: list[int] = field(default_factory=list)
-    _measured: dict[int, SiteStats] = field(default_factory=dict)  # the last good measurement, by row
-    _amax: dict[int, float] = field(default_factory=dict)  # largest since the last refresh
-    _margins: dict[int, int] = field(default_factory=dict)
-    _saturating: dict[int, float] = field(default_factory=dict)  # row -> its largest magnitude, to act on at once
-    _clipped: dict[int, int] = field(default_factory=dict)  # row -> binades by which the whole of it saturated
-    _lost: dict[int, float] = field(default_factory=dict)  # row -> share lost, before the first scales
-    _recent: dict[int, deque[float]] = field(default_factory=dict)  # row -> largest magnitudes of the last steps
-    _small: dict[int, int] = field(default_factory=dict)  # row -> steps in a row it was far below its largest
+    _records: dict[int, Record] = field(default_factory=dict)  # by row, of casts and of their GEMMs' operands
     _refused: set[int] = field(default_factory=set)  # rows of casts that wanted another scale at the last refresh
-    _fresh: set[int] = field(default_factory=set)  # casts measured since the last refresh
     _due: bool = True
     _settling: int = 0  # refreshes in a row
     _last_refresh: int = 0
-    _history: dict[int, deque[Refresh]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.exps:
@@ -134,6 +105,11 @@ class ScaleKeeper:
     def waits(self) -> bool:
         return self._last_refresh == 0 and not self._fresh  # step 2 is to be scaled
 
+    @property
+    def _fresh(self) -> frozenset[int]:
+        """Casts measured since the last refresh, by row."""
+        return frozenset(row for row, record in self._records.items() if record.is_fresh)
+
     def ask(self) -> None:
         self._due, self._settling = True, 0
 
@@ -141,53 +117,45 @@ class ScaleKeeper:
         row = stats.site
         is_cast = row in self.graph.casts
         if not (is_cast or row in self.graph.operands) or not 0.0 < stats.amax < math.inf:
-            if stats.amax == 0.0 and row in self._recent:
-                self._recent[row].append(0.0)
+            if stats.amax == 0.0 and row in self._records and self._records[row].recent:
+                self._records[row].recent.append(0.0)
             return  # zeros say nothing, and a bad batch must not decide
+        record = self._records.setdefault(row, Record())
         if stats.is_measured:
-            self._measured[row] = stats
-            if is_cast:
-                self._fresh.add(row)
+            record.measured = stats
+            record.is_fresh = is_cast
         if is_cast:
-            self._note_cast(row, stats)
+            self._note_cast(row, record, stats)
         else:
-            self._amax[row] = max(self._amax.get(row, 0.0), stats.amax)
+            record.note_amax(stats.amax)
 
-    def _note_cast(self, row: int, stats: SiteStats) -> None:
+    def _note_cast(self, row: int, record: Record, stats: SiteStats) -> None:
         if not self._last_refresh:
-            self._lost[row] = stats.overflow_ratio + stats.underflow_ratio
+            record.lost = stats.overflow_ratio + stats.underflow_ratio
         off = stats.overflow_ratio >= self.at_once_above
         low = stats.underflow_ratio > GROSS_UNDERFLOW
-        self._small[row] = self._small.get(row, 0) + 1 if low and self._is_far_below_the_largest(row, stats.amax) else 0
+        is_small = low and math.ldexp(stats.amax, HEADROOM_EXP) < record.peak
+        record.small = record.small + 1 if is_small else 0
         # A maximum from before the scale went wrong says nothing of the gradient as it is now.
-        forget = off or self._small[row] >= PATIENCE
-        self._amax[row] = stats.amax if forget else max(self._amax.get(row, 0.0), stats.amax)
-        recent = self._recent.setdefault(row, deque(maxlen=PATIENCE))
+        record.note_amax(stats.amax, forget=off or record.small >= PATIENCE)
         if off:
-            recent.clear()
-        recent.append(stats.amax)
+            record.recent.clear()
+        record.recent.append(stats.amax)
         if off:
-            self._saturating[row] = stats.amax
+            record.saturating = stats.amax
             if stats.overflow_ratio >= GROSS_OVERFLOW:
-                self._clipped[row] = self._excess(row, stats.amax)
-        elif low and self._can_rise(row):
+                record.clipped = self._excess(row, stats.amax)
+        elif low and self._can_rise(row, record.peak):
             self._due, self._settling = True, 0
-
-    def _is_far_below_the_largest(self, row: int, amax: float) -> bool:
-        return math.ldexp(amax, HEADROOM_EXP) < self._peak(row)
-
-    def _peak(self, row: int) -> float:
-        """Return the largest magnitude since the last refresh and of the last steps: losses may take turns."""
-        return max(self._amax.get(row, 0.0), *self._recent.get(row, ()), 0.0)
 
     def _excess(self, row: int, amax: float) -> int:
         """Return by how many binades ``amax`` at its scale lies beyond the format's largest number."""
         variable = self.graph.casts[row]
         return max(0, floor_log2(amax) + self.exps[variable] - floor_log2(parse(self._cast(variable).format).largest))
 
-    def _can_rise(self, row: int) -> bool:
+    def _can_rise(self, row: int, peak: float) -> bool:
         variable = self.graph.casts[row]
-        cap = scale_exp(self._peak(row), parse(self._cast(variable).format))
+        cap = scale_exp(peak, parse(self._cast(variable).format))
         return cap is not None and self.exps[variable] < min(cap, MAX_SCALE_EXP)
 
     def _cast(self, variable: int) -> Cast:
@@ -200,15 +168,15 @@ class ScaleKeeper:
             self._tell_what_was_lost(tell)
         if self._fresh:
             self._refresh(step, tell)
-        elif self._saturating:
+        elif any(record.saturating is not None for record in self._records.values()):
             self._lower(tell)
-        self._saturating.clear()
-        self._clipped.clear()
+        for record in self._records.values():
+            record.acted_on()
         self._due = self._due or step + 1 - self._last_refresh >= self.scaling.interval
 
     def _tell_what_was_lost(self, tell: Tell) -> None:
         """Before anything was measured nothing is scaled: say what that cost."""
-        lost = {row: share for row, share in self._lost.items() if share >= GROSS_OVERFLOW}
+        lost = {row: r.lost for row, r in self._records.items() if r.lost is not None and r.lost >= GROSS_OVERFLOW}
         if lost:
             worst = max(lost, key=lambda row: lost[row])
             detail = (
@@ -216,7 +184,13 @@ class ScaleKeeper:
                 f"to over- or underflow, this one {lost[worst]:.0%}: a first step has no scales yet"
             )
             tell("unscaled", self.graph.site_of[worst], detail)
-        self._lost.clear()
+        for record in self._records.values():
+            record.lost = None
+
+    @property
+    def _clipped(self) -> dict[int, int]:
+        """Binades by which the whole of a cast saturated, by row."""
+        return {row: r.clipped for row, r in self._records.items() if r.clipped is not None}
 
     def _lower(self, tell: Tell) -> None:
         """Lower the scales of saturating casts now, by their largest magnitudes; the others wait for a refresh.
@@ -228,7 +202,8 @@ class ScaleKeeper:
         for i, variable in enumerate(self.graph.variables):
             wanted = self.exps[i]
             if isinstance(variable, Cast):
-                cap = scale_exp(self._saturating.get(variable.row, 0.0), parse(variable.format))
+                saturating = self._record(variable.row).saturating or 0.0
+                cap = scale_exp(saturating, parse(variable.format))
                 wanted = (wanted if cap is None else min(wanted, cap)) - into[variable.row]
             else:
                 wanted -= carried[i]
@@ -237,24 +212,28 @@ class ScaleKeeper:
         self._due, self._settling = True, 0
 
     def _refresh(self, step: int, tell: Tell) -> None:
-        measured = Measured(self._measured, self._peaks(), self._histograms(), frozenset(self._fresh))
+        stats = {row: r.measured for row, r in self._records.items() if r.measured is not None}
+        measured = Measured(stats, self._peaks(stats), self._histograms(stats), self._fresh)
         self._adapt_margins(measured)
+        margins = {row: record.margin for row, record in self._records.items()}
         _, hidden = hidden_by_clipping(self.graph, self._clipped)
         limit = self.scaling.underflow
-        found = solve(self.graph, measured.unclipped(hidden), limit, self._margins, self.exps)
+        found = solve(self.graph, measured.unclipped(hidden), limit, margins, self.exps)
         moved = self._change(found.exps, tell)
         self._tell_refused(found.refused, tell)
         for row, variable in self.graph.casts.items():
             self._remember(row, variable, measured, step)
-        unknown = any(row not in self._measured for row in self.graph.casts)
+        unknown = any(row not in stats for row in self.graph.casts)
         self._settling += 1
         self._due = (unknown or moved > HEADROOM_EXP) and self._settling < MAX_SETTLING
         if not self._due:
             self._settling = 0
-        self._fresh.clear()
         self._last_refresh = step
-        self._amax.clear()
-        self._small.clear()
+        for record in self._records.values():
+            record.refreshed()
+
+    def _record(self, row: int) -> Record:
+        return self._records.get(row) or Record()
 
     def _tell_refused(self, refused: Mapping[int, int], tell: Tell) -> None:
         for row in refused.keys() - self._refused:
@@ -266,15 +245,15 @@ class ScaleKeeper:
             tell("clamp", self.graph.site_of[row], detail)
         self._refused = set(refused)
 
-    def _peaks(self) -> dict[int, float]:
+    def _peaks(self, measured: Mapping[int, SiteStats]) -> dict[int, float]:
         """Return the largest magnitude by row: since the last refresh, or when last measured."""
-        seen = {row: self._peak(row) for row in self._amax.keys() | self._recent.keys()}
-        return {row: stats.amax for row, stats in self._measured.items()} | seen
+        seen = {row: record.peak for row, record in self._records.items() if record.is_seen}
+        return {row: stats.amax for row, stats in measured.items()} | seen
 
-    def _histograms(self) -> dict[int, Histogram]:
+    def _histograms(self, measured: Mapping[int, SiteStats]) -> dict[int, Histogram]:
         return {
             row: Histogram.of(stats.counts, stats.amax, parse(self._cast(self.graph.casts[row]).format))
-            for row, stats in self._measured.items()
+            for row, stats in measured.items()
             if stats.counts and row in self.graph.casts
         }
 
@@ -282,15 +261,15 @@ class ScaleKeeper:
         """Raise an exponent where the model says it is high enough but too many underflowed; lower it slowly."""
         limit = self.scaling.underflow
         for row in self._fresh:
-            variable = self.graph.casts[row]
+            variable, record = self.graph.casts[row], self._records[row]
             distribution = measured.distribution(self._cast(variable))
             if distribution is None:
                 continue
-            lost, margin = underflow_of(self._measured[row]), self._margins.get(row, 0)
+            lost = underflow_of(measured.stats[row])
             if lost > limit >= distribution.underflow(self.exps[variable]):
-                self._margins[row] = margin + FOOTROOM_EXP
-            elif margin and lost < limit / 64:
-                self._margins[row] = margin - 1
+                record.margin += FOOTROOM_EXP
+            elif record.margin and lost < limit / 64:
+                record.margin -= 1
 
     def _change(self, exps: list[int], tell: Tell) -> int:
         """Put new exponents in force; return the largest change of a cast."""
@@ -304,7 +283,7 @@ class ScaleKeeper:
         return moved
 
     def _remember(self, row: int, variable: int, measured: Measured, step: int) -> None:
-        distribution, stats = measured.distribution(self._cast(variable)), self._measured.get(row)
+        distribution, stats = measured.distribution(self._cast(variable)), measured.stats.get(row)
         if distribution is None or stats is None:
             return
         exp = self.exps[variable]
@@ -316,10 +295,10 @@ class ScaleKeeper:
             measured_underflow=underflow_of(stats),
             overflow=stats.overflow_ratio,
         )
-        self._history.setdefault(row, deque(maxlen=HISTORY)).append(entry)
+        self._records[row].history.append(entry)
 
     def describe(self, row: int) -> dict[str, Any]:
-        past = self._history.get(row, ())
+        past = self._record(row).history
         return {
             "scale_exponent": self.exps[self.graph.casts[row]],
             "estimated_underflow": past[-1].estimated_underflow if past else None,
@@ -330,14 +309,7 @@ class ScaleKeeper:
     def state_dict(self) -> dict[str, Any]:
         return {
             "exps": list(self.exps),
-            "measured": [{**asdict(stats), "counts": list(stats.counts)} for stats in self._measured.values()],
-            "amax": {str(k): v for k, v in self._amax.items()},
-            "margins": {str(k): v for k, v in self._margins.items()},
-            "saturating": {str(k): v for k, v in self._saturating.items()},
-            "clipped": {str(k): v for k, v in self._clipped.items()},
-            "recent": {str(k): list(v) for k, v in self._recent.items()},
-            "small": {str(k): v for k, v in self._small.items()},
-            "fresh": sorted(self._fresh),
+            **to_state(self._records),
             "due": self._due,
             "settling": self._settling,
             "last_refresh": self._last_refresh,
@@ -345,17 +317,8 @@ class ScaleKeeper:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.exps = list(state["exps"])
-        rows = (SiteStats(**{**stats, "counts": tuple(stats["counts"])}) for stats in state["measured"])
-        self._measured = {stats.site: stats for stats in rows}
-        self._amax = {int(k): v for k, v in state["amax"].items()}
-        self._margins = {int(k): v for k, v in state["margins"].items()}
-        self._saturating = {int(k): v for k, v in state["saturating"].items()}
-        self._clipped = {int(k): v for k, v in state.get("clipped", {}).items()}
-        self._recent = {int(k): deque(v, PATIENCE) for k, v in state.get("recent", {}).items()}
-        self._small = {int(k): v for k, v in state.get("small", {}).items()}
-        self._fresh, self._due = set(state["fresh"]), state["due"]
-        self._settling, self._last_refresh = state["settling"], state["last_refresh"]
-        self._history.clear()
+        self._records = from_state(state)
+        self._due, self._settling, self._last_refresh = state["due"], state["settling"], state["last_refresh"]
 
 
 def underflow_of(stats: SiteStats) -> float:

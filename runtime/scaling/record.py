@@ -1,0 +1,117 @@
+"""What one row of the table showed lately, and how records become plain data."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fxprec.runtime.stats import SiteStats
+
+# Steps of gross underflow in a row after which the largest gradient seen since the last refresh counts no more.
+PATIENCE = 8
+HISTORY = 1000  # refreshes remembered per cast
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """One cast at one refresh: the exponent chosen, and what was estimated and measured for it.
+
+    Shares are of the non-zero elements; ``measured_underflow`` and ``overflow`` are those of the step measured, at
+    the exponent in force then.
+    """
+
+    step: int
+    scale_exponent: int
+    estimated_underflow: float
+    estimated_overflow: float
+    measured_underflow: float
+    overflow: float
+
+
+@dataclass
+class Record:
+    """A cast of a gradient, or an operand of its GEMM, of which only the first two are known."""
+
+    measured: SiteStats | None = None
+    """The last good measurement."""
+    amax: float | None = None
+    """Largest magnitude since the last refresh."""
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=PATIENCE))
+    """Largest magnitudes of the last steps."""
+    small: int = 0
+    """Steps in a row it was far below its largest."""
+    is_fresh: bool = False
+    """Whether it was measured since the last refresh."""
+    margin: int = 0
+    """Binades above what the model asks for."""
+    saturating: float | None = None
+    """Its largest magnitude, to act on at once."""
+    clipped: int | None = None
+    """Binades by which the whole of it saturated."""
+    lost: float | None = None
+    """Share lost to over- and underflow, before the first scales."""
+    history: deque[Refresh] = field(default_factory=lambda: deque(maxlen=HISTORY))
+
+    @property
+    def is_seen(self) -> bool:
+        return self.amax is not None or bool(self.recent)
+
+    @property
+    def peak(self) -> float:
+        """The largest magnitude since the last refresh and of the last steps: losses may take turns."""
+        return max(self.amax or 0.0, *self.recent, 0.0)
+
+    def note_amax(self, amax: float, *, forget: bool = False) -> None:
+        """Take a step's largest magnitude; ``forget`` those before it."""
+        self.amax = amax if forget or self.amax is None else max(self.amax, amax)
+
+    def acted_on(self) -> None:
+        """A step begins."""
+        self.saturating = self.clipped = None
+
+    def refreshed(self) -> None:
+        """Scales were solved anew."""
+        self.is_fresh, self.amax, self.small = False, None, 0
+
+
+def to_state(records: Mapping[int, Record]) -> dict[str, Any]:
+    """Return plain JSON data, by field; the history is no part of it."""
+    rows = sorted(records)
+
+    def by_row(value: Callable[[Record], Any]) -> dict[str, Any]:
+        return {str(row): found for row in rows if (found := value(records[row])) is not None}
+
+    measured = (stats for row in rows if (stats := records[row].measured) is not None)
+    return {
+        "measured": [{**asdict(stats), "counts": list(stats.counts)} for stats in measured],
+        "amax": by_row(lambda r: r.amax),
+        "margins": by_row(lambda r: r.margin or None),
+        "saturating": by_row(lambda r: r.saturating),
+        "clipped": by_row(lambda r: r.clipped),
+        "recent": by_row(lambda r: list(r.recent) or None),
+        "small": by_row(lambda r: r.small or None),
+        "fresh": [row for row in rows if records[row].is_fresh],
+    }
+
+
+def from_state(state: Mapping[str, Any]) -> dict[int, Record]:
+    """Return what `to_state` was given; ``clipped``, ``recent`` and ``small`` may be missing in old states."""
+    records: dict[int, Record] = {}
+
+    def record(row: object) -> Record:
+        return records.setdefault(int(str(row)), Record())
+
+    for stats in state["measured"]:
+        record(stats["site"]).measured = SiteStats(**{**stats, "counts": tuple(stats["counts"])})
+    for key, name in (("amax", "amax"), ("margins", "margin"), ("saturating", "saturating"), ("clipped", "clipped")):
+        for row, value in state.get(key, {}).items():
+            setattr(record(row), name, value)
+    for row, value in state.get("small", {}).items():
+        record(row).small = value
+    for row, values in state.get("recent", {}).items():
+        record(row).recent.extend(values)
+    for row in state["fresh"]:
+        record(row).is_fresh = True
+    return records
