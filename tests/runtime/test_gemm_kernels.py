@@ -101,6 +101,25 @@ def test_interpreted_layouts_dtypes_and_kept_infinities() -> None:
     assert quantize_transpose(x[:0], row_of(fmt), fmt)[1].shape == (70, 0)
 
 
+KEPT = ["e4m3fn", "e4m3fn_nan", "e5m2", "e5m2_sat", "1-4-3-70:fn", "1-8-5:ieee", "fp16_sat"]
+
+
+@interpreted
+@pytest.mark.parametrize("name", KEPT)
+def test_interpreted_codes_that_keep_infinities_have_the_bits_of_the_reference(name: str) -> None:
+    from fxprec.runtime.gemm.transpose import quantize_transpose
+
+    fmt, x = parse(name), hard_numbers(33, 65)
+    with np.errstate(all="ignore"):
+        q, t, _ = quantize_transpose(x, row_of(fmt), fmt, keep=True)
+    assert torch.equal(t, q.t())
+    finite, back = x.isfinite(), reference_decode(q, fmt)
+    assert torch.equal(q[finite].long(), reference_encode(x[finite], fmt).long())
+    assert bool(back[x.isnan()].isnan().all())
+    kept = back[x.isinf()]
+    assert bool((kept == x[x.isinf()]).all() if fmt.specials == "ieee" else kept.isnan().all())
+
+
 @interpreted
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_interpreted_products_are_exact_where_float32_sums_are(first: str, second: str) -> None:
@@ -194,7 +213,7 @@ def test_interpreted_graphs_do_casts_statistics_and_products_in_kernels(measure:
 
 
 def test_in_the_interpreter() -> None:
-    assert run_interpreted(__file__, "test_interpreted") == len(FORMATS) + len(PAIRS) + 5
+    assert run_interpreted(__file__, "test_interpreted") == len(FORMATS) + len(PAIRS) + len(KEPT) + 5
 
 
 def test_without_a_device_the_kernels_say_so() -> None:
