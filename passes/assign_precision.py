@@ -13,8 +13,9 @@ from fxprec.config.recipes import Recipe
 from fxprec.errors import PlanError
 from fxprec.passes.analysis.assignment import Assignment, assign
 from fxprec.passes.analysis.groups import Grouped
-from fxprec.passes.analysis.saved_bytes import SavedBytes, bytes_in_float32
+from fxprec.passes.analysis.saved_bytes import SavedBytes, bytes_in_float32, predicted_size, readable
 from fxprec.passes.analysis.selection import kept_high
+from fxprec.passes.analysis.sizes import budget_note, order_notes, ranges_of
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.base import Notice, Work
 from fxprec.plan import ByteCount, Plan
@@ -52,6 +53,29 @@ class AssignPrecision:
             may_exceed=work.may_exceed_budget,
         )
         work.notices += [Notice("assign-precision", text) for text in work.assignment.warnings]
+        _note_sizes(work, work.grouped, work.assignment)
+
+
+def _note_sizes(work: Work, grouped: Grouped, assignment: Assignment) -> None:
+    """Say for which sizes, of those in the guards, the order of demotion and the budget of a simulation hold."""
+    settings, ranges = work.settings, ranges_of(work.joint.graph)
+    if not ranges:
+        return
+    budget = settings.activation_budget
+    if budget is not None and settings.is_simulated:
+        size = predicted_size(grouped.tensors, settings.recipe, assignment.low) + work.fixed_bytes
+        note = budget_note(budget, readable(budget), size, ranges)
+        if note is not None:
+            work.remarks.append(note.text)
+            work.notices += [Notice("assign-precision", note.text)] if note.is_broken else []
+    if settings.asked.policy in ("size", "size-ascending") and settings.recipe.has_low and settings.low_ratio != 0:
+        pinned, _ = kept_high(grouped.tensors, settings.asked.keep_high, grouped.ends)
+        groups: dict[int, list[CountedTensor]] = {g: [] for g in assignment.order}
+        for tensor in grouped.tensors:
+            if tensor.id not in pinned:
+                groups[tensor.group].append(tensor)
+        order = sorted(groups, key=assignment.order.__getitem__)
+        work.remarks += order_notes(order, groups, ranges, ascending=settings.asked.policy == "size-ascending")
 
 
 def _of_what_changes(damage: Mapping[int, float], tensors: Sequence[CountedTensor]) -> dict[int, float]:

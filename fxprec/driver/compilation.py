@@ -28,7 +28,8 @@ from fxprec.driver.ranges import ranged
 from fxprec.driver.saved_budget import PlanAgain, SavedBudget
 from fxprec.passes import pipeline
 from fxprec.passes.analysis.joint import JointGraph
-from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs
+from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, readable
+from fxprec.passes.analysis.sizes import budget_note, ranges_of
 from fxprec.passes.base import Work
 from fxprec.passes.lowering import Lowered, lower
 from fxprec.passes.lowering.nonfinite import keep_nonfinite
@@ -228,9 +229,23 @@ class Compilation:
                 self.compiler.budget.hold(predicted.planned, plan.saved_bytes.planned)
             elif self._saves_codes:
                 self.compiler.budget.tell(plan.saved_bytes.planned, self.step)
+            plan = self._with_budget_note(plan, forward.graph)
         self.planned = replace(self.planned, plan=plan)
         log.info("%s: %s", self.compiler.log.name, summary(plan))
         write_plan(plan, self.compiler.dump)
+
+    def _with_budget_note(self, plan: Plan, forward: Graph) -> Plan:
+        """Say in the plan for which sizes the budget holds, where not for all that the guards allow."""
+        budget = plan.activation_budget
+        if budget is None or self.planned is None or self.given is not None or not self._saves_codes:
+            return plan
+        size = partitioned_size(forward, self.planned.num_results)
+        note = budget_note(budget, readable(budget), size, ranges_of(forward))
+        if note is None:
+            return plan
+        if note.is_broken:
+            self.compiler.log.tell(self.compiler.log.name, note.text, step=self.step)
+        return replace(plan, notes=(*plan.notes, note.text))
 
     @property
     def _saves_codes(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
@@ -20,7 +21,7 @@ from fxprec.ir import symbolic
 from fxprec.ir.symbolic_gemms import TRANSPOSED
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.groups import GROUP_META
-from fxprec.passes.analysis.joint import GraphInput, JointGraph, input_index, numel_hint, value
+from fxprec.passes.analysis.joint import GraphInput, JointGraph, input_index, numel_expr, numel_hint, value
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.plan import ByteCount, Plan
 
@@ -49,6 +50,18 @@ class SavedBytes:
     def total(self, low: Collection[int]) -> int:
         """Return all bytes saved when the tensors in ``low`` are low."""
         return self.fixed + sum(self.low[i] if i in low else size for i, size in self.high.items())
+
+
+def predicted_size(tensors: Sequence[CountedTensor], recipe: Recipe, low: Collection[int]) -> sympy.Expr:
+    """Return the bytes of the tensors marked ``saved`` as an expression in the dynamic dimensions."""
+    saved = (t for t in tensors if t.saved)
+    return sympy.Add(*(t.size * bytes_per_element(recipe.format_of(t.kind, low=t.id in low)) for t in saved))
+
+
+def partitioned_size(forward: Graph, num_outputs: int) -> sympy.Expr:
+    """Return the bytes a partitioned forward half saves as an expression in the dynamic dimensions."""
+    vals = [value(node) for node in _saved_storages(forward, num_outputs)]
+    return sympy.Add(*(numel_expr(val) * val.dtype.itemsize for val in vals if val is not None))
 
 
 def bytes_per_element(fmt: Format) -> int:
