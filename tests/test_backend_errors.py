@@ -213,6 +213,7 @@ def test_a_gpu_without_8_bit_floats_stores_packed_codes_and_says_so(monkeypatch)
     for got, right in zip(found, wanted, strict=True):
         assert torch.equal(got, right)
     assert (native.plans[0].storage, backend.plans[0].storage) == ("native", "packed")
+    assert backend.config.storage == "native", "what was asked for stays as it is"
     assert backend.plans[0].saved_bytes == native.plans[0].saved_bytes
     assert next(e.site for e in backend.events if e.kind == "fallback") == "storage='native'"
     with pytest.raises(fxprec.FallbackError, match=r"storage='native': compute capability 8\.0"):

@@ -116,6 +116,20 @@ def test_exact_calibration_is_not_repeated_on_resume() -> None:
     assert any("calibration" in event.detail for event in first.backend.events)
 
 
+def test_a_state_takes_the_place_of_a_calibration_under_way() -> None:
+    options = {"policy": "exact", "low_ratio": 0.5}
+    first, resumed = Training("packed", **options), Training("packed", **options)
+    first.run(0, 3)
+    state = first.save()
+    torch.compiler.reset()
+    resumed.compiled(torch.ones(32, 16))
+    assert resumed.backend.all_plans == (None,), "no backward has measured anything yet"
+    resumed.load(first, state)
+    resumed.run(3, 4)
+    assert resumed.backend.plans[0].formats == first.backend.plans[0].formats
+    assert not any("calibration step" in event.detail for event in resumed.backend.events)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("when", ["before compilation", "after compilation"])
 def test_a_distributed_checkpoint_loads_into_a_fresh_backend(when: str, tmp_path: Path) -> None:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule
-from torch.nn import Module, ModuleDict, ModuleList
 
 from fxprec import compat
 from fxprec.config import Config, Settings
 from fxprec.config.grad_scaling import LossScaling
-from fxprec.driver import capture, saved_state
+from fxprec.driver import capture, saved_state, uncompiled
 from fxprec.driver.compiled import CompileReport
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.graph import PlannedGraph
 from fxprec.driver.skip_steps import StepSkipper
-from fxprec.errors import ConfigError, FallbackError, FxprecError, FxprecWarning, PlanError
+from fxprec.errors import ConfigError, FxprecError, FxprecWarning, PlanError
 from fxprec.plan import Plan
 from fxprec.plan.edits import as_edited
 from fxprec.report.folder import DumpFolder
@@ -42,7 +40,7 @@ class Backend:
         self._graphs: list[PlannedGraph] = []
         self._dropped: list[PlannedGraph] = []  # by torch.compiler.reset(), and not traced again yet
         self._log = EventLog("fxprec", strict=self.config.strict)  # what concerns no graph
-        self._compilations: Counter[int] = Counter()  # by Dynamo's frame id
+        self._frames = uncompiled.Frames(self._log, self._step)
         self._waiting = saved_state.Waiting()
         self._skips = StepSkipper(self._controllers) if _skips_steps(self._settings) else None
         self._given = None if self.config.plan is None else as_edited(Plan.load(self.config.plan))
@@ -54,7 +52,7 @@ class Backend:
             raise compat.through_dynamo(error) from error
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        _tell_what_is_missing(self._settings)
+        _tell_what_is_missing(self._settings, self._log)
         if not self._settings.changes_anything or not example_inputs:
             return compat.compile_fx(  # type: ignore[no-any-return]
                 gm, example_inputs, config_patches=compat.mode_settings(self.config.mode)
@@ -202,14 +200,6 @@ class Backend:
             graph.controller.load_state_dict(saved.state)
         self._waiting = waiting
 
-    def _tell(self, site: str, detail: str) -> None:
-        """Warn of what was left out, once, and note an event. Raises `FallbackError` under ``strict``."""
-        self._log.tell(site, detail, step=self._step)
-
-    def _note(self, kind: str, site: str, detail: str) -> None:
-        self._log.note(kind, site, detail, step=self._step)
-
-    @property
     def _step(self) -> int:
         return max((controller.step for controller in self._controllers()), default=0)
 
@@ -240,7 +230,7 @@ def _want_it_whole() -> None:
     raise compat.TraceAgain("fxprec plans whole graphs")
 
 
-def _tell_what_is_missing(settings: Settings) -> None:
+def _tell_what_is_missing(settings: Settings, log: EventLog) -> None:
     """Say which of the options given have no effect; under ``strict`` that is an error."""
     messages = []
     if not settings.changes_anything:
@@ -251,9 +241,7 @@ def _tell_what_is_missing(settings: Settings) -> None:
             if getattr(settings.asked, name)
         ]
     for message in messages:
-        if settings.asked.strict:
-            raise FallbackError(message)
-        warnings.warn(message, FxprecWarning, stacklevel=2)
+        log.warn_of_loss(message)
 
 
 def backend_of(compiled: object) -> Backend:
@@ -339,68 +327,9 @@ def _calls(wrapper: object) -> Backend | None:
     return _backend_of_wrapper(wrapper) if function is fxprec else None
 
 
-def _compilations(wrapper: object) -> Counter[int] | None:
-    try:
-        backend = _calls(wrapper)
-    except FxprecError:  # wrong options; the compilation that follows says so
-        return None
-    return None if backend is None else backend._compilations
-
-
-def _tell_of_limit(wrapper: object, code: str, limit: str) -> None:
+def _frames_of(wrapper: object) -> uncompiled.Frames | None:
     backend = _calls(wrapper)
-    assert backend is not None
-    try:
-        backend._tell(
-            code,
-            "runs uncompiled, in the model's own precision, where no compiled code fits: this model hit "
-            f"torch._dynamo.config.{limit}, and Dynamo compiles this code for no model any more; see "
-            'TORCH_LOGS="recompiles" for what changes from call to call, make it a tensor, or raise the limit',
-        )
-    except FxprecError as error:
-        raise compat.through_dynamo(error) from error
+    return None if backend is None else backend._frames
 
 
-def _tell_of_frame(wrapper: object, code: str, owner: object, reason: str) -> None:
-    try:
-        backend = _calls(wrapper)
-        if backend is not None:
-            backend._tell(code, f"runs uncompiled, in the model's own precision{_left_out(owner)}: {reason}. {_MEND}")
-    except FxprecError as error:
-        raise compat.through_dynamo(error) from error
-
-
-def _note_break(wrapper: object, code: str, reason: str) -> None:
-    try:
-        backend = _calls(wrapper)
-    except FxprecError:  # wrong options, as the graph's own compilation has said
-        return
-    if backend is not None:
-        backend._note("uncompiled", code, f"cut in several graphs, each planned for itself: {reason}")
-
-
-_MEND = (
-    'Your own modules that it calls are compiled one by one; TORCH_LOGS="graph_breaks" shows where Dynamo stopped: '
-    "take that out of the loop, or compile the parts"
-)
-
-
-def _left_out(owner: object) -> str:
-    """Name torch's own modules that an uncompiled method calls: Dynamo compiles no frame of torch's code."""
-    if not isinstance(owner, Module):
-        return ""
-    theirs = [name for name, child in _children(owner) if any(True for _ in child.parameters())]
-    return f", with {', '.join(theirs)}" if theirs else ""
-
-
-def _children(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
-    for name, child in module.named_children():
-        if isinstance(child, ModuleList | ModuleDict):
-            yield from _children(child, f"{prefix}{name}.")
-        elif type(child).__module__.startswith("torch.nn."):
-            yield prefix + name, child
-
-
-compat.count_recompiles_per_model(_compilations, _tell_of_limit)
-compat.watch_frames_left_uncompiled(_tell_of_frame)
-compat.watch_graph_breaks(_note_break)
+uncompiled.watch(_frames_of)

@@ -29,11 +29,15 @@ class EventLog:
 
     def tell(self, site: str, detail: str, *, step: int = 0) -> None:
         """Warn of what was left out, and note it. Raises `FallbackError` under ``strict``."""
+        if self._strict or self.note("fallback", site, detail, step=step):
+            self.warn_of_loss(f"{site}: {detail}")
+
+    def warn_of_loss(self, message: str) -> None:
+        """Warn of what was left out, without an event. Raises `FallbackError` under ``strict``."""
         if self._strict:
-            raise FallbackError(f"{site}: {detail}")
-        if self.note("fallback", site, detail, step=step):
-            self.warn(f"{site}: {detail}")
+            raise FallbackError(message)
+        self.warn(message)
 
     def warn(self, message: str) -> None:
         """Warn, whether or not ``strict``."""
-        warnings.warn(message, FxprecWarning, stacklevel=3)
+        warnings.warn(message, FxprecWarning, stacklevel=4)

@@ -1,0 +1,100 @@
+"""What Dynamo leaves to Python, or cuts in pieces: told by the backend of the model concerned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch.nn import Module, ModuleDict, ModuleList
+
+from fxprec import compat
+from fxprec.driver.event_log import EventLog
+from fxprec.errors import FxprecError
+
+
+@dataclass(frozen=True)
+class Frames:
+    """What Dynamo does with the frames of one model, and where its backend tells it."""
+
+    log: EventLog
+    step: Callable[[], int]
+    compilations: Counter[int] = field(default_factory=Counter)
+    """By Dynamo's frame id."""
+
+    def tell(self, code: str, detail: str) -> None:
+        """Warn that ``code`` does not run as asked. Under ``strict`` that is an error."""
+        try:
+            self.log.tell(code, detail, step=self.step())
+        except FxprecError as error:
+            raise compat.through_dynamo(error) from error
+
+    def note_break(self, code: str, reason: str) -> None:
+        detail = f"cut in several graphs, each planned for itself: {reason}"
+        self.log.note("uncompiled", code, detail, step=self.step())
+
+
+def watch(frames_of: Callable[[object], Frames | None]) -> None:
+    """Watch Dynamo from now on; ``frames_of`` finds those of a ``torch.compile`` wrapper, if its backend is ours.
+
+    It raises what is wrong with the options.
+    """
+
+    def known(wrapper: object) -> Frames | None:
+        try:
+            return frames_of(wrapper)
+        except FxprecError:  # the compilation of a graph says so
+            return None
+
+    def compilations(wrapper: object) -> Counter[int] | None:
+        frames = known(wrapper)
+        return None if frames is None else frames.compilations
+
+    def tell(wrapper: object, code: str, detail: str) -> None:
+        try:
+            frames = frames_of(wrapper)
+        except FxprecError as error:
+            raise compat.through_dynamo(error) from error
+        if frames is not None:
+            frames.tell(code, detail)
+
+    def tell_of_frame(wrapper: object, code: str, owner: object, reason: str) -> None:
+        tell(wrapper, code, f"runs uncompiled, in the model's own precision{_left_out(owner)}: {reason}. {_MEND}")
+
+    def note_break(wrapper: object, code: str, reason: str) -> None:
+        if (frames := known(wrapper)) is not None:
+            frames.note_break(code, reason)
+
+    def tell_of_limit(wrapper: object, code: str, limit: str) -> None:
+        tell(wrapper, code, _LIMIT.format(limit))
+
+    compat.count_recompiles_per_model(compilations, tell_of_limit)
+    compat.watch_frames_left_uncompiled(tell_of_frame)
+    compat.watch_graph_breaks(note_break)
+
+
+_LIMIT = (
+    "runs uncompiled, in the model's own precision, where no compiled code fits: this model hit "
+    "torch._dynamo.config.{}, and Dynamo compiles this code for no model any more; see "
+    'TORCH_LOGS="recompiles" for what changes from call to call, make it a tensor, or raise the limit'
+)
+_MEND = (
+    'Your own modules that it calls are compiled one by one; TORCH_LOGS="graph_breaks" shows where Dynamo stopped: '
+    "take that out of the loop, or compile the parts"
+)
+
+
+def _left_out(owner: object) -> str:
+    """Name torch's own modules that an uncompiled method calls: Dynamo compiles no frame of torch's code."""
+    if not isinstance(owner, Module):
+        return ""
+    theirs = [name for name, child in _children(owner) if any(True for _ in child.parameters())]
+    return f", with {', '.join(theirs)}" if theirs else ""
+
+
+def _children(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
+    for name, child in module.named_children():
+        if isinstance(child, ModuleList | ModuleDict):
+            yield from _children(child, f"{prefix}{name}.")
+        elif type(child).__module__.startswith("torch.nn."):
+            yield prefix + name, child
