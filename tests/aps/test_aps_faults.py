@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,7 +22,7 @@ TIMEOUT = 10  # seconds
 MODES = {"fp32": {}, "hierarchical": {"accumulate": "format", "group_size": 2}}
 
 
-def loses_rank_1(rank: int, world: int, how: str, mode: str) -> tuple[str, float]:
+def loses_rank_1(rank: int, world: int, how: str, mode: str, ended: str) -> tuple[str, float]:
     """In the second step rank 1 has its exponents through and then dies or stalls; how this rank's backward ended."""
     kernels.library()  # a first compilation takes longer than the timeout
     torch.manual_seed(0)
@@ -35,7 +36,9 @@ def loses_rank_1(rank: int, world: int, how: str, mode: str) -> tuple[str, float
     def stops(self: Exchange) -> None:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(2 * TIMEOUT)
+        until = time.monotonic() + 2 * TIMEOUT
+        while time.monotonic() < until and len(os.listdir(ended)) < world - 1:  # no longer than the others wait
+            time.sleep(0.1)
 
     start = time.monotonic()
     stage = "scatter" if mode == "fp32" else "reduce"
@@ -43,13 +46,14 @@ def loses_rank_1(rank: int, world: int, how: str, mode: str) -> tuple[str, float
         try:
             loss.backward()
         except RuntimeError as error:
+            Path(ended, str(rank)).touch()
             return f"{type(error).__name__}: {error}", time.monotonic() - start
     return "no error", time.monotonic() - start
 
 
 @pytest.mark.parametrize(("how", "mode"), [("killed", "fp32"), ("killed", "hierarchical"), ("stalled", "fp32")])
-def test_the_others_end_with_torchs_error_when_a_rank_is_lost(how: str, mode: str) -> None:
-    ends = run_ranks(3, loses_rank_1, how, mode, timeout=TIMEOUT)
+def test_the_others_end_with_torchs_error_when_a_rank_is_lost(how: str, mode: str, tmp_path: Path) -> None:
+    ends = run_ranks(3, loses_rank_1, how, mode, str(tmp_path), timeout=TIMEOUT)
     assert (ends[1] is None) == (how == "killed")
     for message, seconds in (ends[0], ends[2]):
         assert message.startswith(("RuntimeError", "DistBackendError", "DistNetworkError")), message
