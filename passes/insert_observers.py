@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from fxprec.config.recipes import Recipe
-from fxprec.ir import symbolic
+from fxprec.ir.symbolic import Damage, Observe
 from fxprec.passes.analysis.gradients import GradientWalk
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.values import is_plain_float
 from fxprec.passes.base import Work
-from fxprec.passes.casts.sites import emit, insertion_point_after, replace_uses
+from fxprec.passes.casts.sites import emit_call, insertion_point_after, replace_uses
 from fxprec.passes.lowering.stats import append_gathered
 
 
@@ -52,8 +52,9 @@ def _observe(grouped: Grouped, value: Node, gradient: Node, recipe: Recipe) -> N
     users = list(gradient.users)
     later = max(insertion_point_after(gradient), insertion_point_after(value))
     with graph.inserting_before(later.next):
-        args = (gradient, value, grouped.values[value].id, recipe.lo_forward.name, recipe.lo_backward.name)
-        observed = emit(graph, symbolic.OBSERVE, args, gradient, backward=True)
+        tensor = grouped.values[value].id
+        observe = Observe(gradient, value, tensor, recipe.lo_forward.name, recipe.lo_backward.name)
+        observed = emit_call(graph, observe, gradient, backward=True)
     replace_uses(gradient, observed, users)
 
 
@@ -62,13 +63,13 @@ def measure(gm: GraphModule) -> tuple[int, ...]:
 
     Two numbers each: of the tensor and of its gradient.
     """
-    found: dict[int, Node] = {}
-    for node in gm.graph.find_nodes(op="call_function", target=symbolic.OBSERVE):
+    damages: dict[int, Node] = {}
+    for node, observe in Observe.among(Observe.nodes(gm.graph)):
         with gm.graph.inserting_before(node):
-            found[node.args[2]] = gm.graph.call_function(symbolic.DAMAGE, node.args)
-        node.replace_all_uses_with(node.args[0])
+            damages[observe.tensor] = Damage.like(observe).insert(gm.graph)
+        node.replace_all_uses_with(observe.grad)
         gm.graph.erase_node(node)
-    if found:
-        append_gathered(gm.graph, list(found.values()))
+    if damages:
+        append_gathered(gm.graph, list(damages.values()))
     gm.recompile()
-    return tuple(found)
+    return tuple(damages)

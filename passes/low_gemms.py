@@ -8,17 +8,18 @@ it then reads from the copy too, so that only one is saved.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir import symbolic, symbolic_gemms
+from fxprec.ir.symbolic import QUANTIZE, Dequantize, KeepNonfinite
+from fxprec.ir.symbolic_gemms import TRANSPOSED, CodedGemm, Transposed
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.coded_gemms import PURE_VIEWS, Coded, Layout
-from fxprec.passes.analysis.joint import is_backward, value
+from fxprec.passes.analysis.joint import input_at, is_backward, tensor_of
 from fxprec.passes.base import Work
-from fxprec.passes.casts.sites import emit
+from fxprec.passes.casts.sites import emit, emit_call
 from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
 
 aten = torch.ops.aten
@@ -51,49 +52,47 @@ class _Rewrite:
         self.codes: dict[tuple[Node, Node | None], Node] = {}
         self.copies: dict[Node, Node] = {}  # codes -> their transposed copy
 
-    def gemm(self, node: Node, found: Found) -> None:
-        a, b = found.a, found.b
-        bias = node.args[0] if node.target is aten.addmm.default else None
-        out = value(node)
-        assert out is not None
-        native, backward = found.kernel == "native", is_backward(node)
+    def gemm(self, node: Node, kernels: Found) -> None:
+        a, b = kernels.a, kernels.b
+        bias = input_at(node, 0) if node.target is aten.addmm.default else None
+        out = tensor_of(node)
+        native, backward = kernels.kernel == "native", is_backward(node)
         factors = [
             self.copy(code) if native and x.layout != layout else code
             for code, x, layout in zip((self.code(a), self.code(b)), (a, b), _NATIVE, strict=True)
         ]
         with self.graph.inserting_before(node):
-            args = tuple(self.seen(c, x, backward) for c, x in zip(factors, (a, b), strict=True))
-            rest = (bias, a.table, a.row, b.row, a.fmt.name, b.fmt.name, out.dtype, found.kernel)
-            new = emit(self.graph, symbolic_gemms.GEMM, (*args, *rest), node, val=out)
+            left, right = (self.seen(c, x, backward) for c, x in zip(factors, (a, b), strict=True))
+            rows, formats = (a.row, b.row), (a.fmt.name, b.fmt.name)
+            gemm = CodedGemm(left, right, bias, a.table, *rows, *formats, out.dtype, kernels.kernel)
+            new = emit_call(self.graph, gemm, node, val=out)
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
 
     def code(self, x: Coded) -> Node:
         """Return the codes to multiply: of a guarded gradient, with its inf and NaN."""
-        found = self.codes.get((x.q, x.source))
-        if found is None:
-            found = self.codes[x.q, x.source] = self._code(x)
-        return found
+        code = self.codes.get((x.q, x.source))
+        if code is None:
+            code = self.codes[x.q, x.source] = self._code(x)
+        return code
 
     def _code(self, x: Coded) -> Node:
         code = x.q
-        stored = value(code)
-        assert stored is not None
+        stored = tensor_of(code)
         with self.graph.inserting_before(code.next):
             is_native = x.fmt.torch_dtype is None or stored.dtype == x.fmt.torch_dtype or x.fmt.bits > 8
             if not is_native and (self.has_fp8 or x.source is not None):
                 code = emit(self.graph, aten.view.dtype, (code, x.fmt.torch_dtype), x.q)
             if x.source is not None:
-                code = emit(self.graph, symbolic.KEEP_NONFINITE, (code, x.source), x.q)
+                code = emit_call(self.graph, KeepNonfinite(code, x.source), x.q)
         return code
 
     def seen(self, code: Node, x: Coded, backward: bool) -> Node:
         """Return codes, or their transposed copy, as the matrix the GEMM multiplies."""
-        val = value(code)
-        assert val is not None
+        val = tensor_of(code)
         if val.ndim != 2:
             code = emit(self.graph, aten.view.default, (code, [-1, int(val.shape[-1])]), code, backward=backward)
-        is_copy = code.target is symbolic_gemms.TRANSPOSED
+        is_copy = code.target is TRANSPOSED
         if is_copy == (x.layout == "columns"):
             return code
         return emit(self.graph, aten.permute.default, (code, [1, 0]), code, backward=backward)
@@ -102,37 +101,34 @@ class _Rewrite:
         """Return the transposed copy, made once, right where the codes are."""
         if code not in self.copies:
             with self.graph.inserting_before(code.next):
-                self.copies[code] = emit(self.graph, symbolic_gemms.TRANSPOSED, (code,), code)
+                self.copies[code] = emit_call(self.graph, Transposed(code), code)
         return self.copies[code]
 
     def read_copies(self) -> None:
         """Let backward read forward tensors from the copy it has anyway."""
         for code, copy in self.copies.items():
-            q = code if code.target is symbolic.QUANTIZE else code.args[0]
-            assert isinstance(q, Node)
+            q = code if code.target is QUANTIZE else input_at(code, 0)
             if is_backward(q):
                 continue
-            for decode in [u for u in q.users if u.target is symbolic.DEQUANTIZE]:
-                found = list(_backward_readers(decode))
-                x = self._decoded(copy, decode, [reader for _, reader in found]) if found else None
+            for decode in Dequantize.nodes_among(q.users):
+                readers = list(_backward_readers(decode))
+                x = self._decoded(copy, decode, [reader for _, reader in readers]) if readers else None
                 if x is not None:
-                    for shown, reader in found:
+                    for shown, reader in readers:
                         with self.graph.inserting_before(reader):
                             reader.replace_input_with(shown, self._as_shown(shown, decode, x))
 
     def _decoded(self, copy: Node, decode: Node, readers: list[Node]) -> Node | None:
         """Decode the copy in front of its readers; None where the shape cannot be written down: both are saved."""
-        q, table, row, fmt, storage, dtype = decode.args
-        assert isinstance(q, Node)
-        stored = value(q)
-        assert stored is not None
+        read = Dequantize.of(decode)
+        q, stored = read.q, tensor_of(read.q)
         if stored.ndim != 2 and not all(isinstance(size, int) for size in stored.shape):
             return None
         with self.graph.inserting_before(min(readers)):
             x = emit(self.graph, aten.permute.default, (copy, [1, 0]), q, backward=True)
             if stored.dtype != x.meta["val"].dtype:
                 x = emit(self.graph, aten.view.dtype, (x, stored.dtype), q, backward=True)
-            x = emit(self.graph, symbolic.DEQUANTIZE, (x, table, row, fmt, storage, dtype), q, backward=True)
+            x = emit_call(self.graph, replace(read, q=x), q, backward=True)
             x = self._contiguous(x, q)
             if stored.ndim != 2:
                 x = emit(self.graph, aten.view.default, (x, [int(s) for s in stored.shape]), q, backward=True)

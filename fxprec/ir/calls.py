@@ -86,6 +86,11 @@ class Call:
         return cls(*node.args)
 
     @classmethod
+    def like(cls, call: Call, **others: object) -> Self:
+        """Return a call with the arguments of another operator's that have the same names, and ``others``."""
+        return cls(**{name: getattr(call, name) for name in cls.kinds if name not in others}, **others)
+
+    @classmethod
     def nodes(cls, graph: Graph) -> list[Node]:
         """Return the graph's calls of this operator."""
         return list(graph.find_nodes(op="call_function", target=cls.target))
@@ -94,6 +99,10 @@ class Call:
     def among(cls, nodes: Iterable[Node]) -> list[tuple[Node, Self]]:
         """Return those of ``nodes`` that call this operator, with their calls: ``Dequantize.among(q.users)``."""
         return [(node, call) for node in nodes if (call := cls.match(node)) is not None]
+
+    @classmethod
+    def nodes_among(cls, nodes: Iterable[Node]) -> list[Node]:
+        return [node for node in nodes if node.target is cls.target]
 
     @property
     def args(self) -> tuple[Any, ...]:

@@ -15,8 +15,8 @@ Kernels: ``quantize_transpose`` (codes, transposed codes, counters), ``transpose
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.fx import Node
@@ -40,11 +40,6 @@ class _Product(Call):
     format_a: str
     format_b: str
     dtype: torch.dtype
-
-    @property
-    def operands(self) -> tuple[Any, ...]:
-        """The arguments that every product has."""
-        return tuple(getattr(self, f.name) for f in fields(_Product))
 
     @property
     def formats(self) -> tuple[str, str]:

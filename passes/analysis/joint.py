@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,6 +45,35 @@ def value(node: Node) -> torch.Tensor | None:
     """Return the node's fake tensor, or None where the node holds something else."""
     val = node.meta.get("val")
     return val if isinstance(val, torch.Tensor) else None
+
+
+def tensor_of(node: Node) -> torch.Tensor:
+    """Return the fake tensor of a node that holds one."""
+    val = value(node)
+    assert val is not None, f"{node.format_node()} holds no tensor"
+    return val
+
+
+def input_at(node: Node, position: int) -> Node:
+    """Return the argument at ``position``, where it is a node."""
+    arg = node.args[position]
+    assert isinstance(arg, Node), f"{node.format_node()}: argument {position} is no node"
+    return arg
+
+
+def item_of(node: Node) -> tuple[Node, int] | None:
+    """Return (operator with several results, which of them) where ``node`` takes one."""
+    if node.target is not operator.getitem:
+        return None
+    _, index = node.args
+    assert isinstance(index, int), f"{node.format_node()} takes no single result"
+    return input_at(node, 0), index
+
+
+def made_by(node: Node) -> Node:
+    """Return the operator that computes ``node``, which may be one of its several results."""
+    item = item_of(node)
+    return node if item is None else item[0]
 
 
 def numel_expr(val: torch.Tensor) -> sympy.Expr:

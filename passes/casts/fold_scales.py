@@ -6,16 +6,16 @@ goes into the decode. It is exact, a power of two in a dtype with float32's rang
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir import symbolic
+from fxprec.ir.symbolic import Dequantize, Rescale
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import is_backward, numel_hint, value
-from fxprec.passes.casts.sites import emit
+from fxprec.passes.analysis.joint import input_at, is_backward, item_of, numel_hint, tensor_of
+from fxprec.passes.casts.sites import emit, emit_call
 
 _MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default})
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
@@ -28,18 +28,17 @@ def fold_into_decodes(graph: Graph, unscaled: Iterable[Node], row_of_inverse: Ca
     ``row_of_inverse`` gives the row whose exponent is that of a rescale, negated: a dequantize divides.
     """
     for node in unscaled:
-        x, table, _ = node.args
-        assert isinstance(x, Node)
-        found = _operand(x) if set(x.users) == {node} else None
-        if found is None:
+        rescale = Rescale.of(node)
+        x = rescale.g
+        place = _operand(x) if set(x.users) == {node} else None
+        if place is None:
             continue
-        gemm, position = found
-        operand = gemm.args[position]
-        assert isinstance(operand, Node)
+        gemm, position = place
+        operand = input_at(gemm, position)
         if not _is_cheaper(operand, x):
             continue
         with graph.inserting_before(gemm):
-            new = _decoded_with(graph, operand, row_of_inverse(node), table)
+            new = _decoded_with(graph, operand, row_of_inverse(node), rescale.table)
         gemm.update_arg(position, new)
         node.replace_all_uses_with(x)
         graph.erase_node(node)
@@ -47,62 +46,54 @@ def fold_into_decodes(graph: Graph, unscaled: Iterable[Node], row_of_inverse: Ca
 
 def _operand(x: Node) -> tuple[Node, int] | None:
     """Return the GEMM that makes gradient ``x`` and the position of its stored forward operand."""
-    if x.target is operator.getitem and x.args[1] == _WEIGHT_GRADIENT:
-        gemm = x.args[0]
-        assert isinstance(gemm, Node)
+    item = item_of(x)
+    if item is not None and item[1] == _WEIGHT_GRADIENT:
+        gemm = item[0]
         candidates = [_WEIGHT_GRADIENT] if gemm.target is _CONVOLUTION else []
     elif x.target in _MATMULS:
         gemm, candidates = x, [0, 1]
     else:
         return None
-    found = [p for p in candidates if _decode(gemm.args[p]) is not None]
-    return (gemm, found[0]) if len(found) == 1 else None
+    decoded = [p for p in candidates if _decode(gemm.args[p]) is not None]
+    return (gemm, decoded[0]) if len(decoded) == 1 else None
 
 
 def _decode(arg: object) -> Node | None:
     """Return the dequantize of a stored forward value behind ``arg``'s views, or None."""
     while isinstance(arg, Node) and arg.target in ops.VIEWS:
         arg = arg.args[0]
-    if not isinstance(arg, Node) or arg.target is not symbolic.DEQUANTIZE or arg.args[2] != symbolic.AS_STORED:
+    read = Dequantize.match(arg)
+    if not isinstance(arg, Node) or read is None or not read.is_as_stored or read.is_simulated:
         return None
-    q, storage = arg.args[0], arg.args[4]
-    assert isinstance(q, Node)
-    val = value(arg)
-    assert val is not None
-    return None if storage == "simulate" or is_backward(q) or val.dtype == torch.float16 else arg
+    return None if is_backward(read.q) or tensor_of(arg).dtype == torch.float16 else arg
 
 
 def _is_cheaper(operand: Node, gradient: Node) -> bool:
     """A decode of its own beats a pass over the gradient where it is the only one, or reads fewer elements."""
     decode = _decode(operand)
     assert decode is not None
-    stored, result = value(decode), value(gradient)
-    assert stored is not None
-    assert result is not None
-    return len(_backward_readers(decode)) == 1 or numel_hint(stored) < numel_hint(result)
+    return len(_backward_readers(decode)) == 1 or numel_hint(tensor_of(decode)) < numel_hint(tensor_of(gradient))
 
 
 def _backward_readers(decode: Node) -> set[Node]:
     """Return the backward nodes that read a decoded value, through views."""
-    found: set[Node] = set()
+    readers: set[Node] = set()
     stack = list(decode.users)
     while stack:
         user = stack.pop()
         if user.target in ops.VIEWS:
             stack.extend(user.users)
         elif is_backward(user):
-            found.add(user)
-    return found
+            readers.add(user)
+    return readers
 
 
-def _decoded_with(graph: Graph, node: Node, row: int, table: object) -> Node:
+def _decoded_with(graph: Graph, node: Node, row: int, table: Node) -> Node:
     """Copy the views from ``node`` down to its dequantize, which then divides by the scale of ``row``."""
-    if node.target is symbolic.DEQUANTIZE:
-        q, _, _, fmt, storage, dtype = node.args
-        return emit(graph, node.target, (q, table, row, fmt, storage, dtype), node, backward=True, val=node.meta["val"])
-    source = node.args[0]
-    assert isinstance(source, Node)
-    inner = _decoded_with(graph, source, row, table)
+    read = Dequantize.match(node)
+    if read is not None:
+        return emit_call(graph, replace(read, table=table, row=row), node, backward=True, val=node.meta["val"])
+    inner = _decoded_with(graph, input_at(node, 0), row, table)
     view = emit(graph, node.target, (inner, *node.args[1:]), node, backward=True, val=node.meta["val"])
     view.kwargs = node.kwargs  # a clone's memory format
     return view

@@ -10,7 +10,8 @@ from torch.fx import Graph, Node
 
 from fxprec.config.recipes import Recipe
 from fxprec.errors import PlanError
-from fxprec.ir import symbolic
+from fxprec.ir.calls import Call
+from fxprec.ir.symbolic import AS_STORED, Dequantize, KeepNonfinite, Quantize, stored_dtype
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.groups import GROUP_META
 from fxprec.passes.analysis.joint import is_backward
@@ -50,6 +51,13 @@ def emit(
         node.meta["partitioner_tag"] = "is_forward"
         node.meta |= {key: like.meta[key] for key in REGION_META if key in like.meta}
     return node
+
+
+def emit_call(
+    graph: Graph, call: Call, like: Node, *, backward: bool | None = None, val: torch.Tensor | None = None
+) -> Node:
+    """`emit`, of an operator of ours."""
+    return emit(graph, call.target, call.args, like, backward=backward, val=val)
 
 
 @dataclass
@@ -125,13 +133,13 @@ class SiteBook:
         """Insert ``dequantize(quantize(node))`` at the insertion point; return the stored and the read value."""
         site = self.site(tensor)
         wide: torch.Tensor = node.meta["val"]
-        narrow = torch.empty_like(wide, dtype=symbolic.stored_dtype(parse(site.format), self.storage))
-        common = (self.table, site.id, site.format, self.storage)
-        q = emit(self.graph, symbolic.QUANTIZE, (node, *common), node, backward=backward, val=narrow)
-        reads = (self.table, symbolic.AS_STORED, site.format, self.storage, wide.dtype)
-        x = emit(self.graph, symbolic.DEQUANTIZE, (q, *reads), node, backward=backward, val=wide)
+        narrow = torch.empty_like(wide, dtype=stored_dtype(parse(site.format), self.storage))
+        cast = Quantize(node, self.table, site.id, site.format, self.storage)
+        q = emit_call(self.graph, cast, node, backward=backward, val=narrow)
+        read = Dequantize(q, self.table, AS_STORED, site.format, self.storage, wide.dtype)
+        x = emit_call(self.graph, read, node, backward=backward, val=wide)
         if self._is_guarded(tensor.kind, parse(site.format)):
-            x = emit(self.graph, symbolic.KEEP_NONFINITE, (x, node), node, backward=backward, val=wide)
+            x = emit_call(self.graph, KeepNonfinite(x, node), node, backward=backward, val=wide)
         self.nodes[site.id] = q
         return q, x
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.groups import Grouped
-from fxprec.passes.analysis.joint import is_backward, value
+from fxprec.passes.analysis.joint import is_backward, tensor_of, value
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.analysis.values import is_plain_float
@@ -38,9 +38,7 @@ def _cast_forward(grouped: Grouped, book: SiteBook) -> None:
     largest = _largest_by_group(grouped)
     made_by = grouped.operators.of_node
     for node, tensor in grouped.values.items():
-        val = value(node)
-        assert val is not None
-        if not _is_written(tensor, largest) or book.is_identity(tensor, val.dtype):
+        if not _is_written(tensor, largest) or book.is_identity(tensor, tensor_of(node).dtype):
             continue
         inside = set(made_by[node].nodes) if node in made_by else set()
         users = [u for u in node.users if u not in inside and u.target not in ops.MUTATIONS]
@@ -73,11 +71,11 @@ def _cast_incoming_gradient(op: Operator, grouped: Grouped, book: SiteBook) -> N
     readers: dict[Node, list[Node]] = {}
     for gradient, reader in _multiplied_gradients(op):
         readers.setdefault(gradient, []).append(reader)
-    for gradient, found in readers.items():
+    for gradient, gemms in readers.items():
         val = value(gradient)
         if val is None or not is_plain_float(gradient) or book.is_identity(tensor, val.dtype):
             continue
-        users = [u for u in gradient.users if u in inside or u in found]
+        users = [u for u in gradient.users if u in inside or u in gemms]
         with book.graph.inserting_before(min(users)):
             q, x = book.store(gradient, tensor, backward=True)
         replace_uses(gradient, x, [u for u in users if u is not q])

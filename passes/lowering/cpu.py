@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.ir import symbolic
+from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Load, Quantize, Round, RoundOver, Store, StoreOver
 from fxprec.passes.lowering.layout import prefer_channels_last
 from fxprec.passes.lowering.reuse import is_ours_alone
 
@@ -25,69 +25,63 @@ def call_kernels(gm: GraphModule, watched: Collection[int]) -> tuple[tuple[int, 
     graph = gm.graph
     prefer_channels_last(graph)
     stats: dict[int, Node] = {}
-    for q in graph.find_nodes(op="call_function", target=symbolic.QUANTIZE):
-        row = q.args[2]
-        node = _store(graph, q)
-        if row in watched:
-            stats.setdefault(row, node)
-    for x in graph.find_nodes(op="call_function", target=symbolic.DEQUANTIZE):
-        _load(graph, x)
+    for q, cast in Quantize.among(Quantize.nodes(graph)):
+        node = _store(graph, q, cast)
+        if cast.row in watched:
+            stats.setdefault(cast.row, node)
+    for x, read in Dequantize.among(Dequantize.nodes(graph)):
+        _load(graph, x, read)
     return tuple(stats), list(stats.values())
 
 
-def _store(graph: Graph, q: Node) -> Node:
+def _store(graph: Graph, q: Node, cast: Quantize) -> Node:
     """Replace ``q`` and the dequantizes that read it as stored; return the node of the statistics."""
-    readers = [u for u in q.users if u.target is symbolic.DEQUANTIZE and u.args[2] == symbolic.AS_STORED]
-    guards = _guards(q, readers)
+    readers = [(x, read) for x, read in Dequantize.among(q.users) if read.is_as_stored]
+    guards = _guards(cast, [x for x, _ in readers])
     keep = bool(guards)
-    for guard in guards:
-        guard.replace_all_uses_with(guard.args[0])  # type: ignore[arg-type]
+    for guard, kept in guards:
+        guard.replace_all_uses_with(kept.rounded)
         graph.erase_node(guard)
-    keeps_codes = len(readers) < len(q.users) and q.args[4] != "simulate"
-    x = q.args[0]
-    assert isinstance(x, Node)
-    overwrites = bool(readers) and is_ours_alone(x)
-    values: Node = x
-    codes: Node = x
+    keeps_codes = len(readers) < len(q.users) and not cast.is_simulated
+    overwrites = bool(readers) and is_ours_alone(cast.x)
+    values, codes = cast.x, cast.x
     with graph.inserting_before(q):
         if overwrites and keeps_codes:
-            call = graph.call_function(symbolic.STORE_, (*q.args, keep))
+            call = StoreOver.like(cast, keep=keep).insert(graph)
             codes, stats = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
         elif overwrites:
-            stats = graph.call_function(symbolic.ROUND_, (*q.args, keep))
+            stats = RoundOver.like(cast, keep=keep).insert(graph)
         elif keeps_codes:
-            call = graph.call_function(symbolic.STORE, (*q.args, bool(readers), keep))
+            call = Store.like(cast, value=bool(readers), keep=keep).insert(graph)
             codes, values, stats = (graph.call_function(operator.getitem, (call, i)) for i in range(3))
         else:
-            call = graph.call_function(symbolic.ROUND, (*q.args, keep))
+            call = Round.like(cast, keep=keep).insert(graph)
             values, stats = (graph.call_function(operator.getitem, (call, i)) for i in range(2))
             codes = values
-    for reader in readers:
-        _replace(graph, reader, values)
+    for x, read in readers:
+        _replace(graph, x, read.dtype, values)
     codes.meta.setdefault("val", q.meta["val"])
     q.replace_all_uses_with(codes)
     graph.erase_node(q)
     return stats
 
 
-def _guards(q: Node, readers: Sequence[Node]) -> list[Node]:
-    """Return the ``keep_nonfinite`` nodes of ``q``'s readers, if these have no other users: the kernel does it."""
-    guards = [u for r in readers for u in r.users]
-    alone = all(g.target is symbolic.KEEP_NONFINITE and g.args[1] is q.args[0] for g in guards)
-    return guards if alone else []
+def _guards(cast: Quantize, readers: Sequence[Node]) -> list[tuple[Node, KeepNonfinite]]:
+    """Return the ``keep_nonfinite`` nodes of a cast's readers, if these have no other users: the kernel does it."""
+    users = [u for r in readers for u in r.users]
+    guards = KeepNonfinite.among(users)
+    return guards if len(guards) == len(users) and all(kept.x is cast.x for _, kept in guards) else []
 
 
-def _load(graph: Graph, x: Node) -> None:
-    q, table, row, fmt, storage, _ = x.args
-    assert storage != "simulate"
+def _load(graph: Graph, x: Node, read: Dequantize) -> None:
+    assert not read.is_simulated
     with graph.inserting_before(x):
-        values = graph.call_function(symbolic.LOAD, (q, table, row, fmt))
-    _replace(graph, x, values)
+        values = Load.like(read).insert(graph)
+    _replace(graph, x, read.dtype, values)
 
 
-def _replace(graph: Graph, x: Node, values: Node) -> None:
+def _replace(graph: Graph, x: Node, dtype: torch.dtype, values: Node) -> None:
     """Put float32 ``values`` in the place of dequantize ``x``, which may want another dtype."""
-    dtype = x.args[5]
     with graph.inserting_before(x):
         new = values if dtype == torch.float32 else graph.call_function(_CONVERT, (values, dtype))
     new.meta.setdefault("val", x.meta["val"])  # what scales it is expanded after this

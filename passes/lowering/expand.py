@@ -16,11 +16,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import compat
-from fxprec.ir import symbolic, symbolic_gemms
-from fxprec.ir.symbolic import CARRIED
+from fxprec.ir.symbolic import CARRIED, Count, Dequantize, KeepNonfinite, Quantize, Rescale, stored_dtype
+from fxprec.ir.symbolic_gemms import Gathered
 from fxprec.numerics import codec, formats, stats
 from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import INFINITY, MAGNITUDE, FormatRow, format_row, row_of
+from fxprec.passes.analysis.joint import input_at, tensor_of
 
 aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ def expand(gm: GraphModule, scaled: frozenset[int], measured: frozenset[int] = f
         with gm.graph.inserting_before(node):
             function, static, columns = recipe(node, rows)
             template = _traced(function, tuple(map(_dtype, _tensors(node))), static, len(columns))
-            row = [_column(gm.graph, node.args[1], node.args[2], column) for column in columns]
+            row = [_column(gm.graph, node, column) for column in columns]
             new = _inline(gm.graph, template, (*_tensors(node), *row), device)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
@@ -66,24 +67,23 @@ _FORMAT_COLUMNS = tuple(range(CARRIED))
 
 
 def _quantize_recipe(node: Node, rows: Rows) -> _Recipe:
-    _, _, row, fmt, storage = node.args
-    scaled = row in rows.scaled
-    if storage == "simulate":
+    cast = Quantize.of(node)
+    scaled = cast.row in rows.scaled
+    if cast.is_simulated:
         return _simulate, (scaled,), _FORMAT_COLUMNS
-    return _quantize, (fmt, storage, scaled), (0,) if scaled else ()
+    return _quantize, (cast.format, cast.storage, scaled), (0,) if scaled else ()
 
 
 def _dequantize_recipe(node: Node, rows: Rows) -> _Recipe:
-    _, _, row, fmt, _, dtype = node.args
-    scaled = row in rows.scaled
-    return _dequantize, (fmt, dtype, scaled), (0,) if scaled else ()
+    read = Dequantize.of(node)
+    scaled = read.row in rows.scaled
+    return _dequantize, (read.format, read.dtype, scaled), (0,) if scaled else ()
 
 
 def _counts_recipe(node: Node, rows: Rows) -> _Recipe:
-    x, _, row, fmt = node.args
-    assert isinstance(x, Node)
-    simulated = any(u.target is symbolic.QUANTIZE and u.args[4] == "simulate" for u in x.users)
-    static = (None if simulated else fmt, row in rows.scaled, row in rows.measured)
+    count = Count.of(node)
+    simulated = any(cast.is_simulated for _, cast in Quantize.among(count.x.users))
+    static = (None if simulated else count.format, count.row in rows.scaled, count.row in rows.measured)
     columns = _FORMAT_COLUMNS if simulated else ()
     return _counts, static, (0, CARRIED, *columns[1:])
 
@@ -101,30 +101,32 @@ def _keep_recipe(node: Node, rows: Rows) -> _Recipe:
 
 
 _RECIPES: dict[object, Callable[[Node, Rows], _Recipe]] = {
-    symbolic.QUANTIZE: _quantize_recipe,
-    symbolic.DEQUANTIZE: _dequantize_recipe,
-    symbolic.COUNTS: _counts_recipe,
-    symbolic_gemms.GATHERED: _gathered_recipe,
-    symbolic.RESCALE: _rescale_recipe,
-    symbolic.KEEP_NONFINITE: _keep_recipe,
+    Quantize.target: _quantize_recipe,
+    Dequantize.target: _dequantize_recipe,
+    Count.target: _counts_recipe,
+    Gathered.target: _gathered_recipe,
+    Rescale.target: _rescale_recipe,
+    KeepNonfinite.target: _keep_recipe,
 }
+
+
+_OF_A_ROW = (Quantize, Dequantize, Count, Rescale)
 
 
 def _tensors(node: Node) -> tuple[Node, ...]:
     """Return what a symbolic node reads beside the table."""
-    read = node.args[:2] if node.target is symbolic.KEEP_NONFINITE else node.args[:1]
-    return tuple(n for n in read if isinstance(n, Node))
+    kept = KeepNonfinite.match(node)
+    return (input_at(node, 0),) if kept is None else (kept.rounded, kept.x)
 
 
-def _dtype(node: object) -> torch.dtype:
-    assert isinstance(node, Node)
-    val = node.meta["val"]
-    assert isinstance(val, torch.Tensor)
-    return val.dtype
+def _dtype(node: Node) -> torch.dtype:
+    return tensor_of(node).dtype
 
 
-def _column(graph: Graph, table: object, site: object, column: int) -> Node:
-    row = graph.call_function(aten.select.int, (table, 0, site))  # type: ignore[arg-type]
+def _column(graph: Graph, node: Node, column: int) -> Node:
+    """Read a column of the row of the table that a symbolic node names."""
+    (call,) = (c for kind in _OF_A_ROW if (c := kind.match(node)) is not None)
+    row = graph.call_function(aten.select.int, (call.table, 0, call.row))
     return graph.call_function(aten.select.int, (row, 0, column))
 
 
@@ -179,7 +181,7 @@ def _simulate(x: torch.Tensor, columns: _Columns, scaled: bool) -> torch.Tensor:
 def _quantize(x: torch.Tensor, columns: _Columns, fmt: str, storage: str, scaled: bool) -> torch.Tensor:
     x = _scale(x.to(torch.float32), columns, scaled)
     form = parse(fmt)
-    dtype = symbolic.stored_dtype(form, storage)
+    dtype = stored_dtype(form, storage)
     if not dtype.is_floating_point:
         return codec.encode_bits(x, form)
     if form.overflow == "saturate":

@@ -9,17 +9,26 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir import symbolic
-from fxprec.ir import symbolic_gemms as gemms
+from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
+from fxprec.ir.symbolic_gemms import (
+    GEMM,
+    MATMUL_CODES,
+    CodedGemm,
+    GemmKernel,
+    MatmulToCodes,
+    QuantizeTranspose,
+    Transposed,
+)
 from fxprec.numerics.stats import SITE_COUNTERS
 from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import input_at, tensor_of, value
 from fxprec.passes.lowering.stats import Counters
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 _HALVES = (torch.bfloat16, torch.float16)
 # What is in memory before its quantize, beside inputs: results of library calls and of other kernels of ours.
-_MATERIAL = ops.GEMMS | ops.GEMMS_BACKWARD | {gemms.GEMM, gemms.MATMUL_CODES, aten._scaled_mm.default}
+_MATERIAL = ops.GEMMS | ops.GEMMS_BACKWARD | {GEMM, MATMUL_CODES, aten._scaled_mm.default}
 
 
 def call(graph: Graph, target: Any, *args: Any) -> Node:
@@ -27,11 +36,7 @@ def call(graph: Graph, target: Any, *args: Any) -> Node:
     return graph.call_function(target, args)
 
 
-def find(graph: Graph, target: Any) -> list[Node]:
-    return list(graph.find_nodes(op="call_function", target=target))
-
-
-def replace(graph: Graph, node: Node, new: Node) -> None:
+def substitute(graph: Graph, node: Node, new: Node) -> None:
     new.meta.setdefault("val", node.meta.get("val"))
     node.replace_all_uses_with(new)
     graph.erase_node(node)
@@ -42,34 +47,33 @@ def copy_with_codes(graph: Graph, copy: Node, counters: Counters, without: Colle
 
     Elsewhere the codes come out of the kernel that computes the values, and one byte an element is read back.
     """
-    code = copy.args[0]
-    assert isinstance(code, Node)
-    keep = code.target is symbolic.KEEP_NONFINITE
-    q: Any = code.args[0] if keep else code
+    code = Transposed.of(copy).q
+    kept = KeepNonfinite.match(code)
+    q = code if kept is None else kept.rounded
     while q.target is aten.view.dtype:
-        q = q.args[0]
-    if q.target is not symbolic.QUANTIZE:
+        q = input_at(q, 0)
+    cast = Quantize.match(q)
+    if cast is None:
         return False
-    x, table, row, fmt, storage = q.args
-    source = x.args[0] if _is_widened(x) else x
-    if not _is_material(source) or gemms.GemmKernel("quantize+transpose", (fmt,)).name in without:
+    source = input_at(cast.x, 0) if _is_widened(cast.x) else cast.x
+    if not _is_material(source) or GemmKernel("quantize+transpose", (cast.format,)).name in without:
         return False
     with graph.inserting_before(q):
-        both = call(graph, gemms.QUANTIZE_TRANSPOSE, source, table, row, fmt, storage, keep)
+        both = QuantizeTranspose.like(cast, x=source, keep=kept is not None).insert(graph)
         codes, turned, counted = (call(graph, operator.getitem, both, i) for i in range(3))
     codes.meta["val"], turned.meta["val"] = q.meta["val"], copy.meta["val"].to(q.meta["val"].dtype)
     counted.meta["val"] = _counters(q)
-    counters.add(row, counted)
+    counters.add(cast.row, counted)
     _put(graph, copy, turned)
     if code is not q:
         _put(graph, code, codes)
-    if not keep or _is_guarded(q):
-        replace(graph, q, codes)
+    if kept is None or _is_guarded(q):
+        substitute(graph, q, codes)
     return True
 
 
 def _counters(q: Node) -> torch.Tensor:
-    return q.meta["val"].new_empty(SITE_COUNTERS, dtype=torch.int32)  # type: ignore[no-any-return]
+    return tensor_of(q).new_empty(SITE_COUNTERS, dtype=torch.int32)
 
 
 def _put(graph: Graph, old: Node, new: Node) -> None:
@@ -77,13 +81,13 @@ def _put(graph: Graph, old: Node, new: Node) -> None:
     if old.meta["val"].dtype != new.meta["val"].dtype:
         with graph.inserting_before(old):
             new = call(graph, aten.view.dtype, new, old.meta["val"].dtype)
-    replace(graph, old, new)
+    substitute(graph, old, new)
 
 
 def _is_guarded(q: Node) -> bool:
     """Say whether all that is decoded of ``q`` gets its inf and NaN back, which codes that kept them do not change."""
-    readers = [u for u in q.users if u.target is symbolic.DEQUANTIZE]
-    return len(readers) == len(q.users) and all(g.target is symbolic.KEEP_NONFINITE for r in readers for g in r.users)
+    readers = Dequantize.nodes_among(q.users)
+    return len(readers) == len(q.users) and all(KeepNonfinite.match(guard) for x in readers for guard in x.users)
 
 
 def codes_of_product(graph: Graph, node: Node, counters: Counters, without: Collection[str]) -> bool:
@@ -92,19 +96,21 @@ def codes_of_product(graph: Graph, node: Node, counters: Counters, without: Coll
     It measures no moments: they would spill the large tiles' registers.
     """
     users = _readers(node)
-    if len(users) != 1 or users[0].target is not symbolic.QUANTIZE or users[0].args[4] == "simulate":
+    cast = Quantize.match(users[0]) if len(users) == 1 else None
+    if cast is None or cast.is_simulated:
         return False
     (q,) = users
-    _, _, row, fmt, storage = q.args
-    assert isinstance(row, int)
-    if counters.wants_moments(row) or gemms.GemmKernel("gemm", (*node.args[6:8], fmt)).name in without:  # type: ignore[arg-type]
+    gemm = CodedGemm.of(node)
+    row, fmt = cast.row, cast.format
+    if counters.wants_moments(row) or GemmKernel("gemm", (*gemm.formats, fmt)).name in without:
         return False
     with graph.inserting_before(node):
-        both = call(graph, gemms.MATMUL_TO_CODES, *node.args[:-1], row, fmt, storage, False, counters.wants(row))
+        described = {"row": row, "format": fmt, "storage": cast.storage}
+        both = MatmulToCodes.like(gemm, **described, keep=False, stats=counters.wants(row)).insert(graph)
         codes, counted = (call(graph, operator.getitem, both, i) for i in range(2))
     counted.meta["val"] = _counters(q)
     counters.add(row, counted)
-    replace(graph, q, codes)
+    substitute(graph, q, codes)
     return True
 
 
@@ -119,10 +125,8 @@ def _readers(node: Node) -> list[Node]:
 def _is_widened(x: Node) -> bool:
     if x.target is not _CONVERT or x.args[1] != torch.float32:
         return False
-    source = x.args[0]
-    assert isinstance(source, Node)
-    val = source.meta.get("val")
-    return isinstance(val, torch.Tensor) and val.dtype in _HALVES
+    val = value(input_at(x, 0))
+    return val is not None and val.dtype in _HALVES
 
 
 def _is_material(x: Node) -> bool:

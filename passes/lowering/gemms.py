@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec import compat
-from fxprec.ir import symbolic
-from fxprec.ir import symbolic_gemms as gemms
+from fxprec.ir.symbolic import Dequantize
+from fxprec.ir.symbolic_gemms import CodedGemm, GemmKernel, MatmulCodes, TransposeCodes, Transposed
+from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.lowering.expand import insert
-from fxprec.passes.lowering.gemm_casts import call, codes_of_product, copy_with_codes, find, replace
+from fxprec.passes.lowering.gemm_casts import call, codes_of_product, copy_with_codes, substitute
 from fxprec.passes.lowering.stats import Counters
 
 aten = torch.ops.aten
@@ -40,20 +40,22 @@ def lower_gemms(
     count; ``without`` names kernels that do not compile (`gemms.GemmKernel.name`). Runs before the casts are expanded.
     """
     graph, triton = gm.graph, runs_triton(device_type)
-    copies, products = find(graph, gemms.TRANSPOSED), find(graph, gemms.GEMM)
+    copies, products = Transposed.nodes(graph), CodedGemm.nodes(graph)
     if not copies and not products:
         return
     scales = _Scales(graph, scaled)
     for copy in copies:
         if not (triton and copy_with_codes(graph, copy, counters, without)):
-            _copy(graph, copy, triton and gemms.GemmKernel("transpose").name not in without)
-    for node in products:
-        if node.args[-1] == "native":
-            _native(graph, node, scales)
-        elif triton and gemms.GemmKernel("gemm", node.args[6:8]).name not in without:  # type: ignore[arg-type]
-            _generated(graph, node, counters, without)
-        else:
-            _decoded(graph, node)
+            _copy(graph, copy, triton and GemmKernel("transpose").name not in without)
+    for node, gemm in CodedGemm.among(products):
+        if gemm.kernel == "native":
+            _native(graph, node, gemm, scales)
+        elif not triton or GemmKernel("gemm", gemm.formats).name in without:
+            _decoded(graph, node, gemm)
+        elif not codes_of_product(graph, node, counters, without):
+            with graph.inserting_before(node):
+                new = MatmulCodes.like(gemm).insert(graph)
+            substitute(graph, node, new)
     graph.eliminate_dead_code(lambda node: node.is_impure() or node in counters)
     gm.recompile()
 
@@ -91,51 +93,40 @@ def _first(graph: Graph) -> Node:
 
 
 def _copy(graph: Graph, copy: Node, triton: bool) -> None:
-    (code,) = copy.args
+    code = Transposed.of(copy).q
     with graph.inserting_before(copy):
         if triton:
-            new = call(graph, gemms.TRANSPOSE_CODES, code)
+            new = TransposeCodes(code).insert(graph)
         else:
             matrix = call(graph, aten.view.default, code, [-1, int(copy.meta["val"].shape[0])])
             turned = call(graph, aten.permute.default, matrix, [1, 0])
             new = graph.call_function(aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
-    replace(graph, copy, new)
+    substitute(graph, copy, new)
 
 
-def _native(graph: Graph, node: Node, scales: _Scales) -> None:
-    args: tuple[Any, ...] = node.args
-    a, b, bias, table, row_a, row_b, _, _, dtype, _ = args
-    factors = [scales.of(table, row, node) for row in (row_a, row_b)]
-    fused = bias is not None and dtype != torch.float32  # cuBLASLt adds no float32 bias
+def _native(graph: Graph, node: Node, gemm: CodedGemm, scales: _Scales) -> None:
+    bias, dtype = gemm.bias, gemm.dtype
+    factors = [scales.of(gemm.table, row, node) for row in (gemm.row_a, gemm.row_b)]
+    fused = None if dtype == torch.float32 else bias  # cuBLASLt adds no float32 bias
     with graph.inserting_before(node):
-        if fused and bias.meta["val"].dtype != dtype:
-            bias = call(graph, _CONVERT, bias, dtype)
-        new = call(graph, aten._scaled_mm.default, a, b, *factors, bias if fused else None, None, dtype)
-        if bias is not None and not fused:
+        if fused is not None and tensor_of(fused).dtype != dtype:
+            fused = call(graph, _CONVERT, fused, dtype)
+        new = call(graph, aten._scaled_mm.default, gemm.a, gemm.b, *factors, fused, None, dtype)
+        if bias is not None and fused is None:
             new = call(graph, aten.add.Tensor, new, bias)
-    replace(graph, node, new)
+    substitute(graph, node, new)
 
 
-def _generated(graph: Graph, node: Node, counters: Counters, without: Collection[str]) -> None:
-    if codes_of_product(graph, node, counters, without):
-        return
-    with graph.inserting_before(node):
-        new = call(graph, gemms.MATMUL_CODES, *node.args[:-1])
-    replace(graph, node, new)
-
-
-def _decoded(graph: Graph, node: Node) -> None:
+def _decoded(graph: Graph, node: Node, gemm: CodedGemm) -> None:
     """Decode, then multiply in float32, as without this GEMM."""
-    args: tuple[Any, ...] = node.args
-    a, b, bias, table, row_a, row_b, fmt_a, fmt_b, dtype, _ = args
     with graph.inserting_before(node):
         wide = []
-        for q, row, fmt in ((a, row_a, fmt_a), (b, row_b, fmt_b)):
-            wide.append(call(graph, symbolic.DEQUANTIZE, q, table, row, fmt, "packed", torch.float32))
-            wide[-1].meta["val"] = q.meta["val"].to(torch.float32)
+        for q, row, fmt in ((gemm.a, gemm.row_a, gemm.format_a), (gemm.b, gemm.row_b, gemm.format_b)):
+            wide.append(Dequantize(q, gemm.table, row, fmt, "packed", torch.float32).insert(graph))
+            wide[-1].meta["val"] = tensor_of(q).to(torch.float32)
         new = call(graph, aten.mm.default, *wide)
-        if bias is not None:
-            new = call(graph, aten.add.Tensor, new, bias)
-        if dtype != torch.float32:
-            new = call(graph, _CONVERT, new, dtype)
-    replace(graph, node, new)
+        if gemm.bias is not None:
+            new = call(graph, aten.add.Tensor, new, gemm.bias)
+        if gemm.dtype != torch.float32:
+            new = call(graph, _CONVERT, new, gemm.dtype)
+    substitute(graph, node, new)

@@ -6,13 +6,14 @@ ResNet-18 (batch 32) copied every activation and gradient once more, and compile
 
 from __future__ import annotations
 
-import operator
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
 
 from fxprec import compat
-from fxprec.ir import symbolic
+from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
+from fxprec.passes.analysis.joint import made_by
 
 aten = torch.ops.aten
 _CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
@@ -21,8 +22,8 @@ _CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.d
 def prefer_channels_last(graph: Graph) -> None:
     """Make the input of every ``quantize`` beside a 2-D convolution channels-last. A no-op where it is already."""
     forced: dict[Node, Node] = {}
-    for q in graph.find_nodes(op="call_function", target=symbolic.QUANTIZE):
-        x = q.args[0]
+    for q, cast in Quantize.among(Quantize.nodes(graph)):
+        x = cast.x
         strides = _channels_last(x.meta["val"]) if _is_convolved(x, q) else None
         if strides is None:
             continue
@@ -30,23 +31,22 @@ def prefer_channels_last(graph: Graph) -> None:
             with graph.inserting_before(q):
                 forced[x] = graph.call_function(compat.FORCE_STRIDES, (x, strides))
             forced[x].meta["val"] = x.meta["val"]
-        for guard in [g for g in _guards(q) if g.args[1] is x]:
-            guard.args = (guard.args[0], forced[x])
-        q.args = (forced[x], *q.args[1:])
+        for guard, kept in _guards(q):
+            if kept.x is x:
+                guard.args = replace(kept, x=forced[x]).args
+        q.args = replace(cast, x=forced[x]).args
 
 
 def _is_convolved(x: Node, q: Node) -> bool:
-    source = x.args[0] if x.target is operator.getitem else x
-    if isinstance(source, Node) and source.target in _CONVOLUTIONS:
+    if made_by(x).target in _CONVOLUTIONS:
         return True
-    readers = [u for u in q.users if u.target is symbolic.DEQUANTIZE]
-    return any(user.target in _CONVOLUTIONS for reader in (*readers, *_guards(q)) for user in reader.users)
+    readers = [node for node, _ in (*Dequantize.among(q.users), *_guards(q))]
+    return any(user.target in _CONVOLUTIONS for reader in readers for user in reader.users)
 
 
-def _guards(q: Node) -> list[Node]:
+def _guards(q: Node) -> list[tuple[Node, KeepNonfinite]]:
     """Return the ``keep_nonfinite`` nodes of what is read back from ``q``."""
-    readers = [u for u in q.users if u.target is symbolic.DEQUANTIZE]
-    return [u for reader in readers for u in reader.users if u.target is symbolic.KEEP_NONFINITE]
+    return [guard for x, _ in Dequantize.among(q.users) for guard in KeepNonfinite.among(x.users)]
 
 
 def _channels_last(val: torch.Tensor) -> list[int] | None:

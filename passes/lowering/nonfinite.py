@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from torch.fx import Graph
 
-from fxprec.ir import symbolic
+from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
 from fxprec.numerics.formats import Format, parse
 
 
 def keep_nonfinite(graph: Graph) -> None:
     """Insert ``keep_nonfinite`` behind each tensor read back where it was just stored, in the forward graph."""
-    for q in graph.find_nodes(op="call_function", target=symbolic.QUANTIZE):
-        x, _, _, name, _ = q.args
-        if not loses_nonfinite(parse(name)):
+    for q, cast in Quantize.among(Quantize.nodes(graph)):
+        if not loses_nonfinite(parse(cast.format)):
             continue
-        for read in [u for u in q.users if u.target is symbolic.DEQUANTIZE and u.args[2] == symbolic.AS_STORED]:
-            users = list(read.users)
-            with graph.inserting_after(read):
-                kept = graph.call_function(symbolic.KEEP_NONFINITE, (read, x))
-            kept.meta["val"] = read.meta["val"]
+        for x in [x for x, read in Dequantize.among(q.users) if read.is_as_stored]:
+            users = list(x.users)
+            with graph.inserting_after(x):
+                kept = KeepNonfinite(x, cast.x).insert(graph)
+            kept.meta["val"] = x.meta["val"]
             for user in users:
-                user.replace_input_with(read, kept)
+                user.replace_input_with(x, kept)
 
 
 def loses_nonfinite(fmt: Format) -> bool:

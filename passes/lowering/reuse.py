@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch.fx import Node
 
 from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import made_by
 
 aten = torch.ops.aten
 _FORCE = torch.ops.prims.inductor_force_stride_order.default
@@ -39,8 +38,7 @@ def is_ours_alone(x: Node) -> bool:
         return False
     if x.target is _FORCE:  # hands its input on where the strides are right already
         return is_ours_alone(x.all_input_nodes[0])
-    source = x.args[0] if x.target is operator.getitem else x
-    assert isinstance(source, Node)
+    source = made_by(x)
     return source.target in _MAKES_NEW or (source.target in _SUMS_AND_PRODUCTS and _is_real_work(source))
 
 

@@ -7,26 +7,28 @@ from collections.abc import Collection
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.ir import symbolic, symbolic_gemms
+from fxprec.ir.symbolic import Count, Histogram, Quantize
+from fxprec.ir.symbolic_gemms import Gathered
 
 
 def watch(gm: GraphModule, watched: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:
     """Add a ``counts`` node beside each watched ``quantize``; return their rows and nodes, in one order."""
-    return _add_beside(gm.graph, symbolic.COUNTS, watched)
+    return _add_beside(gm.graph, Count, watched)
 
 
 def count(gm: GraphModule, counted: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:
     """Add a ``histogram`` node beside each counted ``quantize``; return their rows and nodes, in one order."""
-    return _add_beside(gm.graph, symbolic.HISTOGRAM, counted)
+    return _add_beside(gm.graph, Histogram, counted)
 
 
-def _add_beside(graph: Graph, target: object, rows: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:
+def _add_beside(
+    graph: Graph, counter: type[Count | Histogram], rows: Collection[int]
+) -> tuple[tuple[int, ...], list[Node]]:
     nodes: dict[int, Node] = {}
-    for q in graph.find_nodes(op="call_function", target=symbolic.QUANTIZE):
-        x, table, row, fmt, _ = q.args
-        if row in rows and row not in nodes:
+    for q, cast in Quantize.among(Quantize.nodes(graph)):
+        if cast.row in rows and cast.row not in nodes:
             with graph.inserting_before(q):
-                nodes[row] = graph.call_function(target, (x, table, row, fmt))  # type: ignore[arg-type]
+                nodes[cast.row] = counter.like(cast).insert(graph)
     return tuple(nodes), list(nodes.values())
 
 
@@ -78,7 +80,7 @@ class Counters:
             both = nodes[0] if len(nodes) == 1 else graph.call_function(torch.ops.aten.cat.default, (nodes,))
             vals = [n.meta["val"] for n in nodes]
             both.meta.setdefault("val", vals[0].new_empty(sum(v.shape[0] for v in vals)))
-            return [graph.call_function(symbolic_gemms.GATHERED, (both,))]
+            return [Gathered(both).insert(graph)]
 
 
 def append_gathered(graph: Graph, vectors: list[Node]) -> None:
