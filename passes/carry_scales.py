@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Node
 
-from fxprec.ir import symbolic
+from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, Quantize, Rescale
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import linear
+from fxprec.passes.analysis.joint import input_at
 from fxprec.passes.analysis.operators import module_path
 from fxprec.passes.analysis.producers import is_zero, producer_of
 from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.base import Work
 from fxprec.passes.casts.fold_scales import fold_into_decodes
-from fxprec.passes.casts.sites import emit, insertion_point_after, replace_uses
+from fxprec.passes.casts.sites import emit_call, insertion_point_after, replace_uses
 from fxprec.plan.scales import Cast, Join, ScaleGraph, Slot
 
 # bfloat16 and float32 have 8 exponent bits: no gradient leaves their range.
@@ -88,34 +89,30 @@ class _Walk:
             self.work.remarks.append(f"{target}{where} gets unscaled gradients: it is not in the table of linear ones")
 
     def _visit(self, node: Node) -> None:
-        if node.target is symbolic.QUANTIZE:
-            self._cast(node)
-        elif node.target in (symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, operator.getitem):
-            self._pass_on(node, node.args[0])
+        cast = Quantize.match(node)
+        if cast is not None:
+            self._cast(node, cast)
+        elif node.target in (DEQUANTIZE, KEEP_NONFINITE, operator.getitem):
+            self._pass_on(node, input_at(node, 0))
         elif any(n in self.carried or n in self.zeros for n in node.all_input_nodes):
             self._compute(node)
 
-    def _pass_on(self, node: Node, source: object) -> None:
-        if not isinstance(source, Node):
-            return
+    def _pass_on(self, node: Node, source: Node) -> None:
         if source in self.carried:
             self.carried[node] = self.carried[source]
         if source in self.zeros:
             self.zeros.add(node)
 
-    def _cast(self, q: Node) -> None:
+    def _cast(self, q: Node, cast: Quantize) -> None:
         """Give a cast a scale; rounding to a format as wide as float32 passes the incoming scale on."""
-        x, table, site, fmt, storage = q.args
-        assert isinstance(x, Node)
-        assert isinstance(site, int)
-        assert isinstance(fmt, str)
+        x, site, fmt = cast.x, cast.row, cast.format
         if self.book.sites[site].direction != "backward" or not needs_scale(fmt):
             self._pass_on(q, x)
             return
         row = site
         if site in self.casts.values():  # a further consumer's contribution to the same gradient
             row = self._new_row()
-            q.args = (x, table, row, fmt, storage)
+            q.args = replace(cast, row=row).args
         assert self.work.operators is not None
         producer, gemm = producer_of(x, self.work.operators, self.casts)
         self.casts[q] = row
@@ -169,8 +166,8 @@ class _Walk:
         if found is None:
             slot = self._slot(to, self.carried.get(n))
             with self.graph.inserting_before(insertion_point_after(n).next):
-                args = (n, self.book.table, slot.row)
-                found = emit(self.graph, symbolic.RESCALE, args, n, backward=True, val=n.meta["val"])
+                rescale = Rescale(n, self.book.table, slot.row)
+                found = emit_call(self.graph, rescale, n, backward=True, val=n.meta["val"])
             self.rescaled[n, to] = found
             if to is not None:
                 self.carried[found] = to
@@ -183,9 +180,7 @@ class _Walk:
         return found
 
     def _inverse_row(self, rescale: Node) -> int:
-        n = rescale.args[0]
-        assert isinstance(n, Node)
-        return self._slot(self.carried[n], None).row
+        return self._slot(self.carried[Rescale.of(rescale).g], None).row
 
     def _new(self, variable: Cast | Join) -> int:
         self.variables.append(variable)

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from fxprec.config.accumulator import Accumulator
 from fxprec.ir import symbolic
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import value
+from fxprec.passes.analysis.joint import factors_of, input_at, item_of, value
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.base import Notice, Work
@@ -80,53 +80,50 @@ class _Emitter:
 
 
 def _product(out: _Emitter) -> None:
-    out.replace(out.gemm, out.matmul(*out.gemm.args[:2]))
+    out.replace(out.gemm, out.matmul(*factors_of(out.gemm)))
 
 
 def _product_and_sum(out: _Emitter) -> None:
     """``beta * input + alpha * (a @ b)``; the addition is float32's."""
-    added, a, b = out.gemm.args
-    assert isinstance(added, Node)
+    added = input_at(out.gemm, 0)
     alpha, beta = (out.gemm.kwargs.get(name, 1) for name in ("alpha", "beta"))
-    found = out.scaled(out.matmul(a, b), alpha)
+    product = out.scaled(out.matmul(*factors_of(out.gemm)), alpha)
     if beta != 0:
-        found = out.op(ops.aten.add.Tensor, found, out.scaled(added, beta))
-    out.replace(out.gemm, found)
+        product = out.op(ops.aten.add.Tensor, product, out.scaled(added, beta))
+    out.replace(out.gemm, product)
 
 
 def _vector_product(out: _Emitter) -> None:
     """(m, k) by (k,), or (k,) by (k,)."""
-    a, b = out.gemm.args[:2]
-    assert isinstance(a, Node)
-    assert isinstance(b, Node)
+    a, b = input_at(out.gemm, 0), input_at(out.gemm, 1)
     dot = a.meta["val"].dim() == 1
     rows = out.op(ops.aten.unsqueeze.default, a, 0) if dot else a
-    found = out.op(ops.aten.squeeze.dim, out.matmul(rows, out.op(ops.aten.unsqueeze.default, b, 1)), 1)
-    out.replace(out.gemm, out.op(ops.aten.squeeze.dim, found, 0) if dot else found)
+    product = out.op(ops.aten.squeeze.dim, out.matmul(rows, out.op(ops.aten.unsqueeze.default, b, 1)), 1)
+    out.replace(out.gemm, out.op(ops.aten.squeeze.dim, product, 0) if dot else product)
 
 
 def _convolution(out: _Emitter) -> None:
     x, weight, bias, *window = out.gemm.args
-    found = out.op(symbolic.CONVOLUTION, x, weight, *window, _is_channels_last(out.gemm), *out.sums)
+    sums = out.op(symbolic.CONVOLUTION, x, weight, *window, _is_channels_last(out.gemm), *out.sums)
     if isinstance(bias, Node):
         ones = [1] * (out.gemm.meta["val"].dim() - 2)
-        found = out.op(ops.aten.add.Tensor, found, out.op(ops.aten.view.default, bias, [-1, *ones]))
-    out.replace(out.gemm, found)
+        sums = out.op(ops.aten.add.Tensor, sums, out.op(ops.aten.view.default, bias, [-1, *ones]))
+    out.replace(out.gemm, sums)
 
 
 def _convolution_backward(out: _Emitter) -> None:
     grad, x, weight, _, *window, mask = out.gemm.args
     assert isinstance(mask, list | tuple)
     assert isinstance(grad, Node)
-    parts = [u for u in list(out.gemm.users) if u.target is operator.getitem]
-    layout = any(_is_channels_last(p) for p in parts if p.args[1] != 2)
-    found = out.op(symbolic.CONVOLUTION_BACKWARD, grad, x, weight, *window, layout, list(mask[:2]), *out.sums)
-    for part in parts:
-        if part.args[1] == 2:
+    parts = {user: item[1] for user in out.gemm.users if (item := item_of(user)) is not None}
+    layout = any(_is_channels_last(part) for part, index in parts.items() if index != 2)
+    both = out.op(symbolic.CONVOLUTION_BACKWARD, grad, x, weight, *window, layout, list(mask[:2]), *out.sums)
+    for part, index in parts.items():
+        if index == 2:
             dims = [d for d in range(grad.meta["val"].dim()) if d != 1]
             out.replace(part, out.op(ops.aten.sum.dim_IntList, grad, dims))
         else:
-            out.replace(part, out.op(operator.getitem, found, part.args[1]))
+            out.replace(part, out.op(operator.getitem, both, index))
 
 
 def _is_channels_last(node: Node) -> bool:

@@ -6,18 +6,17 @@ so only the GEMM itself is narrower. Sums inside a GEMM stay float32 on every ba
 
 from __future__ import annotations
 
-import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir import symbolic
+from fxprec.ir.symbolic import Dequantize, KeepNonfinite
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import is_backward, value
+from fxprec.passes.analysis.joint import factors_of, is_backward, item_of, value
 from fxprec.passes.analysis.values import is_mask
 from fxprec.passes.base import Notice, Work
-from fxprec.passes.casts.sites import emit
+from fxprec.passes.casts.sites import emit, emit_call
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 
@@ -67,7 +66,7 @@ class _Convert:
             return
         attention = node.target in (ops.ATTENTION | ops.ATTENTION_BACKWARD)
         with self.graph.inserting_before(node):
-            factors = {node.args[p] for p in ops.GEMM_OPERANDS.get(node.target, ())}
+            factors = factors_of(node)
             new = {
                 a: self.mask(a) if is_mask(a) or (attention and a not in factors) else self.operand(a, node)
                 for a in floats
@@ -81,10 +80,10 @@ class _Convert:
 
     def operand(self, node: Node, gemm: Node) -> Node:
         """Return ``node`` in that dtype, re-reading its stored copy where there is one."""
-        found = self.made.get(node)
-        if found is None or gemm < found:
-            found = self.made[node] = self._operand(node, gemm)
-        return found
+        converted = self.made.get(node)
+        if converted is None or gemm < converted:
+            converted = self.made[node] = self._operand(node, gemm)
+        return converted
 
     def mask(self, node: Node) -> Node:
         """Return what is added to scores in that dtype; float32's least number becomes its least one, not -inf.
@@ -102,12 +101,11 @@ class _Convert:
         return emit(self.graph, _CONVERT, (kept, self.dtype), node)
 
     def _operand(self, node: Node, gemm: Node) -> Node:
-        if node.target is symbolic.DEQUANTIZE:
-            return emit(self.graph, node.target, (*node.args[:5], self.dtype), node)
-        if node.target is symbolic.KEEP_NONFINITE:
-            rounded, x = node.args
-            assert isinstance(rounded, Node)
-            return emit(self.graph, node.target, (self.operand(rounded, gemm), x), node)
+        read, kept = Dequantize.match(node), KeepNonfinite.match(node)
+        if read is not None:
+            return emit_call(self.graph, replace(read, dtype=self.dtype), node)
+        if kept is not None:
+            return emit_call(self.graph, replace(kept, rounded=self.operand(kept.rounded, gemm)), node)
         if node.target in ops.VIEWS and len(node.all_input_nodes) == 1 and not node.kwargs:
             return emit(self.graph, node.target, (self.operand(node.all_input_nodes[0], gemm), *node.args[1:]), node)
         return emit(self.graph, _CONVERT, (node, self.dtype), node)
@@ -118,11 +116,13 @@ class _Convert:
             self._convert_back(node, traced.dtype)
             return
         assert isinstance(traced, tuple | list)
-        for item in [u for u in node.users if u.target is operator.getitem]:
-            was = traced[item.args[1]]  # type: ignore[index]
-            item.meta["val"] = node.meta["val"][item.args[1]]
+        for user in list(node.users):
+            item = item_of(user)
+            if item is None:
+                continue
+            was, user.meta["val"] = traced[item[1]], node.meta["val"][item[1]]
             if isinstance(was, torch.Tensor):
-                self._convert_back(item, was.dtype)
+                self._convert_back(user, was.dtype)
 
     def _convert_back(self, node: Node, dtype: torch.dtype) -> None:
         if _dtype(node) == dtype:
@@ -141,5 +141,5 @@ def _dtype(node: Node) -> torch.dtype | None:
 
 def _is_logsumexp(node: Node) -> bool:
     """Attention's saved softmax statistics stay float32."""
-    source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, Node) and source.target in ops.ATTENTION and bool(node.args[1] != 0)
+    item = item_of(node)
+    return item is not None and item[0].target in ops.ATTENTION and item[1] != 0

@@ -11,7 +11,7 @@ from torch.fx import Node
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.coded_gemms import MATMULS, Coded, coded, is_plain, native_refusal, operands
 from fxprec.passes.analysis.gemm_costs import Answer, Costs, Gpu, Product, costs_of
-from fxprec.passes.analysis.joint import dim_hint, is_backward, value
+from fxprec.passes.analysis.joint import dim_hint, is_backward, tensor_of
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.base import Notice, Work
 
@@ -113,9 +113,7 @@ def products_of(nodes: Iterable[tuple[Node, Found]], high: torch.dtype | None) -
     made: set[tuple[Node, str]] = set()
     wide = high if high in (torch.bfloat16, torch.float16) else torch.float32
     for gemm, found in nodes:
-        left, right = (value(x) for x in operands(gemm))  # type: ignore[arg-type]
-        assert left is not None
-        assert right is not None
+        left, right = map(tensor_of, operands(gemm))
         (m, k), n = (dim_hint(s) for s in left.shape), dim_hint(right.shape[1])
         sizes = ((found.a, m * k, "rows"), (found.b, k * n, "columns"))
         copies = [size for x, size, layout in sizes if x.layout != layout and _is_new(made, x, "copy")]

@@ -12,8 +12,8 @@ from typing import Any
 from torch.fx import Node
 
 from fxprec.errors import PlanError
-from fxprec.ir.symbolic import QUANTIZE
-from fxprec.passes.analysis.joint import is_backward, numel_hint, shape_text, value
+from fxprec.ir.symbolic import Quantize
+from fxprec.passes.analysis.joint import numel_hint, shape_text, value
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.base import Work
 from fxprec.plan import Plan
@@ -127,7 +127,7 @@ class _Walk:
         if getattr(node.target, "namespace", "") != "fxprec":
             return True
         self.stands_for[node] = self._origin(node.all_input_nodes[0])
-        if node.target is QUANTIZE:
+        if node.target is Quantize.target:
             self._note_site(node)
         return False
 
@@ -136,9 +136,9 @@ class _Walk:
         assert book is not None
         origin = self.stands_for[cast]
         further = {} if self.work.scales is None else self.work.scales.site_of
-        row = cast.args[2]
-        site = further.get(row, row) if isinstance(row, int) else None
-        if site is not None and 0 <= site < len(book.sites) and site not in self.sites[origin]:
+        row = Quantize.of(cast).row
+        site = further.get(row, row)
+        if 0 <= site < len(book.sites) and site not in self.sites[origin]:
             self.sites[origin].append(site)
 
     def _origin(self, node: Node) -> Node:
@@ -162,7 +162,7 @@ class _Walk:
         return DrawnNode(
             name=node.name if given is None else given.name,
             op=(given.kind if given else "tangent") if node.op == "placeholder" else target_text(node.target),
-            backward=is_backward(node) or "tangent" in node.name,
+            backward=self.work.joint.in_backward(node),
             group=self.group_of[node],
             module=module_of(node) or (given.module if given else ""),
             source=source_of(node),

@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import numel_hint, value
+from fxprec.passes.analysis.joint import dim_hint, factors_of, numel_hint, value
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,10 @@ class GemmCost:
 def cost_of(node: Node, index: Mapping[Node, int]) -> GemmCost:
     """Return the cost of a GEMM node; its operands are looked up in ``index``, casts and views followed back."""
     operands = []
-    for position in ops.GEMM_OPERANDS.get(node.target, ()):
-        arg = node.args[position]
-        val = value(arg) if isinstance(arg, Node) else None
-        if isinstance(arg, Node) and val is not None:
-            operands.append((index[_stored(arg, index)], numel_hint(val)))
+    for factor in factors_of(node):
+        val = value(factor)
+        if val is not None:
+            operands.append((index[_stored(factor, index)], numel_hint(val)))
     results = [n for n in (node, *node.users) if value(n) is not None]
     result = value(results[0]) if results else None
     return GemmCost(_flops(node, result), tuple(operands), 0 if result is None else numel_hint(result))
@@ -62,17 +61,13 @@ def _flops(node: Node, result: torch.Tensor | None) -> int | None:
 def _sized(argument: Any) -> Any:
     """Put a tensor of the traced sizes, without storage, in the place of a node or a fake tensor."""
     val = value(argument) if isinstance(argument, Node) else argument
-    return torch.empty([_hint(s) for s in val.shape], device="meta") if isinstance(val, torch.Tensor) else val
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.hint is not None else int(size)
+    return torch.empty([dim_hint(s) for s in val.shape], device="meta") if isinstance(val, torch.Tensor) else val
 
 
 def _attention_flops(node: Node) -> int | None:
     """Q K^T and its product with V: ``(batch, heads, length, width)`` each; a causal mask is not counted off."""
     values = [value(a) for a in node.args[:3] if isinstance(a, Node)]
-    shapes = [[_hint(s) for s in v.shape] for v in values if v is not None and v.dim() == 4]
+    shapes = [[dim_hint(s) for s in v.shape] for v in values if v is not None and v.dim() == 4]
     if len(shapes) != 3:
         return None
     (batch, heads, rows, width), (_, _, columns, _), (*_, out) = shapes

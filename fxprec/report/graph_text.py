@@ -8,12 +8,10 @@ from functools import lru_cache
 import torch
 from torch.fx import Node
 
-from fxprec.ir.symbolic import AS_STORED, DEQUANTIZE, QUANTIZE
-from fxprec.passes.analysis.joint import is_backward, shape_text, value
+from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize
+from fxprec.passes.analysis.joint import shape_text, value
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.base import Work
-
-_SITE = 2  # position of the site, which is its row of the scale table, among a cast's arguments; its format follows
 
 
 def graph_text(work: Work, title: str, changed: Mapping[str, tuple[int, int]]) -> str:
@@ -28,7 +26,7 @@ def graph_text(work: Work, title: str, changed: Mapping[str, tuple[int, int]]) -
 
 
 def _line(node: Node, work: Work) -> str:
-    half = "b" if is_backward(node) or "tangent" in node.name else "f"
+    half = "b" if work.joint.in_backward(node) else "f"
     notes = ", ".join(_notes(node, work))
     made = f"{half} {node.name} = {_call(node)}{_typed(node)}"
     return made + (f"  # {one_line(notes)}" if notes else "")
@@ -76,10 +74,11 @@ def _notes(node: Node, work: Work) -> list[str]:
         notes.append(f"{described.kind} {described.name}")
     if work.grouped is not None and node in work.grouped.values:
         notes.append(f"group {work.grouped.values[node].group}")
-    if node.target in (QUANTIZE, DEQUANTIZE):
-        row, name = node.args[_SITE], node.args[_SITE + 1]
-        is_site = isinstance(row, int) and work.book is not None and 0 <= row < len(work.book.sites)
-        notes.append(str(name) if row == AS_STORED else f"{'site' if is_site else 'row'} {row} {name}")
+    cast = Quantize.match(node) or Dequantize.match(node)
+    if cast is not None:
+        is_site = work.book is not None and 0 <= cast.row < len(work.book.sites)
+        place = "" if cast.row == AS_STORED else f"{'site' if is_site else 'row'} {cast.row} "
+        notes.append(place + cast.format)
     module, source = module_of(node), source_of(node)
     return notes + ([f"module {module}"] if module else []) + ([source] if source else [])
 

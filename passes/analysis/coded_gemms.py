@@ -16,18 +16,17 @@ So backward reads x and W in their transposed copies only, which are what is sav
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fxprec.ir import symbolic
+from fxprec.ir.symbolic import QUANTIZE, Dequantize, KeepNonfinite
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import value
+from fxprec.passes.analysis.joint import factors_of, input_at, tensor_of, value
 
 aten = torch.ops.aten
 MATMULS = frozenset({aten.mm.default, aten.addmm.default})
@@ -59,33 +58,31 @@ class Coded:
         return self.fmt.torch_dtype in FP8
 
 
-def operands(gemm: Node) -> tuple[object, object]:
+def operands(gemm: Node) -> tuple[Node, Node]:
     """Return the two factors of a node of `MATMULS`."""
-    first, second = ops.GEMM_OPERANDS[gemm.target]
-    return gemm.args[first], gemm.args[second]
+    first, second = factors_of(gemm)
+    return first, second
 
 
-def coded(operand: Any) -> Coded | str:
+def coded(operand: Node) -> Coded | str:
     """Return the codes behind a GEMM's operand, or why there are none to multiply."""
-    node, source = operand, None
-    while _calls(node, PURE_VIEWS):
-        node = node.args[0]
-    if _calls(node, (symbolic.KEEP_NONFINITE,)):
-        node, source = node.args
-    if not _calls(node, (symbolic.DEQUANTIZE,)) or node.args[4] == "simulate":
+    node = operand
+    while node.target in PURE_VIEWS:
+        node = input_at(node, 0)
+    kept = KeepNonfinite.match(node)
+    source = None if kept is None else kept.x
+    read = Dequantize.match(node if kept is None else kept.rounded)
+    if read is None or read.is_simulated:
         return "an operand is not stored in a planned format"
-    q, table, row, name, _, _ = node.args
-    fmt = parse(name)
-    if q.target is not symbolic.QUANTIZE or fmt.bits > 16:
+    q, fmt = read.q, parse(read.format)
+    if q.target is not QUANTIZE or fmt.bits > 16:
         return f"an operand is {fmt.name}"
     if source is not None and fmt.nan_code is None:
         return f"{fmt.name} has no code for the inf and NaN of a gradient"
     layout = _layout(q, operand)
-    return "an operand is a copy in another layout" if layout is None else Coded(q, fmt, row, layout, source, table)
-
-
-def _calls(node: object, targets: Container[object]) -> bool:
-    return isinstance(node, Node) and node.target in targets
+    if layout is None:
+        return "an operand is a copy in another layout"
+    return Coded(q, fmt, read.row, layout, source, read.table)
 
 
 def _layout(q: Node, operand: Node) -> Layout | None:
@@ -119,9 +116,7 @@ def native_refusal(a: Coded, b: Coded, gemm: Node) -> str | None:
         return f"{a.fmt.name} and {b.fmt.name} are no hardware formats"
     if a.fmt.torch_dtype == b.fmt.torch_dtype == torch.float8_e5m2:
         return "no hardware multiplies e5m2 by e5m2"
-    left, right = (value(x) for x in operands(gemm))  # type: ignore[arg-type]
-    assert left is not None
-    assert right is not None
+    left, right = map(tensor_of, operands(gemm))
     sizes = (left.shape[1], right.shape[1])
     if not all(bool(statically_known_true(size % _ALIGNMENT == 0)) for size in sizes):
         return f"K = {sizes[0]} and N = {sizes[1]} are not both multiples of {_ALIGNMENT}"
@@ -134,5 +129,5 @@ def is_plain(gemm: Node) -> bool:
         return False
     if gemm.target is aten.mm.default:
         return True
-    bias = value(gemm.args[0])  # type: ignore[arg-type]
+    bias = value(input_at(gemm, 0))
     return bias is not None and bias.ndim == 1

@@ -18,7 +18,7 @@ from fxprec.config.config import GroupingName
 from fxprec.errors import LoweringError
 from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.grouping import GROUPINGS, Grouping
-from fxprec.passes.analysis.joint import JointGraph, numel_expr, numel_hint, shape_text, value
+from fxprec.passes.analysis.joint import JointGraph, factors_of, numel_expr, numel_hint, shape_text, value
 from fxprec.passes.analysis.operators import Operator, Operators
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.analysis.values import is_differentiable, is_float_tensor, is_plain_float
@@ -181,10 +181,7 @@ def _gemm_operands(operators: Operators) -> frozenset[Node]:
     found: set[Node] = set()
     for op in operators.all:
         if op.is_gemm:
-            for position in ops.GEMM_OPERANDS.get(op.nodes[0].target, ()):
-                arg = op.nodes[0].args[position]
-                if isinstance(arg, Node):
-                    found.add(operators.base(arg))
+            found.update(operators.base(factor) for factor in factors_of(op.nodes[0]))
     return frozenset(found)
 
 
@@ -197,7 +194,7 @@ def _saved_for_backward(operators: Operators) -> frozenset[Node]:
     recomputing = [n for n in joint.forward_nodes() if regions.is_recomputed(n)]
     for node in (*joint.backward_nodes(), *recomputing):
         for arg in node.all_input_nodes:
-            if arg in operators.of_node or (arg.op == "placeholder" and "tangent" not in arg.name):
+            if arg in operators.of_node or (arg.op == "placeholder" and not joint.is_tangent(arg)):
                 found.add(operators.base(arg))
     return frozenset(n for n in found if _outlives_forward(n, joint))
 

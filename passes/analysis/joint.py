@@ -76,6 +76,12 @@ def made_by(node: Node) -> Node:
     return node if item is None else item[0]
 
 
+def factors_of(gemm: Node) -> list[Node]:
+    """Return what a GEMM multiplies; of an operator that is none, nothing."""
+    factors = (gemm.args[position] for position in ops.GEMM_OPERANDS.get(gemm.target, ()))
+    return [factor for factor in factors if isinstance(factor, Node)]
+
+
 def numel_expr(val: torch.Tensor) -> sympy.Expr:
     """Return the number of elements as a sympy expression in the dynamic dimensions."""
     expr: sympy.Expr = sympy.Integer(1)
@@ -118,8 +124,7 @@ class JointGraph:
     @cached_property
     def placeholders(self) -> tuple[Node, ...]:
         """The forward inputs."""
-        tangents = set(self.tangents)
-        return tuple(n for n in self.graph.find_nodes(op="placeholder") if n not in tangents)
+        return tuple(n for n in self.graph.find_nodes(op="placeholder") if not self.is_tangent(n))
 
     @cached_property
     def used_inputs(self) -> tuple[Node, ...]:
@@ -128,7 +133,16 @@ class JointGraph:
 
     @cached_property
     def tangents(self) -> tuple[Node, ...]:
-        return tuple(n for n in self.graph.find_nodes(op="placeholder") if "tangent" in n.name)
+        return tuple(n for n in self.graph.find_nodes(op="placeholder") if self.is_tangent(n))
+
+    @staticmethod
+    def is_tangent(node: Node) -> bool:
+        """Say whether a node is the gradient of an output, which the backward half is handed."""
+        return node.op == "placeholder" and "tangent" in node.name
+
+    def in_backward(self, node: Node) -> bool:
+        """Say whether a node belongs to the backward half: autograd made it, or hands it in."""
+        return is_backward(node) or self.is_tangent(node)
 
     @cached_property
     def output(self) -> Node:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import JointGraph, is_backward
+from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.values import is_differentiable
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Operators:
             if node.target is ops.aten.add.Tensor
             and str(node.meta.get("original_aten")) == "aten.add.Tensor"
             and node.meta.get("seq_nr") == last
-            and all(isinstance(arg, Node) and (is_backward(arg) or "tangent" in arg.name) for arg in node.args[:2])
+            and all(isinstance(arg, Node) and self.joint.in_backward(arg) for arg in node.args[:2])
         )
 
 

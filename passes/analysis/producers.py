@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 
 import torch
 from torch.fx import Node
 
-from fxprec.ir import symbolic
+from fxprec.ir.symbolic import KEEP_NONFINITE, Dequantize, Quantize
 from fxprec.passes.analysis import linear, ops
-from fxprec.passes.analysis.joint import is_backward, value
+from fxprec.passes.analysis.joint import dim_hint, input_at, is_backward, item_of, tensor_of
 from fxprec.passes.analysis.operators import Operators
 from fxprec.plan.scales import Gemm, Producer
 
+_CONVOLUTION = torch.ops.aten.convolution_backward.default
 _SOFTMAX = frozenset({"aten._softmax", "aten._log_softmax", "aten._safe_softmax"})
 _MASK = ops.existing(torch.ops.aten, "where.self where.ScalarOther where.ScalarSelf")
 # Layout between a GEMM and its cast, or between a stored operand and its GEMM.
@@ -36,16 +36,14 @@ def producer_of(x: Node, operators: Operators, casts: Mapping[Node, int]) -> tup
 def _through(node: Node, *, masks: bool = False) -> Node:
     """Follow layout copies, and a ReLU's mask, back to what computed the values."""
     while True:
-        if node.target in _LAYOUT or node.target is symbolic.KEEP_NONFINITE:
-            following = node.args[0]
+        if node.target in _LAYOUT or node.target is KEEP_NONFINITE:
+            node = input_at(node, 0)
         elif masks and node.target in _MASK and is_zero(node.args[1]):
-            following = node.args[2]
+            node = input_at(node, 2)
         elif masks and node.target in _MASK and is_zero(node.args[2]):
-            following = node.args[1]
+            node = input_at(node, 1)
         else:
             return node
-        assert isinstance(following, Node)
-        node = following
 
 
 def is_zero(arg: object) -> bool:
@@ -53,9 +51,7 @@ def is_zero(arg: object) -> bool:
     if not isinstance(arg, Node):
         return isinstance(arg, int | float) and arg == 0
     while arg.target in ops.VIEWS:
-        source = arg.args[0]
-        assert isinstance(source, Node)
-        arg = source
+        arg = input_at(arg, 0)
     if arg.target in linear.ZEROS:
         return True
     position = linear.FILLS.get(arg.target)
@@ -63,58 +59,40 @@ def is_zero(arg: object) -> bool:
 
 
 def _gemm(node: Node, casts: Mapping[Node, int]) -> Gemm | None:
-    if node.target is operator.getitem and node.args[1] == 0:
-        source = node.args[0]
-        assert isinstance(source, Node)
-        if source.target is not torch.ops.aten.convolution_backward.default:
-            return None
-        node, positions = source, (0, 2)
+    item = item_of(node)
+    if item is not None and item[1] == 0 and item[0].target is _CONVOLUTION:
+        node, positions = item[0], (0, 2)
     elif node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
         positions = (0, 1)
     else:
         return None
-    rows = [_row(node.args[p], casts) for p in positions]
-    gradients = [p for p, (_, is_gradient) in zip(positions, rows, strict=True) if is_gradient]
-    if len(gradients) != 1 or any(row is None for row, _ in rows):
+    first, second = (_row(input_at(node, p), casts) for p in positions)
+    if first is None or second is None or first[1] == second[1]:
         return None
-    by_kind = {is_gradient: row for row, is_gradient in rows}
-    gradient, operand = by_kind[True], by_kind[False]
-    assert gradient is not None
-    assert operand is not None
+    (gradient, _), (operand, _) = (first, second) if first[1] else (second, first)
     return Gemm(length=_length(node), gradient=gradient, operand=operand)
 
 
-def _row(arg: object, casts: Mapping[Node, int]) -> tuple[int | None, bool]:
-    """Return (row of the table where ``arg`` is stored, whether it is a gradient)."""
-    if not isinstance(arg, Node):
-        return None, False
-    node = _through(arg)
-    if node.target is not symbolic.DEQUANTIZE:
-        return None, is_backward(node)
-    q = node.args[0]
-    assert isinstance(q, Node)
-    if q in casts:
-        return casts[q], True
-    row = q.args[2]
-    assert isinstance(row, int)
-    return (None, True) if is_backward(q) else (row, False)
+def _row(factor: Node, casts: Mapping[Node, int]) -> tuple[int, bool] | None:
+    """Return (row of the table where a factor is stored, whether it is a gradient); None where it is not stored."""
+    read = Dequantize.match(_through(factor))
+    if read is None:
+        return None
+    if read.q in casts:
+        return casts[read.q], True
+    return None if is_backward(read.q) else (Quantize.of(read.q).row, False)
 
 
 def _length(node: Node) -> int:
     """Accumulation length of a GEMM whose result is an input's gradient, at the traced sizes."""
-    if node.target is torch.ops.aten.convolution_backward.default:
-        weight, transposed, groups = node.args[2], node.args[7], node.args[9]
-        assert isinstance(weight, Node)
+    if node.target is _CONVOLUTION:
+        transposed, groups = node.args[7], node.args[9]
         assert isinstance(groups, int)
-        shape = _shape(weight)  # (out, in / groups, *kernel); transposed: (in, out / groups, *kernel)
+        shape = _shape(input_at(node, 2))  # (out, in / groups, *kernel); transposed: (in, out / groups, *kernel)
         channels = shape[1] if transposed else shape[0] // groups
         return channels * torch.Size(shape[2:]).numel()
-    first = node.args[0]
-    assert isinstance(first, Node)
-    return _shape(first)[-1]
+    return _shape(input_at(node, 0))[-1]
 
 
 def _shape(node: Node) -> list[int]:
-    val = value(node)
-    assert val is not None
-    return [int(s.node.hint) if isinstance(s, torch.SymInt) and s.node.hint is not None else int(s) for s in val.shape]
+    return [dim_hint(size) for size in tensor_of(node).shape]

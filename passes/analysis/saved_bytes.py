@@ -6,7 +6,6 @@ among them, since they are there anyway. A parameter's stored copy counts.
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +16,11 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.config.recipes import Recipe
-from fxprec.ir import symbolic
+from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Quantize
 from fxprec.ir.symbolic_gemms import TRANSPOSED
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.groups import GROUP_META
-from fxprec.passes.analysis.joint import GraphInput, JointGraph, input_index, numel_expr, numel_hint, value
+from fxprec.passes.analysis.joint import GraphInput, input_index, JointGraph, made_by, numel_expr, numel_hint, tensor_of, value
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.plan import ByteCount, Plan
 
@@ -84,8 +83,7 @@ def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequenc
     joint = JointGraph(forward, inputs)
     others = 0  # bytes of masks, indices, seeds: float32 would save them too
     for node in _saved_storages(forward, num_outputs):
-        val = value(node)
-        assert val is not None
+        val = tensor_of(node)
         group, count = _group(node, plan), numel_hint(val)
         planned[group] += count * val.dtype.itemsize
         if not _holds_floats(node):
@@ -115,11 +113,9 @@ def _saved_storages(forward: Graph, num_outputs: int) -> Iterator[Node]:
 
 def _storage(node: Node) -> Node:
     """Follow views to the node whose memory they show."""
-    while True:
-        made_by = node.args[0] if node.target is operator.getitem else node
-        if not isinstance(made_by, Node) or not _is_view(made_by.target):
-            return node
-        node = made_by.all_input_nodes[0]
+    while _is_view(made_by(node).target):
+        node = made_by(node).all_input_nodes[0]
+    return node
 
 
 def _is_view(target: object) -> bool:
@@ -130,15 +126,14 @@ def _is_view(target: object) -> bool:
 
 
 def _group(node: Node, plan: Plan) -> int:
-    if node.target is symbolic.QUANTIZE:
-        return plan.sites[node.args[2]].group  # type: ignore[index]
+    cast = Quantize.match(node)
+    if cast is not None:
+        return plan.sites[cast.row].group
     return int(node.meta.get(GROUP_META, 0))
 
 
 def _holds_floats(node: Node) -> bool:
-    val = value(node)
-    assert val is not None
-    return val.dtype.is_floating_point or node.target in (symbolic.QUANTIZE, TRANSPOSED)
+    return tensor_of(node).dtype.is_floating_point or node.target in (QUANTIZE, TRANSPOSED)
 
 
 def _is_copy_of_parameter(node: Node, joint: JointGraph) -> bool:
@@ -153,7 +148,7 @@ def _copied(node: Node) -> Node:
 
 
 _CONVERT = torch.ops.prims.convert_element_type.default
-_COPIES = (symbolic.QUANTIZE, symbolic.DEQUANTIZE, TRANSPOSED, _CONVERT)
+_COPIES = (QUANTIZE, DEQUANTIZE, TRANSPOSED, _CONVERT)
 
 
 def readable(size: int) -> str:

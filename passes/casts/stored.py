@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.groups import Grouped
-from fxprec.passes.analysis.joint import is_backward, tensor_of, value
+from fxprec.passes.analysis.joint import JointGraph, factors_of, input_at, is_backward, tensor_of, value
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.analysis.values import is_plain_float
@@ -69,7 +69,7 @@ def _cast_incoming_gradient(op: Operator, grouped: Grouped, book: SiteBook) -> N
         return
     inside = set(op.backward)
     readers: dict[Node, list[Node]] = {}
-    for gradient, reader in _multiplied_gradients(op):
+    for gradient, reader in _multiplied_gradients(op, grouped.operators.joint):
         readers.setdefault(gradient, []).append(reader)
     for gradient, gemms in readers.items():
         val = value(gradient)
@@ -81,14 +81,14 @@ def _cast_incoming_gradient(op: Operator, grouped: Grouped, book: SiteBook) -> N
         replace_uses(gradient, x, [u for u in users if u is not q])
 
 
-def _multiplied_gradients(op: Operator) -> Iterator[tuple[Node, Node]]:
+def _multiplied_gradients(op: Operator, joint: JointGraph) -> Iterator[tuple[Node, Node]]:
     """Yield each gradient a backward GEMM multiplies, views taken off, and the node that reads it for that."""
     for node in op.backward:
         if node.target not in ops.GEMMS_BACKWARD:
             continue
-        for position in ops.GEMM_OPERANDS[node.target]:
-            reader, arg = node, node.args[position]
-            while isinstance(arg, Node) and arg.target in ops.VIEWS and is_backward(arg):
-                reader, arg = arg, arg.args[0]
-            if isinstance(arg, Node) and (is_backward(arg) or "tangent" in arg.name):
-                yield arg, reader
+        for factor in factors_of(node):
+            reader, source = node, factor
+            while source.target in ops.VIEWS and is_backward(source):
+                reader, source = source, input_at(source, 0)
+            if joint.in_backward(source):
+                yield source, reader

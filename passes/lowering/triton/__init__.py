@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from fxprec.ir import symbolic
+from fxprec.ir.symbolic import Dequantize, Quantize, Rescale
 from fxprec.passes.lowering.triton.kernel import Kernel, Unprintable
 from fxprec.passes.lowering.triton.launch import KernelCalls, Launches
 from fxprec.passes.lowering.triton.printer import Tables, print_kernel
@@ -62,8 +62,7 @@ def call_generated(
 
 def _table(gm: GraphModule) -> Node | None:
     """Return the scale table, an argument of every symbolic op but ``keep_nonfinite``."""
-    for target in (symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.RESCALE):
-        for node in gm.graph.find_nodes(op="call_function", target=target):
-            assert isinstance(node.args[1], Node)
-            return node.args[1]
+    for operator in (Quantize, Dequantize, Rescale):
+        for node in operator.nodes(gm.graph):
+            return operator.of(node).table
     return None

@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from fxprec.passes.analysis.joint import input_at, tensor_of
 from fxprec.passes.lowering.triton import codecs
 from fxprec.passes.lowering.triton.kernel import BLOCK, Argument, Unprintable
 from fxprec.passes.lowering.triton.regions import Region, is_constant, is_reduction
@@ -182,7 +183,7 @@ class Body:
             return Value(literal(number, source.meta["val"].dtype), LITERAL, source.meta["val"].dtype)
         val: torch.Tensor = source.meta["val"]
         of_row = reader in self.region.rows and not is_reduction(reader)
-        wanted = shape_of(reader.args[0].meta["val"] if is_reduction(reader) else reader.meta["val"])  # type: ignore[union-attr]
+        wanted = shape_of(tensor_of(input_at(reader, 0) if is_reduction(reader) else reader))
         strides = aligned(shape_of(val), strides_of(val), wanted)
         if strides is None:
             raise Unprintable(f"{source.name} is read in another shape than its own")

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.numerics.stats import SITE_COUNTERS
+from fxprec.passes.analysis.joint import input_at, tensor_of
 from fxprec.passes.lowering.triton.kernel import Argument, Kernel
 from fxprec.passes.lowering.triton.regions import ORIGIN
 from fxprec.passes.lowering.triton.shapes_in_graph import SizeNodes
@@ -98,8 +99,8 @@ class Launches:
         val = node.meta["val"]
         if val.dtype == argument.dtype:
             return node
-        if node.target is aten.view.dtype and node.args[0].meta["val"].dtype == argument.dtype:  # type: ignore[union-attr]
-            return node.args[0]  # type: ignore[return-value]
+        if node.target is aten.view.dtype and tensor_of(viewed := input_at(node, 0)).dtype == argument.dtype:
+            return viewed
         return self._view(node, argument.dtype)
 
     def _view(self, node: Node, dtype: torch.dtype) -> Node:

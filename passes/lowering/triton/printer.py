@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxprec.ir import symbolic
+from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, Rescale
 from fxprec.numerics import device
 from fxprec.numerics.formats import parse
 from fxprec.numerics.stats import SITE_COUNTERS
+from fxprec.passes.analysis.joint import item_of
 from fxprec.passes.lowering.triton import codecs
 from fxprec.passes.lowering.triton.body import FULL, LITERAL, Body, Value, literal
 from fxprec.passes.lowering.triton.kernel import Kernel, Unprintable
@@ -54,7 +56,7 @@ class _Printer(Body):
         for node in self.region.nodes:
             self._node(node)
         written = [self.store(node, i) for i, node in enumerate(outputs(self.region))]
-        sites = {n.args[2] for n in self.region.nodes if n.target is symbolic.QUANTIZE}
+        sites = {cast.row for _, cast in Quantize.among(self.region.nodes)}
         kernel = Kernel(
             region=self.region,
             name="",
@@ -63,7 +65,7 @@ class _Printer(Body):
             outputs=tuple(written),
             sizes=(self.count, *((name, size) for size, name in self.sizes.items())),
             rows=tuple(self.rows),
-            sites=tuple(sorted(row for row in sites if isinstance(row, int))),
+            sites=tuple(sorted(sites)),
             watched=tuple(self.watched),
             per_program=self.per_program,
             num_warps=self.num_warps,
@@ -95,15 +97,15 @@ class _Printer(Body):
     def _node(self, node: Node) -> None:
         if node.target is VAR_MEAN:
             self.pairs[node] = self._var_mean(node)
-        elif node.target is operator.getitem:
-            self.values[node] = self.pairs[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif (item := item_of(node)) is not None:
+            self.values[node] = self.pairs[item[0]][item[1]]
         else:
             self.values[node] = self._value(node)
 
     def _value(self, node: Node) -> Value:
-        special = _SPECIAL.get(node.target)  # type: ignore[call-overload]
+        special = _SPECIAL.get(node.target)
         if special is not None:
-            return special(self, node)  # type: ignore[no-any-return]
+            return special(self, node)
         if is_view(node):
             source = node.all_input_nodes[0]
             return self.read(source if source in self.values or is_constant(source) else node, node)
@@ -113,17 +115,16 @@ class _Printer(Body):
 
     def _pointwise(self, node: Node) -> Value:
         target, name = str(node.target), name_of(node.target)
-        operands = [a for a in node.args if not isinstance(a, torch.dtype)]
-        read = [self.read(a, node) if isinstance(a, Node) else a for a in operands]
+        read = [self.read(a, node) if isinstance(a, Node) else a for a in node.args if not isinstance(a, torch.dtype)]
         values = [v for v in read if isinstance(v, Value)]
         dtype: torch.dtype = node.meta["val"].dtype
         all_bool = all(v.dtype == torch.bool for v in values)
         expression = OF_BOOLS.get(target, EXPRESSIONS.get(target, "")) if all_bool else EXPRESSIONS.get(target, "")
         if node.target is aten.pow.Tensor_Scalar:
-            expression, read = POWERS[node.args[1]], read[:1]  # type: ignore[index]
-        alpha = node.kwargs.get("alpha", 1)
+            expression, read = POWERS[node.args[1]], read[:1]
+        alpha: Any = node.kwargs.get("alpha", 1)
         if alpha != 1:
-            expression = expression.replace("{1}", f"product({{1}}, {float(alpha)!r})")  # type: ignore[arg-type]
+            expression = expression.replace("{1}", f"product({{1}}, {float(alpha)!r})")
         texts = [self._operand(v, name, all_bool) for v in read]
         result = expression.format(*texts)
         for helper in ("tanh", "product"):
@@ -200,17 +201,15 @@ class _Printer(Body):
         return self.assign("scale", expression, LITERAL, torch.float32).name
 
     def _quantize(self, node: Node) -> Value:
-        x, _, row, fmt, storage = node.args
-        assert isinstance(x, Node)
-        assert isinstance(row, int)
-        assert isinstance(fmt, str)
-        value = self.read(x, node)
+        cast = Quantize.of(node)
+        row, fmt = cast.row, cast.format
+        value = self.read(cast.x, node)
         stored = value
         if row in self.tables.scaled:
             stored = self.assign("scaled", f"{value.name} * {self._power(row)}", value.extent, torch.float32)
         if row in self.tables.watched and row not in self.watched:
-            self._statistics(value, stored, row, fmt, simulated=storage == "simulate")
-        if storage == "simulate":
+            self._statistics(value, stored, row, fmt, simulated=cast.is_simulated)
+        if cast.is_simulated:
             self.formats[fmt] = None
             rounded = f"{self.use('round_by_table')}({self.whole(stored)}, {self._entry(row)})"
             return self.assign("rounded", rounded, FULL, torch.float32)
@@ -232,40 +231,35 @@ class _Printer(Body):
         self.watched.append(row)
 
     def _dequantize(self, node: Node) -> Value:
-        q, _, row, fmt, storage, dtype = node.args
-        assert isinstance(q, Node)
-        assert isinstance(row, int)
-        assert isinstance(fmt, str)
-        assert isinstance(dtype, torch.dtype)
-        value = self.read(q, node, as_code=storage != "simulate")
+        cast = Dequantize.of(node)
+        value = self.read(cast.q, node, as_code=not cast.is_simulated)
         name = value.name
-        if storage != "simulate":
-            decode = self._codec(device.decoder_source(parse(fmt)), fmt)
+        if not cast.is_simulated:
+            decode = self._codec(device.decoder_source(parse(cast.format)), cast.format)
             name = self.assign("number", f"{decode}({name})", value.extent, torch.float32).name
-        if row in self.tables.scaled and row != symbolic.AS_STORED:
-            name = f"{name} * {self._power(row, '-')}"
-        return self._rounded("value", name, value.extent, dtype)
+        if cast.row in self.tables.scaled and not cast.is_as_stored:
+            name = f"{name} * {self._power(cast.row, '-')}"
+        return self._rounded("value", name, value.extent, cast.dtype)
 
     def _rescale(self, node: Node) -> Value:
-        g, _, row = node.args
-        assert isinstance(g, Node)
-        assert isinstance(row, int)
-        value = self.read(g, node)
-        expression = f"{value.name} * {self._power(row)}"
+        rescale = Rescale.of(node)
+        value = self.read(rescale.g, node)
+        expression = f"{value.name} * {self._power(rescale.row)}"
         return self._rounded("rescaled", expression, value.extent, node.meta["val"].dtype)
 
     def _keep_nonfinite(self, node: Node) -> Value:
-        rounded, x = (self.read(a, node) for a in node.args[:2])  # type: ignore[arg-type]
+        kept = KeepNonfinite.of(node)
+        rounded, x = self.read(kept.rounded, node), self.read(kept.x, node)
         other = self._rounded("wide", x.name, x.extent, node.meta["val"].dtype)
         expression = f"tl.where({self.use('is_finite')}({x.name}), {rounded.name}, {other.name})"
         return self.assign("kept", expression, rounded.extent | x.extent, node.meta["val"].dtype)
 
 
-_SPECIAL = {
-    symbolic.QUANTIZE: _Printer._quantize,
-    symbolic.DEQUANTIZE: _Printer._dequantize,
-    symbolic.RESCALE: _Printer._rescale,
-    symbolic.KEEP_NONFINITE: _Printer._keep_nonfinite,
+_SPECIAL: dict[object, Callable[[_Printer, Node], Value]] = {
+    Quantize.target: _Printer._quantize,
+    Dequantize.target: _Printer._dequantize,
+    Rescale.target: _Printer._rescale,
+    KeepNonfinite.target: _Printer._keep_nonfinite,
 }
 _ROUNDING = {torch.bfloat16: "as_bfloat16", torch.float16: "as_float16"}
 _PREAMBLE = """import triton

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir import symbolic
+from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, RESCALE, Dequantize, Quantize
+from fxprec.passes.analysis.joint import input_at, tensor_of
 from fxprec.passes.lowering.triton.sizes import Size, numel_of, product, shape_of
 from fxprec.passes.lowering.triton.table import (
     CODES,
@@ -35,8 +36,8 @@ MAX_COLUMNS = 8192
 ORIGIN = "fxprec_origin"
 """Key of ``meta``: the name, before lowering, of the node that a node repeats."""
 VAR_MEAN = aten.var_mean.correction
-_CODECS = (symbolic.QUANTIZE, symbolic.DEQUANTIZE)
-_SYMBOLIC = (*_CODECS, symbolic.KEEP_NONFINITE, symbolic.RESCALE)
+_CODECS = (QUANTIZE, DEQUANTIZE)
+_SYMBOLIC = (*_CODECS, KEEP_NONFINITE, RESCALE)
 
 
 @dataclass(eq=False)
@@ -82,13 +83,13 @@ def is_supported(node: Node) -> bool:
         return False
     val = node.meta.get("val")
     if node.target is VAR_MEAN:
-        return _reduces_last(node) and node.args[0].meta["val"].dtype == torch.float32  # type: ignore[union-attr]
+        return _reduces_last(node) and tensor_of(input_at(node, 0)).dtype == torch.float32
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and node.args[0].target is VAR_MEAN
     if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
         return False
-    if node.target is symbolic.QUANTIZE:
-        return val.dtype in CODES or node.args[4] == "simulate"
+    if node.target is QUANTIZE:
+        return val.dtype in CODES or Quantize.of(node).is_simulated
     if node.target in _SYMBOLIC:
         return val.dtype in FLOATS
     if val.dtype not in VALUES or not all(_is_value(n) for n in node.all_input_nodes):
@@ -120,9 +121,7 @@ def _is_value(node: Node) -> bool:
 
 
 def _reduces_last(node: Node) -> bool:
-    x = node.args[0]
-    assert isinstance(x, Node)
-    val = x.meta["val"]
+    val = tensor_of(input_at(node, 0))
     dims = node.args[1] if len(node.args) > 1 else None
     keeps = (node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)) is True
     if not isinstance(dims, list | tuple) or len(dims) != 1 or not keeps or val.ndim == 0:
@@ -133,7 +132,7 @@ def _reduces_last(node: Node) -> bool:
 
 def _decode_per_reader(graph: Graph) -> None:
     """Give every computing reader of a decoded tensor a decode of its own: codes are cheaper to read than values."""
-    for x in graph.find_nodes(op="call_function", target=symbolic.DEQUANTIZE):
+    for x in Dequantize.nodes(graph):
         readers = [u for u in x.users if is_supported(u) and not is_view(u)]
         x.meta.setdefault(ORIGIN, x.name)
         for reader in readers if len(readers) < len(x.users) else readers[1:]:
@@ -144,7 +143,7 @@ def _decode_per_reader(graph: Graph) -> None:
 
 def _decode_where_read(graph: Graph, region_of: dict[Node, Region]) -> None:
     """Move a decode that only one other region reads into that one: codes are written anyway, and smaller."""
-    for x in graph.find_nodes(op="call_function", target=symbolic.DEQUANTIZE):
+    for x in Dequantize.nodes(graph):
         readers = {region_of.get(u) for u in x.users}
         if len(readers) != 1 or x not in region_of:
             continue
@@ -214,7 +213,7 @@ def _alone(node: Node) -> Region:
     if node.target is operator.getitem:
         return Region(numel_of(node.meta["val"]), None, {node})
     if node.target in REDUCTIONS or node.target is VAR_MEAN:
-        x = node.args[0].meta["val"]  # type: ignore[union-attr]
+        x = tensor_of(input_at(node, 0))
         return Region(numel_of(x), shape_of(x)[-1], set(), {node})
     return Region(numel_of(node.meta["val"]), None, {node})
 

@@ -57,7 +57,7 @@ EXPRESSIONS: Mapping[str, str] = {
 }
 """By operator: with ``{0}``, ``{1}``, ... for the arguments."""
 
-POWERS: Mapping[float, str] = {
+POWERS: Mapping[object, str] = {
     1.0: "{0}",
     2.0: "product({0}, {0})",
     3.0: "product(product({0}, {0}), {0})",
