@@ -20,6 +20,7 @@ from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.base import Notice, Work
 from fxprec.plan import ByteCount, Plan
 from fxprec.plan.compare import low_groups_with
+from fxprec.plan.plan import latest_of_gemms
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,11 @@ class AssignPrecision:
     name: str = "assign-precision"
 
     def apply(self, work: Work) -> None:
-        assert work.grouped is not None
         tensors = work.grouped.tensors
         if work.given is not None:
             work.assignment = _follow_given(work.given, work.grouped, work.settings.recipe)
             return
-        sibling = None if work.joint.tangents else _same_model(work.grouped, work.siblings)
+        sibling = None if work.joint.tangents else latest_of_gemms(work.siblings, work.grouped.gemms_by_name)
         if sibling is not None:
             low_groups = low_groups_with(sibling, work.grouped.grouping.borders)
             followed = _follow(sibling, low_groups, work.grouped, work.settings.recipe)
@@ -82,12 +82,6 @@ def _of_what_changes(damage: Mapping[int, float], tensors: Sequence[CountedTenso
     """Leave out parameters' gradients, whose format is the same in a low group."""
     chosen = {t.id for t in tensors if t.kind != "grad_param"}
     return {tensor: lost for tensor, lost in damage.items() if tensor in chosen}
-
-
-def _same_model(grouped: Grouped, plans: Sequence[Plan]) -> Plan | None:
-    """Return the latest training plan with this graph's GEMMs: evaluation rounds as training does."""
-    ours = [(op.aten, op.module) for op in grouped.gemms]
-    return next((p for p in reversed(plans) if [(g.op, g.module) for g in p.gemms] == ours), None)
 
 
 def _follow_given(plan: Plan, grouped: Grouped, recipe: Recipe) -> Assignment:

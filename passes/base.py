@@ -7,7 +7,7 @@ field of `Work`; the runner (`pipeline.run`) lints, times and reports, so a pass
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from fxprec.config import Settings
 from fxprec.passes.analysis.assignment import Assignment
@@ -19,6 +19,8 @@ from fxprec.passes.casts.sites import SiteBook
 from fxprec.plan import Plan
 from fxprec.plan.scales import ScaleGraph
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Notice:
@@ -26,6 +28,24 @@ class Notice:
 
     site: str  # node, module and source line
     detail: str
+
+
+class Filled(Generic[T]):
+    """A field of `Work` that is there once the pass of this name has run; reading it earlier is a mistake of ours."""
+
+    def __init__(self, by: str) -> None:
+        self.by = by
+
+    def __set_name__(self, owner: type[object], name: str) -> None:
+        self.name = name
+
+    def __get__(self, work: object, owner: type[object]) -> T:
+        assert self.name in vars(work), f"work.{self.name} is read before {self.by} has run"
+        value: T = vars(work)[self.name]
+        return value
+
+    def __set__(self, work: object, value: T) -> None:
+        vars(work)[self.name] = value
 
 
 @dataclass
@@ -41,15 +61,19 @@ class Work:
     fixed_bytes: int = 0  # saved for backward beyond what is predicted of the counted tensors
     may_exceed_budget: bool = False  # it is held to once the graph is partitioned
     damage: dict[int, float] | None = None  # counted tensor's id -> measured damage, for policy "exact"
-    operators: Operators | None = None  # recover-operators
-    grouped: Grouped | None = None  # group-tensors
-    assignment: Assignment | None = None  # assign-precision
-    book: SiteBook | None = None  # insert-casts
+    operators = Filled[Operators]("recover-operators")
+    grouped = Filled[Grouped]("group-tensors")
+    assignment = Filled[Assignment]("assign-precision")
+    book = Filled[SiteBook]("insert-casts")
     answers: tuple[Answer, ...] = ()  # weigh-gemms, one per GEMM
-    plan: Plan | None = None  # write-plan
+    plan = Filled[Plan]("write-plan")
     scales: ScaleGraph | None = None  # carry-scales, where a gradient needs one
     remarks: list[str] = field(default_factory=list)  # what the plan should say; nothing was left out
     notices: list[Notice] = field(default_factory=list)
+
+    def has(self, name: str) -> bool:
+        """Say whether the pass that fills a field has run."""
+        return name in vars(self)
 
 
 class Pass(Protocol):

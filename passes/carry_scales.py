@@ -68,7 +68,6 @@ class _Walk:
     unknown: dict[str, Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert self.work.book is not None
         self.book = self.work.book
         self.graph = self.work.joint.graph
         self.next_row = len(self.book.sites)
@@ -113,7 +112,6 @@ class _Walk:
         if site in self.casts.values():  # a further consumer's contribution to the same gradient
             row = self._new_row()
             q.args = replace(cast, row=row).args
-        assert self.work.operators is not None
         producer, gemm = producer_of(x, self.work.operators, self.casts)
         self.casts[q] = row
         if x in self.zeros:

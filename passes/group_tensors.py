@@ -17,7 +17,6 @@ class GroupTensors:
     name: str = "group-tensors"
 
     def apply(self, work: Work) -> None:
-        assert work.operators is not None
         work.grouped = group_tensors(work.operators, _grouping(work))
         for op, group in work.grouped.group_of.items():
             for node in (*op.nodes, *op.backward):

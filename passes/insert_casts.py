@@ -19,8 +19,6 @@ class InsertCasts:
     name: str = "insert-casts"
 
     def apply(self, work: Work) -> None:
-        assert work.grouped is not None
-        assert work.assignment is not None
         work.book = SiteBook(
             graph=work.joint.graph,
             table=work.joint.table,

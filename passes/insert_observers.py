@@ -27,7 +27,6 @@ class InsertObservers:
     name: str = "insert-observers"
 
     def apply(self, work: Work) -> None:
-        assert work.grouped is not None
         walk = GradientWalk(work.grouped, lambda node, target, users: node)
         walk.run()
         for value, gradient in list(_pairs(work.grouped, walk)):

@@ -33,7 +33,6 @@ class LowGemms:
     name: str = "low-gemms"
 
     def apply(self, work: Work) -> None:
-        assert work.grouped is not None
         gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
         if gpu is None:
             return

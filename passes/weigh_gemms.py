@@ -23,7 +23,6 @@ class WeighGemms:
     name: str = "weigh-gemms"
 
     def apply(self, work: Work) -> None:
-        assert work.grouped is not None
         gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
         given = {} if work.given is None else {g.id: g.pays for g in work.given.gemms}
         work.answers = tuple(_answer(op, gpu, work, given.get(i)) for i, op in enumerate(work.grouped.gemms))

@@ -22,9 +22,6 @@ class WritePlan:
     name: str = "write-plan"
 
     def apply(self, work: Work) -> None:
-        assert work.grouped is not None
-        assert work.assignment is not None
-        assert work.book is not None
         settings, assignment = work.settings, work.assignment
         plan = Plan(
             recipe=settings.recipe,
@@ -49,7 +46,6 @@ class WritePlan:
 
 
 def _gemms(work: Work) -> tuple[Gemm, ...]:
-    assert work.grouped is not None
     return tuple(
         Gemm(
             id=i,

@@ -27,6 +27,7 @@ from fxprec.errors import DoubleBackwardError
 from fxprec.passes.base import Notice
 from fxprec.plan import Plan
 from fxprec.plan.compare import low_groups_with
+from fxprec.plan.plan import latest_of_gemms
 from fxprec.plan.scales import ScaleGraph
 from fxprec.report.folder import GraphDump
 from fxprec.runtime.controller import Controller, Rules
@@ -183,8 +184,7 @@ class PlannedGraph:
 
     def _follow_training(self, controller: Controller) -> None:
         """Evaluate as training runs: the same groups low, the same tensors promoted."""
-        ours = _gemms(controller.plan)
-        trained = next((p for p in reversed(self._plans_of_siblings()) if _gemms(p) == ours), None)
+        trained = latest_of_gemms(self._plans_of_siblings(), controller.plan.gemms_by_name)
         if trained is None or trained is self._followed:
             return
         self._followed = trained
@@ -278,7 +278,3 @@ def _check_grad_mode(grad: torch.Tensor) -> None:
             "backward(create_graph=True) went into a graph compiled by fxprec, and compiled graphs have no second "
             "derivatives; leave create_graph out, or run this part of the model uncompiled (torch.compiler.disable)"
         )
-
-
-def _gemms(plan: Plan) -> list[tuple[str, str]]:
-    return [(gemm.op, gemm.module) for gemm in plan.gemms]

@@ -112,8 +112,11 @@ def _format(entry: Entry) -> str:
         raise PlanError(f"{entry.path}: {error}") from None
 
 
-def _record(cls: type[T], readers: Mapping[str, Reader]) -> Callable[[Entry], T]:
-    """Return the reader of one dataclass; fields with a default may be absent, unknown keys are refused."""
+def _record(cls: type[T], readers: Mapping[str, Reader], former: frozenset[str] = frozenset()) -> Callable[[Entry], T]:
+    """Return the reader of one dataclass; fields with a default may be absent, unknown keys are refused.
+
+    ``former`` are keys that earlier versions wrote and nothing reads: they are passed over.
+    """
     optional = {
         f.name
         for f in fields(cls)  # type: ignore[arg-type]
@@ -124,7 +127,7 @@ def _record(cls: type[T], readers: Mapping[str, Reader]) -> Callable[[Entry], T]
         if not isinstance(entry.value, dict):
             raise entry.wrong("an object")
         for key in entry.value:
-            if key not in readers:
+            if key not in readers and key not in former:
                 hint = did_you_mean(key, readers) if len(key) <= _SHOWN else ""
                 raise entry.fail(f"has an unknown key {key[:_SHOWN]!r}{hint}", "remove it, or update fxprec")
         wanted = [name for name in readers if name in entry.value or name not in optional]
@@ -179,8 +182,8 @@ SITE = _record(
         "promoted_at": _or_null(_count),
         "elements": _count,
         "source": _text,
-        "stats": _flag,
     },
+    former=frozenset({"stats"}),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
@@ -24,6 +24,10 @@ def _version(package: str) -> str:
         return metadata.version(package).partition("+")[0]  # "2.13.0+cpu" and "2.13.0+cu130" plan alike
     except metadata.PackageNotFoundError:
         return "unknown"
+
+
+# (operator, module) of each GEMM, in order.
+GemmNames = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,11 @@ class Plan:
     def formats(self) -> Mapping[tuple[str, str], str]:
         """Format name by (tensor, kind): what another compilation of the same model follows."""
         return {(site.tensor, site.kind): site.format for site in self.sites}
+
+    @property
+    def gemms_by_name(self) -> GemmNames:
+        """What says that another graph is of the same model (`latest_of_gemms`)."""
+        return tuple((gemm.op, gemm.module) for gemm in self.gemms)
 
     @cached_property
     def low_groups(self) -> frozenset[int]:
@@ -144,3 +153,8 @@ def _promoted(site: Site, step: int, hi: str) -> Site:
     if site.promoted_at is not None or site.format == hi:
         return site
     return replace(site, format=hi, promoted_at=step)
+
+
+def latest_of_gemms(plans: Sequence[Plan], gemms: GemmNames) -> Plan | None:
+    """Return the latest plan of a graph with these GEMMs: the same model's, so that evaluation rounds as training."""
+    return next((plan for plan in reversed(plans) if plan.gemms_by_name == gemms), None)

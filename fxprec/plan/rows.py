@@ -82,8 +82,6 @@ class Site:
     """At the traced sizes."""
     source: str = ""
     """``file:line`` or ``""``."""
-    stats: bool = True
-    """Whether the runtime measures it."""
 
 
 @dataclass(frozen=True, kw_only=True)

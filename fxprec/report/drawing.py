@@ -58,7 +58,6 @@ class Drawing:
     @classmethod
     def of(cls, work: Work) -> Drawing:
         """Draw a graph whose casts are in place and whose plan is written."""
-        assert work.plan is not None
         return _Walk(work).run(work.plan)
 
     def save(self, path: Path) -> None:
@@ -91,8 +90,6 @@ class _Walk:
     """Contracts what the passes inserted: each such node stands for the value it was made from."""
 
     def __init__(self, work: Work) -> None:
-        assert work.grouped is not None
-        assert work.operators is not None
         self.work, self.grouped, self.operators = work, work.grouped, work.operators
         self.stands_for: dict[Node, Node] = {}
         self.sites: dict[Node, list[int]] = defaultdict(list)
@@ -133,7 +130,6 @@ class _Walk:
 
     def _note_site(self, cast: Node) -> None:
         book = self.work.book
-        assert book is not None
         origin = self.stands_for[cast]
         further = {} if self.work.scales is None else self.work.scales.site_of
         row = Quantize.of(cast).row

@@ -101,7 +101,7 @@ class GraphDump:
 
     def draw(self, work: Work) -> None:
         """Write ``graph.json`` once the plan is known: later passes insert what nobody asked to see."""
-        if work.plan is not None and self._drawing is None:
+        if work.has("plan") and self._drawing is None:
             self._drawing = Drawing.of(work)
             with _writable(self.path):
                 self._drawing.save(self.path / GRAPH)

@@ -72,11 +72,11 @@ def _notes(node: Node, work: Work) -> list[str]:
     if node.op == "placeholder" and node not in work.joint.tangents:
         described = work.joint.describe(node)
         notes.append(f"{described.kind} {described.name}")
-    if work.grouped is not None and node in work.grouped.values:
+    if work.has("grouped") and node in work.grouped.values:
         notes.append(f"group {work.grouped.values[node].group}")
     cast = Quantize.match(node) or Dequantize.match(node)
     if cast is not None:
-        is_site = work.book is not None and 0 <= cast.row < len(work.book.sites)
+        is_site = work.has("book") and 0 <= cast.row < len(work.book.sites)
         place = "" if cast.row == AS_STORED else f"{'site' if is_site else 'row'} {cast.row} "
         notes.append(place + cast.format)
     module, source = module_of(node), source_of(node)

@@ -16,12 +16,13 @@ from torch.fx import Node
 
 from fxprec.config.config import GroupingName
 from fxprec.errors import LoweringError
-from fxprec.passes.analysis import ops, regions
+from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.grouping import GROUPINGS, Grouping
 from fxprec.passes.analysis.joint import JointGraph, factors_of, numel_expr, numel_hint, shape_text, value
 from fxprec.passes.analysis.operators import Operator, Operators
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.analysis.values import is_differentiable, is_float_tensor, is_plain_float
+from fxprec.plan.plan import GemmNames
 
 GROUP_META = "fxprec_group"  # of a node: the group its operator lies in, for profiler ranges
 
@@ -57,6 +58,11 @@ class Grouped:
         beside = {held[n].id for held in (self.values, self.grads) for n in nodes if n in held}
         last = next(self.group_of[op] for op in reversed(self.operators.all) if op.outputs and not op.is_view)
         return frozenset(beside) | {t.id for t in self.tensors if t.group == last}
+
+    @property
+    def gemms_by_name(self) -> GemmNames:
+        """As `Plan.gemms_by_name` has them."""
+        return tuple((op.aten, op.module) for op in self.gemms)
 
     @property
     def num_groups(self) -> int:

@@ -14,7 +14,6 @@ from fxprec.passes.base import Notice, Work
 
 def left_alone(work: Work) -> Iterator[Notice]:
     """Yield a notice for the first complex value, each nested graph, and each sparse gradient that stays unrounded."""
-    assert work.operators is not None
     yield from _complex_values(work.operators)
     yield from _nested_graphs(work.operators)
     if work.settings.is_simulated:  # elsewhere a parameter's gradient is not rounded in any case

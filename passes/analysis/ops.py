@@ -5,8 +5,6 @@ Data only; the walks that use it live with the passes.
 
 from __future__ import annotations
 
-import operator
-
 import torch
 
 aten = torch.ops.aten
@@ -61,13 +59,6 @@ VIEWS = existing(
     " lift_fresh_copy lift_fresh expand_as view_as ravel swapdims"
     " _to_copy numpy_T matrix_H mT mH T",
 ) - existing(aten, "_to_copy")
-
-# Value-preserving layout ops a dequantize may sink below: the copy is then made in the low dtype.
-LAYOUT = existing(
-    aten,
-    "view _unsafe_view reshape permute transpose.int t expand slice.Tensor select.int squeeze squeeze.dim"
-    " squeeze.dims unsqueeze clone alias detach split.Tensor split_with_sizes",
-) | frozenset({operator.getitem})
 
 # Operators whose backward is the identity towards an input that was not broadcast; ``sub`` towards its first.
 LINEAR_SUMS = frozenset({"aten.add", "aten.sub"})

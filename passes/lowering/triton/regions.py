@@ -8,7 +8,7 @@ the other through a node outside (that node would have to run in the middle of t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -256,16 +256,6 @@ def _reads_well(region: Region, node: Node) -> bool:
 def is_reduction(node: Node) -> bool:
     """Say whether ``node`` reduces rows."""
     return node.target in REDUCTIONS or node.target is VAR_MEAN
-
-
-def outside_inputs(region: Region) -> Iterator[Node]:
-    """Yield what the region reads, constants left out."""
-    seen = set(region.members)
-    for node in region.nodes:
-        for source in node.all_input_nodes:
-            if source not in seen and not is_constant(source):
-                seen.add(source)
-                yield source
 
 
 def outputs(region: Region) -> list[Node]:
