@@ -91,7 +91,7 @@ def plans(draw: st.DrawFn) -> Plan:
         for i, (before, after) in enumerate(draw(st.lists(st.tuples(group_ids, group_ids), max_size=3)))
     )
     sites = tuple(
-        site(i, kind, tensor=draw(names), group=draw(group_ids), format=draw(formats_used), stats=draw(st.booleans()))
+        site(i, kind, tensor=draw(names), group=draw(group_ids), format=draw(formats_used))
         for i, kind in enumerate(draw(st.lists(st.sampled_from(KINDS), max_size=5)))
     )
     return Plan(
