@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo.convert_frame
@@ -41,6 +41,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, _CheckpointFrame
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 compile_fx: Callable[..., Any] = _compile_fx.compile_fx
 compile_fx_inner: Callable[..., Any] = _compile_fx.compile_fx_inner
 
@@ -56,6 +58,12 @@ def whole_gemms() -> dict[Any, Callable[..., Any]]:
     """Return Inductor's decompositions without those that make sums of products of small GEMMs."""
     gemms = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
     return {op: f for op, f in decompositions().items() if getattr(op, "overloadpacket", op) not in gemms}
+
+
+def boxed(function: F) -> F:
+    """Return a graph's callable, marked as taking its inputs in one list, which it may empty."""
+    vars(function)["_boxed_call"] = True
+    return function
 
 
 class GraphPass(CustomGraphPass):

@@ -17,7 +17,7 @@ from fxprec.ir.symbolic import QUANTIZE, Dequantize, KeepNonfinite
 from fxprec.ir.symbolic_gemms import TRANSPOSED, CodedGemm, Transposed
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.coded_gemms import PURE_VIEWS, Coded, Layout
-from fxprec.passes.analysis.joint import input_at, is_backward, tensor_of
+from fxprec.passes.analysis.joint import input_at, is_backward, operator_of, tensor_of
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, emit_call
 from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
@@ -139,7 +139,7 @@ class _Rewrite:
             return x
         (source,) = shown.all_input_nodes[:1]
         return emit(
-            self.graph, shown.target, (self._as_shown(source, decode, x), *shown.args[1:]), shown, backward=True
+            self.graph, operator_of(shown), (self._as_shown(source, decode, x), *shown.args[1:]), shown, backward=True
         )
 
     def _contiguous(self, x: Node, like: Node) -> Node:

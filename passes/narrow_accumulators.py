@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -63,7 +64,7 @@ class _Emitter:
     gemm: Node
     sums: tuple[object, ...]
 
-    def op(self, target: object, *args: object) -> Node:
+    def op(self, target: Callable[..., Any], *args: object) -> Node:
         return emit(self.graph, target, args, self.gemm)
 
     def matmul(self, a: object, b: object) -> Node:

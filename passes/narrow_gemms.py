@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import factors_of, is_backward, item_of, value
+from fxprec.passes.analysis.joint import factors_of, is_backward, item_of, operator_of, value
 from fxprec.passes.analysis.values import is_mask
 from fxprec.passes.base import Notice, Work
 from fxprec.passes.casts.sites import emit, emit_call
@@ -75,7 +75,7 @@ class _Convert:
         traced = node.meta["val"]
         node.args = torch.fx.map_arg(node.args, lambda a: new.get(a, a))
         fakes, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
-        node.meta["val"] = node.target(*fakes, **kwargs)  # type: ignore[operator]
+        node.meta["val"] = operator_of(node)(*fakes, **kwargs)
         self.restore(node, traced)
 
     def operand(self, node: Node, gemm: Node) -> Node:
@@ -107,7 +107,9 @@ class _Convert:
         if kept is not None:
             return emit_call(self.graph, replace(kept, rounded=self.operand(kept.rounded, gemm)), node)
         if node.target in ops.VIEWS and len(node.all_input_nodes) == 1 and not node.kwargs:
-            return emit(self.graph, node.target, (self.operand(node.all_input_nodes[0], gemm), *node.args[1:]), node)
+            return emit(
+                self.graph, operator_of(node), (self.operand(node.all_input_nodes[0], gemm), *node.args[1:]), node
+            )
         return emit(self.graph, _CONVERT, (node, self.dtype), node)
 
     def restore(self, node: Node, traced: object) -> None:

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from fxprec import compat
 from fxprec.driver.seeded import draw_from_seeds
+from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.insert_observers import measure
 
 
@@ -29,7 +30,7 @@ class Calibration:
 
     def watch(self, gm: GraphModule) -> Callable[..., Any]:
         """Return the partitioned graph as a function that also records the damages it measures."""
-        num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+        num_outputs = len(results_of(gm.graph))
         tensors = measure(gm)
         run = interpreted(gm)
         if not tensors:
@@ -43,8 +44,7 @@ class Calibration:
                 self._measured = damages.view(-1, 2).cpu()
             return tuple(results)
 
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
+        return compat.boxed(call)
 
     def by_tensor(self) -> dict[int, float]:
         """Return the damage of each counted tensor: the gradient of tensor ``i`` is tensor ``i + 1``."""
@@ -66,5 +66,4 @@ def interpreted(gm: GraphModule) -> Callable[..., Any]:
         with torch.no_grad():
             return gm(*taken)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return compat.boxed(call)

@@ -27,7 +27,7 @@ from fxprec.driver.ranges import interpreted_by_group as by_group
 from fxprec.driver.ranges import ranged
 from fxprec.driver.saved_budget import PlanAgain, SavedBudget
 from fxprec.passes import pipeline
-from fxprec.passes.analysis.joint import JointGraph
+from fxprec.passes.analysis.joint import JointGraph, results_of
 from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, readable
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
 from fxprec.passes.base import Work
@@ -186,7 +186,7 @@ class Compilation:
         if self.is_calibration:
             assert self.compiler.calibration is not None
             return self.compiler.calibration.watch(gm)
-        num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+        num_outputs = len(results_of(gm.graph))
         is_forward = not options.get("is_backward")
         name = "forward" if is_forward else "backward"
         if is_forward:
@@ -273,8 +273,7 @@ def _with_stats(half: Half, num_outputs: int, queue: StatsQueue) -> Compiled:
         queue.push(lowered.rows, torch.cat(results[num_outputs:]), lowered.counted)
         return results[:num_outputs]
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return compat.boxed(call)
 
 
 def summary(plan: Plan) -> str:

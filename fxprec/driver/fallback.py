@@ -180,5 +180,4 @@ def interpreted_kernels(run: Compiled) -> Compiled:
         with np.errstate(all="ignore"):
             return run(args)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return compat.boxed(call)

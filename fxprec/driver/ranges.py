@@ -24,8 +24,7 @@ def ranged(run: Compiled, name: str) -> Compiled:
         with record_function(name):
             return run(args)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return compat.boxed(call)
 
 
 def interpreted_by_group(gm: GraphModule, run: Compiled) -> Compiled:
@@ -39,8 +38,7 @@ def interpreted_by_group(gm: GraphModule, run: Compiled) -> Compiled:
         with torch.no_grad():
             return _ByGroup(gm).run_ranged(taken)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return compat.boxed(call)
 
 
 class _ByGroup(Interpreter):

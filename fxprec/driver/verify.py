@@ -18,6 +18,7 @@ from fxprec import compat
 from fxprec.driver.seeded import draw_from_seeds
 from fxprec.ir import symbolic
 from fxprec.numerics.stats import WIDTH, finish
+from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.lowering import Lowered
 from fxprec.passes.lowering.stats import watch
 from fxprec.passes.lowering.triton.kernel import Kernel
@@ -43,7 +44,7 @@ def checked_run(
 
     ``args`` are written where the graph writes to its inputs, as in any run.
     """
-    num_outputs = len(plain.graph.output_node().args[0])  # type: ignore[arg-type]
+    num_outputs = len(results_of(plain.graph))
     with torch.no_grad(), np.errstate(all="ignore"):
         wanted = _Reference(draw_from_seeds(plain), lowered)
         wanted.run(*map(_copied, args))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -74,6 +74,24 @@ def made_by(node: Node) -> Node:
     """Return the operator that computes ``node``, which may be one of its several results."""
     item = item_of(node)
     return node if item is None else item[0]
+
+
+def operator_of(node: Node) -> Callable[..., Any]:
+    """Return what a ``call_function`` node calls."""
+    assert callable(node.target), f"{node.format_node()} calls no function"
+    return node.target
+
+
+def results_of(graph: Graph) -> Sequence[object]:
+    """Return what a graph returns."""
+    results = graph.output_node().args[0]
+    assert isinstance(results, list | tuple)
+    return results
+
+
+def set_results(graph: Graph, results: list[Any]) -> None:
+    """Make a graph return ``results``."""
+    graph.output_node().args = (tuple(results) if isinstance(results_of(graph), tuple) else results,)
 
 
 def factors_of(gemm: Node) -> list[Node]:
@@ -150,9 +168,7 @@ class JointGraph:
 
     @property
     def results(self) -> Sequence[object]:
-        outputs = self.output.args[0]
-        assert isinstance(outputs, list | tuple)
-        return outputs
+        return results_of(self.graph)
 
     @property
     def num_forward_outputs(self) -> int:

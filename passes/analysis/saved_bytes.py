@@ -20,7 +20,17 @@ from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Quantize
 from fxprec.ir.symbolic_gemms import TRANSPOSED
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.groups import GROUP_META
-from fxprec.passes.analysis.joint import GraphInput, input_index, JointGraph, made_by, numel_expr, numel_hint, tensor_of, value
+from fxprec.passes.analysis.joint import (
+    GraphInput,
+    JointGraph,
+    input_index,
+    made_by,
+    numel_expr,
+    numel_hint,
+    results_of,
+    tensor_of,
+    value,
+)
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.plan import ByteCount, Plan
 
@@ -105,9 +115,7 @@ def copied_inputs(forward: Graph, num_outputs: int, inputs: Sequence[GraphInput]
 
 def _saved_storages(forward: Graph, num_outputs: int) -> Iterator[Node]:
     """Yield the node that made each storage backward is handed, inputs left out."""
-    results = forward.output_node().args[0]
-    assert isinstance(results, list | tuple)
-    saved = (n for n in results[num_outputs:] if isinstance(n, Node) and value(n) is not None)
+    saved = (n for n in results_of(forward)[num_outputs:] if isinstance(n, Node) and value(n) is not None)
     yield from (n for n in dict.fromkeys(map(_storage, saved)) if n.op != "placeholder")
 
 

@@ -12,6 +12,7 @@ from torch.fx import Node
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.gradients import GradientWalk
 from fxprec.passes.analysis.groups import Grouped
+from fxprec.passes.analysis.joint import set_results
 from fxprec.passes.casts.sites import SiteBook, insertion_point_after, replace_uses
 
 
@@ -48,4 +49,4 @@ def _round_parameter_gradients(grouped: Grouped, book: SiteBook) -> None:
         if tensor is not None and tensor.kind == "grad_param" and isinstance(gradient, Node):
             with book.graph.inserting_before(joint.output):
                 _, results[position] = book.store(gradient, tensor, backward=True)
-    joint.output.args = (type(joint.results)(results),)  # type: ignore[call-arg, assignment]
+    set_results(joint.graph, results)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -25,8 +26,8 @@ _COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack", "fwd_nn_module_stack
 
 def emit(
     graph: Graph,
-    target: object,
-    args: tuple[object, ...],
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
     like: Node,
     *,
     backward: bool | None = None,
@@ -37,11 +38,11 @@ def emit(
     ``backward`` overrides which half of the joint graph the node belongs to; ``val`` is its fake value where the
     caller knows it, which saves running the op on fake tensors.
     """
-    node = graph.call_function(target, args)  # type: ignore[arg-type]
+    node = graph.call_function(target, args)
     node.meta = {key: like.meta[key] for key in _COPIED_META if key in like.meta}
     if val is None:
-        fakes = torch.fx.map_arg(args, lambda n: n.meta["val"])  # type: ignore[type-var]
-        val = target(*fakes)  # type: ignore[operator]
+        fakes: Any = torch.fx.map_arg(args, lambda n: n.meta["val"])
+        val = target(*fakes)
     node.meta["val"] = val
     backward = is_backward(like) if backward is None else backward
     if backward:

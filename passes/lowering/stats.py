@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.ir.symbolic import Count, Histogram, Quantize
 from fxprec.ir.symbolic_gemms import Gathered
+from fxprec.passes.analysis.joint import results_of, set_results
 
 
 def watch(gm: GraphModule, watched: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:
@@ -93,7 +94,4 @@ def append_gathered(graph: Graph, vectors: list[Node]) -> None:
 
 def append_outputs(graph: Graph, vectors: list[Node]) -> None:
     """Return ``vectors`` after the graph's own outputs."""
-    output = graph.output_node()
-    results = output.args[0]
-    assert isinstance(results, list | tuple)
-    output.args = (type(results)([*results, *vectors]),)
+    set_results(graph, [*results_of(graph), *vectors])
