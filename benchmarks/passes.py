@@ -28,7 +28,7 @@ from fxprec.passes import pipeline
 LAYERS = (3, 6, 12, 24, 48, 96, 125)
 
 
-class Measured(Exception):
+class StopHere(Exception):
     """Ends the compilation once the passes have run."""
 
 
@@ -44,7 +44,7 @@ def measured(row: dict[str, Any]) -> Iterator[None]:
         names = [step.name for step in pipeline.PIPELINE]
         row["by_pass"] = {n: round(b - a, 4) for n, a, b in zip(names, ends, ends[1:], strict=False)}
         row["seconds"] = round(ends[-1] - ends[0], 4)
-        raise Measured
+        raise StopHere
 
     with mock.patch.object(pipeline, "run", timed):
         yield

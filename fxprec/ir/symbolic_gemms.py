@@ -26,8 +26,6 @@ from fxprec.ir.symbolic import stored_dtype
 from fxprec.numerics.formats import parse
 from fxprec.numerics.stats import SITE_COUNTERS, WIDTH
 
-Kernel = Literal["native", "generated"]
-
 
 @dataclass(frozen=True)
 class _Product(Call):

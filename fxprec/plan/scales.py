@@ -16,7 +16,7 @@ Producer: TypeAlias = Literal["gemm", "softmax", "other"]
 
 
 @dataclass(frozen=True, slots=True)
-class Gemm:
+class GradientGemm:
     """The GEMM dX = f(dY, W) that made a gradient: what Theorem 1 needs to know."""
 
     length: int
@@ -39,7 +39,7 @@ class Cast:
     source: int | None
     """Variable the incoming gradient carries, None for a gradient without a scale."""
     producer: Producer = "other"
-    gemm: Gemm | None = None
+    gemm: GradientGemm | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from fxprec.ir.symbolic import KEEP_NONFINITE, Dequantize, Quantize
 from fxprec.passes.analysis import linear, ops
 from fxprec.passes.analysis.joint import dim_hint, input_at, is_backward, item_of, tensor_of
 from fxprec.passes.analysis.operators import Operators
-from fxprec.plan.scales import Gemm, Producer
+from fxprec.plan.scales import GradientGemm, Producer
 
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 _SOFTMAX = frozenset({"aten._softmax", "aten._log_softmax", "aten._safe_softmax"})
@@ -20,7 +20,7 @@ _MASK = ops.existing(torch.ops.aten, "where.self where.ScalarOther where.ScalarS
 _LAYOUT = ops.VIEWS | ops.CASTS
 
 
-def producer_of(x: Node, operators: Operators, casts: Mapping[Node, int]) -> tuple[Producer, Gemm | None]:
+def producer_of(x: Node, operators: Operators, casts: Mapping[Node, int]) -> tuple[Producer, GradientGemm | None]:
     """Say what made gradient ``x``: a GEMM on stored operands, a softmax's backward, or something else.
 
     ``casts`` gives the table's row of each gradient stored so far, by its quantize node.
@@ -58,7 +58,7 @@ def is_zero(arg: object) -> bool:
     return position is not None and bool(arg.args[position] == 0)
 
 
-def _gemm(node: Node, casts: Mapping[Node, int]) -> Gemm | None:
+def _gemm(node: Node, casts: Mapping[Node, int]) -> GradientGemm | None:
     item = item_of(node)
     if item is not None and item[1] == 0 and item[0].target is _CONVOLUTION:
         node, positions = item[0], (0, 2)
@@ -70,7 +70,7 @@ def _gemm(node: Node, casts: Mapping[Node, int]) -> Gemm | None:
     if first is None or second is None or first[1] == second[1]:
         return None
     (gradient, _), (operand, _) = (first, second) if first[1] else (second, first)
-    return Gemm(length=_length(node), gradient=gradient, operand=operand)
+    return GradientGemm(length=_length(node), gradient=gradient, operand=operand)
 
 
 def _row(factor: Node, casts: Mapping[Node, int]) -> tuple[int, bool] | None:

@@ -17,7 +17,7 @@ from fxprec.runtime.gemm.tiles import TILES, Tile
 
 
 @dataclass(frozen=True)
-class Case:
+class Specialization:
     """One kernel with everything its machine code depends on."""
 
     name: str
@@ -47,7 +47,7 @@ _PRODUCTS = (
 )
 
 
-def cases(arch: int, *, quick: bool = False) -> Iterator[Case]:
+def cases(arch: int, *, quick: bool = False) -> Iterator[Specialization]:
     """Yield the kernels used on an architecture; ``quick``: one of each kind."""
     yield from (_cast(*case) for case in (_CASTS[:1] if quick else _CASTS))
     yield _transposition()
@@ -71,7 +71,7 @@ def why_not_compiled(kernel: GemmKernel, arch: int) -> str | None:
     return f"it does not compile: {cause}"
 
 
-def _attempts(kernel: GemmKernel, arch: int) -> Iterator[Case]:
+def _attempts(kernel: GemmKernel, arch: int) -> Iterator[Specialization]:
     if kernel.kind == "transpose":
         yield _transposition()
     elif kernel.kind == "quantize+transpose":
@@ -86,7 +86,7 @@ def _pointer(name: str) -> str:
     return f"*u{8 * fmt.code_dtype.itemsize}:16"
 
 
-def _cast(name: str, source: str, layout: str) -> Case:
+def _cast(name: str, source: str, layout: str) -> Specialization:
     fmt = parse(name)
     signature = {"x_ptr": f"*{source}:16", "row_ptr": "*i32", "q_ptr": _pointer(name), "t_ptr": _pointer(name)}
     signature |= {"counts_ptr": "*i32:16", "m": "i32:16", "n": "i32:16", "stride_m": "i32:16"}
@@ -96,16 +96,20 @@ def _cast(name: str, source: str, layout: str) -> Case:
     else:
         signature = {key: kind.removesuffix(":16") for key, kind in signature.items()} | {"stride_n": "i32"}
     title = f"quantize+transpose {source} to {name}, {layout}"
-    return Case(title, transpose.quantize_transpose_kernel, signature, constants, {"num_warps": transpose.WARPS})
+    return Specialization(
+        title, transpose.quantize_transpose_kernel, signature, constants, {"num_warps": transpose.WARPS}
+    )
 
 
-def _transposition() -> Case:
+def _transposition() -> Specialization:
     signature = {"q_ptr": "*u8:16", "t_ptr": "*u8:16", "m": "i32:16", "n": "i32:16", "stride_m": "i32:16"}
     constants = {"stride_n": 1, "ROWS": transpose.ROWS, "COLUMNS": transpose.COLUMNS}
-    return Case("transpose u8", transpose.transpose_kernel, signature, constants, {"num_warps": transpose.WARPS})
+    return Specialization(
+        "transpose u8", transpose.transpose_kernel, signature, constants, {"num_warps": transpose.WARPS}
+    )
 
 
-def _product(a: str, b: str, out: str | None, tile: Tile) -> Case:
+def _product(a: str, b: str, out: str | None, tile: Tile) -> Specialization:
     signature = {"a_ptr": _pointer(a), "b_ptr": _pointer(b), "bias_ptr": "*bf16:16", "exp_a_ptr": "*i32"}
     signature |= {"exp_b_ptr": "*i32", "row_ptr": "*i32", "out_ptr": _pointer(out) if out else "*bf16:16"}
     signature |= {"counts_ptr": "*i32:16", "m": "i32:16", "n": "i32:16", "k": "i32:16", "bucket": "i32:16"}
@@ -114,4 +118,6 @@ def _product(a: str, b: str, out: str | None, tile: Tile) -> Case:
     constants = matmul.flags(parse(a), parse(b), out=codes, bias=True, middle=torch.bfloat16) | matmul.tile_flags(tile)
     constants |= {"stride_ak": 1, "stride_bk": 1}
     title = f"gemm {a} x {b} to {out or 'bf16'}, {tile.rows}x{tile.columns}x{tile.depth}"
-    return Case(title, matmul.matmul_kernel, signature, constants, {"num_warps": tile.warps, "num_stages": tile.stages})
+    return Specialization(
+        title, matmul.matmul_kernel, signature, constants, {"num_warps": tile.warps, "num_stages": tile.stages}
+    )

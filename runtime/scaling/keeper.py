@@ -18,7 +18,7 @@ from fxprec.runtime.scaling.solver import (
     FOOTROOM_EXP,
     HEADROOM_EXP,
     MAX_SCALE_EXP,
-    Measured,
+    CastStatistics,
     hidden_by_clipping,
     scale_exp,
     solve,
@@ -213,7 +213,7 @@ class ScaleKeeper:
 
     def _refresh(self, step: int, tell: Tell) -> None:
         stats = {row: r.measured for row, r in self._records.items() if r.measured is not None}
-        measured = Measured(stats, self._peaks(stats), self._histograms(stats), self._fresh)
+        measured = CastStatistics(stats, self._peaks(stats), self._histograms(stats), self._fresh)
         self._adapt_margins(measured)
         margins = {row: record.margin for row, record in self._records.items()}
         _, hidden = hidden_by_clipping(self.graph, self._clipped)
@@ -257,7 +257,7 @@ class ScaleKeeper:
             if stats.counts and row in self.graph.casts
         }
 
-    def _adapt_margins(self, measured: Measured) -> None:
+    def _adapt_margins(self, measured: CastStatistics) -> None:
         """Raise an exponent where the model says it is high enough but too many underflowed; lower it slowly."""
         limit = self.scaling.underflow
         for row in self._fresh:
@@ -282,7 +282,7 @@ class ScaleKeeper:
         self.exps = exps
         return moved
 
-    def _remember(self, row: int, variable: int, measured: Measured, step: int) -> None:
+    def _remember(self, row: int, variable: int, measured: CastStatistics, step: int) -> None:
         distribution, stats = measured.distribution(self._cast(variable)), measured.stats.get(row)
         if distribution is None or stats is None:
             return

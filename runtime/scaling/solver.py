@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxprec.numerics.formats import Format, parse
-from fxprec.plan.scales import Cast, Gemm, Join, ScaleGraph
+from fxprec.plan.scales import Cast, GradientGemm, Join, ScaleGraph
 from fxprec.runtime.scaling.estimates import Distribution, LogNormal, Normal, floor_log2, gemm_deviation
 from fxprec.runtime.scaling.histogram import Histogram
 from fxprec.runtime.stats import SiteStats
@@ -29,7 +29,7 @@ LARGEST_CARRIED = 2.0**64
 
 
 @dataclass(frozen=True)
-class Measured:
+class CastStatistics:
     """What is known of the casts' gradients and their GEMMs' operands, by row; nothing in it carries a scale."""
 
     stats: Mapping[int, SiteStats]
@@ -43,7 +43,7 @@ class Measured:
     def is_fresh(self, cast: Cast) -> bool:
         return cast.row in (self.stats if self.fresh is None else self.fresh)
 
-    def unclipped(self, hidden: Mapping[int, int]) -> Measured:
+    def unclipped(self, hidden: Mapping[int, int]) -> CastStatistics:
         """Return what would have been measured without saturation; ``hidden`` as by `hidden_by_clipping`, by row."""
         if not any(hidden.values()):
             return self
@@ -68,7 +68,7 @@ class Measured:
         deviation = deviation or own.rms / math.sqrt(own.nonzero_ratio)
         return Normal(deviation, fmt) if 0.0 < deviation < math.inf else None  # squares may leave float32
 
-    def _gemm_deviation(self, gemm: Gemm) -> float | None:
+    def _gemm_deviation(self, gemm: GradientGemm) -> float | None:
         gradient, operand = self.stats.get(gemm.gradient), self.stats.get(gemm.operand)
         if gradient is None or operand is None:
             return None
@@ -102,7 +102,7 @@ class Solution:
 
 def solve(
     graph: ScaleGraph,
-    measured: Measured,
+    measured: CastStatistics,
     underflow: float,
     margins: Mapping[int, int],
     before: Sequence[int] | None = None,
@@ -166,14 +166,14 @@ def _raised(stats: SiteStats, binades: int) -> SiteStats:
     return replace(stats, amax=stats.amax * factor, rms=stats.rms * factor, mean_ln=mean_ln)
 
 
-def _cast_exp(cast: Cast, measured: Measured, underflow: float, margin: int) -> int | None:
+def _cast_exp(cast: Cast, measured: CastStatistics, underflow: float, margin: int) -> int | None:
     if not measured.is_fresh(cast) or (cap := measured.cap(cast)) is None:
         return None
     found = measured.distribution(cast)
     return cap if found is None else min(found.smallest_scale_exp(underflow) + FOOTROOM_EXP + margin, cap)
 
 
-def _join_exp(graph: ScaleGraph, join: Join, exps: Sequence[int], measured: Measured) -> int:
+def _join_exp(graph: ScaleGraph, join: Join, exps: Sequence[int], measured: CastStatistics) -> int:
     parts = [0 if part is None else exps[part] for part in join.parts]
     casts = (None if part is None else _last_cast(graph, part) for part in join.parts)
     amaxes = (None if cast is None else measured.amax.get(cast.row) for cast in casts)

@@ -22,7 +22,7 @@ from test_casts_simulated import CNN, Program, Transformer
 from fxprec.config.recipes import HFP8, Recipe
 from fxprec.ir import symbolic
 from fxprec.passes.analysis.joint import is_backward
-from fxprec.plan.scales import Cast, Gemm, Join
+from fxprec.plan.scales import Cast, GradientGemm, Join
 
 Made = TypeVar("Made")
 
@@ -216,7 +216,7 @@ def test_producers_are_recognised(storage: str) -> None:
     made = casts["relu"] if storage == "simulate" else casts["convolution"]
     assert made.producer == "gemm"
     weight = next(s for s in sites if s.tensor == "second.weight")
-    assert made.gemm == Gemm(length=4 * 9, gradient=casts["convolution_1"].row, operand=weight.id)
+    assert made.gemm == GradientGemm(length=4 * 9, gradient=casts["convolution_1"].row, operand=weight.id)
 
 
 def test_scales_come_off_in_the_decode_of_a_gemm_where_there_is_one() -> None:

@@ -12,7 +12,7 @@ import torch
 from fxprec.numerics.formats import E5M2, FP16, HFP8_152, Format
 from fxprec.numerics.reference import reference_stats
 from fxprec.numerics.stats import Counts, finish
-from fxprec.plan.scales import Cast, Gemm, Join, ScaleGraph
+from fxprec.plan.scales import Cast, GradientGemm, Join, ScaleGraph
 from fxprec.runtime.reference_ops import measured_moments
 from fxprec.runtime.scaling.estimates import (
     LogNormal,
@@ -26,7 +26,7 @@ from fxprec.runtime.scaling.estimates import (
     normal_underflow,
 )
 from fxprec.runtime.scaling.histogram import Histogram, count_exponents
-from fxprec.runtime.scaling.solver import LARGEST_CARRIED, Measured, join_exp, solve
+from fxprec.runtime.scaling.solver import LARGEST_CARRIED, CastStatistics, join_exp, solve
 from fxprec.runtime.stats import SiteStats
 
 FORMATS = [FP16, E5M2, HFP8_152]
@@ -137,12 +137,12 @@ def stats(row: int, rms: float, amax: float) -> SiteStats:
 
 def solved(graph: ScaleGraph, *rows: SiteStats) -> list[int]:
     by_row = {s.site: s for s in rows}
-    return solve(graph, Measured(by_row, {r: s.amax for r, s in by_row.items()}, {}), 1e-3, {}).exps
+    return solve(graph, CastStatistics(by_row, {r: s.amax for r, s in by_row.items()}, {}), 1e-3, {}).exps
 
 
 def test_a_graph_is_solved_in_one_walk() -> None:
     first = Cast(0, 0, "fp16_sat", None, "softmax")
-    second = Cast(1, 1, "fp16_sat", 0, "gemm", Gemm(length=64, gradient=0, operand=5))
+    second = Cast(1, 1, "fp16_sat", 0, "gemm", GradientGemm(length=64, gradient=0, operand=5))
     graph = ScaleGraph((first, second, Join((0, 1)), Cast(2, 2, "fp16_sat", 2)))
     exps = solved(graph, stats(0, 1e-9, 1e-8), stats(1, 1e-3, 1e-2), stats(5, 0.1, 0.5))
     assert exps[0] == ceil_log2(log_normal_scale(math.log(1e-9), 1.0, 2.0**-25, 1e-3)) + 2
