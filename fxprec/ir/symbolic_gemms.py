@@ -125,8 +125,7 @@ def kernel_called(node: Node) -> GemmKernel | None:
     return None
 
 
-@CodedGemm.fake
-def _(
+def _product(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,
@@ -136,9 +135,13 @@ def _(
     format_a: str,
     format_b: str,
     dtype: torch.dtype,
-    kernel: str,
+    *rest: object,
 ) -> torch.Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+
+
+CodedGemm.fake(_product)
+MatmulCodes.fake(_product)
 
 
 def _transposed(q: torch.Tensor) -> torch.Tensor:
@@ -160,21 +163,6 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     codes = x.new_empty(x.shape, dtype=stored_dtype(parse(format), storage))
     return codes, _transposed(codes), x.new_empty(SITE_COUNTERS, dtype=torch.int32)
-
-
-@MatmulCodes.fake
-def _(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    table: torch.Tensor,
-    row_a: int,
-    row_b: int,
-    format_a: str,
-    format_b: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
 @MatmulToCodes.fake
