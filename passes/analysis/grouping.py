@@ -34,7 +34,7 @@ import networkx as nx
 from torch.fx import Node
 
 from fxprec.config.config import GroupingName
-from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import factors_of
 from fxprec.passes.analysis.operators import Operator, Operators
 from fxprec.passes.analysis.values import is_differentiable
 
@@ -130,12 +130,10 @@ def _numbered(operators: Operators, graph: nx.Graph[Vertex]) -> dict[Vertex, int
 
 def _before(gemm: Operator, operators: Operators, group_of: Mapping[Vertex, int]) -> int:
     """Return the group of a GEMM's first operand that has one, or its own."""
-    node = gemm.nodes[0]
-    for position in ops.GEMM_OPERANDS.get(node.target, ()):
-        arg = node.args[position]
-        base = operators.base(arg) if isinstance(arg, Node) else None
-        maker = None if base is None else operators.of_node.get(base, base)
-        if maker is not None and maker in group_of:
+    for factor in factors_of(gemm.nodes[0]):
+        base = operators.base(factor)
+        maker = operators.of_node.get(base, base)
+        if maker in group_of:
             return group_of[maker]
     return group_of[gemm]
 
