@@ -55,7 +55,6 @@ def test_stochastic_has_the_bits_of_the_small_path(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.inductor
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # pure functions
 def test_static_codec_fuses_bit_for_bit() -> None:
     formats = [HFP8_143, FP16_169, E4M3FN]
 

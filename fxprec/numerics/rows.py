@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -81,7 +80,6 @@ def as_float(bits: Any) -> Any:
     return struct.unpack("<f", struct.pack("<i", bits))[0]
 
 
-@lru_cache(maxsize=4096)
 def format_row(fmt: Format) -> FormatRow[int]:
     """Return the row of ``fmt``."""
     shift, parity = 23 - fmt.mantissa_bits, _parity(fmt)
@@ -106,7 +104,6 @@ def _parity(fmt: Format) -> int:
     return -1 if fmt.mantissa_bits == 0 and (127 - fmt.offset) % 2 else 1
 
 
-@lru_cache(maxsize=4096)
 def code_row(fmt: Format) -> CodeRow[int]:
     """Return the code row of ``fmt``."""
     every = (1 << (fmt.bits - 1)) - 1
