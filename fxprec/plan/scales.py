@@ -69,6 +69,11 @@ class ScaleGraph:
     variables: tuple[Cast | Join, ...] = ()
     slots: tuple[Slot, ...] = ()
 
+    def __post_init__(self) -> None:
+        for i, variable in enumerate(self.variables):
+            before = (variable.source,) if isinstance(variable, Cast) else variable.parts
+            assert all(v is None or 0 <= v < i for v in before), "a variable stands behind what it is made of"
+
     @cached_property
     def casts(self) -> Mapping[int, int]:
         """Variable by row, of the casts."""

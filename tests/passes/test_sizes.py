@@ -147,9 +147,9 @@ class Attention(nn.Module):
         return self.down(torch.relu(self.up(x))) * (torch.softmax(x @ x.transpose(1, 2), -1) @ x)
 
 
-def train(*, most: int | None = None, **options: object):
+def train(*, most: int | None = None, storage: str = "native", **options: object):
     torch._dynamo.reset()
-    backend = eager_backend("fp8", storage="native", **options)
+    backend = eager_backend("fp8", storage=storage, **options)
     x = torch.randn(2, 12, 8)
     torch._dynamo.mark_dynamic(x, 1, **({} if most is None else {"min": 2, "max": most}))
     torch.compile(Attention(), backend=backend)(x).sum().backward()
@@ -180,3 +180,14 @@ def test_a_budget_under_dynamic_shapes_says_up_to_where_it_holds():
     with pytest.raises(Exception, match=r"holds up to") as refused:
         train(low_ratio=None, activation_budget=budget, most=most + 1, strict=True)
     assert FallbackError.__name__ in repr(refused.value)
+
+
+def test_the_budget_of_a_simulation_is_that_of_what_codes_would_take():
+    saved = train(low_ratio=1.0, storage="simulate").saved_bytes
+    budget = 3000
+    plan = train(low_ratio=None, activation_budget=budget, storage="simulate")
+    assert plan.saved_bytes.planned >= saved.planned
+    (note,) = (n for n in plan.notes if n.startswith("activation_budget"))
+    assert int(re.search(r"holds up to s\d+ = (\d+)$", note)[1]) >= 12
+    with pytest.warns(FxprecWarning, match=r"activation_budget .* holds up to"):
+        train(low_ratio=None, activation_budget=budget, storage="simulate", most=1000)
