@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule
 
 import fxprec.runtime.arith.gemm_ops
@@ -18,22 +17,19 @@ import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.reference_ops  # noqa: F401  all register implementations
 from fxprec import compat
 from fxprec.config import Settings
-from fxprec.driver.calibration import Calibration, interpreted
+from fxprec.driver.calibration import Calibration
 from fxprec.driver.capture import Captured
 from fxprec.driver.compiled import CompiledGraph, Planned, rows_of
 from fxprec.driver.event_log import EventLog
-from fxprec.driver.fallback import Compiled, Half, Lowering, interpreted_kernels
-from fxprec.driver.ranges import interpreted_by_group as by_group
-from fxprec.driver.ranges import ranged
+from fxprec.driver.fallback import Compiled, Lowering
+from fxprec.driver.halves import Halves
 from fxprec.driver.saved_budget import PlanAgain, SavedBudget
 from fxprec.passes import pipeline
-from fxprec.passes.analysis.joint import JointGraph, results_of
+from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, readable
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
 from fxprec.passes.base import Work
-from fxprec.passes.lowering import Lowered, lower
 from fxprec.passes.lowering.nonfinite import keep_nonfinite
-from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.plan import Plan
 from fxprec.report.folder import GraphDump
 from fxprec.report.watch import run_passes, write_plan
@@ -101,7 +97,7 @@ class Compilation:
     is_calibration: bool = False
     passes: tuple[pipeline.PassReport, ...] = ()
     copied: tuple[int, ...] = ()
-    seen_by_forward: frozenset[int] = frozenset()  # rows: what backward recomputes is not measured again
+    halves: Halves | None = None  # once the plan is complete
 
     def compile(self, examples: Sequence[Any]) -> CompiledGraph:
         """Raises `PlanAgain` and `_TableFull` for another attempt, and whatever Inductor raises."""
@@ -186,33 +182,16 @@ class Compilation:
         if self.is_calibration:
             assert self.compiler.calibration is not None
             return self.compiler.calibration.watch(gm)
-        num_outputs = len(results_of(gm.graph))
-        is_forward = not options.get("is_backward")
-        name = "forward" if is_forward else "backward"
-        if is_forward:
-            self.seen_by_forward = frozenset()
+        if not options.get("is_backward"):
             self._complete_plan(gm)
             keep_nonfinite(gm.graph)  # first: what lowering is compared with keeps them too
+            self.halves = self._new_halves()
+        assert self.halves is not None, "forward comes first"
+        return self.halves.compile(gm, examples, options)
 
-        def build(gm: GraphModule) -> Compiled:
-            return ranged(self._run_of(gm, examples, options), f"fxprec {self.compiler.log.name} {name}")
-
-        half = self.compiler.lowering.compile(gm, self._lower, build)
-        if is_forward:
-            self.seen_by_forward = frozenset(half.lowered.rows)
-        self._dump_kernels(half, name)
-        if not half.lowered.rows:
-            return half if half.has_first_run else half.run
-        compat.trim_output_strides(num_outputs)
-        return _with_stats(half, num_outputs, self.compiler.queue)
-
-    def _run_of(self, gm: GraphModule, examples: Sequence[Any], options: dict[str, Any]) -> Compiled:
-        lowering = self.compiler.lowering
-        if lowering.name == "eager":
-            return by_group(gm, interpreted(gm))
-        if lowering.is_interpreted:
-            return interpreted_kernels(interpreted(gm))
-        return compat.compile_fx_inner(gm, examples, **options)  # type: ignore[no-any-return]
+    def _new_halves(self) -> Halves:
+        compiler, device = self.compiler, self.captured.device
+        return Halves(compiler.log.name, compiler.lowering, compiler.queue, compiler.dump, device.type, self.planned)
 
     def _complete_plan(self, forward: GraphModule) -> None:
         """Put into the plan what the partitioned graph really saves, and hold it to the budget."""
@@ -252,28 +231,9 @@ class Compilation:
         """Whether a budget is held to what is saved. A simulation saves float32 carriers; its budget is of codes."""
         return not self.compiler.settings.is_simulated
 
-    def _lower(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
-        rows = WatchedRows() if self.planned is None else self.planned.rows.without(self.seen_by_forward)
-        return lower(gm, lowering, self.captured.device.type, rows, calls=compat.TritonCalls(), without=without)
-
-    def _dump_kernels(self, half: Half, name: str) -> None:
-        compiler = self.compiler
-        if compiler.dump is not None and self.planned is not None and compiler.lowering.name == "triton":
-            compiler.dump.write_kernels(half.lowered.generated.kernels, self.planned.plan, name)
-
 
 # A rounded second moment becomes 0, a rounded update is lost.
 _STEPS_WEIGHTS = "writes over weights or gradients, as an optimizer's step does: compiled as it is, nothing is rounded"
-
-
-def _with_stats(half: Half, num_outputs: int, queue: StatsQueue) -> Compiled:
-    def call(args: list[Any]) -> Any:
-        results = half(args)
-        lowered = half.lowered
-        queue.push(lowered.rows, torch.cat(results[num_outputs:]), lowered.counted)
-        return results[:num_outputs]
-
-    return compat.boxed(call)
 
 
 def summary(plan: Plan) -> str:

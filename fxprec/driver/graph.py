@@ -17,13 +17,12 @@ from fxprec.driver.compiled import CompiledGraph, CompileReport
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.fallback import Lowering
 from fxprec.driver.in_flight import InFlight, Version
-from fxprec.driver.modified import Versions
+from fxprec.driver.modified import Versions, check_backward
 from fxprec.driver.promotions import GivenUp, in_one_line
 from fxprec.driver.saved_budget import SavedBudget
 from fxprec.driver.shared_code import ParameterWatch
 from fxprec.driver.skip_steps import StepSkipper
 from fxprec.driver.steps import Steps
-from fxprec.errors import DoubleBackwardError
 from fxprec.passes.base import Notice
 from fxprec.plan import Plan
 from fxprec.plan.compare import low_groups_with
@@ -130,7 +129,7 @@ class PlannedGraph:
         results = version(*args)
         if self.controller is not None:
             if self.is_training:
-                _check_backward(results, Versions(self.compiled.copied, self.captured.inputs, args))
+                check_backward(results, Versions(self.compiled.copied, self.captured.inputs, args))
             if self._skips is not None:
                 self._skips.saw(args)
         return results
@@ -258,23 +257,3 @@ def _held_by(device: torch.device, settings: Settings) -> Settings:
     if settings.storage == "native" and has_8_bits and compat.no_native_fp8(device) is not None:
         return replace(settings, storage="packed")
     return settings
-
-
-def _check_backward(results: Any, versions: Versions) -> None:
-    """Raise `DoubleBackwardError` and `ModifiedInPlaceError` before backward runs, where the cause is in sight."""
-
-    def check(grad: torch.Tensor) -> None:
-        _check_grad_mode(grad)
-        versions.check()
-
-    for result in results if isinstance(results, list | tuple) else [results]:
-        if isinstance(result, torch.Tensor) and result.requires_grad:
-            result.register_hook(check)
-
-
-def _check_grad_mode(grad: torch.Tensor) -> None:
-    if torch.is_grad_enabled():
-        raise DoubleBackwardError(
-            "backward(create_graph=True) went into a graph compiled by fxprec, and compiled graphs have no second "
-            "derivatives; leave create_graph out, or run this part of the model uncompiled (torch.compiler.disable)"
-        )

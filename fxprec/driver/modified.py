@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fxprec import compat
-from fxprec.errors import ModifiedInPlaceError
+from fxprec.errors import DoubleBackwardError, ModifiedInPlaceError
 from fxprec.passes.analysis.joint import GraphInput
 
 
@@ -37,6 +38,26 @@ class Versions:
             if tensor is not None and tensor._version != version:
                 raise ModifiedInPlaceError(_message(self._inputs[i], version, tensor._version))
         self._checked = compat.backward_id()
+
+
+def check_backward(results: Any, versions: Versions) -> None:
+    """Raise `DoubleBackwardError` and `ModifiedInPlaceError` before backward runs, where the cause is in sight."""
+
+    def check(grad: torch.Tensor) -> None:
+        _check_grad_mode(grad)
+        versions.check()
+
+    for result in results if isinstance(results, list | tuple) else [results]:
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            result.register_hook(check)
+
+
+def _check_grad_mode(grad: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise DoubleBackwardError(
+            "backward(create_graph=True) went into a graph compiled by fxprec, and compiled graphs have no second "
+            "derivatives; leave create_graph out, or run this part of the model uncompiled (torch.compiler.disable)"
+        )
 
 
 def _message(known: GraphInput, before: int, now: int) -> str:

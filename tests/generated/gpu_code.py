@@ -27,6 +27,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from triton.backends.compiler import GPUTarget
 
 import fxprec.driver.compilation
+import fxprec.driver.halves
 from fxprec.driver.capture import copied
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import gemm_costs
@@ -56,7 +57,7 @@ def lowered_halves(
             fxprec.driver.compilation.compat, "no_native_fp8", lambda device: "no casts" if arch < 89 else None
         )
         here.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
-        here.setattr(fxprec.driver.compilation, "lower", both)
+        here.setattr(fxprec.driver.halves, "lower", both)
         step()
     return found
 

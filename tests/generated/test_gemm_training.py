@@ -14,6 +14,7 @@ from op_by_op import run_op_by_op
 from torch import Tensor, nn
 
 import fxprec.driver.compilation
+import fxprec.driver.halves
 from fxprec import Backend, Config, GradScaling
 from fxprec.ir import symbolic_gemms
 from fxprec.passes import narrow_gemms
@@ -51,7 +52,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
     monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
     monkeypatch.setattr(fxprec.driver.compilation.compat, "compile_fx_inner", run_op_by_op(seen))
-    monkeypatch.setattr(fxprec.driver.compilation, "lower", for_a_gpu)
+    monkeypatch.setattr(fxprec.driver.halves, "lower", for_a_gpu)
     return seen
 
 

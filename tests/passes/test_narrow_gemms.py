@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from backend_helpers import eager_backend
 
-import fxprec.driver.compilation
+import fxprec.driver.halves
 from fxprec.demo.models import CharTransformer
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import ops
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.cpu_dependent
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """Pretend this CPU has fast 16-bit GEMMs, and collect the graphs that are lowered."""
     seen: list[torch.fx.GraphModule] = []
-    lower = fxprec.driver.compilation.lower
+    lower = fxprec.driver.halves.lower
 
     def spy(gm: torch.fx.GraphModule, *args, **options):
         seen.append(gm)
         return lower(gm, *args, **options)
 
     monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
-    monkeypatch.setattr(fxprec.driver.compilation, "lower", spy)
+    monkeypatch.setattr(fxprec.driver.halves, "lower", spy)
     return seen
 
 

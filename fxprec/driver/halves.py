@@ -1,0 +1,76 @@
+"""Lowering and compiling the forward and the backward half of one partitioned graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fxprec import compat
+from fxprec.driver.calibration import interpreted
+from fxprec.driver.compiled import Planned
+from fxprec.driver.fallback import Compiled, Half, Lowering, interpreted_kernels
+from fxprec.driver.ranges import interpreted_by_group as by_group
+from fxprec.driver.ranges import ranged
+from fxprec.passes.analysis.joint import results_of
+from fxprec.passes.lowering import Lowered, lower
+from fxprec.passes.lowering.rows import WatchedRows
+from fxprec.report.folder import GraphDump
+from fxprec.runtime.stats import StatsQueue
+
+
+@dataclass
+class Halves:
+    """The halves of one compilation; the backward one may come in the first backward pass only."""
+
+    graph: str
+    lowering: Lowering
+    queue: StatsQueue
+    dump: GraphDump | None
+    device_type: str
+    planned: Planned | None
+    """None where nothing is rounded."""
+    seen_by_forward: frozenset[int] = frozenset()
+    """Rows: what backward recomputes is not measured again."""
+
+    def compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any]) -> Compiled:
+        """Lower and compile one half; its statistics go to the queue and not into the results."""
+        num_outputs = len(results_of(gm.graph))
+        name = "backward" if options.get("is_backward") else "forward"
+
+        def build(gm: GraphModule) -> Compiled:
+            return ranged(self._built(gm, examples, options), f"fxprec {self.graph} {name}")
+
+        half = self.lowering.compile(gm, self._lower, build)
+        if name == "forward":
+            self.seen_by_forward = frozenset(half.lowered.rows)
+        if self.dump is not None and self.planned is not None and self.lowering.name == "triton":
+            self.dump.write_kernels(half.lowered.generated.kernels, self.planned.plan, name)
+        if not half.lowered.rows:
+            return half if half.has_first_run else half.run
+        compat.trim_output_strides(num_outputs)
+        return _with_stats(half, num_outputs, self.queue)
+
+    def _lower(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
+        rows = WatchedRows() if self.planned is None else self.planned.rows.without(self.seen_by_forward)
+        return lower(gm, lowering, self.device_type, rows, calls=compat.TritonCalls(), without=without)
+
+    def _built(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any]) -> Compiled:
+        if self.lowering.name == "eager":
+            return by_group(gm, interpreted(gm))
+        if self.lowering.is_interpreted:
+            return interpreted_kernels(interpreted(gm))
+        return compat.compile_fx_inner(gm, examples, **options)  # type: ignore[no-any-return]
+
+
+def _with_stats(half: Half, num_outputs: int, queue: StatsQueue) -> Compiled:
+    def call(args: list[Any]) -> Any:
+        results = half(args)
+        lowered = half.lowered
+        queue.push(lowered.rows, torch.cat(results[num_outputs:]), lowered.counted)
+        return results[:num_outputs]
+
+    return compat.boxed(call)
