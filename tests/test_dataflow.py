@@ -89,7 +89,7 @@ def test_a_plan_of_the_other_grouping_is_refused(tmp_path: Path) -> None:
         torch.compile(model, backend=eager_backend("packed", low_ratio=None, plan=str(path), grouping="dataflow"))(x)
 
 
-def test_a_cnn_trains_under_every_policy_of_groups() -> None:
+def test_a_residual_cnn_trains_with_its_ends_high() -> None:
     backend = eager_backend("simulate", grouping="dataflow", low_ratio=0.3, keep_high="ends")
     compare(Cnn, [(torch.randn(4, 3, 8, 8),)], backend, tolerance=1e-3)
     (plan,) = backend.plans
