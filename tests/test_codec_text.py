@@ -100,7 +100,7 @@ CUT = [f for f in FORMATS if special.carries_into_infinity(format_row(f))]
 @pytest.mark.parametrize(
     ("fmt", "variant"),
     [*((f, special.nearest_short) for f in SHORT), *((f, special.nearest_cut) for f in CUT if f in SHORT)],
-    ids=str,
+    ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_a_named_variant_rounds_as_the_text(fmt: Format, variant: Callable[..., Tensor]) -> None:
     x = samples(fmt)
