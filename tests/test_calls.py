@@ -28,8 +28,8 @@ def test_a_call_is_read_by_name():
     assert replace(cast, storage="simulate").is_simulated
     read = Dequantize(q, table, AS_STORED, "1-4-3+4", "packed", torch.float32)
     assert read.is_as_stored
-    assert Dequantize.among(q.users) == []
-    assert Dequantize.among([read.insert(graph), q]) == [(q.next, read)]
+    assert list(Dequantize.among(q.users)) == []
+    assert list(Dequantize.among([read.insert(graph), q])) == [(q.next, read)]
 
 
 def test_another_operator_is_no_match_and_no_call():
@@ -71,3 +71,16 @@ def test_an_implementation_with_other_parameters_is_refused():
         for register in (Rescale.fake, Rescale.implement):
             with pytest.raises(AssertionError, match="is not fxprec::rescale"):
                 register(function)
+
+
+def test_a_call_is_read_when_its_turn_comes() -> None:
+    """Two casts, the second of what the first is read back as: lowering the first changes the second's argument."""
+    graph = torch.fx.Graph()
+    x, other, table = (graph.placeholder(name) for name in ("x", "other", "table"))
+    nodes = [Quantize(x, table, row, "1-4-3+4", "packed").insert(graph) for row in range(2)]
+    seen = []
+    for node, cast in Quantize.among(nodes):
+        seen.append(cast.x)
+        nodes[1].replace_input_with(x, other)
+        assert node is nodes[len(seen) - 1]
+    assert seen == [x, other]

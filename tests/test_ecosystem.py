@@ -79,7 +79,9 @@ def test_plan_and_pass_texts_are_in_torchs_trace(watched):
 def test_torch_logs_shows_plan_passes_and_promotions(watched):
     _, said = watched
     assert re.search(
-        r"^I.*fxprec/driver/graph\.py:\d+\].* graph 0: recipe hfp8, simulate storage: 3 of 3 groups low", said, re.M
+        r"^I.*fxprec/driver/compilation\.py:\d+\].* graph 0: recipe hfp8, simulate storage: 3 of 3 groups low",
+        said,
+        re.M,
     )
     assert re.search(r"^V.*passes/pipeline\.py:\d+\].* insert-casts: [\d.]+ s, \{'fxprec\.dequantize", said, re.M)
     assert re.search(r"^I.* step 2: promotion of args\.0: 1-4-3\+4 -> 1-6-9: overflow ratio 1$", said, re.M)

@@ -8,7 +8,7 @@ their parameters are others. ``Quantize.of(node)`` reads a node's arguments by n
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
 
@@ -96,9 +96,14 @@ class Call:
         return list(graph.find_nodes(op="call_function", target=cls.target))
 
     @classmethod
-    def among(cls, nodes: Iterable[Node]) -> list[tuple[Node, Self]]:
-        """Return those of ``nodes`` that call this operator, with their calls: ``Dequantize.among(q.users)``."""
-        return [(node, call) for node in nodes if (call := cls.match(node)) is not None]
+    def among(cls, nodes: Iterable[Node]) -> Iterator[tuple[Node, Self]]:
+        """Yield those of ``nodes`` that call this operator, with their calls: ``Dequantize.among(q.users)``.
+
+        A call is read when its turn comes: who edits the graph in between gets the arguments as they are then.
+        """
+        for node in list(nodes):
+            if (call := cls.match(node)) is not None:
+                yield node, call
 
     @classmethod
     def nodes_among(cls, nodes: Iterable[Node]) -> list[Node]:

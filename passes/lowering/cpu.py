@@ -69,7 +69,7 @@ def _store(graph: Graph, q: Node, cast: Quantize) -> Node:
 def _guards(cast: Quantize, readers: Sequence[Node]) -> list[tuple[Node, KeepNonfinite]]:
     """Return the ``keep_nonfinite`` nodes of a cast's readers, if these have no other users: the kernel does it."""
     users = [u for r in readers for u in r.users]
-    guards = KeepNonfinite.among(users)
+    guards = list(KeepNonfinite.among(users))
     return guards if len(guards) == len(users) and all(kept.x is cast.x for _, kept in guards) else []
 
 
