@@ -113,14 +113,14 @@ SITE_COUNTERS = (STRIPES + 1) * COLUMNS
 DEVICE_SOURCE = f'''@triton.jit
 def count_lost(x, stored, inside, counters, over_from, under_to):
     """Count what rounding ``stored`` loses and take the largest of ``x``: one atomic a program and number."""
-    at = counters + (tl.program_id(0) % {STRIPES}) * {COLUMNS}
     bits = stored.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    over = tl.sum(tl.ravel(tl.where(inside & (bits >= over_from), 1, 0)))
-    tl.atomic_add(at, over, sem="relaxed")
-    under = tl.sum(tl.ravel(tl.where(inside & (bits > 0) & (bits <= under_to), 1, 0)))
-    tl.atomic_add(at + 1, under, sem="relaxed")
-    amax = tl.max(tl.ravel(tl.where(inside, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)), 0)
-    tl.atomic_max(at + 2, amax, sem="relaxed")
+    over = tl.where(inside & (bits >= over_from), 1, 0)
+    under = tl.where(inside & (bits > 0) & (bits <= under_to), 1, 0)
+    wide = tl.where(inside, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    at = counters + (tl.program_id(0) % {STRIPES}) * {COLUMNS}
+    tl.atomic_add(at, tl.sum(tl.ravel(over)), sem="relaxed")
+    tl.atomic_add(at + 1, tl.sum(tl.ravel(under)), sem="relaxed")
+    tl.atomic_max(at + 2, tl.max(tl.ravel(wide), 0), sem="relaxed")
 
 
 @triton.jit
