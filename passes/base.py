@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from fxprec.config import Settings
+from fxprec.config.config import Compute
 from fxprec.passes.analysis.assignment import Assignment
 from fxprec.passes.analysis.gemm_costs import Answer
 from fxprec.passes.analysis.groups import Grouped
@@ -70,6 +71,19 @@ class Work:
     scales: ScaleGraph | None = None  # carry-scales, where a gradient needs one
     remarks: list[str] = field(default_factory=list)  # what the plan should say; nothing was left out
     notices: list[Notice] = field(default_factory=list)
+
+    @property
+    def compute(self) -> Compute:
+        """What operators read: as asked, else as the given plan was made, else by default."""
+        given, asked = self.given, self.settings.asked.compute
+        if given is None or asked is not None or self.settings.is_simulated or given.storage == "simulate":
+            return self.settings.compute
+        return given.compute
+
+    @property
+    def computes_high(self) -> bool:
+        """Whether operators read values, and stored copies only where that buys something."""
+        return self.compute == "high"
 
     def has(self, name: str) -> bool:
         """Say whether the pass that fills a field has run."""

@@ -74,7 +74,8 @@ class _Walk:
         self.leaving = _leaving(self.graph.nodes)
 
     def is_needed(self) -> bool:
-        return any(s.direction == "backward" and needs_scale(s.format) for s in self.book.sites)
+        casts = (cast for _, cast in Quantize.among(Quantize.nodes(self.graph)))
+        return any(self.book.sites[c.row].direction == "backward" and needs_scale(c.format) for c in casts)
 
     def run(self) -> None:
         for node in list(self.graph.nodes):

@@ -14,15 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec.ir import symbolic
 from fxprec.ir.symbolic_gemms import TRANSPOSED
 from fxprec.passes.analysis import ops, regions
-from fxprec.passes.analysis.joint import JointGraph, is_backward, value
+from fxprec.passes.analysis.joint import JointGraph, is_backward, set_results, value
 from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.base import Work
+from fxprec.passes.casts.sites import emit_call
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 
@@ -45,6 +46,30 @@ class GuidePartition:
             _add_repeated(marks, work)
         for node, policy in marks.items():
             _mark(node, policy)
+        if work.computes_high:
+            _store_in_forward(work.joint, [n for n, policy in marks.items() if policy in _SAVED])
+
+
+_SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+def _store_in_forward(joint: JointGraph, copies: list[Node]) -> None:
+    """Let a result of forward depend on the copies: what no result needs, AOTAutograd computes in backward."""
+    copies = [node for node in copies if any(is_backward(user) for user in regions.readers_of(node))]
+    results = list(joint.results)
+    for i, x in enumerate(results[: joint.num_forward_outputs]):
+        if copies and isinstance(x, Node) and value(x) is not None and x.op == "call_function":
+            with joint.graph.inserting_before(joint.output):
+                results[i] = emit_call(joint.graph, symbolic.Storing(x, copies), x, val=x.meta["val"])
+            set_results(joint.graph, results)
+            return
+
+
+def forget_order(forward: Graph) -> None:
+    """Take out of a partitioned graph what told the partition to store in forward."""
+    for node, storing in symbolic.Storing.among(symbolic.Storing.nodes(forward)):
+        node.replace_all_uses_with(storing.x)
+        forward.erase_node(node)
 
 
 def _forward(joint: JointGraph) -> list[Node]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxprec.config.grad_scaling import GradScaling
+from fxprec.passes.analysis import sensitive
 from fxprec.passes.analysis.left_alone import left_alone
 from fxprec.passes.base import Work
 from fxprec.passes.casts.simulated import insert_simulated_casts
@@ -26,6 +27,7 @@ class InsertCasts:
             storage=work.settings.storage,
             low=work.assignment.low,
             given=None if work.given is None else work.given.sites,
+            kept=sensitive.kept(work.grouped) if work.computes_high else {},
             guards_gradients=isinstance(work.settings.grad_scaling, GradScaling),
         )
         insert = insert_simulated_casts if work.settings.is_simulated else insert_stored_casts

@@ -13,6 +13,8 @@ from torch.fx import Graph
 from fxprec.passes.assign_precision import AssignPrecision
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.carry_scales import CarryScales
+from fxprec.passes.compute_high import ComputeHigh
+from fxprec.passes.drop_round_trips import DropRoundTrips
 from fxprec.passes.group_tensors import GroupTensors
 from fxprec.passes.guide_partition import GuidePartition
 from fxprec.passes.insert_casts import InsertCasts
@@ -31,11 +33,13 @@ PIPELINE: tuple[Pass, ...] = (
     GroupTensors(),  # needs operators in execution order
     AssignPrecision(),  # needs group sizes
     InsertCasts(),  # needs who is low
-    CarryScales(),  # needs the casts; rows of its own come after the sites
+    WeighGemms(),  # needs the casts beside each GEMM
+    ComputeHigh(),  # needs to know which GEMMs multiply codes; takes casts away
+    CarryScales(),  # needs the casts that are left; rows of its own come after the sites
     NarrowAccumulators(),  # needs operators paired with the GEMMs it replaces; leaves a remark for the plan
-    WeighGemms(),  # needs the casts beside each GEMM that is left
     WritePlan(),  # needs the sites and the answers
     NarrowGemms(),  # needs the casts beside each GEMM
+    DropRoundTrips(),  # after it: between two GEMMs it leaves bf16 -> float32 -> bf16
     LowGemms(),  # takes what is left of them; after it, since a GEMM over codes keeps the dtype it has by then
     GuidePartition(),  # last: marks the nodes the others made
 )

@@ -44,6 +44,8 @@ def _answer(op: Operator, gpu: Gpu | None, work: Work, given: bool | None) -> An
         return Answer(None, "not asked in simulation")
     if work.settings.accumulator is not None:
         return Answer(False, "it adds up in an accumulator of its own")
+    if work.computes_high and not work.joint.tangents and given is None and work.settings.asked.gemms == "auto":
+        return Answer(False, "evaluation computes in the high format")
     found = [(node, kernel_of(node, gpu)) for node in gemm_nodes(op)]
     known = [(node, f) for node, f in found if isinstance(f, Found)]
     refused = [f for _, f in found if isinstance(f, str)]

@@ -13,6 +13,7 @@ from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.base import Work
 from fxprec.plan import Gemm, Group, KindCounts, Plan
 from fxprec.plan.compare import another_model
+from fxprec.plan.entries import BEFORE_COMPUTE
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class WritePlan:
         plan = Plan(
             recipe=settings.recipe,
             storage=settings.storage,
+            compute=work.compute,
             policy=assignment.policy,
             grouping=work.grouped.grouping.name,
             requested_low_ratio=settings.low_ratio if work.given is None else work.given.requested_low_ratio,
@@ -38,11 +40,15 @@ class WritePlan:
             gemms=_gemms(work),
             groups=_groups(work.grouped, assignment, settings.recipe),
             sites=tuple(work.book.sites),
-            notes=tuple(work.remarks),
+            notes=(*work.remarks, *_kept_notes(work.given)),
         )
         if work.given is not None:
             _refuse_another_model(plan, work.given)
         work.plan = plan
+
+
+def _kept_notes(given: Plan | None) -> tuple[str, ...]:
+    return () if given is None else tuple(note for note in given.notes if note == BEFORE_COMPUTE)
 
 
 def _gemms(work: Work) -> tuple[Gemm, ...]:

@@ -18,9 +18,11 @@ from fxprec.numerics.formats import Format
 Storage = Literal["native", "packed", "simulate"]
 PolicyName = Literal["size", "size-ascending", "random", "uniform", "operator", "operator-io", "exact"]
 GroupingName = Literal["execution", "dataflow"]
+Compute = Literal["high", "stored"]
 Policy = Callable[[Sequence[Any], "Config"], Iterable[int]]
 
 STORAGES = ("native", "packed", "simulate")
+COMPUTES = ("high", "stored")
 POLICIES = ("size", "size-ascending", "random", "uniform", "operator", "operator-io", "exact")
 GEMMS = ("auto", "low", "high")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -47,6 +49,11 @@ class Config:
     """Where values live: ``"native"`` hardware dtypes, ``"packed"`` integer codes of any format, ``"simulate"``
     float32 carriers. None: native where every format of the recipe has a dtype (``hfp8`` has not), else simulate;
     simulate under ``accumulator``."""
+
+    compute: Compute | None = None
+    """Which values operators read in real storage. ``"high"``: the value itself; only backward and GEMMs that multiply
+    codes read the low copy, and a gradient is rounded low only for such a GEMM. ``"stored"``: every reader gets the
+    rounded value, as in the papers. None: high; of a plan given, the plan's. See docs/compute.md."""
 
     policy: str | Policy = "size"
     """Which groups are low: ``"size"`` (largest first), ``"size-ascending"``, ``"random"``, ``"uniform"``,
@@ -129,6 +136,8 @@ class Config:
         one_of("grouping", self.grouping, GROUPINGS)
         if not isinstance(self.grad_scaling, GradScaling | LossScaling):
             one_of("grad_scaling", self.grad_scaling, tuple(NAMED), "or a fxprec.GradScaling or fxprec.LossScaling")
+        if self.compute is not None:
+            one_of("compute", self.compute, COMPUTES, "or None")
         if self.storage is not None:
             _check_storage(one_of("storage", self.storage, STORAGES), recipe)
         _refuse_contradictions(self)
@@ -175,6 +184,7 @@ def _names() -> list[str]:
 ALLOWED: Mapping[str, str] = {
     "recipe": "'fp32', 'bf16', 'bf16-pure', 'fp16', 'fp8', 'hfp8' or a fxprec.Recipe",
     "storage": "'native', 'packed', 'simulate' or None",
+    "compute": "'high', 'stored' or None",
     "policy": ", ".join(map(repr, POLICIES)) + " or a function f(tensors, config) -> group ids",
     "low_ratio": "a number from 0 to 1 or None",
     "activation_budget": "bytes as a positive int, or text such as '12GiB', or None",
@@ -243,6 +253,12 @@ def _refuse_contradictions(config: Config) -> None:
         raise ConfigError(
             f"accumulator simulates sums that no machine has, and storage={config.storage!r} computes GEMMs on the "
             "machine's own; use storage='simulate' or leave accumulator out"
+        )
+    if config.compute is not None and config.storage == "simulate":
+        raise ConfigError(
+            f"compute={config.compute!r} says who reads what is stored low, and storage='simulate' stores nothing: it "
+            "rounds every tensor for every reader, as the papers do; leave compute out, or choose storage='native' or "
+            "'packed'"
         )
     goals = ("low_ratio", "activation_budget", "plan")
     given = [name for name in goals if getattr(config, name) is not None]

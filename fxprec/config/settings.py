@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from fxprec.config.accumulator import Accumulator, find_accumulator
-from fxprec.config.config import DEFAULT_LOW_RATIO, Config, Storage, without_dtype
+from fxprec.config.config import DEFAULT_LOW_RATIO, Compute, Config, Storage, without_dtype
 from fxprec.config.grad_scaling import NAMED, Scaling
 from fxprec.config.recipes import Recipe, find_recipe
 from fxprec.numerics.formats import Format
@@ -19,6 +19,8 @@ class Settings:
     asked: Config
     recipe: Recipe
     storage: Storage
+    compute: Compute
+    """``"stored"`` in simulation: every reader gets the rounded value."""
     low_ratio: float | None
     """As given, or the default; None under a budget or a plan, which take its place."""
     activation_budget: int | None
@@ -32,10 +34,12 @@ class Settings:
         recipe, accumulator = find_recipe(asked.recipe), find_accumulator(asked.accumulator)
         budget, scaling = asked.activation_budget, asked.grad_scaling
         assert not isinstance(budget, str), "stored in canonical form"
+        storage = asked.storage or ("simulate" if accumulator or without_dtype(recipe) else "native")
         return cls(
             asked=asked,
             recipe=recipe,
-            storage=asked.storage or ("simulate" if accumulator or without_dtype(recipe) else "native"),
+            storage=storage,
+            compute="stored" if storage == "simulate" else asked.compute or "high",
             low_ratio=_low_ratio(asked, recipe),
             activation_budget=budget,
             grad_scaling=scaling if isinstance(scaling, Scaling) else NAMED[scaling],

@@ -29,6 +29,7 @@ from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, readable
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
 from fxprec.passes.base import Work
+from fxprec.passes.guide_partition import forget_order
 from fxprec.passes.lowering.nonfinite import keep_nonfinite
 from fxprec.plan import Plan
 from fxprec.report.folder import GraphDump
@@ -183,6 +184,7 @@ class Compilation:
             assert self.compiler.calibration is not None
             return self.compiler.calibration.watch(gm)
         if not options.get("is_backward"):
+            forget_order(gm.graph)
             self._complete_plan(gm)
             keep_nonfinite(gm.graph)  # first: what lowering is compared with keeps them too
             self.halves = self._new_halves()

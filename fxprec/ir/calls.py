@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 Overwritten = Annotated[Node, "Tensor(a!)"]
+Tensors = Annotated[Sequence[Node], "Tensor[]"]
 Size = Annotated[int, "SymInt"]
 Sizes = Annotated[Sequence[int], "SymInt[]"]
 Flags = Annotated[Sequence[bool], "bool[]"]
@@ -32,11 +33,13 @@ _PRINTED: dict[object, str] = {
     torch.dtype: "ScalarType",
     Sequence[int]: "SymInt[]",
     Sequence[bool]: "bool[]",
+    Sequence[torch.Tensor]: "Tensor[]",
 }
 # What a node's argument may be; where sizes are symbolic, nodes stand for them.
 _HELD: dict[str, tuple[type, ...]] = {
     "Tensor": (Node,),
     "Tensor?": (Node, type(None)),
+    "Tensor[]": (list, tuple),
     "int": (int,),
     "str": (str,),
     "bool": (bool,),

@@ -14,6 +14,9 @@
     Counts by exponent: how many elements under- and overflow at any scale (`fxprec.runtime.scaling.histogram`).
 ``rescale(g, table, row) -> g``
     Multiply by ``2**table[row, 0]``; exact, since the factor is a power of two.
+``storing(x, copies) -> x``
+    ``x``, once the copies are stored: makes what only backward reads a part of the forward half, where AOTAutograd
+    would compute it in backward, from the wide values. It is gone once the graph is partitioned.
 ``observe(grad, x, tensor, format, grad_format) -> grad``
     Identity on the gradient of ``x``; marks where policy ``exact`` measures, with ``damage``, what rounding the
     counted tensor ``x`` and its gradient would cost.
@@ -31,13 +34,14 @@ registers the real ones, so a graph runs at every stage of compilation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.fx import Node
 
-from fxprec.ir.calls import Call, Flags, Overwritten, Size, Sizes
+from fxprec.ir.calls import Call, Flags, Overwritten, Size, Sizes, Tensors
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.rows import FormatRow
 from fxprec.numerics.stats import WIDTH
@@ -122,6 +126,12 @@ class Rescale(Call, op="rescale"):
     g: Node
     table: Node
     row: int
+
+
+@dataclass(frozen=True)
+class Storing(Call, op="storing"):
+    x: Node
+    copies: Tensors
 
 
 @dataclass(frozen=True)
@@ -285,6 +295,11 @@ def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tens
 @Rescale.fake
 def _(g: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
     return torch.empty_like(g)
+
+
+@Storing.fake
+def _(x: torch.Tensor, copies: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 @Observe.fake

@@ -182,6 +182,7 @@ SITE = _record(
         "promoted_at": _or_null(_count),
         "elements": _count,
         "source": _text,
+        "reads": _word("backward", "gemm codes", "all"),
     },
     former=frozenset({"stats"}),
 )
@@ -205,6 +206,7 @@ _PLAN: Mapping[str, Reader] = {
     "torch": _text,
     "recipe": RECIPE,
     "storage": _word("native", "packed", "simulate"),
+    "compute": _word("high", "stored"),
     "policy": _text,
     "grouping": _word("execution", "dataflow"),
     "requested_low_ratio": _or_null(_share),
@@ -226,11 +228,23 @@ def read_plan(entry: Entry, kind: type[T]) -> T:
     """Return the plan of a parsed file, made by ``kind``. Raises `PlanError` naming the entry."""
     for key in _REQUIRED:
         entry.get(key)
-    plan = _record(kind, _PLAN)(entry)
+    plan = _record(kind, _PLAN)(_with_compute(entry))
     _check_groups(plan)
     _check_references(plan)
     _check_directions(plan)
     return plan
+
+
+BEFORE_COMPUTE = "made before there was a choice of compute: every reader gets the stored value (compute='stored')"
+
+
+def _with_compute(entry: Entry) -> Entry:
+    """Return a plan's entry with ``compute``; one of real storage that has none is told in its notes."""
+    if "compute" in entry.value or entry.value.get("storage") == "simulate":
+        return entry
+    notes = entry.value.get("notes", [])
+    told = [*notes, BEFORE_COMPUTE] if isinstance(notes, list) and BEFORE_COMPUTE not in notes else notes
+    return Entry({**entry.value, "compute": "stored", "notes": told}, entry.path)
 
 
 def _check_groups(plan: Any) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import stat
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -23,7 +24,7 @@ _TABLES = ("gemms", "groups", "sites")
 def to_dict(plan: Any) -> dict[str, Any]:
     """Return the plan as JSON data: what is said of the whole first, then the tables.
 
-    ``grouping`` is written where it is not the default.
+    ``grouping`` is written where it is not the default, ``compute`` and ``reads`` where there is a choice.
     """
     head = {
         "schema": plan.schema,
@@ -31,6 +32,7 @@ def to_dict(plan: Any) -> dict[str, Any]:
         "torch": plan.torch,
         "recipe": plan.recipe.to_dict(),
         "storage": plan.storage,
+        **({} if plan.storage == "simulate" else {"compute": plan.compute}),
         "policy": plan.policy,
         **({} if plan.grouping == "execution" else {"grouping": plan.grouping}),
         "requested_low_ratio": plan.requested_low_ratio,
@@ -42,12 +44,13 @@ def to_dict(plan: Any) -> dict[str, Any]:
         "notes": list(plan.notes),
         "saved_bytes": None if plan.saved_bytes is None else asdict(plan.saved_bytes),
     }
-    tables = {name: [_row(row) for row in getattr(plan, name)] for name in _TABLES}
+    left_out = {"reads"} if plan.storage == "simulate" else set()
+    tables = {name: [_row(row, left_out) for row in getattr(plan, name)] for name in _TABLES}
     return head | tables
 
 
-def _row(row: Any) -> dict[str, Any]:
-    values = asdict(row)
+def _row(row: Any, left_out: Collection[str]) -> dict[str, Any]:
+    values = {key: value for key, value in asdict(row).items() if key not in left_out}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 

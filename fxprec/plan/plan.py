@@ -42,6 +42,9 @@ class Plan:
     groups: tuple[Group, ...] = ()
     recipe: Recipe = BF16
     storage: Literal["native", "packed", "simulate"] = "native"
+    compute: Literal["high", "stored"] = "stored"
+    """What operators read, as `Config.compute`; ``"stored"`` in simulation and in plans written before there was a
+    choice."""
     policy: str = "size"
     grouping: Literal["execution", "dataflow"] = "execution"
     """How operators form groups, as `Config.grouping`."""

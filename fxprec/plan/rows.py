@@ -63,6 +63,9 @@ class Group:
     """Elements of the floating-point tensors among them, copies of parameters left out."""
 
 
+Reads = Literal["backward", "gemm codes", "all"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Site:
     """One row of the plan: one tensor that is stored in a chosen format."""
@@ -82,6 +85,8 @@ class Site:
     """At the traced sizes."""
     source: str = ""
     """``file:line`` or ``""``."""
+    reads: Reads = "all"
+    """Who reads what is stored: only backward; GEMMs that multiply its codes (and backward); every reader."""
 
 
 @dataclass(frozen=True, kw_only=True)

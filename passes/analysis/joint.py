@@ -70,6 +70,12 @@ def item_of(node: Node) -> tuple[Node, int] | None:
     return input_at(node, 0), index
 
 
+def is_view(node: Node) -> bool:
+    """Say whether a node only shows or moves another's data, as one of several pieces perhaps."""
+    item = item_of(node)
+    return (node if item is None else item[0]).target in ops.VIEWS
+
+
 def made_by(node: Node) -> Node:
     """Return the operator that computes ``node``, which may be one of its several results."""
     item = item_of(node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,10 +17,12 @@ from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.groups import GROUP_META
 from fxprec.passes.analysis.joint import is_backward
 from fxprec.passes.analysis.regions import REGION_META
+from fxprec.passes.analysis.sensitive import Kept
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.plan import Site
 from fxprec.plan.compare import refuse_another_site
 
+_BY_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", GROUP_META)
 
 
@@ -71,6 +73,7 @@ class SiteBook:
     storage: str
     low: frozenset[int]  # ids of the counted tensors held low
     given: Sequence[Site] | None = None  # the sites of a plan to follow: row for row the same tensors
+    kept: Mapping[int, Kept] = field(default_factory=dict)  # what 8 bits would spoil, by id (`analysis.sensitive`)
     guards_gradients: bool = False  # gradients saturate where they are scaled, and keep the model's own inf and NaN
     sites: list[Site] = field(default_factory=list)
     nodes: dict[int, Node] = field(default_factory=dict)  # site id -> quantize node
@@ -99,7 +102,13 @@ class SiteBook:
     def _is_guarded(self, kind: str, fmt: Format) -> bool:
         return self.guards_gradients and kind.startswith("grad") and fmt.exponent_bits < 8
 
-    def site(self, tensor: CountedTensor) -> Site:
+    def _wanted(self, tensor: CountedTensor, dtype: torch.dtype) -> Format:
+        kept = self.kept.get(tensor.id)
+        if kept == "as it is":
+            return parse(_BY_DTYPE[dtype])
+        return self.recipe.format_of(tensor.kind, low=tensor.id in self.low and kept is None)
+
+    def site(self, tensor: CountedTensor, dtype: torch.dtype) -> Site:
         """Return the tensor's row, opening it at first use.
 
         Which tensors have rows, and in which order, depends on the graph alone and on no format: a promotion, an
@@ -118,7 +127,7 @@ class SiteBook:
                     shape=tensor.shape,
                     elements=tensor.elements,
                     group=tensor.group,
-                    format=self.recipe.format_of(tensor.kind, low=tensor.id in self.low).name,
+                    format=self._wanted(tensor, dtype).name,
                     direction="backward" if tensor.kind.startswith("grad") else "forward",
                 )
             )
@@ -128,12 +137,12 @@ class SiteBook:
 
     def is_identity(self, tensor: CountedTensor, dtype: torch.dtype) -> bool:
         """Say whether storing the tensor in its format changes neither bits nor memory; its row stays all the same."""
-        return self.storage != "simulate" and parse(self.site(tensor).format).torch_dtype == dtype
+        return self.storage != "simulate" and parse(self.site(tensor, dtype).format).torch_dtype == dtype
 
     def store(self, node: Node, tensor: CountedTensor, *, backward: bool | None = None) -> tuple[Node, Node]:
         """Insert ``dequantize(quantize(node))`` at the insertion point; return the stored and the read value."""
-        site = self.site(tensor)
         wide: torch.Tensor = node.meta["val"]
+        site = self.site(tensor, wide.dtype)
         narrow = torch.empty_like(wide, dtype=stored_dtype(parse(site.format), self.storage))
         cast = Quantize(node, self.table, site.id, site.format, self.storage)
         q = emit_call(self.graph, cast, node, backward=backward, val=narrow)

@@ -1,0 +1,118 @@
+"""Which saved values 8 bits would spoil, and why: rounded, they do more harm in backward than they save memory.
+
+Backward reads a saved value through one formula. Where the formula is linear in it, an error of 6 % (e4m3fn) is an
+error of 6 % in a summand, and errors of many summands cancel. Where it is not, the error is multiplied or does not
+cancel: such a value keeps the recipe's high format, and a statistic, one number that many elements are multiplied by,
+its own dtype. What the model or its backward divides by, and log-softmax's result, which backward exponentiates, no
+pass touches at all (`values`).
+
+The bounds are tested one by one (tests/passes/test_sensitive.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch.fx import Node
+
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.groups import Grouped
+from fxprec.passes.analysis.joint import is_backward, numel_hint, tensor_of, value
+from fxprec.passes.analysis.operators import Operator, Operators
+from fxprec.passes.analysis.tensors import CountedTensor
+
+Kept = Literal["high", "as it is"]
+
+# Results that the backward of the operator that made them reads, by operator, with the reason.
+RESULTS: Mapping[str, str] = {
+    "aten._softmax": "a probability below 2^-10 would be 0 in e4m3fn, and over 1,000 keys most are",
+    "aten._safe_softmax": "as softmax's",
+    "aten.tanh": "its gradient is 1 - y^2: near 1 an error of 2^-5 in y is all of it",
+    "aten.sigmoid": "its gradient is y (1 - y): near 1 an error of 2^-5 in y is all of it",
+    "aten.exp": "its range is as wide as the exponent's: it overflows, or most of it is 0",
+}
+
+# Attention makes its probabilities again in backward, exp(q k - logsumexp): an error of q or k is exponentiated, and
+# rows no longer add up to 1.
+EXPONENTIATED_OPERANDS: Mapping[object, tuple[int, ...]] = dict.fromkeys(ops.ATTENTION, (0, 1))
+
+
+def kept(grouped: Grouped) -> dict[int, Kept]:
+    """Return which counted forward tensors stay above 8 bits when they are saved, by id."""
+    operators = grouped.operators
+    exponentiated = _exponentiated(operators)
+    found: dict[int, Kept] = {}
+    for node, tensor in grouped.values.items():
+        if tensor.kind != "param" and _is_statistic(node, tensor):
+            found[tensor.id] = "as it is"
+        elif node in exponentiated or _is_sensitive_result(operators.of_node.get(node), node):
+            found[tensor.id] = "high"
+    return found
+
+
+def _is_sensitive_result(op: Operator | None, node: Node) -> bool:
+    return op is not None and op.aten in RESULTS and node in op.outputs
+
+
+def _exponentiated(operators: Operators) -> frozenset[Node]:
+    """Return what attention's backward exponentiates, and what the arguments of other exponentials there come from."""
+    found: set[Node] = set()
+    for op in operators.all:
+        for position in EXPONENTIATED_OPERANDS.get(op.nodes[0].target, ()):
+            arg = op.nodes[0].args[position]
+            if isinstance(arg, Node):
+                found.add(operators.base(arg))
+    for node in operators.joint.backward_nodes():
+        if node.target is ops.aten.exp.default:
+            found |= {operators.base(n) for n in _forward_sources(node)}
+    return frozenset(found)
+
+
+def _forward_sources(exp: Node) -> set[Node]:
+    """Return the forward values that an exponent in backward is a sum or product of."""
+    found: set[Node] = set()
+    stack = [exp.args[0]]
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, Node):
+            continue
+        if not is_backward(node):
+            found.add(node)
+        elif node.target in _COMBINING and not _is_product_of_values(node):
+            stack += node.args
+    return found
+
+
+_COMBINING = (
+    ops.VIEWS
+    | ops.CASTS
+    | ops.existing(ops.aten, "add.Tensor sub.Tensor mul.Tensor neg div.Tensor add.Scalar sub.Scalar mul.Scalar")
+)
+
+
+_PRODUCTS = ops.existing(ops.aten, "mul.Tensor div.Tensor")
+
+
+def _is_product_of_values(node: Node) -> bool:
+    """Of a square, as in GELU's exp(-x^2 / 2), the exponential decays before its error counts."""
+    return node.target in _PRODUCTS and all(isinstance(arg, Node) for arg in node.args[:2])
+
+
+def _is_statistic(node: Node, tensor: CountedTensor) -> bool:
+    """Say whether every reader spreads the value over a larger tensor: its one error is then in all of them."""
+    if tensor.feeds_gemm or tensor.of_gemm:
+        return False
+    own = numel_hint(tensor_of(node))
+    readers = [user for user in _readers(node) if value(user) is not None and user.target not in ops.GEMMS]
+    wider = [user for user in readers if numel_hint(tensor_of(user)) > own]
+    return bool(wider) and len(wider) == len(readers)
+
+
+def _readers(node: Node) -> list[Node]:
+    found: list[Node] = []
+    for user in node.users:
+        if user.op != "call_function" or is_backward(user):
+            continue
+        found += _readers(user) if user.target in ops.VIEWS else [user]
+    return found

@@ -1,0 +1,170 @@
+"""Let operators read values, and stored copies only where that buys memory or speed.
+
+`insert_casts` gives every reader of a stored tensor the rounded value. Here each reader that gains nothing from it gets
+the value itself: what forward computes with and what leaves the graph, every gradient, every parameter. The stored copy
+is left to backward, for which it is kept, and to GEMMs that multiply its codes; a cast that nobody reads goes away, and
+its site is high.
+
+Definitions: docs/compute.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Graph, Node
+
+from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, stored_dtype
+from fxprec.numerics.formats import Format, parse
+from fxprec.passes.analysis import gemm_costs, ops, regions
+from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of
+from fxprec.passes.base import Work
+from fxprec.passes.carry_scales import needs_scale
+from fxprec.passes.casts.sites import emit
+from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
+from fxprec.plan.rows import Reads
+
+
+@dataclass(frozen=True)
+class ComputeHigh:
+    """Take stored copies from the readers that gain nothing from them; say in each site who reads it."""
+
+    name: str = "compute-high"
+
+    def apply(self, work: Work) -> None:
+        if work.computes_high:
+            _Readers(work).settle()
+
+
+@dataclass
+class _Readers:
+    work: Work
+    multiplying: set[Node] = field(default_factory=set)  # the GEMMs that multiply codes
+
+    def __post_init__(self) -> None:
+        self.graph: Graph = self.work.joint.graph
+        self.hi: Format = self.work.settings.recipe.hi
+        gpu = gemm_costs.gpu_of(self.work.joint.table.meta["val"].device)
+        if gpu is not None:
+            paying = (op for op, answer in zip(self.work.grouped.gemms, self.work.answers, strict=True) if answer.pays)
+            gemms = (gemm for op in paying for gemm in gemm_nodes(op))
+            self.multiplying = {gemm for gemm in gemms if isinstance(kernel_of(gemm, gpu), Found)}
+
+    def settle(self) -> None:
+        stored = {cast.row: (q, cast) for q, cast in Quantize.among(Quantize.nodes(self.graph))}
+        for site in self.work.book.sites:
+            if site.id in stored:
+                reads, fmt = self._settle(*stored[site.id], parse(site.format))
+            else:
+                reads, fmt = "all", parse(site.format)  # held in that dtype already
+            self.work.book.sites[site.id] = replace(site, reads=reads, format=fmt.name)
+
+    def _settle(self, q: Node, cast: Quantize, fmt: Format) -> tuple[Reads, Format]:
+        """Settle who reads one stored tensor; return that, and the format it is stored in."""
+        value, read = cast.x, _read(q)
+        if not is_backward(q) and regions.is_recomputed(value):
+            if regions.is_boundary(value):
+                # Forward and its recomputation are the same nodes: they read the one value that is kept.
+                self._store_as(self.hi, q)
+                return "all", self.hi
+            keeps = self._is_multiplied
+        elif is_backward(q):
+            keeps = self._is_multiplied
+            if needs_scale(self.hi.name) and self.hi.torch_dtype is not None and not self._any(read, keeps):
+                self._store_as(self.hi, q)  # GEMMs multiply what is narrowed to float16
+                return "all", self.hi
+        elif self.work.operators.base(value).op == "placeholder" and self._is_parameter(value):
+            keeps = self._is_multiplied
+        else:
+            keeps = self._reads_forward_copy
+        self._divert(read, value, keeps)
+        reads = self._reads_of(read)
+        if reads is None:
+            self._remove(q)
+            return "all", self.hi
+        if reads == "backward" and fmt == self.hi and self.hi.bits == 16 and self.hi.torch_dtype is not None:
+            self._share(value, read)
+        return reads, fmt
+
+    def _is_parameter(self, value: Node) -> bool:
+        return self.work.joint.describe(self.work.operators.base(value)).kind == "param"
+
+    def _is_multiplied(self, shown: Node, reader: Node) -> bool:
+        return reader in self.multiplying and shown in factors_of(reader)
+
+    def _reads_forward_copy(self, shown: Node, reader: Node) -> bool:
+        return is_backward(reader) or self._is_multiplied(shown, reader)
+
+    def _any(self, read: Node, keeps: Callable[[Node, Node], bool]) -> bool:
+        return any(keeps(shown, reader) for shown, reader in _readers(read))
+
+    def _divert(self, old: Node, new: Node, keeps: Callable[[Node, Node], bool]) -> None:
+        """Make what reads ``old``, through views, read ``new``, but for those that keep it."""
+        for user in list(old.users):
+            if is_view(user):
+                with self.graph.inserting_before(user):
+                    view = emit(self.graph, operator_of(user), (), user, val=user.meta["val"])
+                view.args = tuple(new if arg is old else arg for arg in user.args)
+                view.kwargs, view.meta = dict(user.kwargs), dict(user.meta)
+                self._divert(user, view, keeps)
+                for node in (user, view):
+                    if not node.users:
+                        self.graph.erase_node(node)
+            elif not keeps(old, user):
+                user.replace_input_with(old, new)
+
+    def _reads_of(self, read: Node) -> Reads | None:
+        readers = list(_readers(read))
+        if any(self._is_multiplied(shown, reader) for shown, reader in readers):
+            return "gemm codes"
+        return "backward" if readers else None
+
+    def _share(self, value: Node, read: Node) -> None:
+        """Let forward GEMMs, which multiply that format anyway, read the copy: it is written once."""
+
+        def keeps(shown: Node, reader: Node) -> bool:
+            return is_backward(reader) or reader.target not in ops.GEMMS or shown not in factors_of(reader)
+
+        self._divert_unless_own(value, read, keeps)
+
+    def _divert_unless_own(self, value: Node, read: Node, keeps: Callable[[Node, Node], bool]) -> None:
+        for user in list(value.users):
+            if user is not read.args[0] and user.op == "call_function" and not keeps(value, user) and read < user:
+                user.replace_input_with(value, read)
+
+    def _store_as(self, fmt: Format, q: Node) -> None:
+        """Change the format of a cast."""
+        storage = self.work.settings.storage
+        cast = Quantize.of(q)
+        q.args = replace(cast, format=fmt.name).args
+        q.meta["val"] = q.meta["val"].new_empty_strided(
+            q.meta["val"].shape, q.meta["val"].stride(), dtype=stored_dtype(fmt, storage)
+        )
+        for x, call in Dequantize.among(q.users):
+            x.args = replace(call, format=fmt.name).args
+
+    def _remove(self, q: Node) -> None:
+        row = Quantize.of(q).row
+        for x, _ in Dequantize.among(q.users):
+            for guard, _ in KeepNonfinite.among(x.users):
+                self.graph.erase_node(guard)
+            self.graph.erase_node(x)
+        self.graph.erase_node(q)
+        self.work.book.nodes.pop(row, None)
+
+
+def _read(q: Node) -> Node:
+    """Return what readers of a cast see: its dequantize, guarded or not."""
+    (read,) = [x for x, _ in Dequantize.among(q.users)]
+    guards = [guard for guard, _ in KeepNonfinite.among(read.users)]
+    return guards[0] if guards else read
+
+
+def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
+    """Yield (what is read, by whom), through views."""
+    for user in node.users:
+        if is_view(user):
+            yield from _readers(user)
+        else:
+            yield node, user

@@ -1,0 +1,90 @@
+"""Take out conversions there and back: bfloat16 -> float32 -> bfloat16 keeps every bit and costs two passes.
+
+They lie between two GEMMs with nothing but views in between, and where the result of a GEMM is stored in the dtype it
+came in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_map_only
+
+from fxprec.ir.symbolic import Dequantize, Quantize
+from fxprec.numerics.formats import parse
+from fxprec.passes.analysis.joint import is_view, operator_of, value
+from fxprec.passes.base import Work
+from fxprec.passes.carry_scales import needs_scale
+from fxprec.passes.casts.sites import emit
+
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+@dataclass(frozen=True)
+class DropRoundTrips:
+    """Read a 16-bit value as it is where it would be widened, shown otherwise, and narrowed again."""
+
+    name: str = "drop-round-trips"
+
+    def apply(self, work: Work) -> None:
+        if not work.computes_high:
+            return
+        graph = work.joint.graph
+        for node in list(graph.nodes):
+            cast = Quantize.match(node)
+            if node.target is _CONVERT:
+                _converted(graph, node)
+            elif cast is not None and not needs_scale(cast.format):
+                _stored(graph, node, cast)
+
+
+def _converted(graph: Graph, node: Node) -> None:
+    x = node.all_input_nodes[0]
+    narrow = _as_it_was(graph, node, x, node.meta["val"].dtype)
+    if narrow is not None:
+        node.replace_all_uses_with(narrow)
+        graph.erase_node(node)
+
+
+def _stored(graph: Graph, q: Node, cast: Quantize) -> None:
+    """Take the narrow value itself for its stored copy."""
+    narrow = _as_it_was(graph, q, cast.x, q.meta["val"].dtype)
+    if narrow is None or parse(cast.format).torch_dtype != q.meta["val"].dtype:
+        return
+    for x, read in Dequantize.among(q.users):
+        new = narrow
+        if read.dtype != narrow.meta["val"].dtype:
+            with graph.inserting_before(x):
+                new = emit(graph, _CONVERT, (narrow, read.dtype), x, val=x.meta["val"])
+        x.replace_all_uses_with(new)
+        graph.erase_node(x)
+    if not q.users:
+        graph.erase_node(q)
+
+
+def _as_it_was(graph: Graph, reader: Node, x: Node, dtype: torch.dtype) -> Node | None:
+    """Return ``x`` as the ``dtype`` it was widened from, views repeated; None where it was not."""
+    views = []
+    while is_view(x) and len(x.all_input_nodes) == 1:
+        views.append(x)
+        x = x.all_input_nodes[0]
+    if x.target is not _CONVERT:
+        return None
+    found, wide = x.all_input_nodes[0], value(x)
+    source = value(found)
+    if source is None or wide is None or source.dtype != dtype or not _holds(wide.dtype, dtype):
+        return None
+    with graph.inserting_before(reader):
+        for view in reversed(views):
+            val = tree_map_only(torch.Tensor, lambda t: t.to(dtype), view.meta["val"])
+            args = (found, *view.args[1:])
+            found = emit(graph, operator_of(view), args, view, val=val)
+            found.kwargs = dict(view.kwargs)
+    return found
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Say whether every number of the narrow dtype is one of the wide one."""
+    return wide == torch.float32 and narrow in (torch.bfloat16, torch.float16)
