@@ -83,7 +83,7 @@ def _copy_of_parameter(node: Node, work: Work) -> CheckpointPolicy | None:
         source = source.all_input_nodes[0]
     if source is node or source.op != "placeholder" or work.joint.describe(source).kind != "param":
         return None
-    again = work.memory_budget < 1 or regions.is_made_again(source)
+    again = work.computes_high or work.memory_budget < 1 or regions.is_made_again(source)
     return CheckpointPolicy.MUST_RECOMPUTE if again else None
 
 

@@ -20,6 +20,7 @@ from fxprec.passes.guide_partition import GuidePartition
 from fxprec.passes.insert_casts import InsertCasts
 from fxprec.passes.insert_observers import InsertObservers
 from fxprec.passes.low_gemms import LowGemms
+from fxprec.passes.make_again import MakeAgain
 from fxprec.passes.narrow_accumulators import NarrowAccumulators
 from fxprec.passes.narrow_gemms import NarrowGemms
 from fxprec.passes.recover_operators import RecoverOperators
@@ -35,6 +36,7 @@ PIPELINE: tuple[Pass, ...] = (
     InsertCasts(),  # needs who is low
     WeighGemms(),  # needs the casts beside each GEMM
     ComputeHigh(),  # needs to know which GEMMs multiply codes; takes casts away
+    MakeAgain(),  # needs the copies that are left
     CarryScales(),  # needs the casts that are left; rows of its own come after the sites
     NarrowAccumulators(),  # needs operators paired with the GEMMs it replaces; leaves a remark for the plan
     WritePlan(),  # needs the sites and the answers

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+import torch
 from torch.fx import Node
 
 from fxprec.passes.analysis import ops
@@ -103,10 +104,13 @@ def _is_statistic(node: Node, tensor: CountedTensor) -> bool:
     """Say whether every reader spreads the value over a larger tensor: its one error is then in all of them."""
     if tensor.feeds_gemm or tensor.of_gemm:
         return False
-    own = numel_hint(tensor_of(node))
-    readers = [user for user in _readers(node) if value(user) is not None and user.target not in ops.GEMMS]
-    wider = [user for user in readers if numel_hint(tensor_of(user)) > own]
-    return bool(wider) and len(wider) == len(readers)
+    own, readers = numel_hint(tensor_of(node)), _readers(node)
+    return bool(readers) and all(_is_pointwise(user) and numel_hint(tensor_of(user)) > own for user in readers)
+
+
+def _is_pointwise(node: Node) -> bool:
+    is_known = isinstance(node.target, torch._ops.OpOverload) and value(node) is not None
+    return is_known and torch.Tag.pointwise in node.target.tags
 
 
 def _readers(node: Node) -> list[Node]:

@@ -1,0 +1,101 @@
+"""Make affine images of a stored tensor again in backward, from its copy, instead of storing them too.
+
+A norm's result is its input less a mean, times a factor, all small beside it: (x - mean) * rstd * weight + bias. Where
+the input is saved for backward anyway, the result is one pass of arithmetic away, and its error is the input's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Graph, Node
+
+from fxprec.ir.symbolic import Dequantize, Quantize
+from fxprec.passes.analysis import ops, regions
+from fxprec.passes.analysis.joint import is_backward, numel_hint, operator_of, tensor_of, value
+from fxprec.passes.analysis.operators import Operator
+from fxprec.passes.base import Work
+from fxprec.passes.casts.sites import emit
+from fxprec.passes.casts.stored import STATISTIC
+
+_AFFINE = ops.existing(ops.aten, "add.Tensor sub.Tensor mul.Tensor add.Scalar sub.Scalar mul.Scalar neg") | ops.CASTS
+
+
+@dataclass(frozen=True)
+class MakeAgain:
+    """Replace stored copies that only backward reads by arithmetic on other copies."""
+
+    name: str = "make-again"
+
+    def apply(self, work: Work) -> None:
+        if work.computes_high:
+            _Copies(work).make_again()
+
+
+@dataclass
+class _Copies:
+    work: Work
+    read: dict[Node, Node] = field(default_factory=dict)  # value -> its decoded copy, for backward
+
+    def make_again(self) -> None:
+        graph, count = self.work.joint.graph, 0
+        for q, cast in Quantize.among(Quantize.nodes(graph)):
+            decoded = [x for x, _ in Dequantize.among(q.users)]
+            if is_backward(q) or len(decoded) != 1:
+                continue
+            site = self.work.book.sites[cast.row]
+            chain = self._chain(cast.x) if site.reads == "backward" else None
+            if chain is None:
+                self.read[cast.x] = decoded[0]
+                continue
+            self.read[cast.x] = self._again(graph, chain, decoded[0])
+            decoded[0].replace_all_uses_with(self.read[cast.x])
+            graph.erase_node(decoded[0])
+            graph.erase_node(q)
+            self.work.book.sites[cast.row] = replace(site, reads="all", format=self.work.settings.recipe.hi.name)
+            self.work.book.nodes.pop(cast.row, None)
+            count += 1
+        if count:
+            self.work.remarks.append(f"{count} tensors are made again in backward, from the stored copy of their input")
+
+    def _chain(self, value_: Node) -> list[Node] | None:
+        """Return the nodes that make a value of a stored one, in order; None where it is no affine image of one."""
+        op = self.work.operators.of_node.get(value_)
+        if op is None or op.is_gemm or regions.is_marked(value_):
+            return None
+        chain = self._steps(value_, op)
+        sources = {n for node in chain or () for n in node.all_input_nodes if n in self.read and n not in (chain or ())}
+        return chain if chain and len(sources) == 1 else None
+
+    def _steps(self, node: Node, op: Operator) -> list[Node] | None:
+        """Return the operator's steps from stored values and small ones to ``node``, itself the last."""
+        if node.target not in _AFFINE or node not in op.nodes:
+            return None
+        steps: list[Node] = []
+        for n in node.all_input_nodes:
+            if n in self.read or self._is_small(n, node):
+                continue
+            before = self._steps(n, op)
+            if before is None:
+                return None
+            steps += [step for step in before if step not in steps]
+        large = [n for n in node.all_input_nodes if not self._is_small(n, node)]
+        return [*steps, node] if len(large) == 1 else None
+
+    @staticmethod
+    def _is_small(node: Node, beside: Node) -> bool:
+        return value(node) is not None and numel_hint(tensor_of(node)) * STATISTIC <= numel_hint(tensor_of(beside))
+
+    def _again(self, graph: Graph, chain: list[Node], decoded: Node) -> Node:
+        made: dict[Node, Node] = {}
+        with graph.inserting_before(min(decoded.users)):
+            for node in chain:
+                copy = emit(graph, operator_of(node), (), node, backward=True, val=node.meta["val"])
+                # Of the chain its own copy, of a stored value what is read back, of anything small the value itself.
+                sources = {n: made.get(n) or self.read.get(n, n) for n in node.all_input_nodes}
+                copy.args, copy.kwargs = (
+                    tuple(sources.get(arg, arg) if isinstance(arg, Node) else arg for arg in node.args),
+                    dict(node.kwargs),
+                )
+                made[node] = copy
+        return made[chain[-1]]
