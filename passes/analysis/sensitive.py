@@ -34,6 +34,16 @@ RESULTS: Mapping[str, str] = {
     "aten.exp": "its range is as wide as the exponent's: it overflows, or most of it is 0",
 }
 
+# Operands that the backward of an operator reads, by operator, with the reason.
+OPERANDS: Mapping[str, str] = {
+    "aten.sin": "an angle's error counts in radians: 6 % of 30 is a quarter turn",
+    "aten.cos": "as sin's",
+    "aten.tan": "as sin's",
+    "aten.asin": "its gradient divides by the root of 1 - x^2: near 1 an error of 2^-5 in x is all of it",
+    "aten.acos": "as asin's",
+    "aten.atanh": "its gradient divides by 1 - x^2",
+}
+
 # Attention makes its probabilities again in backward, exp(q k - logsumexp): an error of q or k is exponentiated, and
 # rows no longer add up to 1.
 EXPONENTIATED_OPERANDS: Mapping[object, tuple[int, ...]] = dict.fromkeys(ops.ATTENTION, (0, 1))
@@ -43,11 +53,12 @@ def kept(grouped: Grouped) -> dict[int, Kept]:
     """Return which counted forward tensors stay above 8 bits when they are saved, by id."""
     operators = grouped.operators
     exponentiated = _exponentiated(operators)
+    operands = {operators.base(n) for op in operators.all if op.aten in OPERANDS for n in op.inputs}
     found: dict[int, Kept] = {}
     for node, tensor in grouped.values.items():
         if tensor.kind != "param" and _is_statistic(node, tensor):
             found[tensor.id] = "as it is"
-        elif node in exponentiated or _is_sensitive_result(operators.of_node.get(node), node):
+        elif node in exponentiated or node in operands or _is_sensitive_result(operators.of_node.get(node), node):
             found[tensor.id] = "high"
     return found
 
@@ -109,8 +120,9 @@ def _is_statistic(node: Node, tensor: CountedTensor) -> bool:
 
 
 def _is_pointwise(node: Node) -> bool:
-    is_known = isinstance(node.target, torch._ops.OpOverload) and value(node) is not None
-    return is_known and torch.Tag.pointwise in node.target.tags
+    if not isinstance(node.target, torch._ops.OpOverload) or value(node) is None:
+        return False
+    return torch.Tag.pointwise in node.target.tags
 
 
 def _readers(node: Node) -> list[Node]:
