@@ -36,6 +36,7 @@ class MakeAgain:
 class _Copies:
     work: Work
     read: dict[Node, Node] = field(default_factory=dict)  # value -> its decoded copy, for backward
+    made: set[Node] = field(default_factory=set)
 
     def make_again(self) -> None:
         graph, count = self.work.joint.graph, 0
@@ -88,7 +89,10 @@ class _Copies:
 
     def _again(self, graph: Graph, chain: list[Node], decoded: Node) -> Node:
         made: dict[Node, Node] = {}
-        with graph.inserting_before(min(decoded.users)):
+        first = min(decoded.users)
+        for source in {self.read[n] for node in chain for n in node.all_input_nodes if n in self.read}:
+            self._move_before(source, first)
+        with graph.inserting_before(first):
             for node in chain:
                 copy = emit(graph, operator_of(node), (), node, backward=True, val=node.meta["val"])
                 # Of the chain its own copy, of a stored value what is read back, of anything small the value itself.
@@ -98,4 +102,13 @@ class _Copies:
                     dict(node.kwargs),
                 )
                 made[node] = copy
+        self.made |= set(made.values())
         return made[chain[-1]]
+
+    def _move_before(self, node: Node, first: Node) -> None:
+        """Move what was made again to where backward reads it first: backward reads in the opposite order."""
+        if node not in self.made or node < first:
+            return
+        for source in node.all_input_nodes:
+            self._move_before(source, first)
+        first.prepend(node)
