@@ -72,8 +72,9 @@ class _Readers:
         elif is_backward(q):
             keeps = self._is_multiplied
             if needs_scale(self.hi.name) and self.hi.torch_dtype is not None and not self._any(read, keeps):
-                self._store_as(self.hi, q)  # GEMMs multiply what is narrowed to float16
-                return "all", self.hi
+                narrow = self.work.book.stored_as("grad_output", self.hi)  # GEMMs multiply what is narrowed to float16
+                self._store_as(narrow, q)
+                return "all", narrow
         elif self.work.operators.base(value).op == "placeholder" and self._is_parameter(value):
             keeps = self._is_multiplied
         else:

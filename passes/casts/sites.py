@@ -88,8 +88,11 @@ class SiteBook:
             site = replace(site, format=self.given[site.id].format)
         fmt = parse(site.format)
         self._refuse_unstorable(site, fmt)
-        name = _saturating(fmt).name if self._is_guarded(site.kind, fmt) else fmt.name
-        return replace(site, format=name, promoted_at=promoted_at)
+        return replace(site, format=self.stored_as(site.kind, fmt).name, promoted_at=promoted_at)
+
+    def stored_as(self, kind: str, fmt: Format) -> Format:
+        """Return the format itself, or the one that saturates where a gradient needs it."""
+        return _saturating(fmt) if self._is_guarded(kind, fmt) else fmt
 
     def _refuse_unstorable(self, site: Site, fmt: Format) -> None:
         if self.storage == "native" and fmt.torch_dtype is None:
