@@ -136,11 +136,10 @@ class Lowering:
 class Half:
     """The forward or the backward of a graph, compiled. Its first run may be a checked one."""
 
-    _boxed_call = True
-
     def __init__(
         self, lowering: Lowering, lowered: Lowered, run: Compiled, first: tuple[GraphModule, GraphModule] | None
     ) -> None:
+        compat.boxed(self)
         self.lowering, self.lowered, self.run = lowering, lowered, run
         self._first = first  # the graph before and after lowering, until the first run is over
 

@@ -108,10 +108,11 @@ def test_sources_are_readable_deterministic_and_quoted(tmp_path: Path) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.parts = nn.ModuleDict({name: nn.Linear(16, 16)})
+            self.linear = nn.Linear(16, 16)
+            self.parts = nn.ModuleDict({name: nn.ReLU()})
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(self.parts[name](x)) * 2
+            return self.parts[name](self.linear(x)) * 2
 
     texts = []
     for run in ("one", "two"):
