@@ -25,6 +25,14 @@ from fxprec.passes.casts.sites import emit
 from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
 from fxprec.plan.rows import Reads
 
+# Why a tensor that should be low is high, for the plan.
+BOUNDARY = "it is the boundary of a checkpointed region: forward and its recomputation read the one value that is saved"
+RECOMPUTED = "nobody would read a low copy: checkpointing computes it again in backward"
+GRADIENT = "nobody would read a low copy: no GEMM multiplies the codes of this gradient"
+HALF_GRADIENT = "it is narrowed to float16, in which GEMMs multiply it, and no GEMM multiplies its codes"
+PARAMETER = "nobody would read a low copy: no GEMM multiplies its codes, and backward reads the parameter itself"
+UNREAD = "nobody would read a low copy: backward does not read it, and no GEMM multiplies its codes"
+
 
 @dataclass(frozen=True)
 class ComputeHigh:
@@ -55,38 +63,44 @@ class _Readers:
         stored = {cast.row: (q, cast) for q, cast in Quantize.among(Quantize.nodes(self.graph))}
         for site in self.work.book.sites:
             if site.id in stored:
-                reads, fmt = self._settle(*stored[site.id], parse(site.format))
+                reads, fmt, why = self._settle(*stored[site.id], parse(site.format))
             else:
-                reads, fmt = "all", parse(site.format)  # held in that dtype already
-            self.work.book.sites[site.id] = replace(site, reads=reads, format=fmt.name)
+                reads, fmt, why = "all", parse(site.format), ""  # held in that dtype already
+            why = site.why or (why if parse(site.format).bits < fmt.bits else self._given_why(site.id, fmt))
+            self.work.book.sites[site.id] = replace(site, reads=reads, format=fmt.name, why=why)
 
-    def _settle(self, q: Node, cast: Quantize, fmt: Format) -> tuple[Reads, Format]:
-        """Settle who reads one stored tensor; return that, and the format it is stored in."""
+    def _given_why(self, site: int, fmt: Format) -> str:
+        """Return what the given plan, whose formats are followed, says of its own."""
+        given = None if self.work.given is None else self.work.given.sites[site]
+        return given.why if given is not None and parse(given.format).bits == fmt.bits else ""
+
+    def _settle(self, q: Node, cast: Quantize, fmt: Format) -> tuple[Reads, Format, str]:
+        """Settle who reads one stored tensor; return that, the format it is stored in, and why if it is another."""
         value, read = cast.x, _read(q)
         if not is_backward(q) and regions.is_recomputed(value):
             if regions.is_boundary(value):
                 # Forward and its recomputation are the same nodes: they read the one value that is kept.
                 self._store_as(self.hi, q)
-                return "all", self.hi
-            keeps = self._is_multiplied
+                return "all", self.hi, BOUNDARY
+            keeps, nobody = self._is_multiplied, RECOMPUTED
         elif is_backward(q):
-            keeps = self._is_multiplied
+            keeps, nobody = self._is_multiplied, GRADIENT
             if needs_scale(self.hi.name) and self.hi.torch_dtype is not None and not self._any(read, keeps):
                 narrow = self.work.book.stored_as("grad_output", self.hi)  # GEMMs multiply what is narrowed to float16
                 self._store_as(narrow, q)
-                return "all", narrow
+                return "all", narrow, HALF_GRADIENT
         elif self.work.operators.base(value).op == "placeholder" and self._is_parameter(value):
-            keeps = self._is_multiplied
+            keeps, nobody = self._is_multiplied, PARAMETER
         else:
-            keeps = self._reads_forward_copy
+            keeps, nobody = self._reads_forward_copy, UNREAD
         self._divert(read, value, keeps)
         reads = self._reads_of(read)
         if reads is None:
             self._remove(q)
-            return "all", self.hi
+            return "all", self.hi, nobody
         if reads == "backward" and fmt == self.hi and self.hi.bits == 16 and self.hi.torch_dtype is not None:
             self._share(value, read)
-        return reads, fmt
+        return reads, fmt, ""
 
     def _is_parameter(self, value: Node) -> bool:
         return self.work.joint.describe(self.work.operators.base(value)).kind == "param"

@@ -11,14 +11,18 @@ from dataclasses import dataclass, field, replace
 from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Dequantize, Quantize
+from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.joint import is_backward, numel_hint, operator_of, tensor_of, value
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
 from fxprec.passes.casts.stored import STATISTIC
+from fxprec.plan import Site
 
 _AFFINE = ops.existing(ops.aten, "add.Tensor sub.Tensor mul.Tensor add.Scalar sub.Scalar mul.Scalar neg") | ops.CASTS
+
+MADE_AGAIN = "nobody would read a low copy: it is made again in backward, from the stored copy of its input"
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,16 @@ class _Copies:
             decoded[0].replace_all_uses_with(self.read[cast.x])
             graph.erase_node(decoded[0])
             graph.erase_node(q)
-            self.work.book.sites[cast.row] = replace(site, reads="all", format=self.work.settings.recipe.hi.name)
+            self.work.book.sites[cast.row] = self._made_again(site)
             self.work.book.nodes.pop(cast.row, None)
             count += 1
         if count:
             self.work.remarks.append(f"{count} tensors are made again in backward, from the stored copy of their input")
+
+    def _made_again(self, site: Site) -> Site:
+        hi = self.work.settings.recipe.hi
+        was_high = parse(site.format).bits >= hi.bits
+        return replace(site, reads="all", format=hi.name, why=site.why if was_high else MADE_AGAIN)
 
     def _chain(self, value_: Node) -> list[Node] | None:
         """Return the nodes that make a value of a stored one, in order; None where it is no affine image of one."""

@@ -33,7 +33,7 @@ def _switched(site: Site, group: Group, plan: Plan) -> Site:
         return site
     fmt, (high, low) = parse(site.format), (plan.recipe.format_of(site.kind, low=is_low) for is_low in (False, True))
     if _same_numbers(fmt, low) or _same_numbers(fmt, high):
-        return replace(site, format=(low if group.low else high).name)
+        return replace(site, format=(low if group.low else high).name, why="")
     if group.low != (fmt.bits < high.bits):
         raise PlanError(
             f"groups[{group.id}].low was set to {str(group.low).lower()} and sites[{site.id}].format ({site.tensor}) "

@@ -15,6 +15,7 @@ from fxprec.plan.rows import ByteCount, Gemm, Group, KindCounts, Site
 
 T = TypeVar("T")
 MAX_TEXT = 100_000
+MAX_REASON = 200
 _LARGEST = 2**63 - 1
 _SHOWN = 60
 
@@ -96,6 +97,13 @@ def _word(*allowed: str) -> Reader:
 
 def _or_null(read: Reader) -> Reader:
     return lambda entry: None if entry.value is None else read(entry)
+
+
+def _reason(entry: Entry) -> str:
+    text = _text(entry)
+    if len(text) > MAX_REASON or not text.isprintable():
+        raise entry.wrong(f"one line of at most {MAX_REASON} characters")
+    return text
 
 
 def _texts(entry: Entry) -> tuple[str, ...]:
@@ -183,6 +191,7 @@ SITE = _record(
         "elements": _count,
         "source": _text,
         "reads": _word("backward", "gemm codes", "all"),
+        "why": _reason,
     },
     former=frozenset({"stats"}),
 )

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -24,7 +23,8 @@ _TABLES = ("gemms", "groups", "sites")
 def to_dict(plan: Any) -> dict[str, Any]:
     """Return the plan as JSON data: what is said of the whole first, then the tables.
 
-    ``grouping`` is written where it is not the default, ``compute`` and ``reads`` where there is a choice.
+    ``grouping`` is written where it is not the default, ``compute`` and ``reads`` where there is a choice, a site's
+    ``why`` where there is something to say.
     """
     head = {
         "schema": plan.schema,
@@ -44,14 +44,17 @@ def to_dict(plan: Any) -> dict[str, Any]:
         "notes": list(plan.notes),
         "saved_bytes": None if plan.saved_bytes is None else asdict(plan.saved_bytes),
     }
-    left_out = {"reads"} if plan.storage == "simulate" else set()
-    tables = {name: [_row(row, left_out) for row in getattr(plan, name)] for name in _TABLES}
-    return head | tables
+    sites = [_site(row, simulated=plan.storage == "simulate") for row in plan.sites]
+    return head | {name: [_row(row) for row in getattr(plan, name)] for name in _TABLES} | {"sites": sites}
 
 
-def _row(row: Any, left_out: Collection[str]) -> dict[str, Any]:
-    values = {key: value for key, value in asdict(row).items() if key not in left_out}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+def _row(row: Any) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(row).items()}
+
+
+def _site(row: Any, *, simulated: bool) -> dict[str, Any]:
+    left_out = ({"reads"} if simulated else set()) | (set() if row.why else {"why"})
+    return {key: value for key, value in _row(row).items() if key not in left_out}
 
 
 def dumps(plan: Any) -> str:

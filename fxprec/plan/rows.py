@@ -87,6 +87,9 @@ class Site:
     """``file:line`` or ``""``."""
     reads: Reads = "all"
     """Who reads what is stored: only backward; GEMMs that multiply its codes (and backward); every reader."""
+    why: str = ""
+    """Why its format is not the one its group (or the policy) gives it: nobody would read a low copy, or 8 bits would
+    spoil it (docs/compute.md); ``""`` where it is."""
 
 
 @dataclass(frozen=True, kw_only=True)

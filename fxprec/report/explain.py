@@ -1,11 +1,11 @@
-"""Why a tensor has its precision, in sentences, from the plan alone."""
+"""Why a tensor has its precision and who reads its stored copy, in sentences, from the plan alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from fxprec.errors import PlanError, did_you_mean
-from fxprec.numerics.formats import Format
+from fxprec.numerics.formats import Format, parse
 from fxprec.plan import Plan, Site
 from fxprec.report.graph_text import one_line
 
@@ -30,7 +30,47 @@ def explain(plan: Plan, tensor: str) -> list[str]:
 def _site(plan: Plan, site: Site) -> list[str]:
     where = ", ".join(part for part in (site.module, site.source) if part)
     head = f"{site.tensor} ({site.kind}, site {site.id}, {site.shape}{', ' + where if where else ''}): {site.format}"
-    return [one_line(head), *(f"  {reason}" for reason in reasons(plan, site))]
+    return [one_line(head), *(f"  {one_line(reason)}" for reason in reasons(plan, site))]
+
+
+def reasons(plan: Plan, site: Site) -> list[str]:
+    """Return why a site has its format, and who reads what is stored, a sentence each."""
+    return [_of_group(plan, site), _of_format(plan, site), *_of_readers(plan, site)]
+
+
+def _of_group(plan: Plan, site: Site) -> str:
+    group = plan.groups[site.group]
+    asked = (
+        f"activation_budget {plan.activation_budget}"
+        if plan.activation_budget is not None
+        else f"low_ratio {plan.requested_low_ratio}"
+    )
+    return (
+        f"group {group.id} of {len(plan.groups)}, {group.elements:,} elements, is {'low' if group.low else 'high'}: "
+        f"number {group.order + 1} in the order of policy {plan.policy!r}, which reached {plan.achieved_low_ratio:.4g} "
+        f"for {asked}"
+    )
+
+
+def _of_format(plan: Plan, site: Site) -> str:
+    group = plan.groups[site.group]
+    low, high = (_stored(plan.recipe.format_of(site.kind, low=is_low), site) for is_low in (True, False))
+    if site.promoted_at is not None:
+        return f"it overflowed and was promoted to {site.format} at step {site.promoted_at}, for good"
+    if site.why:
+        other = high if site.format not in (low, high) and not group.low else low
+        return f"{site.format} and not {other}, since {site.why}"
+    if site.kind == "grad_param":
+        return f"a parameter's gradient always has the recipe's weight_grad format, {low}"
+    if site.format == low and group.low:
+        return f"recipe {plan.recipe.name!r} holds a low {site.kind} in {low}"
+    if site.format == high and group.low:
+        return "its group is low, but keep_high (or a plan given) holds this tensor high"
+    if site.format == high:
+        return f"recipe {plan.recipe.name!r} holds a high {site.kind} in {high}"
+    if site.format == low:
+        return "its group is not low as a whole; the policy chose this tensor alone"
+    return "neither format of the recipe: the plan was edited"
 
 
 def _stored(fmt: Format, site: Site) -> str:
@@ -39,32 +79,16 @@ def _stored(fmt: Format, site: Site) -> str:
     return saturating if site.format == saturating else fmt.name
 
 
-def reasons(plan: Plan, site: Site) -> list[str]:
-    """Return why a site has its format, a sentence each."""
-    group = plan.groups[site.group]
-    asked = (
-        f"activation_budget {plan.activation_budget}"
-        if plan.activation_budget is not None
-        else f"low_ratio {plan.requested_low_ratio}"
-    )
-    why = [
-        f"group {group.id} of {len(plan.groups)}, {group.elements:,} elements, is {'low' if group.low else 'high'}: "
-        f"number {group.order + 1} in the order of policy {plan.policy!r}, which reached {plan.achieved_low_ratio:.4g} "
-        f"for {asked}"
-    ]
-    low, high = (_stored(plan.recipe.format_of(site.kind, low=is_low), site) for is_low in (True, False))
-    if site.kind == "grad_param":
-        why.append(f"a parameter's gradient always has the recipe's weight_grad format, {low}")
-    elif site.promoted_at is not None:
-        why.append(f"it overflowed and was promoted to {site.format} at step {site.promoted_at}, for good")
-    elif site.format == low and group.low:
-        why.append(f"recipe {plan.recipe.name!r} holds a low {site.kind} in {low}")
-    elif site.format == high and group.low:
-        why.append("its group is low, but keep_high (or a plan given) holds this tensor high")
-    elif site.format == high:
-        why.append(f"recipe {plan.recipe.name!r} holds a high {site.kind} in {high}")
-    elif site.format == low:
-        why.append("its group is not low as a whole; the policy chose this tensor alone")
-    else:
-        why.append("neither format of the recipe: the plan was edited")
-    return why
+def _of_readers(plan: Plan, site: Site) -> list[str]:
+    if plan.storage == "simulate":
+        return []
+    if plan.compute == "stored":
+        return ["every reader gets the stored value (compute='stored')"]
+    if site.reads == "gemm codes":
+        return ["GEMMs multiply the codes of the stored copy, and backward reads it; all else reads the value itself"]
+    if site.reads == "all":
+        return ["every reader gets this one value: there is no second copy"]
+    fmt = parse(site.format)
+    if fmt == plan.recipe.hi and fmt.bits == 16 and fmt.torch_dtype is not None:
+        return ["backward reads the stored copy, and so do forward GEMMs, which multiply that format anyway"]
+    return ["backward reads the stored copy; forward, and what leaves the graph, is the value itself"]

@@ -18,7 +18,8 @@ def graph_text(work: Work, title: str, changed: Mapping[str, tuple[int, int]]) -
     """Return the graph under a title and the operator counts that ``changed`` (before, after).
 
     A node's line: half (``f`` or ``b``), name, operator and arguments, dtype and shape, then after ``#`` its group,
-    site (also its row of the scale table) and format, module and source line, as far as the passes know them yet.
+    site (also its row of the scale table) and format, who reads it where not all do, module and source line, as far as
+    the passes know them yet.
     """
     head = [f"# {title}", f"# {len(work.joint.graph.nodes)} nodes"]
     head += [f"# {name}: {before} -> {after}" for name, (before, after) in changed.items()]
@@ -78,7 +79,8 @@ def _notes(node: Node, work: Work) -> list[str]:
     if cast is not None:
         is_site = work.has("book") and 0 <= cast.row < len(work.book.sites)
         place = "" if cast.row == AS_STORED else f"{'site' if is_site else 'row'} {cast.row} "
-        notes.append(place + cast.format)
+        reads = work.book.sites[cast.row].reads if is_site else "all"
+        notes += [place + cast.format] + ([f"reads {reads}"] if reads != "all" else [])
     module, source = module_of(node), source_of(node)
     return notes + ([f"module {module}"] if module else []) + ([source] if source else [])
 

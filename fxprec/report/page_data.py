@@ -38,6 +38,7 @@ def page_data(plan: Plan, title: str, drawing: Drawing | None, history: Sequence
         "torch": plan.torch,
         "recipe": plan.recipe.to_dict(),
         "storage": plan.storage,
+        "compute": plan.compute,
         "policy": plan.policy,
         "grouping": plan.grouping,
         "asked": plan.requested_low_ratio,
@@ -80,7 +81,8 @@ def _point(point: Point) -> list[float | None]:
 
 def _site(plan: Plan, s: Site, texts: _Texts) -> list[Any]:
     where = [texts(t) for t in (s.tensor, s.kind, s.module, s.source, s.shape)]
-    return [*where, s.group, texts(s.format), s.promoted_at, s.elements, texts("\n".join(reasons(plan, s)))]
+    why = texts("\n".join(reasons(plan, s)))
+    return [*where, s.group, texts(s.format), s.promoted_at, s.elements, why, texts(s.reads)]
 
 
 def _node(n: DrawnNode, texts: _Texts) -> list[Any]:

@@ -11,8 +11,8 @@ The bounds are tested one by one (tests/passes/test_sensitive.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
@@ -23,48 +23,81 @@ from fxprec.passes.analysis.joint import is_backward, numel_hint, tensor_of, val
 from fxprec.passes.analysis.operators import Operator, Operators
 from fxprec.passes.analysis.tensors import CountedTensor
 
-Kept = Literal["high", "as it is"]
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor that stays above 8 bits when it is saved."""
+
+    why: str
+    as_it_is: bool = False
+    """Whether it keeps its own dtype, and not the recipe's high format."""
+
+
+_PROBABILITY = "a probability below 2^-10 would be 0 in e4m3fn, and over 1,000 keys most are"
+_ANGLE = "an angle's error counts in radians: 6 % of 30 is a quarter turn"
+_GROWS = "its gradient grows as e^x: an error of 0.5 in x is a factor of 1.6"
+_NEAR_1 = "its gradient divides by the root of 1 - x^2: near 1 an error of 2^-5 in x is all of it"
 
 # Results that the backward of the operator that made them reads, by operator, with the reason.
 RESULTS: Mapping[str, str] = {
-    "aten._softmax": "a probability below 2^-10 would be 0 in e4m3fn, and over 1,000 keys most are",
-    "aten._safe_softmax": "as softmax's",
+    "aten._softmax": _PROBABILITY,
+    "aten._safe_softmax": _PROBABILITY,
     "aten.tanh": "its gradient is 1 - y^2: near 1 an error of 2^-5 in y is all of it",
     "aten.sigmoid": "its gradient is y (1 - y): near 1 an error of 2^-5 in y is all of it",
+    "aten.erfinv": "its gradient is e^(y^2): an error of 6 % in a y of 2 is a factor of 1.6",
     "aten.exp": "its range is as wide as the exponent's: it overflows, or most of it is 0",
 }
 
 # Operands that the backward of an operator reads, by operator, with the reason.
 OPERANDS: Mapping[str, str] = {
-    "aten.sin": "an angle's error counts in radians: 6 % of 30 is a quarter turn",
-    "aten.cos": "as sin's",
-    "aten.tan": "as sin's",
-    "aten.asin": "its gradient divides by the root of 1 - x^2: near 1 an error of 2^-5 in x is all of it",
-    "aten.acos": "as asin's",
+    "aten.sin": _ANGLE,
+    "aten.cos": _ANGLE,
+    "aten.tan": _ANGLE,
+    "aten.asin": _NEAR_1,
+    "aten.acos": _NEAR_1,
     "aten.atanh": "its gradient divides by 1 - x^2",
+    "aten.sinh": _GROWS,
+    "aten.cosh": _GROWS,
 }
 
 # Attention makes its probabilities again in backward, exp(q k - logsumexp): an error of q or k is exponentiated, and
 # rows no longer add up to 1.
 EXPONENTIATED_OPERANDS: Mapping[object, tuple[int, ...]] = dict.fromkeys(ops.ATTENTION, (0, 1))
+EXPONENTIATED = Kept("backward exponentiates it: an error of 0.5 in the exponent is a factor of 1.6")
+STATISTIC = Kept(
+    "it is a statistic: its one error is in every element it is spread over, and it takes next to nothing", True
+)
+COMPARED = Kept(
+    "backward asks where it equals another value: a rounded one equals it nowhere, and 0 / 0 is NaN", as_it_is=True
+)
 
 
 def kept(grouped: Grouped) -> dict[int, Kept]:
     """Return which counted forward tensors stay above 8 bits when they are saved, by id."""
     operators = grouped.operators
-    exponentiated = _exponentiated(operators)
-    operands = {operators.base(n) for op in operators.all if op.aten in OPERANDS for n in op.inputs}
+    exponentiated, compared = _exponentiated(operators), _compared(operators)
+    operands = {
+        operators.base(n): _reason(OPERANDS, op) for op in operators.all if op.aten in OPERANDS for n in op.inputs
+    }
     found: dict[int, Kept] = {}
     for node, tensor in grouped.values.items():
-        if tensor.kind != "param" and _is_statistic(node, tensor):
-            found[tensor.id] = "as it is"
-        elif node in exponentiated or node in operands or _is_sensitive_result(operators.of_node.get(node), node):
-            found[tensor.id] = "high"
+        if node in compared:
+            found[tensor.id] = COMPARED
+        elif tensor.kind != "param" and _is_statistic(node, tensor):
+            found[tensor.id] = STATISTIC
+        elif node in exponentiated:
+            found[tensor.id] = EXPONENTIATED
+        elif (why := operands.get(node) or _reason_of_result(operators.of_node.get(node), node)) is not None:
+            found[tensor.id] = Kept(why)
     return found
 
 
-def _is_sensitive_result(op: Operator | None, node: Node) -> bool:
-    return op is not None and op.aten in RESULTS and node in op.outputs
+def _reason_of_result(op: Operator | None, node: Node) -> str | None:
+    return _reason(RESULTS, op) if op is not None and op.aten in RESULTS and node in op.outputs else None
+
+
+def _reason(table: Mapping[str, str], op: Operator) -> str:
+    return f"{table[op.aten]} ({op.aten})"
 
 
 def _exponentiated(operators: Operators) -> frozenset[Node]:
@@ -77,14 +110,20 @@ def _exponentiated(operators: Operators) -> frozenset[Node]:
                 found.add(operators.base(arg))
     for node in operators.joint.backward_nodes():
         if node.target is ops.aten.exp.default:
-            found |= {operators.base(n) for n in _forward_sources(node)}
+            found |= {operators.base(n) for n in _forward_sources(node.args[:1])}
     return frozenset(found)
 
 
-def _forward_sources(exp: Node) -> set[Node]:
-    """Return the forward values that an exponent in backward is a sum or product of."""
+def _compared(operators: Operators) -> frozenset[Node]:
+    """Return what backward compares for equality, as that of a maximum does to find where it stood."""
+    equalities = (node for node in operators.joint.backward_nodes() if node.target is ops.aten.eq.Tensor)
+    return frozenset(operators.base(n) for node in equalities for n in _forward_sources(node.args[:2]))
+
+
+def _forward_sources(args: Iterable[object]) -> set[Node]:
+    """Return the forward values that arguments in backward are sums or products of."""
     found: set[Node] = set()
-    stack = [exp.args[0]]
+    stack = list(args)
     while stack:
         node = stack.pop()
         if not isinstance(node, Node):
@@ -99,7 +138,7 @@ def _forward_sources(exp: Node) -> set[Node]:
 _COMBINING = (
     ops.VIEWS
     | ops.CASTS
-    | ops.existing(ops.aten, "add.Tensor sub.Tensor mul.Tensor neg div.Tensor add.Scalar sub.Scalar mul.Scalar")
+    | ops.existing(ops.aten, "add.Tensor sub.Tensor mul.Tensor neg div.Tensor add.Scalar sub.Scalar mul.Scalar abs")
 )
 
 

@@ -84,8 +84,9 @@ class SiteBook:
         promoted_at = None
         if self.given is not None:
             refuse_another_site(site.id, site, self.given)
-            promoted_at = self.given[site.id].promoted_at
-            site = replace(site, format=self.given[site.id].format)
+            given = self.given[site.id]
+            promoted_at = given.promoted_at
+            site = replace(site, format=given.format, why=site.why if given.format == site.format else "")
         fmt = parse(site.format)
         self._refuse_unstorable(site, fmt)
         return replace(site, format=self.stored_as(site.kind, fmt).name, promoted_at=promoted_at)
@@ -107,9 +108,17 @@ class SiteBook:
 
     def _wanted(self, tensor: CountedTensor, dtype: torch.dtype) -> Format:
         kept = self.kept.get(tensor.id)
-        if kept == "as it is":
-            return parse(_BY_DTYPE[dtype])
-        return self.recipe.format_of(tensor.kind, low=tensor.id in self.low and kept is None)
+        if kept is not None:
+            return parse(_BY_DTYPE[dtype]) if kept.as_it_is else self.recipe.hi
+        return self._unless_kept(tensor)
+
+    def _unless_kept(self, tensor: CountedTensor) -> Format:
+        return self.recipe.format_of(tensor.kind, low=tensor.id in self.low)
+
+    def _why(self, tensor: CountedTensor, dtype: torch.dtype) -> str:
+        """Return why a tensor is not in the format that its group, or the policy, gives it."""
+        kept = self.kept.get(tensor.id)
+        return kept.why if kept is not None and self._wanted(tensor, dtype) != self._unless_kept(tensor) else ""
 
     def site(self, tensor: CountedTensor, dtype: torch.dtype) -> Site:
         """Return the tensor's row, opening it at first use.
@@ -132,6 +141,7 @@ class SiteBook:
                     group=tensor.group,
                     format=self._wanted(tensor, dtype).name,
                     direction="backward" if tensor.kind.startswith("grad") else "forward",
+                    why=self._why(tensor, dtype),
                 )
             )
             self.sites.append(found)

@@ -26,9 +26,9 @@ const bytes = n => n === null ? "?" : scaled(n, 1024, [" B", " KiB", " MiB", " G
 const width = bits => bits === undefined ? "b0" : bits <= 8 ? "b8" : bits <= 16 ? "b16" : "b32";
 const cut = (text, most) => text.length > most ? text.slice(0, most - 1) + "…" : text;
 
-const sites = raw.sites.map(([tensor, kind, module, source, shape, group, format, promoted, elements, why], id) => ({
+const sites = raw.sites.map(([tensor, kind, module, source, shape, group, format, promoted, elements, why, reads], id) => ({
   id, tensor: T(tensor), kind: T(kind), module: T(module), source: T(source), shape: T(shape), group, format: T(format),
-  promoted, elements, why: T(why), cls: width(raw.bits[T(format)]),
+  promoted, elements, why: T(why), reads: T(reads), cls: width(raw.bits[T(format)]),
 }));
 const groups = raw.groups.map(([id, low, order, elements, savedElements, savedBytes, operators]) => ({
   id, low: !!low, order, elements, savedElements, savedBytes, operators: T(operators), nodes: [], sites: [], parts: {},

@@ -36,7 +36,7 @@ function siteDetail(site, node) {
   return [
     el("h3", {}, `site ${site.id}: `, el("span", { class: `format ${site.cls}` }, site.format)),
     facts([
-      ["kind", site.kind],
+      ["kind", site.kind], ["reads", raw.storage === "simulate" ? "" : site.reads],
       ...(other ? [["tensor", site.tensor], ["shape", site.shape], ["module", site.module], ["source", site.source]] : []),
       ["promoted", site.promoted === null ? "" : `at step ${site.promoted}`],
     ]),

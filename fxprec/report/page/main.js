@@ -3,7 +3,7 @@ const saved = raw.saved, MANY_GROUPS = 12;
 
 function header() {
   const asked = raw.budget !== null ? `budget ${bytes(raw.budget)}` : `ratio ${raw.asked} asked`;
-  $("head").textContent = `recipe ${raw.recipe.name}, ${raw.storage} storage, policy ${raw.policy}${raw.grouping === "execution" ? "" : " by data flow"}; ${asked}, ${raw.reached.toFixed(4)} of ${short(raw.elements)} elements low`;
+  $("head").textContent = `recipe ${raw.recipe.name}, ${raw.storage} storage, ${raw.storage === "simulate" ? "" : `compute ${raw.compute}, `}policy ${raw.policy}${raw.grouping === "execution" ? "" : " by data flow"}; ${asked}, ${raw.reached.toFixed(4)} of ${short(raw.elements)} elements low`;
   const used = Object.entries(raw.bits).map(([name, bits]) => [width(bits), name]);
   const kinds = [["b8", "up to 8 bits"], ["b16", "up to 16"], ["b32", "more"]].filter(([cls]) => used.some(([c]) => c === cls));
   $("legend").append(...kinds.flatMap(([cls, text]) => [el("span", { class: `swatch ${cls}` }), `${text}: ${used.filter(([c]) => c === cls).map(([, name]) => name).join(", ")}`]),
@@ -112,8 +112,8 @@ function searching() {
   const has = (words, ...texts) => words.every(word => texts.some(text => text.toLowerCase().includes(word)));
   box.addEventListener("input", () => {
     const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
-    found = words.length ? nodes.filter(n => has(words, n.name, n.op, n.module, n.source, ...n.sites.flatMap(s => [s.tensor, s.format, s.kind]))) : [];
-    const rows = words.length ? sites.filter(s => has(words, s.tensor, s.kind, s.module, s.source, s.format)) : sites;
+    found = words.length ? nodes.filter(n => has(words, n.name, n.op, n.module, n.source, ...n.sites.flatMap(s => [s.tensor, s.format, s.kind, s.reads]))) : [];
+    const rows = words.length ? sites.filter(s => has(words, s.tensor, s.kind, s.module, s.source, s.format, s.reads)) : sites;
     hits = new Set([...found, ...found.map(n => groups[n.group])]);
     at = -1;
     show(rows);

@@ -40,6 +40,7 @@ function siteTable() {
     { name: "kind", value: s => s.kind },
     { name: "format", value: s => s.format, show: s => el("span", { class: `format ${s.cls}` }, s.format) },
     { name: "group", value: s => s.group, number: true, show: s => goTo(groups[s.group], String(s.group)) },
+    ...(raw.storage === "simulate" ? [] : [{ name: "reads", value: s => s.reads }]),
     { name: "shape", value: s => s.shape }, { name: "elements", value: s => s.elements, show: s => count(s.elements), number: true },
     { name: "module", value: s => s.module }, { name: "source", value: s => s.source },
     { name: "promoted at", value: s => s.promoted, show: s => s.promoted === null ? "" : s.promoted, number: true },
