@@ -160,13 +160,11 @@ class _Readers:
             x.args = replace(call, format=fmt.name).args
 
     def _remove(self, q: Node) -> None:
-        row = Quantize.of(q).row
         for x, _ in Dequantize.among(q.users):
             for guard, _ in KeepNonfinite.among(x.users):
                 self.graph.erase_node(guard)
             self.graph.erase_node(x)
         self.graph.erase_node(q)
-        self.work.book.nodes.pop(row, None)
 
 
 def _read(q: Node) -> Node:

@@ -58,7 +58,6 @@ class _Copies:
             graph.erase_node(decoded[0])
             graph.erase_node(q)
             self.work.book.sites[cast.row] = self._made_again(site)
-            self.work.book.nodes.pop(cast.row, None)
             count += 1
         if count:
             self.work.remarks.append(f"{count} tensors are made again in backward, from the stored copy of their input")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,7 @@ class _Walk:
     def run(self, plan: Plan) -> Drawing:
         kept = [n for n in self.work.joint.graph.nodes if self._keeps(n)]
         index = {node: i for i, node in enumerate(kept)}
+        self._note_uncast(index)
         edges = dict.fromkeys(
             (index[source], index[node])
             for node in kept
@@ -136,6 +137,13 @@ class _Walk:
         site = further.get(row, row)
         if 0 <= site < len(book.sites) and site not in self.sites[origin]:
             self.sites[origin].append(site)
+
+    def _note_uncast(self, drawn: Container[Node]) -> None:
+        """Note the sites whose cast went away: nobody would read another copy of the value (compute-high)."""
+        noted = {site for sites in self.sites.values() for site in sites}
+        for site, node in self.work.book.values.items():
+            if site not in noted and node in drawn:
+                self.sites[node].append(site)
 
     def _origin(self, node: Node) -> Node:
         return self.stands_for.get(node, node)

@@ -65,7 +65,8 @@ OPERANDS: Mapping[str, str] = {
 EXPONENTIATED_OPERANDS: Mapping[object, tuple[int, ...]] = dict.fromkeys(ops.ATTENTION, (0, 1))
 EXPONENTIATED = Kept("backward exponentiates it: an error of 0.5 in the exponent is a factor of 1.6")
 STATISTIC = Kept(
-    "it is a statistic: its one error is in every element it is spread over, and it takes next to nothing", True
+    "it is a statistic: its one error is in every element it is spread over, and it takes next to nothing",
+    as_it_is=True,
 )
 COMPARED = Kept(
     "backward asks where it equals another value: a rounded one equals it nowhere, and 0 / 0 is NaN", as_it_is=True

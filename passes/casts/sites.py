@@ -76,7 +76,7 @@ class SiteBook:
     kept: Mapping[int, Kept] = field(default_factory=dict)  # what 8 bits would spoil, by id (`analysis.sensitive`)
     guards_gradients: bool = False  # gradients saturate where they are scaled, and keep the model's own inf and NaN
     sites: list[Site] = field(default_factory=list)
-    nodes: dict[int, Node] = field(default_factory=dict)  # site id -> quantize node
+    values: dict[int, Node] = field(default_factory=dict)  # site id -> what it stores, or would store
     _by_tensor: dict[int, Site] = field(default_factory=dict)
 
     def _in_force(self, site: Site) -> Site:
@@ -163,7 +163,7 @@ class SiteBook:
         x = emit_call(self.graph, read, node, backward=backward, val=wide)
         if self._is_guarded(tensor.kind, parse(site.format)):
             x = emit_call(self.graph, KeepNonfinite(x, node), node, backward=backward, val=wide)
-        self.nodes[site.id] = q
+        self.values[site.id] = node
         return q, x
 
 

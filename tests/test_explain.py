@@ -1,0 +1,155 @@
+"""What explain, the page and the texts say of a plan: who reads a stored copy, and why there is none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fxprec import Plan
+from fxprec.plan.edits import as_edited
+from fxprec.report.compare import differences
+from fxprec.report.explain import explain
+from tests.helpers import compiled, eager_backend
+
+
+class Model(nn.Module):
+    """A norm, attention, an angle, a checkpointed block, a tanh: each answer at least once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.deep, self.head = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        h = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        h = checkpoint(self.deep, torch.cos(h), use_reentrant=False)
+        return self.head(torch.tanh(F.gelu(h)))
+
+
+X = torch.randn(2, 16, 16)
+
+
+def trained(**options) -> Plan:
+    torch.manual_seed(0)
+    backend = eager_backend("fp8", **{"low_ratio": 1.0, **options})
+    compiled(Model(), backend)(X).sum().backward()
+    return backend.plans[0]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("explained")
+
+
+@pytest.fixture(scope="module")
+def plan(place) -> Plan:
+    return trained(dump=place)
+
+
+def said(plan: Plan, tensor: str, kind: str = "output") -> list[str]:
+    lines = explain(plan, tensor)
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"{tensor} ({kind}"))
+    return [line.strip() for line in lines[start : start + 4]]
+
+
+READ_BY_BACKWARD = "backward reads the stored copy; forward, and what leaves the graph, is the value itself"
+READ_BY_GEMMS_TOO = "backward reads the stored copy, and so do forward GEMMs, which multiply that format anyway"
+ONE_VALUE = "every reader gets this one value: there is no second copy"
+UNREAD = "bf16 and not e4m3fn, since nobody would read a low copy: "
+LINES = {
+    ("x", "output"): ("recipe 'fp8' holds a low output in e4m3fn", READ_BY_BACKWARD),
+    ("add_1", "output"): (UNREAD + "it is made again in backward, from the stored copy of its input", ONE_VALUE),
+    ("qkv.weight", "param"): (
+        UNREAD + "no GEMM multiplies its codes, and backward reads the parameter itself",
+        ONE_VALUE,
+    ),
+    ("addmm", "output"): (
+        "bf16 and not e4m3fn, since backward exponentiates it: an error of 0.5 in the exponent is a factor of 1.6",
+        READ_BY_GEMMS_TOO,
+    ),
+    ("addmm_1", "output"): (
+        "bf16 and not e4m3fn, since an angle's error counts in radians: 6 % of 30 is a quarter turn (aten.cos)",
+        READ_BY_GEMMS_TOO,
+    ),
+    ("addmm_2", "output"): (UNREAD + "checkpointing computes it again in backward", ONE_VALUE),
+    ("addmm_3", "output"): (
+        "bf16 and not e4m3fn, since it is the boundary of a checkpointed region: forward and its recomputation read "
+        "the one value that is saved",
+        ONE_VALUE,
+    ),
+    ("addmm_4", "output"): (UNREAD + "backward does not read it, and no GEMM multiplies its codes", ONE_VALUE),
+    ("addmm_4", "grad_output"): (
+        UNREAD.replace("e4m3fn", "e5m2_sat") + "no GEMM multiplies the codes of this gradient",
+        ONE_VALUE,
+    ),
+}
+
+
+@pytest.mark.parametrize(("tensor", "kind"), LINES)
+def test_explain_says_why_a_tensor_of_a_low_group_is_high_and_who_reads_it(plan, tensor, kind):
+    head, group, *rest = said(plan, tensor, kind)
+    assert head.endswith(": e4m3fn" if tensor == "x" else ": bf16")
+    assert " is low: " in group
+    assert tuple(rest) == LINES[tensor, kind]
+
+
+def test_under_compute_stored_every_reader_gets_the_stored_value():
+    stored = trained(compute="stored")
+    assert said(stored, "addmm_1")[2:] == [
+        "recipe 'fp8' holds a low output in e4m3fn",
+        "every reader gets the stored value (compute='stored')",
+    ]
+    assert not [s for s in stored.sites if s.why]
+
+
+def test_codes_that_gemms_multiply_are_said(plan):
+    site = replace(plan.sites[0], reads="gemm codes")
+    words = explain(replace(plan, sites=(site, *plan.sites[1:])), site.tensor)
+    assert "GEMMs multiply the codes of the stored copy, and backward reads it; all else reads" in words[3]
+
+
+def test_a_high_group_and_a_promotion_need_no_reason():
+    high = trained(low_ratio=0.0)
+    assert not [s for s in high.sites if s.why]
+    assert said(high, "x")[2] == "recipe 'fp8' holds a high output in bf16"
+
+
+def test_the_reasons_are_in_the_plan_file_and_survive_following_it(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    plan.promote([0], step=3).save(path)
+    rows = json.loads(path.read_text())["sites"]
+    assert "why" not in rows[0]
+    assert sum("why" in row for row in rows) == sum(bool(s.why) for s in plan.sites) > 9
+    followed = trained(plan=path, low_ratio=None)
+    assert {s.tensor: s.why for s in followed.sites} == {s.tensor: s.why for s in plan.sites}
+    assert followed.sites[0].promoted_at == 3
+
+
+def test_diff_does_not_repeat_the_reason_of_a_format_that_moved(plan):
+    other = trained(low_ratio=0.0)
+    assert not [line for line in differences(plan, other) if "nobody" in line]
+
+
+def test_a_group_switched_by_hand_drops_the_reasons(plan):
+    groups = tuple(replace(g, low=False) for g in plan.groups)
+    assert not [s for s in as_edited(replace(plan, groups=groups)).sites if s.why and s.kind != "grad_param"]
+
+
+def test_the_texts_and_the_page_show_who_reads(plan, place):
+    folder = place / "graph-0"
+    text = next(folder.glob("*-compute-high.txt")).read_text()
+    line = next(line for line in text.splitlines() if "fxprec.quantize" in line and "site 0 " in line)
+    assert "site 0 e4m3fn, reads backward" in line
+    assert "reads" not in next(folder.glob("*-insert-casts.txt")).read_text(), "casts have all readers at first"
+    page = (folder / "report.html").read_text()
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert data["compute"] == "high"
+    assert [data["texts"][site[-1]] for site in data["sites"]] == [s.reads for s in plan.sites]
+    assert '{ name: "reads"' in page
