@@ -21,7 +21,7 @@ from fxprec.ir import symbolic
 from fxprec.ir.symbolic_gemms import TRANSPOSED
 from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.joint import JointGraph, is_backward, set_results, value
-from fxprec.passes.analysis.values import is_float_tensor
+from fxprec.passes.analysis.values import is_differentiable, is_float_tensor
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit_call
 
@@ -54,11 +54,14 @@ _SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def _store_in_forward(joint: JointGraph, copies: list[Node]) -> None:
-    """Let a result of forward depend on the copies: what no result needs, AOTAutograd computes in backward."""
+    """Let a result of forward depend on the copies: what no result needs, AOTAutograd computes in backward.
+
+    A differentiable one: an effect token must come out of forward as it is.
+    """
     copies = [node for node in copies if any(is_backward(user) for user in regions.readers_of(node))]
     results = list(joint.results)
     for i, x in enumerate(results[: joint.num_forward_outputs]):
-        if copies and isinstance(x, Node) and value(x) is not None and x.op == "call_function":
+        if copies and isinstance(x, Node) and x.op == "call_function" and is_differentiable(x):
             with joint.graph.inserting_before(joint.output):
                 results[i] = emit_call(joint.graph, symbolic.Storing(x, copies), x, val=x.meta["val"])
             set_results(joint.graph, results)

@@ -61,7 +61,10 @@ class Joint:
 
 
 def joint_of(function: Callable[..., Any], *args: Any, recipe: Any = IDENTITY, storage: str = "simulate") -> Joint:
-    """Trace ``function`` as the backend does, up to and with carry-scales."""
+    """Trace ``function`` as the backend does, up to and with carry-scales.
+
+    Every gradient that a GEMM multiplies is stored: under ``compute="high"`` a CPU would store none, and scale none.
+    """
     found: list[Joint] = []
     walks: list[Any] = []
     run_passes = pipeline.run
@@ -87,7 +90,8 @@ def joint_of(function: Callable[..., Any], *args: Any, recipe: Any = IDENTITY, s
         raise Captured
 
     torch._dynamo.reset()
-    backend = eager_backend(recipe, storage=storage)
+    compute = None if storage == "simulate" else "stored"
+    backend = eager_backend(recipe, storage=storage, compute=compute)
     with mock.patch.object(pipeline, "run", run), mock.patch.object(carry_scales._Walk, "__post_init__", remember):
         try:
             torch.compile(function, backend=backend, fullgraph=True)(*args)
