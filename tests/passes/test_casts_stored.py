@@ -24,8 +24,8 @@ STATISTIC = 1024  # elements: at width 0.25 no batch norm or loss has a larger s
 
 
 def saved_for_backward(function, model: nn.Module, *args: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors saved by one forward, one per storage, buffers left out; a parameter counts where it is saved."""
-    known = {t.untyped_storage().data_ptr() for t in model.buffers()}
+    """Tensors saved by one forward, one per storage; what is there anyway, parameters and buffers, left out."""
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, torch.Tensor] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Branches(nn.Module):
 
 
 @cache
-def branches():
+def branches(compute: str = "high"):
     """Return the rewritten joint graph and the plan of `Branches`."""
     graphs = []
 
@@ -102,7 +102,7 @@ def branches():
         def apply(self, work):
             graphs.append(work.joint.graph)
 
-    backend = eager_backend("hfp8", storage="packed", low_ratio=1.0)
+    backend = eager_backend("hfp8", storage="packed", low_ratio=1.0, compute=compute)
     original = pipeline.PIPELINE
     run = pipeline.run
     with pytest.MonkeyPatch.context() as patch:
@@ -115,12 +115,13 @@ def quantizes(graph):
     return graph.find_nodes(op="call_function", target=symbolic.QUANTIZE)
 
 
-def test_a_value_with_several_readers_is_stored_once():
-    graph, plan = branches()
+@pytest.mark.parametrize("compute", ["high", "stored"])
+def test_a_value_with_several_readers_is_stored_once(compute):
+    graph, plan = branches(compute)
     relu = next(s for s in plan.sites if s.kind == "output" and "relu" in s.tensor)
     stores = [q for q in quantizes(graph) if q.args[2] == relu.id]
     assert len(stores) == 1
-    forward = {s.id for s in plan.sites if s.direction == "forward"}
+    forward = {s.id for s in plan.sites if s.direction == "forward" and (compute == "stored" or s.reads == "backward")}
     stored = [q.args[0] for q in quantizes(graph) if q.args[2] in forward]
     assert len(stored) == len(set(stored)) == len(forward)
 
@@ -133,8 +134,21 @@ def test_a_batch_norm_between_gemm_and_relu_has_no_site():
     assert len(outputs) == 5, outputs  # the input, three GEMM results, the relu: neither batch norm nor adds
 
 
-def test_gradients_have_sites_only_where_a_gemm_multiplies_them():
+def test_what_backward_does_not_read_has_a_row_and_no_copy():
+    """A convolution's result that only a sum reads, parameters, gradients: rows are the graph's, whatever is stored."""
     graph, plan = branches()
+    copies = {q.args[2] for q in quantizes(graph)}
+    assert copies == {s.id for s in plan.sites if s.reads == "backward"}
+    unread = [s for s in plan.sites if s.id not in copies]
+    assert {(s.reads, s.format) for s in unread} == {("all", plan.recipe.hi.name)}
+    assert sorted({s.kind for s in unread}) == ["grad_output", "output", "param"]
+    assert [(s.id, s.tensor, s.kind) for s in plan.sites] == [
+        (s.id, s.tensor, s.kind) for s in branches("stored")[1].sites
+    ]
+
+
+def test_gradients_have_sites_only_where_a_gemm_multiplies_them():
+    graph, plan = branches("stored")
     gradients = {s.id: s.tensor for s in plan.sites if s.direction == "backward"}
     assert sorted(gradients.values()) == ["convolution", "convolution_1", "convolution_2"]
     for q in quantizes(graph):
