@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_map_only
 
+from fxprec.compat import tree_map_only
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis.joint import is_view, operator_of, value

@@ -17,6 +17,12 @@ from fxprec import FxprecWarning, compat
 pytestmark = pytest.mark.filterwarnings("ignore:narrow-gemms")  # a CPU without bfloat16 GEMMs
 
 
+# Under "high" forward computes with values: nothing saturates but what backward reads.
+WAYS = pytest.mark.parametrize(
+    ("storage", "compute"), [("packed", "high"), ("packed", "stored"), ("native", "high"), ("simulate", None)]
+)
+
+
 class Counter:
     def __init__(self, function: Any) -> None:
         self.function, self.calls = function, 0
@@ -67,17 +73,23 @@ class Run:
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_offenders_of_a_step_move_together_in_cascades_without_a_retrace(storage: str, compilations: Counter) -> None:
-    run = Run(storage)
+@WAYS
+def test_offenders_of_a_step_move_together_in_cascades_without_a_retrace(
+    storage: str, compute: str | None, compilations: Counter
+) -> None:
+    run = Run(storage, compute=compute)
     errors = [run.step(torch.randn(64, 16)) for _ in range(9)]
-    assert list(run.promotions) == [1, 2, 3, 4], "each saturated tensor hid the next"
-    assert run.promotions[1] == 2
-    assert sum(run.promotions.values()) == len(run.backend.plans[0].promoted) == 6
+    if compute == "high":
+        assert run.promotions == {1: 3}, "x * 1e4 and the ReLUs: in forward no copy hides what is behind it"
+    else:
+        assert list(run.promotions) == [1, 2, 3, 4], "each saturated tensor hid the next"
+        assert run.promotions[1] == 2
+    assert sum(run.promotions.values()) == len(run.backend.plans[0].promoted) == (3 if compute == "high" else 6)
     assert run.traces == 1
     assert compilations.calls == (1 if storage == "simulate" else 1 + len(run.promotions))
     assert errors[0] > 0.95
-    assert errors[-1] < 0.25, "rounding of 8-bit weights and gradients remains"
+    # Where every reader gets the rounded value, that of 8-bit weights and gradients remains.
+    assert errors[-1] < (0.02 if compute == "high" else 0.25)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -172,9 +184,9 @@ def test_an_inf_in_a_batch_reaches_the_loss_and_who_skips_that_step_trains_on(st
         assert relative_error(a, b) < 0.2
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_evaluation_follows_promotions_of_training(storage: str) -> None:
-    run = Run(storage)
+@WAYS
+def test_evaluation_follows_promotions_of_training(storage: str, compute: str | None) -> None:
+    run = Run(storage, compute=compute)
     x = torch.randn(64, 16)
     for step in range(6):
         if step == 1:
@@ -184,8 +196,10 @@ def test_evaluation_follows_promotions_of_training(storage: str) -> None:
     with torch.no_grad():
         error = relative_error(run.compiled(x), run.reference(x))
     training, evaluation = run.backend._graphs[0].plan, run.backend._graphs[1].plan
-    assert {s.tensor for s in evaluation.promoted} == {s.tensor for s in training.promoted}
-    assert error < 0.1
+    assert {s.tensor for s in evaluation.promoted} == (
+        {s.tensor for s in training.promoted} if compute != "high" else set()
+    ), "evaluation stores nothing under compute='high'"
+    assert error < (0.01 if compute == "high" else 0.1)
 
 
 def test_promoted_ratio_counts_elements() -> None:

@@ -45,11 +45,12 @@ def accuracy(backend: Backend | None, steps: int = STEPS) -> float:
         return float((model(digits.test_images).argmax(1) == digits.test_labels).float().mean())
 
 
-@pytest.mark.parametrize("storage", ["simulate", "packed"])
-def test_it_trains_with_promotion_and_stalls_without(storage: str) -> None:
+@pytest.mark.parametrize(("storage", "compute"), [("simulate", None), ("packed", "stored")])
+def test_it_trains_with_promotion_and_stalls_without(storage: str, compute: str | None) -> None:
+    """Where every reader gets what is stored: saturated, an activation is the same for every image."""
     exact = accuracy(None)
-    promoting = eager_backend(storage, recipe="hfp8", low_ratio=1.0)
-    stuck = eager_backend(storage, recipe="hfp8", low_ratio=1.0, promote_above=None)
+    promoting = eager_backend(storage, recipe="hfp8", low_ratio=1.0, compute=compute)
+    stuck = eager_backend(storage, recipe="hfp8", low_ratio=1.0, compute=compute, promote_above=None)
     with_promotion, without = accuracy(promoting), accuracy(stuck, STEPS // 3)
     plan = promoting.plans[0]
     print(f"{storage}: fp32 {exact:.3f}, promoted {with_promotion:.3f} ({plan.promoted_ratio:.1%}), none {without:.3f}")
@@ -61,3 +62,10 @@ def test_it_trains_with_promotion_and_stalls_without(storage: str) -> None:
     # Every activation overflows and every one is promoted: gradients and parameters stay low.
     assert 0.3 < plan.promoted_ratio < 0.6
     assert {site.kind for site in plan.promoted} == {"output"}
+
+
+def test_where_forward_reads_values_only_gradients_are_at_stake() -> None:
+    promoting = eager_backend("packed", recipe="hfp8", low_ratio=1.0)
+    assert accuracy(promoting) > accuracy(None) - 0.02
+    plan = promoting.plans[0]
+    assert [site.tensor for site in plan.promoted] == [s.tensor for s in plan.sites if s.reads == "backward"]

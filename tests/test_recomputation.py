@@ -121,5 +121,5 @@ def test_a_reentrant_checkpoint_counts_each_half_once() -> None:
     found, backend = train_blocks(True)
     assert [graph.is_training for graph in backend._graphs] == [False, True]
     assert [c.step for c in backend.controllers] == [4 * 2 * 3] * 2
-    assert all(len(plan.promoted) > 0 for plan in backend.all_plans)
+    assert [len(plan.promoted) > 0 for plan in backend.all_plans] == [False, True], "evaluation stores nothing"
     assert all(gradient.isfinite().all() for gradient in found)

@@ -20,13 +20,13 @@ BEFORE, AFTER = 7, 20
 class Training:
     """SGD on a model whose activations overflow 8 bits, over batches that depend on the step alone."""
 
-    def __init__(self, storage: str, **options: Any) -> None:
+    def __init__(self, storage: str, compute: str | None = None, **options: Any) -> None:
         torch.compiler.reset()
         torch.manual_seed(0)
         self.model = Loud()
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9)
         scaling = fxprec.GradScaling(interval=5)
-        options = {"recipe": "hfp8", "low_ratio": 0.8, "grad_scaling": scaling, **options}
+        options = {"recipe": "hfp8", "low_ratio": 0.8, "grad_scaling": scaling, "compute": compute, **options}
         self.backend = eager_backend(storage, **options)
         self.compiled = torch.compile(self.model, backend=self.backend)
 
@@ -60,20 +60,21 @@ def graph_states(state: str) -> list[dict[str, Any]]:
     return json.loads(json.loads(state)["graphs"])
 
 
-@pytest.mark.parametrize("storage", ["simulate", "packed"])
+@pytest.mark.parametrize(("storage", "compute"), [("simulate", None), ("packed", "high"), ("packed", "stored")])
 @pytest.mark.parametrize("when", ["before compilation", "after compilation"])
-def test_resumed_training_is_bit_identical(storage: str, when: str) -> None:
-    whole = Training(storage)
+def test_resumed_training_is_bit_identical(storage: str, compute: str | None, when: str) -> None:
+    whole = Training(storage, compute)
     whole.run(0, BEFORE)
     plain = whole.run(BEFORE, BEFORE + AFTER)
 
-    interrupted = Training(storage)
+    interrupted = Training(storage, compute)
     interrupted.run(0, BEFORE)
     state = interrupted.save()
     assert interrupted.backend.plans[0].promoted, "the state holds promotions"
-    assert any(graph_states(state)[0]["scales"]["exps"]), "and scales"
+    scales = graph_states(state)[0]["scales"]
+    assert scales is None if compute == "high" else any(scales["exps"]), "and scales, where gradients are stored"
 
-    resumed = Training(storage)
+    resumed = Training(storage, compute)
     if when == "after compilation":
         resumed.run(0, 2)
         resumed.optimizer.zero_grad()
