@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, stored_dtype
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import gemm_costs, ops, regions
-from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of
+from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of, tensor_of
 from fxprec.passes.base import Work
 from fxprec.passes.carry_scales import needs_scale
 from fxprec.passes.casts.sites import emit
@@ -26,7 +26,7 @@ from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
 from fxprec.plan.rows import Reads
 
 # Why a tensor that should be low is high, for the plan.
-BOUNDARY = "it is the boundary of a checkpointed region: forward and its recomputation read the one value that is saved"
+BOUNDARY = "a checkpointed region starts or ends there: forward and its recomputation read the one value that is saved"
 RECOMPUTED = "nobody would read a low copy: checkpointing computes it again in backward"
 GRADIENT = "nobody would read a low copy: no GEMM multiplies the codes of this gradient"
 HALF_GRADIENT = "it is narrowed to float16, in which GEMMs multiply it, and no GEMM multiplies its codes"
@@ -77,13 +77,7 @@ class _Readers:
     def _settle(self, q: Node, cast: Quantize, fmt: Format) -> tuple[Reads, Format, str]:
         """Settle who reads one stored tensor; return that, the format it is stored in, and why if it is another."""
         value, read = cast.x, _read(q)
-        if not is_backward(q) and regions.is_recomputed(value):
-            if regions.is_boundary(value):
-                # Forward and its recomputation are the same nodes: they read the one value that is kept.
-                self._store_as(self.hi, q)
-                return "all", self.hi, BOUNDARY
-            keeps, nobody = self._is_multiplied, RECOMPUTED
-        elif is_backward(q):
+        if is_backward(q):
             keeps, nobody = self._is_multiplied, GRADIENT
             if needs_scale(self.hi.name) and self.hi.torch_dtype is not None and not self._any(read, keeps):
                 narrow = self.work.book.stored_as("grad_output", self.hi)  # GEMMs multiply what is narrowed to float16
@@ -91,6 +85,14 @@ class _Readers:
                 return "all", narrow, HALF_GRADIENT
         elif self.work.operators.base(value).op == "placeholder" and self._is_parameter(value):
             keeps, nobody = self._is_multiplied, PARAMETER
+        elif regions.is_start(value):
+            if not self._is_exact(value):
+                # Forward and its recomputation are the same nodes: they read the one value that is kept.
+                self._store_as(self.hi, q)
+                return "all", self.hi, BOUNDARY
+            keeps, nobody = self._is_multiplied, BOUNDARY
+        elif regions.is_recomputed(value):
+            keeps, nobody = self._is_multiplied, RECOMPUTED
         else:
             keeps, nobody = self._reads_forward_copy, UNREAD
         self._divert(read, value, keeps)
@@ -101,6 +103,10 @@ class _Readers:
         if reads == "backward" and fmt == self.hi and self.hi.bits == 16 and self.hi.torch_dtype is not None:
             self._share(value, read)
         return reads, fmt, ""
+
+    def _is_exact(self, value: Node) -> bool:
+        """Say whether to store a value high would be to copy it: it is kept itself."""
+        return self.work.settings.storage == "native" and tensor_of(value).dtype == self.hi.torch_dtype
 
     def _is_parameter(self, value: Node) -> bool:
         return self.work.joint.describe(self.work.operators.base(value)).kind == "param"

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec.compat import tree_map_only
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.formats import parse
+from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import is_view, operator_of, value
 from fxprec.passes.base import Work
 from fxprec.passes.carry_scales import needs_scale
@@ -58,6 +60,8 @@ def _stored(graph: Graph, q: Node, cast: Quantize) -> None:
         if read.dtype != narrow.meta["val"].dtype:
             with graph.inserting_before(x):
                 new = emit(graph, _CONVERT, (narrow, read.dtype), x, val=x.meta["val"])
+            if regions.is_marked(x):  # a policy may save the value, not what is read from it
+                new.meta[regions.POLICY] = CheckpointPolicy.MUST_RECOMPUTE
         x.replace_all_uses_with(new)
         graph.erase_node(x)
     if not q.users:

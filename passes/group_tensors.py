@@ -17,7 +17,7 @@ class GroupTensors:
     name: str = "group-tensors"
 
     def apply(self, work: Work) -> None:
-        work.grouped = group_tensors(work.operators, _grouping(work))
+        work.grouped = group_tensors(work.operators, _grouping(work), copies_parameters=not work.computes_high)
         for op, group in work.grouped.group_of.items():
             for node in (*op.nodes, *op.backward):
                 node.meta[GROUP_META] = group

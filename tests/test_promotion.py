@@ -89,7 +89,7 @@ def test_offenders_of_a_step_move_together_in_cascades_without_a_retrace(
     assert compilations.calls == (1 if storage == "simulate" else 1 + len(run.promotions))
     assert errors[0] > 0.95
     # Where every reader gets the rounded value, that of 8-bit weights and gradients remains.
-    assert errors[-1] < (0.02 if compute == "high" else 0.25)
+    assert errors[-1] < (0.1 if compute == "high" else 0.25)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -199,7 +199,7 @@ def test_evaluation_follows_promotions_of_training(storage: str, compute: str | 
     assert {s.tensor for s in evaluation.promoted} == (
         {s.tensor for s in training.promoted} if compute != "high" else set()
     ), "evaluation stores nothing under compute='high'"
-    assert error < (0.01 if compute == "high" else 0.1)
+    assert error < (0.02 if compute == "high" else 0.1)
 
 
 def test_promoted_ratio_counts_elements() -> None:

@@ -84,15 +84,20 @@ class Grouped:
         return sizes
 
 
-def group_tensors(operators: Operators, grouping: GroupingName = "execution") -> Grouped:
-    """Count the tensors of the operators in execution order, grouped as `GROUPINGS` defines it."""
-    return _Walk(operators, GROUPINGS[grouping](operators)).run()
+def group_tensors(
+    operators: Operators, grouping: GroupingName = "execution", *, copies_parameters: bool = True
+) -> Grouped:
+    """Count the tensors of the operators in execution order, grouped as `GROUPINGS` defines it.
+
+    Parameters are saved for backward where forward ``copies_parameters`` that backward then reads.
+    """
+    return _Walk(operators, GROUPINGS[grouping](operators), copies_parameters).run()
 
 
 class _Walk:
     """The state of one walk: what was counted so far."""
 
-    def __init__(self, operators: Operators, grouping: Grouping) -> None:
+    def __init__(self, operators: Operators, grouping: Grouping, copies_parameters: bool) -> None:
         self.operators, self.grouping = operators, grouping
         self.joint: JointGraph = operators.joint
         self.tensors: list[CountedTensor] = []
@@ -100,7 +105,7 @@ class _Walk:
         self.grads: dict[Node, CountedTensor] = {}
         self.differentiable = _differentiable(operators)
         self.gemm_operands = _gemm_operands(operators)
-        self.saved = _saved_for_backward(operators)
+        self.saved = _saved_for_backward(operators, copies_parameters)
 
     def run(self) -> Grouped:
         for node in self.joint.used_inputs:
@@ -191,7 +196,7 @@ def _gemm_operands(operators: Operators) -> frozenset[Node]:
     return frozenset(found)
 
 
-def _saved_for_backward(operators: Operators) -> frozenset[Node]:
+def _saved_for_backward(operators: Operators, copies_parameters: bool) -> frozenset[Node]:
     """Forward values (bases) that backward reads, or what it recomputes; of what it recomputes the boundary only."""
     joint = operators.joint
     found: set[Node] = set()
@@ -202,12 +207,12 @@ def _saved_for_backward(operators: Operators) -> frozenset[Node]:
         for arg in node.all_input_nodes:
             if arg in operators.of_node or (arg.op == "placeholder" and not joint.is_tangent(arg)):
                 found.add(operators.base(arg))
-    return frozenset(n for n in found if _outlives_forward(n, joint))
+    return frozenset(n for n in found if _outlives_forward(n, joint, copies_parameters))
 
 
-def _outlives_forward(node: Node, joint: JointGraph) -> bool:
+def _outlives_forward(node: Node, joint: JointGraph, copies_parameters: bool) -> bool:
     if node.op == "placeholder":
-        return joint.describe(node).kind != "param" or not regions.is_made_again(node)
+        return joint.describe(node).kind != "param" or (copies_parameters and not regions.is_made_again(node))
     return not regions.is_recomputed(node) or regions.is_boundary(node)
 
 

@@ -50,6 +50,13 @@ def is_boundary(node: Node) -> bool:
     return any(is_backward(u) and u.meta.get("seq_nr") in numbers for u in readers)
 
 
+def is_start(node: Node) -> bool:
+    """Say whether a recomputation starts from a forward value: a boundary, or one that no region recomputes."""
+    if is_recomputed(node):
+        return is_boundary(node)
+    return any(not is_backward(u) and is_recomputed(u) for u in readers_of(node))
+
+
 def is_made_again(node: Node) -> bool:
     """Say whether a parameter is read in regions only: its stored copy can be made again from the parameter itself."""
     readers = [u for u in readers_of(node, through=_COPIES) if not is_backward(u)]

@@ -47,12 +47,12 @@ def test_measured_errors_are_those_of_numpy():
 def test_rules_hold_tensor_by_tensor_and_k_follows_the_coarsest_format(compute, k):
     x, options = torch.randn(64, 16), {**OPTIONS, "compute": compute}
     assert not verify(mlp, x, options=options).findings
-    strict = verify(mlp, x, options=options, thresholds=Thresholds(k=1.0, floor=0.0, sqnr=60.0))
+    strict = verify(mlp, x, options=options, thresholds=Thresholds(k=1.0, floor=0.0, sqnr=40.0))
     said = {f.tensor: f.text for f in strict.findings}
     assert "2.weight.grad" in said
     assert ({"output", "loss"} <= said.keys()) is (compute == "stored"), "high: forward is bf16's"
     assert any(f.text.startswith("error is ") and f.text.endswith(" times bf16's; at most 1") for f in strict.findings)
-    assert any(f.text.endswith("at least 60") for f in strict.findings)
+    assert any(f.text.endswith("at least 40") for f in strict.findings)
     with pytest.raises(NumericsError, match=r"^numerics differ: \d+ findings, the worst "):
         strict.raise_if_wrong()
     plans = [p.golden.plans for p in (verify(mlp, x, options={"recipe": "bf16"}), verify(mlp, x, options=options))]
