@@ -26,7 +26,7 @@ from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
 from fxprec.plan.rows import Reads
 
 # Why a tensor that should be low is high, for the plan.
-BOUNDARY = "a checkpointed region starts or ends there: forward and its recomputation read the one value that is saved"
+BOUNDARY = "it is the boundary of a checkpointed region: forward and its recomputation read the one value that is saved"
 RECOMPUTED = "nobody would read a low copy: checkpointing computes it again in backward"
 GRADIENT = "nobody would read a low copy: no GEMM multiplies the codes of this gradient"
 HALF_GRADIENT = "it is narrowed to float16, in which GEMMs multiply it, and no GEMM multiplies its codes"

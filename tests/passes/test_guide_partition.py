@@ -10,8 +10,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from fxprec.ir import symbolic
 from fxprec.passes.analysis.joint import is_backward
+from fxprec.passes.guide_partition import forget_order
 
 NAME = "guide-partition"
+STORING = symbolic.Storing.target
 SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
 
@@ -23,15 +25,47 @@ def policies(ran: Ran, target: object) -> set[object]:
     return {n.meta.get("recompute") for n in ran.nodes(target) if not is_backward(n)}
 
 
-def test_copies_are_saved_and_decoded_again() -> None:
-    ran = run_pass(NAME, linears(), torch.randn(8, 16), storage="packed")
+@pytest.mark.parametrize("compute", ["high", "stored"])
+def test_copies_are_saved_and_decoded_again(compute: str) -> None:
+    ran = run_pass(NAME, linears(), torch.randn(8, 16), storage="packed", compute=compute)
     assert policies(ran, symbolic.QUANTIZE) == {SAVE}
     assert policies(ran, symbolic.DEQUANTIZE) == {AGAIN}
-    assert ran.is_unchanged(), "marks only"
+    assert ran.is_unchanged() is (compute == "stored"), "marks only"
+
+
+def test_a_result_waits_for_the_copies_that_only_backward_reads() -> None:
+    """AOTAutograd would store them in backward, from the wide values: nothing that forward returns needs them."""
+    ran = run_pass(NAME, linears(), torch.randn(8, 16), storage="packed")
+    (storing,) = ran.nodes(STORING)
+    x, copies = storing.args
+    assert set(copies) == {n for n in ran.nodes(symbolic.QUANTIZE) if not is_backward(n)}
+    assert ran.work.joint.results[0] is storing
+    forget_order(ran.graph)
+    assert ran.work.joint.results[0] is x
+    assert not ran.nodes(STORING)
+
+
+class Checked(nn.Module):
+    """`torch.linalg.inv` checks its result: a side effect, whose token comes out of forward before the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.linalg.inv(self.first(x))
+
+
+def test_an_effect_token_waits_for_nothing() -> None:
+    ran = run_pass(NAME, Checked(), torch.randn(8, 8), storage="packed")
+    (storing,) = ran.nodes(STORING)
+    token, result, *_ = ran.work.joint.results
+    assert result is storing
+    assert token.meta["val"].numel() == 0
 
 
 def test_the_backward_half_is_not_marked() -> None:
-    ran = run_pass(NAME, linears(), torch.randn(8, 16), storage="packed")
+    ran = run_pass(NAME, linears(), torch.randn(8, 16), storage="packed", compute="stored")
     assert ran.halves(symbolic.QUANTIZE)[1], "gradients are stored too"
     assert not any("recompute" in n.meta for n in ran.graph.nodes if is_backward(n))
 
@@ -58,10 +92,23 @@ class Region(nn.Module):
 
 
 def test_a_copy_in_a_region_is_made_again_with_what_it_copies() -> None:
-    ran = run_pass(NAME, Region(), torch.randn(8, 16), storage="packed")
+    ran = run_pass(NAME, Region(), torch.randn(8, 16), storage="packed", compute="stored")
     assert policies(ran, symbolic.QUANTIZE) == {SAVE, AGAIN}
     (inside,) = (n for n in ran.nodes(symbolic.QUANTIZE) if n.args[0].name.startswith("mul") and not is_backward(n))
     assert inside.meta["recompute"] == AGAIN
+
+
+def test_under_high_nothing_in_a_region_is_stored_but_what_it_starts_and_ends_with() -> None:
+    ran = run_pass(NAME, Region(), torch.randn(8, 16), storage="packed", recipe="hfp8")
+    assert policies(ran, symbolic.QUANTIZE) == {SAVE}
+    sites = [ran.work.book.sites[cast.row] for _, cast in symbolic.Quantize.among(ran.nodes(symbolic.QUANTIZE))]
+    hi, lo = ran.work.settings.recipe.hi.name, ran.work.settings.recipe.lo_forward.name
+    assert {s.tensor: (s.format, s.reads) for s in sites} == {
+        "x": (lo, "backward"),
+        "addmm": (hi, "all"),
+        "addmm_2": (hi, "all"),
+        "tanh": (hi, "backward"),
+    }
 
 
 @pytest.mark.parametrize("storage", ["packed", "simulate"])
