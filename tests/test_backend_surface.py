@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,6 +146,21 @@ def test_a_ratio_or_budget_that_recipe_fp32_cannot_honour_is_told(asked: dict[st
         torch.compile(mlp(), backend=fxprec.Backend(fxprec.Config(**options)))(x)
     with pytest.raises(fxprec.FxprecError, match="choose a recipe with a low format, such as 'fp8', or leave it out"):
         torch.compile(mlp(), backend=fxprec.Backend(fxprec.Config(strict=True, **options)))(x)
+
+
+def test_what_chooses_groups_beside_a_plan_is_told(tmp_path: Path) -> None:
+    first = fxprec.Backend(fxprec.Config(**OPTIONS))
+    x = torch.randn(8, 16)
+    train_step(torch.compile(mlp(), backend=first), x)
+    plan = tmp_path / "plan.json"
+    first.plans[0].save(plan)
+    given = {"recipe": OPTIONS["recipe"], "lowering": "eager", "plan": plan}
+    for name, value in {"policy": "random", "keep_high": ("0",), "seed": 3}.items():
+        torch.compiler.reset()
+        with pytest.warns(
+            fxprec.FxprecWarning, match=rf"{name}=.* has no effect: the plan given says what is low; lea"
+        ):
+            train_step(torch.compile(mlp(), backend=fxprec.Backend(fxprec.Config(**given, **{name: value}))), x)
 
 
 def test_compile_reports_say_how_long_each_graph_took() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -232,16 +232,19 @@ def _want_it_whole() -> None:
 
 def _tell_what_is_missing(settings: Settings, log: EventLog) -> None:
     """Say which of the options given have no effect; under ``strict`` that is an error."""
-    messages = []
+    asked = settings.asked
     if not settings.changes_anything:
-        messages = [
-            f"{name}={getattr(settings.asked, name)!r} has no effect: recipe {settings.recipe.name!r} holds everything "
-            "in float32; choose a recipe with a low format, such as 'fp8', or leave it out"
-            for name in ("low_ratio", "activation_budget", "plan")
-            if getattr(settings.asked, name)
-        ]
-    for message in messages:
-        log.warn_of_loss(message)
+        why = (
+            f"recipe {settings.recipe.name!r} holds everything in float32; choose a recipe with a low format, such as "
+            "'fp8', or leave it out"
+        )
+        without_effect = [name for name in ("low_ratio", "activation_budget", "plan") if getattr(asked, name)]
+    else:
+        why = "the plan given says what is low; leave one of them out, or edit the plan"
+        chosen = {f.name: f.default for f in fields(asked) if f.name in ("policy", "keep_high", "seed")}
+        without_effect = [n for n, default in chosen.items() if asked.plan and getattr(asked, n) != default]
+    for name in without_effect:
+        log.warn_of_loss(f"{name}={getattr(asked, name)!r} has no effect: {why}")
 
 
 def backend_of(compiled: object) -> Backend:
