@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, stored_dtype
 from fxprec.numerics.formats import Format, parse
-from fxprec.passes.analysis import gemm_costs, ops, regions
+from fxprec.passes.analysis import gemm_costs, ops, regions, sensitive
 from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of, tensor_of
 from fxprec.passes.base import Work
 from fxprec.passes.carry_scales import needs_scale
@@ -68,6 +68,18 @@ class _Readers:
                 reads, fmt, why = "all", parse(site.format), ""  # held in that dtype already
             why = site.why or (why if parse(site.format).bits < fmt.bits else self._given_why(site.id, fmt))
             self.work.book.sites[site.id] = replace(site, reads=reads, format=fmt.name, why=why)
+        self._name_unknown()
+
+    def _name_unknown(self) -> None:
+        """Remark on each operator whose backward reads 8 bits without a table that says how it bears them."""
+        casts = Quantize.among(Quantize.nodes(self.graph))
+        copies = [_read(q) for q, cast in casts if not is_backward(q) and parse(cast.format).bits < self.hi.bits]
+        for name, op in sensitive.unknown_readers(self.work.operators, copies).items():
+            where = f" ({op.module})" if op.module else ""
+            self.work.remarks.append(
+                f"{name}{where} reads {self.work.settings.recipe.lo_forward.name} in backward like any other operator: "
+                "no table says how it bears it; hold it high with keep_high if training suffers"
+            )
 
     def _given_why(self, site: int, fmt: Format) -> str:
         """Return what the given plan, whose formats are followed, says of its own."""

@@ -40,6 +40,7 @@ class MakeAgain:
 class _Copies:
     work: Work
     read: dict[Node, Node] = field(default_factory=dict)  # value -> its decoded copy, for backward
+    bits: dict[Node, int] = field(default_factory=dict)  # value -> of the copy that backward's comes from
     made: set[Node] = field(default_factory=set)
 
     def make_again(self) -> None:
@@ -49,11 +50,12 @@ class _Copies:
             if is_backward(q) or len(decoded) != 1:
                 continue
             site = self.work.book.sites[cast.row]
-            chain = self._chain(cast.x) if site.reads == "backward" else None
+            bits = parse(site.format).bits
+            chain = self._chain(cast.x, bits) if site.reads == "backward" else None
             if chain is None:
-                self.read[cast.x] = decoded[0]
+                self.read[cast.x], self.bits[cast.x] = decoded[0], bits
                 continue
-            self.read[cast.x] = self._again(graph, chain, decoded[0])
+            self.read[cast.x], self.bits[cast.x] = self._again(graph, chain, decoded[0]), self._source_bits(chain)
             decoded[0].replace_all_uses_with(self.read[cast.x])
             graph.erase_node(decoded[0])
             graph.erase_node(q)
@@ -67,14 +69,20 @@ class _Copies:
         was_high = parse(site.format).bits >= hi.bits
         return replace(site, reads="all", format=hi.name, why=site.why if was_high else MADE_AGAIN)
 
-    def _chain(self, value_: Node) -> list[Node] | None:
-        """Return the nodes that make a value of a stored one, in order; None where it is no affine image of one."""
+    def _source_bits(self, chain: list[Node]) -> int:
+        return min(self.bits[n] for node in chain for n in node.all_input_nodes if n in self.bits and n not in chain)
+
+    def _chain(self, value_: Node, bits: int) -> list[Node] | None:
+        """Return the nodes that make a value of a stored one, in order.
+
+        None where it is no affine image of one, or of one with fewer ``bits`` than it is to have itself.
+        """
         op = self.work.operators.of_node.get(value_)
         if op is None or op.is_gemm or regions.is_marked(value_):
             return None
         chain = self._steps(value_, op)
         sources = {n for node in chain or () for n in node.all_input_nodes if n in self.read and n not in (chain or ())}
-        return chain if chain and len(sources) == 1 else None
+        return chain if chain and len(sources) == 1 and self._source_bits(chain) >= bits else None
 
     def _steps(self, node: Node, op: Operator) -> list[Node] | None:
         """Return the operator's steps from stored values and small ones to ``node``, itself the last."""

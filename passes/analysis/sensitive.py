@@ -12,7 +12,7 @@ The bounds are tested one by one (tests/passes/test_sensitive.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
@@ -34,9 +34,9 @@ class Kept:
 
 
 _PROBABILITY = "a probability below 2^-10 would be 0 in e4m3fn, and over 1,000 keys most are"
-_ANGLE = "an angle's error counts in radians: 6 % of 30 is a quarter turn"
+_ANGLE = "an angle's error counts in radians, and from 16 to 32 e4m3fn rounds by up to 1"
 _GROWS = "its gradient grows as e^x: an error of 0.5 in x is a factor of 1.6"
-_NEAR_1 = "its gradient divides by the root of 1 - x^2: near 1 an error of 2^-5 in x is all of it"
+_NEAR_1 = "its gradient divides by the root of 1 - x^2, which is 0 where x is rounded to 1"
 
 # Results that the backward of the operator that made them reads, by operator, with the reason.
 RESULTS: Mapping[str, str] = {
@@ -49,16 +49,31 @@ RESULTS: Mapping[str, str] = {
 }
 
 # Operands that the backward of an operator reads, by operator, with the reason.
-OPERANDS: Mapping[str, str] = {
-    "aten.sin": _ANGLE,
-    "aten.cos": _ANGLE,
-    "aten.tan": _ANGLE,
-    "aten.asin": _NEAR_1,
-    "aten.acos": _NEAR_1,
-    "aten.atanh": "its gradient divides by 1 - x^2",
-    "aten.sinh": _GROWS,
-    "aten.cosh": _GROWS,
+OPERANDS: Mapping[str, Kept] = {
+    "aten.sin": Kept(_ANGLE),
+    "aten.cos": Kept(_ANGLE),
+    "aten.asin": Kept(_NEAR_1, as_it_is=True),
+    "aten.acos": Kept(_NEAR_1, as_it_is=True),
+    "aten.atanh": Kept("its gradient divides by 1 - x^2, which is 0 where x is rounded to 1", as_it_is=True),
+    "aten.sinh": Kept(_GROWS),
+    "aten.cosh": Kept(_GROWS),
 }
+
+# Operators whose backward bears 8 bits in what it reads: it is linear in that value (products, norms, sums) or bounded
+# by it (activations). GEMMs are, too. Any other is treated like these, and named in the plan's notes.
+_HARMLESS = (
+    "add sub rsub mul div neg abs sign square pow.Tensor_Scalar addcmul addcdiv lerp where clamp clamp_min clamp_max"
+    " maximum minimum sum mean cumsum var var_mean std std_mean linalg_vector_norm norm masked_fill constant_pad_nd"
+    " embedding index index_select index_put gather scatter scatter_add cat stack repeat dropout native_dropout"
+    " relu relu6 threshold leaky_relu rrelu_with_noise prelu _prelu_kernel hardtanh hardsigmoid hardswish"
+    " gelu silu mish tan elu celu selu softplus log_sigmoid log_sigmoid_forward glu erf erfc atan asinh"
+    " native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit rms_norm _fused_rms_norm"
+    " _native_batch_norm_legit_functional cudnn_batch_norm"
+    " avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d max_pool2d_with_indices"
+    " max_pool3d_with_indices adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d"
+    " mse_loss smooth_l1_loss huber_loss l1_loss nll_loss_forward nll_loss2d_forward binary_cross_entropy_with_logits"
+)
+HARMLESS = frozenset(f"aten.{name}" for name in _HARMLESS.split())
 
 # Attention makes its probabilities again in backward, exp(q k - logsumexp): an error of q or k is exponentiated, and
 # rows no longer add up to 1.
@@ -78,7 +93,10 @@ def kept(grouped: Grouped) -> dict[int, Kept]:
     operators = grouped.operators
     exponentiated, compared = _exponentiated(operators), _compared(operators)
     operands = {
-        operators.base(n): _reason(OPERANDS, op) for op in operators.all if op.aten in OPERANDS for n in op.inputs
+        operators.base(n): _named(OPERANDS[op.aten], op)
+        for op in operators.all
+        if op.aten in OPERANDS
+        for n in op.inputs
     }
     found: dict[int, Kept] = {}
     for node, tensor in grouped.values.items():
@@ -88,17 +106,15 @@ def kept(grouped: Grouped) -> dict[int, Kept]:
             found[tensor.id] = STATISTIC
         elif node in exponentiated:
             found[tensor.id] = EXPONENTIATED
-        elif (why := operands.get(node) or _reason_of_result(operators.of_node.get(node), node)) is not None:
-            found[tensor.id] = Kept(why)
+        elif node in operands:
+            found[tensor.id] = operands[node]
+        elif (op := operators.of_node.get(node)) is not None and op.aten in RESULTS and node in op.outputs:
+            found[tensor.id] = _named(Kept(RESULTS[op.aten]), op)
     return found
 
 
-def _reason_of_result(op: Operator | None, node: Node) -> str | None:
-    return _reason(RESULTS, op) if op is not None and op.aten in RESULTS and node in op.outputs else None
-
-
-def _reason(table: Mapping[str, str], op: Operator) -> str:
-    return f"{table[op.aten]} ({op.aten})"
+def _named(reason: Kept, op: Operator) -> Kept:
+    return replace(reason, why=f"{reason.why} ({op.aten})")
 
 
 def _exponentiated(operators: Operators) -> frozenset[Node]:
@@ -117,8 +133,16 @@ def _exponentiated(operators: Operators) -> frozenset[Node]:
 
 def _compared(operators: Operators) -> frozenset[Node]:
     """Return what backward compares for equality, as that of a maximum does to find where it stood."""
-    equalities = (node for node in operators.joint.backward_nodes() if node.target is ops.aten.eq.Tensor)
-    return frozenset(operators.base(n) for node in equalities for n in _forward_sources(node.args[:2]))
+    found: set[Node] = set()
+    for node in operators.joint.backward_nodes():
+        op = operators.of_backward_node.get(node)
+        if node.target is ops.aten.eq.Tensor and (op is None or op.aten not in _HALVED_AT_TIES):
+            found |= {operators.base(n) for n in _forward_sources(node.args[:2])}
+    return frozenset(found)
+
+
+# Of two operands: backward compares them with each other, and halves the gradient where they are equal.
+_HALVED_AT_TIES = ("aten.maximum", "aten.minimum")
 
 
 def _forward_sources(args: Iterable[object]) -> set[Node]:
@@ -165,10 +189,30 @@ def _is_pointwise(node: Node) -> bool:
     return torch.Tag.pointwise in node.target.tags
 
 
-def _readers(node: Node) -> list[Node]:
+def _readers(node: Node, *, backward: bool = False) -> list[Node]:
+    """Return what reads a forward value in one half of the graph, seen through views."""
     found: list[Node] = []
     for user in node.users:
-        if user.op != "call_function" or is_backward(user):
+        if user.op != "call_function":
             continue
-        found += _readers(user) if user.target in ops.VIEWS else [user]
+        if user.target in ops.VIEWS:
+            found += _readers(user, backward=backward)
+        elif is_backward(user) == backward:
+            found.append(user)
     return found
+
+
+def unknown_readers(operators: Operators, copies: Iterable[Node]) -> dict[str, Operator]:
+    """Return the operators, one of each name, whose backward reads one of ``copies`` and that no table here knows."""
+    found: dict[str, Operator] = {}
+    for copy in copies:
+        for reader in _readers(copy, backward=True):
+            op = operators.of_backward_node.get(reader)
+            if op is not None and not _is_known(op):
+                found.setdefault(op.aten, op)
+    return found
+
+
+def _is_known(op: Operator) -> bool:
+    names = {op.aten, str(op.nodes[0].meta.get("original_aten", op.nodes[0].target))}
+    return op.is_gemm or not names.isdisjoint(HARMLESS | RESULTS.keys() | OPERANDS.keys())
