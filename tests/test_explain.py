@@ -75,7 +75,7 @@ LINES = {
         READ_BY_GEMMS_TOO,
     ),
     ("addmm_1", "output"): (
-        "bf16 and not e4m3fn, since an angle's error counts in radians: 6 % of 30 is a quarter turn (aten.cos)",
+        "bf16 and not e4m3fn, since an angle's error counts in radians, and from 16 to 32 e4m3fn rounds by up to 1 (aten.cos)",
         READ_BY_GEMMS_TOO,
     ),
     ("addmm_2", "output"): (UNREAD + "checkpointing computes it again in backward", ONE_VALUE),
