@@ -12,7 +12,6 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxprec.compat import tree_map_only
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import regions
@@ -82,10 +81,11 @@ def _as_it_was(graph: Graph, reader: Node, x: Node, dtype: torch.dtype) -> Node 
         return None
     with graph.inserting_before(reader):
         for view in reversed(views):
-            val = tree_map_only(torch.Tensor, lambda t: t.to(dtype), view.meta["val"])
-            args = (found, *view.args[1:])
-            found = emit(graph, operator_of(view), args, view, val=val)
-            found.kwargs = dict(view.kwargs)
+            operator, args, kwargs = operator_of(view), (found, *view.args[1:]), dict(view.kwargs)
+            # Not the wide value converted: of a part of a larger tensor that would have other strides.
+            val = operator(found.meta["val"], *view.args[1:], **kwargs)
+            found = emit(graph, operator, args, view, val=val)
+            found.kwargs = kwargs
     return found
 
 
