@@ -7,6 +7,7 @@ came in.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -83,7 +84,8 @@ def _as_it_was(graph: Graph, reader: Node, x: Node, dtype: torch.dtype) -> Node 
         for view in reversed(views):
             operator, args, kwargs = operator_of(view), (found, *view.args[1:]), dict(view.kwargs)
             # Not the wide value converted: of a part of a larger tensor that would have other strides.
-            val = operator(found.meta["val"], *view.args[1:], **kwargs)
+            fakes: Any = torch.fx.map_arg(args, lambda n: n.meta["val"])
+            val = operator(*fakes, **kwargs)
             found = emit(graph, operator, args, view, val=val)
             found.kwargs = kwargs
     return found
