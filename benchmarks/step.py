@@ -1,9 +1,12 @@
 """Training step: compile seconds, step milliseconds and bytes saved for backward, fxprec beside plain Inductor.
 
     python -m benchmarks.step --model resnet18 --batch 32
+    python -m benchmarks.step --model transformer --batch 8 --sides autocast inductor "native bf16" "native fp8 r=1"
 
 Every side is compiled with cold caches, in turn (A B C, A B C); the least disturbed, shortest compilation counts.
-Steps are timed in turn too (A B C, A B C, ...); the ratio is the median of the ratios of neighbours.
+Steps are timed in turn too (A B C, A B C, ...); the ratio is the median of the ratios of neighbours, to the first of
+the sides. One thread is timed by its processor time, which other work on the machine disturbs least; several by the
+wall clock.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import chain, pairwise
 
 import torch
 import torch._inductor.config
@@ -24,6 +30,7 @@ from benchmarks import machine
 
 SIDES: dict[str, dict[str, object] | None] = {
     "inductor": None,
+    "autocast": None,
     "packed r=1": {"recipe": "hfp8", "storage": "packed", "low_ratio": 1.0},
     "native fp8 r=1": {"recipe": "fp8", "storage": "native", "low_ratio": 1.0},
     "native bf16": {"recipe": "bf16", "storage": "native"},
@@ -32,7 +39,7 @@ SIDES: dict[str, dict[str, object] | None] = {
 
 @dataclass
 class Row:
-    """One side's figures; ratios are to plain Inductor in the same run."""
+    """One side's figures; ratios are to the first side of the same run."""
 
     side: str
     compile_s: float = 0.0
@@ -46,7 +53,9 @@ class Row:
     steps_ms: list[float] = field(default_factory=list)
 
 
-def make(name: str, batch: int, width: float) -> tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tensor]]:
+def make(
+    name: str, batch: int, width: float, sequence: int
+) -> tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tensor]]:
     """Return (model factory, loss of a model on a fixed batch)."""
     torch.manual_seed(1)
     if name == "resnet18":
@@ -54,21 +63,32 @@ def make(name: str, batch: int, width: float) -> tuple[Callable[[], nn.Module], 
 
         x, y = torch.randn(batch, 3, 32, 32), torch.randint(0, 100, (batch,))
         return lambda: resnet18(width=width), lambda m: nn.functional.cross_entropy(m(x), y)
+    if name == "mlp":
+        rows = torch.randn(batch, 64)
+        return lambda: _layers(int(64 * width)), lambda m: m(rows).square().mean()
     from fxprec.demo.models import CharTransformer
 
-    tokens = torch.randint(0, 96, (batch, 128))
+    tokens = torch.randint(0, 96, (batch, sequence))
 
     def loss(m: nn.Module) -> torch.Tensor:
         return nn.functional.cross_entropy(m(tokens).flatten(0, 1), tokens.flatten())
 
-    return lambda: CharTransformer(vocab=96, context=128, layers=6, heads=4, width=int(256 * width)), loss
+    return lambda: CharTransformer(vocab=96, context=sequence, layers=6, heads=4, width=int(256 * width)), loss
+
+
+def _layers(width: int) -> nn.Module:
+    """Eight small layers, where what a call costs shows."""
+    sizes = [64, *[width] * 8]
+    layers = [[nn.Linear(a, b), nn.ReLU()] for a, b in pairwise(sizes)]
+    return nn.Sequential(*chain(*layers))
 
 
 def compile_side(row: Row, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> Callable[[], None]:
-    """Compile one side, fill in what its first step shows, and return a function that runs one step."""
+    """Compile one side, fill in what its first step shows, and return a function that times steps."""
     options = SIDES[row.side]
     backend = "inductor" if options is None else fxprec.Backend(fxprec.Config.from_options(options))
     compiled = torch.compile(model, backend=backend)
+    context = partial(torch.autocast, "cpu", torch.bfloat16) if row.side == "autocast" else nullcontext
     saved: dict[int, int] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -76,7 +96,7 @@ def compile_side(row: Row, model: nn.Module, loss: Callable[[nn.Module], torch.T
         return t
 
     start = time.perf_counter()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), context():
         value = loss(compiled)
     value.backward()
     row.compiles_s.append(round(time.perf_counter() - start, 2))
@@ -86,16 +106,30 @@ def compile_side(row: Row, model: nn.Module, loss: Callable[[nn.Module], torch.T
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        begin = time.perf_counter()
-        loss(compiled).backward()
-        row.steps_ms.append(1e3 * (time.perf_counter() - begin))
+        with context():
+            value = loss(compiled)
+        value.backward()
 
-    return step
+    return partial(_timed, row, step)
 
 
-def run(model: str, batch: int, width: float, steps: int, compiles: int, sides: list[str]) -> list[Row]:
+SHORTEST_S = 0.02  # of what is timed at once: short steps are repeated
+
+
+def _timed(row: Row, step: Callable[[], None]) -> None:
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    count, seconds = 0, 0.0
+    begin = clock()
+    while seconds < SHORTEST_S:
+        step()
+        count, seconds = count + 1, clock() - begin
+    row.steps_ms.append(1e3 * seconds / count)
+
+
+def run(args: argparse.Namespace) -> list[Row]:
     """Measure ``sides``; the first is the one compared with."""
-    factory, loss = make(model, batch, width)
+    steps, compiles, sides = args.steps, args.compiles, args.sides
+    factory, loss = make(args.model, args.batch, args.width, args.sequence)
     rows = [Row(side) for side in sides]
     for i in range(compiles):
         torch.compiler.reset()  # or Dynamo takes the last round's code for the same model
@@ -109,7 +143,7 @@ def run(model: str, batch: int, width: float, steps: int, compiles: int, sides: 
         for step in step_functions:
             step()
     for row in rows:
-        row.steps_ms = [round(t, 2) for t in row.steps_ms[2:]]
+        row.steps_ms = [round(t, 4) for t in row.steps_ms[2:]]
         row.step_ms = statistics.median(row.steps_ms)
         row.compile_s = min(row.compiles_s) - row.step_ms / 1e3
         row.compile_ratio = round(row.compile_s / rows[0].compile_s, 3)
@@ -121,23 +155,26 @@ def run(model: str, batch: int, width: float, steps: int, compiles: int, sides: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=("resnet18", "transformer"), default="resnet18")
+    parser.add_argument("--model", choices=("resnet18", "transformer", "mlp"), default="resnet18")
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--sequence", type=int, default=256, help="tokens, of the transformer")
     parser.add_argument("--width", type=float, default=1.0)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--compiles", type=int, default=2)
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     args = parser.parse_args()
     warnings.simplefilter("ignore", fxprec.FxprecWarning)
     torch._inductor.config.force_disable_caches = True
-    rows = run(args.model, args.batch, args.width, args.steps, args.compiles, args.sides)
+    torch.set_num_threads(args.threads)
+    rows = run(args)
     path = machine.save(f"step-{args.model}", {"arguments": vars(args), "sides": [asdict(r) for r in rows]})
     print(
         f"{'side':16} {'compile s':>10} {'passes s':>9} {'ratio':>6} {'step ms':>9} {'ratio':>6} {'saved MB':>9} {'ratio':>7}"
     )
     for r in rows:
         print(
-            f"{r.side:16} {r.compile_s:10.1f} {r.passes_s:9.2f} {r.compile_ratio:6.2f} {r.step_ms:9.1f} {r.step_ratio:6.2f}"
+            f"{r.side:16} {r.compile_s:10.1f} {r.passes_s:9.2f} {r.compile_ratio:6.2f} {r.step_ms:9.2f} {r.step_ratio:6.3f}"
             f" {r.saved_mb:9.1f} {r.saved_ratio:7.4f}"
         )
     print(f"written to {path.name}")
