@@ -1,18 +1,18 @@
 """Take out conversions there and back: bfloat16 -> float32 -> bfloat16 keeps every bit and costs two passes.
 
-They lie between two GEMMs with nothing but views in between, and where the result of a GEMM is stored in the dtype it
-came in.
+They lie between two GEMMs with nothing but views and joins in between, and where the result of a GEMM is stored in the
+dtype it came in.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fxprec.compat import tree_map_only
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import regions
@@ -22,6 +22,7 @@ from fxprec.passes.carry_scales import needs_scale
 from fxprec.passes.casts.sites import emit
 
 _CONVERT = torch.ops.prims.convert_element_type.default
+_CAT = torch.ops.aten.cat.default
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class DropRoundTrips:
             cast = Quantize.match(node)
             if node.target is _CONVERT:
                 _converted(graph, node)
+            elif node.target is _CAT:
+                _joined(graph, node)
             elif cast is not None and not needs_scale(cast.format):
                 _stored(graph, node, cast)
 
@@ -68,6 +71,31 @@ def _stored(graph: Graph, q: Node, cast: Quantize) -> None:
         graph.erase_node(q)
 
 
+def _joined(graph: Graph, cat: Node) -> None:
+    """Join what was widened as it was, and widen the whole for who reads it wide."""
+    pieces = cat.all_input_nodes
+    source = value(_shown(pieces[0]).all_input_nodes[0]) if _shown(pieces[0]).target is _CONVERT else None
+    if source is None:
+        return
+    narrow = {piece: _as_it_was(graph, cat, piece, source.dtype) for piece in pieces}
+    if None in narrow.values():
+        return
+    with graph.inserting_before(cat):
+        args = torch.fx.map_arg(cat.args, narrow.__getitem__)
+        joined = emit(graph, operator_of(cat), args, cat, val=cat.meta["val"].to(source.dtype))
+        joined.kwargs = dict(cat.kwargs)
+        wide = emit(graph, _CONVERT, (joined, cat.meta["val"].dtype), cat, val=cat.meta["val"])
+    cat.replace_all_uses_with(wide)
+    graph.erase_node(cat)
+
+
+def _shown(x: Node) -> Node:
+    """Return what a chain of views shows."""
+    while is_view(x) and len(x.all_input_nodes) == 1:
+        x = x.all_input_nodes[0]
+    return x
+
+
 def _as_it_was(graph: Graph, reader: Node, x: Node, dtype: torch.dtype) -> Node | None:
     """Return ``x`` as the ``dtype`` it was widened from, views repeated; None where it was not."""
     views = []
@@ -82,12 +110,10 @@ def _as_it_was(graph: Graph, reader: Node, x: Node, dtype: torch.dtype) -> Node 
         return None
     with graph.inserting_before(reader):
         for view in reversed(views):
-            operator, args, kwargs = operator_of(view), (found, *view.args[1:]), dict(view.kwargs)
-            # Not the wide value converted: of a part of a larger tensor that would have other strides.
-            fakes: Any = torch.fx.map_arg(args, lambda n: n.meta["val"])
-            val = operator(*fakes, **kwargs)
-            found = emit(graph, operator, args, view, val=val)
-            found.kwargs = kwargs
+            val = tree_map_only(torch.Tensor, lambda t: t.to(dtype), view.meta["val"])
+            args = (found, *view.args[1:])
+            found = emit(graph, operator_of(view), args, view, val=val)
+            found.kwargs = dict(view.kwargs)
     return found
 
 

@@ -66,7 +66,7 @@ class _Convert:
             return
         attention = node.target in (ops.ATTENTION | ops.ATTENTION_BACKWARD)
         with self.graph.inserting_before(node):
-            factors = factors_of(node)
+            factors = [*factors_of(node), *_own_result(node)]
             new = {
                 a: self.mask(a) if is_mask(a) or (attention and a not in factors) else self.operand(a, node)
                 for a in floats
@@ -139,6 +139,12 @@ class _Convert:
 def _dtype(node: Node) -> torch.dtype | None:
     val = value(node)
     return None if val is None else val.dtype
+
+
+def _own_result(node: Node) -> list[Node]:
+    """Return what attention's backward reads of its forward's result, which came out of it in that dtype."""
+    names = [argument.name for argument in operator_of(node)._schema.arguments]  # type: ignore[attr-defined]
+    return [node.args[names.index("out")]] if node.target in ops.ATTENTION_BACKWARD else []  # type: ignore[list-item]
 
 
 def _is_logsumexp(node: Node) -> bool:

@@ -24,6 +24,7 @@ from fxprec.passes.make_again import MakeAgain
 from fxprec.passes.narrow_accumulators import NarrowAccumulators
 from fxprec.passes.narrow_gemms import NarrowGemms
 from fxprec.passes.recover_operators import RecoverOperators
+from fxprec.passes.sum_narrow import SumNarrow
 from fxprec.passes.weigh_gemms import WeighGemms
 from fxprec.passes.write_plan import WritePlan
 
@@ -42,6 +43,7 @@ PIPELINE: tuple[Pass, ...] = (
     WritePlan(),  # needs the sites and the answers
     NarrowGemms(),  # needs the casts beside each GEMM
     DropRoundTrips(),  # after it: between two GEMMs it leaves bf16 -> float32 -> bf16
+    SumNarrow(),  # needs the copies that GEMMs multiply
     LowGemms(),  # takes what is left of them; after it, since a GEMM over codes keeps the dtype it has by then
     GuidePartition(),  # last: marks the nodes the others made
 )

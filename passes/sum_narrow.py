@@ -1,0 +1,65 @@
+"""Sum the bfloat16 copy of a gradient that GEMMs multiply, as autocast does: a bias has the sum for its gradient.
+
+A sum over rows runs in a loop of its own, so what it reads lies in memory: the float32 gradient would be written for
+the sum alone. Sums are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.passes.analysis.joint import is_view, operator_of, tensor_of, value
+from fxprec.passes.base import Work
+from fxprec.passes.casts.sites import emit
+
+aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+@dataclass(frozen=True)
+class SumNarrow:
+    """Make sums over all but the last dimension read the bfloat16 copy, where there is one."""
+
+    name: str = "sum-narrow"
+
+    def apply(self, work: Work) -> None:
+        if not work.computes_high:
+            return
+        graph = work.joint.graph
+        for narrow in graph.find_nodes(op="call_function", target=_CONVERT):
+            wide, dtype = narrow.all_input_nodes[0], narrow.args[1]
+            if dtype == torch.bfloat16 and work.joint.in_backward(wide) and tensor_of(wide).dtype == torch.float32:
+                _read_by_sums(graph, wide, narrow)
+
+
+def _read_by_sums(graph: Graph, wide: Node, narrow: Node) -> None:
+    for total, shown in list(_sums_over_rows(wide, ())):
+        if total < narrow:
+            continue
+        read = narrow
+        with graph.inserting_before(total):
+            for view in shown:
+                val = view.meta["val"].to(torch.bfloat16)
+                read = emit(graph, operator_of(view), (read, *view.args[1:]), view, val=val)
+                read.kwargs = dict(view.kwargs)
+            source = shown[-1] if shown else wide
+            read = emit(graph, _CONVERT, (read, torch.float32), total, val=source.meta["val"])
+        total.replace_input_with(source, read)
+
+
+def _sums_over_rows(x: Node, shown: tuple[Node, ...]) -> Iterator[tuple[Node, tuple[Node, ...]]]:
+    """Yield the sums of ``x`` that keep its last dimension, and the views they read it through."""
+    for user in x.users:
+        if user.target is aten.sum.dim_IntList and _keeps_last(user):
+            yield user, shown
+        elif is_view(user) and len(user.all_input_nodes) == 1 and value(user) is not None:
+            yield from _sums_over_rows(user, (*shown, user))
+
+
+def _keeps_last(total: Node) -> bool:
+    rank, dims = tensor_of(total.all_input_nodes[0]).dim(), total.args[1]
+    return isinstance(dims, list | tuple) and bool(dims) and all(isinstance(d, int) and (d + 1) % rank for d in dims)

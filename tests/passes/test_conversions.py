@@ -1,0 +1,94 @@
+"""A value is written once in 16 bits, and read as it was written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.passes.drop_round_trips import DropRoundTrips
+from fxprec.passes.lowering.conversions import share_conversions
+from fxprec.passes.sum_narrow import SumNarrow
+
+aten = torch.ops.aten
+CONVERT = torch.ops.prims.convert_element_type.default
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+class _Graph(Graph):
+    def add(self, target, *args) -> Node:
+        node = self.call_function(target, args)
+        node.meta["val"] = target(*torch.fx.map_arg(args, lambda n: n.meta["val"]))
+        return node
+
+    def give(self, x: torch.Tensor) -> Node:
+        node = self.placeholder(f"x{len(self.nodes)}")
+        node.meta["val"] = x
+        return node
+
+    def run(self, *args: torch.Tensor):
+        self.lint()
+        return torch.fx.Interpreter(torch.fx.GraphModule({}, self)).run(*args)
+
+    def count(self, target) -> int:
+        return len(self.find_nodes(op="call_function", target=target))
+
+
+class _Work:
+    computes_high = True
+
+    def __init__(self, graph: Graph) -> None:
+        self.joint = self
+        self.graph = graph
+
+    def in_backward(self, node: Node) -> bool:
+        return True
+
+
+def gradient_of_a_linear(dims: list[int]) -> tuple[_Graph, Node]:
+    """A gradient that GEMMs read in bfloat16, twice, and that is summed over ``dims`` through a view."""
+    graph = _Graph()
+    wide = graph.add(aten.mul.Tensor, graph.give(torch.randn(2, 8, 16)), 1.5)
+    narrow, again = (graph.add(CONVERT, wide, BF16) for _ in range(2))
+    flat = graph.add(aten.view.default, wide, [16, 16])
+    total = graph.add(aten.sum.dim_IntList, flat, dims)
+    graph.output((narrow, again, total))
+    return graph, total
+
+
+def test_a_sum_over_rows_reads_the_copy_that_gemms_read():
+    graph, total = gradient_of_a_linear([0])
+    SumNarrow().apply(_Work(graph))
+    share_conversions(graph)
+    x = torch.randn(2, 8, 16)
+    narrow, again, found = graph.run(x)
+    assert narrow is again, "converted once"
+    read = total.all_input_nodes[0]
+    assert (read.target, read.meta["val"].dtype) == (CONVERT, F32)
+    assert torch.equal(found, (x * 1.5).to(BF16).to(F32).view(16, 16).sum(0)), "summed in float32"
+
+
+def test_a_sum_over_the_last_dimension_stays_in_registers():
+    graph, total = gradient_of_a_linear([-1])
+    SumNarrow().apply(_Work(graph))
+    assert total.all_input_nodes[0].target is aten.view.default
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_what_is_joined_wide_is_joined_as_it_was(mixed: bool):
+    graph = _Graph()
+    q, k = (graph.give(torch.randn(2, 4, 8, dtype=BF16)) for _ in range(2))
+    pieces = [graph.add(aten.permute.default, graph.add(CONVERT, x, F32), [1, 0, 2]) for x in (q, k)]
+    if mixed:
+        pieces[1] = graph.add(aten.mul.Tensor, pieces[1], 2.0)
+    joined = graph.add(aten.cat.default, pieces, 2)
+    graph.output((graph.add(CONVERT, joined, BF16), graph.add(aten.sum.dim_IntList, joined, [0])))
+    args = [torch.randn(2, 4, 8).to(BF16) for _ in range(2)]
+    wanted = graph.run(*args)
+    DropRoundTrips().apply(_Work(graph))
+    graph.eliminate_dead_code()
+    found = graph.run(*args)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    (cat,) = graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert cat.meta["val"].dtype == (F32 if mixed else BF16)
+    assert graph.count(CONVERT) == (3 if mixed else 1)
