@@ -224,7 +224,7 @@ class Controller:
             "format": site.format,
             "amax": None if stats is None else stats.amax,
             "overflow_ratio": None if stats is None else stats.overflow_ratio,
-            "underflow_ratio": None if stats is None else stats.underflow_ratio,
+            "underflow_ratio": None if stats is None or math.isnan(stats.underflow_ratio) else stats.underflow_ratio,
             "promoted_at": site.promoted_at,
             **scale,
         }

@@ -23,6 +23,7 @@ class SiteStats:
     """The row: the site's id, or that of a further cast of a site."""
     overflow_ratio: float
     underflow_ratio: float
+    """NaN where codes were counted."""
     amax: float
     rms: float = 0.0
     nonzero_ratio: float = -1.0
@@ -55,6 +56,10 @@ class StatsQueue:
 
     def __len__(self) -> int:
         return len(self._pending)
+
+    @property
+    def is_muted(self) -> bool:
+        return self._is_muted
 
     def push(self, sites: Sequence[int], stats: torch.Tensor, counted: Sequence[int] = ()) -> None:
         """Take one graph's vector without waiting for the device.

@@ -64,13 +64,19 @@ def rows_of(plan: Plan, scales: ScaleGraph | None, settings: Settings) -> Watche
     """Return what the code of a plan does with its rows."""
     watched = frozenset(site.id for site in plan.sites if _can_lose(site, settings))
     if scales is None:
-        return WatchedRows(watched=watched)
+        return WatchedRows(watched=watched, inlines=plan.compute == "high")
     casts, scaling = frozenset(scales.casts), settings.grad_scaling
     measured = counted = frozenset[int]()
     if isinstance(scaling, GradScaling):
         measured = casts | scales.operands
         counted = casts if scaling.estimate == "histogram" else counted
-    return WatchedRows(watched=casts | measured | watched, scaled=scales.rows, measured=measured, counted=counted)
+    return WatchedRows(
+        watched=casts | measured | watched,
+        scaled=scales.rows,
+        measured=measured,
+        counted=counted,
+        inlines=plan.compute == "high",
+    )
 
 
 def _can_lose(site: Site, settings: Settings) -> bool:

@@ -19,6 +19,7 @@ from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.lowering import Lowered, lower
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.report.folder import GraphDump
+from fxprec.runtime.cpu.codes import count_codes
 from fxprec.runtime.stats import StatsQueue
 
 
@@ -46,10 +47,10 @@ class Halves:
 
         half = self.lowering.compile(gm, self._lower, build)
         if name == "forward":
-            self.seen_by_forward = frozenset(half.lowered.rows)
+            self.seen_by_forward = frozenset(half.lowered.all_rows)
         if self.dump is not None and self.planned is not None and self.lowering.name == "triton":
             self.dump.write_kernels(half.lowered.generated.kernels, self.planned.plan, name)
-        if not half.lowered.rows:
+        if not half.lowered.all_rows:
             return half if half.has_first_run else half.run
         compat.trim_output_strides(num_outputs)
         return _with_stats(half, num_outputs, self.queue)
@@ -63,14 +64,19 @@ class Halves:
             return by_group(gm, interpreted(gm))
         if self.lowering.is_interpreted:
             return interpreted_kernels(interpreted(gm))
-        return compat.compile_fx_inner(gm, examples, **options)  # type: ignore[no-any-return]
+        with compat.tiles_for_bytes():
+            return compat.compile_fx_inner(gm, examples, **options)  # type: ignore[no-any-return]
 
 
 def _with_stats(half: Half, num_outputs: int, queue: StatsQueue) -> Compiled:
     def call(args: list[Any]) -> Any:
         results = half(args)
         lowered = half.lowered
-        queue.push(lowered.rows, torch.cat(results[num_outputs:]), lowered.counted)
+        if lowered.rows:
+            queue.push(lowered.rows, torch.cat(results[num_outputs:]), lowered.counted)
+        if lowered.coded and not queue.is_muted:
+            codes = [results[coded.position] for coded in lowered.coded]
+            queue.push(lowered.coded_rows, count_codes(codes, lowered.coded_formats))
         return results[:num_outputs]
 
     return compat.boxed(call)

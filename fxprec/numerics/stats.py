@@ -29,7 +29,7 @@ class Counts(NamedTuple):
     overflow: float
     """Elements."""
     underflow: float
-    """Elements."""
+    """Elements; NaN where codes were counted, which do not tell a rounded number from a zero."""
     amax: float
     """Largest magnitude of what comes into the cast; NaN where there is one."""
     elements: float
@@ -52,7 +52,7 @@ UNMEASURED = (-1.0, 0.0, 0.0, 0.0)
 
 
 class Statistics(NamedTuple):
-    """Ratios are shares of all elements; the others are of the tensor without its scale (`SiteStats`)."""
+    """Ratios are shares of all elements, NaN where unknown; the others are of the tensor without its scale."""
 
     overflow_ratio: float
     underflow_ratio: float

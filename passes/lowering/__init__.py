@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch.fx import GraphModule
 
+from fxprec.numerics.formats import Format, parse
+from fxprec.passes.lowering.conversions import share_conversions
 from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.gemms import lower_gemms
+from fxprec.passes.lowering.inline import CodedResult, inlined_casts
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.passes.lowering.stats import Counters, append_gathered, append_outputs, count, watch
 from fxprec.passes.lowering.triton import Generated, call_generated
@@ -24,7 +28,21 @@ class Lowered:
     """Rows of the statistics, in order. They come as one vector, or as one a row."""
     counted: tuple[int, ...]
     """Rows of the histograms behind them."""
+    coded: tuple[CodedResult, ...] = ()
+    """Results whose rows are counted from the codes, by who runs the graph."""
     generated: Generated = field(default_factory=Generated)
+
+    @cached_property
+    def coded_rows(self) -> tuple[int, ...]:
+        return tuple(result.row for result in self.coded)
+
+    @cached_property
+    def coded_formats(self) -> tuple[Format, ...]:
+        return tuple(parse(result.format) for result in self.coded)
+
+    @property
+    def all_rows(self) -> tuple[int, ...]:
+        return (*self.rows, *self.coded_rows)
 
 
 def lower(
@@ -39,10 +57,11 @@ def lower(
     """Lower one partitioned graph in place and append its statistics.
 
     ``eager`` leaves the symbolic ops to their reference implementations; ``triton`` generates kernels, which ``calls``
-    puts into the graph; a CPU gets kernel calls; everything else ATen ops that
-    Inductor fuses. ``without`` names kernels not to use, since they do not work.
+    puts into the graph; a CPU gets kernel calls where statistics want them; everything else ATen ops that Inductor
+    fuses. ``without`` names kernels not to use, since they do not work.
     """
     counted_rows, histograms = count(gm, rows.counted)
+    coded: tuple[CodedResult, ...] = ()
     generated, counters = Generated(), Counters(rows.watched, rows.measured, histograms)
     if lowering != "eager":
         lower_gemms(gm, device_type, rows.scaled, counters, without)
@@ -51,7 +70,9 @@ def lower(
         generated = call_generated(gm, calls, watched=counters.left, scaled=rows.scaled, without=without)
         counters.add_first(generated.watched, generated.counters)
     if lowering not in ("eager", "triton") and device_type == "cpu":
-        found, counts = call_kernels(gm, counters.left)
+        inlined = inlined_casts(gm.graph, counters.left, rows)
+        coded = inlined.counted
+        found, counts = call_kernels(gm, set(counters.left) - set(inlined.rows), inlined.nodes)
         append_outputs(gm.graph, [*counters.gathered(gm.graph), *counts, *histograms])  # a cat costs a C++ kernel each
     else:
         found, counts = watch(gm, counters.left)
@@ -59,6 +80,8 @@ def lower(
     # Triton runs on a CPU in its interpreter only, beside the reference.
     if lowering != "eager" and not (lowering == "triton" and device_type == "cpu"):
         expand(gm, rows.scaled, rows.measured)
+        if rows.inlines and device_type == "cpu":
+            share_conversions(gm.graph)
     gm.graph.eliminate_dead_code()
     gm.recompile()
-    return Lowered((*counters.rows, *found), counted_rows, generated)
+    return Lowered((*counters.rows, *found), counted_rows, coded, generated)

@@ -1,8 +1,9 @@
-"""Lowering for the CPU: symbolic ops become calls of three compiled kernels.
+"""Lowering for the CPU where rounding is counted as it happens: symbolic ops become calls of three compiled kernels.
 
-Expanding them for Inductor's C++ backend was tried first: on AVX2 ResNet-18 (width 32, batch 16, packed) compiled
+Expanding these for Inductor's C++ backend was tried first: on AVX2 ResNet-18 (width 32, batch 16, packed) compiled
 2.6x and ran 1.5x slower than float32, since every statistic becomes a loop of its own and every cast 20 nodes. One
-call that rounds, packs and counts in one pass over memory adds no nodes and little traffic.
+call that rounds, packs and counts in one pass over memory adds no nodes and little traffic. Casts without statistics
+of their own are expanded (`inline`).
 """
 
 from __future__ import annotations
@@ -20,16 +21,21 @@ from fxprec.passes.lowering.reuse import is_ours_alone
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
-def call_kernels(gm: GraphModule, watched: Collection[int]) -> tuple[tuple[int, ...], list[Node]]:
-    """Replace symbolic ops; return the watched rows met and the nodes of their statistics, in one order."""
+def call_kernels(
+    gm: GraphModule, watched: Collection[int], inlined: Collection[Node] = ()
+) -> tuple[tuple[int, ...], list[Node]]:
+    """Replace symbolic ops; return the watched rows met and the nodes of their statistics, in one order.
+
+    ``inlined`` are casts to leave.
+    """
     graph = gm.graph
-    prefer_channels_last(graph)
+    prefer_channels_last(graph, inlined)
     stats: dict[int, Node] = {}
-    for q, cast in Quantize.among(Quantize.nodes(graph)):
+    for q, cast in Quantize.among(n for n in Quantize.nodes(graph) if n not in inlined):
         node = _store(graph, q, cast)
         if cast.row in watched:
             stats.setdefault(cast.row, node)
-    for x, read in Dequantize.among(Dequantize.nodes(graph)):
+    for x, read in Dequantize.among(n for n in Dequantize.nodes(graph) if n not in inlined):
         _load(graph, x, read)
     return tuple(stats), list(stats.values())
 

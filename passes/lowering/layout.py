@@ -6,6 +6,7 @@ ResNet-18 (batch 32) copied every activation and gradient once more, and compile
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -19,10 +20,13 @@ aten = torch.ops.aten
 _CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
 
 
-def prefer_channels_last(graph: Graph) -> None:
-    """Make the input of every ``quantize`` beside a 2-D convolution channels-last. A no-op where it is already."""
+def prefer_channels_last(graph: Graph, inlined: Collection[Node] = ()) -> None:
+    """Make the input of every ``quantize`` beside a 2-D convolution channels-last. A no-op where it is already.
+
+    Casts that are ``inlined`` take the layout of the loop they become part of.
+    """
     forced: dict[Node, Node] = {}
-    for q, cast in Quantize.among(Quantize.nodes(graph)):
+    for q, cast in Quantize.among(n for n in Quantize.nodes(graph) if n not in inlined):
         x = cast.x
         strides = _channels_last(x.meta["val"]) if _is_convolved(x, q) else None
         if strides is None:

@@ -18,6 +18,8 @@ class WatchedRows:
     """Their moments count too, in steps that measure."""
     counted: frozenset[int] = frozenset()
     """They get a histogram."""
+    inlines: bool = False
+    """Casts without a scale may be part of the loops around them; what they lose is then counted from their codes."""
 
     def without(self, rows: Collection[int]) -> WatchedRows:
         """Return the same but for the statistics of ``rows``."""

@@ -1,0 +1,74 @@
+"""Casts that become part of Inductor's loops on a CPU: encoded where the value is computed, decoded where it is read.
+
+Only what backward reads is stored under ``compute="high"``, so such a cast has no reader beside it and needs no kernel
+of its own. What it loses is counted from the codes, which are results of the forward half (`fxprec.numerics.stats`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.ir.symbolic import Dequantize, Quantize
+from fxprec.passes.analysis.joint import results_of, tensor_of
+from fxprec.passes.lowering.rows import WatchedRows
+
+# Of what casts are stored in, the dtypes that Inductor's C++ has vectors of; one other makes a whole loop scalar.
+_VECTORIZED = frozenset(
+    {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32}
+)
+
+
+@dataclass(frozen=True)
+class CodedResult:
+    """A result of a lowered graph that is a stored tensor: what was lost is counted from it."""
+
+    position: int
+    """Among the results."""
+    row: int
+    format: str
+
+
+@dataclass(frozen=True)
+class Inlined:
+    """The casts that no kernel is called for."""
+
+    nodes: Collection[Node] = frozenset()
+    counted: tuple[CodedResult, ...] = field(default=())
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The watched rows that are counted from codes."""
+        return tuple(result.row for result in self.counted)
+
+
+def inlined_casts(graph: Graph, watched: Collection[int], rows: WatchedRows) -> Inlined:
+    """Find the casts to inline; a watched one must leave its codes to be counted."""
+    if not rows.inlines:
+        return Inlined()
+    positions = {node: i for i, node in enumerate(results_of(graph))}
+    nodes, counted = set[Node](), dict[int, CodedResult]()
+    for q, cast in Quantize.among(Quantize.nodes(graph)):
+        if cast.row in rows.scaled | rows.measured or tensor_of(q).dtype not in _VECTORIZED:
+            continue
+        if cast.row in watched and cast.row not in counted:
+            if q not in positions:
+                continue
+            counted[cast.row] = CodedResult(positions[q], cast.row, cast.format)
+        nodes.add(q)
+    for x, read in Dequantize.among(Dequantize.nodes(graph)):
+        if (
+            read.row not in rows.scaled
+            and tensor_of(read.q).dtype in _VECTORIZED
+            and _is_stored_elsewhere(read.q, nodes)
+        ):
+            nodes.add(x)
+    return Inlined(nodes, tuple(counted.values()))
+
+
+def _is_stored_elsewhere(q: Node, nodes: Collection[Node]) -> bool:
+    """Say whether no kernel makes ``q`` here: one would hand out the values with the codes."""
+    return q.target is not Quantize.target or q in nodes

@@ -1,0 +1,50 @@
+"""Statistics of stored tensors from their codes, where the loop that stored them counted nothing.
+
+A number counts as overflow where its code is the one that overflow gets: inf, NaN, or the largest number of a format
+that saturates, which numbers within half a unit below it share. The largest magnitude is the largest code's, and what
+was rounded to zero is not known.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from fxprec.numerics import cpp, native
+from fxprec.numerics.formats import Format
+from fxprec.numerics.stats import WIDTH
+
+_SOURCE = Path(__file__).with_name("codes.cpp")
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    pointer = ctypes.c_void_p
+    signatures = {"fxprec_count_codes": (None, pointer, ctypes.c_int64, pointer)}
+    return native.load(cpp.with_codec(_SOURCE.read_text(encoding="utf-8")), signatures)
+
+
+def count_codes(stored: Sequence[torch.Tensor], formats: Sequence[Format]) -> torch.Tensor:
+    """Return `Counts` of tensors stored in 8 or 16 bits, one row after another, float64."""
+    fields = []
+    for q, fmt in zip(stored, formats, strict=True):
+        count, (form, width) = q.numel(), _form(fmt)
+        assert q.itemsize == width, f"{q.dtype} holds no codes of {fmt.name}"
+        fields += [native.address("codes", q, q.dtype, count), count, form, width]
+    rows = torch.empty(len(stored) * WIDTH, dtype=torch.float64, device="cpu")
+    _library().fxprec_count_codes((ctypes.c_int64 * len(fields))(*fields), len(stored), rows.data_ptr())
+    return rows
+
+
+_structs: dict[Format, cpp.CFormat] = {}  # which C++ reads where they lie
+
+
+@cache
+def _form(fmt: Format) -> tuple[int, int]:
+    """Return where the format's struct lies, and the bytes of a code."""
+    struct = _structs.setdefault(fmt, cpp.c_format(fmt))
+    return ctypes.addressof(struct), fmt.code_dtype.itemsize
