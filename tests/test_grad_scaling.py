@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
+import helpers
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import compiled, eager_backend
+from helpers import compiled
 from torch import nn
 
 import fxprec
@@ -21,6 +23,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*this CPU has no:fxprec.FxprecWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo does it
 ]
+
+
+def eager_backend(recipe: Any, **options: Any) -> fxprec.Backend:
+    """A backend that stores, and scales, every gradient a GEMM multiplies.
+
+    Under ``compute="high"`` a CPU stores those of recipe fp16 alone, which GEMMs multiply in float16.
+    """
+    compute = None if options.get("storage", "simulate") == "simulate" or recipe == "fp16" else "stored"
+    return helpers.eager_backend(recipe, **{"compute": compute, **options})
 
 
 def mlp() -> nn.Sequential:
@@ -71,6 +82,19 @@ def test_gradients_of_1e_9_train_as_in_fp32_with_scaling_and_not_at_all_without(
     for name in scaled:
         assert shares[name]["mean"] <= 1e-3
         assert results[name][-1] == pytest.approx(wanted[-1], rel=0.01)
+
+
+@pytest.mark.parametrize("k", [-100, 60])
+def test_where_gradients_are_not_stored_the_scale_of_the_loss_does_not_matter_at_all(k: int) -> None:
+    """Under ``compute="high"`` a CPU's GEMMs multiply gradients as they are: nothing is scaled, from step one on."""
+    found = []
+    for factor in (1.0, 2.0**k):
+        model = mlp()
+        backend = eager_backend("hfp8", storage="packed", low_ratio=1.0, compute="high")
+        found.append(gradients_of(model, compiled(model, backend), factor))
+        assert not any(r["scale_exponent"] or r["history"] for r in backend.stats())
+        assert {s.reads for s in backend.plans[0].sites if s.kind == "grad_output"} == {"all"}
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("estimate", ["statistical", "histogram"])
