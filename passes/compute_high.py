@@ -19,19 +19,19 @@ from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, stored_dtype
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import gemm_costs, ops, regions, sensitive
 from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of, tensor_of
-from fxprec.passes.base import Work
+from fxprec.passes.base import Notice, Work
 from fxprec.passes.carry_scales import needs_scale
 from fxprec.passes.casts.sites import emit
 from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
-from fxprec.plan.rows import Reads
+from fxprec.plan.rows import UNREAD, Reads, Site
 
 # Why a tensor that should be low is high, for the plan.
 BOUNDARY = "it is the boundary of a checkpointed region: forward and its recomputation read the one value that is saved"
-RECOMPUTED = "nobody would read a low copy: checkpointing computes it again in backward"
-GRADIENT = "nobody would read a low copy: no GEMM multiplies the codes of this gradient"
+RECOMPUTED = f"{UNREAD}: checkpointing computes it again in backward"
+GRADIENT = f"{UNREAD}: no GEMM multiplies the codes of this gradient"
 HALF_GRADIENT = "it is narrowed to float16, in which GEMMs multiply it, and no GEMM multiplies its codes"
-PARAMETER = "nobody would read a low copy: no GEMM multiplies its codes, and backward reads the parameter itself"
-UNREAD = "nobody would read a low copy: backward does not read it, and no GEMM multiplies its codes"
+PARAMETER = f"{UNREAD}: no GEMM multiplies its codes, and backward reads the parameter itself"
+UNSAVED = f"{UNREAD}: backward does not read it, and no GEMM multiplies its codes"
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,13 @@ class _Readers:
         stored = {cast.row: (q, cast) for q, cast in Quantize.among(Quantize.nodes(self.graph))}
         for site in self.work.book.sites:
             if site.id in stored:
-                reads, fmt, why = self._settle(*stored[site.id], parse(site.format))
+                reads, fmt, reason = self._settle(*stored[site.id], parse(site.format))
             else:
-                reads, fmt, why = "all", parse(site.format), ""  # held in that dtype already
-            why = site.why or (why if parse(site.format).bits < fmt.bits else self._given_why(site.id, fmt))
+                reads, fmt, reason = "all", parse(site.format), ""  # held in that dtype already
+            why = site.why or (reason if parse(site.format).bits < fmt.bits else self._given_why(site.id, fmt))
             self.work.book.sites[site.id] = replace(site, reads=reads, format=fmt.name, why=why)
+            if reason and fmt != parse(site.format) and self._is_chosen_by_hand(site):
+                self._tell_unfollowed(site, fmt, reason)
         self._name_unknown()
 
     def _name_unknown(self) -> None:
@@ -80,6 +82,23 @@ class _Readers:
                 f"{name}{where} reads {self.work.settings.recipe.lo_forward.name} in backward like any other operator: "
                 "no table says how it bears it; hold it high with keep_high if training suffers"
             )
+
+    def _is_chosen_by_hand(self, site: Site) -> bool:
+        """Say whether the given plan holds a tensor in a format that is neither its group's nor high."""
+        if self.work.given is None or site.promoted_at is not None or not self.work.joint.tangents:
+            return False
+        group = self.work.settings.recipe.format_of(site.kind, low=site.group in self.work.assignment.low_groups)
+        chosen = parse(site.format)
+        return not any(chosen.has_numbers_of(fmt) for fmt in (group, self.hi))
+
+    def _tell_unfollowed(self, site: Site, fmt: Format, reason: str) -> None:
+        assert self.work.given is not None
+        place = ", ".join(part for part in (site.module, site.source) if part)
+        detail = (
+            f"sites[{site.id}].format of the given plan is {self.work.given.sites[site.id].format!r}, and it stays in "
+            f"{fmt.name}, since {reason}; compute='stored' would round it for every reader"
+        )
+        self.work.notices.append(Notice(f"{site.tensor} ({place})" if place else site.tensor, detail))
 
     def _given_why(self, site: int, fmt: Format) -> str:
         """Return what the given plan, whose formats are followed, says of its own."""
@@ -106,7 +125,7 @@ class _Readers:
         elif regions.is_recomputed(value):
             keeps, nobody = self._is_multiplied, RECOMPUTED
         else:
-            keeps, nobody = self._reads_forward_copy, UNREAD
+            keeps, nobody = self._reads_forward_copy, UNSAVED
         self._divert(read, value, keeps)
         reads = self._reads_of(read)
         if reads is None:

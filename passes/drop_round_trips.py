@@ -7,12 +7,12 @@ dtype it came in.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxprec.compat import tree_map_only
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import regions
@@ -110,10 +110,12 @@ def _as_it_was(graph: Graph, reader: Node, x: Node, dtype: torch.dtype) -> Node 
         return None
     with graph.inserting_before(reader):
         for view in reversed(views):
-            val = tree_map_only(torch.Tensor, lambda t: t.to(dtype), view.meta["val"])
-            args = (found, *view.args[1:])
-            found = emit(graph, operator_of(view), args, view, val=val)
-            found.kwargs = dict(view.kwargs)
+            operator, args, kwargs = operator_of(view), (found, *view.args[1:]), dict(view.kwargs)
+            # Not the wide value converted: of a part of a larger tensor that would have other strides.
+            fakes: Any = torch.fx.map_arg(args, lambda n: n.meta["val"])
+            val = operator(*fakes, **kwargs)
+            found = emit(graph, operator, args, view, val=val)
+            found.kwargs = kwargs
     return found
 
 

@@ -19,10 +19,11 @@ from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
 from fxprec.passes.casts.stored import STATISTIC
 from fxprec.plan import Site
+from fxprec.plan.rows import UNREAD
 
 _AFFINE = ops.existing(ops.aten, "add.Tensor sub.Tensor mul.Tensor add.Scalar sub.Scalar mul.Scalar neg") | ops.CASTS
 
-MADE_AGAIN = "nobody would read a low copy: it is made again in backward, from the stored copy of its input"
+MADE_AGAIN = f"{UNREAD}: it is made again in backward, from the stored copy of its input"
 
 
 @dataclass(frozen=True)

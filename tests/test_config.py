@@ -77,7 +77,9 @@ def test_storage_is_native_exactly_where_torch_has_every_dtype(options, storage)
 
 
 def test_the_default_ratio_applies_only_where_something_can_be_low():
-    assert Settings.of(Config(recipe="fp8")).low_ratio == DEFAULT_LOW_RATIO
+    assert Settings.of(Config(recipe="fp8")).low_ratio == DEFAULT_LOW_RATIO["high"] == 1
+    assert Settings.of(Config(recipe="fp8", compute="stored")).low_ratio == DEFAULT_LOW_RATIO["stored"] == 0.5
+    assert Settings.of(Config(recipe="fp8", storage="simulate")).low_ratio == 0.5
     assert Settings.of(Config(recipe="bf16")).low_ratio == 0.0
     assert Settings.of(Config(recipe="fp8", activation_budget=1)).low_ratio is None
     assert Settings.of(Config(recipe="fp8", plan="plan.json")).low_ratio is None

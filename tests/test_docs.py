@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from fxprec.passes import pipeline
+from fxprec.passes.analysis import sensitive
+from fxprec.plan.rows import Reads
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
@@ -43,3 +46,19 @@ def test_every_link_and_every_file_named_exists(page: Path) -> None:
 def test_the_architecture_lists_the_passes_in_their_order() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| \d+ \| ([\w-]+) \|", text, re.MULTILINE) == [step.name for step in pipeline.PIPELINE]
+
+
+def test_the_page_on_compute_has_each_entry_of_the_tables_of_sensitive_values() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", (ROOT / "docs/compute.md").read_text(encoding="utf-8"), re.MULTILINE)
+    kept = {**{name: sensitive.Kept(why) for name, why in sensitive.RESULTS.items()}, **sensitive.OPERANDS}
+    for name, entry in kept.items():
+        (what,) = [what for what, why in rows if f"`{name}`" in what and why == entry.why]
+        assert what.startswith("result of" if name in sensitive.RESULTS else "operand of")
+        assert ("*own*" in what) == entry.as_it_is, name
+    for entry in (sensitive.EXPONENTIATED, sensitive.STATISTIC, sensitive.COMPARED):
+        assert [("*own*" in what) for what, why in rows if why == entry.why] == [entry.as_it_is]
+
+
+def test_the_page_on_compute_names_every_answer_to_who_reads() -> None:
+    text = (ROOT / "docs/compute.md").read_text(encoding="utf-8")
+    assert re.findall(r'^\| `"([\w ]+)"` \|', text, re.MULTILINE) == list(get_args(Reads))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from backend_helpers import eager_backend, mlp
 import fxprec
 
 Data = dict[str, Any]
+COMPUTES = pytest.mark.parametrize("compute", ["high", "stored"])
 
 
 def plan_of(**options: Any) -> fxprec.Plan:
@@ -59,15 +61,21 @@ def one_group(saved: Data, *, low: bool) -> int:
     return next(g["id"] for g in saved["groups"] if g["low"] is low and len(by_group[g["id"]]) == 2)
 
 
-def test_a_group_switched_over_takes_its_sites_along(saved: Data, followed: Any) -> None:
+@COMPUTES
+def test_a_group_switched_over_takes_its_sites_along(saved: Data, followed: Any, compute: str) -> None:
     up, down = one_group(saved, low=True), one_group(saved, low=False)
 
     def edit(data: Data) -> None:
         data["groups"][up]["low"], data["groups"][down]["low"] = False, True
 
-    plan = followed(edit)
+    plan = followed(edit, compute=compute)
     assert sites_of(plan, up) == {"forward": {"bf16"}, "backward": {"bf16"}}
-    assert sites_of(plan, down) == {"forward": {"e4m3fn"}, "backward": {"e5m2_sat"}}
+    if compute == "stored":
+        assert sites_of(plan, down) == {"forward": {"e4m3fn"}, "backward": {"e5m2_sat"}}
+    else:
+        of_group = [s for s in plan.sites if s.group == down]
+        assert {(s.format, s.reads) for s in of_group} == {("e4m3fn", "backward"), ("bf16", "all")}
+        assert all(s.is_unread for s in of_group if s.format == "bf16")
     assert (plan.groups[up].low, plan.groups[down].low) == (False, True)
     change = saved["groups"][down]["elements"] - saved["groups"][up]["elements"]
     assert plan.achieved_low_ratio == pytest.approx(saved["achieved_low_ratio"] + change / saved["total_elements"])
@@ -76,7 +84,7 @@ def test_a_group_switched_over_takes_its_sites_along(saved: Data, followed: Any)
 
 def test_a_site_edited_beside_its_group_keeps_its_format_or_is_a_contradiction(saved: Data, followed: Any) -> None:
     group = one_group(saved, low=True)
-    site = next(s["id"] for s in saved["sites"] if s["group"] == group and s["direction"] == "forward")
+    site = next(s["id"] for s in saved["sites"] if s["group"] == group and s["reads"] == "backward")
 
     def edit(data: Data, fmt: str) -> None:
         data["groups"][group]["low"] = False
@@ -92,18 +100,56 @@ def test_a_site_edited_beside_its_group_keeps_its_format_or_is_a_contradiction(s
         followed(lambda data: edit(data, "e5m2"))
 
 
+def sites_as(saved: Data, **wanted: str) -> list[int]:
+    return [s["id"] for s in saved["sites"] if all(s[key] == value for key, value in wanted.items())]
+
+
+@COMPUTES
 @pytest.mark.parametrize("storage", ["native", "packed"])
 @pytest.mark.parametrize("fmt", ["fp32", "fp16", "e5m2"])
-def test_a_site_may_hold_any_format_its_storage_has(saved: Data, followed: Any, fmt: str, storage: str) -> None:
-    chosen = [next(s["id"] for s in saved["sites"] if s["kind"] == kind) for kind in ("output", "param")]
+def test_a_site_may_hold_any_format_its_storage_has(
+    saved: Data, followed: Any, fmt: str, storage: str, compute: str
+) -> None:
+    stored, params = sites_as(saved, reads="backward"), sites_as(saved, kind="param")
+    chosen = [stored[0], params[0]] if compute == "stored" else stored
 
     def edit(data: Data) -> None:
         for site in chosen:
             data["sites"][site]["format"] = fmt
 
-    plan = followed(edit, storage=storage)
-    assert [plan.sites[i].format for i in chosen] == [fmt, fmt]
+    plan = followed(edit, storage=storage, compute=compute)
+    assert {plan.sites[i].format for i in chosen} == {fmt}
     assert len(plan.sites) == len(saved["sites"])
+
+
+@pytest.mark.parametrize("kind", ["param", "grad_output"])
+def test_a_format_that_nobody_would_read_is_told(saved: Data, followed: Any, kind: str) -> None:
+    site = sites_as(saved, kind=kind)[1]
+
+    def edit(data: Data) -> None:
+        data["sites"][site]["format"] = "fp16"
+
+    tensor = re.escape(saved["sites"][site]["tensor"])
+    words = (
+        rf"{tensor} \(.*\): sites\[{site}\]\.format of the given plan is 'fp16', and it stays in bf16, since nobody "
+        r"would read a low copy: no GEMM multiplies .*; compute='stored' would round it for every reader"
+    )
+    with pytest.warns(fxprec.FxprecWarning, match=words):
+        plan = followed(edit)
+    assert plan.sites[site].format == "bf16"
+    with pytest.raises(fxprec.FallbackError, match=words):
+        followed(edit, strict=True)
+    assert followed(edit, compute="stored").sites[site].format.removesuffix("_sat") == "fp16"
+
+
+def test_what_nobody_read_high_is_read_low_where_every_reader_gets_the_rounded_value(followed: Any) -> None:
+    """A plan of ``compute="high"`` followed under ``"stored"``, as if it had been solved there."""
+    plan, wanted = (
+        followed(lambda data: None, compute="stored"),
+        plan_of(storage="native", compute="stored", low_ratio=0.6),
+    )
+    assert (plan.compute, {s.reads for s in plan.sites}) == ("stored", {"all"})
+    assert [(s.tensor, s.format, s.why) for s in plan.sites] == [(s.tensor, s.format, s.why) for s in wanted.sites]
 
 
 def test_a_format_without_a_dtype_is_refused_in_native_storage(saved: Data, followed: Any, tmp_path: Path) -> None:
@@ -121,20 +167,25 @@ def test_a_format_without_a_dtype_is_refused_in_native_storage(saved: Data, foll
         plan_of(plan=str(path), storage="native")
 
 
+@COMPUTES
 @pytest.mark.parametrize("first", ["training", "evaluation"])
-def test_a_plan_file_of_training_serves_evaluation_too(first: str, tmp_path: Path, saved: Data) -> None:
+def test_a_plan_file_of_training_serves_evaluation_too(first: str, tmp_path: Path, saved: Data, compute: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(saved))
     torch.manual_seed(0)
-    backend = eager_backend("native", recipe="fp8", low_ratio=None, plan=str(path))
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, plan=str(path), compute=compute)
     compiled, x = torch.compile(mlp(), backend=backend), torch.randn(4, 16)
     for mode in ("training", "evaluation") if first == "training" else ("evaluation", "training"):
         with torch.set_grad_enabled(mode == "training"):
             compiled(x)
     training, evaluation = sorted((p for p in backend.all_plans if p), key=lambda p: -len(p.sites))
     assert evaluation.low_groups == training.low_groups == {g["id"] for g in saved["groups"] if g["low"]}
-    held = {site.tensor: site.format for site in training.sites if site.direction == "forward"}
-    assert {site.tensor: site.format for site in evaluation.sites}.items() <= held.items()
+    assert {site.tensor for site in evaluation.sites} <= {site.tensor for site in training.sites}
+    if compute == "high":
+        assert {site.format for site in evaluation.sites} == {"bf16"}, "evaluation stores nothing"
+    else:
+        held = {site.tensor: site.format for site in training.sites if site.direction == "forward"}
+        assert {site.tensor: site.format for site in evaluation.sites}.items() <= held.items()
 
 
 def test_evaluation_keeps_high_what_training_keeps_high() -> None:

@@ -29,8 +29,9 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 GROUPINGS = ("execution", "dataflow")
 LOWERINGS = ("auto", "triton", "inductor", "eager")
 
-# The middle of the paper's range: accuracy falls as the ratio grows (Lee et al. 2023, section 5.3).
-DEFAULT_LOW_RATIO = 0.5
+# Where every reader gets the rounded value, accuracy falls as the ratio grows: the middle of the paper's range (Lee et
+# al. 2023, section 5.3). Where operators read values it does not (docs/policies.md): all that is stored.
+DEFAULT_LOW_RATIO: Mapping[Compute, float] = {"high": 1.0, "stored": 0.5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,8 @@ class Config:
     which become low. See docs/policies.md."""
 
     low_ratio: float | None = None
-    """Lower bound on the share of elements held low, 0 to 1. None: 0.5 where the recipe has a low format and
-    there is no ``activation_budget``."""
+    """Lower bound on the share of elements held low, 0 to 1. None, where the recipe has a low format and
+    there is no ``activation_budget``: 1 under ``compute="high"``, 0.5 where every reader gets the rounded value."""
 
     activation_budget: int | str | None = None
     """Instead of ``low_ratio``: bytes the tensors saved for backward may take, as int or ``"12GiB"``, ``"1.5GB"``.

@@ -35,12 +35,13 @@ class Settings:
         budget, scaling = asked.activation_budget, asked.grad_scaling
         assert not isinstance(budget, str), "stored in canonical form"
         storage = asked.storage or ("simulate" if accumulator or without_dtype(recipe) else "native")
+        compute: Compute = "stored" if storage == "simulate" else asked.compute or "high"
         return cls(
             asked=asked,
             recipe=recipe,
             storage=storage,
-            compute="stored" if storage == "simulate" else asked.compute or "high",
-            low_ratio=_low_ratio(asked, recipe),
+            compute=compute,
+            low_ratio=_low_ratio(asked, recipe, compute),
             activation_budget=budget,
             grad_scaling=scaling if isinstance(scaling, Scaling) else NAMED[scaling],
             accumulator=accumulator,
@@ -61,7 +62,7 @@ class Settings:
         return recipe.formats if recipe.has_low and self.low_ratio != 0 else (recipe.hi, recipe.weight_grad)
 
 
-def _low_ratio(asked: Config, recipe: Recipe) -> float | None:
+def _low_ratio(asked: Config, recipe: Recipe, compute: Compute) -> float | None:
     if asked.low_ratio is not None or asked.activation_budget is not None or asked.plan is not None:
         return asked.low_ratio
-    return DEFAULT_LOW_RATIO if recipe.has_low else 0.0
+    return DEFAULT_LOW_RATIO[compute] if recipe.has_low else 0.0

@@ -89,6 +89,14 @@ class Format:
                 "float32, which carries every value; choose a bias or specials='ieee' to keep it within 2^-126 to 2^127"
             )
 
+    def has_numbers_of(self, other: Format) -> bool:
+        """Say whether two formats differ at most in what becomes of an overflow."""
+        return (self.exponent_bits, self.mantissa_bits, self.bias) == (
+            other.exponent_bits,
+            other.mantissa_bits,
+            other.bias,
+        )
+
     @property
     def _top_exponent(self) -> int:
         top_code = (1 << self.exponent_bits) - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxprec.errors import PlanError
-from fxprec.numerics.formats import Format, parse
+from fxprec.numerics.formats import parse
 from fxprec.plan.plan import Plan
 from fxprec.plan.rows import Group, Site
 
@@ -32,7 +32,7 @@ def _switched(site: Site, group: Group, plan: Plan) -> Site:
     if site.kind == "grad_param" or site.promoted_at is not None:
         return site
     fmt, (high, low) = parse(site.format), (plan.recipe.format_of(site.kind, low=is_low) for is_low in (False, True))
-    if _same_numbers(fmt, low) or _same_numbers(fmt, high):
+    if fmt.has_numbers_of(low) or fmt.has_numbers_of(high):
         return replace(site, format=(low if group.low else high).name, why="")
     if group.low != (fmt.bits < high.bits):
         raise PlanError(
@@ -40,8 +40,3 @@ def _switched(site: Site, group: Group, plan: Plan) -> Site:
             f"to {site.format!r}, which say the contrary; take one of the two back"
         )
     return site
-
-
-def _same_numbers(a: Format, b: Format) -> bool:
-    """Say whether two formats differ at most in what becomes of an overflow."""
-    return (a.exponent_bits, a.mantissa_bits, a.bias) == (b.exponent_bits, b.mantissa_bits, b.bias)

@@ -64,6 +64,8 @@ class Group:
 
 
 Reads = Literal["backward", "gemm codes", "all"]
+UNREAD = "nobody would read a low copy"
+"""How the reason begins why a site of a low group is high, where in another compilation somebody may read it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,11 @@ class Site:
     why: str = ""
     """Why its format is not the one its group (or the policy) gives it: nobody would read a low copy, or 8 bits would
     spoil it (docs/compute.md); ``""`` where it is."""
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether it is high only because nobody would read a low copy: no choice of format."""
+        return self.promoted_at is None and self.why.startswith(UNREAD)
 
 
 @dataclass(frozen=True, kw_only=True)

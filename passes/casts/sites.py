@@ -86,7 +86,8 @@ class SiteBook:
             refuse_another_site(site.id, site, self.given)
             given = self.given[site.id]
             promoted_at = given.promoted_at
-            site = replace(site, format=given.format, why=site.why if given.format == site.format else "")
+            if not (given.is_unread and given.format == self.recipe.hi.name):
+                site = replace(site, format=given.format, why=site.why if given.format == site.format else "")
         fmt = parse(site.format)
         self._refuse_unstorable(site, fmt)
         return replace(site, format=self.stored_as(site.kind, fmt).name, promoted_at=promoted_at)

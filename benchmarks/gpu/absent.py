@@ -37,6 +37,7 @@ from fxprec.passes.lowering.rows import WatchedRows
 
 CUDA = torch.device("cuda:0")
 GPUS = {80: Gpu("NVIDIA A100-SXM4-80GB", (8, 0)), 90: Gpu("NVIDIA H100 80GB HBM3", (9, 0))}
+_PROCESSORS = {80: 108, 90: 132}  # streaming multiprocessors
 
 
 def lowered_halves(
@@ -52,14 +53,18 @@ def lowered_halves(
         return lower(gm, "eager", device, rows, **options)
 
     with patch.context() as here:
-        here.setattr(gemm_costs, "gpu_of", lambda device: GPUS[arch])
-        here.setattr(
-            fxprec.driver.compilation.compat, "no_native_fp8", lambda device: "no casts" if arch < 89 else None
-        )
-        here.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
+        plan_for(here, arch)
         here.setattr(fxprec.driver.halves, "lower", both)
         step()
     return found
+
+
+def plan_for(patch: pytest.MonkeyPatch, arch: int) -> None:
+    """Let the passes decide as they would on a GPU of that architecture."""
+    refusal = "no casts" if arch < 89 else None
+    patch.setattr(gemm_costs, "gpu_of", lambda device: GPUS[arch])
+    patch.setattr(fxprec.driver.compilation.compat, "no_native_fp8", lambda device: refusal)
+    patch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
 
 
 def moved_to_cuda(gm: GraphModule) -> GraphModule:
@@ -95,9 +100,11 @@ def pretend(patch: pytest.MonkeyPatch, arch: int) -> None:
     """Answer Inductor's and Triton's questions about the device as a GPU of that architecture would."""
     limits = {"warp_size": 32, "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048}
     major, minor = GPUS[arch].capability
-    facts = {"gcnArchName": "", "total_memory": 80 << 30, "multi_processor_count": 108, **limits}
+    facts = {"gcnArchName": "", "total_memory": 80 << 30, "multi_processor_count": _PROCESSORS[arch], **limits}
     device = SimpleNamespace(name=GPUS[arch].name, major=major, minor=minor, **facts)
-    properties = DeviceProperties(type="cuda", index=0, multi_processor_count=108, cc=arch, major=major, **limits)
+    properties = DeviceProperties(
+        type="cuda", index=0, multi_processor_count=_PROCESSORS[arch], cc=arch, major=major, **limits
+    )
     patch.setattr(DeviceProperties, "create", lambda device: properties)
     patch.setattr(torch.cuda, "get_device_properties", lambda device=None: device_of(device))
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
@@ -116,16 +123,23 @@ def pretend(patch: pytest.MonkeyPatch, arch: int) -> None:
         return device
 
 
-def inductor_code(gm: GraphModule) -> str:
-    """Return the Python file that Inductor writes for a half of `lowered_halves`, Triton kernels included."""
+def inductor_code(gm: GraphModule, half: str = "") -> str:
+    """Return the Python file that Inductor writes for a half of `lowered_halves`, Triton kernels included.
+
+    ``half`` says which of a training step's it is, ``forward`` or ``backward``.
+    """
     inputs, mode = propagate(gm)
     output = gm.graph.output_node()
     values = [n.meta.get("val") if isinstance(n, Node) else None for n in output.args[0]]  # type: ignore[union-attr]
     strides = [tuple(v.stride()) if isinstance(v, torch.Tensor) else None for v in values]
     output.meta |= {"original_output_strides": strides, "user_visible_output_idxs": []}
+    inference = not half
     with tracing(TracingContext(mode)), V.set_fake_mode(mode), torch.no_grad():
-        torch._inductor.compile_fx._recursive_post_grad_passes(gm, is_inference=True)
-        graph = torch._inductor.graph.GraphLowering(gm, example_inputs=inputs, graph_id=0, is_inference=True)
+        torch._inductor.compile_fx.view_to_reshape(gm)
+        torch._inductor.compile_fx._recursive_post_grad_passes(gm, is_inference=inference)
+        graph = torch._inductor.graph.GraphLowering(
+            gm, example_inputs=inputs, graph_id=0, is_inference=inference, is_backward=half == "backward"
+        )
         with V.set_graph_handler(graph), V.set_debug_handler(DebugContext()):
             graph.run(*inputs)
             code, _ = graph.codegen()

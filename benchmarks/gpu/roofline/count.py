@@ -1,0 +1,62 @@
+"""One side of the table: captured, written as code, replayed, estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from benchmarks.gpu.absent import inductor_code, pretend
+from benchmarks.gpu.roofline.estimate import Half, Rates
+from benchmarks.gpu.roofline.replay import NUM_OUTPUTS, replay
+from benchmarks.gpu.roofline.sides import Network, Side, capture
+from fxprec.plan import Plan
+
+ARCH = 90
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one side's step does."""
+
+    forward: Half
+    backward: Half
+    plan: Plan | None
+    graphs: dict[str, str] = field(default_factory=dict)
+    """By half, printed as lowered."""
+    code: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def launches(self) -> int:
+        return len(self.forward.costs) + len(self.backward.costs)
+
+
+def count(side: Side, network: Network, rates: Rates) -> Counted:
+    """Compile a step for a GPU that is not there, and count what its code does."""
+    halves = capture(side, network, ARCH)
+    graphs = {half: str(gm.graph) for half, gm in halves.graphs.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch, ARCH)
+        code = {"forward": inductor_code(halves.graphs["forward"], "forward")}
+        forward = replay(code["forward"])
+        _take_saved(halves.graphs["backward"], forward.results)
+        code["backward"] = inductor_code(halves.graphs["backward"], "backward")
+    backward = replay(code["backward"], forward)
+    return Counted(Half.of(forward, rates), Half.of(backward, rates), halves.plan, graphs, code)
+
+
+def _take_saved(backward: GraphModule, results: Sequence[Any]) -> None:
+    """Give backward's inputs the strides they get: Inductor chooses those of what forward saves, as AOTAutograd tells."""
+    for node, saved in zip(backward.graph.find_nodes(op="placeholder"), results[NUM_OUTPUTS:], strict=False):
+        val = node.meta["val"]
+        if isinstance(val, torch.Tensor) and not node.name.startswith("tangents_") and val.stride() != saved.stride():
+            with val.fake_mode:  # type: ignore[attr-defined]
+                node.meta["val"] = val.new_empty_strided(val.shape, saved.stride())

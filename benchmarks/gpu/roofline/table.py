@@ -1,0 +1,71 @@
+"""The printed table and the plain data of a result file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.gpu.roofline.count import Counted
+from benchmarks.gpu.roofline.estimate import Half, Rates
+from benchmarks.gpu.roofline.minimum import Minimum
+
+_HEAD = (
+    "| side | launches | GB outside GEMMs, forward / backward | TFLOP bf16 + fp8 | ms | against autocast "
+    "| peak GB, forward / backward | saved GB |"
+)
+
+
+def lines(found: Mapping[str, Counted], least: Minimum, rates: Rates) -> Iterator[str]:
+    """Yield the table, with what it assumes."""
+    flops = ", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in rates.flops.items())
+    yield f"{rates.name}: {rates.bytes / 1e12} TB/s; TFLOP/s {flops}; {rates.launch_seconds * 1e6:.0f} us a launch"
+    yield "each pointer counts once a kernel; attention is one bf16 launch each way; the caller's own is in no peak"
+    yield _HEAD
+    yield "|---|---|---|---|---|---|---|---|"
+    base = found["autocast"].seconds if "autocast" in found else None
+    for name, counted in found.items():
+        yield _row(name, counted, base)
+    yield (
+        f"| least possible | - | {_gb(least.forward)} / {_gb(least.backward)} | {least.attention_flops / 1e12:.1f} + {least.linear_flops / 1e12:.1f} "
+        f"| {least.seconds * 1e3:.1f} | {_ratio(least.seconds, base)} | - | {_gb(least.saved)} |"
+    )
+
+
+def _row(name: str, counted: Counted, base: float | None) -> str:
+    forward, backward = counted.forward, counted.backward
+    flops = forward.flops() + backward.flops()
+    low = flops["fp8"] + flops["generated"]
+    return (
+        f"| {name} | {counted.launches} | {_gb(forward.bytes())} / {_gb(backward.bytes())} "
+        f"| {(flops.total() - low) / 1e12:.1f} + {low / 1e12:.1f} | {counted.seconds * 1e3:.1f} "
+        f"| {_ratio(counted.seconds, base)} | {_gb(forward.peak)} / {_gb(backward.peak)} | {_gb(backward.saved)} |"
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f}"
+
+
+def _ratio(seconds: float, base: float | None) -> str:
+    return "-" if base is None else f"{seconds / base:.2f}"
+
+
+def kernels(name: str, counted: Counted, at_least: float) -> Iterator[str]:
+    """Yield the launches that move ``at_least`` so many bytes, in their order."""
+    halves: tuple[tuple[str, Half], ...] = (("forward", counted.forward), ("backward", counted.backward))
+    for half, found in halves:
+        yield f"{name}, {half}"
+        for cost in found.costs:
+            if cost.read + cost.written >= at_least:
+                moved = f"{cost.read / 1e9:6.3f} + {cost.written / 1e9:.3f} GB"
+                yield f"  {moved} {cost.flops / 1e12:5.2f} T {cost.seconds * 1e3:6.3f} ms {cost.name[:40]:40} {cost.what[:200]}"
+
+
+def to_dict(network: str, found: Mapping[str, Counted], least: Minimum, rates: Rates) -> dict[str, Any]:
+    """Return plain data for a result file."""
+    sides = {
+        name: {"forward": counted.forward.to_dict(), "backward": counted.backward.to_dict()}
+        for name, counted in found.items()
+    }
+    return {"network": network, "rates": asdict(rates), "sides": sides, "minimum": asdict(least)}

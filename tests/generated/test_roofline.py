@@ -1,0 +1,78 @@
+"""What a GPU's code launches and moves, counted: exact figures, so that a kernel more or a pass more over memory fails."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not installed
+
+from benchmarks.gpu.roofline import table
+from benchmarks.gpu.roofline.count import count
+from benchmarks.gpu.roofline.estimate import H100, Cost
+from benchmarks.gpu.roofline.minimum import minimum
+from benchmarks.gpu.roofline.replay import Launch, Memory
+from benchmarks.gpu.roofline.sides import NETWORKS, SIDES
+from benchmarks.gpu.roofline.traffic import KernelText
+
+SMALL = NETWORKS["small"]
+KERNEL = """
+@triton.jit
+def triton_poi_fused_0(in_ptr0, in_ptr1, in_out_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    tmp0 = tl.load(in_ptr0 + (x0 + 8*((x1 // 2) % 3)), xmask)
+    tmp1 = tl.load(in_ptr0 + (8 + x0), xmask)
+    tmp2 = tl.load(in_ptr1 + (3))
+    tmp3 = tl.load(in_out_ptr0 + (x0), xmask)
+    tmp4 = tl.load(in_out_ptr0 + (x0), xmask, other=0.0)
+    tl.store(in_out_ptr0 + (x0), tmp3, xmask)
+    tl.store(out_ptr0 + (x0), tmp1, xmask)
+"""
+
+
+def test_a_pointer_counts_once_and_no_more_than_the_kernel_reaches() -> None:
+    text = KernelText.parse(KERNEL)
+    assert text.pointers == ("in_ptr0", "in_ptr1", "in_out_ptr0", "out_ptr0")
+    # 100 of 1,000 elements are read at two places, one scalar, 100 elements read and written in place, 100 written.
+    read, written = text.traffic(elements=[1000, 50, 100, 100], item_bytes=[4, 4, 2, 1], extent=100)
+    assert (read, written) == (200 * 4 + 50 * 4 + 100 * 2, 100 * 2 + 100)
+
+
+def test_products_and_attention_are_counted_by_dtype() -> None:
+    def of(*shape: int, dtype: torch.dtype) -> Memory:
+        return Memory.of(torch.empty(shape, dtype=dtype, device="meta"))
+
+    codes = [of(64, 32, dtype=torch.float8_e4m3fn), of(32, 16, dtype=torch.float8_e5m2)]
+    product = Cost.of(Launch("_scaled_mm", tuple(codes), (of(64, 16, dtype=torch.bfloat16),), 2560, 2048), H100)
+    assert (product.kind, product.flops, product.dtype) == ("gemm", 2 * 64 * 32 * 16, "fp8")
+    assert product.seconds == pytest.approx(3e-6 + 4608 / 2.8e12)
+    heads = of(2, 4, 128, 64, dtype=torch.bfloat16)
+    name = "aten._scaled_dot_product_flash_attention_backward.default"
+    attention = Cost.of(Launch(name, (heads,) * 5, (heads,) * 3, 0, 0), H100)
+    assert (attention.kind, attention.flops) == ("attention", 5 * 2 * 2 * 4 * 128 * 128 * 64 / 2)
+
+
+def test_expanded_memory_counts_once() -> None:
+    assert Memory.of(torch.empty(1, 8, device="meta").expand(100, 8)).bytes == 32
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another torch's Inductor fuses otherwise")
+def test_a_block_in_fp8_launches_and_moves_no_more_than_it_did() -> None:
+    side = SIDES["fp8 1 high"]
+    assert side.options is not None
+    found = count(replace(side, options={**side.options, "gemms": "low"}), SMALL, H100)
+    forward, backward = found.forward, found.backward
+    assert (len(forward.costs), len(backward.costs)) == (132, 74)
+    assert (forward.bytes(), backward.bytes()) == (8_824_404, 14_529_300)
+    assert (forward.peak, backward.peak, backward.saved) == (2_038_560, 3_410_320, 1_513_472)
+    least = minimum(SMALL, H100)
+    done = forward.flops() + backward.flops()
+    assert done["bfloat16"] + done["fp8"] == done.total() == least.linear_flops + least.attention_flops
+    (row,) = (line for line in table.lines({"fp8": found}, least, H100) if line.startswith("| fp8 "))
+    assert row.startswith("| fp8 | 206 |")
