@@ -35,6 +35,7 @@ class Kept:
 
 _PROBABILITY = "a probability below 2^-10 would be 0 in e4m3fn, and over 1,000 keys most are"
 _ANGLE = "an angle's error counts in radians, and from 16 to 32 e4m3fn rounds by up to 1"
+_POSITION = "its grid holds positions: near the border e4m3fn rounds by 1/32 of half the image, which may be pixels"
 _GROWS = "its gradient grows as e^x: an error of 0.5 in x is a factor of 1.6"
 _NEAR_1 = "its gradient divides by the root of 1 - x^2, which is 0 where x is rounded to 1"
 
@@ -44,6 +45,7 @@ RESULTS: Mapping[str, str] = {
     "aten._safe_softmax": _PROBABILITY,
     "aten.tanh": "its gradient is 1 - y^2: near 1 an error of 2^-5 in y is all of it",
     "aten.sigmoid": "its gradient is y (1 - y): near 1 an error of 2^-5 in y is all of it",
+    "aten.logcumsumexp": "backward exponentiates its difference from a sum, an error of 0.5 in which is a factor of 1.6",
     "aten.exp": "its range is as wide as the exponent's: it overflows, or most of it is 0",
 }
 
@@ -55,6 +57,8 @@ OPERANDS: Mapping[str, Kept] = {
     "aten.acos": Kept(_NEAR_1, as_it_is=True),
     "aten.atanh": Kept("its gradient divides by 1 - x^2, which is 0 where x is rounded to 1", as_it_is=True),
     "aten.erfinv": Kept("its gradient is infinite where x is rounded to 1", as_it_is=True),
+    "aten.grid_sampler_2d": Kept(_POSITION),
+    "aten.grid_sampler_3d": Kept(_POSITION),
     "aten.sinh": Kept(_GROWS),
     "aten.cosh": Kept(_GROWS),
 }
