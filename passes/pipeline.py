@@ -24,6 +24,7 @@ from fxprec.passes.make_again import MakeAgain
 from fxprec.passes.narrow_accumulators import NarrowAccumulators
 from fxprec.passes.narrow_gemms import NarrowGemms
 from fxprec.passes.recover_operators import RecoverOperators
+from fxprec.passes.store_centred import StoreCentred
 from fxprec.passes.sum_narrow import SumNarrow
 from fxprec.passes.weigh_gemms import WeighGemms
 from fxprec.passes.write_plan import WritePlan
@@ -37,7 +38,8 @@ PIPELINE: tuple[Pass, ...] = (
     InsertCasts(),  # needs who is low
     WeighGemms(),  # needs the casts beside each GEMM
     ComputeHigh(),  # needs to know which GEMMs multiply codes; takes casts away
-    MakeAgain(),  # needs the copies that are left
+    StoreCentred(),  # needs the copies that are left
+    MakeAgain(),  # needs them where they are stored
     CarryScales(),  # needs the casts that are left; rows of its own come after the sites
     NarrowAccumulators(),  # needs operators paired with the GEMMs it replaces; leaves a remark for the plan
     WritePlan(),  # needs the sites and the answers

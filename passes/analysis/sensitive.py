@@ -31,11 +31,13 @@ class Kept:
     why: str
     as_it_is: bool = False
     """Whether it keeps its own dtype, and not the recipe's high format."""
+    last_size: int | None = None
+    """Which operands are meant: those whose last dimension has this size."""
 
 
 _PROBABILITY = "a probability below 2^-10 would be 0 in e4m3fn, and over 1,000 keys most are"
 _ANGLE = "an angle's error counts in radians, and from 16 to 32 e4m3fn rounds by up to 1"
-_POSITION = "its grid holds positions: near the border e4m3fn rounds by 1/32 of half the image, which may be pixels"
+_POSITION = "a position: near the border e4m3fn rounds it by 1/32 of half the image, bf16 by 1/512, which may be pixels"
 _GROWS = "its gradient grows as e^x: an error of 0.5 in x is a factor of 1.6"
 _NEAR_1 = "its gradient divides by the root of 1 - x^2, which is 0 where x is rounded to 1"
 
@@ -45,7 +47,7 @@ RESULTS: Mapping[str, str] = {
     "aten._safe_softmax": _PROBABILITY,
     "aten.tanh": "its gradient is 1 - y^2: near 1 an error of 2^-5 in y is all of it",
     "aten.sigmoid": "its gradient is y (1 - y): near 1 an error of 2^-5 in y is all of it",
-    "aten.logcumsumexp": "backward exponentiates its difference from a sum, an error of 0.5 in which is a factor of 1.6",
+    "aten.logcumsumexp": "backward exponentiates it, in a sum: an error of 0.5 in the exponent is a factor of 1.6",
     "aten.exp": "its range is as wide as the exponent's: it overflows, or most of it is 0",
 }
 
@@ -57,8 +59,8 @@ OPERANDS: Mapping[str, Kept] = {
     "aten.acos": Kept(_NEAR_1, as_it_is=True),
     "aten.atanh": Kept("its gradient divides by 1 - x^2, which is 0 where x is rounded to 1", as_it_is=True),
     "aten.erfinv": Kept("its gradient is infinite where x is rounded to 1", as_it_is=True),
-    "aten.grid_sampler_2d": Kept(_POSITION),
-    "aten.grid_sampler_3d": Kept(_POSITION),
+    "aten.grid_sampler_2d": Kept(_POSITION, as_it_is=True, last_size=2),
+    "aten.grid_sampler_3d": Kept(_POSITION, as_it_is=True, last_size=3),
     "aten.sinh": Kept(_GROWS),
     "aten.cosh": Kept(_GROWS),
 }
@@ -101,6 +103,7 @@ def kept(grouped: Grouped) -> dict[int, Kept]:
         for op in operators.all
         if op.aten in OPERANDS
         for n in op.inputs
+        if _is_meant(OPERANDS[op.aten], n)
     }
     found: dict[int, Kept] = {}
     for node, tensor in grouped.values.items():
@@ -115,6 +118,11 @@ def kept(grouped: Grouped) -> dict[int, Kept]:
         elif (op := operators.of_node.get(node)) is not None and op.aten in RESULTS and node in op.outputs:
             found[tensor.id] = _named(Kept(RESULTS[op.aten]), op)
     return found
+
+
+def _is_meant(entry: Kept, operand: Node) -> bool:
+    val = value(operand)
+    return entry.last_size is None or (val is not None and val.ndim > 0 and val.shape[-1] == entry.last_size)
 
 
 def _named(reason: Kept, op: Operator) -> Kept:
