@@ -40,15 +40,17 @@ class WritePlan:
             gemms=_gemms(work),
             groups=_groups(work.grouped, assignment, settings.recipe),
             sites=tuple(work.book.sites),
-            notes=(*work.remarks, *_kept_notes(work.given)),
+            notes=(*work.remarks, *_kept_notes(work)),
         )
         if work.given is not None:
             _refuse_another_model(plan, work.given)
         work.plan = plan
 
 
-def _kept_notes(given: Plan | None) -> tuple[str, ...]:
-    return () if given is None else tuple(note for note in given.notes if note == BEFORE_COMPUTE)
+def _kept_notes(work: Work) -> tuple[str, ...]:
+    if work.given is None or work.computes_high:
+        return ()
+    return tuple(note for note in work.given.notes if note == BEFORE_COMPUTE)
 
 
 def _gemms(work: Work) -> tuple[Gemm, ...]:

@@ -87,6 +87,20 @@ def test_the_default_ratio_applies_only_where_something_can_be_low():
 
 
 @pytest.mark.parametrize(
+    ("options", "compute"),
+    [
+        ({"recipe": "fp8"}, "high"),
+        ({"recipe": "hfp8", "storage": "packed"}, "high"),
+        ({"recipe": "fp8", "compute": "stored"}, "stored"),
+        ({"recipe": "hfp8"}, "stored"),
+        ({"recipe": "fp8", "storage": "simulate"}, "stored"),
+    ],
+)
+def test_operators_read_values_where_anything_is_stored(options, compute):
+    assert Settings.of(Config(**options)).compute == compute
+
+
+@pytest.mark.parametrize(
     ("options", "changes"),
     [
         ({"recipe": "fp32"}, False),
@@ -146,6 +160,15 @@ def test_a_budget_must_be_positive(size):
             ["unknown policy 'sise'; did you mean 'size'?", "'exact'", "a function f(tensors, config)"],
         ),
         ({"policy": 3}, ["policy is 3; give it one of 'size'"]),
+        ({"compute": "hihg"}, ["unknown compute 'hihg'; did you mean 'high'?", "'high', 'stored', or None"]),
+        (
+            {"compute": "high", "storage": "simulate"},
+            [
+                "compute='high' says who reads what is stored low",
+                "storage='simulate' stores nothing",
+                "leave compute out",
+            ],
+        ),
         ({"storage": "naitve"}, ["unknown storage 'naitve'; did you mean 'native'?", "'packed', 'simulate'"]),
         ({"lowering": "tritn"}, ["unknown lowering 'tritn'; did you mean 'triton'?", "'eager'"]),
         (

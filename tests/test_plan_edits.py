@@ -13,6 +13,7 @@ import torch
 from backend_helpers import eager_backend, mlp
 
 import fxprec
+from fxprec.plan.entries import BEFORE_COMPUTE
 
 Data = dict[str, Any]
 COMPUTES = pytest.mark.parametrize("compute", ["high", "stored"])
@@ -165,6 +166,44 @@ def test_a_format_without_a_dtype_is_refused_in_native_storage(saved: Data, foll
     plan_of(recipe="hfp8", storage="packed", low_ratio=0.6).save(path)
     with pytest.raises(fxprec.PlanError, match=r"is '1-\d-\d\+?\d?', which torch has no dtype for"):
         plan_of(plan=str(path), storage="native")
+
+
+def without_compute(data: Data) -> None:
+    """As plan files were before there was a choice."""
+    del data["compute"]
+    for site in data["sites"]:
+        del site["reads"]
+        site.pop("why", None)
+
+
+def test_a_plan_of_before_there_was_a_choice_runs_as_it_did_then(saved: Data, followed: Any, tmp_path: Path) -> None:
+    data = plan_of(storage="native", compute="stored", low_ratio=0.6).to_dict()
+    without_compute(data)
+    path = tmp_path / "before.json"
+    path.write_text(json.dumps(data))
+    loaded = fxprec.Plan.load(path)
+    assert (loaded.compute, {s.reads for s in loaded.sites}) == ("stored", {"all"})
+    assert BEFORE_COMPUTE in loaded.notes
+    plan = plan_of(storage="native", plan=str(path))
+    assert (plan.compute, plan.formats) == ("stored", loaded.formats)
+    assert "e5m2_sat" in plan.formats.values(), "gradients are stored"
+    assert plan.notes.count(BEFORE_COMPUTE) == 1
+    plan.save(path)
+    assert fxprec.Plan.load(path) == plan
+    again = plan_of(storage="native", plan=str(path), compute="high")
+    assert again.compute == "high", "asked for, which goes before the plan's"
+    assert {s.reads for s in again.sites} == {"backward", "all"}
+    assert BEFORE_COMPUTE not in again.notes
+
+
+def test_a_plan_brings_its_compute_and_who_reads_what(saved: Data, followed: Any) -> None:
+    assert (saved["compute"], {s["reads"] for s in saved["sites"]}) == ("high", {"backward", "all"})
+    plan = followed(lambda data: None)
+    assert [(s.format, s.reads, s.why) for s in plan.sites] == [
+        (s["format"], s["reads"], s.get("why", "")) for s in saved["sites"]
+    ]
+    stored = plan_of(storage="native", compute="stored", low_ratio=0.6)
+    assert followed(lambda data: data.update(stored.to_dict())).compute == "stored"
 
 
 @COMPUTES
