@@ -133,7 +133,7 @@ class Controller:
 
     def _overflows(self, site: Site, stats: SiteStats) -> bool:
         limit = self.rules.promote_above
-        if limit is None or site.promoted_at is not None or site.id in self._refused:
+        if not stats.overflow_ratio or limit is None or site.promoted_at is not None or site.id in self._refused:
             return False
         # An inf or a NaN counts as overflow, of which it says nothing: a bad batch. The ratio arrives in float32, where
         # 1 in 100 is less than 0.01.
@@ -141,6 +141,8 @@ class Controller:
 
     def _loses(self, site: Site, amax: float) -> bool:
         """Say whether storing an inf or NaN turns it into a number."""
+        if math.isfinite(amax):
+            return False
         fmt = parse(site.format)
         if math.isinf(amax):
             return fmt.overflow == "saturate"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cpu_dependent
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """Pretend this CPU has fast 16-bit GEMMs, and collect the graphs that are lowered."""
+    """Pretend this CPU has fast 16-bit GEMMs of any size, and collect the graphs that are lowered."""
     seen: list[torch.fx.GraphModule] = []
     lower = fxprec.driver.halves.lower
 
@@ -32,6 +32,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
         return lower(gm, *args, **options)
 
     monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
+    monkeypatch.setattr(narrow_gemms, "SMALL", 0)
     monkeypatch.setattr(fxprec.driver.halves, "lower", spy)
     return seen
 
@@ -43,6 +44,16 @@ def operand_dtypes(gm: torch.fx.GraphModule) -> list[set[torch.dtype]]:
             operands = [node.args[i] for i in ops.GEMM_OPERANDS[node.target]]
             found.append({a.meta["val"].dtype for a in operands})
     return found
+
+
+def test_a_gemm_too_small_to_gain_stays_float32(graphs, monkeypatch) -> None:
+    monkeypatch.setattr(narrow_gemms, "SMALL", 16 * 24 * 32)
+    model = nn.Sequential(nn.Linear(24, 32, bias=False), nn.ReLU(), nn.Linear(32, 8, bias=False))
+    out = torch.compile(model, backend=eager_backend("native", recipe="bf16", low_ratio=None))(torch.randn(16, 24))
+    out.sum().backward()
+    forward, backward = (operand_dtypes(gm) for gm in graphs)
+    assert forward == [{torch.bfloat16}, {torch.float32}]
+    assert backward == [{torch.float32}, {torch.float32}, {torch.bfloat16}]
 
 
 def test_a_bf16_step_is_the_step_written_by_hand(graphs) -> None:
