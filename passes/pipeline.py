@@ -19,6 +19,7 @@ from fxprec.passes.group_tensors import GroupTensors
 from fxprec.passes.guide_partition import GuidePartition
 from fxprec.passes.insert_casts import InsertCasts
 from fxprec.passes.insert_observers import InsertObservers
+from fxprec.passes.keep_signs import KeepSigns
 from fxprec.passes.low_gemms import LowGemms
 from fxprec.passes.make_again import MakeAgain
 from fxprec.passes.narrow_accumulators import NarrowAccumulators
@@ -40,6 +41,7 @@ PIPELINE: tuple[Pass, ...] = (
     ComputeHigh(),  # needs to know which GEMMs multiply codes; takes casts away
     StoreCentred(),  # needs the copies that are left
     MakeAgain(),  # needs them where they are stored
+    KeepSigns(),  # needs the copies that are left; comes between a copy and its value, by which make-again knows it
     CarryScales(),  # needs the casts that are left; rows of its own come after the sites
     NarrowAccumulators(),  # needs operators paired with the GEMMs it replaces; leaves a remark for the plan
     WritePlan(),  # needs the sites and the answers

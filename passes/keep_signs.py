@@ -1,0 +1,68 @@
+"""Keep apart from 0 what backward asks for its sign.
+
+A ReLU's gradient is masked by whether its result is above 0, and in e4m3fn all below 2^-10 is 0: of activations of rms
+0.1 nearly 1 % would lose their gradient. They are stored as the smallest number instead, an error that no sum notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from fxprec.ir.symbolic import Dequantize, Quantize
+from fxprec.numerics.formats import parse
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import is_backward
+from fxprec.passes.base import Work
+from fxprec.passes.casts.sites import emit
+
+_ASKS_ABOVE = ops.existing(ops.aten, "le.Scalar gt.Scalar")
+_ASKS_BELOW = ops.existing(ops.aten, "ge.Scalar lt.Scalar")
+# bfloat16's exponents are float32's: it makes 0 only of what float32 hardly holds.
+_WIDE_EXPONENT_BITS = 8
+
+
+@dataclass(frozen=True)
+class KeepSigns:
+    """Have casts round what is not 0 to what is not 0, where backward compares the copy with 0."""
+
+    name: str = "keep-signs"
+
+    def apply(self, work: Work) -> None:
+        if not work.computes_high:
+            return
+        for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
+            reads_copy = work.book.sites[cast.row].reads == "backward"
+            if reads_copy and not is_backward(q) and parse(cast.format).exponent_bits < _WIDE_EXPONENT_BITS:
+                _keep_signs(work.joint.graph, q, cast)
+
+
+def _keep_signs(graph: Graph, q: Node, cast: Quantize) -> None:
+    readers = [reader for read, _ in Dequantize.among(q.users) for reader in _readers(read)]
+    asking = {reader.target for reader in readers if reader.args[1:2] == (0,)}
+    nearest, x = parse(cast.format).smallest_subnormal, cast.x
+    with graph.inserting_before(q):
+        if asking & _ASKS_ABOVE:
+            x = _away_from_zero(graph, x, ops.aten.gt.Scalar, ops.aten.clamp_min.default, nearest)
+        if asking & _ASKS_BELOW:
+            x = _away_from_zero(graph, x, ops.aten.lt.Scalar, ops.aten.clamp_max.default, -nearest)
+    q.args = replace(cast, x=x).args
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Yield what reads a copy, through views and casts in either half."""
+    for user in node.users:
+        if user.target in ops.VIEWS | ops.CASTS:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _away_from_zero(
+    graph: Graph, x: Node, is_beyond_zero: Callable[..., Any], clamp: Callable[..., Any], nearest: float
+) -> Node:
+    beyond = emit(graph, is_beyond_zero, (x, 0), x)
+    return emit(graph, ops.aten.where.self, (beyond, emit(graph, clamp, (x, nearest), x), x), x, val=x.meta["val"])

@@ -1,0 +1,61 @@
+"""Pass keep-signs: what is not 0 is stored as no 0, where backward compares the copy with 0."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from one_pass import run_pass
+from torch import nn
+from torch.nn import functional as F
+
+from fxprec.ir.symbolic import Quantize
+from tests.helpers import compiled, eager_backend
+
+NAME = "keep-signs"
+SMALLEST = 2.0**-9  # of e4m3fn
+pytestmark = pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")
+
+
+def between_linears(activation: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), activation, nn.Linear(16, 16))
+
+
+def guarded(activation: nn.Module, **options: object) -> list[object]:
+    """What is stored in another way than by rounding alone: the bounds, by operator that sets them."""
+    ran = run_pass(NAME, between_linears(activation), torch.randn(8, 16), recipe="fp8", low_ratio=1.0, **options)
+    values = [cast.x for _, cast in Quantize.among(Quantize.nodes(ran.graph))]
+    clamped = [x.args[1] for x in values if x.target is torch.ops.aten.where.self and x not in ran.before.nodes]
+    return [node.args[1] for node in clamped if node.target in CLAMPS]
+
+
+CLAMPS = (torch.ops.aten.clamp_min.default, torch.ops.aten.clamp_max.default)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU()], ids=["relu", "leaky relu"])
+def test_what_is_compared_with_0_stays_above_it(activation):
+    assert guarded(activation) == [SMALLEST]
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.Hardswish()], ids=["gelu", "hardswish"])
+def test_other_copies_are_only_rounded(activation):
+    assert guarded(activation) == []
+
+
+def test_bf16_has_exponents_enough_and_stored_semantics_round_for_every_reader():
+    assert guarded(nn.ReLU(), compute="stored") == []
+    ran = run_pass(NAME, between_linears(nn.ReLU()), torch.randn(8, 16), recipe="bf16")
+    assert ran.is_unchanged()
+
+
+@pytest.mark.parametrize("activation", [F.relu, F.leaky_relu], ids=["relu", "leaky relu"])
+def test_small_activations_keep_their_gradients(activation):
+    """Of rms 2^-8 a fifth is 0 in e4m3fn."""
+    x, weight = torch.randn(64, 32) * 2.0**-9, torch.randn(32, 32)
+    stored, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
+
+    def function(x):
+        return activation(2 * x) @ weight
+
+    for run, leaf in ((compiled(function, eager_backend("fp8", low_ratio=1.0)), stored), (function, wanted)):
+        run(leaf).sum().backward()
+    assert F.cosine_similarity(stored.grad.flatten(), wanted.grad.flatten(), dim=0) > 0.999
