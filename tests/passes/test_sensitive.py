@@ -142,6 +142,15 @@ def test_the_numbers_in_the_reasons() -> None:
     assert round(torch.tensor(0.5).exp().item(), 1) == 1.6
 
 
+def test_the_error_of_a_statistic_does_not_cancel() -> None:
+    """Of a factor of 1,024 numbers the one error is that of their sum; errors of the numbers themselves cancel."""
+    e4m3fn = functools.partial(rounded, dtype=torch.float8_e4m3fn)
+    x, factor = normal(1024).abs(), torch.tensor(1.06, dtype=torch.float64)
+    exact = (x * factor).sum()
+    assert ((x * e4m3fn(factor)).sum() - exact).abs() > 0.05 * exact
+    assert ((e4m3fn(x) * factor).sum() - exact).abs() < 0.005 * exact
+
+
 @pytest.mark.parametrize(("by", "in_8_bits", "as_stored"), [(1.0, 0.03, 0.001), (3.0, 0.3, 0.001)])
 def test_attention_with_large_logits(by: float, in_8_bits: float, as_stored: float) -> None:
     """q and k in 8 bits make rows that add up to anything; v and the result in 8 bits do no such harm.
