@@ -73,6 +73,18 @@ def forget_order(forward: Graph) -> None:
     for node, storing in symbolic.Storing.among(symbolic.Storing.nodes(forward)):
         node.replace_all_uses_with(storing.x)
         forward.erase_node(node)
+        for copy in storing.copies:
+            _erase_unread(forward, copy)
+
+
+def _erase_unread(graph: Graph, node: Node) -> None:
+    """Take out a copy that the partition, under a memory budget, did not keep, and what was computed for it alone."""
+    if node.users or node.op != "call_function" or node.is_impure():
+        return
+    sources = node.all_input_nodes
+    graph.erase_node(node)
+    for source in sources:
+        _erase_unread(graph, source)
 
 
 def _forward(joint: JointGraph) -> list[Node]:
