@@ -155,8 +155,8 @@ def test_quick_demo_trains_and_leaves_plan_and_log(tmp_path):
     fp32, fp8 = outcomes
     assert fp32.score > 0.9
     assert abs(fp32.score - fp8.score) < 0.05
-    assert fp8.saved_bytes < 0.6 * fp32.saved_bytes
-    assert fp8.low_ratio("achieved") >= fp8.low_ratio("requested") == pytest.approx(0.6)
+    assert fp8.saved_bytes < 0.35 * fp32.saved_bytes
+    assert fp8.low_ratio("achieved") >= fp8.low_ratio("requested") == 1.0
     assert Plan.load(out / "digits-fp8.plan.json").to_dict() == fp8.plans[0].to_dict()
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log if line["kind"] == "step" and line["recipe"] == "fp8"] == [

@@ -24,8 +24,8 @@ from fxprec.errors import ConfigError, FxprecError, did_you_mean
 RECIPES: dict[str, dict[str, Any]] = {
     "fp32": {"recipe": "fp32"},
     "bf16": {"recipe": "bf16"},
-    "fp8": {"recipe": "fp8", "low_ratio": 0.6},
-    "hfp8": {"recipe": "hfp8", "low_ratio": 0.5, "storage": "packed"},
+    "fp8": {"recipe": "fp8"},
+    "hfp8": {"recipe": "hfp8", "storage": "packed"},
 }
 """Name shown, and the ``options=`` of ``torch.compile`` behind it."""
 
