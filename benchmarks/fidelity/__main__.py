@@ -1,6 +1,6 @@
 """One step on architectures nobody here wrote: loss and gradient against float32, fxprec beside bf16 autocast.
 
-    python -m benchmarks.fidelity                                  # all: about 12 minutes on one core
+    python -m benchmarks.fidelity                                  # all: about 15 minutes on one idle core
     python -m benchmarks.fidelity --only llama resnet --sides autocast "fp8 1 high"
     python -m benchmarks.fidelity --resume benchmarks/results/2026-11-22-fidelity.json
 
