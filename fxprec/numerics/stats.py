@@ -81,24 +81,38 @@ def _finished(c: Counts) -> Statistics:
     return Statistics(*basic, rms, c.nonzero / share, mean - c.moments_exp * math.log(2), deviation)
 
 
-def count(x: Tensor, stored: Tensor, row: FormatRow[Any]) -> list[Tensor]:
-    """Return ``overflow`` to ``elements`` of float32 ``x``, which is ``stored`` after scaling, as 0-dim float64."""
+def count(x: Tensor, stored: Tensor, row: FormatRow[Any], dims: tuple[int, ...] = ()) -> list[Tensor]:
+    """Return ``overflow`` to ``elements`` of float32 ``x``, which is ``stored`` after scaling, as float64.
+
+    Of the whole tensor, or of each part that reducing ``dims`` leaves; `total` puts parts together.
+    """
     magnitude = stored.view(torch.int32) & MAGNITUDE
     over, under = lost(magnitude, row)
-    numbers = [torch.sum(over, dtype=torch.int64), torch.sum(under, dtype=torch.int64), torch.amax(torch.abs(x))]
-    elements = torch.sum(magnitude >= 0, dtype=torch.int64)  # all: a trace knows no shape
-    return [n.to(torch.float64) for n in (*numbers, elements)]
+    elements = magnitude >= 0  # all: a trace knows no shape
+    numbers = [_sum(over, dims), _sum(under, dims), torch.amax(torch.abs(x), dims), _sum(elements, dims)]
+    return [n.to(torch.float64) for n in numbers]
 
 
-def count_moments(stored: Tensor) -> list[Tensor]:
-    """Return ``nonzero`` to ``squared_logs`` of float32 ``stored`` as 0-dim float64.
+def count_moments(stored: Tensor, dims: tuple[int, ...] = ()) -> list[Tensor]:
+    """Return ``nonzero`` to ``squared_logs`` of float32 ``stored`` as float64, by parts as `count` does.
 
     What is stored is near 1, where squares neither over- nor underflow.
     """
     nonzero = (stored.view(torch.int32) & MAGNITUDE) > 0
     logs = torch.where(nonzero, torch.log(torch.where(nonzero, torch.abs(stored), 1.0)), 0.0)
-    sums = [torch.sum(stored * stored), torch.sum(logs), torch.sum(logs * logs)]
-    return [n.to(torch.float64) for n in (torch.sum(nonzero, dtype=torch.int64), *sums)]
+    sums = [torch.sum(stored * stored, dims), torch.sum(logs, dims), torch.sum(logs * logs, dims)]
+    return [n.to(torch.float64) for n in (_sum(nonzero, dims), *sums)]
+
+
+def _sum(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return torch.sum(x, dims, dtype=torch.int64)
+
+
+def total(parts: list[Tensor]) -> Tensor:
+    """Put the parts of the first fields of `Counts` together: one reduction for all of them, (fields,) float64."""
+    table = torch.cat([part.view(1, -1) for part in parts])
+    is_amax = torch.arange(len(parts), device=table.device) == Counts._fields.index("amax")
+    return torch.where(is_amax, torch.amax(table, 1), torch.sum(table, 1))
 
 
 # Striped counters: one of these columns of int32 a stripe, then a row of facts that one program writes.

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec.ir import symbolic
 from fxprec.ir.symbolic_gemms import TRANSPOSED
-from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import is_backward
+from fxprec.passes.analysis.joint import is_backward, is_view
 
 POLICY, REGION = "recompute", "ac_graph_id"
 REGION_META = (POLICY, REGION)
@@ -71,7 +70,7 @@ def readers_of(node: Node, through: Collection[object] = _CASTS) -> Iterator[Nod
             if user in seen:
                 continue
             seen.add(user)
-            if not is_backward(user) and (user.target in ops.VIEWS or user.target in through):
+            if not is_backward(user) and (is_view(user) or user.target in through):
                 stack.append(user)
             elif user.op != "output":
                 yield user

@@ -9,7 +9,7 @@ from functools import cached_property
 from torch.fx import GraphModule
 
 from fxprec.numerics.formats import Format, parse
-from fxprec.passes.lowering.conversions import share_conversions
+from fxprec.passes.lowering.conversions import share_conversions, show_bytes_in_memory, widen_products
 from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.gemms import lower_gemms
@@ -80,7 +80,10 @@ def lower(
     # Triton runs on a CPU in its interpreter only, beside the reference.
     if lowering != "eager" and not (lowering == "triton" and device_type == "cpu"):
         expand(gm, rows.scaled, rows.measured)
-        if rows.inlines and device_type == "cpu":
+        if device_type == "cuda":
+            widen_products(gm)
+            show_bytes_in_memory(gm)
+        if rows.inlines or device_type == "cuda":
             share_conversions(gm.graph)
     gm.graph.eliminate_dead_code()
     gm.recompile()

@@ -1,18 +1,80 @@
-"""Convert a value to a dtype once: the copy that is kept for backward is the one that forward's GEMM multiplies."""
+"""Conversions between dtypes that cost a pass over memory and need not be made."""
 
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
+from fxprec.ir.symbolic_gemms import TransposeCodes
+from fxprec.passes.analysis.joint import input_at, tensor_of
+
+aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def share_conversions(graph: Graph) -> None:
-    """Rewrite a graph without symbolic ops."""
+    """Convert a value to a dtype once: the copy that is kept for backward is the one that forward's GEMM multiplies.
+
+    For a graph without symbolic ops.
+    """
     made: dict[tuple[object, ...], Node] = {}
     for node in graph.find_nodes(op="call_function", target=_CONVERT):
         first = made.setdefault(node.args, node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
+
+
+def show_bytes_in_memory(gm: GraphModule) -> None:
+    """Transpose the bytes of codes, and show them as floats behind that, when they are in memory.
+
+    Inductor copies bytes that are not there yet once for each GEMM or kernel that reads them under another dtype.
+    """
+    for copy, transposed in TransposeCodes.among(TransposeCodes.nodes(gm.graph)):
+        shown = transposed.q
+        while shown.target is aten.alias.default:
+            shown = input_at(shown, 0)
+        if shown.target is aten.view.dtype:
+            _transpose_bytes(gm.graph, copy, transposed.q, shown)
+    gm.graph.eliminate_dead_code(lambda node: node.is_impure())
+    gm.recompile()
+
+
+def _transpose_bytes(graph: Graph, copy: Node, codes: Node, shown: Node) -> None:
+    dtype = shown.args[1]
+    with graph.inserting_before(copy):
+        turned = TransposeCodes(input_at(shown, 0)).insert(graph)
+        floats = [graph.call_function(aten.view.dtype, (x, dtype)) for x in (turned, input_at(shown, 0))]
+    for old, new in zip((copy, codes), floats, strict=True):
+        users = [user for user in old.users if new < user]
+        for user in users:
+            user.replace_input_with(old, new)
+
+
+def widen_products(gm: GraphModule) -> None:
+    """Let a GEMM on a GPU write float32 where its 16-bit result would only be widened and leave: a weight's gradient.
+
+    Its sums are float32 anyway; what is saved is a pass over them, and what is spared is a rounding.
+    """
+    for wide in gm.graph.find_nodes(op="call_function", target=_CONVERT):
+        product = input_at(wide, 0)
+        if wide.args[1] == torch.float32 and len(product.users) == 1 and all(u.op == "output" for u in wide.users):
+            _widen(gm.graph, product, wide)
+    gm.recompile()
+
+
+def _widen(graph: Graph, product: Node, wide: Node) -> None:
+    if product.target is aten._scaled_mm.default:
+        product.update_arg(_OUT_DTYPE, torch.float32)
+    elif product.target is aten.mm.default and _WIDE_MM is not None and tensor_of(product).dtype != torch.float32:
+        product.target = _WIDE_MM
+        product.args = (*product.args, torch.float32)
+    else:
+        return
+    product.meta["val"] = wide.meta["val"]
+    wide.replace_all_uses_with(product)
+    graph.erase_node(wide)
+
+
+_OUT_DTYPE = 6  # of aten._scaled_mm's arguments
+_WIDE_MM = getattr(aten.mm, "dtype", None)  # CUDA's only

@@ -6,6 +6,7 @@ site: pointwise ops know no shapes, so one trace serves all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +22,7 @@ from fxprec.ir.symbolic_gemms import Gathered
 from fxprec.numerics import codec, formats, stats
 from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import INFINITY, MAGNITUDE, FormatRow, code_row, format_row, row_of
-from fxprec.passes.analysis.joint import input_at, tensor_of
+from fxprec.passes.analysis.joint import dim_hint, input_at, tensor_of
 
 aten = torch.ops.aten
 
@@ -88,7 +89,8 @@ def _dequantize_recipe(node: Node, rows: Rows) -> _Recipe:
 def _counts_recipe(node: Node, rows: Rows) -> _Recipe:
     count = Count.of(node)
     simulated = any(cast.is_simulated for _, cast in Quantize.among(count.x.users))
-    static = (None if simulated else count.format, count.row in rows.scaled, count.row in rows.measured)
+    dims = _row_dims(tensor_of(count.x))
+    static = (None if simulated else count.format, count.row in rows.scaled, count.row in rows.measured, dims)
     columns = _FORMAT_COLUMNS if simulated else ()
     return _counts, static, (0, CARRIED, *columns[1:])
 
@@ -184,9 +186,11 @@ def _simulate(x: torch.Tensor, columns: _Columns, scaled: bool) -> torch.Tensor:
 
 
 def _quantize(x: torch.Tensor, columns: _Columns, fmt: str, storage: str, scaled: bool) -> torch.Tensor:
-    x = _scale(x.to(torch.float32), columns, scaled)
     form = parse(fmt)
     dtype = stored_dtype(form, storage)
+    if x.dtype == dtype and form.overflow == "inf" and not scaled:
+        return x
+    x = _scale(x.to(torch.float32), columns, scaled)
     if not dtype.is_floating_point:
         return codec.encode_bits(x, form)
     if form.overflow == "saturate":
@@ -196,7 +200,7 @@ def _quantize(x: torch.Tensor, columns: _Columns, fmt: str, storage: str, scaled
 
 def _dequantize(q: torch.Tensor, columns: _Columns, fmt: str, dtype: torch.dtype, scaled: bool) -> torch.Tensor:
     if q.dtype == dtype and not scaled:
-        return q
+        return q  # by way of float32 it would be a kernel that copies
     x = q.to(torch.float32) if q.dtype.is_floating_point else codec.decode_bits(q, parse(fmt))
     return _scale(x, columns, scaled, sign=-1).to(dtype)
 
@@ -245,20 +249,41 @@ def _rescale(g: torch.Tensor, columns: _Columns) -> torch.Tensor:
     return _scale(g.to(torch.float32), columns, True).to(g.dtype)
 
 
-def _counts(x: torch.Tensor, columns: _Columns, fmt: str | None, scaled: bool, measured: bool) -> torch.Tensor:
+def _counts(
+    x: torch.Tensor, columns: _Columns, fmt: str | None, scaled: bool, measured: bool, dims: tuple[int, ...]
+) -> torch.Tensor:
     row = FormatRow(columns[0], *columns[2:]) if fmt is None else format_row(parse(fmt))
     wide = x.to(torch.float32)
     stored = _scale(wide, columns, scaled)
-    counted = stats.count(wide, stored, row)
+    parts = stats.count(wide, stored, row, dims) + (stats.count_moments(stored, dims) if measured else [])
     carried = columns[1].to(torch.float64)
     zero = carried * 0.0  # on the graph's device, which a constant made here is not
-    moments = stats.count_moments(stored) if measured else [zero + value for value in stats.UNMEASURED]
+    unmeasured = [] if measured else [zero + value for value in stats.UNMEASURED]
     moments_exp = (columns[0] + columns[1]).to(torch.float64) if scaled else carried
-    return torch.stack([*counted, *moments, carried, moments_exp])
+    return torch.cat([stats.total(parts), torch.stack([*unmeasured, carried, moments_exp])])
+
+
+_ROW = 256  # elements; 32 bytes of partial counts a row are then a small share of it
+
+
+def _row_dims(x: torch.Tensor) -> tuple[int, ...]:
+    """Return the last dimensions that make up a row, which one program counts where the value is made; () for all.
+
+    Inductor cuts a reduction of everything into parts of its own, which fit into no kernel that computes the values:
+    these are then written out and read again. A sum over rows fits into all that go over a tensor in its order.
+    """
+    if not x.is_contiguous():
+        return ()
+    for count in range(1, min(x.ndim, _MOST_DIMS)):
+        if math.prod(dim_hint(size) for size in x.shape[-count:]) >= _ROW:
+            return tuple(range(-count, 0))
+    return ()
 
 
 def _gathered(counters: torch.Tensor, columns: _Columns) -> torch.Tensor:
     return stats.gathered(counters).view(-1)
 
 
-_EXAMPLES = {_gathered: (2 * stats.SITE_COUNTERS,)}  # shapes; what is not here is pointwise
+_MOST_DIMS = 5
+# Shapes; what is not here is pointwise.
+_EXAMPLES = {_gathered: (2 * stats.SITE_COUNTERS,), _counts: (2,) * _MOST_DIMS}

@@ -17,16 +17,19 @@ from bit_patterns import NAMED, NATIVE, WIDE, bit_patterns, random_formats
 from helpers import UNMEASURED, assert_bits_equal, finished
 
 import fxprec.runtime.cpu.ops
-import fxprec.runtime.reference_ops  # noqa: F401  both register implementations
+import fxprec.runtime.gemm.ops
+import fxprec.runtime.reference_ops  # noqa: F401  all register implementations
 from fxprec.ir import symbolic
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.reference import reference_decode, reference_encode, reference_quantize, reference_stats
 from fxprec.numerics.rows import format_row
+from fxprec.passes.lowering.conversions import share_conversions, show_bytes_in_memory, widen_products
 from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.layout import prefer_channels_last
 from fxprec.passes.lowering.reuse import is_ours_alone
 
 aten = torch.ops.aten
+CONVERT = torch.ops.prims.convert_element_type.default
 FORCE = torch.ops.prims.inductor_force_stride_order.default
 
 
@@ -85,6 +88,80 @@ def test_expanded_statistics_equal_the_reference(name, storage, scale_exp):
     amax = float(x.abs().max())
     basic = [wanted.overflow / 5000, wanted.underflow / 5000, amax]
     assert finished(got).tolist() == pytest.approx([*basic, *UNMEASURED])
+
+
+@pytest.mark.parametrize("shape", [(6, 7, 300), (42, 300), (6, 7, 3, 5, 20), (12600,)])
+@pytest.mark.parametrize("measured", [False, True])
+def test_counts_by_rows_add_up_to_those_of_the_whole(shape, measured):
+    """Rows of the last dimensions that are long enough; of anything else, the whole."""
+    fmt = parse("e5m2")
+    x = torch.randn(12600) * fmt.largest**0.5
+    x[:40], x[40:50], x[-3] = 1e-9, 0.0, math.inf
+    rows = table(fmt, 3, carried=1, measure=True)
+    whole = x.view(6, 7, 300).transpose(0, 2)  # not in order: counted as one
+    wanted = expanded(symbolic.COUNTS, whole, rows, 1, "e5m2", measured=measured)
+    found = expanded(symbolic.COUNTS, x.view(shape), rows, 1, "e5m2", measured=measured)
+    assert found.tolist() == pytest.approx(wanted.tolist(), rel=1e-6)
+    assert found[1] == 40
+    x[70] = math.nan
+    assert expanded(symbolic.COUNTS, x.view(shape), rows, 1, "e5m2", measured=measured)[2].isnan()
+
+
+def on_a_gpu(function, *args: torch.Tensor, mode: str = "real") -> GraphModule:
+    """The graph of ``function``, as far as a lowering for a GPU looks at it."""
+    gm = make_fx(function, tracing_mode=mode)(*args)
+    widen_products(gm)
+    show_bytes_in_memory(gm)
+    share_conversions(gm.graph)
+    gm.graph.lint()
+    return gm
+
+
+def targets(gm: GraphModule) -> list[object]:
+    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
+
+
+BF16, CODES = torch.randn(16, 16, dtype=torch.bfloat16), torch.randn(16, 16).to(torch.float8_e4m3fn)
+
+
+def test_a_gemm_on_a_gpu_writes_float32_where_only_the_graph_reads_it():
+    assert targets(on_a_gpu(lambda a, b: [CONVERT(a @ b, torch.float32)], BF16, BF16)) == [aten.mm.dtype]
+    kept = on_a_gpu(lambda a, b: [CONVERT(a @ b, torch.float32) * 2], BF16, BF16)
+    assert aten.mm.default in targets(kept), "a kernel that reads it widens it on the way"
+    both = on_a_gpu(lambda a, b: [CONVERT(p := a @ b, torch.float32), p], BF16, BF16)
+    assert aten.mm.default in targets(both), "as it is, it is wanted too"
+    one = torch.tensor(1.0)
+    native = on_a_gpu(
+        lambda a, b: [CONVERT(aten._scaled_mm(a, b.t(), one, one, None, None, torch.bfloat16), torch.float32)],
+        CODES,
+        CODES,
+    )
+    (gemm,) = native.graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
+    assert gemm.args[6] == torch.float32
+    assert CONVERT not in targets(native)
+
+
+def test_a_value_that_is_kept_is_narrowed_once():
+    gm = on_a_gpu(lambda x: [CONVERT(x, torch.bfloat16) @ BF16, CONVERT(x, torch.bfloat16)], torch.randn(16, 16))
+    assert targets(gm).count(CONVERT) == 1
+    x = torch.randn(16, 16)
+    _, kept = gm(x)
+    assert_bits_equal(kept, x.bfloat16(), "kept")
+    other = on_a_gpu(
+        lambda x: [CONVERT(x, torch.float16) @ BF16.half(), CONVERT(x, torch.bfloat16)], torch.randn(16, 16)
+    )
+    assert targets(other).count(CONVERT) == 2, "another dtype is another value"
+
+
+def test_bytes_are_transposed_before_they_are_shown_as_floats():
+    def two_readers(x):
+        codes = (x + 1).view(torch.float8_e4m3fn)
+        return [torch.ops.fxprec.transpose_codes(codes), codes.view(2, -1)]
+
+    gm = on_a_gpu(two_readers, torch.zeros(16, 16, dtype=torch.uint8), mode="fake")
+    copy, *shown = targets(gm)[1:4]
+    assert copy is torch.ops.fxprec.transpose_codes.default
+    assert shown == [aten.view.dtype] * 2
 
 
 def moments(x: torch.Tensor) -> list[float]:
