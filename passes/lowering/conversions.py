@@ -25,6 +25,9 @@ def share_conversions(graph: Graph) -> None:
             graph.erase_node(node)
 
 
+_ALIASES = {aten.alias.default, aten.detach.default}
+
+
 def show_bytes_in_memory(gm: GraphModule) -> None:
     """Transpose the bytes of codes, and show them as floats behind that, when they are in memory.
 
@@ -32,7 +35,7 @@ def show_bytes_in_memory(gm: GraphModule) -> None:
     """
     for copy, transposed in TransposeCodes.among(TransposeCodes.nodes(gm.graph)):
         shown = transposed.q
-        while shown.target is aten.alias.default:
+        while shown.target in _ALIASES:
             shown = input_at(shown, 0)
         if shown.target is aten.view.dtype:
             _transpose_bytes(gm.graph, copy, transposed.q, shown)
