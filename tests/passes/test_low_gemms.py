@@ -121,6 +121,25 @@ def test_each_operand_is_transposed_once_and_only_that_copy_is_saved(graphs, act
     assert low == saved_bytes(network(act), lowering="eager", gemms="high", compute=compute)
 
 
+def test_only_what_a_gemm_multiplies_in_codes_is_rounded_for_it(graphs, tmp_path) -> None:
+    """Of a network whose first layer multiplies codes, and whose second decodes."""
+    _, backend = step(network(), gemms="low", lowering="eager")
+    plan = backend.plans[0]
+    assert {s.reads for s in plan.sites if s.tensor in ("x", "0.weight", "2.weight")} == {"gemm codes"}
+    assert {s.reads for s in plan.sites if s.kind == "grad_output"} == {"gemm codes"}
+    path = tmp_path / "plan.json"
+    edited = fxprec_dumps(plan)
+    path.write_text('"pays": false'.join(edited.rsplit('"pays": true', 1)))
+    _, backend = step(network(), gemms="auto", lowering="eager", plan=str(path), low_ratio=None)
+    plan = backend.plans[0]
+    assert [g.pays for g in plan.gemms] == [True, False]
+    found = {(s.tensor, s.kind): (s.format, s.reads) for s in plan.sites}
+    first, second = sorted(s.tensor for s in plan.sites if s.kind == "grad_output")
+    low = {("0.weight", "param"): ("e4m3fn", "gemm codes"), (first, "grad_output"): ("e5m2_sat", "gemm codes")}
+    high = {("2.weight", "param"): ("bf16", "all"), (second, "grad_output"): ("bf16", "all")}
+    assert found.items() >= {**low, **high}.items()
+
+
 def test_a_gradient_keeps_its_infinity_in_codes(graphs) -> None:
     """e5m2_sat saturates; without the guard 57344 would come out of the GEMM."""
     for lowering in ("auto", "eager"):
