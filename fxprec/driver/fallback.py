@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from fxprec import compat
 from fxprec.config import Config
 from fxprec.driver.capture import copied
-from fxprec.driver.verify import Fault, checked_cpu_run, checked_run
+from fxprec.driver.verify import Fault, checked_cpu_run, checked_run, is_compared
 from fxprec.ir.symbolic_gemms import kernel_called
 from fxprec.numerics import ahead
 from fxprec.passes.base import Notice
@@ -39,6 +39,7 @@ class Lowering:
         self.config, self.device, self.tell = config, device, tell
         self.name = self._available()
         self.without: frozenset[str] = frozenset()
+        self._told = False
         self.is_stale = False
         """Whether a kernel failed while it ran: the graph must be lowered again."""
         if config.verify and not self.verifies:
@@ -62,6 +63,7 @@ class Lowering:
         while self.device.type == "cuda" and self._drop_gemms_that_fail(gm):  # what takes their place may fail too
             gm = copied(plain)
             lowered = self._lower(gm, lower)
+        self._tell_what_is_not_compared(gm)
         kept = copied(gm) if self._has_first_run else None
         try:
             run = build(gm)
@@ -74,6 +76,14 @@ class Lowering:
             kept = copied(gm) if self._has_first_run else None
             run = build(gm)
         return Half(self, lowered, run, None if kept is None else (plain, kept))
+
+    def _tell_what_is_not_compared(self, gm: GraphModule) -> None:
+        if self.config.verify and self.verifies and self.name != "triton" and not is_compared(gm) and not self._told:
+            self._told = True
+            detail = "nothing is compared of a graph half whose casts are part of Inductor's own loops"
+            self.tell(
+                Notice("verify=True", f"{detail}; compute='stored' has kernels to compare, lowering='eager' none")
+            )
 
     @property
     def is_interpreted(self) -> bool:

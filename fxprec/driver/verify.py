@@ -63,6 +63,11 @@ def checked_cpu_run(lowered_gm: GraphModule, args: Sequence[Any]) -> tuple[list[
         return list(checker.run(*args)), checker.faults
 
 
+def is_compared(lowered_gm: GraphModule) -> bool:
+    """Say whether a graph of the CPU lowering calls a kernel of ours; casts inside Inductor's loops are none."""
+    return any(node.target in _CPU_REFERENCES for node in lowered_gm.graph.nodes)
+
+
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
