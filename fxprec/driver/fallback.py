@@ -81,9 +81,7 @@ class Lowering:
         if self.config.verify and self.verifies and self.name != "triton" and not is_compared(gm) and not self._told:
             self._told = True
             detail = "nothing is compared of a graph half whose casts are part of Inductor's own loops"
-            self.tell(
-                Notice("verify=True", f"{detail}; compute='stored' has kernels to compare, lowering='eager' none")
-            )
+            self.tell(Notice("verify=True", f"{detail}; compute='stored' has kernels to compare"))
 
     @property
     def is_interpreted(self) -> bool:

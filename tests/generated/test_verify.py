@@ -6,11 +6,13 @@ import pytest
 import torch
 from generated.kernel_helpers import run, scale_table, stored, traced
 
+from fxprec.config import Config
 from fxprec.driver.capture import copied
+from fxprec.driver.fallback import Lowering
 from fxprec.driver.verify import checked_cpu_run
 from fxprec.ir import symbolic
 from fxprec.numerics.formats import parse
-from fxprec.passes.lowering import lower
+from fxprec.passes.lowering import Lowered, lower
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.runtime.cpu import ops
 from fxprec.runtime.cpu.params import params_of
@@ -53,3 +55,15 @@ def test_a_wrong_kernel_is_named_and_its_result_replaced(monkeypatch: pytest.Mon
     assert "are not the reference's" in faults[0].reason
     for got, right in zip(results, run(gm, *inputs), strict=False):
         assert torch.equal(got, right)
+
+
+def test_a_half_without_kernels_is_told_once() -> None:
+    told: list[str] = []
+    lowering = Lowering(Config(recipe="fp8", verify=True), torch.device("cpu"), lambda n: told.append(n.detail))
+    plain = traced(lambda x: x * 2, torch.ones(3))
+    for _ in range(2):
+        lowering.compile(plain, lambda gm, name, without: Lowered((), ()), lambda gm: gm)
+    assert told == [
+        "nothing is compared of a graph half whose casts are part of Inductor's own loops; compute='stored' has kernels "
+        "to compare"
+    ]
