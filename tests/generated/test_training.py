@@ -121,8 +121,7 @@ def test_sources_are_readable_deterministic_and_quoted(tmp_path: Path) -> None:
         texts.append([(f.name, f.read_text()) for f in files])
     assert texts[0] == texts[1]
     sources = {file: text for file, text in texts[0] if file.endswith(".py")}
-    (forward,) = [text for file, text in sources.items() if file.startswith("forward") and "relu" in file]
-    assert "weird" in forward
+    assert any("weird" in text for file, text in sources.items() if file.startswith("forward"))
     for text in sources.values():
         head = text[: text.index("import triton\n")]
         assert all(line.startswith("# ") for line in head.splitlines())

@@ -74,6 +74,7 @@ def test_arithmetic_between_is_no_view(graph: _Graph) -> None:
 def test_between_two_gemms_nothing_is_converted_or_stored_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bf16 GEMM's result is the stored copy, and the next GEMM's operand."""
     monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
+    monkeypatch.setattr(narrow_gemms, "SMALL", 0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Unflatten(1, (4, 4)), nn.Flatten(), nn.Linear(16, 4))
     ran = run_pass("drop-round-trips", model, torch.randn(32, 8), recipe="bf16", low_ratio=None)
     first, second = (n for n in ran.graph.nodes if n.target is aten.addmm.default)
