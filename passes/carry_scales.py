@@ -31,14 +31,12 @@ from fxprec.passes.casts.fold_scales import fold_into_decodes
 from fxprec.passes.casts.sites import emit_call, insertion_point_after, replace_uses
 from fxprec.plan.scales import Cast, Join, ScaleGraph, Slot
 
-# bfloat16 and float32 have 8 exponent bits: no gradient leaves their range.
-WIDE_EXPONENT_BITS = 8
 Scale = int | None  # a variable, or None for a gradient without a scale
 
 
 def needs_scale(fmt: str) -> bool:
     """Say whether a gradient in this format can need a scale."""
-    return parse(fmt).exponent_bits < WIDE_EXPONENT_BITS
+    return not parse(fmt).has_float32_range
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ Definitions: docs/compute.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, Node
@@ -18,9 +18,8 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, stored_dtype
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import gemm_costs, ops, regions, sensitive
-from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of, tensor_of
+from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of, readers, tensor_of
 from fxprec.passes.base import Notice, Work
-from fxprec.passes.carry_scales import needs_scale
 from fxprec.passes.casts.sites import emit
 from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
 from fxprec.plan.rows import UNREAD, Reads, Site
@@ -110,11 +109,11 @@ class _Readers:
         value, read = cast.x, _read(q)
         if is_backward(q):
             keeps, nobody = self._is_multiplied, GRADIENT
-            if needs_scale(self.hi.name) and self.hi.torch_dtype is not None and not self._any(read, keeps):
+            if not self.hi.has_float32_range and self.hi.torch_dtype is not None and not self._any(read, keeps):
                 narrow = self.work.book.stored_as("grad_output", self.hi)  # GEMMs multiply what is narrowed to float16
                 self._store_as(narrow, q)
                 return "all", narrow, HALF_GRADIENT
-        elif self.work.operators.base(value).op == "placeholder" and self._is_parameter(value):
+        elif self._is_parameter(value):
             keeps, nobody = self._is_multiplied, PARAMETER
         elif regions.is_start(value):
             if not self._is_exact(value):
@@ -140,7 +139,8 @@ class _Readers:
         return self.work.settings.storage == "native" and tensor_of(value).dtype == self.hi.torch_dtype
 
     def _is_parameter(self, value: Node) -> bool:
-        return self.work.joint.describe(self.work.operators.base(value)).kind == "param"
+        base = self.work.operators.base(value)
+        return base.op == "placeholder" and self.work.joint.describe(base).kind == "param"
 
     def _is_multiplied(self, shown: Node, reader: Node) -> bool:
         return reader in self.multiplying and shown in factors_of(reader)
@@ -149,7 +149,7 @@ class _Readers:
         return is_backward(reader) or self._is_multiplied(shown, reader)
 
     def _any(self, read: Node, keeps: Callable[[Node, Node], bool]) -> bool:
-        return any(keeps(shown, reader) for shown, reader in _readers(read))
+        return any(keeps(shown, reader) for shown, reader in readers(read))
 
     def _divert(self, old: Node, new: Node, keeps: Callable[[Node, Node], bool]) -> None:
         """Make what reads ``old``, through views, read ``new``, but for those that keep it."""
@@ -167,23 +167,16 @@ class _Readers:
                 user.replace_input_with(old, new)
 
     def _reads_of(self, read: Node) -> Reads | None:
-        readers = list(_readers(read))
-        if any(self._is_multiplied(shown, reader) for shown, reader in readers):
+        found = list(readers(read))
+        if any(self._is_multiplied(shown, reader) for shown, reader in found):
             return "gemm codes"
-        return "backward" if readers else None
+        return "backward" if found else None
 
     def _share(self, value: Node, read: Node) -> None:
         """Let forward GEMMs, which multiply that format anyway, read the copy: it is written once."""
-
-        def keeps(shown: Node, reader: Node) -> bool:
-            return is_backward(reader) or reader.target not in ops.GEMMS or shown not in factors_of(reader)
-
-        self._divert_unless_own(value, read, keeps)
-
-    def _divert_unless_own(self, value: Node, read: Node, keeps: Callable[[Node, Node], bool]) -> None:
-        for user in list(value.users):
-            if user is not read.args[0] and user.op == "call_function" and not keeps(value, user) and read < user:
-                user.replace_input_with(value, read)
+        for gemm in list(value.users):
+            if gemm.target in ops.GEMMS and not is_backward(gemm) and value in factors_of(gemm) and read < gemm:
+                gemm.replace_input_with(value, read)
 
     def _store_as(self, fmt: Format, q: Node) -> None:
         """Change the format of a cast."""
@@ -209,12 +202,3 @@ def _read(q: Node) -> Node:
     (read,) = [x for x, _ in Dequantize.among(q.users)]
     guards = [guard for guard, _ in KeepNonfinite.among(read.users)]
     return guards[0] if guards else read
-
-
-def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield (what is read, by whom), through views."""
-    for user in node.users:
-        if is_view(user):
-            yield from _readers(user)
-        else:
-            yield node, user

@@ -18,7 +18,6 @@ from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import is_view, operator_of, value
 from fxprec.passes.base import Work
-from fxprec.passes.carry_scales import needs_scale
 from fxprec.passes.casts.sites import emit
 
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -41,7 +40,7 @@ class DropRoundTrips:
                 _converted(graph, node)
             elif node.target is _CAT:
                 _joined(graph, node)
-            elif cast is not None and not needs_scale(cast.format):
+            elif cast is not None and parse(cast.format).has_float32_range:
                 _stored(graph, node, cast)
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxprec.ir import symbolic
 from fxprec.ir.symbolic_gemms import TRANSPOSED
 from fxprec.passes.analysis import ops, regions
-from fxprec.passes.analysis.joint import JointGraph, is_backward, set_results, value
+from fxprec.passes.analysis.joint import JointGraph, has_tag, is_backward, set_results, value
 from fxprec.passes.analysis.values import is_differentiable, is_float_tensor
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit_call
@@ -153,10 +153,9 @@ def _is_cheap(node: Node) -> bool:
 
     One that narrows is not: repeating it would keep its wide input.
     """
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
+    if not has_tag(node, torch.Tag.pointwise) or has_tag(node, torch.Tag.nondeterministic_seeded):
         return False
-    val = value(node)
-    if val is None or not is_float_tensor(node) or torch.Tag.nondeterministic_seeded in node.target.tags:
+    if not is_float_tensor(node):
         return False
     return any(_numel(arg) == _numel(node) and _width(arg) <= _width(node) for arg in node.all_input_nodes)
 

@@ -6,7 +6,7 @@ A ReLU's gradient is masked by whether its result is above 0, and in e4m3fn all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,14 +15,12 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import is_backward
+from fxprec.passes.analysis.joint import is_backward, readers
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
 
 _ASKS_ABOVE = ops.existing(ops.aten, "le.Scalar gt.Scalar")
 _ASKS_BELOW = ops.existing(ops.aten, "ge.Scalar lt.Scalar")
-# bfloat16's exponents are float32's: it makes 0 only of what float32 hardly holds.
-_WIDE_EXPONENT_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -36,13 +34,13 @@ class KeepSigns:
             return
         for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
             reads_copy = work.book.sites[cast.row].reads == "backward"
-            if reads_copy and not is_backward(q) and parse(cast.format).exponent_bits < _WIDE_EXPONENT_BITS:
+            if reads_copy and not is_backward(q) and not parse(cast.format).has_float32_range:
                 _keep_signs(work.joint.graph, q, cast)
 
 
 def _keep_signs(graph: Graph, q: Node, cast: Quantize) -> None:
-    readers = [reader for read, _ in Dequantize.among(q.users) for reader in _readers(read)]
-    asking = {reader.target for reader in readers if reader.args[1:2] == (0,)}
+    found = [reader for read, _ in Dequantize.among(q.users) for _, reader in readers(read, through=ops.CASTS)]
+    asking = {reader.target for reader in found if reader.args[1:2] == (0,)}
     nearest, x = parse(cast.format).smallest_subnormal, cast.x
     with graph.inserting_before(q):
         if asking & _ASKS_ABOVE:
@@ -50,15 +48,6 @@ def _keep_signs(graph: Graph, q: Node, cast: Quantize) -> None:
         if asking & _ASKS_BELOW:
             x = _away_from_zero(graph, x, ops.aten.lt.Scalar, ops.aten.clamp_max.default, -nearest)
     q.args = replace(cast, x=x).args
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    """Yield what reads a copy, through views and casts in either half."""
-    for user in node.users:
-        if user.target in ops.VIEWS | ops.CASTS:
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _away_from_zero(

@@ -84,6 +84,6 @@ def _can_lose(site: Site, settings: Settings) -> bool:
     fmt = parse(site.format)
     if settings.storage == "packed" and fmt.nan_code is None:
         return True
-    if site.direction == "backward" and fmt.exponent_bits < 8:
+    if site.direction == "backward" and not fmt.has_float32_range:
         return True
     return site.kind != "grad_param" and site.format != settings.recipe.hi.name

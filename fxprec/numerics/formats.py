@@ -114,6 +114,11 @@ class Format:
         return (1 << (self.exponent_bits - 1)) - 1 + self.bias
 
     @property
+    def has_float32_range(self) -> bool:
+        """Whether no number of a model leaves its range: as many exponent bits as float32 has."""
+        return self.exponent_bits >= 8
+
+    @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal number, 1 - B."""
         return 1 - self.offset

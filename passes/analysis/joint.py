@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -74,6 +74,20 @@ def is_view(node: Node) -> bool:
     """Say whether a node only shows or moves another's data, as one of several pieces perhaps."""
     item = item_of(node)
     return (node if item is None else item[0]).target in ops.VIEWS
+
+
+def readers(node: Node, through: Collection[object] = ()) -> Iterator[tuple[Node, Node]]:
+    """Yield (what is read, by whom), seen through views, pieces of splits among them, and the operators ``through``."""
+    for user in node.users:
+        if is_view(user) or user.target in through:
+            yield from readers(user, through)
+        else:
+            yield node, user
+
+
+def has_tag(node: Node, tag: torch.Tag) -> bool:
+    """Say whether torch says that of the operator: ``pointwise``, ``nondeterministic_seeded``."""
+    return isinstance(node.target, torch._ops.OpOverload) and tag in node.target.tags
 
 
 def made_by(node: Node) -> Node:

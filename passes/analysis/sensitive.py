@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.groups import Grouped
-from fxprec.passes.analysis.joint import is_backward, numel_hint, tensor_of, value
+from fxprec.passes.analysis.joint import has_tag, is_backward, numel_hint, readers, tensor_of, value
 from fxprec.passes.analysis.operators import Operator, Operators
 from fxprec.passes.analysis.tensors import CountedTensor
 
@@ -191,34 +191,18 @@ def _is_statistic(node: Node, tensor: CountedTensor) -> bool:
     """Say whether every reader spreads the value over a larger tensor: its one error is then in all of them."""
     if tensor.feeds_gemm or tensor.of_gemm:
         return False
-    own, readers = numel_hint(tensor_of(node)), _readers(node)
-    return bool(readers) and all(_is_pointwise(user) and numel_hint(tensor_of(user)) > own for user in readers)
-
-
-def _is_pointwise(node: Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload) or value(node) is None:
-        return False
-    return torch.Tag.pointwise in node.target.tags
-
-
-def _readers(node: Node, *, backward: bool = False) -> list[Node]:
-    """Return what reads a forward value in one half of the graph, seen through views."""
-    found: list[Node] = []
-    for user in node.users:
-        if user.op != "call_function":
-            continue
-        if user.target in ops.VIEWS:
-            found += _readers(user, backward=backward)
-        elif is_backward(user) == backward:
-            found.append(user)
-    return found
+    own = numel_hint(tensor_of(node))
+    found = [user for _, user in readers(node) if user.op == "call_function" and not is_backward(user)]
+    return bool(found) and all(
+        has_tag(user, torch.Tag.pointwise) and numel_hint(tensor_of(user)) > own for user in found
+    )
 
 
 def unknown_readers(operators: Operators, copies: Iterable[Node]) -> dict[str, Operator]:
     """Return the operators, one of each name, whose backward reads one of ``copies`` and that no table here knows."""
     found: dict[str, Operator] = {}
     for copy in copies:
-        for reader in _readers(copy, backward=True):
+        for _, reader in readers(copy):
             op = operators.of_backward_node.get(reader)
             if op is not None and not _is_known(op):
                 found.setdefault(op.aten, op)

@@ -105,7 +105,7 @@ class SiteBook:
             )
 
     def _is_guarded(self, kind: str, fmt: Format) -> bool:
-        return self.guards_gradients and kind.startswith("grad") and fmt.exponent_bits < 8
+        return self.guards_gradients and kind.startswith("grad") and not fmt.has_float32_range
 
     def _wanted(self, tensor: CountedTensor, dtype: torch.dtype) -> Format:
         kept = self.kept.get(tensor.id)

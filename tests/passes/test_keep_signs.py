@@ -36,6 +36,17 @@ def test_what_is_compared_with_0_stays_above_it(activation):
     assert guarded(activation) == [SMALLEST]
 
 
+def test_a_piece_of_what_is_stored_is_compared_like_the_whole():
+    """Leaky ReLU's backward asks its operand, which is half of the stored result."""
+
+    class Gated(nn.Module):
+        def forward(self, x):
+            value, gate = x.chunk(2, -1)
+            return torch.cat([F.leaky_relu(value) * gate, gate], -1)
+
+    assert guarded(Gated()) == [SMALLEST]
+
+
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.Hardswish()], ids=["gelu", "hardswish"])
 def test_other_copies_are_only_rounded(activation):
     assert guarded(activation) == []
