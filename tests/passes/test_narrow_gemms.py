@@ -33,6 +33,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
     monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
     monkeypatch.setattr(narrow_gemms, "SMALL", 0)
+    monkeypatch.setattr(narrow_gemms, "SHORT", 0)
     monkeypatch.setattr(fxprec.driver.halves, "lower", spy)
     return seen
 
@@ -54,6 +55,19 @@ def test_a_gemm_too_small_to_gain_stays_float32(graphs, monkeypatch) -> None:
     forward, backward = (operand_dtypes(gm) for gm in graphs)
     assert forward == [{torch.bfloat16}, {torch.float32}]
     assert backward == [{torch.float32}, {torch.float32}, {torch.bfloat16}]
+
+
+@pytest.mark.parametrize(("short", "dtype"), [(16, torch.bfloat16), (17, torch.float32)])
+def test_attention_over_few_tokens_stays_float32_in_both_halves(graphs, monkeypatch, short, dtype) -> None:
+    monkeypatch.setattr(narrow_gemms, "SHORT", short)
+
+    class Attention(nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(q, q * 2, q + 1)
+
+    q = torch.randn(2, 2, 16, 8, requires_grad=True)
+    torch.compile(Attention(), backend=eager_backend("native", recipe="bf16", low_ratio=None))(q).sum().backward()
+    assert [operand_dtypes(gm) for gm in graphs] == [[{dtype}], [{dtype}]]
 
 
 def test_a_bf16_step_is_the_step_written_by_hand(graphs) -> None:
