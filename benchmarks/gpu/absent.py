@@ -65,6 +65,8 @@ def plan_for(patch: pytest.MonkeyPatch, arch: int) -> None:
     patch.setattr(gemm_costs, "gpu_of", lambda device: GPUS[arch])
     patch.setattr(fxprec.driver.compilation.compat, "no_native_fp8", lambda device: refusal)
     patch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
+    patch.setattr(narrow_gemms, "SMALL", 0)  # what a CPU, on which the graph is traced, would keep in float32
+    patch.setattr(narrow_gemms, "SHORT", 0)
 
 
 def moved_to_cuda(gm: GraphModule) -> GraphModule:
