@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, stored_dtype
 from fxprec.numerics.formats import Format, parse
-from fxprec.passes.analysis import gemm_costs, ops, regions, sensitive
+from fxprec.passes.analysis import gemm_costs, regions, sensitive
 from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of, readers, tensor_of
 from fxprec.passes.base import Notice, Work
 from fxprec.passes.casts.sites import emit
@@ -130,8 +130,6 @@ class _Readers:
         if reads is None:
             self._remove(q)
             return "all", self.hi, nobody
-        if reads == "backward" and fmt == self.hi and self.hi.bits == 16 and self.hi.torch_dtype is not None:
-            self._share(value, read)
         return reads, fmt, ""
 
     def _is_exact(self, value: Node) -> bool:
@@ -171,12 +169,6 @@ class _Readers:
         if any(self._is_multiplied(shown, reader) for shown, reader in found):
             return "gemm codes"
         return "backward" if found else None
-
-    def _share(self, value: Node, read: Node) -> None:
-        """Let forward GEMMs, which multiply that format anyway, read the copy: it is written once."""
-        for gemm in list(value.users):
-            if gemm.target in ops.GEMMS and not is_backward(gemm) and value in factors_of(gemm) and read < gemm:
-                gemm.replace_input_with(value, read)
 
     def _store_as(self, fmt: Format, q: Node) -> None:
         """Change the format of a cast."""

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops, regions
-from fxprec.passes.analysis.joint import is_backward, is_view, numel_hint, operator_of, tensor_of, value
+from fxprec.passes.analysis.joint import is_backward, numel_hint, operator_of, tensor_of, value
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
@@ -56,9 +56,6 @@ class _Copies:
             if chain is None:
                 self.read[cast.x], self.bits[cast.x] = decoded[0], bits
                 continue
-            for user in list(decoded[0].users):
-                if not is_backward(user) and not is_view(user):  # a GEMM that shared the copy: forward reads values
-                    user.replace_input_with(decoded[0], cast.x)
             self.read[cast.x], self.bits[cast.x] = self._again(graph, chain, decoded[0]), self._source_bits(chain)
             decoded[0].replace_all_uses_with(self.read[cast.x])
             graph.erase_node(decoded[0])

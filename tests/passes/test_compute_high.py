@@ -173,9 +173,7 @@ def outputs(model: nn.Module, args: tuple[Tensor, ...], training: bool = True, *
     return [o.detach() for o in (found if isinstance(found, tuple) else (found,))]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "storage"), [("hfp8", "packed"), pytest.param("fp8", "native", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("recipe", "storage"), [("hfp8", "packed"), ("fp8", "native")])
 @pytest.mark.parametrize("name", ["parts", "shared", "normed", pytest.param("transformer", marks=pytest.mark.full)])
 def test_outputs_are_those_of_the_high_format_whatever_is_low(
     monkeypatch: pytest.MonkeyPatch, name: str, recipe: str, storage: str
