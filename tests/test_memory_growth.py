@@ -36,14 +36,20 @@ def test_memory_does_not_grow_with_steps(compute: str | None) -> None:
         gc.collect()
         return len(gc.get_objects()) - objects, tracemalloc.get_traced_memory()[0] - before
 
+    def grew(window: tuple[int, int]) -> bool:
+        objects, size = window
+        return objects > STEPS // 20 or size >= 30 * STEPS
+
     steps(400)  # past compilation, and the first choice of scales
-    tracemalloc.start()  # what was allocated before it is not missed when freed: a window shows no less than grew
+    # What was allocated before tracing is not missed when it is freed, so the first windows show more than grew, until
+    # what comes and goes (free lists, weak references: hundreds of blocks, with aot_eager too) has been seen once.
+    # What leaks grows in every window.
+    tracemalloc.start()
     try:
-        windows = [growth() for _ in range(3)]
+        windows = [growth()]
+        while grew(windows[-1]) and len(windows) < 10:
+            windows.append(growth())
     finally:
         tracemalloc.stop()
-    # Free lists of Python and torch come and go by some 60 bytes a step, with aot_eager too: what leaks grows always.
-    objects, size = (min(column) for column in zip(*windows, strict=True))
-    assert objects <= STEPS // 20, f"objects and bytes in {STEPS} steps: {windows}"
-    assert size < 30 * STEPS, f"objects and bytes in {STEPS} steps: {windows}"
+    assert not grew(windows[-1]), f"objects and bytes in {STEPS} steps: {windows}"
     assert len(backend._graphs[0].controller.queue) <= 2
