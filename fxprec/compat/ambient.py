@@ -1,0 +1,59 @@
+"""What around a graph decides what tracing it gives: a thread's state, the fake mode."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch._guards
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """The state of a thread that decides what tracing a graph gives: guarded by Dynamo, restored to compile again."""
+
+    grad: bool
+    inference: bool
+    dtype: torch.dtype
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]  # device type, its dtype, whether on
+
+    @classmethod
+    def now(cls, device: torch.device) -> Ambient:
+        devices = dict.fromkeys(("cpu", device.type))
+        autocast = tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put it in force; what a compilation that fails leaves behind is undone at the end."""
+        before = torch.get_default_dtype()
+        with contextlib.ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, before)
+            torch.set_default_dtype(self.dtype)
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device, dtype, enabled in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled))
+            yield
+
+
+def current_fake_mode() -> FakeTensorMode | None:
+    """Return the fake mode of the compilation under way, or None outside one."""
+    context = torch._guards.TracingContext.try_get()
+    return None if context is None else context.fake_mode
+
+
+def fake_mode_of(value: object) -> FakeTensorMode | None:
+    """Return the mode a fake tensor belongs to, or None for anything else."""
+    return value.fake_mode if isinstance(value, FakeTensor) else None
+
+
+@contextlib.contextmanager
+def tracing_with(fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    """Compile outside of Dynamo under the fake mode, and so the symbolic shapes, of an earlier compilation."""
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+        yield

@@ -1,0 +1,48 @@
+"""A backend as Dynamo holds and calls it: inside its wrappers, and with its errors."""
+
+from __future__ import annotations
+
+from torch._dynamo.convert_frame import compile_lock as compile_lock
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
+
+
+def wrapper_of(compiled: object) -> object | None:
+    """Return the backend callable, or string wrapper, inside what ``torch.compile`` returned."""
+    return innermost_backend(_callback(compiled))
+
+
+def _callback(compiled: object) -> object | None:
+    compiled = getattr(compiled, "_compiled_call_impl", None) or compiled  # a module after module.compile()
+    context = getattr(compiled, "dynamo_ctx", None)  # a compiled module
+    if context is not None:
+        return getattr(context, "callback", None)
+    for cell in getattr(compiled, "__closure__", None) or ():  # a compiled function
+        if hasattr(cell.cell_contents, "_torchdynamo_orig_backend"):
+            return cell.cell_contents  # type: ignore[no-any-return]
+    return None
+
+
+def innermost_backend(target: object) -> object:
+    while (inner := getattr(target, "_torchdynamo_orig_backend", None)) is not None:
+        target = inner
+    return target
+
+
+def cause_of_no_code(error: Exception) -> str | None:
+    """Return the first line of why a ``torch.compile``d function got no code, or None for any other error."""
+    return str(error.inner_exception).partition("\n")[0] if isinstance(error, BackendCompilerFailed) else None
+
+
+def through_dynamo(error: Exception) -> Exception:
+    """Return ``error`` as a type Dynamo lets pass: it wraps others in ``BackendCompilerFailed``.
+
+    The result is still an instance of the error's own type, so ``except fxprec.ConfigError`` works.
+    """
+    kind = type(error)
+    message = str(error)  # Dynamo appends advice on its own debugging to args
+    space = {"__module__": kind.__module__, "__str__": lambda self: message}
+    passing = type(kind.__name__, (kind, ShortenTraceback), space)
+    raised = passing.__new__(passing, *error.args)
+    raised.args = error.args
+    raised.first_useful_frame = None
+    return raised  # type: ignore[no-any-return]

@@ -1,0 +1,107 @@
+"""Frames that Dynamo compiles too often, in pieces, or not at all."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from types import CodeType
+from typing import Any
+
+import torch
+import torch._dynamo.convert_frame
+import torch._dynamo.utils
+from torch._dynamo.convert_frame import ConvertFrameAssert
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.exc import Unsupported, UserError
+
+from fxprec.compat.backends import innermost_backend
+
+
+def count_recompiles_per_model(
+    counts_of: Callable[[object], Counter[int] | None], hit: Callable[[object, str, str], None]
+) -> None:
+    """Hold Dynamo's recompile limits against each model alone, and call ``hit(backend, code, limit)`` at one.
+
+    Dynamo counts what all models compiled for a code object. That suits backends that compare equal, whose models
+    share code; ours do not, and the ninth block of a network would run uncompiled. ``counts_of`` returns a backend's
+    compilations by frame, or None for backends that are not ours, which keep Dynamo's count.
+    """
+    dynamo: Any = torch._dynamo.convert_frame
+    exceeds: Callable[[Any, Any], tuple[bool, str]] = dynamo.exceeds_recompile_limit
+
+    def exceeds_for_this_model(cache_size: Any, compile_id: Any) -> tuple[bool, str]:
+        caller = sys._getframe(1).f_locals
+        code, backend = caller.get("code"), innermost_backend(caller.get("compiler_fn"))
+        counts = counts_of(backend)
+        if counts is None or not isinstance(code, CodeType):
+            return exceeds(cache_size, compile_id)
+        own = sum(e.backend is backend or e.backend == backend for e in _debug_get_cache_entry_list(code))
+        sizes = {f.name: min(own, getattr(cache_size, f.name)) for f in fields(cache_size)}
+        id_ = replace(compile_id, frame_compile_id=counts[compile_id.frame_id])
+        counts[compile_id.frame_id] += 1
+        exceeded, limit = exceeds(replace(cache_size, **sizes), id_)
+        if exceeded:
+            hit(backend, _named(code), f"{limit} ({getattr(torch._dynamo.config, limit)})")
+        return exceeded, limit
+
+    dynamo.exceeds_recompile_limit = exceeds_for_this_model
+
+
+def watch_frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> None:
+    """Call ``tell(backend, code, owner, reason)`` for a frame that Dynamo gives up and runs as written.
+
+    ``owner`` is the frame's first argument, the module whose method it mostly is. Dynamo says it in its log only, and
+    what the frame itself computes never reaches a backend. A recompile limit is told by `count_recompiles_per_model`.
+    """
+    convert = ConvertFrameAssert.__call__
+
+    def convert_and_watch(self: Any, frame: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return convert(self, frame, *args, **options)
+        except (Unsupported, UserError) as error:
+            reason = _reason_of(error)
+            if not frame.f_code.co_flags & _GENERATORS and _LIMIT not in reason:  # a generator is never compiled
+                owner = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+                tell(innermost_backend(self._torchdynamo_orig_backend), _named(frame.f_code), owner, reason)
+            raise
+
+    ConvertFrameAssert.__call__ = convert_and_watch  # type: ignore[method-assign]
+
+
+def watch_graph_breaks(tell: Callable[[object, str, str], None]) -> None:
+    """Call ``tell(backend, code, reason)`` for a frame that Dynamo compiles in pieces, once a break."""
+    convert, counters = ConvertFrameAssert.__call__, torch._dynamo.utils.counters
+
+    def convert_and_watch(self: Any, *args: Any, **options: Any) -> Any:
+        before = Counter(counters["graph_break"])
+        result = convert(self, *args, **options)
+        for reason in counters["graph_break"] - before:
+            heading = reason.strip().partition("\n")[0]
+            tell(innermost_backend(self._torchdynamo_orig_backend), _named(args[0].f_code), heading)
+        return result
+
+    ConvertFrameAssert.__call__ = convert_and_watch  # type: ignore[method-assign]
+
+
+_LIMIT = "recompile limit exceeded"
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _reason_of(error: Exception) -> str:
+    """Return the headings of Dynamo's long message: the first break, and what made it give up the frame."""
+    lines = [line.strip() for line in str(error).splitlines() if line[:1].strip()]
+    headings = [
+        line for line in lines if not line.startswith(("***", "Failed to handle", "from user code", "Set TORCH"))
+    ]
+    reason = ", then ".join(dict.fromkeys(headings[:2])) or type(error).__name__
+    hint = next(
+        (line.partition("Hint: ")[2] for line in str(error).splitlines() if "Hint: Set torch._dynamo" in line), ""
+    )
+    return f"{reason} ({hint})" if hint else reason
+
+
+def _named(code: CodeType) -> str:
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"

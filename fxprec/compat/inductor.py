@@ -1,0 +1,86 @@
+"""Inductor: its compilers, decompositions, passes, operators and builder of C++."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch._inductor import compile_fx as _compile_fx
+from torch._inductor import inductor_prims, list_mode_options
+from torch._inductor.codecache import CppCodeCache
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._prims_common import make_channels_last_2d_strides_for
+from torch.fx import Graph
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+compile_fx: Callable[..., Any] = _compile_fx.compile_fx
+compile_fx_inner: Callable[..., Any] = _compile_fx.compile_fx_inner
+
+
+SEEDED_RANDOM: Any = inductor_prims.random  # (size, seed, mode, *, align_dtype); run op by op, it ignores the seed
+SEEDED_RANDINT: Any = inductor_prims.randint  # (low, high, size, seed), likewise
+
+
+FORCE_STRIDES: Any = torch.ops.prims.inductor_force_stride_order.default  # (x, strides)
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return Inductor's decompositions."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def whole_gemms() -> dict[Any, Callable[..., Any]]:
+    """Return Inductor's decompositions without those that make sums of products of small GEMMs."""
+    gemms = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+    return {op: f for op, f in decompositions().items() if getattr(op, "overloadpacket", op) not in gemms}
+
+
+def boxed(function: F) -> F:
+    """Return a graph's callable, marked as taking its inputs in one list, which it may empty."""
+    vars(function)["_boxed_call"] = True
+    return function
+
+
+class GraphPass(CustomGraphPass):
+    """A joint-graph pass from a function; ``key`` names what it depends on, for Inductor's code cache."""
+
+    def __init__(self, function: Callable[[Graph], None], key: str) -> None:
+        self.function, self.key = function, key
+
+    def __call__(self, graph: Graph) -> None:
+        self.function(graph)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphPass:
+        return self  # ``scan`` copies Inductor's config as it is traced, and the model is no part of it
+
+    def uuid(self) -> str:
+        return self.key
+
+
+def mode_settings(mode: str) -> dict[str, Any]:
+    """Return what a mode of ``torch.compile`` sets in Inductor's config."""
+    return dict(list_mode_options(mode))
+
+
+def trim_output_strides(num_outputs: int) -> None:
+    """Forget the strides of outputs we appended: AOTAutograd takes the tail for saved tensors."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        del context.output_strides[num_outputs:]
+
+
+def channels_last_strides(shape: Sequence[int | torch.SymInt]) -> list[int]:
+    """Return the strides of a channels-last tensor (batch, channels, height, width)."""
+    return [int(stride) for stride in make_channels_last_2d_strides_for(shape)]
+
+
+def build_cpp(source: str, flags: Sequence[str]) -> ctypes.CDLL:
+    """Compile C++ for the CPU with Inductor's builder, or take it from its cache. Raises what the builder raises."""
+    library: ctypes.CDLL = CppCodeCache.load(source, device_type="cpu", extra_flags=tuple(flags))
+    return library

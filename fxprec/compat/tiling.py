@@ -1,0 +1,42 @@
+"""How Inductor's C++ loops over 8-bit codes are cut into vectors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._inductor.codegen import cpp as _cpp
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+
+@contextlib.contextmanager
+def tiles_for_bytes() -> Iterator[None]:
+    """Have C++ loops over 8-bit codes walk as many elements at once as a vector of float32 has.
+
+    Beside 16-bit floats alone they would walk twice as many, for which the conversions of codes are scalar: 1 ns an
+    element for 0.2 (torch 2.13, AVX-512).
+    """
+    code: Any = _cpp
+    if not all(hasattr(code, name) for name in ("TilingSelect", "_get_dtype_from_loopbodies", "_get_loop_body")):
+        yield
+        return
+    selector = code.TilingSelect
+    select = selector.select_tiling
+
+    def select_for_bytes(self: Any, functions: Any, sizes: Any) -> Any:
+        factors, *rest = select(self, functions, sizes)
+        if factors and not _BYTES.isdisjoint(code._get_dtype_from_loopbodies(code._get_loop_body(functions))):
+            widest = pick_vec_isa().nelements(dtype=torch.float32)
+            factors = [min(factor, widest) for factor in factors]
+        return (factors, *rest)
+
+    selector.select_tiling = select_for_bytes
+    try:
+        yield
+    finally:
+        selector.select_tiling = select
+
+
+_BYTES = frozenset({torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})

@@ -1,0 +1,118 @@
+"""Triton kernels: calls of them in graphs, compiling ahead, and where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch._inductor.codecache import PyCodeCache
+
+
+class TritonCalls:
+    """Calls of Triton kernels as graph nodes: the operator Dynamo itself writes for a user's kernel."""
+
+    target = triton_kernel_wrapper_functional
+
+    def keywords(
+        self, source: str, name: str, programs: object, arguments: dict[str, object], written: list[str]
+    ) -> dict[str, Any]:
+        """Return the operator's keyword arguments. The source is kept in Inductor's cache folder."""
+        return {
+            "kernel_idx": kernel_side_table.add_kernel(load_kernel(source, name)),
+            "constant_args_idx": kernel_side_table.add_constant_args({}),
+            "grid": [(programs, 1, 1)],
+            "tma_descriptor_metadata": {},
+            "kwargs": arguments,
+            "tensors_to_clone": written,
+        }
+
+
+def load_kernel(source: str, name: str) -> Any:
+    """Return the Triton function ``name`` of generated ``source``."""
+    return getattr(PyCodeCache.load(source), name)
+
+
+OLDEST_TRITON = (3, 6)
+
+
+def triton_interprets() -> bool:
+    """Say whether Triton, which is installed, runs kernels in its interpreter."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def runs_in_interpreter(kernel: object) -> bool:
+    """Say whether a Triton function was made for the interpreter."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    return isinstance(kernel, InterpretedFunction)
+
+
+def no_triton(device: torch.device) -> str | None:
+    """Say why generated Triton kernels cannot run on ``device``, or None where they can."""
+    try:
+        import triton
+    except ImportError:
+        return "Triton is not installed"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
+        return f"Triton {triton.__version__} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    interpreted = triton_interprets()
+    if device.type == "cpu":
+        why = "a CPU runs Triton kernels in Triton's interpreter only, which TRITON_INTERPRET=1 chooses at start"
+        return None if interpreted else why
+    if interpreted:
+        return "TRITON_INTERPRET=1 keeps Triton from compiling for a GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
+
+
+OLDEST_WITH_FP8 = (8, 9)
+
+
+def no_native_fp8(device: torch.device) -> str | None:
+    """Say why Inductor's code cannot hold 8-bit float dtypes on ``device``, or None where it can."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= OLDEST_WITH_FP8:
+        return None
+    return f"compute capability {major}.{minor} has no casts to 8-bit floats"
+
+
+def compile_triton(
+    kernel: Any,
+    kinds: Mapping[str, str],
+    constants: Mapping[str, Any],
+    aligned: Iterable[int],
+    arch: int,
+    options: Mapping[str, Any],
+) -> Any:
+    """Compile a Triton function for an NVIDIA architecture (80, 89, 90, 100), with no GPU.
+
+    ``kinds``: Triton's type of each parameter; ``aligned``: positions of those divisible by 16. The result has ``asm``
+    (``"ptx"``, ``"cubin"``) and ``metadata.shared`` (bytes). Raises what Triton's compiler raises.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(kernel, dict(kinds), dict(constants), attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(options))
+
+
+def current_architecture() -> int:
+    """Return the current GPU's compute capability: 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def triton_tool(name: str) -> Path:
+    """Return a program that comes with Triton: ``cuobjdump``, ``ptxas``."""
+    from triton.backends import nvidia
+
+    return Path(str(nvidia.__file__)).parent / "bin" / name
