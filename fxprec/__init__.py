@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from fxprec.errors import NumericsError as NumericsError
     from fxprec.errors import PlanError as PlanError
     from fxprec.errors import ReferenceRunError as ReferenceRunError
+    from fxprec.numerics.block_rounding import BlockCodes as BlockCodes
+    from fxprec.numerics.blocks import BlockFormat as BlockFormat
     from fxprec.numerics.formats import Format as Format
     from fxprec.numerics.rounding import decode as decode
     from fxprec.numerics.rounding import encode as encode
@@ -52,6 +54,8 @@ _HOMES = {
     "Recipe": "config.recipes",
     "Plan": "plan",
     "Event": "runtime.events",
+    "BlockCodes": "numerics.block_rounding",
+    "BlockFormat": "numerics.blocks",
     "Format": "numerics.formats",
     "quantize": "numerics.rounding",
     "encode": "numerics.rounding",

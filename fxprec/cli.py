@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from fxprec.commands.inspect import diff, dump, explain, report
 from fxprec.commands.minify import minify
 from fxprec.commands.predict import predict
 from fxprec.errors import FxprecError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 app = typer.Typer(
     name="fxprec",
@@ -66,6 +69,26 @@ def formats() -> None:
             native = str(fmt.torch_dtype or "-").removeprefix("torch.")
             table.add_row(fmt.name, constant, str(fmt.bits), *limits, str(fmt.overflow), native)
     console_for().print(table)
+    console_for().print(_block_formats())
+
+
+def _block_formats() -> Table:
+    """Return the table of formats whose blocks share a scale."""
+    from rich import box
+    from rich.table import Table
+
+    from fxprec.numerics import blocks as known
+
+    table = Table("name", "fxprec.formats", "element", box=box.SIMPLE_HEAD, caption_justify="left")
+    table.caption = "Any other: element/block:scale, as int4/64:bf16"
+    for column in ("block", "scale", "offset", "tensor scale", "bits an element"):
+        table.add_column(column, justify="right")
+    for constant, fmt in vars(known).items():
+        if isinstance(fmt, known.BlockFormat):
+            offset, whole = "bf16" if fmt.has_offset else "-", "fp32" if fmt.tensor_scale else "-"
+            size = f"{fmt.bits_per_element:g}"
+            table.add_row(fmt.name, constant, fmt.element.name, str(fmt.block), fmt.scale, offset, whole, size)
+    return table
 
 
 @app.command()

@@ -1,5 +1,19 @@
-"""Number formats: `Format`, the named ones, and `parse`."""
+"""Number formats: `Format` and `BlockFormat`, the named ones, and `parse` and `find`, which also knows blocks."""
 
+from fxprec.numerics.blocks import (
+    INT2,
+    INT4,
+    INT8,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    NVFP4,
+    BlockFormat,
+    Integer,
+    find,
+)
 from fxprec.numerics.formats import (
     APS_121,
     APS_130,
@@ -33,7 +47,19 @@ __all__ = [
     "FP32",
     "HFP8_143",
     "HFP8_152",
+    "INT2",
+    "INT4",
+    "INT8",
+    "MXFP4",
+    "MXFP6_E2M3",
+    "MXFP6_E3M2",
+    "MXFP8_E4M3",
+    "MXFP8_E5M2",
     "NAMED",
+    "NVFP4",
+    "BlockFormat",
     "Format",
+    "Integer",
+    "find",
     "parse",
 ]

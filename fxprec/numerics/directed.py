@@ -1,4 +1,4 @@
-"""Rounding toward zero and at random, with a format given as a row: beside `fxprec.numerics.codec.nearest`."""
+"""Rounding toward zero, up and at random, with a format given as a row: beside `fxprec.numerics.codec.nearest`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,17 @@ def truncated(x: Tensor, row: FormatRow[Any]) -> Tensor:
     special = x.view(torch.int32) & MAGNITUDE >= INFINITY
     bits = torch.where(down > row.largest, row.largest, down) | (x.view(torch.int32) & SIGN)
     return torch.where(special, nearest(x, row), bits.view(torch.float32))
+
+
+def raised(x: Tensor, row: FormatRow[Any]) -> Tensor:
+    """Round float32 ``x``, which is not negative, to the least number not below it: at most the largest.
+
+    Inf and NaN follow the nearest rule.
+    """
+    down, fraction = _split(x, row)
+    bits = torch.where(fraction > 0, _next_up(down, row), down)
+    bits = torch.where(bits > row.largest, row.largest, bits)
+    return torch.where(x.view(torch.int32) >= INFINITY, nearest(x, row), bits.view(torch.float32))
 
 
 def dithered(x: Tensor, random: Tensor, row: FormatRow[Any]) -> Tensor:

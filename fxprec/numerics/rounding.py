@@ -10,13 +10,15 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 
 from fxprec.errors import FormatError, FxprecWarning
 from fxprec.numerics import codec, directed, native
-from fxprec.numerics.formats import BF16, FP16, FP32, Format, parse
+from fxprec.numerics.block_rounding import BlockCodes, decode_blocks, encode_blocks, quantize_blocks
+from fxprec.numerics.blocks import AnyFormat, BlockFormat, find
+from fxprec.numerics.formats import BF16, FP16, FP32, Format
 from fxprec.numerics.memory import empty_like
 from fxprec.numerics.rows import CodeRow, FormatRow, code_row, format_row
 
@@ -32,7 +34,7 @@ _CARRIERS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
 def quantize(
     x: torch.Tensor,
-    fmt: Format | str,
+    fmt: AnyFormat | str,
     rounding: Rounding = "nearest",
     generator: torch.Generator | None = None,
     *,
@@ -43,14 +45,16 @@ def quantize(
     ``rounding``: ``nearest`` (ties to the even code), ``stochastic`` (up with probability (x - down)/(up - down),
     reproducible from ``generator``; beyond the largest number as ``nearest``), or ``zero`` (finite values beyond
     the largest number become it). NaN stays NaN. ``out`` (same shape, dtype and device; may be ``x``) receives
-    the result and is returned; it is not differentiated.
+    the result and is returned; it is not differentiated. Block formats round the result to the dtype of ``x`` once
+    more, and do not round toward zero.
 
     Raises `FormatError` for an unknown format or rounding, a dtype other than float32, bfloat16 and float16
     (float64 would be rounded twice), or a dtype that cannot hold the format's numbers.
     """
-    fmt = parse(fmt)
+    fmt = find(fmt)
     _check_input(x, rounding)
-    _check_holds(x.dtype, fmt)
+    if isinstance(fmt, Format):
+        _check_holds(x.dtype, fmt)
     if out is not None:
         _check_out(out, x)
         return _quantize(x.detach(), fmt, rounding, generator, out)
@@ -60,18 +64,39 @@ def quantize(
     return _quantize(x, fmt, rounding, generator, None)
 
 
+@overload
+def encode(
+    x: torch.Tensor, fmt: BlockFormat, rounding: Rounding = "nearest", generator: torch.Generator | None = None
+) -> BlockCodes: ...
+
+
+@overload
+def encode(
+    x: torch.Tensor, fmt: Format, rounding: Rounding = "nearest", generator: torch.Generator | None = None
+) -> torch.Tensor: ...
+
+
+@overload
+def encode(
+    x: torch.Tensor, fmt: str, rounding: Rounding = "nearest", generator: torch.Generator | None = None
+) -> Any: ...
+
+
 def encode(
     x: torch.Tensor,
-    fmt: Format | str,
+    fmt: Any,
     rounding: Rounding = "nearest",
     generator: torch.Generator | None = None,
-) -> torch.Tensor:
+) -> Any:
     """Return the codes of ``x`` rounded to ``fmt``, in ``fmt.code_dtype`` and the shape of ``x``.
 
-    NaN becomes the format's NaN code; in formats without one, the largest number. Raises as `quantize`.
+    NaN becomes the format's NaN code; in formats without one, the largest number. Of a block format the result is a
+    `BlockCodes`, in which a block that holds inf or NaN reads as NaN. Raises as `quantize`.
     """
-    fmt = parse(fmt)
+    fmt = find(fmt)
     _check_input(x, rounding)
+    if isinstance(fmt, BlockFormat):
+        return encode_blocks(x, fmt, rounding, generator)
     with torch.no_grad():
         random = _random(x, generator) if rounding == "stochastic" else None
         rows = (format_row(fmt), code_row(fmt))
@@ -85,12 +110,19 @@ def encode(
         )
 
 
-def decode(code: torch.Tensor, fmt: Format | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def decode(code: torch.Tensor | BlockCodes, fmt: AnyFormat | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the numbers of ``code`` (``fmt.code_dtype``) as ``dtype``, in the shape of ``code``.
 
-    Raises `FormatError` for another code dtype, or for a ``dtype`` that cannot hold every number of the format.
+    Raises `FormatError` for another code dtype, or for a ``dtype`` that cannot hold every number of the format; of a
+    block format, which is rounded to ``dtype``, for `BlockCodes` of another.
     """
-    fmt = parse(fmt)
+    fmt = find(fmt)
+    if isinstance(fmt, BlockFormat):
+        if dtype != torch.float64:
+            _check_dtype(dtype)
+        return decode_blocks(code, fmt, dtype)  # type: ignore[arg-type]  # what it is not, is refused
+    if not isinstance(code, torch.Tensor):
+        raise FormatError(f"codes of {fmt.name} are a tensor of {fmt.code_dtype}, not {type(code).__name__}")
     if code.dtype != fmt.code_dtype:
         raise FormatError(
             f"codes of {fmt.name} are {fmt.code_dtype}, not {code.dtype}; view or convert them to {fmt.code_dtype}"
@@ -108,7 +140,7 @@ class _StraightThrough(torch.autograd.Function):
     """Rounding whose derivative is 1, also where it saturates: straight-through."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, fmt: Format, rounding: Rounding, generator: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, fmt: AnyFormat, rounding: Rounding, generator: Any) -> torch.Tensor:
         return _quantize(x, fmt, rounding, generator, None)
 
     @staticmethod
@@ -118,11 +150,14 @@ class _StraightThrough(torch.autograd.Function):
 
 def _quantize(
     x: torch.Tensor,
-    fmt: Format,
+    fmt: AnyFormat,
     rounding: Rounding,
     generator: torch.Generator | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
+    if isinstance(fmt, BlockFormat):
+        result = quantize_blocks(x, fmt, rounding, generator)
+        return result if out is None else out.copy_(result)
     with torch.no_grad():
         random = _random(x, generator) if rounding == "stochastic" else None
         if out is None and _is_large(x):

@@ -1,0 +1,296 @@
+"""Encoding and decoding of blocks, once: the text from which every form is derived, as in `codec`.
+
+First what is pointwise, over a block's numbers and over its elements: it is printed for the C++ kernel (`block_cpu`)
+and the Triton kernels (`block_device`). Then what eager torch and Inductor add, reductions and packing, which kernels
+have in loops. Reductions compare integers (magnitude bits, or `ordered` ones), so that NaN is never lost in one.
+Definitions: docs/algorithms.md, "Block formats".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxprec.numerics import codec, directed
+from fxprec.numerics.blocks import BlockFormat, Integer
+from fxprec.numerics.formats import BF16, E4M3FN, Format
+from fxprec.numerics.rows import (
+    INFINITY,
+    MAGNITUDE,
+    QUIET_NAN,
+    CodeRow,
+    FormatRow,
+    as_float,
+    code_row,
+    float_bits,
+    format_row,
+)
+
+E8M0_NAN = 255
+_MANTISSA = (1 << 23) - 1
+_HALF = 1 << 16  # of a float32's bits those that bfloat16 lacks
+_SMALLEST_NORMAL = 1 << 23
+_LEAST_TENSOR_SCALE = 2.0**-100
+_TWO_23 = 2.0**23  # added to and taken off a number below it, rounds it to a whole one
+_WHOLE = float_bits(_TWO_23)
+
+
+class BlockRow(NamedTuple):
+    """A block format's constants, as int32 numbers; "bits" are those of a float32."""
+
+    largest_exponent: Any
+    """Of the element's numbers; e8m0 only."""
+    carry: Any
+    """Added to the largest magnitude's bits before its exponent is read; e8m0 only."""
+    largest: Any
+    """Bits of the element's largest number."""
+    levels: Any
+    """The largest integer."""
+
+
+def block_row(fmt: BlockFormat, *, stochastic: bool) -> BlockRow:
+    """Return the row of ``fmt``.
+
+    OCP's scale is the largest magnitude's binade, and saturates what lies above the element's largest number there. A
+    stochastic code may saturate nothing, or its mean would not be the number: its scale is the next one up.
+    """
+    if isinstance(fmt.element, Integer):
+        return BlockRow(0, 0, float_bits(fmt.element.largest), fmt.element.largest)
+    mantissa, exponent = math.frexp(fmt.element.largest)
+    carry = _MANTISSA - (float_bits(mantissa) & _MANTISSA) if stochastic else 0
+    return BlockRow(exponent - 1, carry, float_bits(fmt.element.largest), 0)
+
+
+def scale_format(fmt: BlockFormat) -> Format:
+    """Return the format of a scale that is no power of two."""
+    return E4M3FN if fmt.scale == "e4m3fn" else BF16
+
+
+# A block's numbers.
+
+
+def power_scale(amax: Tensor, row: BlockRow) -> Tensor:
+    """Return the e8m0 code of a block's scale, from the bits of its largest magnitude."""
+    raised = amax + row.carry  # of NaN it wraps
+    code = torch.clamp_min((raised >> 23) - row.largest_exponent, 0)
+    return torch.where(amax >= INFINITY, E8M0_NAN, code)
+
+
+def power_inverse(scale: Tensor) -> Tensor:
+    """Return 1 / scale of an e8m0 code that `power_scale` makes, exactly."""
+    return ((254 - scale) << 23).view(torch.float32)
+
+
+def power_factors(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two factors whose product is the scale of an e8m0 code: the smallest is no normal float32."""
+    half = scale >> 1
+    first = ((half + 64) << 23).view(torch.float32)
+    second = ((scale - half + 63) << 23).view(torch.float32)
+    return torch.where(scale == E8M0_NAN, math.nan, first), second
+
+
+def coded_scale(
+    amax: Tensor, whole: Any, row: BlockRow, form: FormatRow[Any], code: CodeRow[Any], *, stochastic: bool
+) -> Tensor:
+    """Return the code of a block's scale in a format; ``whole`` is the tensor's scale, if it has one."""
+    share = amax.view(torch.float32) / as_float(row.largest)
+    share = share if whole is None else share / whole
+    rounded = directed.raised(share, form) if stochastic else codec.nearest(share, form)
+    return codec.codes(torch.where(amax >= INFINITY, math.nan, rounded), form, code)
+
+
+def inverse_or_zero(scale: Tensor, whole: Any = None) -> Tensor:
+    """Return 1 / scale, by the tensor's scale too; 0 where it has no normal number, so that all elements are 0."""
+    inverse = torch.reciprocal(scale) if whole is None else torch.reciprocal(whole) / scale
+    return torch.where(scale < 2.0**-126, 0.0, inverse)
+
+
+def ordered(bits: Tensor) -> Tensor:
+    """Return integers in the order of float32 numbers, NaN beyond inf at both ends; of these, the bits again."""
+    return bits ^ ((bits >> 31) & MAGNITUDE)
+
+
+def range_scale(low: Tensor, high: Tensor, row: BlockRow) -> tuple[Tensor, Tensor]:
+    """Return scale and offset of integers, bfloat16 numbers as float32, from the bits of a block's ends.
+
+    The offset is rounded down and the scale up: every element lies between the smallest and the largest integer.
+    """
+    offset = torch.where(low < 0, low + (_HALF - 1), low) & -_HALF
+    spread = high.view(torch.float32) - offset.view(torch.float32)
+    share = (spread / as_float(row.largest)).view(torch.int32)
+    scale = torch.where(share < _SMALLEST_NORMAL, 0, (share + (_HALF - 1)) & -_HALF)
+    # Of NaN and inf either the spread is not below inf, or what was rounded up.
+    known = (spread < math.inf) & (scale < INFINITY)
+    return torch.where(known, scale, QUIET_NAN).view(torch.float32), torch.where(known, offset, QUIET_NAN).view(
+        torch.float32
+    )
+
+
+# A block's elements.
+
+
+def integer(x: Tensor, inverse: Tensor, offset: Tensor, levels: Any) -> Tensor:
+    """Return the nearest integer, ties to even, as a code."""
+    whole = (x - offset) * inverse + _TWO_23
+    return torch.clamp(whole.view(torch.int32) - _WHOLE, 0, levels)
+
+
+def dithered_integer(x: Tensor, random: Tensor, inverse: Tensor, offset: Tensor, levels: Any) -> Tensor:
+    """Return the integer below, or the one above with the probability of what is left, in 2^-23."""
+    place = (x - offset) * inverse
+    anchored = place + _TWO_23
+    nearest = anchored - _TWO_23
+    whole, is_above = anchored.view(torch.int32) - _WHOLE, nearest > place
+    down = torch.where(is_above, whole - 1, whole)
+    left = place - torch.where(is_above, nearest - 1.0, nearest)
+    # Random bits as a number below 1, exactly.
+    draw = ((random >> 8) + float_bits(1.0)).view(torch.float32) - 1.0
+    return torch.clamp(torch.where(draw < left, down + 1, down), 0, levels)
+
+
+def integer_number(code: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """Return an integer's number; the product is exact."""
+    return ((code + _WHOLE).view(torch.float32) - _TWO_23) * scale + offset
+
+
+def random_bits(index: Tensor, seed: Any) -> Tensor:
+    """Return 31 random bits of an element, from its position in the tensor and the cast's seed, both int32.
+
+    Two rounds of a 32-bit mixer (xor-shift-multiply, constants of C. Wellons' search): one alone would only permute
+    one and the same sequence from seed to seed.
+    """
+    return _mixed(_mixed(index) + seed) & MAGNITUDE
+
+
+def _mixed(x: Tensor) -> Tensor:
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+# Whole tensors: what eager torch runs and Inductor expands.
+
+
+class Encoded(NamedTuple):
+    """A tensor in blocks: packed codes; scales, as uint8 or bfloat16; bfloat16 offsets, (0,) where there are none."""
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor
+
+
+def tensor_scale(x: Tensor, fmt: BlockFormat) -> Tensor:
+    """Return the float32 that multiplies all scales, (1,): it lets the largest of them be the largest e4m3fn.
+
+    At least 2^-100, so that the inverse of a product of scales is a float32.
+    """
+    assert isinstance(fmt.element, Format)
+    bits = x.to(torch.float32).view(torch.int32) & MAGNITUDE
+    amax = torch.amax(bits).view(1) if x.numel() else torch.zeros(1, dtype=torch.int32, device=x.device)
+    share = torch.clamp_min(amax.view(torch.float32) / (fmt.element.largest * E4M3FN.largest), _LEAST_TENSOR_SCALE)
+    return torch.where(amax >= INFINITY, math.nan, share)
+
+
+def encode(x: Tensor, fmt: BlockFormat, whole: Tensor | None = None, seed: Tensor | None = None) -> Encoded:
+    """Encode a tensor's elements in row-major order; ``seed`` (1,) int32 rounds at random, else to nearest.
+
+    The last block is filled up with the last element.
+    """
+    blocks = _in_blocks(x.to(torch.float32).reshape(-1), fmt.block)
+    random = None
+    if seed is not None:
+        index = torch.arange(blocks.numel(), device=x.device).to(torch.int32).view(blocks.shape)
+        random = random_bits(index, seed)
+    row, bits = block_row(fmt, stochastic=seed is not None), blocks.view(torch.int32)
+    if isinstance(fmt.element, Integer):
+        keys = ordered(bits)
+        low, high = (ordered(end(keys, 1, keepdim=True)) for end in (torch.amin, torch.amax))
+        scale, offset = range_scale(low, high, row)
+        inverse = inverse_or_zero(scale)
+        if random is None:
+            codes = integer(blocks, inverse, offset, row.levels)
+        else:
+            codes = dithered_integer(blocks, random, inverse, offset, row.levels)
+        return Encoded(packed(codes, fmt.bits), _bfloat16(scale), _bfloat16(offset))
+    amax = torch.amax(bits & MAGNITUDE, 1, keepdim=True)
+    scales, inverse = _scales(amax, fmt, whole, row, stochastic=seed is not None)
+    codes = _element_codes(blocks * inverse, fmt.element, random)
+    return Encoded(packed(codes, fmt.bits), scales, torch.empty(0, dtype=torch.bfloat16, device=x.device))
+
+
+def _in_blocks(x: Tensor, block: int) -> Tensor:
+    missing = -x.shape[0] % block
+    if missing:
+        x = torch.cat([x, x[-1:].expand(missing)])
+    return x.view(x.shape[0] // block, block)
+
+
+def _scales(
+    amax: Tensor, fmt: BlockFormat, whole: Tensor | None, row: BlockRow, *, stochastic: bool
+) -> tuple[Tensor, Tensor]:
+    """Return a block's scale as it is stored, and what its elements are multiplied by."""
+    if fmt.scale == "e8m0":
+        scale = power_scale(amax, row)
+        return scale.to(torch.uint8).view(-1), power_inverse(scale)
+    form = scale_format(fmt)
+    rows = format_row(form), code_row(form)
+    code = coded_scale(amax, whole, row, *rows, stochastic=stochastic)
+    number = codec.numbers(code, *rows)
+    inverse = inverse_or_zero(number, whole)
+    return _bfloat16(number) if form is BF16 else code.to(torch.uint8).view(-1), inverse
+
+
+def _element_codes(x: Tensor, element: Format, random: Tensor | None) -> Tensor:
+    row = format_row(element)
+    return codec.codes(x if random is None else directed.dithered(x, random, row), row, code_row(element))
+
+
+def _bfloat16(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16).view(-1)
+
+
+def decode(encoded: Encoded, fmt: BlockFormat, elements: Any, whole: Tensor | None = None) -> Tensor:
+    """Return the first ``elements`` numbers, (elements,) float32."""
+    scales = encoded.scales.view(-1, 1)
+    codes = unpacked(encoded.codes.view(scales.shape[0], fmt.code_bytes), fmt.bits)
+    if isinstance(fmt.element, Integer):
+        offsets = encoded.offsets.view(-1, 1).to(torch.float32)
+        return integer_number(codes, scales.to(torch.float32), offsets).reshape(-1)[:elements]
+    numbers = codec.numbers(codes, format_row(fmt.element), code_row(fmt.element))
+    if fmt.scale == "e8m0":
+        first, second = power_factors(scales.to(torch.int32))
+        return (numbers * first * second).reshape(-1)[:elements]
+    if fmt.scale == "e4m3fn":
+        scales = codec.numbers(scales.to(torch.int32), format_row(E4M3FN), code_row(E4M3FN))
+    factor = scales.to(torch.float32)
+    return (numbers * (factor if whole is None else factor * whole)).reshape(-1)[:elements]
+
+
+def _word(bits: int) -> tuple[int, int]:
+    """Return how many codes fill how many whole bytes."""
+    size = math.lcm(bits, 8)
+    return size // bits, size // 8
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """Return int32 codes (blocks, n) as bytes, one after another, the first code in the lowest bits."""
+    count, size = _word(bits)
+    words = torch.sum(
+        codes.reshape(codes.numel() // count, count) << _steps(count, bits, codes), 1, keepdim=True, dtype=torch.int32
+    )
+    return ((words >> _steps(size, 8, codes)) & 0xFF).to(torch.uint8).view(-1)
+
+
+def unpacked(code: Tensor, bits: int) -> Tensor:
+    """Return the int32 codes of `packed` bytes (blocks, bytes) as (blocks, n)."""
+    count, size = _word(bits)
+    wide = code.to(torch.int32).reshape(code.numel() // size, size)
+    words = torch.sum(wide << _steps(size, 8, wide), 1, keepdim=True, dtype=torch.int32)
+    return ((words >> _steps(count, bits, wide)) & ((1 << bits) - 1)).view(code.shape[0], code.shape[1] * 8 // bits)
+
+
+def _steps(count: int, bits: int, like: Tensor) -> Tensor:
+    return torch.arange(0, count * bits, bits, dtype=torch.int32, device=like.device)

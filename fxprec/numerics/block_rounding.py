@@ -1,0 +1,89 @@
+"""`quantize`, `encode` and `decode` of block formats, on plain tensors of any shape, layout and device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fxprec.errors import FormatError
+from fxprec.numerics import block_codec
+from fxprec.numerics.block_codec import Encoded
+from fxprec.numerics.blocks import BlockFormat
+
+
+@dataclass(frozen=True)
+class BlockCodes:
+    """A tensor in a block format: blocks of its elements in row-major order, the last filled with the last element."""
+
+    codes: torch.Tensor
+    """uint8: the elements' codes one after another, the first in the lowest bits."""
+    scales: torch.Tensor
+    """One a block, in ``fmt.scale_dtype``."""
+    offsets: torch.Tensor | None
+    """bfloat16, one a block; None but for integers."""
+    tensor_scale: torch.Tensor | None
+    """float32 (1,), where the format has one."""
+    shape: torch.Size
+    """Of the tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it: ``fmt.num_bytes(elements)``."""
+        parts = (self.codes, self.scales, self.offsets, self.tensor_scale)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def encode_blocks(
+    x: torch.Tensor, fmt: BlockFormat, rounding: str = "nearest", generator: torch.Generator | None = None
+) -> BlockCodes:
+    """Return ``x`` in blocks. Raises `FormatError` for a rounding other than nearest and stochastic."""
+    if rounding == "zero":
+        raise FormatError(f"rounding='zero' has no meaning in blocks of {fmt.name}; use 'nearest' or 'stochastic'")
+    with torch.no_grad():
+        seed = drawn_seed(x.device, generator) if rounding == "stochastic" else None
+        whole = block_codec.tensor_scale(x, fmt) if fmt.tensor_scale else None
+        codes, scales, offsets = block_codec.encode(x, fmt, whole, seed)
+        return BlockCodes(codes, scales.view(fmt.scale_dtype), offsets if fmt.has_offset else None, whole, x.shape)
+
+
+def decode_blocks(code: BlockCodes, fmt: BlockFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers, rounded to ``dtype`` once. Raises `FormatError` where the parts are not of this format."""
+    _check(code, fmt)
+    with torch.no_grad():
+        scales = code.scales if fmt.scale == "bf16" else code.scales.view(torch.uint8)
+        offsets = code.codes.new_empty(0) if code.offsets is None else code.offsets
+        parts = Encoded(code.codes, scales, offsets)
+        return block_codec.decode(parts, fmt, code.shape.numel(), code.tensor_scale).to(dtype).view(code.shape)
+
+
+def quantize_blocks(
+    x: torch.Tensor, fmt: BlockFormat, rounding: str, generator: torch.Generator | None
+) -> torch.Tensor:
+    return decode_blocks(encode_blocks(x, fmt, rounding, generator), fmt, x.dtype)
+
+
+def drawn_seed(device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Return a cast's seed, (1,) int32, from torch's generator: the same state, the same rounding, on every path."""
+    return torch.empty(1, dtype=torch.int32, device=device).random_(generator=generator)
+
+
+def _check(code: BlockCodes, fmt: BlockFormat) -> None:
+    if not isinstance(code, BlockCodes):
+        raise FormatError(
+            f"codes of {fmt.name} are a fxprec.BlockCodes, not {type(code).__name__}; use encode's result"
+        )
+    blocks = -(-code.shape.numel() // fmt.block)
+    wanted = {
+        "codes": (torch.uint8, blocks * fmt.code_bytes),
+        "scales": (fmt.scale_dtype, blocks),
+        "offsets": (torch.bfloat16, blocks) if fmt.has_offset else None,
+        "tensor_scale": (torch.float32, 1) if fmt.tensor_scale else None,
+    }
+    for name, form in wanted.items():
+        part = getattr(code, name)
+        found = None if part is None else (part.dtype, part.numel())
+        if found != form:
+            raise FormatError(
+                f"{name} of {fmt.name}, {tuple(code.shape)}, are {form}, not {found}; use encode's result"
+            )
