@@ -77,19 +77,25 @@ def measure(side: str, *, checkpointed: bool) -> dict[str, object]:
     model.zero_grad(set_to_none=True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
-    row = {"side": side, "checkpointed": checkpointed, "live_mb": _peak(profiled), "resident_mb": round(resident, 1)}
+    row = {
+        "side": side,
+        "checkpointed": checkpointed,
+        "live_mb": round(peak_bytes(profiled) / 1e6, 1),
+        "resident_mb": round(resident, 1),
+    }
     saved = None if options is None else backend.plans[0].saved_bytes  # type: ignore[union-attr]
     return row | {"saved_mb": None if saved is None else round(saved.planned / 1e6, 1)}
 
 
-def _peak(profiled: profile) -> float:
+def peak_bytes(profiled: profile) -> int:
+    """Return the most bytes live at once that were allocated since a memory profile began."""
     kineto = profiled.profiler.kineto_results  # type: ignore[union-attr]
     events = (e for e in kineto.events() if e.name() == "[memory]")
     live = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
-    return round(peak / 1e6, 1)
+    return peak
 
 
 def _status(name: str) -> float:

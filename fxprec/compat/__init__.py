@@ -40,6 +40,7 @@ from fxprec.compat.inductor import decompositions as decompositions
 from fxprec.compat.inductor import mode_settings as mode_settings
 from fxprec.compat.inductor import trim_output_strides as trim_output_strides
 from fxprec.compat.inductor import whole_gemms as whole_gemms
+from fxprec.compat.order import saving_memory as saving_memory
 from fxprec.compat.tiling import tiles_for_bytes as tiles_for_bytes
 from fxprec.compat.trace import debug_folder as debug_folder
 from fxprec.compat.trace import trace_artifact as trace_artifact

@@ -25,6 +25,7 @@ from fxprec.driver.fallback import Compiled, Lowering
 from fxprec.driver.halves import Halves
 from fxprec.driver.saved_budget import PlanAgain, SavedBudget
 from fxprec.passes import pipeline
+from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, readable
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
@@ -96,6 +97,7 @@ class Compilation:
     planned: Planned | None = None
     is_training: bool = False
     is_calibration: bool = False
+    saves_memory: bool = False  # the user has tensors computed again
     passes: tuple[pipeline.PassReport, ...] = ()
     copied: tuple[int, ...] = ()
     halves: Halves | None = None  # once the plan is complete
@@ -146,6 +148,7 @@ class Compilation:
                 return
             work.damage = calibration.by_tensor()
         known = frozenset(graph.nodes)
+        self.saves_memory = self.is_training and (work.memory_budget < 1 or regions.are_in(graph))
         self.passes = tuple(run_passes(work, self.compiler.dump))
         compat.annotate_budget(graph, known)
         for notice in work.notices:
@@ -193,7 +196,15 @@ class Compilation:
 
     def _new_halves(self) -> Halves:
         compiler, device = self.compiler, self.captured.device
-        return Halves(compiler.log.name, compiler.lowering, compiler.queue, compiler.dump, device.type, self.planned)
+        return Halves(
+            compiler.log.name,
+            compiler.lowering,
+            compiler.queue,
+            compiler.dump,
+            device.type,
+            self.planned,
+            saves_memory=self.saves_memory,
+        )
 
     def _complete_plan(self, forward: GraphModule) -> None:
         """Put into the plan what the partitioned graph really saves, and hold it to the budget."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from fxprec.driver.fallback import Compiled, Half, Lowering, interpreted_kernels
 from fxprec.driver.ranges import interpreted_by_group as by_group
 from fxprec.driver.ranges import ranged
 from fxprec.passes.analysis.joint import results_of
+from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
 from fxprec.passes.lowering import Lowered, lower
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.report.folder import GraphDump
@@ -34,6 +36,8 @@ class Halves:
     device_type: str
     planned: Planned | None
     """None where nothing is rounded."""
+    saves_memory: bool = False
+    """Whether the user trades time for memory, by checkpoints or a budget: kernels run in an order that saves it."""
     seen_by_forward: frozenset[int] = frozenset()
     """Rows: what backward recomputes is not measured again."""
 
@@ -64,8 +68,22 @@ class Halves:
             return by_group(gm, interpreted(gm))
         if self.lowering.is_interpreted:
             return interpreted_kernels(interpreted(gm))
-        with compat.tiles_for_bytes():
+        saving = compat.saving_memory(in_saving_order, _ORDER) if self.saves_memory else contextlib.nullcontext()
+        with compat.tiles_for_bytes(), saving:
             return compat.compile_fx_inner(gm, examples, **options)  # type: ignore[no-any-return]
+
+
+_ORDER = "fxprec-order-1"  # changes with what the next function does
+
+
+def in_saving_order(
+    kernels: Sequence[tuple[dict[str, int], dict[str, int], frozenset[int]]], kept: frozenset[str]
+) -> list[int] | None:
+    """Return an order of kernels that holds fewer bytes at once than the one given, or None."""
+    found = [Kernel(*kernel) for kernel in kernels]
+    order = saving_order(found)
+    is_better = peak_bytes(found, order, kept) < peak_bytes(found, range(len(found)), kept)
+    return order if is_better else None
 
 
 def _with_stats(half: Half, num_outputs: int, queue: StatsQueue) -> Compiled:

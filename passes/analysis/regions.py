@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec.ir import symbolic
@@ -26,6 +26,11 @@ _COPIES = _CASTS | {torch.ops.prims.convert_element_type.default}
 def is_marked(node: Node) -> bool:
     """Say whether the user's checkpointing decided about a forward node, either way."""
     return POLICY in node.meta and REGION in node.meta
+
+
+def are_in(graph: Graph) -> bool:
+    """Say whether anything of a joint graph is to be computed again."""
+    return any(is_recomputed(node) for node in graph.nodes)
 
 
 def is_recomputed(node: Node) -> bool:

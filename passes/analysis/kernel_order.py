@@ -1,0 +1,69 @@
+"""The order of a graph's kernels: late what takes memory, early what gives it back.
+
+Autograd's order computes a gradient before its reader needs it, a recomputed tensor before the GEMM that reads it, and
+widens each parameter's gradient at once; each of them then waits in memory beside the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel: the buffers it makes and reads, with their bytes, and the positions of those it comes after."""
+
+    makes: Mapping[str, int]
+    reads: Mapping[str, int]
+    """Without what the caller keeps."""
+    after: frozenset[int]
+
+
+def saving_order(kernels: Sequence[Kernel]) -> list[int]:
+    """Return the positions of ``kernels``, each after those it depends on, in an order that holds few bytes at once.
+
+    Built from the end: of the kernels that all their readers follow, next comes the one before which the fewest bytes
+    are live, if that is fewer than after it; else the one that came last in the order given, so that what belongs
+    together stays together.
+    """
+    waiting = [0] * len(kernels)
+    for kernel in kernels:
+        for i in kernel.after:
+            waiting[i] += 1
+    ready = {i for i, readers in enumerate(waiting) if not readers}
+    live: set[str] = set()
+    reverse: list[int] = []
+    while ready:
+        growth = {i: _growth(kernels[i], live) for i in ready}
+        chosen = min(ready, key=lambda i: (growth[i], -i))
+        if growth[chosen] >= 0:
+            chosen = max(ready)
+        ready.remove(chosen)
+        reverse.append(chosen)
+        live.update(kernels[chosen].reads)
+        for i in kernels[chosen].after:
+            waiting[i] -= 1
+            if not waiting[i]:
+                ready.add(i)
+    assert len(reverse) == len(kernels), "kernels that wait for each other"
+    return reverse[::-1]
+
+
+def peak_bytes(kernels: Sequence[Kernel], order: Sequence[int], kept: frozenset[str] = frozenset()) -> int:
+    """Return the most bytes that live at once; ``kept`` are never freed."""
+    last = {name: step for step, i in enumerate(order) for name in (*kernels[i].makes, *kernels[i].reads)}
+    made = {name for kernel in kernels for name in kernel.makes}
+    live = peak = sum({n: size for k in kernels for n, size in k.reads.items() if n not in made}.values())
+    for step, i in enumerate(order):
+        kernel = kernels[i]
+        live += sum(kernel.makes.values())
+        peak = max(peak, live)
+        sizes = {**kernel.reads, **kernel.makes}
+        live -= sum(size for name, size in sizes.items() if last[name] == step and name not in kept)
+    return peak
+
+
+def _growth(kernel: Kernel, live: set[str]) -> int:
+    """Return how many bytes more are live before a kernel than after it, where ``live`` are read later."""
+    return sum(size for name, size in kernel.reads.items() if name not in live) - sum(kernel.makes.values())

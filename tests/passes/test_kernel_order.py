@@ -1,0 +1,79 @@
+"""The order of kernels: what takes memory comes late, what gives it back early."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
+
+
+def kernels(*rows: tuple[str, dict[str, int], str]) -> list[Kernel]:
+    """Return kernels from their names, sizes and operands; each waits for those that make what it reads."""
+    sizes = {name: size for _, makes, _ in rows for name, size in makes.items()}
+    makers = {name: i for i, (_, makes, _) in enumerate(rows) for name in makes}
+    return [
+        Kernel(
+            makes,
+            {name: sizes.get(name, 0) for name in reads.split()},
+            frozenset(makers[name] for name in reads.split() if name in makers),
+        )
+        for _, makes, reads in rows
+    ]
+
+
+# The backward of an MLP in a region, as autograd orders it: `up` and `gelu` are computed again.
+MLP = (
+    ("gradient of gelu", {"dgelu": 40}, "dy"),
+    ("up", {"up": 40}, "x"),
+    ("gelu", {"gelu": 40}, "up"),
+    ("gradient of the second weight, bf16", {"dw2": 5}, "dy gelu"),
+    ("gradient of the second weight, float32", {"grad2": 10}, "dw2"),
+    ("gradient of up", {"dup": 40}, "dgelu up"),
+    ("gradient of the first weight, bf16", {"dw1": 5}, "dup x"),
+    ("gradient of the first weight, float32", {"grad1": 10}, "dw1"),
+)
+
+
+def test_a_gradient_is_computed_where_it_is_read_and_widened_at_the_end() -> None:
+    given = kernels(*MLP)
+    order = saving_order(given)
+    assert [MLP[i][0] for i in order] == [
+        "up",
+        "gelu",
+        "gradient of the second weight, bf16",
+        "gradient of gelu",
+        "gradient of up",
+        "gradient of the first weight, bf16",
+        "gradient of the second weight, float32",
+        "gradient of the first weight, float32",
+    ]
+    results = frozenset({"grad1", "grad2"})
+    assert peak_bytes(given, range(len(given)), results) == 40 * 3 + 10
+    assert peak_bytes(given, order, results) == 40 * 3 + 5
+
+
+def test_what_is_not_made_here_lives_from_the_start_to_its_last_reader() -> None:
+    first = Kernel({"a": 1}, {"saved": 100}, frozenset())
+    second = Kernel({"b": 10}, {"a": 1}, frozenset({0}))
+    assert peak_bytes([first, second], [0, 1]) == 101
+    assert peak_bytes([second, Kernel({"c": 1}, {"saved": 100}, frozenset())], [0, 1]) == 111
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_graph_keeps_its_dependencies(seed: int) -> None:
+    draw = random.Random(seed)
+    given = []
+    for i in range(40):
+        after = frozenset(draw.sample(range(i), min(i, draw.randint(0, 3))))
+        given.append(Kernel({f"b{i}": draw.randint(0, 9)}, {f"b{j}": 9 for j in after}, after))
+    order = saving_order(given)
+    assert sorted(order) == list(range(40))
+    place = {i: step for step, i in enumerate(order)}
+    assert all(place[j] < place[i] for i, kernel in enumerate(given) for j in kernel.after)
+
+
+def test_a_circle_is_refused() -> None:
+    with pytest.raises(AssertionError, match="wait for each other"):
+        saving_order([Kernel({}, {}, frozenset({1})), Kernel({}, {}, frozenset({0}))])

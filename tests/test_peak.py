@@ -1,0 +1,53 @@
+"""What lives at the peak of a step whose blocks are recomputed, by the allocator's events."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.peak import peak_bytes
+
+ROWS, WIDTH, HIDDEN, BLOCKS = 2048, 64, 256, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+@pytest.mark.inductor
+def test_two_of_the_three_wide_tensors_of_a_recomputed_block_live_at_once() -> None:
+    """`up`, `gelu` and a gradient are as wide: `gelu` has been read when the gradient of it is computed."""
+    model, x = Network(), torch.randn(ROWS, WIDTH)
+    reference = torch.autograd.grad(model(x), list(model.parameters()))
+    compiled = torch.compile(model, backend="fxprec", options={"recipe": "fp8"})
+    compiled(x).backward()
+    found = [p.grad for p in model.parameters()]
+    for a, b in zip(found, reference, strict=True):
+        assert F.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.999
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        compiled(x).backward()
+    wide, narrow = 2 * ROWS * HIDDEN, 2 * ROWS * WIDTH
+    gradients = 4 * sum(p.numel() for p in model.parameters())
+    boundaries, passing = (BLOCKS - 1) * narrow, 3 * narrow  # the residual's gradient in float32, and rounded
+    assert peak_bytes(profiled) < 2 * wide + boundaries + passing + gradients
