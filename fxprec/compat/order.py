@@ -90,8 +90,8 @@ def saving_memory(ordered: Ordered, key: str) -> Iterator[None]:
     does, for Inductor's code cache.
     """
     loops: Any = cpp.CppScheduling
-    known = all(hasattr(memory, name) for name in ("prepare_planning_info", "estimate_peakmemory"))
-    if not known or not hasattr(loops, _LOOPS) or "is_fake" not in {f.name for f in fields(WeakDep)}:
+    orders = hasattr(memory, "prepare_planning_info") and "is_fake" in {f.name for f in fields(WeakDep)}
+    if not orders or not hasattr(loops, _LOOPS):
         yield
         return
     at_once = getattr(loops, _LOOPS)
