@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec.ir import symbolic
+from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS, QUANTIZE_BLOCKS, TENSOR_SCALE
 from fxprec.ir.symbolic_gemms import TRANSPOSED
 from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.joint import JointGraph, has_tag, is_backward, set_results, value
@@ -58,7 +59,7 @@ def _store_in_forward(joint: JointGraph, copies: list[Node]) -> None:
 
     A differentiable one: an effect token must come out of forward as it is.
     """
-    copies = [node for node in copies if any(is_backward(user) for user in regions.readers_of(node))]
+    copies = [node for node in copies if any(is_backward(user) for user in regions.readers_of(node, _BETWEEN))]
     results = list(joint.results)
     for i, x in enumerate(results[: joint.num_forward_outputs]):
         if copies and isinstance(x, Node) and x.op == "call_function" and is_differentiable(x):
@@ -104,20 +105,20 @@ def _copy_of_parameter(node: Node, work: Work) -> CheckpointPolicy | None:
 
 def _stored(node: Node, work: Work) -> CheckpointPolicy | None:
     """Return what becomes of a stored copy, and of what is read from it; under a budget the partitioner chooses."""
-    if node.target is symbolic.DEQUANTIZE:
+    if node.target in _DECODES:
         return CheckpointPolicy.MUST_RECOMPUTE
-    if node.target not in (symbolic.QUANTIZE, TRANSPOSED):
+    if node.target not in (*_ENCODES, TRANSPOSED):
         return None
     source = _source(node)
     if regions.is_recomputed(source):
-        keeps = node.target is symbolic.QUANTIZE and regions.is_boundary(source)
+        keeps = node.target in _ENCODES and regions.is_boundary(source)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.MUST_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE if work.memory_budget == 1 else CheckpointPolicy.PREFER_SAVE
 
 
 def _source(copy: Node) -> Node:
     """Return what was stored: codes may be turned, and seen in another shape or dtype, on their way to a GEMM."""
-    while copy.target is not symbolic.QUANTIZE:
+    while copy.target not in _ENCODES:
         copy = copy.all_input_nodes[0]
     return copy.all_input_nodes[0]
 
@@ -127,7 +128,7 @@ def _add_repeated(marks: dict[Node, CheckpointPolicy], work: Work) -> None:
 
     Under a memory budget only behind a decoded tensor: the mark forces what a node reads to be there for backward.
     """
-    decoded = {n for n in marks if n.target is symbolic.DEQUANTIZE}
+    decoded = {n for n in marks if n.target in _DECODES}
     for node in _forward(work.joint):
         if node in marks:
             continue
@@ -145,6 +146,10 @@ def _mark(node: Node, policy: CheckpointPolicy) -> None:
     node.meta[regions.POLICY] = policy
 
 
+# What may stand in forward between a stored copy and who reads it in backward: repeated there.
+_BETWEEN = regions.CASTS | ops.VIEWS | ops.CASTS
+_ENCODES = (symbolic.QUANTIZE, QUANTIZE_BLOCKS, TENSOR_SCALE)
+_DECODES = (symbolic.DEQUANTIZE, DEQUANTIZE_BLOCKS)
 _COPIES = frozenset({symbolic.QUANTIZE, symbolic.DEQUANTIZE, TRANSPOSED, _CONVERT})
 
 

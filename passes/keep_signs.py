@@ -38,9 +38,17 @@ class KeepSigns:
                 _keep_signs(work.joint.graph, q, cast)
 
 
+def asks_sign(read: Node) -> bool:
+    """Say whether backward compares a copy with 0."""
+    return not _asking(read).isdisjoint(_ASKS_ABOVE | _ASKS_BELOW)
+
+
+def _asking(read: Node) -> set[object]:
+    return {reader.target for _, reader in readers(read, through=ops.CASTS) if reader.args[1:2] == (0,)}
+
+
 def _keep_signs(graph: Graph, q: Node, cast: Quantize) -> None:
-    found = [reader for read, _ in Dequantize.among(q.users) for _, reader in readers(read, through=ops.CASTS)]
-    asking = {reader.target for reader in found if reader.args[1:2] == (0,)}
+    asking = {target for read, _ in Dequantize.among(q.users) for target in _asking(read)}
     nearest, x = parse(cast.format).smallest_subnormal, cast.x
     with graph.inserting_before(q):
         if asking & _ASKS_ABOVE:

@@ -25,6 +25,7 @@ from fxprec.passes.make_again import MakeAgain
 from fxprec.passes.narrow_accumulators import NarrowAccumulators
 from fxprec.passes.narrow_gemms import NarrowGemms
 from fxprec.passes.recover_operators import RecoverOperators
+from fxprec.passes.store_blocks import StoreBlocks
 from fxprec.passes.store_centred import StoreCentred
 from fxprec.passes.sum_narrow import SumNarrow
 from fxprec.passes.weigh_gemms import WeighGemms
@@ -42,6 +43,7 @@ PIPELINE: tuple[Pass, ...] = (
     StoreCentred(),  # needs the copies that are left
     MakeAgain(),  # needs them where they are stored
     KeepSigns(),  # needs the copies that are left; comes between a copy and its value, by which make-again knows it
+    StoreBlocks(),  # needs the copies and readers that are left; before it, since what is in blocks has no scale
     CarryScales(),  # needs the casts that are left; rows of its own come after the sites
     NarrowAccumulators(),  # needs operators paired with the GEMMs it replaces; leaves a remark for the plan
     WritePlan(),  # needs the sites and the answers

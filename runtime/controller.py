@@ -223,7 +223,7 @@ class Controller:
             "tensor": site.tensor,
             "kind": site.kind,
             "module": site.module,
-            "format": site.format,
+            "format": site.stored_as,
             "amax": None if stats is None else stats.amax,
             "overflow_ratio": None if stats is None else stats.overflow_ratio,
             "underflow_ratio": None if stats is None or math.isnan(stats.underflow_ratio) else stats.underflow_ratio,

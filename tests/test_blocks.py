@@ -72,7 +72,7 @@ def check(x: Tensor, fmt: BlockFormat, seed: int | None) -> None:
     assert found.codes.numel() == len(wanted.codes) * fmt.code_bytes
     known = torch.tensor([not math.isnan(s) for s in wanted.scales], dtype=torch.bool)
     in_bytes = torch.tensor(list(wanted.bytes(fmt)), dtype=torch.uint8)
-    both = (part.view(-1, fmt.code_bytes)[known] for part in (found.codes, in_bytes)) if len(x) else ()
+    both = (part.reshape(-1, fmt.code_bytes)[known] for part in (found.codes, in_bytes)) if len(x) else ()
     assert len({tuple(part.flatten().tolist()) for part in both}) <= 1
     decoded = block_codec.decode(found, fmt, len(x), whole)
     np.testing.assert_array_equal(decoded.numpy(), np.array(wanted.values(fmt, len(x), wanted_whole), np.float32))
@@ -141,7 +141,7 @@ def test_mx_is_what_ml_dtypes_and_gfloat_say(name: str) -> None:
 def test_every_scale_and_code_of_mxfp4_decodes_as_ml_dtypes_say() -> None:
     scales = torch.arange(256, dtype=torch.uint8)
     codes = torch.arange(16, dtype=torch.int32).repeat(256, 2)
-    packed = block_codec.packed(codes, 4)
+    packed = block_codec.packed(codes, 4).view(-1)
     encoded = fxprec.BlockCodes(packed, scales.view(torch.float8_e8m0fnu), None, None, torch.Size((256, 32)))
     elements = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     with np.errstate(all="ignore"):

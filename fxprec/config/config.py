@@ -245,6 +245,19 @@ def _check_storage(storage: str, recipe: Recipe) -> None:
         )
 
 
+def _refuse_blocks(config: Config, recipe: Recipe) -> None:
+    """Raise `ConfigError` where nothing could be stored in the recipe's block format."""
+    if recipe.saved is None:
+        return
+    said = f"recipe.saved is {recipe.saved.name}, for copies of low tensors that only backward reads, and "
+    if recipe.lo_forward == recipe.hi:
+        raise ConfigError(f"{said}no tensor of recipe {recipe.name!r} is low; use it with fp8, as 'fp8+int4'")
+    if config.storage == "simulate" or (config.storage is None and without_dtype(recipe)):
+        raise ConfigError(f"{said}storage='simulate' stores no copies; use storage='native' or storage='packed'")
+    if config.compute == "stored":
+        raise ConfigError(f"{said}under compute='stored' every reader gets the copy; use compute='high'")
+
+
 def _refuse_contradictions(config: Config) -> None:
     if config.mode != "default" and config.lowering == "eager":
         raise ConfigError(
@@ -261,6 +274,7 @@ def _refuse_contradictions(config: Config) -> None:
             "rounds every tensor for every reader, as the papers do; leave compute out, or choose storage='native' or "
             "'packed'"
         )
+    _refuse_blocks(config, find_recipe(config.recipe))
     goals = ("low_ratio", "activation_budget", "plan")
     given = [name for name in goals if getattr(config, name) is not None]
     if len(given) > 1:

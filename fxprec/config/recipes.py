@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
 from fxprec.errors import ConfigError, FormatError, did_you_mean
+from fxprec.numerics import blocks
+from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.numerics.formats import Format, parse
 
 
@@ -25,6 +27,10 @@ class Recipe:
     """Low output gradients."""
     weight_grad: Format = None  # type: ignore[assignment]  # __post_init__ makes it hi
     """Parameter gradients, low or not; ``hi`` when left out."""
+    saved: BlockFormat | None = None
+    """Low outputs that backward reads only to make gradients of weights, where it has fewer than 8 bits; from 8 bits
+    on, all that only backward reads (docs/compute.md, "Fewer than 8 bits"). None: ``lo_forward``. Of real storage
+    under ``compute="high"``."""
     pure: bool = False
     """Whether weights must have ``hi``'s dtype already, so that no wider copy of anything exists."""
     name: str = "custom"
@@ -35,6 +41,7 @@ class Recipe:
             object.__setattr__(self, "weight_grad", self.hi)
         for role in FORMAT_ROLES:
             object.__setattr__(self, role, _format(role, getattr(self, role)))
+        object.__setattr__(self, "saved", _block_format(self.saved))
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"recipe.name is {self.name!r}; give it a non-empty text")
         if self.pure and (self.hi.torch_dtype is None or self.hi.bits != 16):
@@ -68,10 +75,22 @@ class Recipe:
     def to_dict(self) -> dict[str, str | bool]:
         """Return names: ``{"name": "fp8", "hi": "bf16", ...}``, and ``"pure": True`` where it is."""
         formats = {role: getattr(self, role).name for role in FORMAT_ROLES}
-        return {"name": self.name, **formats, **({"pure": True} if self.pure else {})}
+        saved = {} if self.saved is None else {"saved": self.saved.name}
+        return {"name": self.name, **formats, **({"pure": True} if self.pure else {}), **saved}
 
 
-FORMAT_ROLES = tuple(f.name for f in fields(Recipe) if f.name not in ("name", "pure"))
+FORMAT_ROLES = tuple(f.name for f in fields(Recipe) if f.name not in ("name", "pure", "saved"))
+
+
+def _block_format(value: object) -> BlockFormat | None:
+    if value is None or value == "" or isinstance(value, BlockFormat):
+        return value or None  # type: ignore[return-value]
+    if not isinstance(value, str):
+        raise ConfigError(f"recipe.saved is {value!r}; give it a fxprec.BlockFormat or its name, such as 'int4'")
+    try:
+        return find_blocks(value)
+    except FormatError as error:
+        raise ConfigError(f"recipe.saved: {error}") from None
 
 
 def _format(role: str, value: object) -> Format:
@@ -81,6 +100,8 @@ def _format(role: str, value: object) -> Format:
         raise ConfigError(
             f"recipe.{role} is {value!r}; give it a fxprec.Format or a format name such as 'e5m2' or '1-4-3+4'"
         )
+    if value.strip().lower() in blocks.NAMED:
+        raise ConfigError(f"recipe.{role} is the block format {value!r}, which only what is saved can have; use saved=")
     try:
         return parse(value)
     except FormatError as error:
@@ -118,12 +139,18 @@ RECIPES = MappingProxyType({r.name: r for r in (FP32, BF16, BF16_PURE, FP16, FP8
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:
-    """Return the recipe itself or the one of that name. Raises `ConfigError`."""
+    """Return the recipe itself or the one of that name; ``"fp8+int4"`` is ``fp8`` with ``saved="int4"``.
+
+    Raises `ConfigError`.
+    """
     if isinstance(recipe, Recipe):
         return recipe
     allowed = ", ".join(repr(name) for name in RECIPES)
     if not isinstance(recipe, str):
         raise ConfigError(f"recipe is {recipe!r}; give it one of {allowed}, or a fxprec.Recipe")
+    base, plus, saved = recipe.partition("+")
+    if plus and base in RECIPES:
+        return replace(RECIPES[base], saved=saved.strip(), name=recipe)  # type: ignore[arg-type]  # a name is taken too
     if recipe not in RECIPES:
         hint = did_you_mean(recipe, RECIPES)
         raise ConfigError(f"unknown recipe {recipe!r}{hint}; allowed: {allowed}, or a fxprec.Recipe")

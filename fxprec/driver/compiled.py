@@ -81,6 +81,8 @@ def rows_of(plan: Plan, scales: ScaleGraph | None, settings: Settings) -> Watche
 
 def _can_lose(site: Site, settings: Settings) -> bool:
     """Say whether a site can overflow where hi does not, or turn a NaN into a number."""
+    if site.saved_as:
+        return False  # its blocks have scales of their own; inf and NaN stay to be seen, in all of their block
     fmt = parse(site.format)
     if settings.storage == "packed" and fmt.nan_code is None:
         return True

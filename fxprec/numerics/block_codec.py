@@ -156,6 +156,12 @@ def integer_number(code: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     return ((code + _WHOLE).view(torch.float32) - _TWO_23) * scale + offset
 
 
+def salted(seed: Tensor, cast: int) -> Tensor:
+    """Return the seed of one of several casts that share one."""
+    salt = cast * 0x9E3779B1 % (1 << 32)
+    return seed + (salt - (salt >> 31 << 32))
+
+
 def random_bits(index: Tensor, seed: Any) -> Tensor:
     """Return 31 random bits of an element, from its position in the tensor and the cast's seed, both int32.
 
@@ -175,11 +181,11 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 class Encoded(NamedTuple):
-    """A tensor in blocks: packed codes; scales, as uint8 or bfloat16; bfloat16 offsets, (0,) where there are none."""
+    """A tensor in blocks: packed codes (blocks, bytes) uint8; a block's scale and offset as int32 codes (blocks, 1)."""
 
     codes: Tensor
     scales: Tensor
-    offsets: Tensor
+    offsets: Tensor | None
 
 
 def tensor_scale(x: Tensor, fmt: BlockFormat) -> Tensor:
@@ -214,11 +220,10 @@ def encode(x: Tensor, fmt: BlockFormat, whole: Tensor | None = None, seed: Tenso
             codes = integer(blocks, inverse, offset, row.levels)
         else:
             codes = dithered_integer(blocks, random, inverse, offset, row.levels)
-        return Encoded(packed(codes, fmt.bits), _bfloat16(scale), _bfloat16(offset))
+        return Encoded(packed(codes, fmt.bits), *(end.view(torch.int32) >> 16 & 0xFFFF for end in (scale, offset)))
     amax = torch.amax(bits & MAGNITUDE, 1, keepdim=True)
-    scales, inverse = _scales(amax, fmt, whole, row, stochastic=seed is not None)
-    codes = _element_codes(blocks * inverse, fmt.element, random)
-    return Encoded(packed(codes, fmt.bits), scales, torch.empty(0, dtype=torch.bfloat16, device=x.device))
+    scale, inverse = _scales(amax, fmt, whole, row, stochastic=seed is not None)
+    return Encoded(packed(_element_codes(blocks * inverse, fmt.element, random), fmt.bits), scale, None)
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:
@@ -231,16 +236,14 @@ def _in_blocks(x: Tensor, block: int) -> Tensor:
 def _scales(
     amax: Tensor, fmt: BlockFormat, whole: Tensor | None, row: BlockRow, *, stochastic: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return a block's scale as it is stored, and what its elements are multiplied by."""
+    """Return the code of a block's scale, and what its elements are multiplied by."""
     if fmt.scale == "e8m0":
-        scale = power_scale(amax, row)
-        return scale.to(torch.uint8).view(-1), power_inverse(scale)
+        code = power_scale(amax, row)
+        return code, power_inverse(code)
     form = scale_format(fmt)
     rows = format_row(form), code_row(form)
     code = coded_scale(amax, whole, row, *rows, stochastic=stochastic)
-    number = codec.numbers(code, *rows)
-    inverse = inverse_or_zero(number, whole)
-    return _bfloat16(number) if form is BF16 else code.to(torch.uint8).view(-1), inverse
+    return code, inverse_or_zero(codec.numbers(code, *rows), whole)
 
 
 def _element_codes(x: Tensor, element: Format, random: Tensor | None) -> Tensor:
@@ -248,25 +251,39 @@ def _element_codes(x: Tensor, element: Format, random: Tensor | None) -> Tensor:
     return codec.codes(x if random is None else directed.dithered(x, random, row), row, code_row(element))
 
 
-def _bfloat16(x: Tensor) -> Tensor:
-    return x.to(torch.bfloat16).view(-1)
-
-
 def decode(encoded: Encoded, fmt: BlockFormat, elements: Any, whole: Tensor | None = None) -> Tensor:
     """Return the first ``elements`` numbers, (elements,) float32."""
-    scales = encoded.scales.view(-1, 1)
-    codes = unpacked(encoded.codes.view(scales.shape[0], fmt.code_bytes), fmt.bits)
+    codes, scales, offsets = encoded
+    codes = unpacked(codes, fmt.bits)
     if isinstance(fmt.element, Integer):
-        offsets = encoded.offsets.view(-1, 1).to(torch.float32)
-        return integer_number(codes, scales.to(torch.float32), offsets).reshape(-1)[:elements]
+        assert offsets is not None
+        numbers = integer_number(codes, *((end << 16).view(torch.float32) for end in (scales, offsets)))
+        return numbers.reshape(-1)[:elements]
     numbers = codec.numbers(codes, format_row(fmt.element), code_row(fmt.element))
     if fmt.scale == "e8m0":
-        first, second = power_factors(scales.to(torch.int32))
+        first, second = power_factors(scales)
         return (numbers * first * second).reshape(-1)[:elements]
-    if fmt.scale == "e4m3fn":
-        scales = codec.numbers(scales.to(torch.int32), format_row(E4M3FN), code_row(E4M3FN))
-    factor = scales.to(torch.float32)
+    form = scale_format(fmt)
+    factor = codec.numbers(scales, format_row(form), code_row(form))
     return (numbers * (factor if whole is None else factor * whole)).reshape(-1)[:elements]
+
+
+def records(encoded: Encoded, fmt: BlockFormat) -> Tensor:
+    """Return blocks as they are stored for backward, (blocks, bytes) uint8: scale, offset, codes."""
+    ends = [end for end in encoded[1:] if end is not None]
+    shifts = range(0, 8 * fmt.scale_dtype.itemsize, 8)
+    heads = [(end >> shift & 0xFF).to(torch.uint8) for end in ends for shift in shifts]
+    return torch.cat([*heads, encoded.codes], 1)
+
+
+def from_records(stored: Tensor, fmt: BlockFormat) -> Encoded:
+    """Return what `records` stored."""
+    size = fmt.scale_dtype.itemsize
+    ends = []
+    for first in range(0, fmt.head_bytes, size):
+        heads = [stored[:, first + i : first + i + 1].to(torch.int32) << 8 * i for i in range(size)]
+        ends.append(heads[0] if size == 1 else heads[0] | heads[1])
+    return Encoded(stored[:, fmt.head_bytes :], ends[0], ends[1] if fmt.has_offset else None)
 
 
 def _word(bits: int) -> tuple[int, int]:
@@ -276,20 +293,19 @@ def _word(bits: int) -> tuple[int, int]:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Return int32 codes (blocks, n) as bytes, one after another, the first code in the lowest bits."""
+    """Return int32 codes (blocks, n) as uint8 (blocks, bytes), the first code in the lowest bits."""
     count, size = _word(bits)
-    words = torch.sum(
-        codes.reshape(codes.numel() // count, count) << _steps(count, bits, codes), 1, keepdim=True, dtype=torch.int32
-    )
-    return ((words >> _steps(size, 8, codes)) & 0xFF).to(torch.uint8).view(-1)
+    words = codes.view(codes.shape[0], codes.shape[1] // count, count) << _steps(count, bits, codes)
+    spread = torch.sum(words, 2, keepdim=True, dtype=torch.int32) >> _steps(size, 8, codes)
+    return (spread & 0xFF).to(torch.uint8).view(codes.shape[0], codes.shape[1] * bits // 8)
 
 
 def unpacked(code: Tensor, bits: int) -> Tensor:
-    """Return the int32 codes of `packed` bytes (blocks, bytes) as (blocks, n)."""
+    """Return the int32 codes (blocks, n) of `packed` bytes."""
     count, size = _word(bits)
-    wide = code.to(torch.int32).reshape(code.numel() // size, size)
-    words = torch.sum(wide << _steps(size, 8, wide), 1, keepdim=True, dtype=torch.int32)
-    return ((words >> _steps(count, bits, wide)) & ((1 << bits) - 1)).view(code.shape[0], code.shape[1] * 8 // bits)
+    wide = code.to(torch.int32).reshape(code.shape[0], code.shape[1] // size, size) << _steps(size, 8, code)
+    spread = torch.sum(wide, 2, keepdim=True, dtype=torch.int32) >> _steps(count, bits, code)
+    return (spread & ((1 << bits) - 1)).view(code.shape[0], code.shape[1] * 8 // bits)
 
 
 def _steps(count: int, bits: int, like: Tensor) -> Tensor:

@@ -44,16 +44,26 @@ def encode_blocks(
         seed = drawn_seed(x.device, generator) if rounding == "stochastic" else None
         whole = block_codec.tensor_scale(x, fmt) if fmt.tensor_scale else None
         codes, scales, offsets = block_codec.encode(x, fmt, whole, seed)
-        return BlockCodes(codes, scales.view(fmt.scale_dtype), offsets if fmt.has_offset else None, whole, x.shape)
+        shown = None if offsets is None else _shown(offsets, fmt.scale_dtype)
+        return BlockCodes(codes.view(-1), _shown(scales, fmt.scale_dtype), shown, whole, x.shape)
+
+
+def _shown(code: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return int32 codes as numbers of their dtype."""
+    return code.view(-1).to(torch.uint8 if dtype.itemsize == 1 else torch.int16).view(dtype)
+
+
+def _codes(shown: torch.Tensor) -> torch.Tensor:
+    code = shown.view(torch.uint8 if shown.itemsize == 1 else torch.int16).to(torch.int32).view(-1, 1)
+    return code & 0xFFFF
 
 
 def decode_blocks(code: BlockCodes, fmt: BlockFormat, dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers, rounded to ``dtype`` once. Raises `FormatError` where the parts are not of this format."""
     _check(code, fmt)
     with torch.no_grad():
-        scales = code.scales if fmt.scale == "bf16" else code.scales.view(torch.uint8)
-        offsets = code.codes.new_empty(0) if code.offsets is None else code.offsets
-        parts = Encoded(code.codes, scales, offsets)
+        offsets = None if code.offsets is None else _codes(code.offsets)
+        parts = Encoded(code.codes.view(code.scales.numel(), fmt.code_bytes), _codes(code.scales), offsets)
         return block_codec.decode(parts, fmt, code.shape.numel(), code.tensor_scale).to(dtype).view(code.shape)
 
 

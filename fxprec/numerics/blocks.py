@@ -99,14 +99,19 @@ class BlockFormat:
         return self.block * self.bits // 8
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of a block's scale and offset."""
+        return self.scale_dtype.itemsize * (1 + self.has_offset)
+
+    @property
     def bits_per_element(self) -> float:
         """Bits an element takes, its share of scale and offset included."""
-        return self.bits + 8 * self.scale_dtype.itemsize * (1 + self.has_offset) / self.block
+        return self.bits + 8 * self.head_bytes / self.block
 
     def num_bytes(self, elements: int) -> int:
         """Return the bytes that many elements take, scales included."""
         blocks = -(-elements // self.block)
-        return blocks * (self.code_bytes + self.scale_dtype.itemsize * (1 + self.has_offset)) + 4 * self.tensor_scale
+        return blocks * (self.head_bytes + self.code_bytes) + 4 * self.tensor_scale
 
     @property
     def name(self) -> str:
@@ -182,6 +187,14 @@ def find(fmt: str | AnyFormat) -> AnyFormat:
         raise FormatError(
             f"unknown format {fmt!r}{hint}; block formats are {list(NAMED)} or element/block:scale"
         ) from None
+
+
+def find_blocks(name: str) -> BlockFormat:
+    """Return the block format of a name. Raises `FormatError` for any other format's."""
+    fmt = find(name)
+    if not isinstance(fmt, BlockFormat):
+        raise FormatError(f"{name!r} has no blocks; give a block format, such as 'mxfp4', 'int4' or 'int4/64:bf16'")
+    return fmt
 
 
 def _saturating(fmt: Format) -> Format:

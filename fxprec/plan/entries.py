@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from fxprec.config.recipes import FORMAT_ROLES, Recipe
 from fxprec.errors import FxprecError, PlanError, did_you_mean
+from fxprec.numerics.blocks import AnyFormat, find_blocks
 from fxprec.numerics.formats import parse
 from fxprec.plan.rows import ByteCount, Gemm, Group, KindCounts, Site
 
@@ -111,11 +112,19 @@ def _texts(entry: Entry) -> tuple[str, ...]:
 
 
 def _format(entry: Entry) -> str:
+    return _name_of(entry, parse, "a format, such as 'bf16' or '1-4-3+4'")
+
+
+def _block_format(entry: Entry) -> str:
+    return _name_of(entry, find_blocks, "a block format, such as 'mxfp4' or 'int4/64:bf16'") if entry.value else ""
+
+
+def _name_of(entry: Entry, read: Callable[[str], AnyFormat], what: str) -> str:
     text = _text(entry)
     if len(text) > _SHOWN:
-        raise entry.wrong("the name of a format, such as 'bf16' or '1-4-3+4'")
+        raise entry.wrong(f"the name of {what}")
     try:
-        return parse(text).name
+        return read(text).name
     except FxprecError as error:
         raise PlanError(f"{entry.path}: {error}") from None
 
@@ -144,7 +153,9 @@ def _record(cls: type[T], readers: Mapping[str, Reader], former: frozenset[str] 
     return read
 
 
-RECIPE = _record(Recipe, {"name": _text} | dict.fromkeys(FORMAT_ROLES, _format) | {"pure": _flag})
+RECIPE = _record(
+    Recipe, {"name": _text} | dict.fromkeys(FORMAT_ROLES, _format) | {"pure": _flag, "saved": _or_null(_block_format)}
+)
 KIND = _word("output", "param", "grad_output", "grad_param")
 GEMM = _record(
     Gemm,
@@ -192,6 +203,7 @@ SITE = _record(
         "source": _text,
         "reads": _word("backward", "gemm codes", "all"),
         "why": _reason,
+        "saved_as": _block_format,
     },
     former=frozenset({"stats"}),
 )

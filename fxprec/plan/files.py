@@ -24,7 +24,7 @@ def to_dict(plan: Any) -> dict[str, Any]:
     """Return the plan as JSON data: what is said of the whole first, then the tables.
 
     ``grouping`` is written where it is not the default, ``compute`` and ``reads`` where there is a choice, a site's
-    ``why`` where there is something to say.
+    ``why`` and ``saved_as`` where there is something to say.
     """
     head = {
         "schema": plan.schema,
@@ -53,7 +53,8 @@ def _row(row: Any) -> dict[str, Any]:
 
 
 def _site(row: Any, *, simulated: bool) -> dict[str, Any]:
-    left_out = ({"reads"} if simulated else set()) | (set() if row.why else {"why"})
+    empty = {key for key in ("why", "saved_as") if not getattr(row, key)}
+    left_out = ({"reads"} if simulated else set()) | empty
     return {key: value for key, value in _row(row).items() if key not in left_out}
 
 

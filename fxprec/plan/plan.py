@@ -155,7 +155,7 @@ class Plan:
 def _promoted(site: Site, step: int, hi: str) -> Site:
     if site.promoted_at is not None or site.format == hi:
         return site
-    return replace(site, format=hi, promoted_at=step)
+    return replace(site, format=hi, promoted_at=step, saved_as="")
 
 
 def latest_of_gemms(plans: Sequence[Plan], gemms: GemmNames) -> Plan | None:

@@ -92,6 +92,13 @@ class Site:
     why: str = ""
     """Why its format is not the one its group (or the policy) gives it: nobody would read a low copy, or 8 bits would
     spoil it (docs/compute.md); ``""`` where it is."""
+    saved_as: str = ""
+    """Name of the block format in which backward's copy is stored instead; ``""`` where it is in ``format``."""
+
+    @property
+    def stored_as(self) -> str:
+        """Name of the format in which what is stored lies in memory."""
+        return self.saved_as or self.format
 
     @property
     def is_unread(self) -> bool:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fxprec.numerics.formats import parse
+from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.plan import Plan, Site
 from fxprec.report.graph_text import one_line
 
 _VERSIONS = {"fxprec", "torch", "schema"}
 _TABLES = ("gemms", "groups", "sites")
-_SAID = {"format", "promoted_at", "why"}  # of a site; those have a line of their own
+_SAID = {"format", "saved_as", "promoted_at", "why"}  # of a site; those have a line of their own
 _SHOWN = 20
 _Row = dict[str, Any]
 _NAMES: dict[str, Callable[[_Row], str]] = {
@@ -38,7 +38,7 @@ def moves(a: Plan, b: Plan) -> list[Move]:
     found = []
     for site in a.sites:
         other = there.get((site.tensor, site.kind))
-        if other is not None and other.format != site.format:
+        if other is not None and other.stored_as != site.stored_as:
             found.append(Move(site, other, _bytes(other) - _bytes(site), _why(a, b, site, other)))
     return found
 
@@ -53,7 +53,7 @@ def differences(a: Plan, b: Plan) -> Iterator[str]:
     for move in found:
         s = move.before
         where = one_line(", ".join(part for part in (s.kind, f"group {s.group}", s.module, s.source) if part))
-        formats = f"{s.format} -> {move.after.format}"
+        formats = f"{s.stored_as} -> {move.after.stored_as}"
         yield f"{one_line(s.tensor)} ({where}): {formats}, {move.bytes:+,} bytes: {move.why}"
     yield from _unmatched(a, b, "only in the first")
     yield from _unmatched(b, a, "only in the second")
@@ -86,11 +86,12 @@ def _unmatched(a: Plan, b: Plan, where: str) -> Iterator[str]:
     known = {(s.tensor, s.kind) for s in b.sites}
     for site in a.sites:
         if (site.tensor, site.kind) not in known:
-            yield f"{one_line(site.tensor)} ({site.kind}, group {site.group}): {where}, {site.format}"
+            yield f"{one_line(site.tensor)} ({site.kind}, group {site.group}): {where}, {site.stored_as}"
 
 
 def _bytes(site: Site) -> int:
-    return -(-site.elements * parse(site.format).bits // 8)
+    fmt = find(site.stored_as)
+    return fmt.num_bytes(site.elements) if isinstance(fmt, BlockFormat) else -(-site.elements * fmt.bits // 8)
 
 
 def _why(a: Plan, b: Plan, before: Site, after: Site) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxprec.numerics.formats import parse
+from fxprec.numerics.blocks import find
 from fxprec.plan import Plan
 from fxprec.report.drawing import Drawing, DrawnNode
 
@@ -35,7 +35,7 @@ def _lines(plan: Plan, drawing: Drawing) -> Iterator[str]:
 
 
 def _attributes(plan: Plan, node: DrawnNode) -> str:
-    formats = [plan.sites[s].format for s in node.sites]
+    formats = [plan.sites[s].stored_as for s in node.sites]
     label = _quoted("\n".join(filter(None, (node.name, node.op, node.value, *dict.fromkeys(formats)))))
     tip = _quoted(", ".join(filter(None, (node.module, node.source))) or node.op)
     return f'label={label}, tooltip={tip}, fillcolor="{_fill(formats)}"'
@@ -44,7 +44,7 @@ def _attributes(plan: Plan, node: DrawnNode) -> str:
 def _fill(formats: list[str]) -> str:
     if not formats:
         return _NO_FORMAT
-    bits = parse(formats[0]).bits
+    bits = find(formats[0]).bits
     return next((fill for most, fill in _FILLS if bits <= most), _NO_FORMAT)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxprec.errors import PlanError, did_you_mean
+from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.plan import Plan, Site
 from fxprec.report.graph_text import one_line
@@ -29,7 +30,7 @@ def explain(plan: Plan, tensor: str) -> list[str]:
 
 def _site(plan: Plan, site: Site) -> list[str]:
     where = ", ".join(part for part in (site.module, site.source) if part)
-    head = f"{site.tensor} ({site.kind}, site {site.id}, {site.shape}{', ' + where if where else ''}): {site.format}"
+    head = f"{site.tensor} ({site.kind}, site {site.id}, {site.shape}{', ' + where if where else ''}): {site.stored_as}"
     return [one_line(head), *(f"  {one_line(reason)}" for reason in reasons(plan, site))]
 
 
@@ -57,6 +58,8 @@ def _of_format(plan: Plan, site: Site) -> str:
     low, high = (_stored(plan.recipe.format_of(site.kind, low=is_low), site) for is_low in (True, False))
     if site.promoted_at is not None:
         return f"it overflowed and was promoted to {site.format} at step {site.promoted_at}, for good"
+    if site.why and site.format == low and group.low:
+        return f"recipe {plan.recipe.name!r} holds a low {site.kind} in {low}; {site.why}"
     if site.why:
         other = high if site.format not in (low, high) and not group.low else low
         return f"{site.format} and not {other}, since {site.why}"
@@ -88,6 +91,13 @@ def _of_readers(plan: Plan, site: Site) -> list[str]:
         return ["GEMMs multiply the codes of the stored copy, and backward reads it; all else reads the value itself"]
     if site.reads == "all":
         return ["every reader gets this one value: there is no second copy"]
+    if site.saved_as:
+        blocks = find_blocks(site.saved_as)
+        said = "makes gradients of weights of it, and nothing else" if blocks.bits < 8 else "reads it"
+        return [
+            f"backward {said}: it is stored in {site.saved_as}, {blocks.bits_per_element:g} bits an element, scales "
+            f"included{', rounded at random' if blocks.bits < 8 else ''}, and not in {site.format}"
+        ]
     fmt = parse(site.format)
     if fmt == plan.recipe.hi and fmt.bits == 16 and fmt.torch_dtype is not None:
         return ["backward reads the stored copy, and so do forward GEMMs, which multiply that format anyway"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from fxprec.numerics.blocks import find
 from fxprec.numerics.formats import parse
 from fxprec.plan import Gemm, Plan, Site
 from fxprec.report.curve import Point, by_group, by_ratio
@@ -46,7 +47,7 @@ def page_data(plan: Plan, title: str, drawing: Drawing | None, history: Sequence
         "reached": plan.achieved_low_ratio,
         "elements": plan.total_elements,
         "notes": list(plan.notes),
-        "bits": {name: parse(name).bits for name in sorted({s.format for s in plan.sites})},
+        "bits": {name: find(name).bits for name in sorted({s.stored_as for s in plan.sites})},
         "saved": _saved(plan),
         "groups": [
             [g.id, int(g.low), g.order, g.elements, g.saved_elements, g.saved_bytes, texts(_operators(g.operators))]
@@ -82,7 +83,7 @@ def _point(point: Point) -> list[float | None]:
 def _site(plan: Plan, s: Site, texts: _Texts) -> list[Any]:
     where = [texts(t) for t in (s.tensor, s.kind, s.module, s.source, s.shape)]
     why = texts("\n".join(reasons(plan, s)))
-    return [*where, s.group, texts(s.format), s.promoted_at, s.elements, why, texts(s.reads)]
+    return [*where, s.group, texts(s.stored_as), s.promoted_at, s.elements, why, texts(s.reads)]
 
 
 def _node(n: DrawnNode, texts: _Texts) -> list[Any]:

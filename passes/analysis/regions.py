@@ -14,13 +14,16 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec.ir import symbolic
+from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS, QUANTIZE_BLOCKS
 from fxprec.ir.symbolic_gemms import TRANSPOSED
 from fxprec.passes.analysis.joint import is_backward, is_view
 
 POLICY, REGION = "recompute", "ac_graph_id"
 REGION_META = (POLICY, REGION)
-_CASTS = frozenset({symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, TRANSPOSED})
-_COPIES = _CASTS | {torch.ops.prims.convert_element_type.default}
+CASTS = frozenset(
+    {symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, TRANSPOSED, QUANTIZE_BLOCKS, DEQUANTIZE_BLOCKS}
+)
+_COPIES = CASTS | {torch.ops.prims.convert_element_type.default}
 
 
 def is_marked(node: Node) -> bool:
@@ -67,7 +70,7 @@ def is_made_again(node: Node) -> bool:
     return bool(readers) and all(is_marked(u) for u in readers)
 
 
-def readers_of(node: Node, through: Collection[object] = _CASTS) -> Iterator[Node]:
+def readers_of(node: Node, through: Collection[object] = CASTS) -> Iterator[Node]:
     """Yield what reads a value, seen through views and casts."""
     stack, seen = [node], {node}
     while stack:

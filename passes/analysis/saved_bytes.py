@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from fxprec.config.recipes import Recipe
 from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Quantize
+from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS, QUANTIZE_BLOCKS, TENSOR_SCALE, QuantizeBlocks
 from fxprec.ir.symbolic_gemms import TRANSPOSED
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.groups import GROUP_META
@@ -99,7 +100,7 @@ def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequenc
         if not _holds_floats(node):
             others += count * val.dtype.itemsize
         elif not _is_copy_of_parameter(node, joint):
-            elements[group] += count
+            elements[group] += _elements(node)
     groups = tuple(replace(g, saved_bytes=planned[g.id], saved_elements=elements[g.id]) for g in plan.groups)
     total = ByteCount(fp32=4 * sum(elements.values()) + others, planned=sum(planned.values()))
     return replace(plan, groups=groups, saved_bytes=total)
@@ -134,14 +135,21 @@ def _is_view(target: object) -> bool:
 
 
 def _group(node: Node, plan: Plan) -> int:
-    cast = Quantize.match(node)
+    cast = Quantize.match(node) or QuantizeBlocks.match(node)
     if cast is not None:
         return plan.sites[cast.row].group
     return int(node.meta.get(GROUP_META, 0))
 
 
 def _holds_floats(node: Node) -> bool:
-    return tensor_of(node).dtype.is_floating_point or node.target in (QUANTIZE, TRANSPOSED)
+    return tensor_of(node).dtype.is_floating_point or node.target in (QUANTIZE, TRANSPOSED, QUANTIZE_BLOCKS)
+
+
+def _elements(node: Node) -> int:
+    """Return the elements of the tensor that a storage holds: of blocks not their bytes, of a tensor's scale none."""
+    blocks = QuantizeBlocks.match(node)
+    stored = node if blocks is None else blocks.x
+    return 0 if node.target is TENSOR_SCALE else numel_hint(tensor_of(stored))
 
 
 def _is_copy_of_parameter(node: Node, joint: JointGraph) -> bool:
@@ -156,7 +164,7 @@ def _copied(node: Node) -> Node:
 
 
 _CONVERT = torch.ops.prims.convert_element_type.default
-_COPIES = (QUANTIZE, DEQUANTIZE, TRANSPOSED, _CONVERT)
+_COPIES = (QUANTIZE, DEQUANTIZE, QUANTIZE_BLOCKS, DEQUANTIZE_BLOCKS, TRANSPOSED, _CONVERT)
 
 
 def readable(size: int) -> str:

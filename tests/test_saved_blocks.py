@@ -1,0 +1,200 @@
+"""What weight gradients are made of, saved in block formats of fewer than 8 bits: where, how large, and without bias."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxprec
+from fxprec import Backend, Config, Plan, Recipe
+from fxprec.config.recipes import find_recipe
+from fxprec.errors import ConfigError, FxprecWarning, PlanError
+from fxprec.numerics import blocks
+from fxprec.plan import Site
+from fxprec.report.explain import explain
+
+
+class Net(nn.Module):
+    """Of what backward reads some only makes weight gradients: a GELU's result, a sum, the input of a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.back = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+        self.conv, self.again, self.out = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, padding=2), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.back(torch.nn.functional.gelu(self.wide(self.norm(x))))
+        image = torch.sin(x).view(4, 8, 8, 32).contiguous(memory_format=torch.channels_last)
+        return self.out(torch.relu(self.again(self.conv(image))))
+
+
+def step(recipe: str | Recipe, model: nn.Module | None = None, **options: Any) -> tuple[Backend, list[Tensor], Tensor]:
+    """Train one step from the same weights; return the backend, the gradients and the loss."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Net() if model is None else copy.deepcopy(model)
+    x = torch.randn(4, 64, 32)
+    backend = Backend(Config(**{"recipe": recipe, "low_ratio": 1.0, "lowering": "eager"} | options))
+    loss = torch.compile(model, backend=backend)(x).square().mean()
+    loss.backward()
+    return backend, [p.grad for p in model.parameters()], loss.detach()
+
+
+@cache
+def planned(recipe: str) -> tuple[Plan, list[Tensor], Tensor]:
+    backend, gradients, loss = step(recipe)
+    return backend.plans[0], gradients, loss
+
+
+def by_name(plan: Plan) -> dict[str, Site]:
+    return {site.tensor: site for site in plan.sites if site.kind == "output"}
+
+
+def test_only_what_makes_weight_gradients_has_few_bits():
+    sites = by_name(planned("fp8+int4")[0])
+    assert {name: s.shape for name, s in sites.items() if s.saved_as == "int4"} == {
+        "mul_4": "4 x 64 x 128",  # GELU's result
+        "sin": "4 x 64 x 32",  # into the first convolution, which reads it channels last
+        "convolution": "4 x 8 x 6 x 30",  # into the second, channels last itself
+    }
+    assert {s.format for s in sites.values() if s.saved_as} == {"e4m3fn"}
+    whys = {s.why for s in sites.values() if s.reads == "backward" and not s.saved_as}
+    for reader in ("native_layer_norm", "gelu", "relu"):
+        assert any(f"the backward of aten.{reader} reads it too" in why for why in whys), whys
+
+
+def test_saved_bytes_count_codes_and_scales():
+    plain, plan = planned("fp8")[0], planned("fp8+int4")[0]
+    saved = [s for s in plan.sites if s.saved_as]
+    fewer = sum(s.elements - blocks.INT4.num_bytes(s.elements) for s in saved)
+    assert plain.saved_bytes.planned - plan.saved_bytes.planned == fewer
+    assert plain.saved_bytes.fp32 == plan.saved_bytes.fp32
+    assert sum(g.saved_elements for g in plain.groups) == sum(g.saved_elements for g in plan.groups)
+    assert sum(g.saved_bytes for g in plan.groups) == plan.saved_bytes.planned
+
+
+def test_a_copy_is_saved_also_where_a_layout_copy_stands_between_it_and_its_reader():
+    """The input of the first convolution, which the GEMM reads in another layout and dtype."""
+    names = {g.id: g for g in planned("fp8")[0].groups}
+    (site,) = [s for s in planned("fp8")[0].sites if s.tensor == "sin" and s.kind == "output"]
+    saved = [s for s in planned("fp8")[0].sites if s.group == site.group and s.reads == "backward"]
+    assert names[site.group].saved_bytes == sum(s.elements * (1 if s.format == "e4m3fn" else 2) for s in saved)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "mxfp8", "mxfp6", "nvfp4"])
+def test_gradients_have_the_formats_error_and_forward_none(name: str):
+    _, exact, loss = planned("fp8")
+    _, found, same = planned(f"fp8+{name}")
+    assert torch.equal(loss, same)
+    worst = max(float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+    assert worst < {"int8": 0.06, "mxfp8": 0.06, "mxfp6": 0.06}.get(name, 0.25)
+    assert worst > 0
+
+
+def test_eight_bits_go_wherever_backward_reads_but_does_not_ask_for_a_sign():
+    sites = by_name(planned("fp8+int8")[0])
+    low = [s for s in sites.values() if s.reads == "backward" and s.format == "e4m3fn"]
+    assert {s.saved_as or s.why.partition("its ")[2][:4] for s in low} == {"int8", "sign"}
+
+
+def test_weight_gradients_have_no_bias():
+    """Over 1,000 draws of 2 bits the mean is the gradient itself; nearest rounding is off by 30 standard errors."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(32, 16).exp()
+    backend = Backend(Config(recipe="fp8+int2/32:bf16", low_ratio=1.0, lowering="eager"))
+    compiled, draws, hidden = torch.compile(model, backend=backend), [], model[0](x).detach()
+    exact = 2 * model[1](hidden).detach().T @ hidden
+    for _ in range(1000):
+        model.zero_grad()
+        compiled(x).square().sum().backward()
+        draws.append(model[1].weight.grad)
+    assert {"addmm", "args.0"} == {s.tensor for s in backend.plans[0].sites if s.saved_as}
+    found = torch.stack(draws)
+    deviation = found.std(0) / 1000**0.5
+    assert ((found.mean(0) - exact).abs() <= 5 * deviation).all()
+    nearest = 2 * model[1](hidden).detach().T @ fxprec.quantize(hidden, "int2/32:bf16")
+    assert ((nearest - exact).abs() / deviation).median() > 10
+
+
+def test_the_seed_is_torchs():
+    (_, first, _), (_, second, _) = planned("fp8+int4"), step("fp8+int4")
+    assert all(map(torch.equal, first, second))
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(64, 32)
+    compiled = torch.compile(model, backend=Backend(Config(recipe="fp8+int2", low_ratio=1.0, lowering="eager")))
+    gradients = [torch.autograd.grad(compiled(x).square().sum(), model[1].weight)[0] for _ in range(2)]
+    assert not torch.equal(*gradients)
+
+
+def test_inf_spoils_its_block_and_shows(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    backend = Backend(Config(recipe="fp8+int4/64:bf16", low_ratio=1.0, lowering="eager"))
+    compiled, x = torch.compile(model, backend=backend), torch.randn(32, 64)
+    x[3, 5] = math.nan
+    compiled(x)[4:].square().sum().backward()
+    assert model[0].weight.grad.isnan().all()
+    assert backend.plans[0].promoted == ()
+
+
+def test_a_plan_file_keeps_it_and_can_be_edited(tmp_path):
+    plan = planned("fp8+int4")[0]
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert any("stored in int4, 4.125 bits an element" in line for line in explain(plan, "mul_4"))
+    assert any("holds a low output in e4m3fn; int4 is no choice" in line for line in explain(plan, "addmm"))
+    wanted = {"mul_4": "int2", "sin": "", "addmm": "int4"}
+    edited = [replace(s, saved_as=wanted.get(s.tensor, s.saved_as)) if s.kind == "output" else s for s in plan.sites]
+    replace(plan, sites=tuple(edited)).save(tmp_path / "edited.json")
+    with pytest.warns(FxprecWarning, match="of the given plan is 'int4', and it stays in e4m3fn: the backward of"):
+        backend, *_ = step("fp8", low_ratio=None, plan=tmp_path / "edited.json")
+    found = by_name(backend.plans[0])
+    assert {name: s.saved_as for name, s in found.items() if s.saved_as} == {"mul_4": "int2", "convolution": "int4"}
+    text = (tmp_path / "plan.json").read_text().replace('"saved_as": "int4"', '"saved_as": "bf16"')
+    (tmp_path / "wrong.json").write_text(text)
+    with pytest.raises(PlanError, match=r"saved_as: 'bf16' has no blocks; give a block format"):
+        Plan.load(tmp_path / "wrong.json")
+
+
+def test_dynamic_shapes_stay_in_8_bits_and_say_so():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    backend = Backend(Config(recipe="fp8+int4", low_ratio=1.0, lowering="eager"))
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    compiled(torch.randn(32, 64)).sum().backward()
+    assert any("is dynamic" in site.why for site in backend.plans[0].sites)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"recipe": "fp8+int5/64:bf16"}, "use 1, 2, 4 or 8"),
+        ({"recipe": "fp8+mxfp44"}, "did you mean 'mxfp4'"),
+        ({"recipe": "fp8+bf16"}, "'bf16' has no blocks"),
+        ({"recipe": "bf16+int4"}, "no tensor of recipe 'bf16+int4' is low; use it with fp8"),
+        ({"recipe": "hfp8+int4"}, "use storage='native' or storage='packed'"),
+        ({"recipe": "fp8+int4", "storage": "simulate"}, "stores no copies"),
+        ({"recipe": "fp8+int4", "compute": "stored"}, "use compute='high'"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(options: dict[str, Any], words: str):
+    with pytest.raises(ConfigError) as error:
+        Config(**options)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_recipe_says_what_is_saved():
+    assert find_recipe("fp8+int4") == Recipe(
+        name="fp8+int4", hi="bf16", lo_forward="e4m3fn", lo_backward="e5m2_sat", saved=blocks.INT4
+    )
+    assert find_recipe("fp8+int4").to_dict()["saved"] == "int4"
+    with pytest.raises(ConfigError, match="use saved="):
+        Recipe(hi="bf16", lo_forward="mxfp4", lo_backward="e5m2")
+    with pytest.raises(ConfigError, match="or its name, such as 'int4'"):
+        Recipe(hi="bf16", lo_forward="e4m3fn", lo_backward="e5m2", saved=4)
