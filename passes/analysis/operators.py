@@ -149,7 +149,11 @@ def module_of(node: Node) -> str:
 
 @lru_cache(maxsize=4096)
 def module_path(path: str) -> str:
-    """Turn Dynamo's ``L['self']._modules['layer1']._modules['0']`` (or ``L['self'].layer1[0]``) into ``layer1.0``."""
+    """Turn Dynamo's ``L['self']._modules['layer1']._modules['0']`` (or ``L['self'].layer1[0]``) into ``layer1.0``.
+
+    A wrapper around ``forward`` (Accelerate's mixed precision) calls the model ``L['args'][0]``.
+    """
+    path = re.sub(r"^L\['args'\]\[0\]", "L['self']", path)
     path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
     path = re.sub(r"\['([^']*)'\]", r".\1", re.sub(r"\[(\d+)\]", r".\1", path))
     parts = [part for part in path.split(".") if part]

@@ -6,6 +6,7 @@ import inspect
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,6 +14,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import compiled, eager_backend, recorded_works
+
+from fxprec.passes.analysis.operators import module_path
 
 
 class Block(nn.Module):
@@ -146,3 +149,17 @@ def test_accumulations_are_the_engines_and_not_the_models():
     assert len(found.accumulations) == 3
     assert all("add" in str(n.target) for n in found.accumulations)
     assert not found.accumulations & {n for op in found.all for n in op.nodes}
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("L['self']._modules['layer1']._modules['0']", "layer1.0"),
+        ("L['self'].layer1[0]", "layer1.0"),
+        ("L['args'][0]._modules['layer1']", "layer1"),  # a wrapper around forward, as Accelerate's mixed precision
+        ("L['args'][0]", ""),
+        ("L['models'][1]._modules['head']", "1.head"),
+    ],
+)
+def test_modules_are_named_as_the_user_writes_them(path: str, name: str) -> None:
+    assert module_path(path) == name
