@@ -75,6 +75,12 @@ def trim_output_strides(num_outputs: int) -> None:
         del context.output_strides[num_outputs:]
 
 
+def waits_for_collectives() -> frozenset[Any]:
+    """Return the operators that hand out a collective's result once it is there; none without ``torch.distributed``."""
+    packet = getattr(torch.ops._c10d_functional, "wait_tensor", None)
+    return frozenset() if packet is None else frozenset({packet.default})
+
+
 def channels_last_strides(shape: Sequence[int | torch.SymInt]) -> list[int]:
     """Return the strides of a channels-last tensor (batch, channels, height, width)."""
     return [int(stride) for stride in make_channels_last_2d_strides_for(shape)]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from fxprec import compat
+
 aten = torch.ops.aten
 prims = torch.ops.prims
 
@@ -64,6 +66,9 @@ VIEWS = existing(
 LINEAR_SUMS = frozenset({"aten.add", "aten.sub"})
 
 CASTS = existing(aten, "_to_copy") | existing(prims, "convert_element_type")
+
+# What hands out a collective's result once it is there (tensor parallel layers).
+WAITS = compat.waits_for_collectives()
 
 # Writes of functionalised mutations back to their inputs; never part of an operator.
 MUTATIONS = existing(aten, "copy_ set_.source_Tensor") | existing(prims, "copy_to")

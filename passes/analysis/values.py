@@ -2,7 +2,8 @@
 
 A pass stores, rounds, rescales or narrows plain floating-point tensors: real numbers in float32, bfloat16 or float16,
 dense and strided. Everything else keeps the model's own precision and is read as it is: complex numbers, float64,
-integers, a user's own 8-bit floats, sparse layouts, effect tokens (empty tensors that order side effects), and masks.
+integers, a user's own 8-bit floats, sparse layouts, effect tokens (empty tensors that order side effects), what a
+collective has not delivered yet (before ``wait_tensor`` memory holds anything), and masks.
 
 A mask is a tensor that holds fill values by construction, ``where(allowed, 0, -inf)``: they say where, not how much.
 As numbers they overflow every narrow format, so the tensor would be promoted in the first step, and float32's least
@@ -16,6 +17,7 @@ log-softmax's result, which its backward exponentiates: in e4m3fn a probability 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Mapping
 
 import torch
@@ -30,7 +32,7 @@ aten = torch.ops.aten
 # value, an ignored index, a clamp) are far below.
 MASK_FILL = 1e4
 
-_MASK, _DIVISOR = "fxprec_mask", "fxprec_divisor"
+_MASK, _DIVISOR, _UNDER_WAY = "fxprec_mask", "fxprec_divisor", "fxprec_under_way"
 
 # Where the value stands that an op fills in: everywhere, or where a condition says.
 _CONSTANTS: Mapping[object, int] = {
@@ -86,7 +88,7 @@ def is_plain_float(node: Node) -> bool:
 def is_float_tensor(node: Node) -> bool:
     """Say whether ``node`` holds such a tensor, masks and divisors among them: their gradients are ordinary."""
     val = value(node)
-    if val is None or val.dtype not in ops.FLOATS or val.layout is not torch.strided:
+    if val is None or val.dtype not in ops.FLOATS or val.layout is not torch.strided or node.meta.get(_UNDER_WAY):
         return False
     return not val.is_neg() and not _is_empty(val)
 
@@ -107,11 +109,14 @@ def is_mask(node: Node) -> bool:
 
 
 def mark_values(graph: Graph, *, stored: bool = True) -> None:
-    """Mark the masks and the divisors of a joint graph, for `is_plain_float`.
+    """Mark the masks, the divisors and what is under way in a joint graph, for `is_plain_float`.
 
     Log-softmax's result is spared where tensors are ``stored``; simulation rounds it, as the paper does.
     """
     mark_masks(graph)
+    for target in ops.WAITS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            _mark_under_way(node.args[0])
     for node in graph.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar):
         if isinstance(node.args[1], int | float) and node.args[1] < 1:
             _mark_divisor(node.args[0])
@@ -132,6 +137,13 @@ def _mark_divisor(arg: object) -> None:
         if arg.target in _REDUCING:
             handed_on = _is_square(arg.args[0])
         arg = arg.args[0] if handed_on else None
+
+
+def _mark_under_way(arg: object) -> None:
+    """Mark what is waited for: a collective's result, seen through views and as one of several."""
+    while isinstance(arg, Node) and arg.op == "call_function":
+        arg.meta[_UNDER_WAY] = True
+        arg = arg.args[0] if arg.target in ops.VIEWS or arg.target is operator.getitem else None
 
 
 def _is_square(arg: object) -> bool:

@@ -193,6 +193,7 @@ def test_tensor_parallel(storage: str, mesh: dist.DeviceMesh) -> None:
         assert_close(local(a.grad), local(b.grad), name)
     named = {s.tensor: s.kind for s in backend.plans[0].sites if s.kind == "param"}
     assert {"0.weight", "2.weight"} <= named.keys()  # a shard has its parameter's name
+    assert not [s.tensor for s in backend.plans[0].sites if "all_reduce" in s.tensor], "nothing reads what is under way"
 
 
 def local(x: Tensor) -> Tensor:
