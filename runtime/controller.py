@@ -202,12 +202,13 @@ class Controller:
             self.keeper = keeper
         self.plan = plan
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self, *, wait: bool = True) -> list[dict[str, Any]]:
         """Return one row per cast: site, format, module, scale and the latest statistics (or None).
 
-        A site has one cast, or in ``simulate`` one for each consumer of its value.
+        A site has one cast, or in ``simulate`` one for each consumer of its value. ``wait``: for statistics that are
+        still on their way from the device.
         """
-        self.read(wait=True)
+        self.read(wait=wait)
         rows = [self._row(site, site.id) for site in self.plan.sites]
         if self.keeper is not None:
             further = sorted(row for row in self.keeper.graph.casts if row >= len(self.plan.sites))

@@ -143,12 +143,12 @@ class Backend:
         found = [event for graph in self._graphs for event in graph.events]
         return tuple(sorted([*self._log.events, *found], key=lambda e: e.step))
 
-    def stats(self) -> list[dict[str, Any]]:
-        """One row per site with its latest statistics; waits for those still on their way."""
+    def stats(self, *, wait: bool = True) -> list[dict[str, Any]]:
+        """One row per site with its latest statistics; waits for those still on their way, unless told not to."""
         rows = []
         for graph in self._live:
             if graph.controller is not None:
-                rows += [{"graph": graph.index, **row} for row in graph.controller.rows()]
+                rows += [{"graph": graph.index, **row} for row in graph.controller.rows(wait=wait)]
         return rows
 
     def stop_promoting(self) -> None:
@@ -253,8 +253,7 @@ def backend_of(compiled: object) -> Backend:
     It exists from the start, so a saved state can be loaded before the first call. Raises `ConfigError` where
     ``compiled`` was compiled by another backend, or not at all.
     """
-    wrapper = compat.wrapper_of(compiled)
-    found = _calls(wrapper)
+    found = find_backend(compiled)
     if found is None:
         raise ConfigError(
             f"{type(compiled).__name__} was not compiled by fxprec; give backend_of what "
@@ -262,6 +261,11 @@ def backend_of(compiled: object) -> Backend:
             "its compile() again)"
         )
     return found
+
+
+def find_backend(compiled: object) -> Backend | None:
+    """Return what `backend_of` does, or None where fxprec did not compile it."""
+    return _calls(compat.wrapper_of(compiled))
 
 
 def _backend_of_wrapper(wrapper: object) -> Backend:

@@ -1,0 +1,33 @@
+"""Trainers and tools: what each needs beside ``torch.compile`` to save, resume and log (docs/integrations.md).
+
+``fxprec.integrations.huggingface`` and ``.lightning`` hold a callback each and import their package; nothing else here
+does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fxprec.integrations.backends import backends_in as backends_in
+    from fxprec.integrations.backends import compile_layers as compile_layers
+    from fxprec.integrations.rank_states import RankStates as RankStates
+    from fxprec.integrations.statistics import log_statistics as log_statistics
+    from fxprec.integrations.statistics import summary as summary
+
+_HOMES = {
+    "RankStates": "rank_states",
+    "backends_in": "backends",
+    "compile_layers": "backends",
+    "log_statistics": "statistics",
+    "summary": "statistics",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"fxprec.integrations.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'fxprec.integrations' has no attribute {name!r}")

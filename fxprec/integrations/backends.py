@@ -1,0 +1,67 @@
+"""Which parts of a model fxprec compiled, and compiling them where a trainer owns the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from fxprec.driver.backend import Backend, find_backend
+from fxprec.errors import ConfigError
+
+# What torch's wrappers put before a module's name: torch.compile, DDP, checkpoint_wrapper, FSDP1.
+_WRAPPERS = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def backends_in(model: object) -> dict[str, Backend]:
+    """Return the backends of a model's compiled parts by module name, "" for the whole model; each backend once.
+
+    ``model``: what `torch.compile` returned, a module compiled in place or with such modules inside, a wrapper of one
+    (DDP, FSDP), or a `Backend`. Raises `ConfigError` where fxprec compiled none of it.
+    """
+    if isinstance(model, Backend):
+        return {"": model}
+    modules = model.named_modules() if isinstance(model, nn.Module) else [("", model)]
+    found: dict[str, Backend] = {}
+    for name, module in modules:
+        backend = find_backend(module)
+        if backend is not None and all(backend is not other for other in found.values()):
+            short = _without_wrappers(name)
+            found[name if short in found else short] = backend
+    if not found:
+        raise ConfigError(
+            f"fxprec compiled no part of this {type(model).__name__}; call "
+            'model.compile(backend="fxprec", options=...) or pass what torch.compile returned'
+        )
+    return found
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def compile_layers(model: nn.Module, layer: str | type[nn.Module], options: Mapping[str, Any] | None = None) -> int:
+    """Compile each module of a class in place, with a backend each; return how many. FSDP2 wants it by layer.
+
+    ``layer``: the class or its name, as in ``"LlamaDecoderLayer"``. Call it before ``fully_shard``, which gives modules
+    classes of its own. Raises `ConfigError` where no module is of that class.
+    """
+    chosen = [m for m in model.modules() if (layer in _names(m) if isinstance(layer, str) else isinstance(m, layer))]
+    if not chosen:
+        name = layer if isinstance(layer, str) else layer.__name__
+        known = sorted({type(m).__name__ for m in model.modules()})
+        raise ConfigError(f"no module of class {name!r} to compile; this model has {', '.join(known)}")
+    for module in chosen:
+        compile_in_place(module, options)
+    return len(chosen)
+
+
+def compile_in_place(module: nn.Module, options: Mapping[str, Any] | None = None) -> None:
+    """Compile a module in place, if fxprec has not yet: its class, names and `state_dict` stay as they are."""
+    if find_backend(module) is None:
+        module.compile(backend="fxprec", options=dict(options or {}))
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {base.__name__ for base in type(module).__mro__}

@@ -1,0 +1,66 @@
+"""A callback for Lightning's ``Trainer``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from fxprec.errors import FxprecError, FxprecWarning
+from fxprec.integrations.backends import backends_in, compile_in_place, compile_layers
+from fxprec.integrations.rank_states import RankStates
+from fxprec.integrations.statistics import log_statistics
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise FxprecError(
+        "fxprec.integrations.lightning needs Lightning 2.4 or newer, which is not installed: pip install lightning"
+    ) from error
+
+
+class FxprecCallback(Callback):  # type: ignore[misc, unused-ignore]
+    """Compiles a `LightningModule` with fxprec, keeps the backend's state in its checkpoints, and logs statistics.
+
+    ``Trainer(callbacks=[FxprecCallback({"recipe": "fp8"})])``. ``options``: fields of `fxprec.Config`; ``part``: the
+    submodule to compile, in place of the module's own ``forward`` ("model", where ``training_step`` calls
+    ``self.model(x)`` and not ``self(x)``); ``layer``: the class whose modules are compiled one by one (its name), for
+    FSDP2. The trainer's loggers get the numbers of `summary` every ``log_every_n_steps``.
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None, *, part: str = "", layer: str | None = None) -> None:
+        self.options, self.part, self.layer = dict(options or {}), part, layer
+        self._module: LightningModule | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        part = pl_module.get_submodule(self.part)
+        if self.layer is None:
+            compile_in_place(part, self.options)
+        else:
+            compile_layers(part, self.layer, self.options)
+        self._module = pl_module
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks; Lightning calls it on all of them and writes on one."""
+        return {} if self._module is None else RankStates(self._module).state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        RankStates(self._module).load_state_dict(state_dict)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == 1 and not any(backend.all_plans for backend in backends_in(pl_module).values()):
+            self._tell_of_nothing(pl_module)
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            for logger in trainer.loggers:
+                log_statistics(pl_module, logger, trainer.global_step)
+
+    def _tell_of_nothing(self, pl_module: LightningModule) -> None:
+        what = f"self.{self.part}(...)" if self.part else "self(...)"
+        warnings.warn(
+            f"{type(pl_module).__name__}.training_step ran nothing of what fxprec compiled: it does not call {what}; "
+            "give FxprecCallback part=, the name of the submodule it calls",
+            FxprecWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,119 @@
+"""The backend state of all ranks as one object with ``state_dict`` and ``load_state_dict``.
+
+What overflows differs from rank to rank, and with it promotions and scales, while a checkpoint of Accelerate,
+Lightning or ``torch.distributed.checkpoint`` keeps what one rank hands in.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fxprec.driver.backend import Backend
+from fxprec.errors import FxprecWarning, PlanError
+from fxprec.integrations.backends import backends_in
+
+VERSION = 1
+
+
+class RankStates:
+    """States of every backend in a model, on every rank of a process group; alike without ``torch.distributed``.
+
+    ``state_dict`` is a collective: call it on all ranks, as the checkpoint functions of Accelerate, Lightning and
+    ``torch.distributed.checkpoint`` do. Where just one rank saves, save `Backend.state_dict` of that one.
+    """
+
+    def __init__(self, model: object, group: dist.ProcessGroup | None = None) -> None:
+        self._model, self._group = model, group
+        backends_in(model)  # a model without a backend is told here, not at the first checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data that is the same on all ranks, under the same keys before and after compilation."""
+        return _packed(self._gathered(self._own_text()))
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return this rank's state alone, in the same form; no collective."""
+        return _packed([self._own_text()])
+
+    def _own_text(self) -> str:
+        return json.dumps({name: _unfolded(backend) for name, backend in backends_in(self._model).items()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of a saved state; of another number of ranks with a warning.
+
+        Raises `PlanError` for what is no such state, and for that of another model.
+        """
+        saved = _unpacked(state)
+        backends = backends_in(self._model)
+        own = saved[self._rank] if self._rank < len(saved) else saved[0]
+        if own.keys() != backends.keys():
+            raise PlanError(
+                f"the saved state is of compiled modules {_listed(own)}, this model has {_listed(backends)}; compile "
+                "the same ones before loading"
+            )
+        if len(saved) != self._world:
+            warnings.warn(
+                f"saved by {len(saved)} ranks, loaded by {self._world}: ranks beyond the saved ones take the "
+                "promotions and scales of rank 0, and training does not go on bit for bit",
+                FxprecWarning,
+                stacklevel=2,
+            )
+        for name, backend in backends.items():
+            backend.load_state_dict(own[name])
+
+    @property
+    def _is_distributed(self) -> bool:
+        return dist.is_available() and dist.is_initialized()
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank(self._group) if self._is_distributed else 0
+
+    @property
+    def _world(self) -> int:
+        return dist.get_world_size(self._group) if self._is_distributed else 1
+
+    def _gathered(self, own: str) -> list[str]:
+        if self._world == 1:
+            return [own]
+        texts = [own] * self._world
+        dist.all_gather_object(texts, own, group=self._group)
+        return texts
+
+
+def _unfolded(backend: Backend) -> dict[str, Any]:
+    """Return a backend's state with its text read: a text inside a text would double every backslash."""
+    state = backend.state_dict()
+    return {**state, "graphs": json.loads(state["graphs"])}
+
+
+def _packed(texts: Sequence[str]) -> dict[str, Any]:
+    """Keep equal states once. One text, since `torch.distributed.checkpoint` loads only into keys that are there."""
+    distinct = list(dict.fromkeys(texts))
+    ranks = json.dumps([distinct.index(text) for text in texts])
+    return {"version": VERSION, "ranks": f'{{"state_of_rank": {ranks}, "states": [{", ".join(distinct)}]}}'}
+
+
+def _unpacked(state: object) -> list[dict[str, Any]]:
+    """Return each rank's states by module name."""
+    try:
+        if not isinstance(state, Mapping) or state["version"] != VERSION:
+            raise TypeError
+        ranks = json.loads(state["ranks"])
+        states = [ranks["states"][i] for i in ranks["state_of_rank"]]
+        if not states or not all(isinstance(s, dict) for s in states):
+            raise TypeError
+        return states
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise PlanError(
+            f"this is no state of fxprec.integrations.RankStates version {VERSION}, or a damaged one; pass what its "
+            "state_dict() returned"
+        ) from None
+
+
+def _listed(names: Mapping[str, object]) -> str:
+    return ", ".join(repr(name) if name else "the whole model" for name in names) or "none"

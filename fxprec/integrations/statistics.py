@@ -1,0 +1,94 @@
+"""Statistics of a step to TensorBoard, Weights & Biases, Lightning's loggers, or a CSV file, in one call."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fxprec.driver.backend import Backend
+from fxprec.errors import ConfigError
+from fxprec.integrations.backends import backends_in
+
+COLUMNS = (
+    "step", "model", "graph", "site", "tensor", "module", "kind", "format", "promoted_at", "amax", "overflow_ratio",
+    "underflow_ratio", "scale_exponent",
+)  # fmt: skip
+_SERIES = ("amax", "overflow_ratio", "underflow_ratio", "scale_exponent")
+
+
+def summary(model: object) -> dict[str, float]:
+    """Return a few numbers on a model's latest step, for a line of a log; waits for none that is on its way.
+
+    Shares of a tensor's elements (largest over all tensors), and counts: tensors promoted, steps skipped.
+    """
+    backends = backends_in(model)
+    return _summary(backends, _rows(backends))
+
+
+def _rows(backends: Mapping[str, Backend]) -> list[dict[str, Any]]:
+    return [{"model": name, **row} for name, backend in backends.items() for row in backend.stats(wait=False)]
+
+
+def _summary(backends: Mapping[str, Backend], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    plans = [plan for backend in backends.values() for plan in backend.plans]  # of training; evaluation follows them
+    return {
+        "fxprec/overflow_ratio": max((row["overflow_ratio"] or 0.0 for row in rows), default=0.0),
+        "fxprec/underflow_ratio": max((row["underflow_ratio"] or 0.0 for row in rows), default=0.0),
+        "fxprec/promoted": sum(len(plan.promoted) for plan in plans),
+        "fxprec/skipped_steps": sum(backend.skipped_steps for backend in backends.values()),
+    }
+
+
+def log_statistics(model: object, to: Any, step: int, *, every_tensor: bool = False) -> None:
+    """Log what is known of the latest step, without waiting for a device.
+
+    ``to``: TensorBoard's ``SummaryWriter``, a W&B run, a Lightning logger, or the path of a CSV file. A file gets a
+    line for each cast (`COLUMNS`), appended; the others the numbers of `summary` and, with ``every_tensor``, each
+    tensor's amax, over- and underflow ratio and scale exponent. Raises `ConfigError` for another ``to``.
+    """
+    backends = backends_in(model)
+    rows = _rows(backends)
+    if isinstance(to, str | Path):
+        _append(Path(to), rows, step)
+        return
+    values = _summary(backends, rows)
+    if every_tensor:
+        values |= _by_tensor(rows)
+    _send(values, to, step)
+
+
+def _append(path: Path, rows: Iterable[Mapping[str, Any]], step: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerows({**row, "step": step} for row in rows)
+
+
+def _by_tensor(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return ``fxprec/amax/graph0/<tensor>/<kind>`` and so on; of several casts of a tensor the last."""
+    values: dict[str, float] = {}
+    for row in rows:
+        name = "/".join(filter(None, (row["model"], f"graph{row['graph']}", row["tensor"], row["kind"])))
+        known = {key: row[key] for key in _SERIES if row[key] is not None and math.isfinite(row[key])}
+        values |= {f"fxprec/{key}/{name}": value for key, value in known.items()}
+    return values
+
+
+def _send(values: Mapping[str, float], to: Any, step: int) -> None:
+    if hasattr(to, "add_scalar"):  # TensorBoard
+        for name, value in values.items():
+            to.add_scalar(name, value, step)
+    elif hasattr(to, "log_metrics"):  # Lightning
+        to.log_metrics(dict(values), step=step)
+    elif hasattr(to, "log"):  # W&B, whose own step only ever grows: ours is a number beside the others
+        to.log({**values, "fxprec/step": step})
+    else:
+        raise ConfigError(
+            f"to={type(to).__name__} takes no statistics; give TensorBoard's SummaryWriter, a W&B run, a Lightning "
+            "logger or the path of a CSV file"
+        )
