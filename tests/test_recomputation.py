@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from backend_helpers import FINE_TOLERANCE, eager_backend, relative_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxprec import Backend
+from fxprec import Backend, FxprecWarning
 
 
 class Masked(nn.Module):
@@ -71,6 +72,101 @@ def test_a_memory_budget_draws_no_mask_anew(budget: float) -> None:
         mask, found = step(compiled, x)
     for a, b in zip(found, step(reference, x, mask)[1], strict=True):
         assert relative_error(a, b) < FINE_TOLERANCE
+
+
+class Random(nn.Module):
+    """Two layers with something random between them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.kind = nn.Linear(16, 64), nn.Linear(64, 4), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.kind == "attention":
+            q = h.view(4, -1, 4, 16).transpose(1, 2)
+            h = F.scaled_dot_product_attention(q, q, q, dropout_p=0.25).transpose(1, 2).reshape(h.shape)
+        elif self.kind == "noise":
+            h = h * (1 + torch.randn_like(h))
+        else:
+            h = F.dropout(h, 0.25)
+        return self.b(h)
+
+
+def gradients(model: nn.Module, call: Any, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(7)
+    model.zero_grad()
+    (call(x) * torch.arange(4.0)).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("kind", "reentrant"), [("dropout", False), ("attention", True), ("noise", False)])
+def test_a_seed_gives_the_gradients_that_it_gives_uncompiled(kind: str, reentrant: bool) -> None:
+    """In the calibration step of ``policy="exact"``, in the next one, and so under the lowering ``eager``."""
+    model, x = Random(kind), torch.randn(64, 16, requires_grad=True)
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(
+        lambda v: checkpoint(model, v, use_reentrant=reentrant),
+        backend=eager_backend("packed", policy="exact", low_ratio=0.0),
+    )
+    wanted = gradients(reference, reference, x)
+    with inductor_config.patch(fallback_random=True):  # torch's own generator, in torch's own order
+        for bound in (1e-5, FINE_TOLERANCE):
+            for a, b in zip(gradients(model, compiled, x), wanted, strict=True):
+                assert relative_error(a, b) < bound
+
+
+class Attending(nn.Module):
+    """Attention that drops nothing: torch tags it as random all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 192) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            q, k, v = layer(x).view(8, 64, 3, 2, 32).permute(2, 0, 3, 1, 4)
+            x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        return x
+
+
+def saved_under(budget: float, model: nn.Module, x: Tensor) -> int:
+    torch.compiler.reset()
+    backend = eager_backend("native", recipe="fp8")
+    with functorch_config.patch(activation_memory_budget=budget):
+        torch.compile(model, backend=backend)(x).sum().backward()
+    saved = backend.plans[0].saved_bytes
+    assert saved is not None
+    return saved.planned
+
+
+def test_a_memory_budget_is_a_bound() -> None:
+    model, x = Attending(), torch.randn(8, 64, 64)
+    whole = saved_under(1.0, model, x)
+    assert 0 < saved_under(0.2, model, x) <= 0.2 * whole
+
+
+class Counts(nn.Module):
+    """What backward needs of each layer was drawn, and without a seed: it has to be saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList((nn.Linear(16, 64), nn.Linear(64, 64)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x = x * torch.poisson(torch.ones_like(x))
+        return x
+
+
+def test_a_memory_budget_that_is_not_met_names_what_is_saved() -> None:
+    with pytest.warns(
+        FxprecWarning, match=r"activation_memory_budget=0\.1: .* are saved .* the largest is poisson"
+    ) as told:
+        saved_under(0.1, Counts(), torch.randn(1024, 16))
+    assert len(told) == 1
+    assert "torch.utils.checkpoint around a module" in str(told[0].message)
 
 
 class Block(nn.Module):

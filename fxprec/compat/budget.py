@@ -31,7 +31,7 @@ def keep_random_numbers(graph: Graph) -> None:
     budget = memory_budget(graph)
     if budget == 1:
         return
-    drawn = [n for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
+    drawn = [n for n in graph.nodes if _draws(n)]
     for node in drawn:
         node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
     if budget == 0 and drawn:
@@ -39,6 +39,17 @@ def keep_random_numbers(graph: Graph) -> None:
             node.meta["memory_budget"] = _NEXT_TO_NOTHING
             if _annotated_budget(node) is not None:
                 node.meta["custom"] = {**node.meta["custom"], _BUDGET_KEY: _NEXT_TO_NOTHING}
+
+
+def _draws(node: Node) -> bool:
+    """Say whether a node draws random numbers: attention is tagged so, and draws none where it drops nothing."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments: dict[str, Any] = {}
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        given = node.args[i] if i < len(node.args) else argument.default_value
+        arguments[argument.name] = node.kwargs.get(argument.name, given)
+    return arguments.get("dropout_p") != 0
 
 
 _NEXT_TO_NOTHING = 1e-9

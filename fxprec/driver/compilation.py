@@ -24,11 +24,18 @@ from fxprec.driver.compiled import CompiledGraph, Planned, rows_of
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.fallback import Compiled, Lowering
 from fxprec.driver.halves import Halves
+from fxprec.driver.memory_ratio import over_ratio
 from fxprec.driver.saved_budget import PlanAgain, SavedBudget
 from fxprec.passes import pipeline
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph
-from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, readable
+from fxprec.passes.analysis.saved_bytes import (
+    as_partitioned,
+    copied_inputs,
+    partitioned_size,
+    read_by_backward,
+    readable,
+)
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
 from fxprec.passes.base import Work
 from fxprec.passes.guide_partition import forget_order
@@ -99,6 +106,7 @@ class Compilation:
     is_training: bool = False
     is_calibration: bool = False
     saves_memory: bool = False  # the user has tensors computed again
+    ratio: tuple[float, int] | None = None  # torch's activation_memory_budget, and the bytes it is a share of
     passes: tuple[pipeline.PassReport, ...] = ()
     copied: tuple[int, ...] = ()
     halves: Halves | None = None  # once the plan is complete
@@ -152,6 +160,8 @@ class Compilation:
         self.saves_memory = self.is_training and (work.memory_budget < 1 or regions.are_in(graph))
         self.passes = tuple(run_passes(work, self.compiler.dump))
         compat.annotate_budget(graph, known)
+        if work.memory_budget < 1 and self.is_training:
+            self.ratio = work.memory_budget, read_by_backward(joint)
         for notice in work.notices:
             self.compiler.log.tell(notice.site, notice.detail)
         self._take(work)
@@ -222,10 +232,18 @@ class Compilation:
                 self.compiler.budget.hold(predicted.planned, plan.saved_bytes.planned)
             elif self._saves_codes:
                 self.compiler.budget.tell(plan.saved_bytes.planned, self.step)
+            self._tell_of_ratio(plan.saved_bytes.planned, forward.graph, num_results)
             plan = self._with_budget_note(plan, forward.graph)
         self.planned = replace(self.planned, plan=plan)
         log.info("%s: %s", self.compiler.log.name, summary(plan))
         write_plan(plan, self.compiler.dump)
+
+    def _tell_of_ratio(self, saved: int, forward: Graph, num_results: int) -> None:
+        if self.ratio is None:
+            return
+        notice = over_ratio(*self.ratio, saved, forward, num_results)
+        if notice is not None:
+            self.compiler.log.tell(notice.site, notice.detail, step=self.step)
 
     def _with_budget_note(self, plan: Plan, forward: Graph) -> Plan:
         """Say in the plan for which sizes the budget holds, where not for all that the guards allow."""

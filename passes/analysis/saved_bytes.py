@@ -25,6 +25,7 @@ from fxprec.passes.analysis.joint import (
     GraphInput,
     JointGraph,
     input_index,
+    is_backward,
     made_by,
     numel_expr,
     numel_hint,
@@ -72,6 +73,24 @@ def partitioned_size(forward: Graph, num_outputs: int) -> sympy.Expr:
     """Return the bytes a partitioned forward half saves as an expression in the dynamic dimensions."""
     vals = [value(node) for node in _saved_storages(forward, num_outputs)]
     return sympy.Add(*(numel_expr(val) * val.dtype.itemsize for val in vals if val is not None))
+
+
+def read_by_backward(joint: JointGraph) -> int:
+    """Return the bytes of what backward reads of forward, inputs left out: saved where nothing is computed again."""
+    read = (x for node in joint.graph.nodes if is_backward(node) for x in node.all_input_nodes if not is_backward(x))
+    stored = (x.all_input_nodes[0] if x.target is DEQUANTIZE else x for x in map(_storage, read))
+    storages = {x for x in map(_storage, stored) if x.op == "call_function" and value(x) is not None}
+    return sum(_bytes(x) for x in storages)
+
+
+def largest_saved(forward: Graph, num_outputs: int) -> tuple[Node, int] | None:
+    """Return the largest storage that a partitioned forward half saves, with its bytes; None where it saves nothing."""
+    sizes = {node: _bytes(node) for node in _saved_storages(forward, num_outputs)}
+    return max(sizes.items(), key=lambda item: item[1]) if sizes else None
+
+
+def _bytes(node: Node) -> int:
+    return numel_hint(tensor_of(node)) * tensor_of(node).dtype.itemsize
 
 
 def bytes_per_element(fmt: Format) -> int:
