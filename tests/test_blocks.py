@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from block_samples import FORMATS, KINDS, ids, numbers
 from gfloat import formats as gf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,46 +21,8 @@ from fxprec import cli
 from fxprec.errors import FormatError
 from fxprec.numerics import block_codec, blocks
 from fxprec.numerics.block_reference import reference_encode_blocks, reference_tensor_scale
-from fxprec.numerics.blocks import E2M1, BlockFormat, Integer
+from fxprec.numerics.blocks import BlockFormat
 from fxprec.numerics.formats import E4M3FN, E4M3FN_NAN
-
-FORMATS = [
-    *blocks.NAMED.values(),
-    BlockFormat(Integer(4), 64, "bf16"),
-    BlockFormat(Integer(1), 8, "bf16"),
-    BlockFormat(E2M1, 16, "bf16"),
-    BlockFormat(E2M1, 16, "e4m3fn"),
-]
-
-
-def ids(fmt: BlockFormat) -> str:
-    return fmt.name
-
-
-def numbers(kind: str, count: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, generator=generator)
-    match kind:
-        case "wide":
-            return x * torch.exp2(torch.randint(-140, 120, (count,), generator=generator).float())
-        case "bits":
-            return torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32).view(torch.float32)
-        case "sparse":
-            return torch.relu(x)
-        case "zero":
-            return torch.zeros(count)
-        case "subnormal":
-            return x * 1e-42
-        case "mean":
-            return x + 1000
-        case "huge":
-            return x * 3e38
-        case "special":
-            x[::700], x[40::900] = math.inf, math.nan
-    return x
-
-
-KINDS = ("normal", "wide", "bits", "sparse", "zero", "subnormal", "mean", "huge", "special")
 
 
 def check(x: Tensor, fmt: BlockFormat, seed: int | None) -> None:

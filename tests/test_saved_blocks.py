@@ -117,6 +117,7 @@ def test_weight_gradients_have_no_bias():
         draws.append(model[1].weight.grad)
     assert {"addmm", "args.0"} == {s.tensor for s in backend.plans[0].sites if s.saved_as}
     found = torch.stack(draws)
+    assert not torch.equal(found[0], found[1])
     deviation = found.std(0) / 1000**0.5
     assert ((found.mean(0) - exact).abs() <= 5 * deviation).all()
     nearest = 2 * model[1](hidden).detach().T @ fxprec.quantize(hidden, "int2/32:bf16")
@@ -126,10 +127,6 @@ def test_weight_gradients_have_no_bias():
 def test_the_seed_is_torchs():
     (_, first, _), (_, second, _) = planned("fp8+int4"), step("fp8+int4")
     assert all(map(torch.equal, first, second))
-    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(64, 32)
-    compiled = torch.compile(model, backend=Backend(Config(recipe="fp8+int2", low_ratio=1.0, lowering="eager")))
-    gradients = [torch.autograd.grad(compiled(x).square().sum(), model[1].weight)[0] for _ in range(2)]
-    assert not torch.equal(*gradients)
 
 
 def test_inf_spoils_its_block_and_shows(tmp_path):
@@ -198,3 +195,16 @@ def test_a_recipe_says_what_is_saved():
         Recipe(hi="bf16", lo_forward="mxfp4", lo_backward="e5m2")
     with pytest.raises(ConfigError, match="or its name, such as 'int4'"):
         Recipe(hi="bf16", lo_forward="e4m3fn", lo_backward="e5m2", saved=4)
+
+
+@pytest.mark.inductor
+def test_compiled_kernels_store_what_the_reference_stores(monkeypatch):
+    """With torch's own random numbers both lowerings draw the same seed; what differs is the GEMMs' order of sums."""
+    monkeypatch.setattr("torch._inductor.config.fallback_random", True)
+    _, wanted, loss = planned("fp8+int4")
+    backend, found, same = step("fp8+int4", lowering="inductor")
+    torch.testing.assert_close(same, loss, rtol=2e-2, atol=0)
+    assert [s.saved_as for s in backend.plans[0].sites] == [s.saved_as for s in planned("fp8+int4")[0].sites]
+    worst = max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
+    assert worst < 0.03  # other draws differ by 0.1
+    assert not backend.events

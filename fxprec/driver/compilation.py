@@ -11,6 +11,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 import fxprec.runtime.arith.gemm_ops
+import fxprec.runtime.cpu.blocks
 import fxprec.runtime.cpu.ops
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops

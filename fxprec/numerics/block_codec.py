@@ -135,7 +135,7 @@ def range_scale(low: Tensor, high: Tensor, row: BlockRow) -> tuple[Tensor, Tenso
 def integer(x: Tensor, inverse: Tensor, offset: Tensor, levels: Any) -> Tensor:
     """Return the nearest integer, ties to even, as a code."""
     whole = (x - offset) * inverse + _TWO_23
-    return torch.clamp(whole.view(torch.int32) - _WHOLE, 0, levels)
+    return torch.clamp_max(torch.clamp_min(whole.view(torch.int32) - _WHOLE, 0), levels)
 
 
 def dithered_integer(x: Tensor, random: Tensor, inverse: Tensor, offset: Tensor, levels: Any) -> Tensor:
@@ -148,7 +148,7 @@ def dithered_integer(x: Tensor, random: Tensor, inverse: Tensor, offset: Tensor,
     left = place - torch.where(is_above, nearest - 1.0, nearest)
     # Random bits as a number below 1, exactly.
     draw = ((random >> 8) + float_bits(1.0)).view(torch.float32) - 1.0
-    return torch.clamp(torch.where(draw < left, down + 1, down), 0, levels)
+    return torch.clamp_max(torch.clamp_min(torch.where(draw < left, down + 1, down), 0), levels)
 
 
 def integer_number(code: Tensor, scale: Tensor, offset: Tensor) -> Tensor:

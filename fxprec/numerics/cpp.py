@@ -81,10 +81,10 @@ def source() -> str:
     """Return the text that takes the place of ``MARK``."""
     fields = "".join(f"  int32_t {name};\n" for name in (*_FIELDS, *_LIMITS))
     functions = (
-        _function("nearest", "float", {"x": "float"}, lambda x, row, code: codec.nearest(x, row)),
-        _function("nearest_finite", "float", {"x": "float"}, lambda x, row, code: codec.nearest_finite(x, row)),
-        _function("codes", "int32_t", {"x": "float"}, codec.codes),
-        _function("numbers", "float", {"code": "int"}, codec.numbers),
+        function("nearest", {"x": "float"}, lambda x, row, code: codec.nearest(x, row)),
+        function("nearest_finite", {"x": "float"}, lambda x, row, code: codec.nearest_finite(x, row)),
+        function("codes", {"x": "float"}, codec.codes, "int32_t"),
+        function("numbers", {"code": "int"}, codec.numbers),
         _stored(),
     )
     struct = f"// The meaning of each is in fxprec/numerics/rows.py.\nstruct Format {{\n{fields}}};\n"
@@ -108,28 +108,25 @@ def _rows(fields: tuple[Tensor, ...]) -> tuple[FormatRow[Any], CodeRow[Any]]:
     return FormatRow(0, *fields[: len(_FORMAT)]), CodeRow(*fields[len(_FORMAT) :])
 
 
-def _function(name: str, kind: str, own: Mapping[str, Kind], text: Callable[..., Tensor]) -> str:
-    (argument,) = own
+def function(
+    name: str, own: Mapping[str, Kind], text: Callable[..., Tensor | tuple[Tensor, ...]], result: str = "float"
+) -> str:
+    """Print ``text(*own, row, code)``, of which a pair becomes a struct ``result`` of its values."""
 
-    def run(x: Tensor, *fields: Tensor) -> dict[str, Tensor]:
-        return {"found": text(x, *_rows(fields))}
+    def run(*values: Tensor) -> dict[str, Tensor]:
+        found = text(*values[: len(own)], *_rows(values[len(own) :]))
+        return {f"v{i}": x for i, x in enumerate(found if isinstance(found, tuple) else (found,))}
 
     lines, outputs = statements(trace(run, _inputs(own)), CPP, _NAMES)
+    values = ", ".join(outputs.values())
+    lines.append(f"return {{{values}}};" if len(outputs) > 1 else f"return {values};")
     body = "".join(f"  {line}\n" for line in lines)
-    taken = "float" if own[argument] == "float" else "int32_t"
-    return (
-        f"FXPREC_INLINE {kind} {name}({taken} {argument}, const Format& f) {{\n{body}  return {outputs['found']};\n}}\n"
-    )
+    arguments = "".join(f"{'float' if kind == 'float' else 'int32_t'} {name}, " for name, kind in own.items())
+    return f"FXPREC_INLINE {result} {name}({arguments}const Format& f) {{\n{body}}}\n"
 
 
 def _stored() -> str:
     """Both forms of a stored number; a kernel that wants one of them leaves the other to the compiler to drop."""
-
-    def run(x: Tensor, *fields: Tensor) -> dict[str, Tensor]:
-        code, value = codec.stored(x, *_rows(fields))
-        return {"code": code, "value": value}
-
-    lines, outputs = statements(trace(run, _inputs({"x": "float"})), CPP, _NAMES)
-    body = "".join(f"  {line}\n" for line in (*lines, f"return {{{outputs['code']}, {outputs['value']}}};"))
-    head = "struct Stored { int32_t code; float value; };\nFXPREC_INLINE Stored stored(float x, const Format& f)"
-    return f"{head} {{\n{body}}}\n"
+    return "struct Stored { int32_t code; float value; };\n" + function(
+        "stored", {"x": "float"}, codec.stored, "Stored"
+    )

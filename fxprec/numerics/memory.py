@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -19,7 +20,15 @@ _MADV_HUGEPAGE = 14
 
 def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialised tensor of the shape and layout of ``x``, advised to huge pages where that helps."""
-    new = torch.empty_like(x, dtype=dtype, requires_grad=False)
+    return _advised(torch.empty_like(x, dtype=dtype, requires_grad=False))
+
+
+def empty_huge(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised CPU tensor, advised in the same way."""
+    return _advised(torch.empty(shape, dtype=dtype, device="cpu"))
+
+
+def _advised(new: torch.Tensor) -> torch.Tensor:
     size = new.numel() * new.element_size()
     if new.device.type == "cpu" and size >= 2 * _HUGE_PAGE and _libc() is not None:
         _advise(new.data_ptr(), size)

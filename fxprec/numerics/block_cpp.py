@@ -1,0 +1,124 @@
+"""The text of block formats in C++: printed from `block_codec`, for the kernel in runtime/cpu/blocks.cpp.
+
+A kernel's file says ``/*BLOCKS*/`` where it goes. The format reaches it as ``struct Blocks``; one compilation serves
+every block format.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from typing import Any
+
+from fxprec.numerics import block_codec, codec, directed, special
+from fxprec.numerics.block_codec import BlockRow, block_row, scale_format
+from fxprec.numerics.blocks import BlockFormat, Integer
+from fxprec.numerics.cpp import CFormat, c_format, function, source
+from fxprec.numerics.formats import BF16
+from fxprec.numerics.rows import format_row
+
+MARK = "/*BLOCKS*/"
+
+
+class CBlocks(ctypes.Structure):
+    """``struct Blocks`` of the C++ kernel."""
+
+    _fields_ = (
+        ("element", CFormat),
+        ("scale", CFormat),
+        *((name, ctypes.c_int32) for name in (*BlockRow._fields, "block", "bits", "scale_bytes")),
+        ("is_integer", ctypes.c_int32),
+        ("is_power", ctypes.c_int32),
+    )
+
+
+@lru_cache(maxsize=256)
+def c_blocks(fmt: BlockFormat, *, stochastic: bool) -> CBlocks:
+    """Return the struct of a block format. It is shared."""
+    is_power = fmt.scale == "e8m0"
+    return CBlocks(
+        c_format(BF16 if isinstance(fmt.element, Integer) else fmt.element),
+        c_format(BF16 if is_power else scale_format(fmt)),
+        *block_row(fmt, stochastic=stochastic),
+        fmt.block,
+        fmt.bits,
+        fmt.scale_dtype.itemsize,
+        fmt.has_offset,
+        is_power,
+    )
+
+
+@cache
+def with_blocks(text: str) -> str:
+    """Return a kernel's source with the codec and the text of blocks in their place."""
+    assert MARK in text
+    return text.replace(MARK, f"{source()}\nnamespace {{\n{_struct()}{_functions()}}}  // namespace\n")
+
+
+def _struct() -> str:
+    fields = "".join(f"  {'Format' if kind is CFormat else 'int32_t'} {name};\n" for name, kind in CBlocks._fields_)
+    return f"struct Blocks {{\n{fields}}};\nstruct Pair {{ float first; float second; }};\n"
+
+
+def _functions() -> str:
+    ends, integer = {"inverse": "float", "offset": "float", "levels": "int_scalar"}, {"x": "float"}
+    coded: dict[str, Any] = {"amax": "int", "whole": "float", "greatest": "int_scalar"}
+    printed = (
+        function(
+            "random_bits", {"index": "int", "seed": "int_scalar"}, lambda i, s, *_: block_codec.random_bits(i, s), _INT
+        ),
+        function("ordered", {"bits": "int"}, lambda bits, *_: block_codec.ordered(bits), _INT),
+        function(
+            "power_scale",
+            {"amax": "int", "largest_exponent": "int_scalar", "carry": "int_scalar"},
+            lambda amax, exponent, carry, *_: block_codec.power_scale(amax, BlockRow(exponent, carry, 0, 0)),
+            _INT,
+        ),
+        function("power_inverse", {"scale": "int"}, lambda scale, *_: block_codec.power_inverse(scale)),
+        function("power_factors", {"scale": "int"}, lambda scale, *_: block_codec.power_factors(scale), "Pair"),
+        *(
+            function(
+                name,
+                coded,
+                lambda amax, whole, greatest, *rows, up=up: block_codec.coded_scale(
+                    amax, whole, BlockRow(0, 0, greatest, 0), *rows, stochastic=up
+                ),
+                _INT,
+            )
+            for name, up in (("nearest_scale", False), ("raised_scale", True))
+        ),
+        function(
+            "inverse_or_zero",
+            {"scale": "float", "whole": "float"},
+            lambda scale, whole, *_: block_codec.inverse_or_zero(scale, whole),
+        ),
+        function(
+            "range_scale",
+            {"low": "int", "high": "int", "greatest": "int_scalar"},
+            lambda low, high, greatest, *_: block_codec.range_scale(low, high, BlockRow(0, 0, greatest, 0)),
+            "Pair",
+        ),
+        function("integer", {**integer, **ends}, lambda *args: block_codec.integer(*args[:-2]), _INT),
+        function(
+            "dithered_integer",
+            {**integer, "random": "int", **ends},
+            lambda *args: block_codec.dithered_integer(*args[:-2]),
+            _INT,
+        ),
+        function(
+            "integer_number",
+            {"code": "int", "scale": "float", "offset": "float"},
+            lambda code, scale, offset, *_: block_codec.integer_number(code, scale, offset),
+        ),
+        function(
+            "dithered_codes",
+            {"x": "float", "random": "int"},
+            lambda x, random, row, code: codec.codes(directed.dithered(x, random, row), row, code),
+            _INT,
+        ),
+        function("as_bfloat16", {"x": "float"}, lambda x, *_: special.nearest_cut(x, format_row(BF16))),
+    )
+    return "\n".join(printed)
+
+
+_INT = "int32_t"
