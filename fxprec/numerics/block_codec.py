@@ -47,8 +47,6 @@ class BlockRow(NamedTuple):
     """Added to the largest magnitude's bits before its exponent is read; e8m0 only."""
     largest: Any
     """Bits of the element's largest number."""
-    levels: Any
-    """The largest integer."""
 
 
 def block_row(fmt: BlockFormat, *, stochastic: bool) -> BlockRow:
@@ -58,10 +56,10 @@ def block_row(fmt: BlockFormat, *, stochastic: bool) -> BlockRow:
     stochastic code may saturate nothing, or its mean would not be the number: its scale is the next one up.
     """
     if isinstance(fmt.element, Integer):
-        return BlockRow(0, 0, float_bits(fmt.element.largest), fmt.element.largest)
+        return BlockRow(0, 0, float_bits(fmt.element.largest))
     mantissa, exponent = math.frexp(fmt.element.largest)
     carry = _MANTISSA - (float_bits(mantissa) & _MANTISSA) if stochastic else 0
-    return BlockRow(exponent - 1, carry, float_bits(fmt.element.largest), 0)
+    return BlockRow(exponent - 1, carry, float_bits(fmt.element.largest))
 
 
 def scale_format(fmt: BlockFormat) -> Format:
@@ -132,15 +130,14 @@ def range_scale(low: Tensor, high: Tensor, row: BlockRow) -> tuple[Tensor, Tenso
 # A block's elements.
 
 
-def integer(x: Tensor, inverse: Tensor, offset: Tensor, levels: Any) -> Tensor:
+def integer(x: Tensor, inverse: Tensor, offset: Tensor, row: BlockRow) -> Tensor:
     """Return the nearest integer, ties to even, as a code."""
-    whole = (x - offset) * inverse + _TWO_23
-    return torch.clamp_max(torch.clamp_min(whole.view(torch.int32) - _WHOLE, 0), levels)
+    return (_place(x, inverse, offset, row) + _TWO_23).view(torch.int32) - _WHOLE
 
 
-def dithered_integer(x: Tensor, random: Tensor, inverse: Tensor, offset: Tensor, levels: Any) -> Tensor:
+def dithered_integer(x: Tensor, random: Tensor, inverse: Tensor, offset: Tensor, row: BlockRow) -> Tensor:
     """Return the integer below, or the one above with the probability of what is left, in 2^-23."""
-    place = (x - offset) * inverse
+    place = _place(x, inverse, offset, row)
     anchored = place + _TWO_23
     nearest = anchored - _TWO_23
     whole, is_above = anchored.view(torch.int32) - _WHOLE, nearest > place
@@ -148,7 +145,12 @@ def dithered_integer(x: Tensor, random: Tensor, inverse: Tensor, offset: Tensor,
     left = place - torch.where(is_above, nearest - 1.0, nearest)
     # Random bits as a number below 1, exactly.
     draw = ((random >> 8) + float_bits(1.0)).view(torch.float32) - 1.0
-    return torch.clamp_max(torch.clamp_min(torch.where(draw < left, down + 1, down), 0), levels)
+    return torch.where(draw < left, down + 1, down)
+
+
+def _place(x: Tensor, inverse: Tensor, offset: Tensor, row: BlockRow) -> Tensor:
+    """Where an element lies among the integers. No compiler adds to the product before it is rounded."""
+    return torch.clamp_max((x - offset) * inverse, as_float(row.largest))
 
 
 def integer_number(code: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
@@ -217,9 +219,9 @@ def encode(x: Tensor, fmt: BlockFormat, whole: Tensor | None = None, seed: Tenso
         scale, offset = range_scale(low, high, row)
         inverse = inverse_or_zero(scale)
         if random is None:
-            codes = integer(blocks, inverse, offset, row.levels)
+            codes = integer(blocks, inverse, offset, row)
         else:
-            codes = dithered_integer(blocks, random, inverse, offset, row.levels)
+            codes = dithered_integer(blocks, random, inverse, offset, row)
         return Encoded(packed(codes, fmt.bits), *(end.view(torch.int32) >> 16 & 0xFFFF for end in (scale, offset)))
     amax = torch.amax(bits & MAGNITUDE, 1, keepdim=True)
     scale, inverse = _scales(amax, fmt, whole, row, stochastic=seed is not None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache, lru_cache
-from typing import Any
 
 from fxprec.numerics import block_codec, codec, directed, special
 from fxprec.numerics.block_codec import BlockRow, block_row, scale_format
@@ -16,20 +15,19 @@ from fxprec.numerics.blocks import BlockFormat, Integer
 from fxprec.numerics.cpp import CFormat, c_format, function, source
 from fxprec.numerics.formats import BF16
 from fxprec.numerics.rows import format_row
+from fxprec.numerics.trace import Kind
 
 MARK = "/*BLOCKS*/"
+
+
+_NUMBERS = (*BlockRow._fields, "block", "bits", "scale_bytes", "is_integer", "is_power")
+_FORMATS = ("element", "scale")
 
 
 class CBlocks(ctypes.Structure):
     """``struct Blocks`` of the C++ kernel."""
 
-    _fields_ = (
-        ("element", CFormat),
-        ("scale", CFormat),
-        *((name, ctypes.c_int32) for name in (*BlockRow._fields, "block", "bits", "scale_bytes")),
-        ("is_integer", ctypes.c_int32),
-        ("is_power", ctypes.c_int32),
-    )
+    _fields_ = (*((name, CFormat) for name in _FORMATS), *((name, ctypes.c_int32) for name in _NUMBERS))
 
 
 @lru_cache(maxsize=256)
@@ -56,13 +54,13 @@ def with_blocks(text: str) -> str:
 
 
 def _struct() -> str:
-    fields = "".join(f"  {'Format' if kind is CFormat else 'int32_t'} {name};\n" for name, kind in CBlocks._fields_)
-    return f"struct Blocks {{\n{fields}}};\nstruct Pair {{ float first; float second; }};\n"
+    fields = [f"  Format {name};\n" for name in _FORMATS] + [f"  int32_t {name};\n" for name in _NUMBERS]
+    return f"struct Blocks {{\n{''.join(fields)}}};\nstruct Pair {{ float first; float second; }};\n"
 
 
 def _functions() -> str:
-    ends, integer = {"inverse": "float", "offset": "float", "levels": "int_scalar"}, {"x": "float"}
-    coded: dict[str, Any] = {"amax": "int", "whole": "float", "greatest": "int_scalar"}
+    ends: dict[str, Kind] = {"inverse": "float", "offset": "float", "greatest": "int_scalar"}
+    coded: dict[str, Kind] = {"amax": "int", "whole": "float", "greatest": "int_scalar"}
     printed = (
         function(
             "random_bits", {"index": "int", "seed": "int_scalar"}, lambda i, s, *_: block_codec.random_bits(i, s), _INT
@@ -71,7 +69,7 @@ def _functions() -> str:
         function(
             "power_scale",
             {"amax": "int", "largest_exponent": "int_scalar", "carry": "int_scalar"},
-            lambda amax, exponent, carry, *_: block_codec.power_scale(amax, BlockRow(exponent, carry, 0, 0)),
+            lambda amax, exponent, carry, *_: block_codec.power_scale(amax, BlockRow(exponent, carry, 0)),
             _INT,
         ),
         function("power_inverse", {"scale": "int"}, lambda scale, *_: block_codec.power_inverse(scale)),
@@ -81,7 +79,7 @@ def _functions() -> str:
                 name,
                 coded,
                 lambda amax, whole, greatest, *rows, up=up: block_codec.coded_scale(
-                    amax, whole, BlockRow(0, 0, greatest, 0), *rows, stochastic=up
+                    amax, whole, BlockRow(0, 0, greatest), *rows, stochastic=up
                 ),
                 _INT,
             )
@@ -95,14 +93,21 @@ def _functions() -> str:
         function(
             "range_scale",
             {"low": "int", "high": "int", "greatest": "int_scalar"},
-            lambda low, high, greatest, *_: block_codec.range_scale(low, high, BlockRow(0, 0, greatest, 0)),
+            lambda low, high, greatest, *_: block_codec.range_scale(low, high, BlockRow(0, 0, greatest)),
             "Pair",
         ),
-        function("integer", {**integer, **ends}, lambda *args: block_codec.integer(*args[:-2]), _INT),
+        function(
+            "integer",
+            {"x": "float", **ends},
+            lambda x, inverse, offset, greatest, *_: block_codec.integer(x, inverse, offset, BlockRow(0, 0, greatest)),
+            _INT,
+        ),
         function(
             "dithered_integer",
-            {**integer, "random": "int", **ends},
-            lambda *args: block_codec.dithered_integer(*args[:-2]),
+            {"x": "float", "random": "int", **ends},
+            lambda x, random, inverse, offset, greatest, *_: block_codec.dithered_integer(
+                x, random, inverse, offset, BlockRow(0, 0, greatest)
+            ),
             _INT,
         ),
         function(

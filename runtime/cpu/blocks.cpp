@@ -69,8 +69,8 @@ FXPREC_NOINLINE void encode_integers(const float* x, int32_t index, uint8_t* out
 #pragma omp simd
   for (int i = 0; i < b.block; ++i) {
     const int32_t random = kRandom ? random_bits(add(index, i), seed, f) : 0;
-    codes[i] = kRandom ? dithered_integer(x[i], random, inverse, range.second, b.levels, f)
-                       : integer(x[i], inverse, range.second, b.levels, f);
+    codes[i] = kRandom ? dithered_integer(x[i], random, inverse, range.second, b.largest, f)
+                       : integer(x[i], inverse, range.second, b.largest, f);
   }
 }
 
