@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fxprec.config.grad_scaling import GradScaling as GradScaling
     from fxprec.config.grad_scaling import LossScaling as LossScaling
     from fxprec.config.recipes import Recipe as Recipe
+    from fxprec.diagnosis.diagnosis import Diagnosis as Diagnosis
+    from fxprec.diagnosis.doctor import doctor as doctor
     from fxprec.driver.backend import Backend as Backend
     from fxprec.driver.backend import backend_of as backend_of
     from fxprec.errors import BudgetError as BudgetError
@@ -49,6 +51,8 @@ _HOMES = {
     "Backend": "driver.backend",
     "backend_of": "driver.backend",
     "Config": "config",
+    "Diagnosis": "diagnosis.diagnosis",
+    "doctor": "diagnosis.doctor",
     "GradScaling": "config.grad_scaling",
     "LossScaling": "config.grad_scaling",
     "Recipe": "config.recipes",

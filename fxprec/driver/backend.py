@@ -16,6 +16,7 @@ from fxprec.driver import capture, saved_state, uncompiled
 from fxprec.driver.compiled import CompileReport
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.graph import PlannedGraph
+from fxprec.driver.recorder import Recorder
 from fxprec.driver.skip_steps import StepSkipper
 from fxprec.errors import ConfigError, FxprecError, FxprecWarning, PlanError
 from fxprec.plan import Plan
@@ -29,13 +30,20 @@ class Backend:
     """A ``torch.compile`` backend with its own plans, statistics and events.
 
     One backend serves every graph of one model: Dynamo calls it once per captured graph. With ``portable`` GEMMs on a
-    CPU compute in float32 on every CPU, whether or not it has narrower ones.
+    CPU compute in float32 on every CPU, whether or not it has narrower ones. A ``recorder`` sees every half that runs.
     """
 
-    def __init__(self, config: Config | None = None, *, dump: DumpFolder | None = None, portable: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        dump: DumpFolder | None = None,
+        portable: bool = False,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.config = config or Config()
         self._settings = Settings.of(self.config)
-        self.portable = portable
+        self.portable, self._recorder = portable, recorder
         self._dump = dump or DumpFolder.of(self.config)
         self._graphs: list[PlannedGraph] = []
         self._dropped: list[PlannedGraph] = []  # by torch.compiler.reset(), and not traced again yet
@@ -89,6 +97,7 @@ class Backend:
             self._skips,
             dump,
             portable=self.portable,
+            recorder=self._recorder,
             waiting=self._plans_ahead,
         ).compile(given)
         if saved is not None and graph.controller is not None:

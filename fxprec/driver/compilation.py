@@ -26,6 +26,7 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.fallback import Compiled, Lowering
 from fxprec.driver.halves import Halves
 from fxprec.driver.memory_ratio import over_ratio
+from fxprec.driver.recorder import Recorder
 from fxprec.driver.saved_budget import PlanAgain, SavedBudget
 from fxprec.passes import pipeline
 from fxprec.passes.analysis import regions
@@ -74,6 +75,7 @@ class Compiler:
     calibration: Calibration | None
     dump: GraphDump | None
     portable: bool
+    recorder: Recorder | None = None
 
     def compile(self, captured: Captured, given: Plan | None, examples: Sequence[Any], step: int) -> CompiledGraph:
         """Compile for a plan, or solve one. What a first plan saves, and how many rows it takes, may ask for another.
@@ -216,6 +218,7 @@ class Compilation:
             device.type,
             self.planned,
             saves_memory=self.saves_memory,
+            recorder=compiler.recorder,
         )
 
     def _complete_plan(self, forward: GraphModule) -> None:

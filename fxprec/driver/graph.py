@@ -19,6 +19,7 @@ from fxprec.driver.fallback import Lowering
 from fxprec.driver.in_flight import InFlight, Version
 from fxprec.driver.modified import Versions, check_backward
 from fxprec.driver.promotions import GivenUp, in_one_line
+from fxprec.driver.recorder import Recorder
 from fxprec.driver.saved_budget import SavedBudget
 from fxprec.driver.shared_code import ParameterWatch
 from fxprec.driver.skip_steps import StepSkipper
@@ -54,6 +55,7 @@ class PlannedGraph:
         dump: GraphDump | None = None,
         *,
         portable: bool = False,
+        recorder: Recorder | None = None,
         waiting: Callable[[], tuple[Plan, ...]] = tuple,
     ) -> None:
         self.captured, self.settings, self.index = captured, _held_by(captured.device, settings), len(siblings)
@@ -77,6 +79,7 @@ class PlannedGraph:
             calibration=Calibration() if settings.asked.policy == "exact" else None,
             dump=dump,
             portable=portable,
+            recorder=recorder,
         )
 
     def compile(self, given: Plan | None) -> PlannedGraph:

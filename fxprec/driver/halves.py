@@ -12,10 +12,12 @@ from torch.fx import GraphModule
 
 from fxprec import compat
 from fxprec.driver.calibration import interpreted
+from fxprec.driver.capture import copied
 from fxprec.driver.compiled import Planned
 from fxprec.driver.fallback import Compiled, Half, Lowering, interpreted_kernels
 from fxprec.driver.ranges import interpreted_by_group as by_group
 from fxprec.driver.ranges import ranged
+from fxprec.driver.recorder import RecordedHalf, Recorder
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
 from fxprec.passes.lowering import Lowered, lower
@@ -40,11 +42,18 @@ class Halves:
     """Whether the user trades time for memory, by checkpoints or a budget: kernels run in an order that saves it."""
     seen_by_forward: frozenset[int] = frozenset()
     """Rows: what backward recomputes is not measured again."""
+    recorder: Recorder | None = None
 
     def compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any]) -> Compiled:
         """Lower and compile one half; its statistics go to the queue and not into the results."""
-        num_outputs = len(results_of(gm.graph))
         name = "backward" if options.get("is_backward") else "forward"
+        if self.recorder is None:
+            return self._compile(gm, examples, options, name)
+        recorded = RecordedHalf(copied(gm), self.planned)
+        return self.recorder.watch(self.graph, name, recorded, self._compile(gm, examples, options, name))
+
+    def _compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any], name: str) -> Compiled:
+        num_outputs = len(results_of(gm.graph))
 
         def build(gm: GraphModule) -> Compiled:
             return ranged(self._built(gm, examples, options), f"fxprec {self.graph} {name}")

@@ -23,13 +23,14 @@ def kept_high(
     if keep_high == "ends":
         return frozenset(t.id for t in _ends(tensors)) if ends is None else ends, []
     modules = sorted({t.module for t in tensors if t.module})
-    matched = {p: {m for m in modules if _matches(m, p)} for p in keep_high}
+    matched = {p: {m for m in modules if covers(p, m)} for p in keep_high}
     warnings = [_no_match(pattern, modules) for pattern, found in matched.items() if not found]
     held = frozenset[str]().union(*matched.values())
     return frozenset(t.id for t in tensors if t.module in held), warnings
 
 
-def _matches(module: str, pattern: str) -> bool:
+def covers(pattern: str, module: str) -> bool:
+    """Say whether a pattern of ``keep_high`` holds a module high: it matches that module, or one it lies in."""
     parts = module.split(".")
     return any(fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
 

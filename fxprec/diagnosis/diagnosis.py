@@ -1,0 +1,89 @@
+"""`Diagnosis`: what the doctor found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fxprec.diagnosis.advice import Advice
+from fxprec.diagnosis.rows import Check, GroupRow, Row, plain
+from fxprec.errors import ConfigError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """One training step's stored tensors, by the damage that storing them does. `str` gives it as text.
+
+    *Damage* is the root mean square, over the parameters, of the relative L2 error of each one's gradient.
+    """
+
+    model: str
+    loss: float
+    """Of the step examined."""
+    formats: tuple[str, ...]
+    """The candidates each tensor was tried in."""
+    ranking: tuple[Row, ...]
+    """Stored tensors as planned, worst first."""
+    groups: tuple[GroupRow, ...]
+    """Worst first."""
+    checks: tuple[Check, ...]
+    """Groups re-run for real, each alone low, worst predicted first."""
+    whole: tuple[Check, ...]
+    """The whole step re-run: as planned, and as recommended."""
+    spearman: float | None
+    """Rank correlation of predicted and measured damage over ``checks``; None for fewer than three."""
+    advice: Advice
+    notes: tuple[str, ...]
+    """What the examination could not see."""
+    seconds: float
+
+    @property
+    def recommended(self) -> dict[str, Any]:
+        """Options to paste into ``torch.compile(model, backend="fxprec", options=...)``; `advice` says why."""
+        return dict(self.advice.options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data; numbers that are not finite as text."""
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "loss": plain(self.loss),
+            "formats": list(self.formats),
+            "recommended": plain(self.recommended),
+            "advice": self.advice.to_dict(),
+            "spearman": plain(self.spearman),
+            "whole": [check.to_dict() for check in self.whole],
+            "checks": [check.to_dict() for check in self.checks],
+            "groups": [group.to_dict() for group in self.groups],
+            "ranking": [row.to_dict() for row in self.ranking],
+            "notes": list(self.notes),
+            "seconds": round(self.seconds, 2),
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write ``diagnosis.json`` and ``diagnosis.html``; return the page. Raises `ConfigError`."""
+        from fxprec.diagnosis.page import page
+
+        place = Path(folder)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
+            (place / "diagnosis.json").write_text(text + "\n", encoding="utf-8")
+            (place / "diagnosis.html").write_text(page(self), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{place}: cannot be written: {error.strerror}; choose a writable folder") from None
+        return place / "diagnosis.html"
+
+    def __str__(self) -> str:
+        from fxprec.diagnosis.text import text
+
+        return text(self)
+
+
+def by_name(checks: tuple[Check, ...]) -> Mapping[str, Check]:
+    return {check.name: check for check in checks}

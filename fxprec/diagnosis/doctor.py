@@ -1,0 +1,201 @@
+"""`doctor`: one step recorded, every stored tensor examined, the prediction checked, and advice."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fxprec.config import Config, Settings
+from fxprec.config.checks import integer, number
+from fxprec.diagnosis.advice import TOLERANCE, Advice, advise
+from fxprec.diagnosis.diagnosis import Diagnosis
+from fxprec.diagnosis.examine import Examined
+from fxprec.diagnosis.rows import Check, GroupRow, Row
+from fxprec.diagnosis.subject import Subject, WithLoss
+from fxprec.driver.backend import Backend
+from fxprec.driver.recorder import Recorder
+from fxprec.errors import ConfigError, FormatError
+from fxprec.numerics.formats import Format, parse
+
+FORMATS = ("bf16", "fp16", "e4m3fn", "e5m2", "1-4-3+4", "1-2-1")
+RERUNS = 16
+"""Groups re-run for real, half of them the worst, half the best."""
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The doctor's own options; the others are those of `Config`."""
+
+    config: Config
+    base: Mapping[str, Any]
+    """As given, for the recommendation."""
+    formats: tuple[str, ...]
+    tolerance: float
+    reruns: int
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> Request:
+        """Read the options. Raises `ConfigError`."""
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(f"options is {options!r}; give it a dict such as {{'recipe': 'fp8'}}")
+        given = {"recipe": "fp8", **(options or {})}
+        formats = _formats(given.pop("formats", FORMATS))
+        tolerance = number("tolerance", given.pop("tolerance", TOLERANCE), "a damage above 0, such as 0.1")
+        reruns = integer("reruns", given.pop("reruns", RERUNS), least=0)
+        asked = Config.from_options(given)
+        if not Settings.of(asked).changes_anything:
+            raise ConfigError(f"recipe {asked.recipe!r} holds everything in float32: nothing to diagnose; choose 'fp8'")
+        config = replace(asked, lowering="eager", mode="default", promote_above=None, dump=None, verify=False)
+        return cls(config, given, formats, tolerance, reruns)
+
+
+def _formats(value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise ConfigError(f"formats is {value!r}; give it a tuple of format names, such as ('e4m3fn', 'bf16')")
+    try:
+        return tuple(dict.fromkeys(parse(v).name for v in value))
+    except FormatError as error:
+        raise ConfigError(f"formats: {error}") from None
+
+
+def doctor(
+    model: object,
+    args: object,
+    *,
+    loss: Callable[[Any], Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    tell: Tell | None = None,
+) -> Diagnosis:
+    """Say what storing each tensor of a training step low costs, and which options to train with.
+
+    ``model`` is a module that is not compiled, ``args`` its batch: a tensor, a tuple or a dict of keywords. ``loss``
+    maps the output to a scalar; left out, the output's own ``.loss`` or its mean square. ``options`` are those of
+    `Config`, and ``formats`` (candidates), ``tolerance`` (the damage a recommendation may do, 0.1) and ``reruns``
+    (groups to re-run for real). ``tell`` is given a line after each stage. The model is copied and stays as it is.
+    Raises `ConfigError`.
+    """
+    start, request = time.perf_counter(), Request.of(options)
+    tell = tell or (lambda line: None)
+    subject = Subject.of(model, args, loss)
+    hi = Settings.of(request.config).recipe.hi
+    value, graphs, notes = _recorded(subject, request, tell)
+    formats = tuple(dict.fromkeys((*request.formats, hi.name)))
+    examined, rows = [], list[Row]()
+    for graph in graphs:
+        examined.append(graph())
+        rows += examined[-1].rows(formats)
+        notes += _blind_spots(examined[-1])
+        tell(f"graph {examined[-1].index}: {len(rows)} stored tensors in {len(formats)} formats")
+    groups = sorted((g for e in examined for g in e.groups(r for r in rows if r.graph == e.index)), key=_worst)
+    checks = _checks(examined, rows, groups, request.reruns, tell)
+    advice = advise(rows, hi, request.base, request.tolerance)
+    whole = _whole(examined, rows, advice, hi)
+    tell("recommendation checked")
+    return Diagnosis(
+        model=subject.name,
+        loss=value,
+        formats=formats,
+        ranking=tuple(sorted(rows, key=lambda row: row.order)),
+        groups=tuple(groups),
+        checks=checks,
+        whole=whole,
+        spearman=spearman([c.predicted for c in checks], [c.measured for c in checks]),
+        advice=advice,
+        notes=tuple(dict.fromkeys(notes)),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _worst(group: GroupRow) -> tuple[float, int, int]:
+    return (-group.damage, group.graph, group.group)
+
+
+STEPS = 3  # statistics of the first choose the scales of gradients, and arrive in the third
+
+
+def _recorded(subject: Subject, request: Request, tell: Tell) -> tuple[float, list[Callable[[], Examined]], list[str]]:
+    """Run a step, or a few where gradients have scales; return its loss, its training graphs, and notes."""
+    settings, recorder = Settings.of(request.config), Recorder()
+    backend = Backend(request.config, portable=True, recorder=recorder)
+    whole = settings.compute == "stored"
+    model = WithLoss(subject.fresh(), subject.loss) if whole else subject.fresh()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call = torch.compile(model, backend=backend)
+        value = subject.step(call, has_loss=whole)
+        tell(f"step compiled and run: loss {value:.6g}")
+        for _ in range(STEPS - 1 if any(c.keeper is not None for c in backend.controllers) else 0):
+            model.zero_grad(set_to_none=True)
+            value = subject.step(call, has_loss=whole)
+    notes = [
+        str(w.message) for w in caught if issubclass(w.category, UserWarning) and "fxprec" in type(w.message).__module__
+    ]
+    graphs = []
+    for i, halves in enumerate(recorder.graphs.values()):
+        ran = all(h in halves and halves[h].args is not None for h in ("forward", "backward"))
+        if ran and halves["forward"].planned is not None:
+            graphs.append(partial(Examined.of, i, halves, "model." if whole else "", seed=subject.seed))
+    if not graphs:
+        raise ConfigError(
+            f"{subject.name} has no graph that Dynamo compiled and backward reached, so nothing is stored low; see "
+            "TORCH_LOGS='graph_breaks'"
+        )
+    return value, graphs, notes
+
+
+def _blind_spots(examined: Examined) -> list[str]:
+    found = [
+        f"{name} has no second derivative: what lies behind it counts as no damage"
+        for name in sorted(examined.lab.undifferentiable)
+    ]
+    if not examined.gradients.is_finite:
+        found.append("a gradient of this step is not finite in float32, and damages say nothing; see on_nonfinite")
+    return found
+
+
+def _checks(
+    examined: Sequence[Examined], rows: Sequence[Row], groups: Sequence[GroupRow], reruns: int, tell: Tell
+) -> tuple[Check, ...]:
+    """Re-run the worst and the best groups, each alone low."""
+    chosen = (
+        list(groups)
+        if len(groups) <= reruns
+        else [*groups[: reruns - reruns // 2], *groups[len(groups) - reruns // 2 :]]
+    )
+    by_graph = {e.index: e for e in examined}
+    checks = []
+    for group in chosen:
+        members = [row for row in rows if (row.graph, row.group) == (group.graph, group.group)]
+        checks.append(by_graph[group.graph].run_again(group.name, members))
+    if checks:
+        tell(f"{len(checks)} of {len(groups)} groups re-run for real")
+    return tuple(checks)
+
+
+def _whole(examined: Sequence[Examined], rows: Sequence[Row], advice: Advice, hi: Format) -> tuple[Check, ...]:
+    """Re-run each graph as planned, and with what the advice holds high in ``hi``."""
+    held = {(rows[i].graph, rows[i].site) for i in advice.kept}
+    checks = []
+    for e in examined:
+        mine = [row for row in rows if row.graph == e.index]
+        suffix = f", graph {e.index}" if len(examined) > 1 else ""
+        checks.append(e.run_again(f"as planned{suffix}", mine))
+        high = frozenset(row.site for row in mine if (row.graph, row.site) in held)
+        checks.append(e.run_again(f"as recommended{suffix}", mine, high=dict.fromkeys(high, hi.name)))
+    return tuple(checks)
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Return the rank correlation; None for fewer than three pairs, or where one side is all alike."""
+    if len(a) < 3 or len(set(a)) == 1 or len(set(b)) == 1:
+        return None
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(a, b).statistic)

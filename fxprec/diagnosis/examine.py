@@ -1,0 +1,154 @@
+"""Examining one graph of a recorded step: what each stored tensor costs, in its own format and in others."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fxprec.diagnosis.adjoint import Sensitivity, combined, sensitivities
+from fxprec.diagnosis.lab import Cast, Lab, exact
+from fxprec.diagnosis.reasons import reason
+from fxprec.diagnosis.rounding import Round, as_cast, lost, stored_format, to_format
+from fxprec.diagnosis.rows import Check, Cost, GroupRow, Row
+from fxprec.diagnosis.substitutes import SUBSTITUTES
+from fxprec.diagnosis.weights import Gradients
+from fxprec.driver.recorder import RecordedHalf
+from fxprec.numerics.formats import Format, parse
+from fxprec.plan import Plan, Site
+
+
+@dataclass
+class Examined:
+    """One graph with the exact values and gradients of the step."""
+
+    index: int
+    plan: Plan
+    lab: Lab
+    prefix: str = ""
+    """Of module names, where the graph has one that the model has not."""
+    gradients: Gradients = field(init=False)
+    values: Mapping[str, Tensor] = field(init=False)
+    sensitivity: Mapping[str, Sensitivity] = field(init=False)
+    sites: Mapping[str, Site] = field(init=False)
+    """By cast."""
+
+    @classmethod
+    def of(cls, index: int, halves: Mapping[str, RecordedHalf], prefix: str = "", *, seed: int = 0) -> Examined:
+        """Run the step without rounding, and differentiate its backward half."""
+        forward, backward = halves["forward"], halves["backward"]
+        assert forward.planned is not None
+        found = cls(index, forward.planned.plan, Lab(forward, backward, SUBSTITUTES), prefix)
+        further = {} if forward.planned.scales is None else forward.planned.scales.site_of
+        found.sites = {c.name: found.plan.sites[further.get(c.row, c.row)] for c in found.lab.casts if c.reads}
+        found.gradients = Gradients.of(found.lab.run())
+        found.values = found.lab.values()
+        found.sensitivity = sensitivities(found.lab, found.gradients, seed=seed)
+        return found
+
+    @property
+    def as_planned(self) -> Round:
+        """The reader of copies as the plan stores them."""
+        return as_cast(self.lab.table)
+
+    def rows(self, formats: Sequence[str]) -> list[Row]:
+        """Return one row per stored tensor, in execution order."""
+        by_site: dict[int, list[Cast]] = defaultdict(list)
+        for cast in self.lab.casts:
+            if cast.name in self.sites:
+                by_site[self.sites[cast.name].id].append(cast)
+        return [self._row(self.plan.sites[i], casts, formats) for i, casts in sorted(by_site.items())]
+
+    def _row(self, site: Site, casts: Sequence[Cast], formats: Sequence[str]) -> Row:
+        first, fmt = casts[0], stored_format(casts[0], site.format)
+        planned = self._cost(casts, fmt, self.as_planned)
+        x = self.values[first.name].float()
+        found = lost(x, self.as_planned(first, x), fmt)
+        return Row(
+            graph=self.index,
+            site=site.id,
+            tensor=site.tensor,
+            kind=site.kind,
+            module=self.module(site),
+            source=site.source,
+            group=site.group,
+            elements=site.elements,
+            format=site.format,
+            damage=planned.damage,
+            reason=reason(first, site, fmt, found, planned.damage),
+            planned=planned,
+            costs={f: self._cost(casts, parse(f), to_format(f)) for f in formats},
+        )
+
+    def module(self, site: Site) -> str:
+        return site.module.removeprefix(self.prefix)
+
+    def _cost(self, casts: Sequence[Cast], fmt: Format, read: Round) -> Cost:
+        """Return what one tensor costs: of the worst of its casts, the damage of all."""
+        damages, progress, losses = dict[object, float](), 0.0, []
+        for cast in casts:
+            x = self.values[cast.name].float()
+            got = read(cast, x)
+            error = got - x
+            known = self.sensitivity.get(cast.name)
+            damages[cast.name] = math.inf if known is None else known.damage(error)
+            progress += 0.0 if known is None else known.change(error)
+            losses.append(lost(x, got, fmt))
+        worst = max(losses, key=lambda found: found.error)
+        return Cost(
+            format=fmt.name,
+            damage=combined(damages),
+            progress=progress,
+            error=worst.error,
+            overflow=worst.overflow,
+            underflow=worst.underflow,
+            zeros=worst.zeros,
+        )
+
+    def groups(self, rows: Iterable[Row]) -> list[GroupRow]:
+        """Return the rows by group, in the plan's order."""
+        members: dict[int, list[Row]] = defaultdict(list)
+        for row in rows:
+            members[row.group].append(row)
+        return [_group(self.index, group, found) for group, found in sorted(members.items())]
+
+    def run_again(
+        self, name: str, rows: Sequence[Row], fmt: str | None = None, *, high: Mapping[int, str] | None = None
+    ) -> Check:
+        """Run the step with these tensors alone stored: as planned, or all in a format; ``high`` are others by site.
+
+        Returned beside what was predicted.
+        """
+        formats = {row.site: fmt for row in rows} | dict(high or {})
+        readers = {f: self.as_planned if f is None else to_format(f) for f in set(formats.values())}
+
+        def some(cast: Cast, x: Tensor) -> Tensor:
+            site = self.sites.get(cast.name)
+            return exact(cast, x) if site is None or site.id not in formats else readers[formats[site.id]](cast, x)
+
+        returned = self.lab.run(some)
+        costs = [row.planned if (f := formats[row.site]) is None else row.costs[f] for row in rows]
+        progress = [cost.progress for cost in costs]
+        return Check(
+            name=name,
+            predicted=combined({i: cost.damage for i, cost in enumerate(costs)}),
+            measured=self.gradients.damage(returned),
+            predicted_progress=math.fsum(progress) if all(map(math.isfinite, progress)) else -math.inf,
+            measured_progress=self.gradients.progress(returned),
+        )
+
+
+def _group(graph: int, group: int, rows: Sequence[Row]) -> GroupRow:
+    formats = rows[0].costs
+    return GroupRow(
+        graph=graph,
+        group=group,
+        modules=tuple(dict.fromkeys(row.module for row in rows if row.module)),
+        tensors=len(rows),
+        elements=sum(row.elements for row in rows),
+        damage=combined({row.site: row.damage for row in rows}),
+        damages={f: combined({row.site: row.costs[f].damage for row in rows}) for f in formats},
+    )

@@ -1,0 +1,115 @@
+"""A diagnosis as one self-contained page in the report's style: nothing fetched, every name escaped."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+from importlib import resources
+
+from fxprec.diagnosis.adjoint import combined
+from fxprec.diagnosis.diagnosis import Diagnosis
+from fxprec.diagnosis.rows import Row
+from fxprec.diagnosis.text import FIRST, free_groups, megabytes, modules
+
+SHADES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+"""Damages at which a cell of the heat map gets darker."""
+
+
+def page(found: Diagnosis) -> str:
+    """Return the page: the same diagnosis gives the same bytes."""
+    frame = resources.files("fxprec.diagnosis").joinpath("page.html").read_text(encoding="utf-8")
+    style = resources.files("fxprec.report").joinpath("page/style.css").read_text(encoding="utf-8")
+    filled = {
+        "title": html.escape(found.model),
+        "style": style,
+        "head": f"loss {found.loss:.6g}, {len(found.ranking)} stored tensors, {len(found.groups)} groups",
+        "advice": _advice(found),
+        "first": _first(found),
+        "heat": _heat(found),
+        "checks": _checks(found),
+        "ranking": _ranking(found),
+        "notes": "".join(f"<li>{html.escape(note)}</li>" for note in found.notes) or "<li>Nothing.</li>",
+    }
+    before, *rest = frame.split("{{")
+    return before + "".join(filled[name] + after for name, _, after in (piece.partition("}}") for piece in rest))
+
+
+def _advice(found: Diagnosis) -> str:
+    a = found.advice
+    options = html.escape(f'torch.compile(model, backend="fxprec", options={found.recommended!r})')
+    sizes = " &middot; ".join(
+        f"{name} {megabytes(number)}"
+        for name, number in (
+            ("all high", a.bytes_all_high),
+            ("as planned", a.bytes_as_planned),
+            ("as recommended", a.bytes_recommended),
+        )
+    )
+    return f"<pre>{options}</pre><p>{html.escape(a.reason)}.</p><p class=hint>Stored for backward: {sizes}.</p>"
+
+
+def _first(found: Diagnosis) -> str:
+    worst = [(g.name, modules(g), _number(g.damage)) for g in found.groups[:FIRST]]
+    free = [(g.name, modules(g), _number(g.damage)) for g in free_groups(found.groups)]
+    heads = ("group", "modules", "damage")
+    return f"<h3>Keep high first</h3>{_table(heads, worst)}<h3>Free</h3>{_table(heads, free)}"
+
+
+def _heat(found: Diagnosis) -> str:
+    """Draw modules, in execution order, by formats."""
+    by_module: dict[str, list[Row]] = {}
+    for row in sorted(found.ranking, key=lambda r: (r.graph, r.site)):
+        by_module.setdefault(row.module or "(no module)", []).append(row)
+    head = "".join(f"<th scope=col>{html.escape(name)}</th>" for name in ("module", "as planned", *found.formats))
+    body = "".join(_heat_row(module, rows, found.formats) for module, rows in by_module.items())
+    return f"<table class=heat><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _heat_row(module: str, rows: Sequence[Row], formats: Sequence[str]) -> str:
+    damages = [combined({r.site: r.damage for r in rows})]
+    damages += [combined({r.site: r.costs[f].damage for r in rows}) for f in formats]
+    cells = "".join(f'<td class="h{_shade(d)}">{_number(d)}</td>' for d in damages)
+    return f"<tr><th scope=row>{html.escape(module)}</th>{cells}</tr>"
+
+
+def _shade(damage: float) -> int:
+    return sum(damage >= limit for limit in SHADES)
+
+
+def _checks(found: Diagnosis) -> str:
+    rows = [
+        (
+            c.name,
+            _number(c.predicted),
+            _number(c.measured),
+            f"{c.predicted_progress:+.2%}",
+            f"{c.measured_progress:+.2%}",
+        )
+        for c in (*found.checks, *found.whole)
+    ]
+    heads = ("re-run", "damage predicted", "measured", "progress predicted", "measured")
+    ranks = "" if found.spearman is None else f"<p>Spearman {found.spearman:.3f} over {len(found.checks)} groups.</p>"
+    return ranks + _table(heads, rows)
+
+
+def _ranking(found: Diagnosis) -> str:
+    heads = ("tensor", "module", "source", "format", "damage", "error", "overflow", "underflow", "zeros", "why")
+    return _table(heads, (_row(row) for row in found.ranking))
+
+
+def _row(row: Row) -> tuple[str, ...]:
+    p = row.planned
+    shares = (p.error, p.overflow, p.underflow, p.zeros)
+    place = (row.tensor, row.module, row.source, row.format)
+    return (*place, _number(row.damage), *map(_number, shares), row.reason)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th scope=col>{html.escape(name)}</th>" for name in heads)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if body else "<p class=hint>None.</p>"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2g}" if math.isfinite(value) else str(value)

@@ -1,0 +1,87 @@
+"""What a tensor loses in a format, or in the very cast that its graph stores it with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxprec.diagnosis.lab import Cast
+from fxprec.ir.symbolic import AS_STORED, CARRIED, DEQUANTIZE, QUANTIZE
+from fxprec.numerics.formats import Format, parse
+from fxprec.numerics.rounding import COMPILE_ABOVE, quantize
+from fxprec.numerics.rows import format_row
+from fxprec.numerics.stats import count
+
+Round = Callable[[Cast, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Shares are of the tensor's elements."""
+
+    error: float
+    """L2 of the difference over L2 of the tensor."""
+    gain: float
+    """<read, exact> / <exact, exact>: 1 but for a wrong scale."""
+    overflow: float
+    underflow: float
+    zeros: float
+    """Exact zeros among what is read."""
+    largest: float
+    """Magnitude in the tensor."""
+
+
+def lost(x: Tensor, read: Tensor, fmt: Format) -> Lost:
+    """Measure what ``read`` lost of float32 ``x``, stored in ``fmt``."""
+    elements = max(x.numel(), 1)
+    wide, difference = x.double(), (read.double() - x.double())
+    square = float(wide.square().sum())
+    over, under, amax, _ = (float(n) for n in count(x, x, format_row(fmt))) if x.numel() else (0.0, 0.0, 0.0, 0.0)
+    error = math.sqrt(float(difference.square().sum()) / square) if square else 0.0
+    return Lost(
+        error=error if math.isfinite(error) else math.inf,
+        gain=float((read.double() * wide).sum()) / square if square else 1.0,
+        overflow=over / elements,
+        underflow=under / elements,
+        zeros=float((read == 0).sum()) / elements,
+        largest=amax,
+    )
+
+
+def rounded(x: Tensor, fmt: str) -> Tensor:
+    """Return float32 ``x`` rounded to a format, in pieces that need no compiled kernel."""
+    if x.numel() <= COMPILE_ABOVE:
+        return quantize(x, fmt)
+    flat = x.reshape(-1)
+    return torch.cat([quantize(piece, fmt) for piece in flat.split(COMPILE_ABOVE)]).view_as(x)
+
+
+def to_format(fmt: str) -> Round:
+    """Return the reader of copies in a format."""
+    return lambda cast, x: rounded(x.float(), fmt).to(x.dtype)
+
+
+def as_cast(table: Tensor) -> Round:
+    """Return the reader of copies as the graph itself stores and reads them, with its scale table, faults and all."""
+
+    def read(cast: Cast, x: Tensor) -> Tensor:
+        if not cast.reads:
+            return x
+        call, back = cast.call, cast.reads[0]
+        carried = int(table[call.row, CARRIED]) if cast.in_backward else 0
+        stored = QUANTIZE(x * 2.0**carried, table, call.row, call.format, call.storage)
+        found = DEQUANTIZE(stored, table, back.row, back.format, back.storage, torch.float32)
+        scale = int(table[call.row, 0]) if cast.in_backward and back.row == AS_STORED else 0
+        read_back: Tensor = (found * 2.0 ** -(carried + scale)).to(x.dtype)
+        return read_back
+
+    return read
+
+
+def stored_format(cast: Cast, planned: str) -> Format:
+    """Return the format a cast stores in: its own, or in ``simulate``, where the table says it, the plan's."""
+    return parse(planned if cast.call.is_simulated else cast.call.format)

@@ -1,0 +1,102 @@
+"""What a diagnosis says of one stored tensor, one group, one re-run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What storing one tensor in one format costs. Shares are of its elements."""
+
+    format: str
+    damage: float
+    """Predicted root mean square, over the parameters, of the relative error of each one's gradient."""
+    progress: float
+    """Predicted relative change of what a gradient step takes off the loss; -0.1 is a tenth less."""
+    error: float
+    """Relative L2 error of the tensor itself."""
+    overflow: float
+    underflow: float
+    zeros: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One stored tensor, as the plan stores it."""
+
+    graph: int
+    site: int
+    tensor: str
+    kind: str
+    module: str
+    source: str
+    group: int
+    elements: int
+    format: str
+    damage: float
+    reason: str
+    planned: Cost
+    costs: Mapping[str, Cost] = field(default_factory=dict)
+    """The same tensor in each candidate format, by its name."""
+
+    @property
+    def order(self) -> tuple[float, float, int, int]:
+        """Sorts the worst first; what nothing can be told of by its damage, by its own error."""
+        return (-self.damage, -min(self.planned.error, 1e30), self.graph, self.site)
+
+    def to_dict(self) -> dict[str, Any]:
+        return plain_row(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRow:
+    """The stored tensors of one group together."""
+
+    graph: int
+    group: int
+    modules: tuple[str, ...]
+    tensors: int
+    elements: int
+    damage: float
+    """As planned."""
+    damages: Mapping[str, float]
+    """By candidate format."""
+
+    @property
+    def name(self) -> str:
+        return f"group {self.group}" if not self.graph else f"graph {self.graph} group {self.group}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return plain_row(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One re-run of the step with some tensors low and all others exact, beside what was predicted."""
+
+    name: str
+    predicted: float
+    measured: float
+    predicted_progress: float
+    measured_progress: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return plain_row(self)
+
+
+def plain_row(row: Any) -> dict[str, Any]:
+    """Return a dataclass as JSON data."""
+    return {name: plain(value) for name, value in asdict(row).items()}
+
+
+def plain(value: Any) -> Any:
+    """Return JSON data: numbers that are not finite as text."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,107 @@
+"""What is examined: a model, what it is called with, and its loss. Steps run on copies, so that nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxprec.compat import tree_leaves, tree_map_only
+from fxprec.errors import ConfigError, FxprecError
+
+Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with one batch."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss: Loss
+    seed: int = 0
+
+    @classmethod
+    def of(cls, model: object, args: object, loss: object = None, seed: int = 0) -> Subject:
+        """Check what a user gave. Raises `ConfigError`."""
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is {type(model).__name__}; give fxprec.doctor a torch.nn.Module, not compiled")
+        if hasattr(model, "_orig_mod"):
+            raise ConfigError("model is what torch.compile returned; give fxprec.doctor the module itself")
+        if args is None or (isinstance(args, tuple | list | Mapping) and not args):
+            raise ConfigError("args holds no batch; give the model's inputs: a tensor, a tuple or a dict of keywords")
+        if loss is not None and not callable(loss):
+            raise ConfigError(
+                f"loss is {type(loss).__name__}; give a function of the model's output that returns a scalar"
+            )
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ConfigError("no parameter of the model requires a gradient; a diagnosis needs a training step")
+        keywords = dict(args) if isinstance(args, Mapping) else {}
+        given = () if keywords else tuple(args) if isinstance(args, tuple | list) else (args,)
+        return cls(model, given, keywords, loss or default_loss, seed)
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+    def fresh(self) -> nn.Module:
+        """Return a copy of the model as it was given."""
+        model = copy.deepcopy(self.model)
+        model.zero_grad(set_to_none=True)
+        return model
+
+    def step(self, call: Callable[..., Any], *, has_loss: bool = False) -> float:
+        """Run forward, loss and backward; return the loss. ``has_loss``: what ``call`` returns is the loss already."""
+        torch.manual_seed(self.seed)
+        args, kwargs = tree_map_only(Tensor, _own, (self.args, dict(self.kwargs)))
+        try:
+            output = call(*args, **kwargs)
+            value = output if has_loss else self.loss(output)
+        except FxprecError:
+            raise
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            raise ConfigError(
+                f"{self.name} does not run on its batch: {type(error).__name__}: {lines[0] if lines else ''}; give the "
+                "arguments that model(*args) takes, and a loss that takes its output"
+            ) from error
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shown = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(f"loss returned {shown}; let it return a tensor of one element")
+        if not value.requires_grad:
+            raise ConfigError("the loss has no gradient; compute it of the model's output, without detach or no_grad")
+        value.backward()
+        return float(value.detach())
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def default_loss(output: Any) -> Tensor:
+    """Return the output's ``.loss``, a scalar itself, or the mean square of what floats in it. Raises `ConfigError`."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return output
+    floating = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not floating:
+        raise ConfigError("the model returned no floating-point tensor; give a loss")
+    return torch.stack([leaf.float().square().mean() for leaf in floating]).sum()
+
+
+class WithLoss(nn.Module):
+    """A model and its loss as one module, so that both lie in one graph."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.loss(self.model(*args, **kwargs))

@@ -1,0 +1,56 @@
+"""Operators whose derivatives torch does not have, written out of operators whose derivatives it has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, (batch, heads, tokens, width), as flash attention makes them.
+
+    Probabilities come of the saved logsumexp, and the row sums of the saved result (Dao et al. 2022, Algorithm 4).
+    """
+    if dropout_p:
+        raise NotImplementedError("the mask of attention's dropout is not saved")
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    logits = query @ key.mT * scale
+    if attn_mask is not None:
+        logits = logits + attn_mask
+    if is_causal:
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -math.inf)
+    probabilities = torch.exp(logits - logsumexp.unsqueeze(-1))
+    inner = grad @ value.mT - (grad * out).sum(-1, keepdim=True)
+    scores = probabilities * inner * scale
+    return scores @ key, scores.mT @ query, probabilities.mT @ grad
+
+
+def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
+SUBSTITUTES: Mapping[object, Callable[..., Any]] = MappingProxyType(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
+        prims.convert_element_type.default: convert,
+    }
+)

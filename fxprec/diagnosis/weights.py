@@ -1,0 +1,65 @@
+"""What a change of the gradients amounts to, as one number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Of the median gradient's root mean square: below it a gradient counts as zero, as that of a bias before a norm is in
+# theory, and an error relative to itself would say nothing.
+FLOOR = 0.01
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The exact gradients of a step, and how much an error in each counts.
+
+    The *damage* of an error is the root mean square, over the gradients, of each one's relative L2 error: what the step
+    of an optimizer that scales each parameter's gradient (Adam) would be off by.
+    """
+
+    exact: tuple[Tensor, ...]
+    weights: tuple[float, ...]
+    """Of each gradient's error: 1 / (its L2 norm, not below the floor), over the root of their number."""
+
+    @classmethod
+    def of(cls, returned: Sequence[Any]) -> Gradients:
+        found = floating(returned)
+        norms = [float(g.double().norm()) for g in found]
+        rms = sorted(n / math.sqrt(max(g.numel(), 1)) for n, g in zip(norms, found, strict=True))
+        floor = FLOOR * rms[len(rms) // 2] if rms else 0.0
+        sizes = [math.hypot(n, floor * math.sqrt(g.numel())) for n, g in zip(norms, found, strict=True)]
+        share = math.sqrt(max(len(found), 1))
+        return cls(tuple(found), tuple(1 / (size * share) if size else 0.0 for size in sizes))
+
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(g.isfinite().all()) for g in self.exact)
+
+    @property
+    def squares(self) -> float:
+        """The squared L2 norm of all gradients."""
+        return sum(float(g.double().square().sum()) for g in self.exact)
+
+    def damage(self, returned: Sequence[Any]) -> float:
+        """Return the damage of other gradients of the same step: inf where one is not finite."""
+        total = 0.0
+        for g, e, w in zip(floating(returned), self.exact, self.weights, strict=True):
+            total += (w * float((g.double() - e.double()).norm())) ** 2
+        return math.sqrt(total) if math.isfinite(total) else math.inf
+
+    def progress(self, returned: Sequence[Any]) -> float:
+        """Return the change of what a gradient step takes off the loss, relative to what the exact gradient takes."""
+        found = sum(float((g.double() * e.double()).sum()) for g, e in zip(floating(returned), self.exact, strict=True))
+        change = found / self.squares - 1 if self.squares else 0.0
+        return change if math.isfinite(change) else -math.inf
+
+
+def floating(returned: Sequence[Any]) -> list[Tensor]:
+    """Return the gradients among what backward returned."""
+    return [g for g in returned if isinstance(g, torch.Tensor) and g.is_floating_point()]
