@@ -85,7 +85,7 @@ def doctor(
     tell = tell or (lambda line: None)
     subject = Subject.of(model, args, loss)
     hi = Settings.of(request.config).recipe.hi
-    value, graphs, notes = _recorded(subject, request, tell)
+    value, graphs, notes = recorded(subject, request, tell)
     formats = tuple(dict.fromkeys((*request.formats, hi.name)))
     examined, rows = [], list[Row]()
     for graph in graphs:
@@ -120,7 +120,7 @@ def _worst(group: GroupRow) -> tuple[float, int, int]:
 STEPS = 3  # statistics of the first choose the scales of gradients, and arrive in the third
 
 
-def _recorded(subject: Subject, request: Request, tell: Tell) -> tuple[float, list[Callable[[], Examined]], list[str]]:
+def recorded(subject: Subject, request: Request, tell: Tell) -> tuple[float, list[Callable[[], Examined]], list[str]]:
     """Run a step, or a few where gradients have scales; return its loss, its training graphs, and notes."""
     settings, recorder = Settings.of(request.config), Recorder()
     backend = Backend(request.config, portable=True, recorder=recorder)
@@ -137,11 +137,13 @@ def _recorded(subject: Subject, request: Request, tell: Tell) -> tuple[float, li
     notes = [
         str(w.message) for w in caught if issubclass(w.category, UserWarning) and "fxprec" in type(w.message).__module__
     ]
-    graphs = []
-    for i, halves in enumerate(recorder.graphs.values()):
+    graphs: list[Callable[[], Examined]] = []
+    for i, (name, halves) in enumerate(recorder.graphs.items()):
         ran = all(h in halves and halves[h].args is not None for h in ("forward", "backward"))
         if ran and halves["forward"].planned is not None:
-            graphs.append(partial(Examined.of, i, halves, "model." if whole else "", seed=subject.seed))
+            graphs.append(
+                partial(Examined.of, i, halves, recorder.inputs[name], "model." if whole else "", seed=subject.seed)
+            )
     if not graphs:
         raise ConfigError(
             f"{subject.name} has no graph that Dynamo compiled and backward reached, so nothing is stored low; see "

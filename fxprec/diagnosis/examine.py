@@ -18,6 +18,7 @@ from fxprec.diagnosis.substitutes import SUBSTITUTES
 from fxprec.diagnosis.weights import Gradients
 from fxprec.driver.recorder import RecordedHalf
 from fxprec.numerics.formats import Format, parse
+from fxprec.passes.analysis.joint import GraphInput
 from fxprec.plan import Plan, Site
 
 
@@ -37,14 +38,22 @@ class Examined:
     """By cast."""
 
     @classmethod
-    def of(cls, index: int, halves: Mapping[str, RecordedHalf], prefix: str = "", *, seed: int = 0) -> Examined:
+    def of(
+        cls,
+        index: int,
+        halves: Mapping[str, RecordedHalf],
+        inputs: Sequence[GraphInput],
+        prefix: str = "",
+        *,
+        seed: int = 0,
+    ) -> Examined:
         """Run the step without rounding, and differentiate its backward half."""
         forward, backward = halves["forward"], halves["backward"]
         assert forward.planned is not None
         found = cls(index, forward.planned.plan, Lab(forward, backward, SUBSTITUTES), prefix)
         further = {} if forward.planned.scales is None else forward.planned.scales.site_of
         found.sites = {c.name: found.plan.sites[further.get(c.row, c.row)] for c in found.lab.casts if c.reads}
-        found.gradients = Gradients.of(found.lab.run())
+        found.gradients = Gradients.of(found.lab.run(), [known.module for known in inputs])
         found.values = found.lab.values()
         found.sensitivity = sensitivities(found.lab, found.gradients, seed=seed)
         return found

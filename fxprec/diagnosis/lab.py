@@ -22,6 +22,7 @@ from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.ops import MUTATIONS
 from fxprec.runtime.reference_ops import keep_nonfinite
 
+aten = torch.ops.aten
 Run = Callable[..., Any]
 
 
@@ -36,6 +37,9 @@ class Cast:
     call: Quantize
     reads: tuple[Dequantize, ...]
     """How what is stored is read back."""
+    keeps_above: bool = False
+    """Whether what is above 0 is stored as no less than the format's smallest number (pass keep-signs)."""
+    keeps_below: bool = False
 
 
 Read = Callable[[Cast, Tensor], Tensor]
@@ -178,8 +182,16 @@ def _casts(*halves: GraphModule) -> list[Cast]:
     for i, gm in enumerate(halves):
         for q, call in Quantize.among(Quantize.nodes(gm.graph)):
             reads = [d for half in halves[i:] for d in _reads(half, q.name)]
-            found.append(Cast(q.name, call.row, bool(i), call, tuple(reads)))
+            found.append(Cast(q.name, call.row, bool(i), call, tuple(reads), *_keeps_signs(call.x)))
     return found
+
+
+def _keeps_signs(x: Node) -> tuple[bool, bool]:
+    clamps = set()
+    while x.target is aten.where.self and isinstance(x.args[1], Node) and isinstance(x.args[2], Node):
+        clamps.add(x.args[1].target)
+        x = x.args[2]
+    return aten.clamp_min.default in clamps, aten.clamp_max.default in clamps
 
 
 def _reads(gm: GraphModule, name: str) -> list[Dequantize]:

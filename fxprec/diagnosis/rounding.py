@@ -61,8 +61,18 @@ def rounded(x: Tensor, fmt: str) -> Tensor:
 
 
 def to_format(fmt: str) -> Round:
-    """Return the reader of copies in a format."""
-    return lambda cast, x: rounded(x.float(), fmt).to(x.dtype)
+    """Return the reader of copies in a format; signs that backward asks for are kept, as the pass keep-signs would."""
+    nearest = parse(fmt).smallest_subnormal
+
+    def read(cast: Cast, x: Tensor) -> Tensor:
+        wide = x.float()
+        if cast.keeps_above:
+            wide = torch.where(wide > 0, wide.clamp_min(nearest), wide)
+        if cast.keeps_below:
+            wide = torch.where(wide < 0, wide.clamp_max(-nearest), wide)
+        return rounded(wide, fmt).to(x.dtype)
+
+    return read
 
 
 def as_cast(table: Tensor) -> Round:

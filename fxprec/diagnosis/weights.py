@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Of the median gradient's root mean square: below it a gradient counts as zero, as that of a bias before a norm is in
-# theory, and an error relative to itself would say nothing.
+# Below these shares of the root mean square, of the median gradient's and of the largest of the same module, a gradient
+# counts as zero, as that of a bias before a norm is in theory: an error relative to itself would say nothing.
 FLOOR = 0.01
+FLOOR_IN_MODULE = 0.1
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,17 @@ class Gradients:
     """Of each gradient's error: 1 / (its L2 norm, not below the floor), over the root of their number."""
 
     @classmethod
-    def of(cls, returned: Sequence[Any]) -> Gradients:
+    def of(cls, returned: Sequence[Any], modules: Sequence[str]) -> Gradients:
+        """Weigh what backward returned; ``modules`` are those of the inputs that these are the gradients of."""
+        owners = [m for g, m in zip(returned, modules, strict=False) if _is_floating(g)]
         found = floating(returned)
         norms = [float(g.double().norm()) for g in found]
-        rms = sorted(n / math.sqrt(max(g.numel(), 1)) for n, g in zip(norms, found, strict=True))
-        floor = FLOOR * rms[len(rms) // 2] if rms else 0.0
-        sizes = [math.hypot(n, floor * math.sqrt(g.numel())) for n, g in zip(norms, found, strict=True)]
+        roots = [math.sqrt(max(g.numel(), 1)) for g in found]
+        rms = [norm / root for norm, root in zip(norms, roots, strict=True)]
+        floors = _floors(rms, owners if len(owners) == len(found) else [""] * len(found))
         share = math.sqrt(max(len(found), 1))
-        return cls(tuple(found), tuple(1 / (size * share) if size else 0.0 for size in sizes))
+        sizes = [max(norm, floor * root) * share for norm, floor, root in zip(norms, floors, roots, strict=True)]
+        return cls(tuple(found), tuple(1 / size if size else 0.0 for size in sizes))
 
     @property
     def is_finite(self) -> bool:
@@ -60,6 +64,20 @@ class Gradients:
         return change if math.isfinite(change) else -math.inf
 
 
+def _floors(rms: Sequence[float], owners: Sequence[str]) -> list[float]:
+    if not rms:
+        return []
+    median = sorted(rms)[len(rms) // 2]
+    largest: dict[str, float] = {}
+    for value, owner in zip(rms, owners, strict=True):
+        largest[owner] = max(largest.get(owner, 0.0), value)
+    return [max(FLOOR * median, FLOOR_IN_MODULE * largest[owner] if owner else 0.0) for owner in owners]
+
+
 def floating(returned: Sequence[Any]) -> list[Tensor]:
     """Return the gradients among what backward returned."""
-    return [g for g in returned if isinstance(g, torch.Tensor) and g.is_floating_point()]
+    return [g for g in returned if _is_floating(g)]
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

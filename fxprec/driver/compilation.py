@@ -210,6 +210,8 @@ class Compilation:
 
     def _new_halves(self) -> Halves:
         compiler, device = self.compiler, self.captured.device
+        if compiler.recorder is not None:
+            compiler.recorder.inputs[compiler.log.name] = self.captured.inputs
         return Halves(
             compiler.log.name,
             compiler.lowering,

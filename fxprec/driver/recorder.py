@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from fxprec import compat
 from fxprec.driver.compiled import Planned
+from fxprec.passes.analysis.joint import GraphInput
 
 Compiled = Callable[..., Any]
 
@@ -29,6 +30,8 @@ class Recorder:
     """Halves by graph name (``graph 0``), then ``"forward"`` and ``"backward"``, of the latest compilation of each."""
 
     graphs: dict[str, dict[str, RecordedHalf]] = field(default_factory=dict)
+    inputs: dict[str, tuple[GraphInput, ...]] = field(default_factory=dict)
+    """Of each graph, in the order of forward's arguments."""
 
     def watch(self, graph: str, half: str, recorded: RecordedHalf, run: Compiled) -> Compiled:
         """Return ``run``, but its arguments are kept alive."""

@@ -1,0 +1,1 @@
+"""Does `fxprec.doctor` name the guilty tensor, and is its ranking that of real ablations?"""
