@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from fxprec.diagnosis.subject import same_random_numbers
 from fxprec.driver.recorder import RecordedHalf
 from fxprec.driver.seeded import draw_from_seeds
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, Rescale
@@ -86,12 +87,13 @@ class Lab:
 
     def run(self, read: Read = exact, *, differentiate: bool = False) -> list[Any]:
         """Return what backward returns: gradients in the order of forward's inputs, None where there is none."""
-        saved = self._run_forward(read, differentiate)
-        args = self._args(self.backward)
-        for i, name in enumerate(self._saved):
-            args[i] = saved.get(name, args[i])
-        walk = _Walk(self, self._halves[1], read, differentiate)
-        return list(walk.run(*args))
+        with same_random_numbers(self._args(self.forward)):
+            saved = self._run_forward(read, differentiate)
+            args = self._args(self.backward)
+            for i, name in enumerate(self._saved):
+                args[i] = saved.get(name, args[i])
+            walk = _Walk(self, self._halves[1], read, differentiate)
+            return list(walk.run(*args))
 
     def values(self) -> dict[str, Tensor]:
         """Return the exact value of each cast of the step, by name."""
@@ -148,6 +150,8 @@ class _Walk(Interpreter):
             return args[0].to(args[5])
         if n.target is Rescale.target:
             return args[0]
+        if n.target is aten.view.default:
+            return args[0].reshape(args[1])  # what is read instead of a copy may lie otherwise in memory
         if n.target is KeepNonfinite.target:
             return keep_nonfinite(*args)
         if n.target in MUTATIONS and n.args[0].op == "placeholder":  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxprec.diagnosis.lab import Cast
-from fxprec.ir.symbolic import AS_STORED, CARRIED, DEQUANTIZE, QUANTIZE
+from fxprec.ir.symbolic import CARRIED, DEQUANTIZE, QUANTIZE, Dequantize
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.rounding import COMPILE_ABOVE, quantize
 from fxprec.numerics.rows import format_row
@@ -85,11 +85,17 @@ def as_cast(table: Tensor) -> Round:
         carried = int(table[call.row, CARRIED]) if cast.in_backward else 0
         stored = QUANTIZE(x * 2.0**carried, table, call.row, call.format, call.storage)
         found = DEQUANTIZE(stored, table, back.row, back.format, back.storage, torch.float32)
-        scale = int(table[call.row, 0]) if cast.in_backward and back.row == AS_STORED else 0
-        read_back: Tensor = (found * 2.0 ** -(carried + scale)).to(x.dtype)
+        put_on = carried + int(table[call.row, 0]) if cast.in_backward else 0
+        read_back: Tensor = (found * 2.0 ** (_taken_off(table, cast, back) - put_on)).to(x.dtype)
         return read_back
 
     return read
+
+
+def _taken_off(table: Tensor, cast: Cast, back: Dequantize) -> int:
+    """Return the exponent of the gradients' scale that reading takes off, also off a forward value they multiply."""
+    own = not cast.in_backward and back.row == cast.row
+    return 0 if back.is_as_stored or own else int(table[back.row, 0])
 
 
 def stored_format(cast: Cast, planned: str) -> Format:

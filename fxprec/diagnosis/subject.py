@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +58,13 @@ class Subject:
 
     def step(self, call: Callable[..., Any], *, has_loss: bool = False) -> float:
         """Run forward, loss and backward; return the loss. ``has_loss``: what ``call`` returns is the loss already."""
-        torch.manual_seed(self.seed)
         args, kwargs = tree_map_only(Tensor, _own, (self.args, dict(self.kwargs)))
+        with same_random_numbers(tree_leaves((args, kwargs)), self.seed):
+            value = self._loss_of(call, args, kwargs, has_loss=has_loss)
+            value.backward()
+        return float(value.detach())
+
+    def _loss_of(self, call: Callable[..., Any], args: Any, kwargs: Any, *, has_loss: bool) -> Tensor:
         try:
             output = call(*args, **kwargs)
             value = output if has_loss else self.loss(output)
@@ -75,8 +81,15 @@ class Subject:
             raise ConfigError(f"loss returned {shown}; let it return a tensor of one element")
         if not value.requires_grad:
             raise ConfigError("the loss has no gradient; compute it of the model's output, without detach or no_grad")
-        value.backward()
-        return float(value.detach())
+        return value
+
+
+@contextmanager
+def same_random_numbers(inputs: Iterable[Any], seed: int = 0) -> Iterator[None]:
+    """Let what runs meanwhile draw from a seed; the generators of the process go on as if nothing had been drawn."""
+    with torch.random.fork_rng({t.get_device() for t in inputs if isinstance(t, Tensor) and t.is_cuda}):
+        torch.manual_seed(seed)
+        yield
 
 
 def _own(tensor: Tensor) -> Tensor:
