@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fxprec.diagnosis.adjoint import combined
+from fxprec.diagnosis.rounding import bits_of
 from fxprec.diagnosis.rows import Row, plain
-from fxprec.numerics.formats import Format, parse
+from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.selection import covers
 
 TOLERANCE = 0.1  # about 0.995 of cosine: what 50 architectures lose in bf16 at worst (docs/policies.md)
@@ -104,7 +105,7 @@ def _by(rows: Sequence[Row]) -> Any:
 
 
 def _is_low(row: Row, hi: Format) -> bool:
-    return parse(row.format).bits < hi.bits
+    return bits_of(row.format) < hi.bits
 
 
 def _total(rows: Sequence[Row], kept: set[int], hi: Format) -> float:
@@ -112,4 +113,4 @@ def _total(rows: Sequence[Row], kept: set[int], hi: Format) -> float:
 
 
 def _bytes(rows: Sequence[Row], kept: set[int], hi: Format) -> int:
-    return sum(row.elements * (hi.bits if i in kept else parse(row.format).bits) // 8 for i, row in enumerate(rows))
+    return sum(int(row.elements * (hi.bits if i in kept else bits_of(row.format))) // 8 for i, row in enumerate(rows))

@@ -21,9 +21,10 @@ from fxprec.diagnosis.subject import Subject, WithLoss
 from fxprec.driver.backend import Backend
 from fxprec.driver.recorder import Recorder
 from fxprec.errors import ConfigError, FormatError
-from fxprec.numerics.formats import Format, parse
+from fxprec.numerics.blocks import find
+from fxprec.numerics.formats import Format
 
-FORMATS = ("bf16", "fp16", "e4m3fn", "e5m2", "1-4-3+4", "1-2-1")
+FORMATS = ("bf16", "fp16", "e4m3fn", "e5m2", "mxfp8_e4m3", "int8", "mxfp4", "int4")
 RERUNS = 16
 """Groups re-run for real, half of them the worst, half the best."""
 Tell = Callable[[str], None]
@@ -52,7 +53,9 @@ class Request:
         asked = Config.from_options(given)
         if not Settings.of(asked).changes_anything:
             raise ConfigError(f"recipe {asked.recipe!r} holds everything in float32: nothing to diagnose; choose 'fp8'")
-        config = replace(asked, lowering="eager", mode="default", promote_above=None, dump=None, verify=False)
+        config = replace(
+            asked, lowering="eager", mode="default", gemms="high", promote_above=None, dump=None, verify=False
+        )
         return cls(config, given, formats, tolerance, reruns)
 
 
@@ -60,7 +63,7 @@ def _formats(value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise ConfigError(f"formats is {value!r}; give it a tuple of format names, such as ('e4m3fn', 'bf16')")
     try:
-        return tuple(dict.fromkeys(parse(v).name for v in value))
+        return tuple(dict.fromkeys(find(v).name for v in value))
     except FormatError as error:
         raise ConfigError(f"formats: {error}") from None
 

@@ -17,7 +17,7 @@ from fxprec.diagnosis.rows import Check, Cost, GroupRow, Row
 from fxprec.diagnosis.substitutes import SUBSTITUTES
 from fxprec.diagnosis.weights import Gradients
 from fxprec.driver.recorder import RecordedHalf
-from fxprec.numerics.formats import Format, parse
+from fxprec.numerics.blocks import AnyFormat, find
 from fxprec.passes.analysis.joint import GraphInput
 from fxprec.plan import Plan, Site
 
@@ -85,17 +85,17 @@ class Examined:
             source=site.source,
             group=site.group,
             elements=site.elements,
-            format=site.format,
+            format=fmt.name,
             damage=planned.damage,
             reason=reason(first, site, fmt, found, planned.damage),
             planned=planned,
-            costs={f: self._cost(casts, parse(f), to_format(f)) for f in formats},
+            costs={f: self._cost(casts, find(f), to_format(f)) for f in formats},
         )
 
     def module(self, site: Site) -> str:
         return site.module.removeprefix(self.prefix)
 
-    def _cost(self, casts: Sequence[Cast], fmt: Format, read: Round) -> Cost:
+    def _cost(self, casts: Sequence[Cast], fmt: AnyFormat, read: Round) -> Cost:
         """Return what one tensor costs: of the worst of its casts, the damage of all."""
         damages, progress, losses = dict[object, float](), 0.0, []
         for cast in casts:

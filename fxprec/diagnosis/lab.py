@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from fxprec.compat import tree_map_only
 from fxprec.diagnosis.subject import same_random_numbers
 from fxprec.driver.recorder import RecordedHalf
 from fxprec.driver.seeded import draw_from_seeds
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, Rescale
+from fxprec.ir.symbolic_blocks import DequantizeBlocks, QuantizeBlocks, TensorScale
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.ops import MUTATIONS
 from fxprec.runtime.reference_ops import keep_nonfinite
@@ -35,8 +37,8 @@ class Cast:
     """Of the ``quantize`` node."""
     row: int
     in_backward: bool
-    call: Quantize
-    reads: tuple[Dequantize, ...]
+    call: Quantize | QuantizeBlocks
+    reads: tuple[Dequantize | DequantizeBlocks, ...]
     """How what is stored is read back."""
     keeps_above: bool = False
     """Whether what is above 0 is stored as no less than the format's smallest number (pass keep-signs)."""
@@ -68,22 +70,23 @@ class Lab:
         self._saved = [n.name for n in self.backward.gm.graph.find_nodes(op="placeholder")]
         self.casts = tuple(_casts(*self._halves))
         self._by_name = {cast.name: cast for cast in self.casts}
-        self._is_fixed = not Dequantize.nodes(self.forward.gm.graph) and self._stores_only_copies()
+        self._is_fixed = not _nodes(self.forward.gm, *_READS) and self._stores_only_copies()
         self._kept: dict[str, Any] | None = None
 
     def _stores_only_copies(self) -> bool:
         """Say whether what forward saves of its casts are their very results, so that backward alone can run again."""
         results = set(results_of(self.forward.gm.graph))
-        casts = Quantize.nodes(self.forward.gm.graph)
+        casts = _nodes(self.forward.gm, *_STORES)
         return all(q in results and all(u.op == "output" for u in q.users) for q in casts)
 
     @property
     def table(self) -> Tensor:
         """The scale table of the step, (rows, columns) int32."""
-        cast = self.casts[0]
-        half = self.backward if cast.in_backward else self.forward
-        names = [n.name for n in half.gm.graph.find_nodes(op="placeholder")]
-        return self._args(half)[names.index(cast.call.table.name)]  # type: ignore[no-any-return]
+        for half in (self.forward, self.backward):
+            names = [n.name for n in half.gm.graph.find_nodes(op="placeholder")]
+            for _, call in Quantize.among(Quantize.nodes(half.gm.graph)):
+                return self._args(half)[names.index(call.table.name)]  # type: ignore[no-any-return]
+        return torch.zeros(0, 0, dtype=torch.int32)  # all is in blocks, which have their own scales
 
     def run(self, read: Read = exact, *, differentiate: bool = False) -> list[Any]:
         """Return what backward returns: gradients in the order of forward's inputs, None where there is none."""
@@ -144,10 +147,14 @@ class _Walk(Interpreter):
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if n.target is Quantize.target:
+        if n.target in _STORES:
             return self.read(self.lab._by_name[n.name], args[0])
         if n.target is Dequantize.target:
             return args[0].to(args[5])
+        if n.target is DequantizeBlocks.target:
+            return args[0].reshape(-1).to(args[5])
+        if n.target is TensorScale.target:
+            return args[0].new_zeros(1, dtype=torch.float32)  # nobody decodes with it
         if n.target is Rescale.target:
             return args[0]
         if n.target is aten.view.default:
@@ -171,7 +178,7 @@ class _Walk(Interpreter):
             return result
         if any(_is_dead_end(leaf) for leaf in (result if isinstance(result, list | tuple) else [result])):
             self.lab.undifferentiable.add(str(n.target))
-            return torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, result)
+            return tree_map_only(Tensor, Tensor.detach, result)
         return result
 
 
@@ -184,7 +191,8 @@ def _casts(*halves: GraphModule) -> list[Cast]:
     """Return the casts of both halves in execution order, each with the places that read it."""
     found = []
     for i, gm in enumerate(halves):
-        for q, call in Quantize.among(Quantize.nodes(gm.graph)):
+        for q in _nodes(gm, *_STORES):
+            call = Quantize.match(q) or QuantizeBlocks.of(q)
             reads = [d for half in halves[i:] for d in _reads(half, q.name)]
             found.append(Cast(q.name, call.row, bool(i), call, tuple(reads), *_keeps_signs(call.x)))
     return found
@@ -198,14 +206,22 @@ def _keeps_signs(x: Node) -> tuple[bool, bool]:
     return aten.clamp_min.default in clamps, aten.clamp_max.default in clamps
 
 
-def _reads(gm: GraphModule, name: str) -> list[Dequantize]:
+_STORES = (Quantize.target, QuantizeBlocks.target)
+_READS = (Dequantize.target, DequantizeBlocks.target)
+
+
+def _nodes(gm: GraphModule, *targets: object) -> list[Node]:
+    return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in targets]
+
+
+def _reads(gm: GraphModule, name: str) -> list[Dequantize | DequantizeBlocks]:
     start = next((n for n in gm.graph.nodes if n.name == name), None)
     if start is None:
         return []
-    found, waiting = [], [start]
+    found, waiting = list[Dequantize | DequantizeBlocks](), [start]
     while waiting:
         for user in waiting.pop().users:
-            if (call := Dequantize.match(user)) is not None:
+            if (call := Dequantize.match(user) or DequantizeBlocks.match(user)) is not None:
                 found.append(call)
             elif user.op == "call_function":
                 waiting.append(user)

@@ -10,7 +10,7 @@ from importlib import resources
 from fxprec.diagnosis.adjoint import combined
 from fxprec.diagnosis.diagnosis import Diagnosis
 from fxprec.diagnosis.rows import Row
-from fxprec.diagnosis.text import FIRST, free_groups, megabytes, modules
+from fxprec.diagnosis.text import first_groups, free_groups, megabytes, modules
 
 SHADES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Damages at which a cell of the heat map gets darker."""
@@ -50,7 +50,7 @@ def _advice(found: Diagnosis) -> str:
 
 
 def _first(found: Diagnosis) -> str:
-    worst = [(g.name, modules(g), _number(g.damage)) for g in found.groups[:FIRST]]
+    worst = [(g.name, modules(g), _number(g.damage)) for g in first_groups(found.groups)]
     free = [(g.name, modules(g), _number(g.damage)) for g in free_groups(found.groups)]
     heads = ("group", "modules", "damage")
     return f"<h3>Keep high first</h3>{_table(heads, worst)}<h3>Free</h3>{_table(heads, free)}"

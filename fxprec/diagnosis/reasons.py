@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from fxprec.diagnosis.lab import Cast
 from fxprec.diagnosis.rounding import Lost
-from fxprec.numerics.formats import Format, parse
+from fxprec.ir.symbolic import Quantize
+from fxprec.numerics.blocks import AnyFormat, BlockFormat
+from fxprec.numerics.formats import parse
 from fxprec.plan import Site
 
 # Shares of elements from which a loss is worth naming before the rounding itself.
@@ -14,7 +16,7 @@ WRONG_SCALE = 0.25  # relative, of the gain; the rounding of 4-bit formats moves
 AMPLIFIED = 4.0  # damage over the tensor's own error
 
 
-def reason(cast: Cast, site: Site, fmt: Format, found: Lost, damage: float) -> str:
+def reason(cast: Cast, site: Site, fmt: AnyFormat, found: Lost, damage: float) -> str:
     """Return the first thing that is wrong, or what the damage is made of."""
     for text in (_decoded(cast, fmt), _range(found, fmt), _scale(found), _spoiled(site, found, damage)):
         if text:
@@ -22,19 +24,21 @@ def reason(cast: Cast, site: Site, fmt: Format, found: Lost, damage: float) -> s
     return f"rounding: relative error {found.error:.2g}" + (f"; {site.why}" if site.why else "")
 
 
-def _decoded(cast: Cast, fmt: Format) -> str:
+def _decoded(cast: Cast, fmt: AnyFormat) -> str:
+    if isinstance(fmt, BlockFormat) or not isinstance(cast.call, Quantize) or cast.call.is_simulated:
+        return ""
     wrong = next((r.format for r in cast.reads if not parse(r.format).has_numbers_of(fmt)), None)
-    if wrong is None or cast.call.is_simulated:
+    if wrong is None:
         return ""
     return f"stored as {fmt.name} and read back as {wrong}: its codes mean other numbers"
 
 
-def _range(found: Lost, fmt: Format) -> str:
+def _range(found: Lost, fmt: AnyFormat) -> str:
     if found.largest != found.largest:
         return "it holds NaN before it is stored: no format helps"
     if found.largest == float("inf"):
         return "it holds inf before it is stored: no format helps"
-    if found.overflow >= WORTH_NAMING and found.error > 0.01:
+    if not isinstance(fmt, BlockFormat) and found.overflow >= WORTH_NAMING and found.error > 0.01:
         return f"{found.overflow:.2g} of it overflow: up to {found.largest:.3g}, and {fmt.name} ends at {fmt.largest:g}"
     return ""
 

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from fxprec.diagnosis.lab import Cast
-from fxprec.ir.symbolic import CARRIED, DEQUANTIZE, QUANTIZE, Dequantize
-from fxprec.numerics.formats import Format, parse
+from fxprec.ir.symbolic import CARRIED, DEQUANTIZE, QUANTIZE, Dequantize, Quantize
+from fxprec.ir.symbolic_blocks import (
+    DEQUANTIZE_BLOCKS,
+    QUANTIZE_BLOCKS,
+    TENSOR_SCALE,
+    DequantizeBlocks,
+    QuantizeBlocks,
+)
+from fxprec.numerics.blocks import AnyFormat, BlockFormat, find
 from fxprec.numerics.rounding import COMPILE_ABOVE, quantize
 from fxprec.numerics.rows import format_row
 from fxprec.numerics.stats import count
@@ -35,12 +42,12 @@ class Lost:
     """Magnitude in the tensor."""
 
 
-def lost(x: Tensor, read: Tensor, fmt: Format) -> Lost:
+def lost(x: Tensor, read: Tensor, fmt: AnyFormat) -> Lost:
     """Measure what ``read`` lost of float32 ``x``, stored in ``fmt``."""
     elements = max(x.numel(), 1)
     wide, difference = x.double(), (read.double() - x.double())
     square = float(wide.square().sum())
-    over, under, amax, _ = (float(n) for n in count(x, x, format_row(fmt))) if x.numel() else (0.0, 0.0, 0.0, 0.0)
+    over, under, amax = _range(x, read, fmt) if x.numel() else (0.0, 0.0, 0.0)
     error = math.sqrt(float(difference.square().sum()) / square) if square else 0.0
     return Lost(
         error=error if math.isfinite(error) else math.inf,
@@ -50,6 +57,14 @@ def lost(x: Tensor, read: Tensor, fmt: Format) -> Lost:
         zeros=float((read == 0).sum()) / elements,
         largest=amax,
     )
+
+
+def _range(x: Tensor, read: Tensor, fmt: AnyFormat) -> tuple[float, float, float]:
+    """Return elements that over- and underflow, and the largest magnitude. A block's scale fits its largest element."""
+    if isinstance(fmt, BlockFormat):
+        return 0.0, float(((read == 0) & (x != 0)).sum()), float(x.abs().max())
+    over, under, amax, _ = (float(n) for n in count(x, x, format_row(fmt)))
+    return over, under, amax
 
 
 def rounded(x: Tensor, fmt: str) -> Tensor:
@@ -62,7 +77,8 @@ def rounded(x: Tensor, fmt: str) -> Tensor:
 
 def to_format(fmt: str) -> Round:
     """Return the reader of copies in a format; signs that backward asks for are kept, as the pass keep-signs would."""
-    nearest = parse(fmt).smallest_subnormal
+    known = find(fmt)
+    nearest = 0.0 if isinstance(known, BlockFormat) else known.smallest_subnormal
 
     def read(cast: Cast, x: Tensor) -> Tensor:
         wide = x.float()
@@ -82,6 +98,8 @@ def as_cast(table: Tensor) -> Round:
         if not cast.reads:
             return x
         call, back = cast.call, cast.reads[0]
+        if isinstance(call, QuantizeBlocks) or isinstance(back, DequantizeBlocks):
+            return _in_blocks(cast, x)
         carried = int(table[call.row, CARRIED]) if cast.in_backward else 0
         stored = QUANTIZE(x * 2.0**carried, table, call.row, call.format, call.storage)
         found = DEQUANTIZE(stored, table, back.row, back.format, back.storage, torch.float32)
@@ -98,6 +116,25 @@ def _taken_off(table: Tensor, cast: Cast, back: Dequantize) -> int:
     return 0 if back.is_as_stored or own else int(table[back.row, 0])
 
 
-def stored_format(cast: Cast, planned: str) -> Format:
+def _in_blocks(cast: Cast, x: Tensor) -> Tensor:
+    """Store and read in blocks, rounded at random where the graph does; of another seed."""
+    call, back = cast.call, cast.reads[0]
+    assert isinstance(call, QuantizeBlocks)
+    assert isinstance(back, DequantizeBlocks)
+    seed = None if call.seed is None else torch.tensor([cast.row], dtype=torch.int32, device=x.device)
+    whole = None if call.whole is None else TENSOR_SCALE(x, call.format)
+    stored = QUANTIZE_BLOCKS(x, seed, whole, call.row, call.format)
+    found: Tensor = DEQUANTIZE_BLOCKS(stored, whole, back.row, back.format, x.numel(), x.dtype)
+    return found.view(x.shape)
+
+
+def stored_format(cast: Cast, planned: str) -> AnyFormat:
     """Return the format a cast stores in: its own, or in ``simulate``, where the table says it, the plan's."""
-    return parse(planned if cast.call.is_simulated else cast.call.format)
+    is_simulated = isinstance(cast.call, Quantize) and cast.call.is_simulated
+    return find(planned if is_simulated else cast.call.format)
+
+
+def bits_of(fmt: str) -> float:
+    """Return the bits that an element takes, its share of a block's scale included."""
+    known = find(fmt)
+    return known.bits_per_element if isinstance(known, BlockFormat) else known.bits

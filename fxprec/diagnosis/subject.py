@@ -33,7 +33,7 @@ class Subject:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model is {type(model).__name__}; give fxprec.doctor a torch.nn.Module, not compiled")
         if hasattr(model, "_orig_mod"):
-            raise ConfigError("model is what torch.compile returned; give fxprec.doctor the module itself")
+            raise ConfigError("model is compiled already; give fxprec.doctor the module itself")
         if args is None or (isinstance(args, tuple | list | Mapping) and not args):
             raise ConfigError("args holds no batch; give the model's inputs: a tensor, a tuple or a dict of keywords")
         if loss is not None and not callable(loss):

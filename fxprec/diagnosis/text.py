@@ -44,7 +44,7 @@ def _groups(found: Diagnosis) -> str:
     lines = [("group", "modules", *found.formats)]
     for group in found.groups[:SHOWN]:
         lines.append((group.name, modules(group), *(f"{group.damages[f]:.2g}" for f in found.formats)))
-    worst = ", ".join(g.name for g in found.groups[:FIRST])
+    worst = ", ".join(g.name for g in first_groups(found.groups))
     said = f"Keep high first: {worst}." if worst else ""
     free = free_groups(found.groups)
     said += f" Free: {', '.join(g.name for g in free[:SHOWN])}{' ...' if len(free) > SHOWN else ''}." if free else ""
@@ -55,6 +55,12 @@ def modules(group: GroupRow) -> str:
     """Return a group's modules, shortened."""
     shown = ", ".join(group.modules[:3])
     return shown + (f" and {len(group.modules) - 3} more" if len(group.modules) > 3 else "")
+
+
+def first_groups(groups: Sequence[GroupRow]) -> list[GroupRow]:
+    """Return the groups to keep high first, worst first: none that is free."""
+    free = free_groups(groups)
+    return [g for g in groups[:FIRST] if g not in free]
 
 
 def free_groups(groups: Sequence[GroupRow]) -> list[GroupRow]:

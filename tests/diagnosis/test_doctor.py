@@ -186,5 +186,5 @@ def test_bad_input_is_one_line_that_teaches(arguments, options, words):
 def test_a_model_without_parameters_to_train_or_already_compiled():
     with pytest.raises(fxprec.ConfigError, match="no parameter of the model requires a gradient"):
         fxprec.doctor(nn.Linear(16, 8).requires_grad_(False), torch.randn(4, 16))
-    with pytest.raises(fxprec.ConfigError, match="give fxprec.doctor the module itself"):
+    with pytest.raises(fxprec.ConfigError, match="model is compiled already; give"):
         fxprec.doctor(torch.compile(nn.Linear(16, 8)), torch.randn(4, 16))
