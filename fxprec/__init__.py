@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fxprec.errors import GradientError as GradientError
     from fxprec.errors import LoweringError as LoweringError
     from fxprec.errors import ModifiedInPlaceError as ModifiedInPlaceError
+    from fxprec.errors import NonfiniteError as NonfiniteError
     from fxprec.errors import NumericsError as NumericsError
     from fxprec.errors import PlanError as PlanError
     from fxprec.errors import ReferenceRunError as ReferenceRunError
@@ -77,6 +78,7 @@ _HOMES = {
             "GradientError",
             "LoweringError",
             "ModifiedInPlaceError",
+            "NonfiniteError",
             "NumericsError",
             "PlanError",
             "ReferenceRunError",

@@ -45,6 +45,10 @@ class FallbackError(FxprecError, RuntimeError):
     """Under ``strict=True``: something asked for would have been left out."""
 
 
+class NonfiniteError(FxprecError, ArithmeticError):
+    """With ``on_nonfinite="raise"``: a tensor of the step before held an inf or a NaN."""
+
+
 class GradientError(FxprecError, RuntimeError):
     """A gradient is not finite where ``error_if_nonfinite`` forbids it."""
 

@@ -9,17 +9,18 @@ import ctypes
 import logging
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from fxprec.errors import FxprecWarning, PlanError
+from fxprec.errors import FxprecWarning, NonfiniteError, PlanError
 from fxprec.numerics.formats import parse
 from fxprec.plan import Plan, Site
 from fxprec.plan.compare import partners
 from fxprec.runtime.events import Event
+from fxprec.runtime.nonfinite import Departure, NonfiniteWatch
 from fxprec.runtime.scaling.keeper import Keeper
 from fxprec.runtime.stats import SiteStats, StatsQueue
 from fxprec.runtime.table import Formats, ScaleTable, TableState
@@ -42,6 +43,15 @@ class Rules:
     hi: str = "bf16"  # the format a promoted tensor gets
 
 
+@dataclass(frozen=True)
+class Nonfinite:
+    """What to do when an inf or a NaN comes."""
+
+    watch: NonfiniteWatch
+    action: Literal["report", "raise"] | None
+    """None: an event, and no warning."""
+
+
 @dataclass
 class Controller:
     """Precision state of one graph: its plan, its scales, its latest statistics."""
@@ -54,9 +64,12 @@ class Controller:
     keeper: Keeper | None = None  # None where no gradient needs a scale
     events: list[Event] = field(default_factory=list)
     queue: StatsQueue = field(default_factory=StatsQueue)
+    nonfinite: Nonfinite | None = None  # None where nobody wants to know which tensor was first
     latest: dict[int, SiteStats] = field(default_factory=dict)  # by row
     _refused: frozenset[int] = frozenset()  # sites whose promotion could not be made real
     _held: Mapping[int, str] = field(default_factory=dict)  # other formats than the plan's, by site
+    departures: list[Departure] = field(default_factory=list)
+    """Who left its range first, each time that an inf or a NaN came."""
     _told_of: int | None = None  # site whose inf or NaN the latest statistics had
     _warned: set[str] = field(default_factory=set)
 
@@ -95,9 +108,9 @@ class Controller:
         """Take the statistics that have arrived; with ``wait``, all that were pushed."""
         offenders: dict[int, SiteStats] = {}
         lost: dict[int, SiteStats] = {}  # an inf or a NaN stored as a number
-        arrived = False
+        arrived: list[SiteStats] = []
         for stats in self.queue.poll(wait=wait):
-            arrived = True
+            arrived.append(stats)
             site = self.site_of(stats.site)
             self.latest[stats.site] = stats
             if self.keeper is not None:
@@ -110,6 +123,22 @@ class Controller:
             offenders |= self._where_it_came_from(lost)
         if offenders:
             self._promote(offenders)
+        if self.nonfinite is not None and arrived:
+            self._tell_who_was_first(self.nonfinite, arrived)
+
+    def _tell_who_was_first(self, nonfinite: Nonfinite, arrived: Sequence[SiteStats]) -> None:
+        """Raise `NonfiniteError` where that is wanted."""
+        sites = {stats.site: self.site_of(stats.site) for stats in arrived}
+        departure = nonfinite.watch.note(self.step, arrived, sites)
+        if departure is None:
+            return
+        self.departures.append(departure)
+        self._tell("left-range", departure.site, departure.detail)
+        message = f"{describe(departure.site)} {departure.detail}"
+        if nonfinite.action == "raise":
+            raise NonfiniteError(f"{message}; check the batch, or set on_nonfinite='report' to go on")
+        if nonfinite.action == "report":
+            warnings.warn(message, FxprecWarning, stacklevel=2)
 
     def _where_it_came_from(self, lost: Mapping[int, SiteStats]) -> dict[int, SiteStats]:
         """Tell of the first of ``lost``, by site; the others were computed from it. Return it if it may be promoted."""

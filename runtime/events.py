@@ -11,8 +11,8 @@ class Event:
 
     ``kind`` is "promotion", "fallback", "relowering", "unplanned" (a graph left as it is) or "uncompiled" (code
     that Dynamo leaves to Python); "nonfinite" or "nan" where an inf or a NaN of the forward pass was stored as a
-    number; of gradients' scales "scale" (changed), "unscaled" (what the first step lost, which has no scales yet) or
-    "clamp" (float32 cannot hold the scale wanted).
+    number, "left-range" for the tensor that was the first to leave its range; of gradients' scales "scale" (changed),
+    "unscaled" (what the first step lost, which has no scales yet) or "clamp" (float32 cannot hold the scale wanted).
     """
 
     step: int

@@ -27,6 +27,7 @@ POLICIES = ("size", "size-ascending", "random", "uniform", "operator", "operator
 GEMMS = ("auto", "low", "high")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GROUPINGS = ("execution", "dataflow")
+ON_NONFINITE = ("report", "raise", "ignore")
 LOWERINGS = ("auto", "triton", "inductor", "eager")
 
 # Where every reader gets the rounded value, accuracy falls as the ratio grows: the middle of the paper's range (Lee et
@@ -110,6 +111,11 @@ class Config:
     seed: int = 0
     """Seed of policy ``"random"``, at least 0."""
 
+    on_nonfinite: Literal["report", "raise", "ignore"] | None = None
+    """What to do when a tensor holds an inf or a NaN, before the next step begins: ``"report"`` warns of the first, in
+    the order of execution, that left its range; ``"raise"`` raises `NonfiniteError`; both watch every stored tensor.
+    None: an event, from the statistics of those in 8 bits. ``"ignore"``: nothing. See docs/doctor.md."""
+
     verify: bool = False
     """Whether each kernel's first output is compared with the reference (first step slow); wrong ones are left out."""
 
@@ -132,6 +138,8 @@ class Config:
         put(self, "strict", checks.boolean("strict", self.strict))
         put(self, "verify", checks.boolean("verify", self.verify))
         one_of("lowering", self.lowering, LOWERINGS)
+        if self.on_nonfinite is not None:
+            one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE, "or None")
         one_of("gemms", self.gemms, GEMMS)
         one_of("mode", self.mode, MODES)
         one_of("grouping", self.grouping, GROUPINGS)
@@ -201,6 +209,7 @@ ALLOWED: Mapping[str, str] = {
     "strict": "True or False",
     "grouping": ", ".join(map(repr, GROUPINGS)),
     "seed": "an int of at least 0",
+    "on_nonfinite": "'report', 'raise', 'ignore' or None",
     "verify": "True or False",
 }
 """What each option takes, in words."""

@@ -24,6 +24,7 @@ from fxprec.plan.edits import as_edited
 from fxprec.report.folder import DumpFolder
 from fxprec.runtime.controller import Controller
 from fxprec.runtime.events import Event
+from fxprec.runtime.nonfinite import Departure
 
 
 class Backend:
@@ -151,6 +152,12 @@ class Backend:
         """Promotions, scale changes, fallbacks: (step, kind, site, detail), oldest first."""
         found = [event for graph in self._graphs for event in graph.events]
         return tuple(sorted([*self._log.events, *found], key=lambda e: e.step))
+
+    @property
+    def departures(self) -> tuple[Departure, ...]:
+        """Which tensor left its range first, each time that an inf or a NaN was seen, with 200 steps' statistics."""
+        found = [departure for controller in self._controllers() for departure in controller.departures]
+        return tuple(sorted(found, key=lambda d: d.seen_at))
 
     def stats(self, *, wait: bool = True) -> list[dict[str, Any]]:
         """One row per site with its latest statistics; waits for those still on their way, unless told not to."""

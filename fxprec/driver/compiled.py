@@ -62,9 +62,11 @@ class CompiledGraph:
 
 def rows_of(plan: Plan, scales: ScaleGraph | None, settings: Settings) -> WatchedRows:
     """Return what the code of a plan does with its rows."""
-    watched = frozenset(site.id for site in plan.sites if _can_lose(site, settings))
+    watches_all = settings.asked.on_nonfinite in ("report", "raise")
+    watched = frozenset(s.id for s in plan.sites if _can_lose(s, settings) or (watches_all and not s.saved_as))
+    inlines = plan.compute == "high" and not watches_all  # codes do not tell an inf from the largest number
     if scales is None:
-        return WatchedRows(watched=watched, inlines=plan.compute == "high")
+        return WatchedRows(watched=watched, inlines=inlines)
     casts, scaling = frozenset(scales.casts), settings.grad_scaling
     measured = counted = frozenset[int]()
     if isinstance(scaling, GradScaling):
@@ -75,7 +77,7 @@ def rows_of(plan: Plan, scales: ScaleGraph | None, settings: Settings) -> Watche
         scaled=scales.rows,
         measured=measured,
         counted=counted,
-        inlines=plan.compute == "high",
+        inlines=inlines,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from fxprec import compat
 from fxprec.config import Settings
+from fxprec.config.grad_scaling import LossScaling
 from fxprec.driver import capture, saved_state
 from fxprec.driver.calibration import Calibration
 from fxprec.driver.compilation import Compiler
@@ -30,8 +31,9 @@ from fxprec.plan.compare import low_groups_with
 from fxprec.plan.plan import latest_of_gemms
 from fxprec.plan.scales import ScaleGraph
 from fxprec.report.folder import GraphDump
-from fxprec.runtime.controller import Controller, Rules
+from fxprec.runtime.controller import Controller, Nonfinite, Rules
 from fxprec.runtime.events import Event
+from fxprec.runtime.nonfinite import NonfiniteWatch
 from fxprec.runtime.scaling.keeper import Keeper, keeper_of
 from fxprec.runtime.stats import StatsQueue
 
@@ -234,8 +236,20 @@ class PlannedGraph:
             return
         rules = Rules(promote_above=self.settings.asked.promote_above, hi=self.settings.recipe.hi.name)
         self.controller = Controller(
-            plan, rules, captured.capacity, captured.device, keeper=keeper, queue=self._compiler.queue
+            plan,
+            rules,
+            captured.capacity,
+            captured.device,
+            keeper=keeper,
+            queue=self._compiler.queue,
+            nonfinite=self._nonfinite(),
         )
+
+    def _nonfinite(self) -> Nonfinite | None:
+        action = self.settings.asked.on_nonfinite
+        if action == "ignore":
+            return None
+        return Nonfinite(NonfiniteWatch(gradients=not isinstance(self.settings.grad_scaling, LossScaling)), action)
 
     def _keeper(self, scales: ScaleGraph | None) -> Keeper | None:
         scaling = self.settings.grad_scaling

@@ -1,0 +1,137 @@
+"""Which tensor was the first to leave its range, when an inf or a NaN has come: from the statistics that steps leave.
+
+Not the first that became NaN: a tensor whose numbers overflow, or are a thousand times what they were, comes before
+what was computed from it. Statistics arrive a step late, and nothing here waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fxprec.numerics.formats import parse
+from fxprec.plan import Site
+from fxprec.runtime.stats import SiteStats
+
+WINDOW = 200
+"""Steps whose statistics are kept."""
+JUMP = 1024.0
+"""Over the median of its earlier steps: a larger amax has left its range."""
+OVERFLOWS = 0.01
+"""Share of a tensor's elements; the default of ``promote_above``."""
+_SHOWN = 4  # steps of the statistics that a message tells
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first tensor that left its range, in the order of execution."""
+
+    site: Site
+    step: int
+    """Step from which on it was out of its range."""
+    seen_at: int
+    """Step in which an inf or a NaN was seen, here or behind it."""
+    value: str
+    """``"inf"``, ``"NaN"`` or ``"overflow"``: what this tensor held in that step."""
+    statistics: tuple[tuple[int, float, float, float], ...] = field(repr=False)
+    """(step, amax, overflow ratio, underflow ratio) of up to 200 recent steps, oldest first."""
+
+    @property
+    def detail(self) -> str:
+        """Say it in one line, with the last few steps' largest magnitudes."""
+        when = f"at step {self.step}" if self.step == self.seen_at else f"from step {self.step} on"
+        series = ", ".join(f"{amax:.3g}" for _, amax, _, _ in self.statistics[-_SHOWN:])
+        what = f"holds {self.value}" if self.value != "overflow" else "left its range"
+        return (
+            f"{what} {when}, first in the order of execution; an inf or NaN was seen at step {self.seen_at}; "
+            f"its largest magnitudes of late: {series}"
+        )
+
+
+class NonfiniteWatch:
+    """The last steps' statistics of every row, and who was first."""
+
+    def __init__(self, *, gradients: bool) -> None:
+        """``gradients``: whether an inf there is news, which under a dynamic loss scale it is not."""
+        self._gradients = gradients
+        self._series: dict[int, _Series] = {}
+        self._was_bad = False
+
+    def note(self, step: int, arrived: Sequence[SiteStats], sites: Mapping[int, Site]) -> Departure | None:
+        """Take what arrived of a step; return who was first where an inf or a NaN is new. ``sites`` by row."""
+        for stats in arrived:
+            self._series.setdefault(stats.site, _Series()).add(step, stats)
+        if not arrived:
+            return None
+        bad = any(not math.isfinite(s.amax) and self._is_news(sites[s.site]) for s in arrived)
+        is_new, self._was_bad = bad and not self._was_bad, bad
+        return self._first(step, (s.site for s in arrived), sites) if is_new else None
+
+    def _is_news(self, site: Site) -> bool:
+        return site.direction == "forward" or self._gradients
+
+    def _first(self, seen_at: int, rows: Iterable[int], sites: Mapping[int, Site]) -> Departure:
+        """Return the row that has been out of range for longest; of equals the first that runs."""
+        since = {row: self._series[row].out_since(_end(sites[row])) for row in rows if self._is_news(sites[row])}
+        found = [(step, _order(sites[row]), row) for row, step in since.items() if step is not None]
+        step, _, row = min(found)
+        series = self._series[row]
+        return Departure(sites[row], step, seen_at, series.value, series.rows())
+
+
+def _order(site: Site) -> tuple[bool, int]:
+    """Sort by execution: backward runs from the last layer to the first."""
+    return (True, -site.id) if site.direction == "backward" else (False, site.id)
+
+
+def _end(site: Site) -> float:
+    """Return the magnitude at which a format saturates: what was inf may have been counted as that number."""
+    fmt = parse(site.format)
+    return fmt.largest if fmt.overflow == "saturate" else math.inf
+
+
+class _Series:
+    """A ring of (step, amax, overflow ratio, underflow ratio)."""
+
+    def __init__(self) -> None:
+        self._ring = np.zeros((WINDOW, 4))
+        self._count = 0
+
+    def add(self, step: int, stats: SiteStats) -> None:
+        self._ring[self._count % WINDOW] = (step, stats.amax, stats.overflow_ratio, stats.underflow_ratio)
+        self._count += 1
+
+    def rows(self) -> tuple[tuple[int, float, float, float], ...]:
+        return tuple((int(step), *rest) for step, *rest in self._ordered().tolist())
+
+    def _ordered(self) -> np.ndarray[Any, Any]:
+        if self._count <= WINDOW:
+            return self._ring[: self._count]
+        return np.roll(self._ring, -(self._count % WINDOW), axis=0)
+
+    @property
+    def value(self) -> str:
+        """What the tensor held last."""
+        amax = float(self._ring[(self._count - 1) % WINDOW, 1])
+        return "NaN" if math.isnan(amax) else "inf" if math.isinf(amax) else "overflow"
+
+    def out_since(self, end: float) -> int | None:
+        """Return the step since which it is out of its range, or at its ``end``; None if it is not, or was always."""
+        rows = self._ordered()
+        amax, finite = rows[:, 1], np.isfinite(rows[:, 1])
+        early = amax[: max(len(amax) // 2, 1)]
+        usual = float(np.median(early[np.isfinite(early)])) if finite[0] else math.inf
+        shown = np.where(finite, amax, 0.0)
+        wide = (rows[:, 2] >= OVERFLOWS) | (shown > JUMP * usual) | (shown >= end)
+        out = ~finite | wide
+        if not out[-1]:
+            return None
+        if wide[0]:  # chronic: that is no news, only what is not finite
+            out = ~finite
+        inside = np.flatnonzero(~out)
+        start = int(inside[-1]) + 1 if len(inside) else 0
+        return int(rows[start, 0]) if start < len(rows) else None
