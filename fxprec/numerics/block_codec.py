@@ -160,8 +160,13 @@ def integer_number(code: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
 
 def salted(seed: Tensor, cast: int) -> Tensor:
     """Return the seed of one of several casts that share one."""
+    return seed + salt_of(cast)
+
+
+def salt_of(cast: int) -> int:
+    """Return what is added to a seed for a cast, an int32."""
     salt = cast * 0x9E3779B1 % (1 << 32)
-    return seed + (salt - (salt >> 31 << 32))
+    return salt - (salt >> 31 << 32)
 
 
 def random_bits(index: Tensor, seed: Any) -> Tensor:
@@ -177,6 +182,70 @@ def _mixed(x: Tensor) -> Tensor:
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975
     return x ^ ((x >> 16) & 0xFFFF)
+
+
+# One format's constants folded in: the forms of eager torch, Inductor and Triton.
+
+
+class Head(NamedTuple):
+    """What a block's elements share. Without an offset, its code and ``origin`` are None."""
+
+    scale: Tensor
+    """Its code, int32."""
+    offset: Tensor | None
+    """Its code, int32."""
+    inverse: Tensor
+    """What elements are multiplied by, less ``origin``."""
+    origin: Tensor | None
+
+
+def head(ends: tuple[Tensor, ...], fmt: BlockFormat, whole: Tensor | None, *, stochastic: bool) -> Head:
+    """Return the head of a block, from its largest magnitude's bits, or its least and largest numbers', `ordered`."""
+    row = block_row(fmt, stochastic=stochastic)
+    if fmt.has_offset:
+        low, high = map(ordered, ends)
+        scale, offset = range_scale(low, high, row)
+        return Head(_upper_bits(scale), _upper_bits(offset), inverse_or_zero(scale), offset)
+    (amax,) = ends
+    if fmt.scale == "e8m0":
+        code = power_scale(amax, row)
+        return Head(code, None, power_inverse(code), None)
+    form = scale_format(fmt)
+    rows = format_row(form), code_row(form)
+    code = coded_scale(amax, whole, row, *rows, stochastic=stochastic)
+    return Head(code, None, inverse_or_zero(codec.numbers(code, *rows), whole), None)
+
+
+def _upper_bits(number: Tensor) -> Tensor:
+    """Return a bfloat16's code from its float32."""
+    return number.view(torch.int32) >> 16 & 0xFFFF
+
+
+def element_codes(x: Tensor, inverse: Tensor, origin: Tensor | None, random: Tensor | None, fmt: BlockFormat) -> Tensor:
+    """Return the int32 codes of a block's elements, at random where ``random`` has bits for it."""
+    if isinstance(fmt.element, Integer):
+        assert origin is not None
+        row = block_row(fmt, stochastic=random is not None)
+        if random is None:
+            return integer(x, inverse, origin, row)
+        return dithered_integer(x, random, inverse, origin, row)
+    form, scaled = format_row(fmt.element), x * inverse
+    rounded = scaled if random is None else directed.dithered(scaled, random, form)
+    return codec.codes(rounded, form, code_row(fmt.element))
+
+
+def numbers(code: Tensor, scale: Tensor, offset: Tensor | None, whole: Tensor | None, fmt: BlockFormat) -> Tensor:
+    """Return the float32 numbers of codes, of elements and of what their block shares."""
+    if isinstance(fmt.element, Integer):
+        assert offset is not None
+        return integer_number(code, *((end << 16).view(torch.float32) for end in (scale, offset)))
+    found = codec.numbers(code, format_row(fmt.element), code_row(fmt.element))
+    if fmt.scale == "e8m0":
+        first, second = power_factors(scale)
+        return found * first * second
+    form = scale_format(fmt)
+    factor = codec.numbers(scale, format_row(form), code_row(form))
+    return found * (factor if whole is None else factor * whole)
 
 
 # Whole tensors: what eager torch runs and Inductor expands.
@@ -212,20 +281,14 @@ def encode(x: Tensor, fmt: BlockFormat, whole: Tensor | None = None, seed: Tenso
     if seed is not None:
         index = torch.arange(blocks.numel(), device=x.device).to(torch.int32).view(blocks.shape)
         random = random_bits(index, seed)
-    row, bits = block_row(fmt, stochastic=seed is not None), blocks.view(torch.int32)
-    if isinstance(fmt.element, Integer):
+    bits = blocks.view(torch.int32)
+    if fmt.has_offset:
         keys = ordered(bits)
-        low, high = (ordered(end(keys, 1, keepdim=True)) for end in (torch.amin, torch.amax))
-        scale, offset = range_scale(low, high, row)
-        inverse = inverse_or_zero(scale)
-        if random is None:
-            codes = integer(blocks, inverse, offset, row)
-        else:
-            codes = dithered_integer(blocks, random, inverse, offset, row)
-        return Encoded(packed(codes, fmt.bits), *(end.view(torch.int32) >> 16 & 0xFFFF for end in (scale, offset)))
-    amax = torch.amax(bits & MAGNITUDE, 1, keepdim=True)
-    scale, inverse = _scales(amax, fmt, whole, row, stochastic=seed is not None)
-    return Encoded(packed(_element_codes(blocks * inverse, fmt.element, random), fmt.bits), scale, None)
+        ends: tuple[Tensor, ...] = torch.amin(keys, 1, keepdim=True), torch.amax(keys, 1, keepdim=True)
+    else:
+        ends = (torch.amax(bits & MAGNITUDE, 1, keepdim=True),)
+    scale, offset, inverse, origin = head(ends, fmt, whole, stochastic=seed is not None)
+    return Encoded(packed(element_codes(blocks, inverse, origin, random, fmt), fmt.bits), scale, offset)
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:
@@ -235,39 +298,10 @@ def _in_blocks(x: Tensor, block: int) -> Tensor:
     return x.view(x.shape[0] // block, block)
 
 
-def _scales(
-    amax: Tensor, fmt: BlockFormat, whole: Tensor | None, row: BlockRow, *, stochastic: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the code of a block's scale, and what its elements are multiplied by."""
-    if fmt.scale == "e8m0":
-        code = power_scale(amax, row)
-        return code, power_inverse(code)
-    form = scale_format(fmt)
-    rows = format_row(form), code_row(form)
-    code = coded_scale(amax, whole, row, *rows, stochastic=stochastic)
-    return code, inverse_or_zero(codec.numbers(code, *rows), whole)
-
-
-def _element_codes(x: Tensor, element: Format, random: Tensor | None) -> Tensor:
-    row = format_row(element)
-    return codec.codes(x if random is None else directed.dithered(x, random, row), row, code_row(element))
-
-
 def decode(encoded: Encoded, fmt: BlockFormat, elements: Any, whole: Tensor | None = None) -> Tensor:
     """Return the first ``elements`` numbers, (elements,) float32."""
     codes, scales, offsets = encoded
-    codes = unpacked(codes, fmt.bits)
-    if isinstance(fmt.element, Integer):
-        assert offsets is not None
-        numbers = integer_number(codes, *((end << 16).view(torch.float32) for end in (scales, offsets)))
-        return numbers.reshape(-1)[:elements]
-    numbers = codec.numbers(codes, format_row(fmt.element), code_row(fmt.element))
-    if fmt.scale == "e8m0":
-        first, second = power_factors(scales)
-        return (numbers * first * second).reshape(-1)[:elements]
-    form = scale_format(fmt)
-    factor = codec.numbers(scales, format_row(form), code_row(form))
-    return (numbers * (factor if whole is None else factor * whole)).reshape(-1)[:elements]
+    return numbers(unpacked(codes, fmt.bits), scales, offsets, whole, fmt).reshape(-1)[:elements]
 
 
 def records(encoded: Encoded, fmt: BlockFormat) -> Tensor:
@@ -288,7 +322,7 @@ def from_records(stored: Tensor, fmt: BlockFormat) -> Encoded:
     return Encoded(stored[:, fmt.head_bytes :], ends[0], ends[1] if fmt.has_offset else None)
 
 
-def _word(bits: int) -> tuple[int, int]:
+def word(bits: int) -> tuple[int, int]:
     """Return how many codes fill how many whole bytes."""
     size = math.lcm(bits, 8)
     return size // bits, size // 8
@@ -296,7 +330,7 @@ def _word(bits: int) -> tuple[int, int]:
 
 def packed(codes: Tensor, bits: int) -> Tensor:
     """Return int32 codes (blocks, n) as uint8 (blocks, bytes), the first code in the lowest bits."""
-    count, size = _word(bits)
+    count, size = word(bits)
     words = codes.view(codes.shape[0], codes.shape[1] // count, count) << _steps(count, bits, codes)
     spread = torch.sum(words, 2, keepdim=True, dtype=torch.int32) >> _steps(size, 8, codes)
     return (spread & 0xFF).to(torch.uint8).view(codes.shape[0], codes.shape[1] * bits // 8)
@@ -304,7 +338,7 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 
 def unpacked(code: Tensor, bits: int) -> Tensor:
     """Return the int32 codes (blocks, n) of `packed` bytes."""
-    count, size = _word(bits)
+    count, size = word(bits)
     wide = code.to(torch.int32).reshape(code.shape[0], code.shape[1] // size, size) << _steps(size, 8, code)
     spread = torch.sum(wide, 2, keepdim=True, dtype=torch.int32) >> _steps(count, bits, code)
     return (spread & ((1 << bits) - 1)).view(code.shape[0], code.shape[1] * 8 // bits)

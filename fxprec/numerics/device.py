@@ -9,7 +9,7 @@ generated code (`encoder_source`, ...).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -80,8 +80,18 @@ def by_table_source(name: str) -> str:
 
 
 def _function(name: str, argument: str, kind: Kind, doc: str, text: Callable[[Tensor], Tensor]) -> str:
-    lines, outputs = statements(trace(lambda x: {"found": text(x)}, {argument: kind}), TRITON)
-    return _text(name, argument, doc, [*lines, f"return {outputs['found']}"])
+    return function(name, {argument: kind}, doc, text)
+
+
+def function(name: str, own: Mapping[str, Kind], doc: str, text: Callable[..., Tensor | tuple[Tensor, ...]]) -> str:
+    """Print ``text(*own)`` as a function that returns what it returns."""
+
+    def run(*values: Tensor) -> dict[str, Tensor]:
+        found = text(*values)
+        return {f"v{i}": x for i, x in enumerate(found if isinstance(found, tuple) else (found,))}
+
+    lines, outputs = statements(trace(run, own), TRITON)
+    return _text(name, ", ".join(own), doc, [*lines, f"return {', '.join(outputs.values())}"])
 
 
 def _text(name: str, arguments: str, doc: str, lines: list[str]) -> str:

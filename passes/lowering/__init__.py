@@ -9,7 +9,7 @@ from functools import cached_property
 from torch.fx import GraphModule
 
 from fxprec.numerics.formats import Format, parse
-from fxprec.passes.lowering.blocks import call_block_kernels
+from fxprec.passes.lowering.blocks import lower_blocks
 from fxprec.passes.lowering.conversions import share_conversions, show_bytes_in_memory, widen_products
 from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
@@ -65,13 +65,12 @@ def lower(
     coded: tuple[CodedResult, ...] = ()
     generated, counters = Generated(), Counters(rows.watched, rows.measured, histograms)
     if lowering != "eager":
+        lower_blocks(gm, lowering, device_type, calls)
         lower_gemms(gm, device_type, rows.scaled, counters, without)
     if lowering == "triton":
         assert calls is not None
         generated = call_generated(gm, calls, watched=counters.left, scaled=rows.scaled, without=without)
         counters.add_first(generated.watched, generated.counters)
-    if lowering != "eager" and device_type == "cpu":
-        call_block_kernels(gm)
     if lowering not in ("eager", "triton") and device_type == "cpu":
         inlined = inlined_casts(gm.graph, counters.left, rows)
         coded = inlined.counted

@@ -1,23 +1,148 @@
-"""Casts to block formats: calls of compiled kernels on a CPU, elsewhere operators that Inductor fuses."""
+"""Casts to block formats: compiled or generated kernels, or operators that Inductor fuses with what is around them."""
 
 from __future__ import annotations
 
-from torch.fx import GraphModule, Node
+import operator
+from functools import partial
+from typing import Any
 
-from fxprec.ir.symbolic_blocks import DequantizeBlocks, LoadBlocks, QuantizeBlocks, StoreBlocks
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxprec import compat
+from fxprec.ir.symbolic_blocks import DequantizeBlocks, LoadBlocks, QuantizeBlocks, StoreBlocks, TensorScale
+from fxprec.numerics import block_codec, block_device
+from fxprec.numerics.blocks import BlockFormat, find_blocks
+from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.lowering.expand import inline
+from fxprec.passes.lowering.triton.launch import KernelCalls
+
+aten = torch.ops.aten
 
 
-def call_block_kernels(gm: GraphModule) -> None:
-    """Replace casts to block formats by calls of the CPU's kernels."""
-    for q, cast in QuantizeBlocks.among(QuantizeBlocks.nodes(gm.graph)):
-        _replace(gm, q, StoreBlocks.like(cast))
-    for x, read in DequantizeBlocks.among(DequantizeBlocks.nodes(gm.graph)):
-        _replace(gm, x, LoadBlocks.like(read))
+def lower_blocks(gm: GraphModule, lowering: str, device_type: str, calls: KernelCalls | None) -> None:
+    """Replace casts to block formats: by Triton's kernels, a CPU's, or on a GPU by what Inductor generates."""
+    graph = gm.graph
+    for node, scale in TensorScale.among(TensorScale.nodes(graph)):
+        _expand(graph, node, partial(block_codec.tensor_scale, fmt=find_blocks(scale.format)))
+    for q, cast in QuantizeBlocks.among(QuantizeBlocks.nodes(graph)):
+        if lowering == "triton":
+            _launch_store(graph, q, cast, calls)
+        elif device_type == "cpu":
+            _replace(graph, q, StoreBlocks.like(cast))
+        else:
+            _expand(graph, q, _encoding(cast))
+    for x, read in DequantizeBlocks.among(DequantizeBlocks.nodes(graph)):
+        if lowering == "triton":
+            _launch_load(graph, x, read, calls)
+        elif device_type == "cpu":
+            _replace(graph, x, LoadBlocks.like(read))
+        else:
+            _expand(graph, x, _decoding(read))
 
 
-def _replace(gm: GraphModule, node: Node, call: StoreBlocks | LoadBlocks) -> None:
-    with gm.graph.inserting_before(node):
-        new = call.insert(gm.graph)
+def _replace(graph: Graph, node: Node, call: StoreBlocks | LoadBlocks) -> None:
+    with graph.inserting_before(node):
+        _put(graph, node, call.insert(graph))
+
+
+def _put(graph: Graph, node: Node, new: Node) -> None:
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
-    gm.graph.erase_node(node)
+    graph.erase_node(node)
+
+
+# What Inductor fuses.
+
+
+def _encoding(cast: QuantizeBlocks) -> Any:
+    fmt = find_blocks(cast.format)
+
+    def encode(x: Tensor, *others: Tensor) -> Tensor:
+        seed = block_codec.salted(others[0], cast.row) if cast.seed is not None else None
+        return block_codec.records(
+            block_codec.encode(x, fmt, others[-1] if cast.whole is not None else None, seed), fmt
+        )
+
+    return encode
+
+
+def _decoding(read: DequantizeBlocks) -> Any:
+    fmt = find_blocks(read.format)
+
+    def decode(q: Tensor, *whole: Tensor) -> Tensor:
+        return block_codec.decode(block_codec.from_records(q, fmt), fmt, read.elements, *whole).to(read.dtype)
+
+    return decode
+
+
+def _expand(graph: Graph, node: Node, function: Any) -> None:
+    """Trace a function of the node's tensors, whose shapes are known, and copy it in."""
+    inputs = node.all_input_nodes
+    vals = [tensor_of(n) for n in inputs]
+    with compat.FakeTensorMode():
+        examples = [torch.empty(val.shape, dtype=val.dtype, device="cpu") for val in vals]
+    template = make_fx(function, decomposition_table=compat.decompositions(), tracing_mode="fake")(*examples)
+    with graph.inserting_before(node):
+        _put(graph, node, inline(graph, template, tuple(inputs), vals[0].device))
+
+
+# Generated kernels.
+
+
+def _launch_store(graph: Graph, q: Node, cast: QuantizeBlocks, calls: KernelCalls | None) -> None:
+    fmt = find_blocks(cast.format)
+    kernel = block_device.store_kernel(fmt, stochastic=cast.seed is not None)
+    with graph.inserting_before(q):
+        x = _contiguous(graph, cast.x)
+        arguments: dict[str, object] = {
+            "x": x,
+            "seed": cast.seed,
+            "whole": cast.whole,
+            "salt": block_codec.salt_of(cast.row),
+        }
+        _put(graph, q, _launch(graph, q, kernel, arguments, tensor_of(x).numel(), fmt, calls))
+
+
+def _launch_load(graph: Graph, x: Node, read: DequantizeBlocks, calls: KernelCalls | None) -> None:
+    fmt = find_blocks(read.format)
+    with graph.inserting_before(x):
+        arguments: dict[str, object] = {"q": read.q, "whole": read.whole}
+        kernel = block_device.load_kernel(fmt)
+        _put(graph, x, _launch(graph, x, kernel, arguments, tensor_of(x).numel(), fmt, calls))
+
+
+def _launch(
+    graph: Graph,
+    node: Node,
+    kernel: block_device.BlockKernel,
+    arguments: dict[str, object],
+    elements: int,
+    fmt: BlockFormat,
+    calls: KernelCalls | None,
+) -> Node:
+    assert calls is not None
+    val = tensor_of(node)
+    options: dict[str, Any] = {"dtype": val.dtype, "device": val.device}
+    out = graph.call_function(aten.empty_strided.default, (list(val.shape), list(val.stride())), options)
+    out.meta["val"] = val
+    given = arguments | {"out": out, "n": elements}
+    programs = -(-elements // (fmt.block * kernel.per_program))
+    named = {name: given[name] for name in (*kernel.pointers, *kernel.integers)}
+    keywords: dict[str, Any] = calls.keywords(kernel.source, kernel.name, programs, named, ["out"])
+    call = graph.call_function(calls.target, (), keywords)
+    call.meta["val"] = {"out": val}
+    call.meta["eager_input_vals"] = ((), torch.fx.map_arg(keywords, lambda n: n.meta["val"]))
+    return graph.call_function(operator.getitem, (call, "out"))
+
+
+def _contiguous(graph: Graph, x: Node) -> Node:
+    """Return ``x`` as it lies in row-major order."""
+    val = tensor_of(x)
+    if val.is_contiguous():
+        return x
+    copy = graph.call_function(aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
+    copy.meta["val"] = val.contiguous()
+    return copy

@@ -42,7 +42,7 @@ def expand(gm: GraphModule, scaled: frozenset[int], measured: frozenset[int] = f
             function, static, columns = recipe(node, rows)
             template = _traced(function, tuple(map(_dtype, _tensors(node))), static, len(columns))
             row = [_column(gm.graph, node, column) for column in columns]
-            new = _inline(gm.graph, template, (*_tensors(node), *row), device)
+            new = inline(gm.graph, template, (*_tensors(node), *row), device)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
@@ -137,7 +137,7 @@ def _column(graph: Graph, node: Node, column: int) -> Node:
     return graph.call_function(aten.select.int, (row, 0, column))
 
 
-def _inline(graph: Graph, template: GraphModule, args: tuple[Any, ...], device: torch.device) -> Node:
+def inline(graph: Graph, template: GraphModule, args: tuple[Any, ...], device: torch.device) -> Node:
     """Copy a template in, with the constants it makes on ``device``: one on a CPU keeps CUDA graphs away."""
     placeholders = template.graph.find_nodes(op="placeholder")
     mapping: dict[Node, Node] = dict(zip(placeholders, args, strict=True))
@@ -151,7 +151,7 @@ def _inline(graph: Graph, template: GraphModule, args: tuple[Any, ...], device: 
 
 def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node) -> Node:
     """Insert ``function(x, ())``, decomposed as Inductor wants it, at the graph's insertion point."""
-    return _inline(graph, _traced(function, (_dtype(x),), (), 0), (x,), x.meta["val"].device)
+    return inline(graph, _traced(function, (_dtype(x),), (), 0), (x,), x.meta["val"].device)
 
 
 @lru_cache(maxsize=1024)
