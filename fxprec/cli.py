@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fxprec.commands.ci import ci
+from fxprec.commands.compare import compare
 from fxprec.commands.doctor import doctor
 from fxprec.commands.inspect import diff, dump, explain, report
 from fxprec.commands.minify import minify
@@ -99,7 +100,7 @@ def version() -> None:
         print(name, metadata.version(name))
 
 
-for command in (predict, dump, diff, explain, report, doctor, minify, ci):
+for command in (predict, dump, diff, explain, report, doctor, compare, minify, ci):
     app.command()(command)
 
 

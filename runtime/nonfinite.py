@@ -77,15 +77,10 @@ class NonfiniteWatch:
     def _first(self, seen_at: int, rows: Iterable[int], sites: Mapping[int, Site]) -> Departure:
         """Return the row that has been out of range for longest; of equals the first that runs."""
         since = {row: self._series[row].out_since(_end(sites[row])) for row in rows if self._is_news(sites[row])}
-        found = [(step, _order(sites[row]), row) for row, step in since.items() if step is not None]
+        found = [(step, sites[row].order, row) for row, step in since.items() if step is not None]
         step, _, row = min(found)
         series = self._series[row]
         return Departure(sites[row], step, seen_at, series.value, series.rows())
-
-
-def _order(site: Site) -> tuple[bool, int]:
-    """Sort by execution: backward runs from the last layer to the first."""
-    return (True, -site.id) if site.direction == "backward" else (False, site.id)
 
 
 def _end(site: Site) -> float:

@@ -101,6 +101,11 @@ class Site:
         return self.saved_as or self.format
 
     @property
+    def order(self) -> tuple[bool, int]:
+        """Sorts sites as they run: backward from the last layer to the first."""
+        return (True, -self.id) if self.direction == "backward" else (False, self.id)
+
+    @property
     def is_unread(self) -> bool:
         """Whether it is high only because nobody would read a low copy: no choice of format."""
         return self.promoted_at is None and self.why.startswith(UNREAD)

@@ -22,13 +22,14 @@ def read_history(path: Path, sites: int) -> list[dict[str, Any]]:
     `PlanError` for any other line that `GraphDump.write_stats` cannot have written.
     """
     found: dict[int, list[dict[str, Any]]] = {}
-    for row in _rows(path, sites):
+    for row in rows_of(path, sites):
         found.setdefault(row["row"], []).append(row)
     keep = max(8, min(_LONGEST, MAX_POINTS // max(len(found), 1)))
     return [_series(row, _thinned(lines, keep)) for row, lines in sorted(found.items())]
 
 
-def _rows(path: Path, sites: int) -> Iterator[dict[str, Any]]:
+def rows_of(path: Path, sites: int) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file, checked; none where there is no file. Raises `PlanError` as `read_history`."""
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
     except (OSError, UnicodeDecodeError) as error:
