@@ -138,16 +138,16 @@ def _refuse_strangers(a: Path, b: Path, ours: Mapping[str, Plan], theirs: Mappin
     """Raise where nothing can be compared, and say why."""
     if joined:
         return
-    if not set(ours) & set(theirs):
-        raise PlanError(
-            f"{a} holds {', '.join(ours)} and {b} {', '.join(theirs)}: no graph of one name; give two folders that "
-            "dump= named"
-        )
     for root, plans in ((a, ours), (b, theirs)):
         if not any((root / name / FILE).exists() for name in plans):
             raise PlanError(
                 f"{root}: holds no {FILE}, so nothing trained there; train with options={{'dump': DIR}}, then compare"
             )
+    if not set(ours) & set(theirs):
+        raise PlanError(
+            f"{a} holds {', '.join(ours)} and {b} {', '.join(theirs)}: no graph of one name; give two folders that "
+            "dump= named"
+        )
     modules = [sorted({s.module for p in plans.values() for s in p.sites if s.module}) for plans in (ours, theirs)]
     raise PlanError(
         f"{a} and {b} recorded no tensor of one name in the same step (modules {', '.join(modules[0][:3])} and "
