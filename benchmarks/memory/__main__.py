@@ -1,0 +1,56 @@
+"""Peak of a training step against its time, fxprec beside what stock PyTorch offers.
+
+    python -m benchmarks.memory                                            # all networks and sides, and the picture
+    python -m benchmarks.memory --networks unet --sides autocast "fxprec fp8"
+    python -m benchmarks.memory --networks unet --sides autocast --one     # one row, in this process, as JSON
+
+Each row runs in a process of its own, since what an allocator holds depends on what ran before. The peak is of live
+bytes, by the allocator's events, of one step: what it saves, its temporaries, its parameter gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.memory.networks import NAMES
+from benchmarks.memory.picture import draw
+from benchmarks.memory.sides import SIDES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--one", action="store_true", help="print one row as JSON and save nothing")
+    args = parser.parse_args()
+    if args.one:
+        from benchmarks.memory.measure import measure
+
+        print(json.dumps(measure(args.networks[0], args.sides[0])))
+        return
+    rows = [row(name, side) for name in args.networks for side in args.sides]
+    whole = list(args.networks) == list(NAMES)
+    path = machine.save("memory" if whole else f"memory-{'-'.join(args.networks)}", {"rows": rows})
+    path.with_suffix(".svg").write_text(draw(rows), encoding="utf-8")
+    print(f"written to {path.name} and {path.with_suffix('.svg').name}")
+
+
+def row(name: str, side: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.memory", "--one", "--networks", name, "--sides", side]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        found: dict[str, Any] = {"network": name, "side": side, "failed": last}
+    else:
+        found = json.loads(done.stdout.splitlines()[-1])
+    print("  ".join(f"{key} {value}" for key, value in found.items() if key != "shape"), flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()
