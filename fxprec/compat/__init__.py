@@ -16,6 +16,7 @@ from fxprec.compat.autograd import is_profiling as is_profiling
 from fxprec.compat.autograd import uncached_autograd as uncached_autograd
 from fxprec.compat.backends import cause_of_no_code as cause_of_no_code
 from fxprec.compat.backends import compile_lock as compile_lock
+from fxprec.compat.backends import name_backend as name_backend
 from fxprec.compat.backends import through_dynamo as through_dynamo
 from fxprec.compat.backends import wrapper_of as wrapper_of
 from fxprec.compat.budget import annotate_budget as annotate_budget

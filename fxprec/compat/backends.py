@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch._dynamo
 from torch._dynamo.convert_frame import compile_lock as compile_lock
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 
@@ -31,6 +35,14 @@ def innermost_backend(target: object) -> object:
 def cause_of_no_code(error: Exception) -> str | None:
     """Return the first line of why a ``torch.compile``d function got no code, or None for any other error."""
     return str(error.inner_exception).partition("\n")[0] if isinstance(error, BackendCompilerFailed) else None
+
+
+def name_backend(backend: Callable[..., Any], name: str) -> bool:
+    """Register a backend with torch under a name; return False where the name is taken."""
+    if name in torch._dynamo.list_backends(exclude_tags=()):
+        return False
+    torch._dynamo.register_backend(backend, name=name)
+    return True
 
 
 def through_dynamo(error: Exception) -> Exception:

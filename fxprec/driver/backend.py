@@ -284,22 +284,23 @@ def find_backend(compiled: object) -> Backend | None:
     return _calls(compat.wrapper_of(compiled))
 
 
-def _backend_of_wrapper(wrapper: object) -> Backend:
+def _backend_of_wrapper(wrapper: object, named: _NamedBackend) -> Backend:
     found = getattr(wrapper, "fxprec_backend", None)
     if found is None:
         given: Mapping[str, Any] = wrapper.kwargs  # type: ignore[attr-defined]
-        found = Backend(_config_of(given.get("options"), given.get("mode")))
+        found = Backend(named.config(given.get("options"), given.get("mode")))
         wrapper.fxprec_backend = found  # type: ignore[attr-defined]
     return found
 
 
-def _config_of(options: Mapping[str, Any] | None, mode: str | None) -> Config:
-    """Return the config of what ``torch.compile`` was given; it takes options or a mode, not both."""
-    return Config.from_options(options if mode is None else {**(options or {}), "mode": mode})
-
-
 class _NamedBackend:
-    """The backend behind the string ``"fxprec"``; its options are the fields of `Config`."""
+    """The backend behind the string ``"fxprec"``, or behind a name that stands for some of its options.
+
+    Options are the fields of `Config`; those that ``torch.compile`` is given go before those of the name.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self.name, self.options = name, dict(options)
 
     def __call__(
         self,
@@ -311,10 +312,15 @@ class _NamedBackend:
     ) -> Callable[..., Any]:
         wrapper = compat.calling_wrapper()
         try:
-            backend = Backend(_config_of(options, mode)) if wrapper is None else _backend_of_wrapper(wrapper)
+            backend = Backend(self.config(options, mode)) if wrapper is None else _backend_of_wrapper(wrapper, self)
         except FxprecError as error:
             raise compat.through_dynamo(error) from error
         return backend(gm, example_inputs)
+
+    def config(self, options: Mapping[str, Any] | None, mode: str | None) -> Config:
+        """Return the config of what ``torch.compile`` was given; it takes options or a mode, not both."""
+        given = {**self.options, **(options or {})}
+        return Config.from_options(given if mode is None else {**given, "mode": mode})
 
     def reset(self) -> None:
         """Called by ``torch.compiler.reset()``, through the wrapper."""
@@ -330,11 +336,29 @@ class _NamedBackend:
 
     __hash__ = object.__hash__
 
-    def __reduce__(self) -> str:
-        return "fxprec"  # there is one: copies and pickles of a compiled model name it
+    def __reduce__(self) -> Any:
+        # There is one of each name: copies and pickles of a compiled model name it.
+        return "fxprec" if self is fxprec else (register_backend, (self.name, self.options))
 
 
-fxprec = _NamedBackend()
+fxprec = _NamedBackend("fxprec", {})
+_REGISTERED: dict[str, _NamedBackend] = {}
+
+
+def register_backend(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Make ``torch.compile(model, backend=name)`` compile with fxprec and these options; return that backend.
+
+    For tools that take a backend's name and no options. Once more with the same options changes nothing. Raises
+    `ConfigError` for a wrong option, and for a name that means something else already.
+    """
+    Config.from_options(options)
+    known = _REGISTERED.get(name)
+    if known is not None and known.options == dict(options):
+        return known
+    if known is not None or not compat.name_backend(made := _NamedBackend(name, options), name):
+        raise ConfigError(f"backend {name!r} is registered already, for something else; choose another name")
+    _REGISTERED[name] = made
+    return made
 
 
 def _state_of(graph: PlannedGraph | None) -> saved_state.SavedGraph | None:
@@ -347,7 +371,7 @@ def _calls(wrapper: object) -> Backend | None:
     function = getattr(wrapper, "compiler_fn", wrapper)
     if isinstance(function, Backend):
         return function
-    return _backend_of_wrapper(wrapper) if function is fxprec else None
+    return _backend_of_wrapper(wrapper, function) if isinstance(function, _NamedBackend) else None
 
 
 def _frames_of(wrapper: object) -> uncompiled.Frames | None:

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fxprec.driver.backend import register_backend as register_backend
     from fxprec.integrations.backends import backends_in as backends_in
     from fxprec.integrations.backends import compile_layers as compile_layers
     from fxprec.integrations.rank_states import RankStates as RankStates
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     from fxprec.integrations.statistics import summary as summary
 
 _HOMES = {
-    "RankStates": "rank_states",
-    "backends_in": "backends",
-    "compile_layers": "backends",
-    "log_statistics": "statistics",
-    "summary": "statistics",
+    "RankStates": "integrations.rank_states",
+    "backends_in": "integrations.backends",
+    "compile_layers": "integrations.backends",
+    "log_statistics": "integrations.statistics",
+    "register_backend": "driver.backend",
+    "summary": "integrations.statistics",
 }
 
 __all__ = sorted(_HOMES)
@@ -29,5 +31,5 @@ __all__ = sorted(_HOMES)
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
-        return getattr(importlib.import_module(f"fxprec.integrations.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(f"fxprec.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'fxprec.integrations' has no attribute {name!r}")
