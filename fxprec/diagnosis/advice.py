@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fxprec.diagnosis.adjoint import combined
 from fxprec.diagnosis.rounding import bits_of
 from fxprec.diagnosis.rows import Row, plain
+from fxprec.numerics.blocks import NAMED, find_blocks
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.selection import covers
 
@@ -27,90 +28,122 @@ class Advice:
     bytes_all_high: int
     bytes_as_planned: int
     bytes_recommended: int
-    kept: tuple[int, ...] = field(default=(), repr=False)
-    """Positions of the rows held high."""
+    stored: Mapping[int, str] = field(default_factory=dict, repr=False)
+    """Formats other than planned, by the position of their row."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: plain(value) for name, value in asdict(self).items() if name != "kept"}
+        return {name: plain(value) for name, value in asdict(self).items() if name != "stored"}
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One way to train, and what it stores otherwise than planned."""
+
+    options: Mapping[str, Any]
+    stored: Mapping[int, str]
+    said: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """The rows as planned, and what a remedy would make of them."""
+
+    rows: Sequence[Row]
+    hi: Format
+    base: Mapping[str, Any]
+    tolerance: float
+
+    @property
+    def low(self) -> list[int]:
+        return [i for i, row in enumerate(self.rows) if bits_of(row.format) < self.hi.bits]
+
+    def damage(self, stored: Mapping[int, str]) -> float:
+        """Return the damage predicted of the whole step."""
+        return combined({i: self._damage(i, stored) for i in range(len(self.rows))})
+
+    def _damage(self, i: int, stored: Mapping[int, str]) -> float:
+        row = self.rows[i]
+        return row.costs[stored[i]].damage if i in stored else row.damage
+
+    def bytes(self, stored: Mapping[int, str]) -> int:
+        sizes = (row.elements * bits_of(stored.get(i, row.format)) for i, row in enumerate(self.rows))
+        return sum(int(size) // 8 for size in sizes)
+
+    @property
+    def all_high(self) -> dict[int, str]:
+        return dict.fromkeys(self.low, self.hi.name)
+
+    def in_blocks(self) -> list[Remedy]:
+        """Return a remedy for each block format of 8 bits tried: a scale for each block in place of none."""
+        recipe = self.base.get("recipe")
+        if not isinstance(recipe, str) or "+" in recipe or "plan" in self.base:
+            return []
+        may = [i for i in self.low if self.rows[i].may_have_blocks]
+        formats = [f for f in (self.rows[0].costs if may else ()) if "/" in f or f in NAMED]
+        return [
+            Remedy({**self.base, "recipe": f"{recipe}+{f}"}, dict.fromkeys(may, f), "with a scale for each block")
+            for f in formats
+            if find_blocks(f).bits == 8
+        ]
+
+    def modules_high(self) -> Remedy | None:
+        """Hold modules high, the most harmful tensor's first; None where one of those belongs to no module."""
+        patterns, stored = list[str](), dict[int, str]()
+        while self.damage(stored) > self.tolerance and (left := [i for i in self.low if i not in stored]):
+            worst = max(left, key=lambda i: (self.rows[i].damage, self.rows[i].planned.error))
+            if not self.rows[worst].module:
+                return None
+            patterns.append(self.rows[worst].module)
+            covered = (i for i in self.low if covers(self.rows[worst].module, self.rows[i].module))
+            stored |= dict.fromkeys(covered, self.hi.name)
+        held = self.base.get("keep_high", ())
+        more = () if held == "ends" else tuple(held)
+        return Remedy({**self.base, "keep_high": (*more, *patterns)}, stored, "with these modules high")
 
 
 def advise(rows: Sequence[Row], hi: Format, base: Mapping[str, Any], tolerance: float = TOLERANCE) -> Advice:
-    """Hold modules high, the most harmful tensor's first, until the rest keeps to the tolerance."""
-    patterns: list[str] = []
-    kept: set[int] = set()
-    stuck = ""
-    while not stuck and (total := _total(rows, kept, hi)) > tolerance:
-        worst = max(
-            (i for i in range(len(rows)) if i not in kept and _is_low(rows[i], hi)), key=_by(rows), default=None
-        )
-        if worst is None:
-            stuck = f"in {hi.name} alone its gradients are off by {total:.2g}"
-        elif not rows[worst].module:
-            stuck = f"{rows[worst].tensor}, the worst of them, belongs to no module that keep_high could name"
-        else:
-            patterns.append(rows[worst].module)
-            kept |= {i for i, row in enumerate(rows) if covers(rows[worst].module, row.module)}
-    return _advice(rows, hi, base, tolerance, patterns, kept, stuck)
-
-
-def _advice(
-    rows: Sequence[Row],
-    hi: Format,
-    base: Mapping[str, Any],
-    tolerance: float,
-    patterns: Sequence[str],
-    kept: set[int],
-    stuck: str,
-) -> Advice:
-    low = [i for i, row in enumerate(rows) if _is_low(row, hi)]
-    high_bytes, planned, recommended = (_bytes(rows, held, hi) for held in (set(low), set[int](), kept))
-    saved = (high_bytes - recommended) / max(high_bytes - planned, 1)
-    whole, left = _total(rows, set(), hi), _total(rows, kept, hi)
-    numbers = {"bytes_all_high": high_bytes, "bytes_as_planned": planned}
-    everything = tuple(low)
-    if not low:
-        options, reason, held = dict(base), "nothing is stored low: there is nothing to gain or to lose", set[int]()
-    elif stuck.startswith(f"in {hi.name} alone"):
-        options, reason, held = {"recipe": "fp32"}, f"stay in float32: {stuck}, above {tolerance:g}", set(everything)
-    elif stuck or saved < WORTHWHILE:
-        why = stuck or f"only {saved:.0%} of the bytes that 8 bits would save are left once the rest is held high"
-        options, reason, held = (
-            {"recipe": "bf16"},
-            f"stay in bf16: gradients would be off by {whole:.2g}, and {why}",
-            set(everything),
-        )
-    elif patterns:
-        more = tuple(base.get("keep_high", ())) if base.get("keep_high") != "ends" else ()
-        options = {**base, "keep_high": (*more, *patterns)}
-        reason = f"gradients are off by {whole:.2g} as planned, by {left:.2g} with these modules high"
-        held = kept
-    else:
-        options, reason, held = (
-            dict(base),
-            f"gradients are off by {whole:.2g}, below {tolerance:g}: all of it may be low",
-            kept,
-        )
+    """Return the options that save most within the tolerance: as planned, in blocks, with modules high, or wide."""
+    case = Case(rows, hi, base, tolerance)
+    remedy = _chosen(case)
     return Advice(
-        options=options,
-        reason=reason,
-        predicted=_total(rows, held, hi),
-        bytes_recommended=_bytes(rows, held, hi),
-        kept=tuple(sorted(held)),
-        **numbers,
+        options=remedy.options,
+        reason=remedy.said,
+        predicted=case.damage(remedy.stored),
+        bytes_all_high=case.bytes(case.all_high),
+        bytes_as_planned=case.bytes({}),
+        bytes_recommended=case.bytes(remedy.stored),
+        stored=remedy.stored,
     )
 
 
-def _by(rows: Sequence[Row]) -> Any:
-    return lambda i: (rows[i].damage, rows[i].planned.error)
+def _chosen(case: Case) -> Remedy:
+    whole = case.damage({})
+    if not case.low:
+        return Remedy(case.base, {}, "nothing is stored low: there is nothing to gain or to lose")
+    if whole <= case.tolerance:
+        return Remedy(
+            case.base, {}, f"gradients are off by {whole:.2g}, below {case.tolerance:g}: all of it may be low"
+        )
+    by_module = case.modules_high()
+    tried = [*case.in_blocks(), *([by_module] if by_module else [])]
+    good = [remedy for remedy in tried if case.damage(remedy.stored) <= case.tolerance]
+    best = min(good, key=lambda remedy: case.bytes(remedy.stored), default=None)
+    high = case.bytes(case.all_high)
+    saved = 0.0 if best is None else (high - case.bytes(best.stored)) / max(high - case.bytes({}), 1)
+    if best is not None and saved >= WORTHWHILE:
+        said = f"gradients are off by {whole:.2g} as planned, by {case.damage(best.stored):.2g} {best.said}"
+        return replace(best, said=said)
+    return _wide(case, whole, best is None, saved)
 
 
-def _is_low(row: Row, hi: Format) -> bool:
-    return bits_of(row.format) < hi.bits
-
-
-def _total(rows: Sequence[Row], kept: set[int], hi: Format) -> float:
-    return combined({i: (row.costs[hi.name].damage if i in kept else row.damage) for i, row in enumerate(rows)})
-
-
-def _bytes(rows: Sequence[Row], kept: set[int], hi: Format) -> int:
-    return sum(int(row.elements * (hi.bits if i in kept else bits_of(row.format))) // 8 for i, row in enumerate(rows))
+def _wide(case: Case, whole: float, is_stuck: bool, saved: float) -> Remedy:
+    left = case.damage(case.all_high)
+    if left > case.tolerance:
+        said = f"in {case.hi.name} alone gradients are off by {left:.2g}, above {case.tolerance:g}"
+        return Remedy({"recipe": "fp32"}, case.all_high, f"stay in float32: {said}")
+    why = f"only {saved:.0%} of the bytes that 8 bits would save are left once the rest is held high"
+    if is_stuck:
+        worst = max((case.rows[i] for i in case.low), key=lambda row: (row.damage, row.planned.error))
+        why = f"{worst.tensor}, the worst tensor, belongs to no module that keep_high could name"
+    said = f"stay in bf16: gradients would be off by {whole:.2g}, and {why}"
+    return Remedy({"recipe": "bf16"}, case.all_high, said)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,3 @@ class Diagnosis:
         from fxprec.diagnosis.text import text
 
         return text(self)
-
-
-def by_name(checks: tuple[Check, ...]) -> Mapping[str, Check]:
-    return {check.name: check for check in checks}

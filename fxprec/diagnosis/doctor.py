@@ -22,7 +22,6 @@ from fxprec.driver.backend import Backend
 from fxprec.driver.recorder import Recorder
 from fxprec.errors import ConfigError, FormatError
 from fxprec.numerics.blocks import find
-from fxprec.numerics.formats import Format
 
 FORMATS = ("bf16", "fp16", "e4m3fn", "e5m2", "mxfp8_e4m3", "int8", "mxfp4", "int4")
 RERUNS = 16
@@ -99,7 +98,7 @@ def doctor(
     groups = sorted((g for e in examined for g in e.groups(r for r in rows if r.graph == e.index)), key=_worst)
     checks = _checks(examined, rows, groups, request.reruns, tell)
     advice = advise(rows, hi, request.base, request.tolerance)
-    whole = _whole(examined, rows, advice, hi)
+    whole = _whole(examined, rows, advice)
     tell("recommendation checked")
     return Diagnosis(
         model=subject.name,
@@ -184,16 +183,15 @@ def _checks(
     return tuple(checks)
 
 
-def _whole(examined: Sequence[Examined], rows: Sequence[Row], advice: Advice, hi: Format) -> tuple[Check, ...]:
-    """Re-run each graph as planned, and with what the advice holds high in ``hi``."""
-    held = {(rows[i].graph, rows[i].site) for i in advice.kept}
+def _whole(examined: Sequence[Examined], rows: Sequence[Row], advice: Advice) -> tuple[Check, ...]:
+    """Re-run each graph as planned, and with what the advice stores otherwise."""
     checks = []
     for e in examined:
         mine = [row for row in rows if row.graph == e.index]
         suffix = f", graph {e.index}" if len(examined) > 1 else ""
         checks.append(e.run_again(f"as planned{suffix}", mine))
-        high = frozenset(row.site for row in mine if (row.graph, row.site) in held)
-        checks.append(e.run_again(f"as recommended{suffix}", mine, high=dict.fromkeys(high, hi.name)))
+        other = {rows[i].site: fmt for i, fmt in advice.stored.items() if rows[i].graph == e.index}
+        checks.append(e.run_again(f"as recommended{suffix}", mine, other=other))
     return tuple(checks)
 
 

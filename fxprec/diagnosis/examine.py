@@ -89,6 +89,7 @@ class Examined:
             damage=planned.damage,
             reason=reason(first, site, fmt, found, planned.damage),
             planned=planned,
+            may_have_blocks=site.reads == "backward" and not (first.keeps_above or first.keeps_below),
             costs={f: self._cost(casts, find(f), to_format(f)) for f in formats},
         )
 
@@ -125,13 +126,13 @@ class Examined:
         return [_group(self.index, group, found) for group, found in sorted(members.items())]
 
     def run_again(
-        self, name: str, rows: Sequence[Row], fmt: str | None = None, *, high: Mapping[int, str] | None = None
+        self, name: str, rows: Sequence[Row], fmt: str | None = None, *, other: Mapping[int, str] | None = None
     ) -> Check:
-        """Run the step with these tensors alone stored: as planned, or all in a format; ``high`` are others by site.
+        """Run the step with these tensors alone stored: as planned, or all in a format; ``other`` are others by site.
 
         Returned beside what was predicted.
         """
-        formats = {row.site: fmt for row in rows} | dict(high or {})
+        formats = {row.site: fmt for row in rows} | dict(other or {})
         readers = {f: self.as_planned if f is None else to_format(f) for f in set(formats.values())}
 
         def some(cast: Cast, x: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ class Row:
     damage: float
     reason: str
     planned: Cost
+    may_have_blocks: bool
+    """Whether it could be stored in a block format of 8 bits (pass store-blocks)."""
     costs: Mapping[str, Cost] = field(default_factory=dict)
     """The same tensor in each candidate format, by its name."""
 

@@ -89,6 +89,20 @@ def test_the_recommendation_can_be_pasted_and_holds_what_it_promises():
     assert Gradients.of(exact, owners).damage(compiled) == pytest.approx(recommended.measured, rel=0.1)
 
 
+def test_a_scale_for_each_block_is_recommended_where_it_is_enough_and_saves_more():
+    model, x, loss = NETWORKS["plain"].make()
+    faults.scaled_layer("plain", "second").change(model)
+    found = fxprec.doctor(
+        model, x, loss=loss, options={"recipe": "fp8", "formats": ("int8", "int4"), "tolerance": 0.05}
+    )
+    assert found.recommended == {"recipe": "fp8+int8"}
+    assert "with a scale for each block" in found.advice.reason
+    compiled = compiled_gradients(model, x, loss, found.recommended)
+    exact = torch.autograd.grad(loss(model(x)), list(model.parameters()))
+    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
+    assert Gradients.of(exact, owners).damage(compiled) == pytest.approx(found.whole[1].measured, rel=0.1)
+
+
 def test_where_hardly_anything_could_be_low_the_advice_is_to_stay_in_bf16(plain):
     model, x, loss = plain
     found = fxprec.doctor(model, x, loss=loss, options={**PACKED, "tolerance": 1e-2, "reruns": 0})
