@@ -24,9 +24,13 @@ def doctor(
     keep_high: Annotated[str, typer.Option(help="Modules held high, for instance head,layers.0.")] = "",
     formats: Annotated[str, typer.Option(help="Candidate formats, for instance e4m3fn,e5m2.")] = "",
     tolerance: Annotated[float | None, typer.Option(help="Damage a recommendation may do. Default: 0.1.")] = None,
+    checkpoint: Annotated[str, typer.Option(help="Instead: saved states of a run, for instance 'run/step-*.pt'.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of weights and batch.")] = 0,
 ) -> None:
-    """Examine one training step: what each stored tensor costs in each format, checked; recommend options."""
+    """Examine one training step: what each stored tensor costs in each format, checked; recommend options.
+
+    With --checkpoint: which modules became fragile when.
+    """
     import torch
 
     from fxprec.diagnosis.doctor import doctor as examine
@@ -42,13 +46,16 @@ def doctor(
     factory, start = find_factory(target), time.perf_counter()
     torch.manual_seed(seed)
     model, batch, loss = _made(factory(), target)
-    found = examine(
-        model,
-        batch,
-        loss=loss,
-        options=options,
-        tell=lambda line: print(f"[{time.perf_counter() - start:5.1f} s] {line}", flush=True),
-    )
+
+    def tell(line: str) -> None:
+        print(f"[{time.perf_counter() - start:5.1f} s] {line}", flush=True)
+
+    if checkpoint:
+        from fxprec.diagnosis.checkpoints import over_checkpoints
+
+        print(f"\n{over_checkpoints(model, batch, checkpoint, loss=loss, options=options, tell=tell)}")
+        return
+    found = examine(model, batch, loss=loss, options=options, tell=tell)
     print(f"\n{found}")
     print(found.save(out))
 
