@@ -43,6 +43,11 @@ def asks_sign(read: Node) -> bool:
     return not _asking(read).isdisjoint(_ASKS_ABOVE | _ASKS_BELOW)
 
 
+def asks_above(reader: Node) -> bool:
+    """Say whether a node asks whether, or where not, a value is above 0."""
+    return reader.target in _ASKS_ABOVE and reader.args[1:2] == (0,)
+
+
 def _asking(read: Node) -> set[object]:
     return {reader.target for _, reader in readers(read, through=ops.CASTS) if reader.args[1:2] == (0,)}
 

@@ -17,6 +17,7 @@ from fxprec import Backend, Config, Plan, Recipe
 from fxprec.config.recipes import find_recipe
 from fxprec.errors import ConfigError, FxprecWarning, PlanError
 from fxprec.numerics import blocks
+from fxprec.passes.store_blocks import SIGNS
 from fxprec.plan import Site
 from fxprec.report.explain import explain
 
@@ -63,10 +64,11 @@ def test_only_what_makes_weight_gradients_has_few_bits():
         "mul_4": "4 x 64 x 128",  # GELU's result
         "sin": "4 x 64 x 32",  # into the first convolution, which reads it channels last
         "convolution": "4 x 8 x 6 x 30",  # into the second, channels last itself
+        "relu": "4 x 8 x 8 x 32",  # its sign has a bit of its own
     }
     assert {s.format for s in sites.values() if s.saved_as} == {"e4m3fn"}
     whys = {s.why for s in sites.values() if s.reads == "backward" and not s.saved_as}
-    for reader in ("native_layer_norm", "gelu", "relu"):
+    for reader in ("native_layer_norm", "gelu"):
         assert any(f"the backward of aten.{reader} reads it too" in why for why in whys), whys
 
 
@@ -74,6 +76,7 @@ def test_saved_bytes_count_codes_and_scales():
     plain, plan = planned("fp8")[0], planned("fp8+int4")[0]
     saved = [s for s in plan.sites if s.saved_as]
     fewer = sum(s.elements - blocks.INT4.num_bytes(s.elements) for s in saved)
+    fewer -= sum(SIGNS.num_bytes(s.elements) for s in saved if s.tensor == "relu")
     assert plain.saved_bytes.planned - plan.saved_bytes.planned == fewer
     assert plain.saved_bytes.fp32 == plan.saved_bytes.fp32
     assert sum(g.saved_elements for g in plain.groups) == sum(g.saved_elements for g in plan.groups)
@@ -102,6 +105,29 @@ def test_eight_bits_go_wherever_backward_reads_but_does_not_ask_for_a_sign():
     sites = by_name(planned("fp8+int8")[0])
     low = [s for s in sites.values() if s.reads == "backward" and s.format == "e4m3fn"]
     assert {s.saved_as or s.why.partition("its ")[2][:4] for s in low} == {"int8", "sign"}
+
+
+class Skip(nn.Module):
+    """A ReLU that only its own backward reads, and one that a linear layer reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.relu(self.a(x.flatten(0, 1)))
+        return self.c(torch.relu(self.b(first)) + first)
+
+
+def test_a_relus_sign_is_a_bit_of_its_own_and_exact():
+    model = Skip()
+    (plain, exact, _), (backend, found, _) = step("fp8", model), step("fp8+int4", model)
+    sites = by_name(backend.plans[0])
+    assert {sites[n].saved_as for n in ("relu", "add")} == {"int4"}
+    assert sites["relu_1"].saved_as == SIGNS.name
+    assert all(map(torch.equal, found[1::2], exact[1::2]))  # of biases: masked gradients, added up
+    saved, before = backend.plans[0].saved_bytes, plain.plans[0].saved_bytes
+    assert (saved.fp32, saved.planned < 0.55 * before.planned) == (before.fp32, True)
 
 
 def test_weight_gradients_have_no_bias():
@@ -151,7 +177,11 @@ def test_a_plan_file_keeps_it_and_can_be_edited(tmp_path):
     with pytest.warns(FxprecWarning, match="of the given plan is 'int4', and it stays in e4m3fn: the backward of"):
         backend, *_ = step("fp8", low_ratio=None, plan=tmp_path / "edited.json")
     found = by_name(backend.plans[0])
-    assert {name: s.saved_as for name, s in found.items() if s.saved_as} == {"mul_4": "int2", "convolution": "int4"}
+    assert {name: s.saved_as for name, s in found.items() if s.saved_as} == {
+        "mul_4": "int2",
+        "convolution": "int4",
+        "relu": "int4",
+    }
     text = (tmp_path / "plan.json").read_text().replace('"saved_as": "int4"', '"saved_as": "bf16"')
     (tmp_path / "wrong.json").write_text(text)
     with pytest.raises(PlanError, match=r"saved_as: 'bf16' has no blocks; give a block format"):

@@ -111,6 +111,7 @@ def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequenc
     planned: dict[int, int] = defaultdict(int)
     elements: dict[int, int] = defaultdict(int)
     joint = JointGraph(forward, inputs)
+    in_blocks = set[int]()  # rows
     others = 0  # bytes of masks, indices, seeds: float32 would save them too
     for node in _saved_storages(forward, num_outputs):
         val = tensor_of(node)
@@ -119,7 +120,7 @@ def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequenc
         if not _holds_floats(node):
             others += count * val.dtype.itemsize
         elif not _is_copy_of_parameter(node, joint):
-            elements[group] += _elements(node)
+            elements[group] += _elements(node, in_blocks)
     groups = tuple(replace(g, saved_bytes=planned[g.id], saved_elements=elements[g.id]) for g in plan.groups)
     total = ByteCount(fp32=4 * sum(elements.values()) + others, planned=sum(planned.values()))
     return replace(plan, groups=groups, saved_bytes=total)
@@ -164,11 +165,17 @@ def _holds_floats(node: Node) -> bool:
     return tensor_of(node).dtype.is_floating_point or node.target in (QUANTIZE, TRANSPOSED, QUANTIZE_BLOCKS)
 
 
-def _elements(node: Node) -> int:
-    """Return the elements of the tensor that a storage holds: of blocks not their bytes, of a tensor's scale none."""
+def _elements(node: Node, in_blocks: set[int]) -> int:
+    """Return the elements of the tensor that a storage holds: of blocks not their bytes, of a tensor's scale none.
+
+    A tensor ``in_blocks`` counts once, though its signs may be stored beside it.
+    """
     blocks = QuantizeBlocks.match(node)
-    stored = node if blocks is None else blocks.x
-    return 0 if node.target is TENSOR_SCALE else numel_hint(tensor_of(stored))
+    if node.target is TENSOR_SCALE or (blocks is not None and blocks.row in in_blocks):
+        return 0
+    if blocks is not None:
+        in_blocks.add(blocks.row)
+    return numel_hint(tensor_of(node if blocks is None else blocks.x))
 
 
 def _is_copy_of_parameter(node: Node, joint: JointGraph) -> bool:

@@ -18,8 +18,9 @@ from fxprec import compat
 from fxprec.ir.symbolic_blocks import DequantizeBlocks, QuantizeBlocks, TensorScale
 from fxprec.numerics import ahead, block_device, blocks
 from fxprec.passes.lowering.blocks import lower_blocks
+from fxprec.passes.store_blocks import SIGNS
 
-NAMES = ("mxfp6", "nvfp4", "int4", "int8/32:bf16")
+NAMES = ("mxfp6", "nvfp4", "int4", "int8/32:bf16", SIGNS.name)
 
 
 def graph_of(name: str, x: torch.Tensor, dtype: torch.dtype, *, stochastic: bool) -> GraphModule:
@@ -47,6 +48,7 @@ def check(name: str, lowering: str, device_type: str) -> None:
         ("sparse", 2048, torch.bfloat16),
     ):
         x = numbers(kind, count).to(torch.float32 if count == 1 else dtype)
+        x = x > 0 if name == SIGNS.name else x
         for stochastic in (False, True):
             gm = graph_of(name, x, dtype, stochastic=stochastic)
             wanted = gm(x, seed)
