@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 
 import fxprec
 from fxprec.integrations.statistics import COLUMNS
+from tests.aps.aps_ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate, which is not installed")
@@ -150,3 +153,23 @@ def test_the_trainers_own_switch_takes_no_backend_from_outside(tmp_path: Path) -
     """The page says so; where this fails, accelerate has learnt it and the page should say that."""
     with pytest.raises(ValueError, match="'FXPREC' is not a valid DynamoBackend"):
         transformers.Trainer(llama(), transformers.TrainingArguments(str(tmp_path), torch_compile_backend="fxprec"))
+
+
+def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ |= {name: str(value) for name, value in variables.items()}
+    warnings.simplefilter("ignore")
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        first = train(Path(folder), ddp_backend="gloo")
+        second = train(Path(folder), f"{folder}/checkpoint-{SAVED}", ddp_backend="gloo")
+    same = all(torch.equal(a, b) for a, b in zip(first.parameters, second.parameters, strict=True))
+    own, again = (run.callback.backends[""] for run in (first, second))
+    return {"same": same and first.losses == second.losses, "states": own.state_dict() == again.state_dict()}
+
+
+@pytest.mark.full
+def test_two_ranks_resume_bit_for_bit_each_with_its_own_state(tmp_path: Path) -> None:
+    assert run_ranks(2, on_two_ranks, str(tmp_path)) == [{"same": True, "states": True}] * 2
+    saved = json.loads((tmp_path / f"checkpoint-{SAVED}" / "trainer_state.json").read_text())
+    ranks = json.loads(saved["stateful_callbacks"]["FxprecCallback"]["fxprec"]["ranks"])
+    assert ranks["state_of_rank"] == [0, 1], "ranks have other scales"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +120,15 @@ def test_layers_are_compiled_by_class_or_name_and_a_wrong_name_lists_the_right_o
     assert backends_in(model) == before
     with pytest.raises(fxprec.ConfigError, match="no module of class 'Block' to compile; this model has Linear, Loud"):
         compile_layers(model, "Block")
+
+
+@pytest.mark.parametrize(("module", "package"), [("huggingface", "transformers"), ("lightning", "lightning")])
+def test_a_missing_package_is_one_line_with_the_way_out(
+    module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [n for n in sys.modules if n.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"fxprec.integrations.{module}", raising=False)
+    with pytest.raises(fxprec.FxprecError, match=rf"fxprec\.integrations\.{module} needs .*pip install {package}"):
+        importlib.import_module(f"fxprec.integrations.{module}")
