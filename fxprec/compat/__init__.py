@@ -52,7 +52,6 @@ from fxprec.compat.tree import keystr as keystr
 from fxprec.compat.tree import tree_flatten_with_path as tree_flatten_with_path
 from fxprec.compat.tree import tree_leaves as tree_leaves
 from fxprec.compat.tree import tree_map_only as tree_map_only
-from fxprec.compat.triton import OLDEST_TRITON as OLDEST_TRITON
 from fxprec.compat.triton import OLDEST_WITH_FP8 as OLDEST_WITH_FP8
 from fxprec.compat.triton import TritonCalls as TritonCalls
 from fxprec.compat.triton import compile_triton as compile_triton
@@ -63,3 +62,5 @@ from fxprec.compat.triton import no_triton as no_triton
 from fxprec.compat.triton import runs_in_interpreter as runs_in_interpreter
 from fxprec.compat.triton import triton_interprets as triton_interprets
 from fxprec.compat.triton import triton_tool as triton_tool
+from fxprec.compat.versions import newer_than_tried as newer_than_tried
+from fxprec.compat.versions import torch_version as torch_version

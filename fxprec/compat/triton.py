@@ -10,6 +10,8 @@ import torch
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor.codecache import PyCodeCache
 
+from fxprec.compat.versions import OLDEST_TRITON, version_of, words
+
 
 class TritonCalls:
     """Calls of Triton kernels as graph nodes: the operator Dynamo itself writes for a user's kernel."""
@@ -35,9 +37,6 @@ def load_kernel(source: str, name: str) -> Any:
     return getattr(PyCodeCache.load(source), name)
 
 
-OLDEST_TRITON = (3, 6)
-
-
 def triton_interprets() -> bool:
     """Say whether Triton, which is installed, runs kernels in its interpreter."""
     import triton
@@ -58,8 +57,8 @@ def no_triton(device: torch.device) -> str | None:
         import triton
     except ImportError:
         return "Triton is not installed"
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
-        return f"Triton {triton.__version__} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    if version_of(triton.__version__) < OLDEST_TRITON:
+        return f"Triton {triton.__version__} is older than {words(OLDEST_TRITON)}"
     interpreted = triton_interprets()
     if device.type == "cpu":
         why = "a CPU runs Triton kernels in Triton's interpreter only, which TRITON_INTERPRET=1 chooses at start"

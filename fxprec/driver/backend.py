@@ -61,6 +61,7 @@ class Backend:
             raise compat.through_dynamo(error) from error
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        _tell_of_new_versions(self._log)
         _tell_what_is_missing(self._settings, self._log)
         if not self._settings.changes_anything or not example_inputs:
             return compat.compile_fx(  # type: ignore[no-any-return]
@@ -244,6 +245,13 @@ def _want_it_whole() -> None:
         stacklevel=2,
     )
     raise compat.TraceAgain("fxprec plans whole graphs")
+
+
+def _tell_of_new_versions(log: EventLog) -> None:
+    """Warn, once a backend and also under ``strict``: most of what worked before will."""
+    for line in compat.newer_than_tried():
+        if log.note("untried", log.name, line):
+            log.warn(line)
 
 
 def _tell_what_is_missing(settings: Settings, log: EventLog) -> None:

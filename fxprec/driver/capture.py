@@ -108,7 +108,7 @@ def copied(gm: GraphModule) -> GraphModule:
 
 
 def _placeholders(graph: Graph) -> list[Node]:
-    return graph.find_nodes(op="placeholder")
+    return list(graph.find_nodes(op="placeholder"))
 
 
 def _is_training(examples: Sequence[Any]) -> bool:

@@ -10,8 +10,6 @@ from torch.fx import Node
 
 from fxprec.numerics.trace import Traced
 
-_UNCHANGED = ("aten.detach.default",)
-
 
 @dataclass(frozen=True)
 class Dialect:
@@ -48,9 +46,6 @@ def statements(
     known: dict[str, str] = {}
     for node in traced.graph.nodes:
         if node.op != "call_function":
-            continue
-        if str(node.target) in _UNCHANGED:
-            names[node] = names[node.args[0]]
             continue
         value = _expression(node, names, dialect)
         if value not in known:

@@ -59,7 +59,8 @@ def quantize(
         _check_out(out, x)
         return _quantize(x.detach(), fmt, rounding, generator, out)
     if torch.is_grad_enabled() and x.requires_grad:
-        result: torch.Tensor = _StraightThrough.apply(x, fmt, rounding, generator)  # type: ignore[no-untyped-call]
+        apply: Any = _StraightThrough.apply  # typed in some versions of torch only
+        result: torch.Tensor = apply(x, fmt, rounding, generator)
         return result
     return _quantize(x, fmt, rounding, generator, None)
 

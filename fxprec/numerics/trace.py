@@ -36,10 +36,22 @@ def trace(function: Callable[..., Mapping[str, Tensor]], inputs: Mapping[str, Ki
     examples = [_example(kind) for kind in inputs.values()]
     with torch.no_grad():
         graph = make_fx(run, tracing_mode="fake")(*examples).graph
+    drop_aliases(graph)
     graph.eliminate_dead_code()
     (returned,) = graph.output_node().args
     assert isinstance(returned, Sequence)
     return Traced(graph, tuple(inputs), {n: v for n, v in zip(names, returned, strict=True) if isinstance(v, Node)})
+
+
+def drop_aliases(graph: Graph) -> None:
+    """Take out what names a tensor a second time: torch 2.14 traces one after every ``view`` of another dtype."""
+    for target in _ALIASES:
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+_ALIASES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 def _example(kind: Kind) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import sympy
 import torch
@@ -46,7 +47,8 @@ def ranges_of(graph: Graph) -> Ranges:
         sizes = val.shape if isinstance(val, torch.Tensor) else (val,)
         for size in sizes:
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, Symbol) and size.node.hint is not None:
-                bounds = size.node.shape_env.var_to_range[size.node.expr]
+                environment: Any = size.node.shape_env
+                bounds = environment.var_to_range[size.node.expr]
                 most = int(bounds.upper) if bounds.upper < _UNBOUNDED else None
                 found[size.node.expr] = Range(int(bounds.lower), most, int(size.node.hint))
     return found

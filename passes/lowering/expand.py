@@ -22,6 +22,7 @@ from fxprec.ir.symbolic_gemms import Gathered
 from fxprec.numerics import codec, formats, stats
 from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import INFINITY, MAGNITUDE, FormatRow, code_row, format_row, row_of
+from fxprec.numerics.trace import drop_aliases
 from fxprec.passes.analysis.joint import dim_hint, input_at, tensor_of
 
 aten = torch.ops.aten
@@ -165,7 +166,9 @@ def _traced(
     def call(*args: torch.Tensor) -> torch.Tensor:
         return function(*args[: len(dtypes)], args[len(dtypes) :], *static)
 
-    return make_fx(call, decomposition_table=compat.decompositions())(*examples, *columns)
+    traced = make_fx(call, decomposition_table=compat.decompositions())(*examples, *columns)
+    drop_aliases(traced.graph)
+    return traced
 
 
 _Columns = tuple[torch.Tensor, ...]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,7 +90,8 @@ def _own_group(parts: list[list[int]], rank: int, timeout: timedelta | None) -> 
 
 def _new_group(ranks: Sequence[int], timeout: timedelta | None, world_wide: bool) -> dist.ProcessGroup:
     """A group made by all ranks of the world together, or, over a part of it, by its members alone."""
-    made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=not world_wide)
+    new: Any = dist.new_group  # typed by some versions of torch as that or a number, for who is no member
+    made: dist.ProcessGroup = new(list(ranks), timeout=timeout, use_local_synchronization=not world_wide)
     return made
 
 

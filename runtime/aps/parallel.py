@@ -113,16 +113,22 @@ class _AllToAll(torch.autograd.Function):
         return _swap(grad.contiguous(), ctx.codec, ctx.group), None, None
 
 
+def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    apply: Any = function.apply  # typed in some versions of torch only
+    result: Tensor = apply(*arguments)
+    return result
+
+
 def all_gather(
     x: Tensor, dim: int = 0, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """All ranks' tensors joined along `dim`, in rank order; the gradient is the sum of all ranks' for this part."""
-    return _AllGather.apply(x, dim, codec(data_type), group)  # type: ignore[no-any-return, no-untyped-call]
+    return _applied(_AllGather, x, dim, codec(data_type), group)
 
 
 def all_reduce(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None) -> Tensor:
     """Sum of all ranks' tensors; the gradient is the sum of all ranks' gradients."""
-    return _AllReduce.apply(x, codec(data_type), group, True, True)  # type: ignore[no-any-return, no-untyped-call]
+    return _applied(_AllReduce, x, codec(data_type), group, True, True)
 
 
 def all_to_all(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None) -> Tensor:
@@ -135,14 +141,14 @@ def all_to_all(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.Proces
             f"all_to_all of a tensor of shape {tuple(x.shape)} over {_world(group)} ranks: dimension 0 is shared out "
             "evenly; pad it to a multiple of the ranks"
         )
-    return _AllToAll.apply(x, codec(data_type), group)  # type: ignore[no-any-return, no-untyped-call]
+    return _applied(_AllToAll, x, codec(data_type), group)
 
 
 def copy_to_group(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None) -> Tensor:
     """The tensor itself, at the entry of a column-parallel layer; its gradient is the sum of all ranks'."""
-    return _AllReduce.apply(x, codec(data_type), group, False, True)  # type: ignore[no-any-return, no-untyped-call]
+    return _applied(_AllReduce, x, codec(data_type), group, False, True)
 
 
 def reduce_from_group(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None) -> Tensor:
     """Sum of all ranks' tensors, at the exit of a row-parallel layer; each rank's gradient is the output's."""
-    return _AllReduce.apply(x, codec(data_type), group, True, False)  # type: ignore[no-any-return, no-untyped-call]
+    return _applied(_AllReduce, x, codec(data_type), group, True, False)
