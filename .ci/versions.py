@@ -28,9 +28,19 @@ OTHERS = ("2.11", "2.14", "2.15")
 ROOM = 14 * 2**30
 """Bytes free on the disk; a CUDA build with its libraries takes 6 GB, and as much again while pip unpacks it."""
 INSTALL_SECONDS = 360
-TEST_SECONDS = 180
+TEST_SECONDS = 600
 QUICK = ("-m", "not inductor and not full")
-SMOKE = ("tests/test_versions.py",)
+SMOKE = (  # by what they ask of torch; -m "not full" is pytest's default, so Inductor's are among them
+    "tests/test_versions.py",
+    "tests/test_backend_surface.py",  # torch.compile's ways to name a backend
+    "tests/test_uncompiled_frames.py",  # Dynamo's frames, limits and breaks
+    "tests/test_recompile_limit.py",
+    "tests/test_recomputation.py",  # the partitioner, checkpoints
+    "tests/test_promotion.py",  # compile_fx outside of Dynamo
+    "tests/test_codec_text.py",  # what make_fx traces
+    "tests/generated/test_ahead.py",  # Triton's compiler, and its language
+    "tests/test_backend_identity.py::test_the_default_lowering_agrees_with_the_eager_reference",  # Inductor
+)
 
 
 class NotInstalledError(Exception):
@@ -114,7 +124,7 @@ def installed(version: str) -> Path:
     free = shutil.disk_usage(ROOT).free
     if free < ROOM:
         raise NotInstalledError(f"{free / 2**30:.0f} GiB are free on the disk, {ROOM / 2**30:.0f} are wanted")
-    venv.create(folder, clear=True, with_pip=True)
+    venv.create(folder, clear=True, with_pip=True, symlinks=True)
     only = folder / "constraints.txt"  # in place of constraints the machine may have on torch
     only.write_text(f"torch=={version}.*\n", encoding="utf-8")
     python = folder / "bin" / "python"
@@ -125,8 +135,8 @@ def installed(version: str) -> Path:
     except subprocess.TimeoutExpired:
         raise NotInstalledError(f"pip took more than {INSTALL_SECONDS} s") from None
     if done.returncode:
-        last = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        raise NotInstalledError(last[-1] if last else f"pip ended with {done.returncode}")
+        told = [line.strip() for line in done.stderr.splitlines() if line.strip().startswith("ERROR:")]
+        raise NotInstalledError(told[-1].removeprefix("ERROR: ") if told else f"pip ended with {done.returncode}")
     return python
 
 

@@ -19,7 +19,7 @@ from fxprec.ir.symbolic import (
     Rescale,
     stored_dtype,
 )
-from fxprec.numerics.formats import Format, parse
+from fxprec.numerics.formats import E4M3FN_NAN, E5M2, Format, parse
 from fxprec.numerics.reference import (
     Grid,
     reference_decode,
@@ -59,7 +59,12 @@ def dequantize(
 
 
 def keep_nonfinite(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x.isfinite(), rounded, x.to(rounded.dtype))
+    fmt = _UNSATURATED.get(rounded.dtype)
+    wanted = x.to(rounded.dtype) if fmt is None else reference_encode(x.to(torch.float32), fmt).view(rounded.dtype)
+    return torch.where(x.isfinite(), rounded, wanted)
+
+
+_UNSATURATED = {torch.float8_e4m3fn: E4M3FN_NAN, torch.float8_e5m2: E5M2}  # torch 2.11 casts inf to NaN, 2.13 to 448
 
 
 def rescale(g: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:

@@ -197,8 +197,10 @@ def _quantize(x: torch.Tensor, columns: _Columns, fmt: str, storage: str, scaled
     if not dtype.is_floating_point:
         return codec.encode_bits(x, form)
     if form.overflow == "saturate":
-        x = torch.clamp_max(torch.clamp_min(x, -form.largest), form.largest)
-    return x.to(dtype)
+        return torch.clamp_max(torch.clamp_min(x, -form.largest), form.largest).to(dtype)
+    if form.bits > 8:
+        return x.to(dtype)
+    return codec.encode_bits(x, form).view(dtype)  # what an 8-bit cast overflows to depends on torch and the device
 
 
 def _dequantize(q: torch.Tensor, columns: _Columns, fmt: str, dtype: torch.dtype, scaled: bool) -> torch.Tensor:

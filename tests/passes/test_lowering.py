@@ -24,7 +24,7 @@ from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.reference import reference_decode, reference_encode, reference_quantize, reference_stats
 from fxprec.numerics.rows import format_row
 from fxprec.passes.lowering.conversions import share_conversions, show_bytes_in_memory, widen_products
-from fxprec.passes.lowering.expand import expand
+from fxprec.passes.lowering.expand import _keep_nonfinite, _quantize, expand
 from fxprec.passes.lowering.layout import prefer_channels_last
 from fxprec.passes.lowering.reuse import is_ours_alone
 
@@ -74,6 +74,24 @@ def test_expansion_equals_the_reference_op_bit_for_bit(name, storage, scale_exp)
     elif fmt.nan_code is not None:
         codes = q[~number].view(fmt.code_dtype)
         assert reference_decode(codes, fmt).isnan().all()
+
+
+@pytest.mark.parametrize("name", sorted(NATIVE))
+def test_native_casts_for_gpus_overflow_as_the_format_says(name):
+    """Those of torch do not: 2.11 casts 500 to a NaN of e4m3fn, 2.13 to 448, a GPU anything to the largest."""
+    x, rows = bit_patterns(40_000, parse(name)), table(parse(name), 0)
+    number = ~x.isnan()
+    wanted = symbolic.QUANTIZE(x, rows, 1, name, "native")
+    assert_bits_equal(_quantize(x, (), name, "native", False)[number], wanted[number], "quantize")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_codes_keep_inf_and_nan_as_non_finite(dtype):
+    x = torch.tensor([3.0, torch.inf, -torch.inf, torch.nan])
+    rounded = torch.full_like(x, 2.0).to(dtype)
+    wanted = [2.0, *([torch.nan] * 2 if dtype == torch.float8_e4m3fn else [torch.inf, -torch.inf]), torch.nan]
+    for keep in (symbolic.KEEP_NONFINITE, lambda *args: _keep_nonfinite(*args, ())):
+        assert_bits_equal(keep(rounded, x).float().abs(), torch.tensor(wanted).abs(), "kept")
 
 
 @pytest.mark.parametrize("scale_exp", [0, 5])
