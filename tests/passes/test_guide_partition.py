@@ -8,6 +8,7 @@ from one_pass import Ran, run_pass
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
+from fxprec import compat
 from fxprec.ir import symbolic
 from fxprec.passes.analysis.joint import is_backward
 from fxprec.passes.guide_partition import forget_order
@@ -56,6 +57,7 @@ class Checked(nn.Module):
         return x @ torch.linalg.inv(self.first(x))
 
 
+@pytest.mark.skipif(compat.torch_version() < (2, 13), reason="torch 2.11 has no token for what linalg.inv checks")
 def test_an_effect_token_waits_for_nothing() -> None:
     ran = run_pass(NAME, Checked(), torch.randn(8, 8), storage="packed")
     (storing,) = ran.nodes(STORING)
