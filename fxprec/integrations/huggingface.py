@@ -52,7 +52,7 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
     ) -> None:
         earlier = _CALLBACKS.get(model)
         if earlier is not None:  # `restore_callback_states_from_checkpoint` makes another callback, without arguments
-            vars(self).update(vars(earlier))
+            self.__dict__.update(earlier.__dict__)
         self._compile(model)  # of `model_init`: another one for each training
         if state.global_step > 0:
             self._resume(state)
