@@ -2,6 +2,9 @@
 
 A sum over rows runs in a loop of its own, so what it reads lies in memory: the float32 gradient would be written for
 the sum alone. Sums are float32.
+
+Likewise a ReLU's mask: in a recomputed region backward compares ReLU's result with 0, and the GEMM behind it multiplies
+that result in bfloat16, which is 0 where the result is. The float32 result would be written for the mask alone.
 """
 
 from __future__ import annotations
@@ -12,17 +15,20 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.passes.analysis.joint import is_view, operator_of, tensor_of, value
+from fxprec.passes.analysis import ops, regions
+from fxprec.passes.analysis.joint import is_backward, is_view, operator_of, tensor_of, value
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
+_SAME = ops.existing(aten, "alias detach")
+_COMPARISONS = ops.existing(aten, "le.Scalar lt.Scalar ge.Scalar gt.Scalar")
 
 
 @dataclass(frozen=True)
 class SumNarrow:
-    """Make sums over all but the last dimension read the bfloat16 copy, where there is one."""
+    """Make sums over all but the last dimension, and comparisons with 0, read the bfloat16 copy where there is one."""
 
     name: str = "sum-narrow"
 
@@ -32,8 +38,22 @@ class SumNarrow:
         graph = work.joint.graph
         for narrow in graph.find_nodes(op="call_function", target=_CONVERT):
             wide, dtype = narrow.all_input_nodes[0], narrow.args[1]
-            if dtype == torch.bfloat16 and work.joint.in_backward(wide) and tensor_of(wide).dtype == torch.float32:
+            if dtype != torch.bfloat16 or tensor_of(wide).dtype != torch.float32:
+                continue
+            if work.joint.in_backward(wide):
                 _read_by_sums(graph, wide, narrow)
+            elif regions.is_recomputed(wide) and not is_backward(narrow):
+                for shown, mask in list(_masks(wide)):
+                    mask.replace_input_with(shown, narrow)
+
+
+def _masks(x: Node) -> Iterator[tuple[Node, Node]]:
+    """Yield what of backward compares ``x`` with 0, each with the node of it that it reads."""
+    for user in x.users:
+        if user.target in _SAME:
+            yield from _masks(user)
+        elif user.target in _COMPARISONS and user.args[1] == 0 and is_backward(user):
+            yield x, user
 
 
 def _read_by_sums(graph: Graph, wide: Node, narrow: Node) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from one_pass import run_pass
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import checkpoint
 
 from fxprec.passes.drop_round_trips import DropRoundTrips
 from fxprec.passes.lowering.conversions import share_conversions
@@ -72,6 +74,22 @@ def test_a_sum_over_the_last_dimension_stays_in_registers():
     graph, total = gradient_of_a_linear([-1])
     SumNarrow().apply(_Work(graph))
     assert total.all_input_nodes[0].target is aten.view.default
+
+
+def test_a_relu_in_a_recomputed_region_is_compared_as_the_gemm_behind_it_reads_it():
+    """Else backward would write it a second time, in float32, to ask where it is 0."""
+    layers = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 3)
+    )
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layers, x, use_reentrant=False)
+
+    ran = run_pass("sum-narrow", region, torch.randn(2, 2, 8, 8), recipe="fp8", storage="native")
+    (mask,) = ran.nodes(aten.le.Scalar)
+    read = mask.all_input_nodes[0]
+    assert (read.target, read.meta["val"].dtype) == (CONVERT, BF16)
+    assert aten.convolution.default in {user.target for user in read.users}
 
 
 @pytest.mark.parametrize("mixed", [False, True])
