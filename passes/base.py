@@ -17,7 +17,7 @@ from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.operators import Operators
 from fxprec.passes.casts.sites import SiteBook
-from fxprec.plan import Plan
+from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.scales import ScaleGraph
 
 T = TypeVar("T")
@@ -67,6 +67,8 @@ class Work:
     assignment = Filled[Assignment]("assign-precision")
     book = Filled[SiteBook]("insert-casts")
     answers: tuple[Answer, ...] = ()  # weigh-gemms, one per GEMM
+    peak: PeakBytes | None = None  # fit-peak, under a peak budget
+    fixed_peak: int = 0  # bytes at the peak beyond what is predicted
     plan = Filled[Plan]("write-plan")
     scales: ScaleGraph | None = None  # carry-scales, where a gradient needs one
     remarks: list[str] = field(default_factory=list)  # what the plan should say; nothing was left out
@@ -84,6 +86,12 @@ class Work:
     def computes_high(self) -> bool:
         """Whether operators read values, and stored copies only where that buys something."""
         return self.compute == "high"
+
+    @property
+    def fits_peak(self) -> bool:
+        """Whether a peak budget, or a plan made for one, says how backward gets each value."""
+        asked = self.settings.peak_budget if self.given is None else self.given.peak_bytes
+        return asked is not None and bool(self.joint.tangents)
 
     def has(self, name: str) -> bool:
         """Say whether the pass that fills a field has run."""

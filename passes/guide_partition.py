@@ -46,7 +46,7 @@ class GuidePartition:
             }
             _add_repeated(marks, work)
         for node, policy in marks.items():
-            _mark(node, policy)
+            regions.mark(node, policy)
         if work.computes_high:
             _store_in_forward(work.joint, [n for n, policy in marks.items() if policy in _SAVED])
 
@@ -138,12 +138,6 @@ def _add_repeated(marks: dict[Node, CheckpointPolicy], work: Work) -> None:
             marks[node] = CheckpointPolicy.MUST_RECOMPUTE
             if behind:
                 decoded.add(node)
-
-
-def _mark(node: Node, policy: CheckpointPolicy) -> None:
-    """Set a policy of ours in place of the region's, and without a region: the partitioner's rules are for regions."""
-    node.meta.pop(regions.REGION, None)
-    node.meta[regions.POLICY] = policy
 
 
 # What may stand in forward between a stored copy and who reads it in backward: repeated there.

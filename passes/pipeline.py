@@ -15,6 +15,7 @@ from fxprec.passes.base import Pass, Work
 from fxprec.passes.carry_scales import CarryScales
 from fxprec.passes.compute_high import ComputeHigh
 from fxprec.passes.drop_round_trips import DropRoundTrips
+from fxprec.passes.fit_peak import FitPeak
 from fxprec.passes.group_tensors import GroupTensors
 from fxprec.passes.guide_partition import GuidePartition
 from fxprec.passes.insert_casts import InsertCasts
@@ -46,11 +47,12 @@ PIPELINE: tuple[Pass, ...] = (
     StoreBlocks(),  # needs the copies and readers that are left; before it, since what is in blocks has no scale
     CarryScales(),  # needs the casts that are left; rows of its own come after the sites
     NarrowAccumulators(),  # needs operators paired with the GEMMs it replaces; leaves a remark for the plan
-    WritePlan(),  # needs the sites and the answers
     NarrowGemms(),  # needs the casts beside each GEMM
     DropRoundTrips(),  # after it: between two GEMMs it leaves bf16 -> float32 -> bf16
     SumNarrow(),  # needs the copies that GEMMs multiply
     LowGemms(),  # takes what is left of them; after it, since a GEMM over codes keeps the dtype it has by then
+    FitPeak(),  # needs the step as it will run
+    WritePlan(),  # needs the sites and the answers
     GuidePartition(),  # last: marks the nodes the others made
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.operators import recover_operators
 from fxprec.passes.analysis.values import mark_values
 from fxprec.passes.base import Work
@@ -17,4 +18,6 @@ class RecoverOperators:
 
     def apply(self, work: Work) -> None:
         mark_values(work.joint.graph, stored=not work.settings.is_simulated)
+        if work.fits_peak and regions.forget(work.joint.graph):
+            work.remarks.append("peak budget: takes the place of the model's own checkpointing")
         work.operators = recover_operators(work.joint)

@@ -37,6 +37,7 @@ class WritePlan:
             gap=assignment.gap,
             total_elements=sum(t.elements for t in work.grouped.tensors),
             saved_bytes=assignment.saved if work.joint.tangents else None,
+            peak_bytes=work.peak,
             gemms=_gemms(work),
             groups=_groups(work.grouped, assignment, settings.recipe),
             sites=tuple(work.book.sites),

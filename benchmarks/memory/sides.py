@@ -68,6 +68,10 @@ SIDES: dict[str, Side] = {
     "fxprec fp8, budget 0.2": Side(_FP8, budget=0.2),
     "fxprec bf16, checkpointed": Side(_BF16, checkpointed=True),
     "fxprec fp8, checkpointed": Side(_FP8, checkpointed=True),
+    **{
+        f"fxprec fp8, peak {share}": Side({**_FP8, "peak_budget": share})
+        for share in ("80%", "60%", "50%", "40%", "30%")
+    },
 }
 
 

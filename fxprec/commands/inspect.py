@@ -18,6 +18,7 @@ def dump(
     storage: Annotated[str, typer.Option(help="native, packed or simulate. Default: by recipe.")] = "",
     low_ratio: Annotated[float | None, typer.Option(help="Share of elements held low, 0 to 1.")] = None,
     budget: Annotated[str, typer.Option(help="Instead: bytes saved for backward, for instance 12GiB.")] = "",
+    peak_budget: Annotated[str, typer.Option(help="Bytes a step may hold: 40GiB, or 60%.")] = "",
     policy: Annotated[str, typer.Option(help="Which groups go first.")] = "size",
     grouping: Annotated[str, typer.Option(help="execution, or dataflow: regions between GEMMs.")] = "execution",
 ) -> None:
@@ -29,6 +30,7 @@ def dump(
         storage=storage or None,  # type: ignore[arg-type]
         low_ratio=low_ratio,
         activation_budget=budget or None,
+        peak_budget=peak_budget or None,
         policy=policy,
         grouping=grouping,  # type: ignore[arg-type]
         lowering="eager",

@@ -93,6 +93,27 @@ def byte_size(field: str, value: object) -> int | None:
     return found
 
 
+def byte_size_or_share(field: str, value: object) -> int | str | None:
+    """Return bytes as `byte_size` does, or a share of something above 0 and up to 100 %, as text such as ``"60%"``."""
+    if not isinstance(value, str) or not value.rstrip().endswith("%"):
+        return byte_size(field, value)
+    number = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*%\s*", value, re.ASCII)
+    if number is None or not 0 < Fraction(number[1]) <= 100:
+        raise ConfigError(f"{field} is {value!r}; give it a share above 0% and up to 100%, as text such as '60%'")
+    return f"{number[1]}%"
+
+
+def some_of(field: str, value: object, allowed: Sequence[str]) -> tuple[str, ...]:
+    """Return some of the allowed words, at least one, each once, in their own order."""
+    words = (value,) if isinstance(value, str) else value
+    choices = f"a tuple of {' and '.join(map(repr, allowed))}, or of one of them"
+    if not isinstance(words, list | tuple) or not words:
+        raise ConfigError(f"{field} is {value!r}; give it {choices}")
+    for word in words:
+        one_of(field, word, allowed)
+    return tuple(word for word in allowed if word in words)
+
+
 def _parse_size(text: str) -> int | None:
     match = _SIZE.fullmatch(text)
     if match is None:

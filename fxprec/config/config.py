@@ -28,6 +28,7 @@ GEMMS = ("auto", "low", "high")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GROUPINGS = ("execution", "dataflow")
 ON_NONFINITE = ("report", "raise", "ignore")
+WAYS = ("narrow", "recompute")
 LOWERINGS = ("auto", "triton", "inductor", "eager")
 
 # Where every reader gets the rounded value, accuracy falls as the ratio grows: the middle of the paper's range (Lee et
@@ -69,6 +70,14 @@ class Config:
     activation_budget: int | str | None = None
     """Instead of ``low_ratio``: bytes the tensors saved for backward may take, as int or ``"12GiB"``, ``"1.5GB"``.
     In ``simulate`` storage: bytes they would take if packed."""
+
+    peak_budget: int | str | None = None
+    """Upper bound on what a step holds at its peak: activations, temporaries and gradients; parameters and inputs are
+    there anyway. Bytes as int, ``"12GiB"``, or ``"60%"`` of the step with everything kept in high precision."""
+
+    ways: tuple[str, ...] = ("narrow", "recompute")
+    """How a peak budget may be met: ``"narrow"`` keeps values in the low format, ``"recompute"`` computes them again in
+    backward. See docs/memory.md."""
 
     plan: str | os.PathLike[str] | None = None
     """A plan file to follow instead of solving; excludes ``low_ratio`` and ``activation_budget``."""
@@ -129,6 +138,8 @@ class Config:
         _check_policy(self.policy)
         put(self, "low_ratio", checks.ratio("low_ratio", self.low_ratio))
         put(self, "activation_budget", checks.byte_size("activation_budget", self.activation_budget))
+        put(self, "peak_budget", checks.byte_size_or_share("peak_budget", self.peak_budget))
+        put(self, "ways", checks.some_of("ways", self.ways, WAYS))
         put(self, "keep_high", _patterns(self.keep_high))
         put(self, "promote_above", checks.ratio("promote_above", self.promote_above, above_zero=True))
         put(self, "plan", checks.path("plan", self.plan, "a plan file"))
@@ -173,6 +184,7 @@ class Config:
         if isinstance(self.accumulator, Accumulator):
             formats = {name: getattr(self.accumulator, name).name for name in ("format", "products")}
             values["accumulator"] = asdict(self.accumulator) | formats
+        values["ways"] = list(self.ways)
         if self.keep_high != "ends":
             values["keep_high"] = list(self.keep_high)
         return values | {"recipe": find_recipe(self.recipe).to_dict()}
@@ -197,6 +209,8 @@ ALLOWED: Mapping[str, str] = {
     "policy": ", ".join(map(repr, POLICIES)) + " or a function f(tensors, config) -> group ids",
     "low_ratio": "a number from 0 to 1 or None",
     "activation_budget": "bytes as a positive int, or text such as '12GiB', or None",
+    "peak_budget": "bytes as a positive int, text such as '12GiB' or '60%', or None",
+    "ways": "'narrow', 'recompute' or both, as a tuple",
     "plan": "the path of a plan file or None",
     "keep_high": "a tuple of module-name patterns, or 'ends'",
     "promote_above": "a number above 0 and up to 1, or None",
@@ -284,9 +298,28 @@ def _refuse_contradictions(config: Config) -> None:
             "'packed'"
         )
     _refuse_blocks(config, find_recipe(config.recipe))
+    if config.peak_budget is not None:
+        _refuse_with_peak(config)
     goals = ("low_ratio", "activation_budget", "plan")
     given = [name for name in goals if getattr(config, name) is not None]
     if len(given) > 1:
         raise ConfigError(
             f"{' and '.join(given)} are both given, and each decides how much is low; keep one of them, drop the other"
         )
+
+
+def _refuse_with_peak(config: Config) -> None:
+    for name, why in (
+        ("activation_budget", "bounds what is saved for backward, which peak_budget does too"),
+        ("plan", "says of each value how it is kept, which peak_budget decides too"),
+    ):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"peak_budget and {name} are both given, and {name} {why}; keep one of them, drop the other"
+            )
+    for name, value in (("storage", "simulate"), ("compute", "stored")):
+        if getattr(config, name) == value:
+            raise ConfigError(
+                f"peak_budget bounds what a step holds where operators read values, and {name}={value!r} has them read "
+                f"rounded ones; leave {name} out, or leave peak_budget out"
+            )

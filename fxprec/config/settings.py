@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Self
 
 from fxprec.config.accumulator import Accumulator, find_accumulator
@@ -10,6 +11,17 @@ from fxprec.config.config import DEFAULT_LOW_RATIO, Compute, Config, Storage, wi
 from fxprec.config.grad_scaling import NAMED, Scaling
 from fxprec.config.recipes import Recipe, find_recipe
 from fxprec.numerics.formats import Format
+
+
+@dataclass(frozen=True)
+class PeakBudget:
+    """Bytes, or a share of a step with everything kept in high precision."""
+
+    asked: int | str
+
+    def bytes_of(self, high: int) -> int:
+        """Return the bytes, of a step whose peak is ``high`` with everything kept."""
+        return self.asked if isinstance(self.asked, int) else int(high * Fraction(self.asked.rstrip("%")) / 100)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +37,7 @@ class Settings:
     """As given, or the default; None under a budget or a plan, which take its place."""
     activation_budget: int | None
     """Bytes."""
+    peak_budget: PeakBudget | None
     grad_scaling: Scaling | None
     accumulator: Accumulator | None
 
@@ -43,6 +56,7 @@ class Settings:
             compute=compute,
             low_ratio=_low_ratio(asked, recipe, compute),
             activation_budget=budget,
+            peak_budget=None if asked.peak_budget is None else PeakBudget(asked.peak_budget),
             grad_scaling=scaling if isinstance(scaling, Scaling) else NAMED[scaling],
             accumulator=accumulator,
         )

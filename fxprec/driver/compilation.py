@@ -160,7 +160,7 @@ class Compilation:
                 return
             work.damage = calibration.by_tensor()
         known = frozenset(graph.nodes)
-        self.saves_memory = self.is_training and (work.memory_budget < 1 or regions.are_in(graph))
+        self.saves_memory = self.is_training and (work.memory_budget < 1 or regions.are_in(graph) or work.fits_peak)
         self.passes = tuple(run_passes(work, self.compiler.dump))
         compat.annotate_budget(graph, known)
         if work.memory_budget < 1 and self.is_training:
@@ -200,8 +200,8 @@ class Compilation:
         if self.is_calibration:
             assert self.compiler.calibration is not None
             return self.compiler.calibration.watch(gm)
+        forget_order(gm.graph)
         if not options.get("is_backward"):
-            forget_order(gm.graph)
             self._complete_plan(gm)
             keep_nonfinite(gm.graph)  # first: what lowering is compared with keeps them too
             self.halves = self._new_halves()

@@ -12,7 +12,7 @@ from fxprec.config.recipes import FORMAT_ROLES, Recipe
 from fxprec.errors import FxprecError, PlanError, did_you_mean
 from fxprec.numerics.blocks import AnyFormat, find_blocks
 from fxprec.numerics.formats import parse
-from fxprec.plan.rows import ByteCount, Gemm, Group, KindCounts, Site
+from fxprec.plan.rows import ByteCount, Gemm, Group, KindCounts, PeakBytes, Site
 
 T = TypeVar("T")
 MAX_TEXT = 100_000
@@ -202,6 +202,7 @@ SITE = _record(
         "elements": _count,
         "source": _text,
         "reads": _word("backward", "gemm codes", "all"),
+        "way": _word("keep", "narrow", "recompute"),
         "why": _reason,
         "saved_as": _block_format,
     },
@@ -237,6 +238,7 @@ _PLAN: Mapping[str, Reader] = {
     "gap": _or_null(_finite),
     "total_elements": _count,
     "saved_bytes": _or_null(_record(ByteCount, {"fp32": _count, "planned": _count})),
+    "peak_bytes": _or_null(_record(PeakBytes, {"budget": _count, "high": _count, "planned": _count, "kept": _texts})),
     "notes": _texts,
     "gemms": partial(_rows, GEMM),
     "groups": partial(_rows, GROUP),

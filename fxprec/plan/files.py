@@ -24,7 +24,7 @@ def to_dict(plan: Any) -> dict[str, Any]:
     """Return the plan as JSON data: what is said of the whole first, then the tables.
 
     ``grouping`` is written where it is not the default, ``compute`` and ``reads`` where there is a choice, a site's
-    ``why`` and ``saved_as`` where there is something to say.
+    ``why`` and ``saved_as`` where there is something to say, ``peak_bytes`` and a site's ``way`` under a peak budget.
     """
     head = {
         "schema": plan.schema,
@@ -42,6 +42,7 @@ def to_dict(plan: Any) -> dict[str, Any]:
         "gap": plan.gap,
         "total_elements": plan.total_elements,
         "notes": list(plan.notes),
+        **({} if plan.peak_bytes is None else {"peak_bytes": _row(plan.peak_bytes)}),
         "saved_bytes": None if plan.saved_bytes is None else asdict(plan.saved_bytes),
     }
     sites = [_site(row, simulated=plan.storage == "simulate") for row in plan.sites]
@@ -53,7 +54,7 @@ def _row(row: Any) -> dict[str, Any]:
 
 
 def _site(row: Any, *, simulated: bool) -> dict[str, Any]:
-    empty = {key for key in ("why", "saved_as") if not getattr(row, key)}
+    empty = {key for key in ("why", "saved_as", "way") if not getattr(row, key)}
     left_out = ({"reads"} if simulated else set()) | empty
     return {key: value for key, value in _row(row).items() if key not in left_out}
 

@@ -16,7 +16,7 @@ from fxprec.plan import files
 from fxprec.plan.compare import first_difference
 from fxprec.plan.entries import Entry
 from fxprec.plan.files import SCHEMA
-from fxprec.plan.rows import ByteCount, Gemm, Group, Site
+from fxprec.plan.rows import ByteCount, Gemm, Group, PeakBytes, Site
 
 
 def _version(package: str) -> str:
@@ -61,6 +61,8 @@ class Plan:
     total_elements: int = 0
     saved_bytes: ByteCount | None = None
     """Of the partitioned graph, or None in one without a backward half."""
+    peak_bytes: PeakBytes | None = None
+    """Of a step under a peak budget."""
     notes: tuple[str, ...] = ()
     """What is worth knowing though nothing asked for was left out, such as operators with unscaled gradients."""
     schema: int = SCHEMA

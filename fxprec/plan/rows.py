@@ -63,6 +63,7 @@ class Group:
     """Elements of the floating-point tensors among them, copies of parameters left out."""
 
 
+Way = Literal["", "keep", "narrow", "recompute"]
 Reads = Literal["backward", "gemm codes", "all"]
 UNREAD = "nobody would read a low copy"
 """How the reason begins why a site of a low group is high, where in another compilation somebody may read it."""
@@ -89,6 +90,9 @@ class Site:
     """``file:line`` or ``""``."""
     reads: Reads = "all"
     """Who reads what is stored: only backward; GEMMs that multiply its codes (and backward); every reader."""
+    way: Way = ""
+    """How backward gets the value under a peak budget: kept in high precision, kept in 8 bits, computed again; ``""``
+    for what backward does not read, and without a peak budget."""
     why: str = ""
     """Why its format is not the one its group (or the policy) gives it: nobody would read a low copy, or 8 bits would
     spoil it (docs/compute.md); ``""`` where it is."""
@@ -121,3 +125,15 @@ class ByteCount:
 
     fp32: int
     planned: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakBytes:
+    """Live bytes of activations, temporaries and gradients at the step's peak, as predicted."""
+
+    budget: int
+    high: int
+    """With everything kept, in high precision."""
+    planned: int
+    kept: tuple[str, ...] = ()
+    """Values without a site that are kept as they are (masks, statistics, what only fusion holds), by node."""

@@ -26,6 +26,21 @@ CASTS = frozenset(
 _COPIES = CASTS | {torch.ops.prims.convert_element_type.default}
 
 
+def mark(node: Node, policy: CheckpointPolicy) -> None:
+    """Set a policy of ours in place of the region's, and without a region: the partitioner's rules are for regions."""
+    node.meta.pop(REGION, None)
+    node.meta[POLICY] = policy
+
+
+def forget(graph: Graph) -> bool:
+    """Take away what the user's checkpointing decided; say whether there was any."""
+    marked = [node for node in graph.nodes if is_marked(node)]
+    for node in marked:
+        for key in REGION_META:
+            del node.meta[key]
+    return bool(marked)
+
+
 def is_marked(node: Node) -> bool:
     """Say whether the user's checkpointing decided about a forward node, either way."""
     return POLICY in node.meta and REGION in node.meta

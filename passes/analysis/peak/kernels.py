@@ -1,0 +1,97 @@
+"""What a node of a joint graph becomes in compiled code, as far as memory and time go."""
+
+from __future__ import annotations
+
+import operator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxprec.ir import symbolic
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import dim_hint, factors_of, has_tag, is_view, made_by, numel_hint, tensor_of, value
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+class Kind(Enum):
+    """How a node's result comes to lie in memory, if it does."""
+
+    FREE = "free"  # an input, a number: takes no memory of the step's own
+    VIEW = "view"  # shows another's memory
+    FUSED = "fused"  # pointwise: part of its reader's loop where that is one loop
+    REDUCED = "reduced"  # a loop whose result lies in memory, and which what is pointwise before it is part of
+    EXTERN = "extern"  # a library's kernel: what it reads and what it returns lies in memory
+    PIECE = "piece"  # one result of a kernel that has several
+
+
+_REDUCED = ops.existing(
+    aten,
+    "sum sum.dim_IntList mean mean.dim amax amin var.correction var_mean.correction std.correction any any.dim all"
+    " all.dim argmax argmin prod prod.dim_int max.dim min.dim cumsum logcumsumexp cat stack linalg_vector_norm",
+)
+_FUSED = (
+    ops.existing(
+        aten,
+        "full full_like scalar_tensor empty empty_like zeros_like ones_like arange iota where.self gather index.Tensor"
+        " embedding index_select constant_pad_nd clone contiguous _to_copy repeat flip roll select_scatter"
+        " slice_scatter expand slice_backward select_backward",
+    )
+    | ops.existing(prims, "convert_element_type iota")
+    | {symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, symbolic.RESCALE}
+)
+HEAVY = ops.existing(aten, "exp sigmoid")  # what Inductor does not repeat on a CPU
+_COPIES = ops.existing(aten, "clone contiguous")
+
+
+def kind_of(node: Node) -> Kind:
+    """Return what becomes of a node."""
+    if node.op != "call_function" or node.target in ops.MUTATIONS:
+        return Kind.FREE
+    if node.target is operator.getitem:
+        return Kind.VIEW if is_view(node) else Kind.PIECE
+    if value(node) is None and not isinstance(node.meta.get("val"), list | tuple):
+        return Kind.FREE
+    if node.target in ops.VIEWS and node.target not in _COPIES:
+        return Kind.VIEW
+    if node.target in _REDUCED:
+        return Kind.REDUCED
+    if node.target in _FUSED or has_tag(node, torch.Tag.pointwise):
+        return Kind.FUSED
+    return Kind.EXTERN
+
+
+def bytes_of(node: Node) -> int:
+    """Return what a node's result takes at the traced sizes; nothing where it is no tensor."""
+    val = value(node)
+    return 0 if val is None else numel_hint(val) * val.dtype.itemsize
+
+
+def can_repeat(node: Node) -> bool:
+    """Say whether computing a node a second time gives the same: no random numbers, no effect, no write."""
+    if node.op != "call_function" or node.is_impure() or node.target in ops.MUTATIONS:
+        return False
+    if has_tag(node, torch.Tag.nondeterministic_seeded) or has_tag(made_by(node), torch.Tag.nondeterministic_seeded):
+        return False
+    return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+
+
+def flops_of(node: Node) -> float:
+    """Return the floating-point operations of a GEMM, a convolution or an attention; 0 of anything else."""
+    if node.target in ops.ATTENTION | ops.ATTENTION_BACKWARD:
+        query, key = (tensor_of(n) for n in factors_of(node)[-3:-1])
+        gemms = 2 if node.target in ops.ATTENTION else 5
+        return 2.0 * gemms * numel_hint(query) * dim_hint(key.shape[-2])
+    if node.target in (aten.convolution.default, aten.convolution_backward.default):
+        weight = tensor_of(factors_of(node)[-1])
+        out = value(node) if node.target is aten.convolution.default else tensor_of(factors_of(node)[0])
+        assert out is not None
+        per_output = numel_hint(weight) // max(dim_hint(weight.shape[0]), 1)
+        return 2.0 * numel_hint(out) * per_output * (1 if node.target is aten.convolution.default else 2)
+    if node.target in ops.GEMMS | ops.GEMMS_BACKWARD:
+        first: Any = tensor_of(factors_of(node)[0])
+        val = value(node)
+        return 0.0 if val is None else 2.0 * numel_hint(val) * dim_hint(first.shape[-1])
+    return 0.0

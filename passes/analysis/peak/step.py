@@ -1,0 +1,173 @@
+"""A training step as a joint graph has it, and what it holds under one choice of what to save and what to repeat.
+
+Backward asks for values of forward. A value is there if it was saved, as it is or as a copy in some format; else it is
+computed again when backward first needs it, from what its operator reads, which is there on the same terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Quantize
+from fxprec.numerics.formats import Format
+from fxprec.passes.analysis.joint import JointGraph, numel_hint, tensor_of, value
+from fxprec.passes.analysis.peak.kernels import HEAVY, Kind, bytes_of, kind_of
+from fxprec.passes.analysis.peak.timeline import Item, Timeline
+from fxprec.passes.analysis.saved_bytes import bytes_per_element
+
+Saved = Mapping[Node, Format | None]
+"""What is saved for backward: None as it is, a format as a copy in it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The nodes of both halves, casts left out: who wants which value of forward in backward."""
+
+    joint: JointGraph
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        nodes = list(self.joint.graph.nodes)
+        put(self, "casts", {x: cast for q, cast in Quantize.among(nodes) if self._is_cast(q) for x in q.users})
+        casts = {*self.casts, *(q for q in nodes if q.target is QUANTIZE and self._is_cast(q))}
+        decoded, behind = set(self.casts), set[Node]()
+        halves: tuple[list[Node], list[Node]] = [], []
+        for node in nodes:
+            if node.op not in ("placeholder", "call_function") or node in casts:
+                continue
+            sources = node.all_input_nodes
+            if self.joint.is_tangent(node) or any(n in behind for n in sources):
+                behind.add(node)
+                halves[1].append(node)
+            elif self.joint.in_backward(node) or any(n in decoded for n in sources):
+                decoded.add(node)
+            else:
+                halves[0].append(node)
+        put(self, "decoded", decoded)
+        put(self, "behind", behind)
+        put(self, "forward", halves[0])
+        put(self, "backward", halves[1])
+        put(self, "returned", {n for n in self.joint.results if isinstance(n, Node)})
+
+    casts: Mapping[Node, Quantize] = field(init=False)
+    """What each decoded copy is a copy of."""
+    decoded: set[Node] = field(init=False)
+    """Decoded copies, and what only backward computes, without a gradient: it runs when a gradient asks for it."""
+    forward: list[Node] = field(init=False)
+    backward: list[Node] = field(init=False)
+    behind: set[Node] = field(init=False)
+    """Backward's nodes: what depends on an output's gradient."""
+    returned: set[Node] = field(init=False)
+
+    def wanted_by(self, node: Node) -> Iterator[Node]:
+        """Yield what a backward node reads of the forward half: values, and decoded copies."""
+        for source in node.all_input_nodes:
+            if source in self.decoded and source not in self.casts:
+                yield from self.wanted_by(source)
+            elif source not in self.behind:
+                yield source
+
+    def shown(self, node: Node) -> Node:
+        """Return the value that a node is, or is the decoded copy of."""
+        cast = self.casts.get(node)
+        return node if cast is None else cast.x
+
+    def is_there(self, node: Node) -> bool:
+        """Say whether backward has a value anyway: an input, or a number."""
+        return node.op == "placeholder" or (value(node) is None and not isinstance(node.meta.get("val"), list | tuple))
+
+    def _is_cast(self, q: Node) -> bool:
+        """Say whether a value of forward is stored to be decoded for backward, and nothing else reads its codes."""
+        return not self.joint.in_backward(q) and all(user.target is DEQUANTIZE for user in q.users)
+
+
+@dataclass
+class Held:
+    """What a step holds under one choice: an item for each node that runs, and for each that runs again."""
+
+    step: Step
+    saved: Saved
+    items: list[Item] = field(default_factory=list)
+    at: dict[Node, int] = field(default_factory=dict)  # node -> its item, in its own half
+    copies: dict[Node, int] = field(default_factory=dict)  # value -> its stored copy
+    again: dict[Node, int] = field(default_factory=dict)  # value -> where backward has it from
+    repeated: list[tuple[Node, Node]] = field(default_factory=list)  # (node, backward node before which it runs again)
+    anchors: list[Node] = field(default_factory=list)  # the node of its half before or at which each item runs
+
+    def __post_init__(self) -> None:
+        for node in self.step.forward:
+            self._run_forward(node)
+        border = len(self.items)
+        for node in self.step.backward:
+            sources = node.all_input_nodes
+            reads = [self.at[n] if n in self.step.behind else self._find(n, node) for n in sources]
+            self.at[node] = self._add(node, reads, node)
+        self.timeline = Timeline(self.items, border)
+
+    def _run_forward(self, node: Node) -> None:
+        reads = [self.at[self.step.shown(source)] for source in node.all_input_nodes]
+        is_stored = node in self.saved and self.saved[node] is None
+        self.at[node] = self._add(node, reads, node, is_stored=is_stored)
+        fmt = self.saved.get(node)
+        if fmt is not None:
+            size = numel_hint(tensor_of(node)) * bytes_per_element(fmt)
+            self.copies[node] = self._append(Item(Kind.FUSED, size, [self.at[node]], is_stored=True), node)
+
+    def _add(self, node: Node, reads: list[int], anchor: Node, *, is_stored: bool = False, again: bool = False) -> int:
+        kind = Kind.PIECE if self.step.joint.is_tangent(node) else kind_of(node)
+        is_returned = not again and node in self.step.returned
+        return self._append(Item(kind, bytes_of(node), reads, is_stored, is_returned, node.target in HEAVY), anchor)
+
+    def _append(self, item: Item, anchor: Node) -> int:
+        self.items.append(item)
+        self.anchors.append(anchor)
+        return len(self.items) - 1
+
+    def _find(self, wanted: Node, reader: Node) -> int:
+        """Return where backward has a value from; what has to run again for it runs now."""
+        stack = [wanted]
+        while stack:
+            node = stack[-1]
+            if node in self.again:
+                stack.pop()
+                continue
+            behind = [n for n in self._sources(node) if n not in self.again]
+            if behind:
+                stack += behind
+                continue
+            self.again[stack.pop()] = self._supply(node, reader)
+        return self.again[wanted]
+
+    def _sources(self, node: Node) -> Iterable[Node]:
+        """Return what must be there before backward can have a value."""
+        cast = self.step.casts.get(node)
+        if cast is not None:
+            return () if self.saved.get(cast.x) is not None else (cast.x,)
+        if self.step.is_there(node) or node in self.saved:
+            return ()
+        return node.all_input_nodes
+
+    def _supply(self, node: Node, reader: Node) -> int:
+        source = self.step.shown(node)
+        if source is not node and self.saved.get(source) is None:
+            is_same = tensor_of(node).dtype == tensor_of(source).dtype
+            return (
+                self.again[source]
+                if is_same
+                else self._append(Item(Kind.FUSED, bytes_of(node), [self.again[source]]), reader)
+            )
+        if self.step.is_there(source):
+            return self.at[source]
+        if source in self.saved:
+            if self.saved[source] is None:
+                return self.at[source]
+            return self._append(Item(Kind.FUSED, bytes_of(node), [self.copies[source]]), reader)
+        self.repeated.append((node, reader))
+        return self._add(node, [self.again[n] for n in node.all_input_nodes], reader, again=True)
+
+    @property
+    def peak(self) -> int:
+        return self.timeline.peak

@@ -1,0 +1,151 @@
+"""What a step holds, replayed, and the choice of what to keep: closed forms, torch's own counts, random rivals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from backend_helpers import eager_backend
+from torch import nn
+from torch.fx import Graph
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxprec.passes import fit_peak
+from fxprec.passes.analysis.peak.choice import Chooser, Fit
+from fxprec.passes.analysis.peak.kernels import Kind, flops_of
+from fxprec.passes.analysis.peak.timeline import Item, Timeline
+
+aten = torch.ops.aten
+
+
+def extern(size: int, *reads: int, **options: bool) -> Item:
+    return Item(Kind.EXTERN, size, reads, **options)
+
+
+def fused(size: int, *reads: int, **options: bool) -> Item:
+    return Item(Kind.FUSED, size, reads, **options)
+
+
+def test_a_saved_tensor_lives_to_its_last_reader_and_a_returned_one_to_the_end() -> None:
+    step = Timeline([extern(8), extern(4, 0, is_stored=True), extern(2, 1), extern(1, 2, is_returned=True)], border=2)
+    assert step.live == [8, 12, 4 + 2, 2 + 1]
+    step = Timeline([extern(8, is_stored=True), extern(4, is_returned=True), extern(1, 0)], border=2)
+    assert step.live == [8, 12, 13]
+
+
+def test_what_a_returned_view_shows_lives_to_the_end() -> None:
+    view = Item(Kind.VIEW, 8, (0,), is_returned=True)
+    assert Timeline([extern(8), view, extern(1, 0), extern(1, 2)], border=0).live == [8, 9, 10]
+
+
+def test_pointwise_results_lie_in_memory_for_libraries_only() -> None:
+    assert Timeline([extern(8), fused(8, 0), fused(8, 1), extern(1, 2)], border=4).live == [8, 16, 9]
+    # So does what a library reads a view of; then loops read it from there.
+    shown = [extern(8), fused(8, 0), Item(Kind.VIEW, 8, (1,)), extern(1, 2), Item(Kind.REDUCED, 1, (1,))]
+    assert Timeline(shown, border=5).live == [8, 16, 9, 9]
+
+
+def test_much_arithmetic_is_not_repeated() -> None:
+    def step(**options: bool) -> Timeline:
+        two = [Item(Kind.REDUCED, 1, (1,)), Item(Kind.REDUCED, 1, (1,))]
+        return Timeline([extern(8), fused(8, 0, **options), *two], border=4)
+
+    assert step().order == [0, 2, 3]
+    assert step(is_heavy=True).order == [0, 1, 2, 3]
+
+
+def test_kernels_run_in_the_order_that_lowering_gives_them() -> None:
+    """Four wide gradients are widened one by one, each after its own; in the order of the graph all would wait."""
+    items = [extern(1) for _ in range(4)] + [Item(Kind.REDUCED, 100, (i,)) for i in range(4)]
+    items += [Item(Kind.REDUCED, 1, (4 + i,), is_returned=True) for i in range(4)]
+    assert Timeline(items, border=0).peak < 120
+    assert Timeline(items, border=0).order != list(range(12))
+
+
+def _calls() -> list[Any]:
+    x, w, b = torch.randn(6, 5), torch.randn(5, 7), torch.randn(7)
+    image, kernel = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    window = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    q = torch.randn(2, 3, 10, 4)
+    return [
+        (aten.mm.default, (x, w)),
+        (aten.addmm.default, (b, x, w)),
+        (aten.bmm.default, (x.expand(3, 6, 5), w.expand(3, 5, 7))),
+        (aten.convolution.default, (image, kernel, None, *window)),
+        (
+            aten.convolution_backward.default,
+            (torch.randn(2, 4, 8, 8), image, kernel, None, *window, [True, True, False]),
+        ),
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, (q, q, q)),
+    ]
+
+
+@pytest.mark.parametrize("call", _calls(), ids=lambda call: str(call[0]))
+def test_operations_are_counted_as_torch_counts_them(call: Any) -> None:
+    target, args = call
+    graph = Graph()
+    nodes = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            arg, val = graph.placeholder(f"x{len(nodes)}"), arg
+            arg.meta["val"] = val
+        nodes.append(arg)
+    node = graph.call_function(target, tuple(nodes))
+    with FlopCounterMode(display=False) as counter:
+        node.meta["val"] = target(*args)
+        if node.target not in counter.flop_registry and target.overloadpacket not in counter.flop_registry:
+            (args[0] @ args[1].mT) @ args[2]  # attention on a CPU, which torch does not count
+    assert flops_of(node) == counter.get_total_flops()
+
+
+@pytest.fixture(scope="module")
+def chooser() -> Chooser:
+    """Of a small network in fp8."""
+    found: list[Chooser] = []
+    solved = fit_peak._solved
+
+    def watch(work: Any, needs: Any) -> Fit:
+        found.append(Chooser(needs, fit_peak.Rates.of(torch.device("cpu")), ("narrow", "recompute")))
+        return solved(work, needs)
+
+    torch.manual_seed(0)
+    block = [nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit_peak, "_solved", watch)
+        backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%")
+        torch.compile(nn.Sequential(*block, *block), backend=backend)(torch.randn(512, 64, requires_grad=True))
+    return found[0]
+
+
+def test_less_memory_never_takes_less_time(chooser: Chooser) -> None:
+    most = chooser.unlimited()
+    fits = [chooser.within(int(most.peak * share)) for share in (1.0, 0.9, 0.8, 0.7)]
+    seconds = [fit.seconds for fit in fits if fit is not None]
+    assert len(seconds) == 4
+    assert seconds == sorted(seconds)
+    assert [fit.peak <= most.peak * share for fit, share in zip(fits, (1.0, 0.9, 0.8, 0.7), strict=True) if fit] == [
+        True
+    ] * 4
+    assert chooser.within(1000) is None
+    assert chooser.least().peak < 0.7 * most.peak
+
+
+def test_no_choice_made_under_other_costs_is_better(chooser: Chooser) -> None:
+    budget = int(chooser.unlimited().peak * 0.7)
+    found, own = chooser.within(budget), chooser.cost
+    assert found is not None
+    random = np.random.default_rng(1)
+    rivals = []
+    for _ in range(10):
+        chooser.cost = own * random.lognormal(0, 2, len(own))
+        try:
+            rival = chooser.within(budget)
+        finally:
+            chooser.cost = own
+        if rival is not None:
+            rivals.append(chooser._replayed(rival.ways))
+    assert len({rival.seconds for rival in rivals}) > 5, "else the test shows little"
+    assert all(rival.peak <= budget for rival in rivals)
+    assert found.seconds <= 1.02 * min(rival.seconds for rival in rivals)

@@ -1,0 +1,230 @@
+"""``peak_budget``: what is kept, narrowed and computed again fits, and gradients are as without it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backend_helpers import eager_backend
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import fxprec
+from benchmarks.peak import peak_bytes
+from fxprec import Plan
+from fxprec.demo.models import CharTransformer
+
+TOKENS = torch.randint(0, 32, (4, 64), generator=torch.Generator().manual_seed(3))
+
+
+class Convolutions(nn.Module):
+    """Batch norm writes statistics, dropout draws a mask: neither may happen twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.norm, self.drop, self.head = nn.BatchNorm2d(16), nn.Dropout(0.5), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(F.relu(self.norm(self.first(x))))
+        x = F.relu(self.second(x)) + x
+        return self.head(x.mean((2, 3)))
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    return CharTransformer(vocab=32, context=64, layers=2, heads=2, width=64)
+
+
+def gradients(model: nn.Module, run: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(7)  # for dropout
+    model.zero_grad()
+    run(x).float().square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
+
+
+def trained(model: nn.Module, x: Tensor, **options: Any) -> tuple[Plan, Tensor]:
+    torch._dynamo.reset()
+    backend = eager_backend("native", **{"recipe": "fp8", "low_ratio": None, **options})
+    found = gradients(model, torch.compile(model, backend=backend), x)
+    return backend.plans[0], found
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(a @ b / a.norm() / b.norm())
+
+
+@pytest.mark.parametrize(
+    ("options", "low"),
+    [
+        ({"peak_budget": "75%"}, True),
+        ({"peak_budget": "65%"}, True),
+        ({"peak_budget": "70%", "ways": ("recompute",)}, False),
+        ({"peak_budget": "80%", "ways": ("narrow",)}, True),
+        ({"peak_budget": "70%", "recipe": "bf16"}, False),
+    ],
+    ids=["three quarters", "two thirds", "recompute", "narrow", "bf16"],
+)
+def test_a_step_within_its_budget_has_the_gradients_of_one_without(options: dict[str, Any], low: bool) -> None:
+    model = transformer()
+    plan, found = trained(model, TOKENS, **options)
+    assert plan.peak_bytes is not None
+    share = int(options["peak_budget"].rstrip("%")) / 100
+    assert plan.peak_bytes.budget == int(share * plan.peak_bytes.high)
+    assert plan.peak_bytes.planned <= plan.peak_bytes.budget
+    ways = {site.way for site in plan.sites}
+    assert ("narrow" in ways) == low
+    assert ("recompute" in ways) == ("recompute" in options.get("ways", ("recompute",)))
+    assert all((site.format == "e4m3fn") == (site.way == "narrow") for site in plan.sites if site.way)
+    assert cosine(found, gradients(model, model, TOKENS)) > (0.9995 if low else 0.99995)
+
+
+def test_what_is_saved_is_what_was_chosen() -> None:
+    """The partitioner adds nothing: where it did, the peak would be another than the planned one."""
+    model = transformer()
+    saved = {share: trained(model, TOKENS, peak_budget=share)[0].saved_bytes for share in ("100%", "80%", "65%")}
+    planned = [saved[share].planned for share in saved]  # type: ignore[union-attr]
+    assert planned[0] > 1.3 * planned[1] > 1.3 * planned[2]
+
+
+def test_statistics_are_written_once_and_a_mask_is_drawn_once() -> None:
+    torch.manual_seed(0)
+    model, x = Convolutions(), torch.randn(8, 3, 16, 16)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    plain, wanted = trained(model, x, recipe="bf16")
+    statistics = model.norm.running_var.clone()
+    model.load_state_dict(state)
+    plan, found = trained(model, x, recipe="bf16", peak_budget="70%")
+    assert plan.peak_bytes is not None
+    assert plan.saved_bytes.planned < plain.saved_bytes.planned  # type: ignore[union-attr]
+    torch.testing.assert_close(model.norm.running_var, statistics)
+    assert model.norm.num_batches_tracked == 1
+    assert cosine(found, wanted) > 0.9999, "another mask in backward halves it"
+
+
+def test_a_plan_brings_its_ways(tmp_path: Any) -> None:
+    model, path = transformer(), tmp_path / "plan.json"
+    plan, found = trained(model, TOKENS, peak_budget="65%")
+    plan.save(path)
+    again, same = trained(model, TOKENS, plan=path)
+    assert [site.way for site in again.sites] == [site.way for site in plan.sites]
+    assert again.peak_bytes == plan.peak_bytes
+    assert again.saved_bytes == plan.saved_bytes
+    assert torch.equal(found, same)
+
+
+def test_a_promotion_keeps_the_value_high_and_goes_on() -> None:
+    model = transformer()
+    plan, _ = trained(model, TOKENS, peak_budget="65%")
+    site = next(s for s in plan.sites if s.way == "narrow")
+    torch._dynamo.reset()
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="65%")
+    compiled = torch.compile(model, backend=backend)
+    gradients(model, compiled, TOKENS)
+    (graph,) = backend._graphs
+    controller = graph.controller
+    controller.plan = controller.plan.promote([site.id], step=controller.step)
+    found = gradients(model, compiled, TOKENS)
+    assert backend.plans[0].sites[site.id].format == "bf16"
+    assert len(backend.compile_reports[0].seconds) == 2
+    assert cosine(found, gradients(model, model, TOKENS)) > 0.9995
+
+
+def test_the_models_own_checkpointing_gives_way() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, x = Checkpointed(), torch.randn(64, 32)
+    plan, found = trained(model, x, peak_budget="100%")
+    assert "peak budget: takes the place of the model's own checkpointing" in plan.notes
+    assert cosine(found, gradients(model, model, x)) > 0.999
+
+
+def test_a_budget_out_of_reach_names_the_least_and_what_holds_it() -> None:
+    words = (
+        r"^peak_budget is 10.00 KiB \(10240 bytes\), and the least peak found holds \d.* bytes\), .*KiB.* among them; "
+        r"raise it to .* or take a smaller batch$"
+    )
+    with pytest.raises(fxprec.BudgetError, match=words):
+        trained(transformer(), TOKENS, peak_budget="10KiB")
+    with pytest.raises(fxprec.BudgetError, match=r"add 'narrow' to ways$"):
+        trained(transformer(), TOKENS, peak_budget="10KiB", ways="recompute")
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(F.gelu(x)).tanh()
+
+
+def test_graphs_that_share_a_step_are_told() -> None:
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%")
+    with pytest.warns(fxprec.FxprecWarning, match="peak_budget holds for each of 2 training graphs by itself"):
+        gradients(model := Broken(), torch.compile(model, backend=backend), torch.randn(4, 8))
+
+
+def test_the_sizes_it_was_chosen_for_are_in_the_notes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%")
+    x = torch.randn(16, 8)
+    torch._dynamo.mark_dynamic(x, 0)
+    gradients(model, torch.compile(model, backend=backend), x)
+    assert any(re.search(r"traced sizes, s\d+ = 16$", note) for note in backend.plans[0].notes), backend.plans[0].notes
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"peak_budget": 0}, "peak_budget is 0, not positive"),
+        ({"peak_budget": -1}, "peak_budget is -1, not positive"),
+        ({"peak_budget": float("nan")}, "peak_budget is nan; give it"),
+        ({"peak_budget": "12 gibi"}, "peak_budget is '12 gibi', which is no size"),
+        ({"peak_budget": "0%"}, "peak_budget is '0%'; give it a share above 0% and up to 100%"),
+        ({"peak_budget": "120%"}, "peak_budget is '120%'; give it a share above 0% and up to 100%"),
+        ({"peak_budget": "x%"}, "peak_budget is 'x%'; give it a share above 0% and up to 100%"),
+        ({"ways": ()}, r"ways is \(\); give it a tuple of 'narrow' and 'recompute', or of one of them"),
+        ({"ways": ("shrink",)}, "unknown ways 'shrink'"),
+        ({"peak_budget": 9, "activation_budget": 9}, "peak_budget and activation_budget are both given, and"),
+        ({"peak_budget": 9, "plan": "p.json"}, "peak_budget and plan are both given, and plan says of each value"),
+        ({"peak_budget": 9, "storage": "simulate"}, "peak_budget bounds what a step holds where .*leave storage out"),
+        ({"peak_budget": 9, "compute": "stored"}, "peak_budget bounds what a step holds where .*leave compute out"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_bad_budgets_are_refused_in_words(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(fxprec.ConfigError, match=words):
+        fxprec.Config(**options)
+
+
+@pytest.mark.inductor
+def test_the_allocator_sees_no_more_than_the_budget() -> None:
+    torch.manual_seed(0)
+    model, tokens = CharTransformer(vocab=32, context=256, layers=2, heads=2, width=64), torch.randint(0, 32, (8, 256))
+    backend = fxprec.Backend(fxprec.Config(recipe="fp8", peak_budget="50%"))
+    compiled = torch.compile(model, backend=backend)
+    reference = gradients(model, model, tokens)
+    assert cosine(gradients(model, compiled, tokens), reference) > 0.9995
+    model.zero_grad(set_to_none=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        compiled(tokens).float().square().mean().backward()
+    plan = backend.plans[0].peak_bytes
+    assert plan is not None
+    assert plan.planned <= plan.budget
+    outside = 2 * 4 * tokens.numel() * 32  # the square of the result, and its gradient
+    assert 0.95 * plan.planned < peak_bytes(profiled) < 1.02 * plan.planned + outside
