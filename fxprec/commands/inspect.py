@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fxprec.errors import ConfigError, PlanError
+
+if TYPE_CHECKING:
+    from fxprec.plan import Plan
 
 
 def dump(
@@ -41,6 +44,7 @@ def dump(
     if policy == "exact":
         raise ConfigError("policy 'exact' measures a training step, and fxprec dump runs none; choose 'size'")
     from fxprec.driver.backend import Backend
+    from fxprec.plan import Plan
     from fxprec.report.folder import DumpFolder
     from fxprec.report.target import find_factory, plan_under_fakes
 
@@ -51,6 +55,19 @@ def dump(
     plan_under_fakes(factory, Backend(config, dump=folder), target, folder)
     for graph in sorted(folder.root.glob("graph-*")):
         print(graph)
+        if peak_budget:
+            print(_peak_line(Plan.load(graph / "plan.json")))
+
+
+def _peak_line(plan: Plan) -> str:
+    """Return what a step holds, in words; of a graph without a backward half nothing is planned."""
+    from fxprec.passes.analysis.saved_bytes import readable
+
+    peak = plan.peak_bytes
+    if peak is None:
+        return "  no backward half, so nothing waits for it"
+    planned, high, budget = (readable(size) for size in (peak.planned, peak.high, peak.budget))
+    return f"  holds {planned} at its peak, within {budget}; {high} with everything kept high"
 
 
 def _empty(out: Path) -> None:

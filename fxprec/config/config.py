@@ -75,9 +75,9 @@ class Config:
     """Upper bound on what a step holds at its peak: activations, temporaries and gradients; parameters and inputs are
     there anyway. Bytes as int, ``"12GiB"``, or ``"60%"`` of the step with everything kept in high precision."""
 
-    ways: tuple[str, ...] = ("narrow", "recompute")
+    ways: tuple[str, ...] | None = None
     """How a peak budget may be met: ``"narrow"`` keeps values in the low format, ``"recompute"`` computes them again in
-    backward. See docs/memory.md."""
+    backward. None: both. See docs/memory.md."""
 
     plan: str | os.PathLike[str] | None = None
     """A plan file to follow instead of solving; excludes ``low_ratio`` and ``activation_budget``."""
@@ -139,7 +139,7 @@ class Config:
         put(self, "low_ratio", checks.ratio("low_ratio", self.low_ratio))
         put(self, "activation_budget", checks.byte_size("activation_budget", self.activation_budget))
         put(self, "peak_budget", checks.byte_size_or_share("peak_budget", self.peak_budget))
-        put(self, "ways", checks.some_of("ways", self.ways, WAYS))
+        put(self, "ways", None if self.ways is None else checks.some_of("ways", self.ways, WAYS))
         put(self, "keep_high", _patterns(self.keep_high))
         put(self, "promote_above", checks.ratio("promote_above", self.promote_above, above_zero=True))
         put(self, "plan", checks.path("plan", self.plan, "a plan file"))
@@ -184,7 +184,8 @@ class Config:
         if isinstance(self.accumulator, Accumulator):
             formats = {name: getattr(self.accumulator, name).name for name in ("format", "products")}
             values["accumulator"] = asdict(self.accumulator) | formats
-        values["ways"] = list(self.ways)
+        if self.ways is not None:
+            values["ways"] = list(self.ways)
         if self.keep_high != "ends":
             values["keep_high"] = list(self.keep_high)
         return values | {"recipe": find_recipe(self.recipe).to_dict()}
@@ -210,7 +211,7 @@ ALLOWED: Mapping[str, str] = {
     "low_ratio": "a number from 0 to 1 or None",
     "activation_budget": "bytes as a positive int, or text such as '12GiB', or None",
     "peak_budget": "bytes as a positive int, text such as '12GiB' or '60%', or None",
-    "ways": "'narrow', 'recompute' or both, as a tuple",
+    "ways": "'narrow', 'recompute' or both, as a tuple, or None",
     "plan": "the path of a plan file or None",
     "keep_high": "a tuple of module-name patterns, or 'ends'",
     "promote_above": "a number above 0 and up to 1, or None",

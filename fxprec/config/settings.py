@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Self
 
 from fxprec.config.accumulator import Accumulator, find_accumulator
-from fxprec.config.config import DEFAULT_LOW_RATIO, Compute, Config, Storage, without_dtype
+from fxprec.config.config import DEFAULT_LOW_RATIO, WAYS, Compute, Config, Storage, without_dtype
 from fxprec.config.grad_scaling import NAMED, Scaling
 from fxprec.config.recipes import Recipe, find_recipe
 from fxprec.numerics.formats import Format
@@ -38,6 +38,8 @@ class Settings:
     activation_budget: int | None
     """Bytes."""
     peak_budget: PeakBudget | None
+    ways: tuple[str, ...]
+    """How a peak budget may be met."""
     grad_scaling: Scaling | None
     accumulator: Accumulator | None
 
@@ -57,6 +59,7 @@ class Settings:
             low_ratio=_low_ratio(asked, recipe, compute),
             activation_budget=budget,
             peak_budget=None if asked.peak_budget is None else PeakBudget(asked.peak_budget),
+            ways=asked.ways or WAYS,
             grad_scaling=scaling if isinstance(scaling, Scaling) else NAMED[scaling],
             accumulator=accumulator,
         )

@@ -12,7 +12,7 @@ from fxprec.config.recipes import FORMAT_ROLES, Recipe
 from fxprec.errors import FxprecError, PlanError, did_you_mean
 from fxprec.numerics.blocks import AnyFormat, find_blocks
 from fxprec.numerics.formats import parse
-from fxprec.plan.rows import ByteCount, Gemm, Group, KindCounts, PeakBytes, Site
+from fxprec.plan.rows import LIVE, ByteCount, Gemm, Group, KindCounts, PeakBytes, Site
 
 T = TypeVar("T")
 MAX_TEXT = 100_000
@@ -153,6 +153,15 @@ def _record(cls: type[T], readers: Mapping[str, Reader], former: frozenset[str] 
     return read
 
 
+def _moments(entry: Entry) -> tuple[tuple[int, ...], ...]:
+    """Read rows of as many counts as there are kinds of bytes."""
+    rows = tuple(tuple(_count(item) for item in row.items()) for row in entry.items())
+    for i, row in enumerate(rows):
+        if len(row) != len(LIVE):
+            raise entry.fail(f"has {len(row)} numbers in entry {i}", f"give {len(LIVE)}: {', '.join(LIVE)}")
+    return rows
+
+
 RECIPE = _record(
     Recipe, {"name": _text} | dict.fromkeys(FORMAT_ROLES, _format) | {"pure": _flag, "saved": _or_null(_block_format)}
 )
@@ -238,7 +247,9 @@ _PLAN: Mapping[str, Reader] = {
     "gap": _or_null(_finite),
     "total_elements": _count,
     "saved_bytes": _or_null(_record(ByteCount, {"fp32": _count, "planned": _count})),
-    "peak_bytes": _or_null(_record(PeakBytes, {"budget": _count, "high": _count, "planned": _count, "kept": _texts})),
+    "peak_bytes": _or_null(
+        _record(PeakBytes, {"budget": _count, "high": _count, "planned": _count, "live": _moments, "kept": _texts})
+    ),
     "notes": _texts,
     "gemms": partial(_rows, GEMM),
     "groups": partial(_rows, GROUP),

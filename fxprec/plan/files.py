@@ -50,7 +50,11 @@ def to_dict(plan: Any) -> dict[str, Any]:
 
 
 def _row(row: Any) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(row).items()}
+    return {key: _list(value) if isinstance(value, tuple) else value for key, value in asdict(row).items()}
+
+
+def _list(values: tuple[Any, ...]) -> list[Any]:
+    return [list(value) if isinstance(value, tuple) else value for value in values]
 
 
 def _site(row: Any, *, simulated: bool) -> dict[str, Any]:

@@ -127,6 +127,9 @@ class ByteCount:
     planned: int
 
 
+LIVE = ("kept", "kept in 8 bits", "computed again", "gradients returned", "all else")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeakBytes:
     """Live bytes of activations, temporaries and gradients at the step's peak, as predicted."""
@@ -135,5 +138,7 @@ class PeakBytes:
     high: int
     """With everything kept, in high precision."""
     planned: int
+    live: tuple[tuple[int, ...], ...] = ()
+    """At up to 100 moments of the step, of each stretch the one that holds most: bytes by `LIVE`."""
     kept: tuple[str, ...] = ()
     """Values without a site that are kept as they are (masks, statistics, what only fusion holds), by node."""

@@ -42,7 +42,9 @@ def reasons(plan: Plan, site: Site) -> list[str]:
 def _of_group(plan: Plan, site: Site) -> str:
     group = plan.groups[site.group]
     asked = (
-        f"activation_budget {plan.activation_budget}"
+        f"peak_budget {plan.peak_bytes.budget}"
+        if plan.peak_bytes is not None
+        else f"activation_budget {plan.activation_budget}"
         if plan.activation_budget is not None
         else f"low_ratio {plan.requested_low_ratio}"
     )

@@ -10,6 +10,7 @@ from typing import Any
 from fxprec.numerics.blocks import find
 from fxprec.numerics.formats import parse
 from fxprec.plan import Gemm, Plan, Site
+from fxprec.plan.rows import LIVE
 from fxprec.report.curve import Point, by_group, by_ratio
 from fxprec.report.drawing import Drawing, DrawnNode
 from fxprec.report.explain import reasons
@@ -49,6 +50,7 @@ def page_data(plan: Plan, title: str, drawing: Drawing | None, history: Sequence
         "notes": list(plan.notes),
         "bits": {name: find(name).bits for name in sorted({s.stored_as for s in plan.sites})},
         "saved": _saved(plan),
+        "peak": _peak(plan),
         "groups": [
             [g.id, int(g.low), g.order, g.elements, g.saved_elements, g.saved_bytes, texts(_operators(g.operators))]
             for g in plan.groups
@@ -66,6 +68,15 @@ def page_data(plan: Plan, title: str, drawing: Drawing | None, history: Sequence
 
 def _operators(names: Sequence[str]) -> str:
     return ", ".join(names)
+
+
+def _peak(plan: Plan) -> dict[str, Any] | None:
+    """Return the live bytes over a step, where a budget was put on their peak."""
+    peak = plan.peak_bytes
+    if peak is None:
+        return None
+    rows = [list(row) for row in peak.live]
+    return {"budget": peak.budget, "high": peak.high, "planned": peak.planned, "kinds": list(LIVE), "live": rows}
 
 
 def _saved(plan: Plan) -> dict[str, int] | None:

@@ -21,9 +21,9 @@ def nothing():
 
 @pytest.fixture
 def target(tmp_path, monkeypatch):
-    (tmp_path / "model.py").write_text(MODEL, encoding="utf-8")
+    (tmp_path / "patient.py").write_text(MODEL, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    return "model.py:make"
+    return "patient.py:make"
 
 
 def run(*args: str) -> int:
@@ -61,12 +61,12 @@ def test_saved_states_say_which_module_became_fragile_when(target, tmp_path, cap
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["model.py:nothing"], "returned Linear; let it return (model, batch) or (model, batch, loss)"),
-        (["model.py:mak"], "has no callable 'mak'; did you mean 'make'"),
-        (["model.py:make", "--recipe", "fp9"], "unknown recipe 'fp9'"),
-        (["model.py:make", "--checkpoint", "none-*.pt"], "matches no file; give a pattern such as 'run/step-*.pt'"),
-        (["model.py:make", "--checkpoint", "model.py"], "cannot be read as a checkpoint"),
-        (["model.py:make", "--checkpoint", "other.pt"], "is no state of Sequential: Missing key(s)"),
+        (["patient.py:nothing"], "returned Linear; let it return (model, batch) or (model, batch, loss)"),
+        (["patient.py:mak"], "has no callable 'mak'; did you mean 'make'"),
+        (["patient.py:make", "--recipe", "fp9"], "unknown recipe 'fp9'"),
+        (["patient.py:make", "--checkpoint", "none-*.pt"], "matches no file; give a pattern such as 'run/step-*.pt'"),
+        (["patient.py:make", "--checkpoint", "patient.py"], "cannot be read as a checkpoint"),
+        (["patient.py:make", "--checkpoint", "other.pt"], "is no state of Sequential: Missing key(s)"),
     ],
 )
 def test_bad_input_is_one_line_that_teaches(target, args, words, tmp_path, capsys):

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fxprec.passes import fit_peak
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
 from fxprec.passes.analysis.peak.kernels import Kind, flops_of
+from fxprec.passes.analysis.peak.problem import Problem
 from fxprec.passes.analysis.peak.timeline import Item, Timeline
 
 aten = torch.ops.aten
@@ -107,7 +108,8 @@ def chooser() -> Chooser:
     solved = fit_peak._solved
 
     def watch(work: Any, needs: Any) -> Fit:
-        found.append(Chooser(needs, fit_peak.Rates.of(torch.device("cpu")), ("narrow", "recompute")))
+        problem = Problem(needs, fit_peak.Rates.of(torch.device("cpu")), ("narrow", "recompute"))
+        found.append(Chooser(problem))
         return solved(work, needs)
 
     torch.manual_seed(0)
@@ -134,18 +136,18 @@ def test_less_memory_never_takes_less_time(chooser: Chooser) -> None:
 
 def test_no_choice_made_under_other_costs_is_better(chooser: Chooser) -> None:
     budget = int(chooser.unlimited().peak * 0.7)
-    found, own = chooser.within(budget), chooser.cost
+    found, own = chooser.within(budget), chooser.problem.cost
     assert found is not None
     random = np.random.default_rng(1)
     rivals = []
     for _ in range(10):
-        chooser.cost = own * random.lognormal(0, 2, len(own))
+        chooser.problem.cost = own * random.lognormal(0, 2, len(own))
         try:
             rival = chooser.within(budget)
         finally:
-            chooser.cost = own
+            chooser.problem.cost = own
         if rival is not None:
-            rivals.append(chooser._replayed(rival.ways))
+            rivals.append(chooser.replayed(rival.ways))
     assert len({rival.seconds for rival in rivals}) > 5, "else the test shows little"
     assert all(rival.peak <= budget for rival in rivals)
     assert found.seconds <= 1.02 * min(rival.seconds for rival in rivals)

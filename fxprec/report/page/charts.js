@@ -37,6 +37,26 @@ function chart(series, { caption, x = plain, y = plain, now = null, dots = null,
   return el("figure", {}, picture, el("figcaption", {}, caption, names.length ? ": " : "", ...names));
 }
 
+// rows: for each moment its parts, stacked in the order of names; level: a line across, with its name
+function areas(rows, names, classes, { caption, level, levelName }) {
+  const W = 860, H = 240, L = 62, R = 10, top = 10, bottom = 24;
+  const sums = rows.map(row => row.reduce((a, b) => a + b, 0)), y1 = Math.max(level, ...sums, 1);
+  const X = i => L + (W - L - R) * i / Math.max(rows.length - 1, 1), Y = v => H - bottom - (H - top - bottom) * v / y1;
+  const picture = svg("svg", { class: "chart", viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": caption });
+  const unit = 1024 ** Math.floor(Math.log(y1) / Math.log(1024));
+  for (const t of ticks(0, y1 / unit, 4).map(t => t * unit)) picture.append(svg("line", { class: "axis", x1: L, x2: W - R, y1: Y(t), y2: Y(t) }), svg("text", { x: L - 6, y: Y(t) + 4, "text-anchor": "end" }, bytes(t)));
+  let below = rows.map(() => 0);
+  names.forEach((name, k) => {
+    const above = rows.map((row, i) => below[i] + row[k]);
+    const edge = above.map((v, i) => `${X(i).toFixed(1)},${Y(v).toFixed(1)}`), back = below.map((v, i) => `${X(i).toFixed(1)},${Y(v).toFixed(1)}`).reverse();
+    picture.append(svg("path", { class: `area ${classes[k]}`, d: `M${edge.join("L")}L${back.join("L")}Z` }, svg("title", {}, name)));
+    below = above;
+  });
+  picture.append(svg("line", { class: "now", x1: L, x2: W - R, y1: Y(level), y2: Y(level) }), svg("text", { x: W - R, y: Y(level) - 4, "text-anchor": "end" }, levelName));
+  const legend = names.flatMap((name, k) => [el("span", { class: `swatch ${classes[k]}` }), name]);
+  return el("figure", {}, picture, el("figcaption", {}, caption, ": ", ...legend));
+}
+
 function spark(values, cls) {
   const known = values.filter(v => v !== null), high = known.reduce((a, b) => Math.max(a, b), 1e-9);
   const step = 100 / Math.max(values.length - 1, 1);

@@ -2,7 +2,7 @@
 const saved = raw.saved, MANY_GROUPS = 12;
 
 function header() {
-  const asked = raw.budget !== null ? `budget ${bytes(raw.budget)}` : `ratio ${raw.asked} asked`;
+  const asked = raw.peak ? `peak budget ${bytes(raw.peak.budget)}` : raw.budget !== null ? `budget ${bytes(raw.budget)}` : `ratio ${raw.asked} asked`;
   $("head").textContent = `recipe ${raw.recipe.name}, ${raw.storage} storage, ${raw.storage === "simulate" ? "" : `compute ${raw.compute}, `}policy ${raw.policy}${raw.grouping === "execution" ? "" : " by data flow"}; ${asked}, ${raw.reached.toFixed(4)} of ${short(raw.elements)} elements low`;
   const used = Object.entries(raw.bits).map(([name, bits]) => [width(bits), name]);
   const kinds = [["b8", "up to 8 bits"], ["b16", "up to 16"], ["b32", "more"]].filter(([cls]) => used.some(([c]) => c === cls));
@@ -25,6 +25,8 @@ function memory() {
   if (!saved) { $("bars").append(el("p", { class: "hint" }, "Nothing: this graph has no backward half.")); return; }
   const row = (name, size, cls) => bar(el("span", {}, name), size, saved.fp32, [[size, cls]], `${bytes(size)}, ${(size / Math.max(saved.fp32, 1)).toFixed(2)}x`);
   $("bars").append(row("float32", saved.fp32, "b32"), row("bf16", saved.bf16, "b16"), row("planned", saved.planned, "b8"));
+  if (raw.peak) $("peak").append(el("h3", {}, "Live bytes over the step, as predicted"), areas(raw.peak.live, raw.peak.kinds, ["b16", "b8", "again", "b32", "b0"], {
+    caption: `forward, then backward; at most ${bytes(raw.peak.planned)}, and ${bytes(raw.peak.high)} with everything kept high`, level: raw.peak.budget, levelName: `budget ${bytes(raw.peak.budget)}` }));
   if (groups.some(g => g.savedElements === null)) return;
   const largest = groups.toSorted((a, b) => b.savedElements - a.savedElements || a.id - b.id), most = 4 * (largest[0]?.savedElements ?? 0);
   const rows = largest.map(g => () => bar(goTo(g, `group ${g.id}`), g.savedBytes, most, [[4 * g.savedElements, "b32"], [2 * g.savedElements, "b16"], [g.savedBytes, "b8", true]],

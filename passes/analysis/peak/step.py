@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from torch.fx import Node
 
@@ -17,7 +18,9 @@ from fxprec.passes.analysis.joint import JointGraph, numel_hint, tensor_of, valu
 from fxprec.passes.analysis.peak.kernels import HEAVY, Kind, bytes_of, kind_of
 from fxprec.passes.analysis.peak.timeline import Item, Timeline
 from fxprec.passes.analysis.saved_bytes import bytes_per_element
+from fxprec.plan.rows import LIVE
 
+_MOMENTS = 100
 Saved = Mapping[Node, Format | None]
 """What is saved for backward: None as it is, a format as a copy in it."""
 
@@ -100,12 +103,12 @@ class Held:
     def __post_init__(self) -> None:
         for node in self.step.forward:
             self._run_forward(node)
-        border = len(self.items)
+        self.border = len(self.items)
         for node in self.step.backward:
             sources = node.all_input_nodes
             reads = [self.at[n] if n in self.step.behind else self._find(n, node) for n in sources]
             self.at[node] = self._add(node, reads, node)
-        self.timeline = Timeline(self.items, border)
+        self.timeline = Timeline(self.items, self.border)
 
     def _run_forward(self, node: Node) -> None:
         reads = [self.at[self.step.shown(source)] for source in node.all_input_nodes]
@@ -167,6 +170,38 @@ class Held:
             return self._append(Item(Kind.FUSED, bytes_of(node), [self.copies[source]]), reader)
         self.repeated.append((node, reader))
         return self._add(node, [self.again[n] for n in node.all_input_nodes], reader, again=True)
+
+    def lives(self, node: Node, time: int, *, again: bool) -> bool:
+        """Say whether a value lies in memory at a time: what is kept of it, or what backward computes ``again``."""
+        item = self.again.get(node) if again else self.copies.get(node, self.at[node])
+        born = None if item is None else self.timeline.born.get(item)
+        return item is not None and born is not None and born <= time <= self.timeline.dies[item]
+
+    def live_by_kind(self) -> tuple[tuple[int, ...], ...]:
+        """Return the bytes at up to 100 moments as `PeakBytes.live` has them."""
+        timeline = self.timeline
+        change = [[0] * len(LIVE) for _ in range(len(timeline.order) + 1)]
+        kinds = self._kinds()
+        for item, born in timeline.born.items():
+            change[born][kinds[item]] += self.items[item].bytes
+            change[timeline.dies[item] + 1][kinds[item]] -= self.items[item].bytes
+        rows = list(accumulate(change[:-1], lambda row, delta: [a + b for a, b in zip(row, delta, strict=True)]))
+        stretch = -(-len(rows) // _MOMENTS)
+        return tuple(tuple(max(rows[i : i + stretch], key=sum)) for i in range(0, len(rows), stretch or 1))
+
+    def _kinds(self) -> list[int]:
+        """Return which of `LIVE` each item is."""
+        kept, narrow, again, returned, others = range(len(LIVE))
+        found = [others] * len(self.items)
+        for item in range(self.border, len(self.items)):
+            found[item] = returned if self.timeline.is_returned(item) else others
+        for item in self.again.values():
+            if item >= self.border:
+                found[item] = again
+        for node, fmt in self.saved.items():
+            item = self.copies.get(node, self.at[node])
+            found[item] = narrow if fmt is not None and bytes_per_element(fmt) == 1 else kept
+        return found
 
     @property
     def peak(self) -> int:

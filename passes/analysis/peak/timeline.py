@@ -150,6 +150,10 @@ class Timeline:
             live += delta
             self.live.append(live)
 
+    def is_returned(self, position: int) -> bool:
+        """Say whether an item lives to the end: it is returned, or a view of it is."""
+        return self._returned[position]
+
     @property
     def peak(self) -> int:
         return max(self.live, default=0)

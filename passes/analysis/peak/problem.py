@@ -1,0 +1,146 @@
+"""The ways that each value may go, and what they ask of each other, as a mixed-integer problem.
+
+Each value of forward that backward needs is there in one of four ways: kept, kept as a low copy, computed again from
+what is itself exact, or from what may be rounded. Computing it again asks for its operands. That is a minimum cut but
+for bounds on what lives at each moment, so the relaxed problem is nearly whole: HiGHS solves that, and then searches
+the few fractions that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+from torch.fx import Node
+
+from fxprec.passes.analysis.peak.costs import Rates
+from fxprec.passes.analysis.peak.kernels import Kind, can_repeat, kind_of
+from fxprec.passes.analysis.peak.needs import Needs
+
+KEEP, NARROW, AGAIN, ROUNDED = range(4)
+"""Kept; kept as a low copy; computed again exactly; computed again from values that may be rounded."""
+
+_EXACT, _ROUGH = (KEEP, AGAIN), (KEEP, NARROW, AGAIN, ROUNDED)
+# Repeated where nothing may be computed again, too: Inductor does so by itself.
+_CHEAP = (Kind.FUSED, Kind.VIEW, Kind.FREE, Kind.PIECE)
+# The search ends by its size, so that every process finds the same.
+_SEARCHED = 30
+_SECONDS = 60.0
+_WHOLE = 1e-6
+_LITTLE = 1e-9  # seconds: of equals, the choice that does less
+
+Row = tuple[Mapping[int, float], float, float]
+"""Coefficients by column, and the least and the most that their sum may be."""
+Ways = Mapping[Node, int]
+_Vector = npt.NDArray[np.float64]
+
+
+@dataclass
+class Problem:
+    """A column for each way of each value, and the rows that every choice obeys."""
+
+    needs: Needs
+    rates: Rates
+    allowed: Collection[str]
+
+    def __post_init__(self) -> None:
+        self.nodes = self._closure()
+        keys = [(node, way) for node in self.nodes for way in self._ways(node)]
+        self.columns = {key: column for column, key in enumerate(keys)}
+        self.cost = np.array([self.seconds(node, way) for node, way in keys])
+        self._rows = list(self._required())
+
+    def _closure(self) -> list[Node]:
+        """Return the values that may be asked for in backward, in order."""
+        found, stack = set[Node](), [*self.needs.exactly, *self.needs.roughly]
+        while stack:
+            node = stack.pop()
+            if not self.needs.step.is_there(node) and node not in found:
+                found.add(node)
+                stack += self.sources(node)
+        return [n for n in self.needs.step.forward if n in found]
+
+    def sources(self, node: Node) -> set[Node]:
+        """Return the values that computing a value again asks for."""
+        shown = {self.needs.step.shown(n) for n in node.all_input_nodes}
+        return {n for n in shown if not self.needs.step.is_there(n)}
+
+    def _ways(self, node: Node) -> Iterator[int]:
+        if node in self.needs.high:
+            yield KEEP
+        if node in self.needs.low and "narrow" in self.allowed:
+            yield NARROW
+        if can_repeat(node) and ("recompute" in self.allowed or kind_of(node) in _CHEAP):
+            yield AGAIN
+            yield ROUNDED
+
+    def size(self, node: Node, way: int) -> int:
+        """Return the bytes of a value that is kept."""
+        return self.needs.size(node, self.needs.low[node] if way == NARROW else self.needs.high[node])
+
+    def seconds(self, node: Node, way: int) -> float:
+        """Return what a way of a value takes."""
+        if way in (AGAIN, ROUNDED):
+            return self.rates.again(node) + _LITTLE
+        rounding = self.rates.rounding(node) if way == NARROW else 0.0
+        return self.rates.keeping(node, self.size(node, way)) + rounding + _LITTLE
+
+    def _required(self) -> Iterator[Row]:
+        """Yield what must be there, and what computing a value again asks for."""
+        for node in self.nodes:
+            yield self._sum(node, _ROUGH), -np.inf, 1.0
+            if node in self.needs.exactly:
+                yield self._sum(node, _EXACT), 1.0, np.inf
+            elif node in self.needs.roughly:
+                yield self._sum(node, _ROUGH), 1.0, np.inf
+            for way, wanted in ((AGAIN, _EXACT), (ROUNDED, _ROUGH)):
+                if (node, way) in self.columns:
+                    for source in self.sources(node):
+                        yield self._sum(source, wanted) | {self.columns[node, way]: -1.0}, 0.0, np.inf
+
+    def _sum(self, node: Node, ways: Collection[int]) -> dict[int, float]:
+        return {self.columns[node, way]: 1.0 for way in ways if (node, way) in self.columns}
+
+    def solve(self, bounds: Sequence[Row]) -> Ways | None:
+        """Return the ways of least cost within ``bounds``, or None."""
+        constraints = _constraints([*self._rows, *bounds], len(self.columns))
+        none, one = np.zeros(len(self.cost)), np.ones(len(self.cost))
+        relaxed = self._milp(constraints, none, one, whole=False)
+        if relaxed is None:
+            return None
+        found = self._milp(constraints, np.floor(relaxed + _WHOLE), np.ceil(relaxed - _WHOLE), whole=True)
+        if found is None:  # not within what the relaxed problem leaves whole
+            found = self._milp(constraints, none, one, whole=True)
+        if found is None:
+            return None
+        return {node: way for (node, way), column in self.columns.items() if found[column] > 0.5}
+
+    def _milp(self, constraints: LinearConstraint, least: _Vector, most: _Vector, *, whole: bool) -> _Vector | None:
+        scale = 1e3 / max(float(self.cost.sum()), 1e-30)  # to a size that HiGHS's tolerances are made for
+        answer = milp(
+            self.cost * scale,
+            constraints=constraints,
+            integrality=np.full(len(self.cost), int(whole)),
+            bounds=Bounds(least, most),
+            options={"node_limit": _SEARCHED, "time_limit": _SECONDS, "mip_rel_gap": 1e-3},
+        )
+        found: _Vector | None = answer.x
+        return found
+
+
+def _constraints(rows: Sequence[Row], size: int) -> LinearConstraint:
+    # In units in which the largest coefficient of a row is 1.
+    units = [max(map(abs, entries.values()), default=1.0) for entries, _, _ in rows]
+    where = [
+        (row, column, weight / units[row])
+        for row, (entries, _, _) in enumerate(rows)
+        for column, weight in entries.items()
+    ]
+    row, column, weight = zip(*where, strict=True)
+    matrix = coo_array((weight, (row, column)), shape=(len(rows), size)).tocsr()
+    bounds = np.array([(least, most) for _, least, most in rows]) / np.array(units)[:, None]
+    return LinearConstraint(matrix, bounds[:, 0], bounds[:, 1])
