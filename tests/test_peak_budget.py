@@ -162,6 +162,26 @@ def test_a_budget_out_of_reach_names_the_least_and_what_holds_it() -> None:
         trained(transformer(), TOKENS, peak_budget="10KiB", ways="recompute")
 
 
+class Masked(nn.Module):
+    """A number made in forward is a constant of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.first(x))
+        return self.second(torch.where(x.abs() < 0.01, torch.tensor(0.5), x))
+
+
+def test_constants_of_the_graph_are_there_in_backward() -> None:
+    torch.manual_seed(0)
+    model, x = Masked(), torch.randn(64, 32)
+    plan, found = trained(model, x, peak_budget="100%")
+    assert plan.peak_bytes is not None
+    assert cosine(found, gradients(model, model, x)) > 0.999
+
+
 class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -39,13 +39,13 @@ class Step:
         decoded, behind = set(self.casts), set[Node]()
         halves: tuple[list[Node], list[Node]] = [], []
         for node in nodes:
-            if node.op not in ("placeholder", "call_function") or node in casts:
+            if node.op == "output" or node in casts:
                 continue
             sources = node.all_input_nodes
             if self.joint.is_tangent(node) or any(n in behind for n in sources):
                 behind.add(node)
                 halves[1].append(node)
-            elif self.joint.in_backward(node) or any(n in decoded for n in sources):
+            elif node.op == "call_function" and (self.joint.in_backward(node) or any(n in decoded for n in sources)):
                 decoded.add(node)
             else:
                 halves[0].append(node)
@@ -79,8 +79,9 @@ class Step:
         return node if cast is None else cast.x
 
     def is_there(self, node: Node) -> bool:
-        """Say whether backward has a value anyway: an input, or a number."""
-        return node.op == "placeholder" or (value(node) is None and not isinstance(node.meta.get("val"), list | tuple))
+        """Say whether backward has a value anyway: an input, a constant, or a number."""
+        holds_nothing = value(node) is None and not isinstance(node.meta.get("val"), list | tuple)
+        return node.op != "call_function" or holds_nothing
 
     def _is_cast(self, q: Node) -> bool:
         """Say whether a value of forward is stored to be decoded for backward, and nothing else reads its codes."""
