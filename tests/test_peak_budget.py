@@ -17,6 +17,8 @@ import fxprec
 from benchmarks.peak import peak_bytes
 from fxprec import Plan
 from fxprec.demo.models import CharTransformer
+from fxprec.passes.analysis.peak.costs import Rates
+from fxprec.passes.analysis.peak.problem import Problem
 
 TOKENS = torch.randint(0, 32, (4, 64), generator=torch.Generator().manual_seed(3))
 
@@ -179,6 +181,40 @@ def test_constants_of_the_graph_are_there_in_backward() -> None:
     model, x = Masked(), torch.randn(64, 32)
     plan, found = trained(model, x, peak_budget="100%")
     assert plan.peak_bytes is not None
+    assert cosine(found, gradients(model, model, x)) > 0.999
+
+
+def test_a_graph_of_which_nothing_waits_has_a_plan() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    plan, found = trained(model, x, peak_budget="100%")
+    assert plan.peak_bytes is not None
+    assert cosine(found, gradients(model, model, x)) > 0.99
+
+
+class Routed(nn.Module):
+    """Which rows are read is decided by numbers that lie close together: rounded, they would decide otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.first(x))
+        order = (x.sum(1) * 1e-3).argsort()
+        best = x[order].amax(1, keepdim=True) > 0.3
+        return self.second(torch.where(best, x[order], 2 * x))
+
+
+def test_what_forward_decided_is_not_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cheapest_is_to_repeat(self: Problem, node: Any, size: int) -> float:
+        return 1.0
+
+    monkeypatch.setattr(Rates, "keeping", cheapest_is_to_repeat)
+    torch.manual_seed(0)
+    model, x = Routed(), torch.randn(256, 32)
+    plan, found = trained(model, x, peak_budget="100%")
+    assert "recompute" in {site.way for site in plan.sites}
     assert cosine(found, gradients(model, model, x)) > 0.999
 
 

@@ -70,12 +70,29 @@ def bytes_of(node: Node) -> int:
 
 
 def can_repeat(node: Node) -> bool:
-    """Say whether computing a node a second time gives the same: no random numbers, no effect, no write."""
-    if node.op != "call_function" or node.is_impure() or node.target in ops.MUTATIONS:
+    """Say whether computing a node a second time gives the same: no random numbers, no effect, no write.
+
+    Nor a decision about numbers, which may be rounded the second time: an order, a maximum's place, a comparison.
+    """
+    if node.op != "call_function" or node.is_impure() or node.target in ops.MUTATIONS or _decides(made_by(node)):
         return False
     if has_tag(node, torch.Tag.nondeterministic_seeded) or has_tag(made_by(node), torch.Tag.nondeterministic_seeded):
         return False
     return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+
+
+def _decides(node: Node) -> bool:
+    """Say whether a node makes integers or booleans of numbers; attention's are its random state."""
+    if node.op != "call_function" or node.target in ops.ATTENTION:
+        return False
+    val = node.meta.get("val")
+    made = [v for v in (val if isinstance(val, list | tuple) else [val]) if isinstance(v, torch.Tensor)]
+    reads = [v for v in map(value, node.all_input_nodes) if v is not None]
+    return any(not _is_number(v) for v in made) and any(_is_number(v) for v in reads)
+
+
+def _is_number(val: torch.Tensor) -> bool:
+    return val.dtype.is_floating_point or val.dtype.is_complex
 
 
 def flops_of(node: Node) -> float:

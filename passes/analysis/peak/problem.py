@@ -107,6 +107,8 @@ class Problem:
 
     def solve(self, bounds: Sequence[Row]) -> Ways | None:
         """Return the ways of least cost within ``bounds``, or None."""
+        if not self.columns:
+            return {}
         constraints = _constraints([*self._rows, *bounds], len(self.columns))
         none, one = np.zeros(len(self.cost)), np.ones(len(self.cost))
         relaxed = self._milp(constraints, none, one, whole=False)
