@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from benchmarks import machine
+from benchmarks.memory.networks import Checkpointed
 from fxprec.demo.models import CharTransformer
 
 SIDES: dict[str, dict[str, object] | None] = {
@@ -34,17 +34,6 @@ SIDES: dict[str, dict[str, object] | None] = {
     "hfp8 packed": {"recipe": "hfp8", "storage": "packed"},
 }
 STEPS = 5
-
-
-class Checkpointed(nn.Module):
-    """A block that is computed again in backward."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 def measure(side: str, *, checkpointed: bool) -> dict[str, object]:

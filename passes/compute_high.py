@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, Node
 
-from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, stored_dtype
+from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import gemm_costs, regions, sensitive
 from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of, readers, tensor_of
 from fxprec.passes.base import Notice, Work
-from fxprec.passes.casts.sites import emit
+from fxprec.passes.casts.sites import emit, store_as
 from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
 from fxprec.plan.rows import UNREAD, Reads, Site
 
@@ -111,14 +111,14 @@ class _Readers:
             keeps, nobody = self._is_multiplied, GRADIENT
             if not self.hi.has_float32_range and self.hi.torch_dtype is not None and not self._any(read, keeps):
                 narrow = self.work.book.stored_as("grad_output", self.hi)  # GEMMs multiply what is narrowed to float16
-                self._store_as(narrow, q)
+                store_as(narrow, q)
                 return "all", narrow, HALF_GRADIENT
         elif self._is_parameter(value):
             keeps, nobody = self._is_multiplied, PARAMETER
         elif regions.is_start(value):
             if not self._is_exact(value):
                 # Forward and its recomputation are the same nodes: they read the one value that is kept.
-                self._store_as(self.hi, q)
+                store_as(self.hi, q)
                 return "all", self.hi, BOUNDARY
             keeps, nobody = self._is_multiplied, BOUNDARY
         elif regions.is_recomputed(value):
@@ -169,17 +169,6 @@ class _Readers:
         if any(self._is_multiplied(shown, reader) for shown, reader in found):
             return "gemm codes"
         return "backward" if found else None
-
-    def _store_as(self, fmt: Format, q: Node) -> None:
-        """Change the format of a cast."""
-        storage = self.work.settings.storage
-        cast = Quantize.of(q)
-        q.args = replace(cast, format=fmt.name).args
-        q.meta["val"] = q.meta["val"].new_empty_strided(
-            q.meta["val"].shape, q.meta["val"].stride(), dtype=stored_dtype(fmt, storage)
-        )
-        for x, call in Dequantize.among(q.users):
-            x.args = replace(call, format=fmt.name).args
 
     def _remove(self, q: Node) -> None:
         for x, _ in Dequantize.among(q.users):

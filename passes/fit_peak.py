@@ -28,7 +28,7 @@ from fxprec.passes.analysis.peak.step import Held
 from fxprec.passes.analysis.saved_bytes import readable
 from fxprec.passes.analysis.sizes import ranges_of
 from fxprec.passes.base import Notice, Work
-from fxprec.passes.casts.sites import emit, emit_call, insertion_point_after
+from fxprec.passes.casts.sites import emit, emit_call, insertion_point_after, store_as
 from fxprec.plan.rows import PeakBytes, Site, Way
 
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -174,8 +174,8 @@ class _Rewrite:
                 for x, read in Dequantize.among(list(q.users)):
                     x.replace_all_uses_with(self._as(node, read.dtype, x))
             return
-        for q, cast in self.casts.get(node, ()):
-            _store_as(fmt, q, cast)
+        for q, _ in self.casts.get(node, ()):
+            store_as(fmt, q)
             self.decoded[node] = next(iter(q.users))
         if node not in self.casts:
             self.decoded[node] = self._store(node, fmt)
@@ -277,11 +277,3 @@ _WHY = {
 
 def _own(node: Node, hi: Format) -> Format:
     return parse("fp32") if tensor_of(node).dtype == torch.float32 else hi
-
-
-def _store_as(fmt: Format, q: Node, cast: Quantize) -> None:
-    """Change the format of a copy."""
-    q.args = replace(cast, format=fmt.name).args
-    q.meta["val"] = q.meta["val"].to(stored_dtype(fmt, cast.storage))
-    for x, call in Dequantize.among(q.users):
-        x.args = replace(call, format=fmt.name).args

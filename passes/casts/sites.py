@@ -15,7 +15,7 @@ from fxprec.ir.calls import Call
 from fxprec.ir.symbolic import AS_STORED, Dequantize, KeepNonfinite, Quantize, stored_dtype
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.groups import GROUP_META
-from fxprec.passes.analysis.joint import is_backward
+from fxprec.passes.analysis.joint import is_backward, tensor_of
 from fxprec.passes.analysis.regions import REGION_META
 from fxprec.passes.analysis.sensitive import Kept
 from fxprec.passes.analysis.tensors import CountedTensor
@@ -171,6 +171,15 @@ class SiteBook:
 
 def _saturating(fmt: Format) -> Format:
     return replace(fmt, overflow="saturate") if fmt.overflow == "inf" else fmt
+
+
+def store_as(fmt: Format, q: Node) -> None:
+    """Change the format of a cast, and of what reads it back."""
+    cast, val = Quantize.of(q), tensor_of(q)
+    q.args = replace(cast, format=fmt.name).args
+    q.meta["val"] = val.new_empty_strided(val.shape, val.stride(), dtype=stored_dtype(fmt, cast.storage))
+    for x, call in Dequantize.among(q.users):
+        x.args = replace(call, format=fmt.name).args
 
 
 def insertion_point_after(node: Node) -> Node:
