@@ -168,6 +168,17 @@ class Backend:
                 rows += [{"graph": graph.index, **row} for row in graph.controller.rows(wait=wait)]
         return rows
 
+    @property
+    def mean_low_ratio(self) -> float:
+        """Elements held low / all elements of the training graphs, averaged over the steps run so far.
+
+        What the papers report: a promotion lowers it from its step on. 0 where nothing is planned.
+        """
+        trained = [g.controller for g in self._live if g.is_training and g.controller is not None]
+        weights = [c.plan.total_elements * max(c.step, 1) for c in trained]
+        low = sum(w * c.plan.mean_low_ratio(c.step) for w, c in zip(weights, trained, strict=True))
+        return low / max(sum(weights), 1)
+
     def stop_promoting(self) -> None:
         """Promote no tensor from now on: for measuring how a plan behaves."""
         for controller in self.controllers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ _SERIES = ("amax", "overflow_ratio", "underflow_ratio", "scale_exponent")
 def summary(model: object) -> dict[str, float]:
     """Return a few numbers on a model's latest step, for a line of a log; waits for none that is on its way.
 
-    Shares of a tensor's elements (largest over all tensors), and counts: tensors promoted, steps skipped.
+    Shares of a tensor's elements (largest over all tensors), the share of all elements held low, averaged over the
+    steps so far, and counts: tensors promoted, steps skipped. Of several models the mean.
     """
     backends = backends_in(model)
     return _summary(backends, _rows(backends))
@@ -37,6 +39,7 @@ def _summary(backends: Mapping[str, Backend], rows: Sequence[Mapping[str, Any]])
     return {
         "fxprec/overflow_ratio": max((row["overflow_ratio"] or 0.0 for row in rows), default=0.0),
         "fxprec/underflow_ratio": max((row["underflow_ratio"] or 0.0 for row in rows), default=0.0),
+        "fxprec/mean_low_ratio": statistics.fmean(b.mean_low_ratio for b in backends.values()) if backends else 0.0,
         "fxprec/promoted": sum(len(plan.promoted) for plan in plans),
         "fxprec/skipped_steps": sum(backend.skipped_steps for backend in backends.values()),
     }

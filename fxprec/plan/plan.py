@@ -102,6 +102,23 @@ class Plan:
         """Elements of the tensors promoted so far / all elements, at the traced sizes."""
         return sum(site.elements for site in self.promoted) / max(self.total_elements, 1)
 
+    @property
+    def low_ratio(self) -> float:
+        """Elements held low now / all elements: ``achieved_low_ratio`` less what was promoted since."""
+        return max(0.0, self.achieved_low_ratio - self.promoted_ratio)
+
+    def mean_low_ratio(self, steps: int) -> float:
+        """Return the low ratio averaged over the first ``steps`` steps; the one at the start where there were none.
+
+        A tensor promoted after step k was low in steps 1 to k; where k > ``steps`` that was in another run, whose plan
+        file this one follows, and here it was high throughout. Source: Lee et al. 2023, section 5.2, over epochs.
+        """
+        low_steps = [
+            s.promoted_at if s.promoted_at is not None and s.promoted_at <= steps else 0 for s in self.promoted
+        ]
+        lost = sum(s.elements * (steps - low) for s, low in zip(self.promoted, low_steps, strict=True))
+        return max(0.0, self.achieved_low_ratio - lost / max(steps * self.total_elements, 1))
+
     def promote(self, sites: Iterable[int], *, step: int, hi: str | None = None) -> Self:
         """Return a plan with ``sites`` in the high format from now on; itself where nothing changes.
 

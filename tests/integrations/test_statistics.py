@@ -49,6 +49,7 @@ def test_a_summary_counts_promotions_and_has_the_worst_ratios(model: nn.Module) 
     backend = fxprec.backend_of(model)
     found = summary(model)
     assert found["fxprec/promoted"] == len(backend.plans[0].promoted) > 0
+    assert found["fxprec/mean_low_ratio"] == backend.mean_low_ratio < backend.plans[0].achieved_low_ratio
     assert found["fxprec/underflow_ratio"] == max(row["underflow_ratio"] or 0 for row in backend.stats())
 
 
