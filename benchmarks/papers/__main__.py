@@ -1,0 +1,121 @@
+"""Run tables of the papers, print them, keep them, and write docs/papers.md.
+
+    python -m benchmarks.papers list
+    python -m benchmarks.papers page
+    python -m benchmarks.papers NAME ... | all [--full] [--seeds N] [--again]
+
+``page`` only writes docs/papers.md from what was kept. What a former run kept is not measured again (``--again`` does). Ends with 1 if a claim fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.papers import catalog, page, store
+from benchmarks.papers.claims import STATES, State
+from benchmarks.papers.store import Result
+
+ALL_SEEDS = 2  # of `all`, where a table asks for more
+STYLES = {"holds": "green", "not shown": "yellow", "fails": "red"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the process's exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", metavar="NAME", help="list, page, all, tables, or papers (bf16 is bf16.*)")
+    parser.add_argument("--full", action="store_true", help="the longer sweeps")
+    parser.add_argument("--seeds", type=int, metavar="N", help="instead of each table's own number")
+    parser.add_argument("--again", action="store_true", help="measure again what was kept")
+    args = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    if args.names == ["list"]:
+        _list(console)
+        return 0
+    if args.names == ["page"]:
+        console.print(f"wrote {page.write().name}")
+        return 0
+    try:
+        names = selected(args.names)
+    except KeyError as error:
+        parser.error(f"unknown table {error.args[0]!r}; `list` names them")
+    states: list[State] = []
+    for name, kept in _measured(names, args, console):
+        states.extend(_show(name, kept, console))
+    counts = {state: states.count(state) for state in STATES}
+    console.print(", ".join(f"{state}: {n}" for state, n in counts.items()), f"; wrote {page.write().name}", sep="")
+    return 1 if counts["fails"] else 0
+
+
+def selected(words: Sequence[str]) -> list[str]:
+    """Tables that the words name, in the papers' order. Raises KeyError for one that names nothing."""
+    chosen = set()
+    for word in words:
+        found = [n for n in catalog.built() if word in ("all", n) or n.startswith(f"{word}.")]
+        if not found:
+            raise KeyError(word)
+        chosen.update(found)
+    return [name for name in catalog.NAMES if name in chosen]
+
+
+def number_of_seeds(own: int, asked: int | None, is_all: bool, is_full: bool) -> int:
+    """A table without randomness has one seed, whatever is asked for."""
+    if own == 1:
+        return 1
+    return asked or (min(own, ALL_SEEDS) if is_all and not is_full else own)
+
+
+def _measured(names: list[str], args: argparse.Namespace, console: Console):
+    columns = (TextColumn("{task.description:22}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        whole = progress.add_task("tables", total=len(names), note="")
+        for name in names:
+            table = catalog.load(name)
+            seeds = number_of_seeds(table.SEEDS, args.seeds, "all" in args.names, args.full)
+            bar = progress.add_task(name, total=None, note="")
+
+            def tick(seed: int, row: str, bar=bar, seeds=seeds) -> None:
+                progress.update(bar, advance=1, note=f"seed {seed + 1}/{seeds}: {row}")
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # rounding to nearest is meant to be stuck
+                kept = store.measure(name, table, seeds, args.full, tick, args.again)
+            progress.remove_task(bar)
+            progress.advance(whole)
+            yield name, kept
+
+
+def _show(name: str, kept: Result, console: Console) -> list[State]:
+    table, found = catalog.load(name), kept.found
+    heading, *lines = page.cells(table, found)
+    shown = Table(
+        *heading, title=f"{name}: {table.TITLE} ({table.SOURCE}; {len(kept.seeds)} seeds)", title_justify="left"
+    )
+    for line in lines:
+        shown.add_row(*line)
+    console.print(shown)
+    states = []
+    for claim, verdict in page.verdicts(table, found):
+        states.append(verdict.state)
+        console.print(f"[{STYLES[verdict.state]}]{verdict.state:9}[/] {claim.text}  {verdict.detail}", highlight=False)
+    return states
+
+
+def _list(console: Console) -> None:
+    for name in catalog.NAMES:
+        table = catalog.load(name) if catalog.is_built(name) else None
+        kept = store.best(name)
+        state = "not built" if table is None else f"{table.TITLE} ({table.SOURCE})"
+        console.print(f"{name:26}{state}{'' if kept is None else f'; kept: {len(kept.seeds)} seeds'}", highlight=False)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())

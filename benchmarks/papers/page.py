@@ -1,0 +1,103 @@
+"""docs/papers.md and its pictures, from the kept results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from benchmarks.papers import catalog, store
+from benchmarks.papers.claims import Claim, Verdict
+from benchmarks.papers.found import Found, number
+from benchmarks.papers.overview import overview
+from benchmarks.papers.store import Result
+
+DOCS = Path(__file__).parents[2] / "docs"
+HEAD = """# The papers' tables, run again
+
+fxprec stands on five papers. Here their tables and figures are run again by this code on a small scale, the paper's
+figure beside ours: mean ± standard deviation over seeds. Every claim *holds*, is *not shown* (the difference is within
+twice its standard error) or *fails*. Nothing was tuned until a claim appeared. One command makes this page
+(`python -m benchmarks.papers all`; [how to add a table](../benchmarks/papers/__init__.py)); `--full` runs the longer
+sweeps. Not repeated: accuracies on ImageNet, CIFAR, MNLI, Criteo, LibriSpeech and PASCAL, times on GPUs, and costs of
+multiply-accumulate units.
+
+![claims and results](papers/overview.svg)
+"""
+
+
+def verdicts(table: ModuleType, found: Found) -> list[tuple[Claim, Verdict]]:
+    """Each claim, judged."""
+    return [(claim, claim.judge(found)) for claim in table.CLAIMS]
+
+
+def write(docs: Path = DOCS) -> Path:
+    """Write papers.md and pictures for every table with a result; return the page's path."""
+    pictures = docs / "papers"
+    pictures.mkdir(exist_ok=True)
+    results = {name: kept for name in catalog.built() if (kept := store.best(name)) is not None}
+    judged = {name: verdicts(catalog.load(name), kept.found) for name, kept in results.items()}
+    (pictures / "overview.svg").write_text(overview(judged), encoding="utf-8")
+    parts = [HEAD]
+    for key, paper in catalog.PAPERS.items():
+        mine = [name for name in results if name.startswith(f"{key}.")]
+        if mine:
+            parts.append(f"## {paper.title}\n\n{paper.source}.\n")
+        for name in mine:
+            parts.append("\n".join(_section(name, results[name], judged[name], pictures)))
+    path = docs / "papers.md"
+    path.write_text("\n".join(parts), encoding="utf-8")
+    return path
+
+
+def _section(name: str, kept: Result, judged: list[tuple[Claim, Verdict]], pictures: Path) -> Iterator[str]:
+    table, found = catalog.load(name), kept.found
+    yield f"### {name}: {table.TITLE}\n"
+    yield f"{table.SOURCE}. {_how(name, kept)}\n"
+    yield from grid(table, found)
+    yield ""
+    for claim, verdict in judged:
+        detail = f" ({verdict.detail})" if verdict.detail else ""
+        why = f" {claim.why}" if claim.why and verdict.state != "holds" else ""
+        yield f"- **{verdict.state}**: {claim.text}{detail}.{why}"
+    if hasattr(table, "draw"):
+        (pictures / f"{name}.svg").write_text(table.draw(found), encoding="utf-8")
+        yield f"\n![{table.TITLE}](papers/{name}.svg)"
+    for label, content in (("Smaller here", table.SMALLER), ("Otherwise", table.DEVIATES)):
+        if content:
+            yield f"\n*{label}*: {content}"
+    yield ""
+
+
+def _how(name: str, kept: Result) -> str:
+    seeds, total = len(kept.seeds), sum(kept.seconds.values())
+    many = "1 seed" if seeds == 1 else f"{seeds} seeds"
+    path = store.path_of(name, kept.is_full)
+    return (
+        f"`python -m benchmarks.papers {name}{' --full' if kept.is_full else ''}`: {many}, {total:.0f} s of processor "
+        f"time, {kept.machine['date']} ([figures](../benchmarks/results/papers/{path.name}))."
+    )
+
+
+def grid(table: ModuleType, found: Found) -> Iterator[str]:
+    """The table in Markdown: for each column the paper's figure, where there is one, and ours."""
+    for line in cells(table, found):
+        yield f"| {' | '.join(line)} |"
+        if line[0] == "":
+            yield f"|{'---|' * len(line)}"
+
+
+def cells(table: ModuleType, found: Found) -> Iterator[list[str]]:
+    """The heading, its first cell empty, then a line for each row; rows that only the paper has come last."""
+    published = table.PUBLISHED
+    columns = list(dict.fromkeys([*found.columns, *(c for row in published.values() for c in row)]))
+    with_paper = {c for row in published.values() for c in row}
+    yield ["", *(h for c in columns for h in ([f"{c}: paper", "ours"] if c in with_paper else [c]))]
+    for row in dict.fromkeys([*found.rows, *published]):
+        line = [row]
+        for c in columns:
+            theirs = published.get(row, {}).get(c)
+            if c in with_paper:
+                line.append("" if theirs is None else number(theirs))
+            line.append(found.text(row, c))
+        yield line

@@ -1,0 +1,1 @@
+"""One file a table; the package above says what each must have."""

@@ -1,0 +1,145 @@
+"""benchmarks/papers: the frame's verdicts, what it keeps, and the tables that are exact enough for every commit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from benchmarks.papers import catalog, page, store
+from benchmarks.papers.__main__ import main, number_of_seeds, selected
+from benchmarks.papers.claims import Claim, Predicate, exactly, higher, lower, no_worse, together
+from benchmarks.papers.found import Found, Row, spread
+
+INF, NAN = float("inf"), float("nan")
+
+
+def of(**rows: list[float]) -> Found:
+    """One column, a value a seed."""
+    count = len(next(iter(rows.values())))
+    return Found({seed: {name: {"loss": values[seed]} for name, values in rows.items()} for seed in range(count)})
+
+
+@pytest.mark.parametrize(
+    ("judge", "a", "b", "state"),
+    [
+        (lower("a", "b", "loss"), [1.0, 2.0, 3.0], [1.5, 2.5, 3.6], "holds"),  # the pairs differ, the means hardly
+        (lower("a", "b", "loss"), [1.0, 2.0, 3.0], [1.1, 1.9, 3.2], "not shown"),
+        (lower("a", "b", "loss"), [1.5, 2.5, 3.6], [1.0, 2.0, 3.0], "fails"),
+        (higher("a", "b", "loss"), [1.5, 2.5, 3.6], [1.0, 2.0, 3.0], "holds"),
+        (lower("a", "b", "loss"), [2.0], [1.0], "fails"),
+        (lower("a", "b", "loss"), [1.0], [1.0], "not shown"),
+        (lower("a", "b", "loss"), [9.0, 9.0], [1.0, NAN], "holds"),
+        (lower("a", "b", "loss"), [INF, 1.0], [1.0, 2.0], "fails"),
+        (lower("a", "b", "loss"), [INF, NAN], [NAN, NAN], "not shown"),
+        (no_worse("a", "b", "loss", 0.1, is_loss=True), [1.05, 2.05], [1.0, 2.0], "holds"),
+        (no_worse("a", "b", "loss", 0.1, is_loss=True), [1.3, 2.3], [1.0, 2.0], "fails"),
+        (no_worse("a", "b", "loss", 0.1, is_loss=True), [1.3, 1.8], [1.0, 2.0], "not shown"),
+        (no_worse("a", "b", "loss", 0.1, is_loss=False), [1.3, 2.3], [1.0, 2.0], "holds"),
+        (no_worse("a", "b", "loss", 0.1, is_loss=False), [0.7, 1.7], [1.0, 2.0], "fails"),
+    ],
+)
+def test_a_difference_is_shown_beyond_twice_its_standard_error(
+    judge: Predicate, a: list[float], b: list[float], state: str
+) -> None:
+    assert judge(of(a=a, b=b)).state == state
+
+
+def test_the_worst_of_several_verdicts_counts() -> None:
+    holds, fails = exactly(True, "one"), exactly(False, "two")
+    assert together(holds, fails) == type(holds)("fails", "one; two")
+    assert together(holds, holds).state == "holds"
+
+
+def test_figures_are_shown_to_the_digits_that_their_spread_leaves() -> None:
+    assert spread([99.351, 99.543]) == "99.45 ± 0.14"
+    assert spread([33.3333333]) == "33.33"
+    assert of(a=[1.0, INF, 2.0]).text("a", "loss") == "1.50 ± 0.71 (1 of 3 diverged)"
+    assert of(a=[NAN]).text("a", "loss") == "(1 of 1 diverged)"
+
+
+def table_of(run: Callable[[int, bool], list[Row]], is_true: bool) -> ModuleType:
+    claim = Claim("it is so", lambda found: exactly(is_true), "because")
+    return SimpleNamespace(  # type: ignore[return-value]
+        TITLE="a title", SOURCE="Table 0", PUBLISHED={"fp32": {"loss": 0.25}}, SMALLER="all", DEVIATES="", SEEDS=3,
+        run=run, CLAIMS=[claim],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Results and pages of its own, and one table that a test gives."""
+    monkeypatch.setattr(store, "FOLDER", tmp_path / "results")
+    monkeypatch.setattr(page, "DOCS", tmp_path)
+    monkeypatch.setattr(page.write, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(catalog, "is_built", lambda name: name == "bf16.memory")
+    return tmp_path
+
+
+def test_a_run_that_was_cut_off_goes_on_where_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def run(seed: int, full: bool) -> list[Row]:
+        asked.append(seed)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return [("fp32", {"loss": 0.5 + seed})]
+
+    monkeypatch.setattr(catalog, "load", lambda name: table_of(run, True))
+    with pytest.raises(KeyboardInterrupt):
+        main(["bf16.memory"])
+    assert main(["bf16.memory"]) == 0
+    assert asked == [0, 1, 1, 2]
+    kept = json.loads((folder / "results/bf16.memory.json").read_text(encoding="utf-8"))
+    assert [rows["fp32"]["loss"] for rows in kept["seeds"].values()] == [0.5, 1.5, 2.5]
+    assert main(["bf16.memory", "--again", "--seeds", "1"]) == 0
+    assert asked[4:] == [0]
+    text = (folder / "papers.md").read_text(encoding="utf-8")
+    assert "| fp32 | 0.25 | 0.5 |" in text
+    assert "- **holds**: it is so" in text
+    assert ">bf16.memory<" in (folder / "papers/overview.svg").read_text(encoding="utf-8")
+
+
+def test_only_a_claim_that_fails_fails_and_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "load", lambda name: table_of(lambda seed, full: [("fp32", {"loss": 1.0})], False))
+    assert main(["bf16"]) == 1
+    assert "- **fails**: it is so. because" in (folder / "papers.md").read_text(encoding="utf-8")
+
+
+def test_names_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bf16.nothing"])
+    assert "unknown table 'bf16.nothing'; `list` names them" in capsys.readouterr().err
+    assert selected(["all"]) == catalog.built()
+
+
+def test_all_asks_for_fewer_seeds_and_a_table_without_randomness_for_one() -> None:
+    assert number_of_seeds(10, None, is_all=True, is_full=False) == 2
+    assert number_of_seeds(10, None, is_all=False, is_full=False) == 10
+    assert number_of_seeds(10, 5, is_all=True, is_full=True) == 5
+    assert number_of_seeds(1, 5, is_all=False, is_full=False) == 1
+
+
+@pytest.mark.parametrize("name", catalog.built())
+def test_every_table_has_what_the_frame_reads(name: str) -> None:
+    table = catalog.load(name)
+    assert table.TITLE and table.SOURCE and table.CLAIMS and table.SEEDS >= 1  # noqa: PT018 -- one fact
+    assert isinstance(table.SMALLER + table.DEVIATES, str)
+    assert all(isinstance(row, Mapping) for row in table.PUBLISHED.values())
+
+
+def ran(name: str) -> Found:
+    """The table's first seed, all its claims checked."""
+    table = catalog.load(name)
+    found = Found({0: dict(table.run(0, False))})
+    states = {claim.text: claim.judge(found).state for claim in table.CLAIMS}
+    assert set(states.values()) == {"holds"}, states
+    return found
+
+
+def test_kahan_summation_saves_a_third_of_the_bytes() -> None:
+    found = ran("bf16.memory")
+    assert [found.mean(row, "bytes a weight") for row in found.rows] == [8, 12, 14]
