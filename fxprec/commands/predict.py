@@ -26,6 +26,9 @@ def predict(
     link: Annotated[str, typer.Option(help="Rate of each rank's link, for instance 200Mbit/s or 6GB/s.")] = "1Gbit/s",
     latency: Annotated[str, typer.Option(help="Latency of one message, for instance 0.2ms.")] = "0.1ms",
     world: Annotated[int, typer.Option(help="Ranks.")] = 4,
+    group_size: Annotated[
+        int | None, typer.Option(help="Ranks a group of a hierarchical all-reduce. Default: one ring.")
+    ] = None,
     step: Annotated[str, typer.Option(help="Computation of a step on one rank, for instance 300ms.")] = "100ms",
     paper: Annotated[bool, typer.Option("--paper", help="Give back the paper's Tables 1 and 7 instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -33,22 +36,23 @@ def predict(
     """Predict the step time with 32-, 16- and 8-bit gradients (Dettmers 2016, appendix A)."""
     from fxprec.console import console_for
     from fxprec.plan import Plan
-    from fxprec.runtime.aps.predict import CODINGS, Link, parse_rate, parse_seconds, predict_step, verdict
+    from fxprec.runtime.aps.predict import CODINGS, Link, Way, parse_rate, parse_seconds, predict_step, verdict
 
     if paper:
         console_for().print(paper_table())
         return
     if plan is None:
         raise ConfigError("predict needs a plan file, or --paper; write one with Plan.save or the dump option")
-    if world < 1:
-        raise ConfigError(f"--world {world} is no number of ranks; give at least 1")
+    way = Way(world, group_size)
     layers = layers_of(Plan.load(plan), parse_seconds(step))
-    way = Link(parse_rate(link), parse_seconds(latency))
-    found = [predict_step(layers, world, way, coding) for coding in CODINGS]
+    wire = Link(parse_rate(link), parse_seconds(latency))
+    found = [predict_step(layers, way, wire, coding) for coding in CODINGS]
     if as_json:
         print(json.dumps({"predictions": [asdict(p) for p in found], "verdict": verdict(found)}, indent=1))
         return
-    console_for().print(_table(found, f"{world} ranks, {link}, {latency} a message"))
+    groups = "" if group_size is None else f" in groups of {group_size}"
+    title = f"{world} ranks{groups}, {link}, {latency} a message: {way.steps} steps an all-reduce"
+    console_for().print(_table(found, title))
     console_for().print(verdict(found))
 
 

@@ -115,7 +115,7 @@ class Exchange:
         self.exponents = factor_exponents(self.exponent_codes, self.state.wire.top)
         if not self._aps:
             self.exponents = torch.zeros_like(self.exponents)
-            self.flat /= self.state.groups.size
+            self.flat /= self.state.groups.size if self._divides_first else 1
         feedback = self.state.options.error_feedback
         wanted = self.flat.clone() if feedback else self.flat
         self.message = self.coder.scale_and_encode(self.flat, self.layout.bounds, self.exponents)
@@ -167,7 +167,7 @@ class Exchange:
         bounds = [(p.start, p.end) for p in pieces]
         whole = self.flat if self.in_place else None
         coder = self.coder if self.state.options.accumulate == "fp32" else replace(self.coder, bounded=False)
-        divisor = self.state.groups.size if self._aps else 1
+        divisor = 1 if self._divides_first else self.state.groups.size
         mean = coder.decode_scaled(codes, bounds, exponents, mask, divisor, whole)
         if self.lost is not None:
             self._keep_residuals(self.lost)
@@ -177,6 +177,10 @@ class Exchange:
     @property
     def _aps(self) -> bool:
         return self.state.options.scaling == "aps"
+
+    @property
+    def _divides_first(self) -> bool:
+        return self.state.options.scaling == "none"
 
     def _flatten(self) -> Tensor:
         """The coded layers, flat: in place in the buffer where they are float32 and lie one after another."""

@@ -9,7 +9,7 @@ from fxprec.errors import ConfigError, did_you_mean
 
 Accumulate = Literal["fp32", "format", "kahan"]
 Rounding = Literal["nearest", "stochastic"]
-Scaling = Literal["aps", "none"]
+Scaling = Literal["aps", "none", "raw"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "accumulate": get_args(Accumulate),
@@ -40,7 +40,8 @@ class APSOptions:
     """The same in epochs; tell them with `APSState.set_epoch`."""
     scaling: Scaling = "aps"
     """``none`` sends what the paper sends without APS: gradients divided by the number of ranks and not scaled, as
-    PyTorch's fp16 hook does. Only for showing what APS is worth."""
+    PyTorch's fp16 hook does. ``raw``: not divided either, as the paper's emulator does; with ``accumulate='format'``
+    and an IEEE format, whose overflow is inf, what the paper compares with. Only for showing what APS is worth."""
     seed: int = 0
     """Seed of stochastic rounding."""
 
@@ -49,10 +50,10 @@ class APSOptions:
             _check_choice(field, getattr(self, field), allowed)
         for field in ("high_steps", "high_epochs", "seed"):
             _check_count(field, getattr(self, field), 0)
-        if self.error_feedback and self.scaling == "none":
+        if self.error_feedback and self.scaling != "aps":
             raise ConfigError(
-                "APS error_feedback=True has no use with scaling='none', which shows what plain rounding does; use "
-                "scaling='aps', or leave error_feedback out"
+                f"APS error_feedback=True has no use with scaling={self.scaling!r}, which shows what plain rounding "
+                "does; use scaling='aps', or leave error_feedback out"
             )
         if self.group_size is not None:
             _check_count("group_size", self.group_size, 1)

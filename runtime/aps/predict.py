@@ -64,6 +64,8 @@ class Prediction:
     communication: float
     step: float
     bytes_sent: float
+    steps: int
+    """Messages one after another in each exchange."""
 
     @property
     def exposed(self) -> float:
@@ -84,14 +86,52 @@ def exposed(transfer: float, computation: float) -> float:
     return max(0.0, transfer - computation)
 
 
-def all_reduce_seconds(elements: float, world_size: int, link: Link, coding: Coding) -> float:
-    """Seconds of one ring all-reduce (or all-to-all and all-gather, whose bytes are equal) over `world_size` ranks."""
-    if world_size < 2:
+@dataclass(frozen=True)
+class Way:
+    """How an all-reduce goes over `world_size` ranks, in steps one after another.
+
+    One ring, or groups of `group_size` each reduced to a master, a ring of masters, and back.
+    Source: Han et al. 2020, section 4.2: 2 (p - 1) steps, or 4 (k - 1) + 2 (p / k - 1). There all steps carry as much,
+    which holds at k^2 = p; here one inside a group carries 1 / k of the gradient, one between masters k / p.
+    """
+
+    world_size: int
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        k = self.group_size
+        if self.world_size < 1:
+            raise ConfigError(f"world size {self.world_size} is no number of ranks; give at least 1")
+        if k is not None and (k < 1 or self.world_size % k):
+            raise ConfigError(
+                f"group size {k} does not divide {self.world_size} ranks into equal groups; give a divisor of "
+                f"{self.world_size}"
+            )
+
+    @property
+    def legs(self) -> tuple[tuple[int, float], ...]:
+        """(steps, share of the gradient that each of them carries)."""
+        p, k = self.world_size, self.group_size or 1
+        return (4 * (k - 1), 1 / k), (2 * (p // k - 1), k / p)
+
+    @property
+    def steps(self) -> int:
+        """All steps."""
+        return sum(steps for steps, _ in self.legs)
+
+    @property
+    def sent(self) -> float:
+        """What crosses a master's link in all steps, in units of one gradient."""
+        return sum(steps * share for steps, share in self.legs)
+
+
+def all_reduce_seconds(elements: float, way: Way, link: Link, coding: Coding) -> float:
+    """Seconds of one all-reduce; all-to-all and all-gather have a ring's bytes."""
+    if way.steps == 0:
         return 0.0
-    steps = 2 * (world_size - 1)
-    message = elements / world_size * coding.bytes_per_element
-    wire = steps * (link.latency + message / link.bytes_per_second)
-    return wire + coding.extra_exchanges * steps * link.latency + elements * coding.ns_per_element * 1e-9
+    size = elements * coding.bytes_per_element
+    wire = sum(steps * (link.latency + share * size / link.bytes_per_second) for steps, share in way.legs)
+    return wire + coding.extra_exchanges * way.steps * link.latency + elements * coding.ns_per_element * 1e-9
 
 
 def buckets(layers: Sequence[Layer], bucket_bytes: int = BUCKET_BYTES) -> list[tuple[float, int]]:
@@ -109,18 +149,18 @@ def buckets(layers: Sequence[Layer], bucket_bytes: int = BUCKET_BYTES) -> list[t
     return found
 
 
-def predict_step(layers: Sequence[Layer], world_size: int, link: Link, coding: Coding) -> Prediction:
+def predict_step(layers: Sequence[Layer], way: Way, link: Link, coding: Coding) -> Prediction:
     """Step time of data-parallel training: buckets are exchanged one after another beside the backward pass."""
     forward = sum(layer.forward for layer in layers)
     computation = forward + sum(layer.backward for layer in layers)
     communication, free_at, elements = 0.0, forward, 0
     for ready, count in buckets(layers):
-        cost = all_reduce_seconds(count, world_size, link, coding)
+        cost = all_reduce_seconds(count, way, link, coding)
         communication += cost
         elements += count
         free_at = max(free_at, forward + ready) + cost
-    sent = 2 * (world_size - 1) / max(world_size, 1) * elements * coding.bytes_per_element
-    return Prediction(coding.name, computation, communication, max(computation, free_at), sent)
+    sent = way.sent * elements * coding.bytes_per_element
+    return Prediction(coding.name, computation, communication, max(computation, free_at), sent, way.steps)
 
 
 def verdict(predictions: Sequence[Prediction], worthwhile: float = 0.05) -> str:

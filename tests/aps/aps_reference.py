@@ -71,10 +71,11 @@ def mean_of_layer(grads: list[np.ndarray], owners: np.ndarray, options: dict[str
     shared = shared_exponent(grads, 1 if mode == "fp32" else n)
     if shared is None:
         return np.zeros(grads[0].shape, dtype=np.float32)
-    scaled = options.get("scaling", "aps") == "aps"
+    scaling = options.get("scaling", "aps")
+    scaled, divided = scaling == "aps", scaling == "none"
     top = wire_of(kind).top
     t = top - shared if scaled else 0
-    sent = [rounded(ldexp(g, t) if scaled else g / np.float32(n), kind) for g in grads]
+    sent = [rounded(ldexp(g, t) if scaled else g / np.float32(n if divided else 1), kind) for g in grads]
     size = options.get("group_size") or 1
     sent = [_in_order(sent[k : k + size], kind, mode) for k in range(0, n, size)]
     total = np.empty(grads[0].shape, dtype=np.float32)
@@ -86,7 +87,7 @@ def mean_of_layer(grads: list[np.ndarray], owners: np.ndarray, options: dict[str
         else:
             first = int(owner) + 1
             total[mask] = _in_order([parts[(first + k) % len(parts)] for k in range(len(parts))], kind, mode)
-    return ldexp(total, -t) / np.float32(n) if scaled else total
+    return ldexp(total, -t) / np.float32(1 if divided else n)
 
 
 def _sum_fp32(parts: list[np.ndarray], kind: str, top: int | None) -> np.ndarray:
@@ -105,7 +106,8 @@ def _in_order(terms: list[np.ndarray], kind: str, mode: str) -> np.ndarray:
     total, lost = terms[0].copy(), np.zeros_like(terms[0])
     for term in terms[1:]:
         if mode == "format":
-            total = rounded(total + term, kind)
+            with np.errstate(invalid="ignore"):  # inf - inf
+                total = rounded(total + term, kind)
             continue
         y = rounded(term - lost, kind)
         t = rounded(total + y, kind)

@@ -32,6 +32,9 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     *[("plain", {"format": name}) for name in ("dynamic-tree", "dynamic-uniform", "mantissa", "linear")],
     *[("plain", {"format": fmt, "scaling": "none"}) for fmt in ("1-4-3", "1-3-0", "bf16")],
     *[("nan", {"format": "1-4-3", "scaling": "none", "accumulate": "format"})],
+    *[("plain", {"format": "1-4-3", "scaling": "raw", "accumulate": mode}) for mode in ("fp32", "format")],
+    ("plain", {"format": "1-5-2:ieee", "scaling": "raw", "accumulate": "format", "group_size": 2}),
+    ("plain", {"format": "1-4-3:ieee", "scaling": "raw", "accumulate": "format"}),
 ]
 RANDOM: list[dict[str, Any]] = [
     {"rounding": "stochastic"},
@@ -107,6 +110,16 @@ def test_zero_stays_zero_and_non_finite_stays_in_its_layer(results: Results, wor
     assert torch.cat([by_case["nan"][k] for k in (0, 1, 2, 4)]).isfinite().all()
     assert not by_case["inf"][0].isfinite().any()
     assert torch.equal(by_case["inf"][4], by_case["plain"][4])
+
+
+def test_raw_gradients_overflow_to_inf_and_are_divided_last(results: Results) -> None:
+    found = results(5)[0]["definitions"][-1].split(list(SIZES))
+    wanted = [torch.stack(layer).sum(0) for layer in zip(*(gradients_of(r) for r in range(5)), strict=True)]
+    assert not found[4].isfinite().any(), "sums of 1e6, where the format ends at 240"
+    assert found[0].abs().max() == 0, "1e-6, where it begins at 2^-9"
+    small = found[2].isfinite()
+    assert small.all()
+    assert found[2].item() == pytest.approx(wanted[2].item() / 5, abs=0.05)
 
 
 def test_process_groups_side_by_side_with_subgroups_of_their_own(results: Results) -> None:

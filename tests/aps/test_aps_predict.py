@@ -13,7 +13,7 @@ from fxprec.commands.predict import predict
 from fxprec.errors import ConfigError
 from fxprec.runtime.aps import predict as model
 from fxprec.runtime.aps import predict_paper as paper
-from fxprec.runtime.aps.predict import CODINGS, Coding, Layer, Link
+from fxprec.runtime.aps.predict import CODINGS, Coding, Layer, Link, Way
 
 SLOW, FAST = Link(25e6, 1e-4), Link(100e9, 1e-6)
 
@@ -44,24 +44,42 @@ def test_tables_1_and_7_cluster(row: int, kernels: paper.Kernels) -> None:
 
 
 def test_an_all_reduce_moves_the_bytes_of_a_ring() -> None:
-    seconds = model.all_reduce_seconds(25e6, 4, Link(25e6), Coding("fp32", 4))
+    seconds = model.all_reduce_seconds(25e6, Way(4), Link(25e6), Coding("fp32", 4))
     assert seconds == pytest.approx(2 * 3 / 4 * 25e6 * 4 / 25e6)
-    assert model.all_reduce_seconds(25e6, 1, SLOW, CODINGS[2]) == 0
+    assert model.all_reduce_seconds(25e6, Way(1), SLOW, CODINGS[2]) == 0
+
+
+@pytest.mark.parametrize(("way", "steps"), [(Way(256), 510), (Way(256, 16), 90), (Way(256, 1), 510), (Way(8, 8), 28)])
+def test_a_hierarchy_takes_the_papers_formula_of_steps(way: Way, steps: int) -> None:
+    assert way.steps == steps  # the paper prints 74 for 256 ranks in groups of 16, which its formula gives for 128
+    coding, link = Coding("8-bit", 1), Link(1e6, 1.0)
+    latency = model.all_reduce_seconds(1e6, way, link, coding) - way.sent
+    assert latency == pytest.approx(steps), "a second of latency each"
+
+
+def test_all_steps_of_256_ranks_in_groups_of_16_carry_as_much() -> None:
+    assert {share for _, share in Way(256, 16).legs} == {1 / 16}
+
+
+@pytest.mark.parametrize("way", [(256, 24), (4, 0), (4, 8)])
+def test_groups_that_do_not_divide_the_ranks_are_refused(way: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match=f"group size {way[1]} does not divide {way[0]} ranks .* give a divisor"):
+        Way(*way)
 
 
 def test_exchange_hides_under_backward_and_only_the_rest_costs() -> None:
     layers = [Layer("a", 10_000_000, 0.1, 0.2), Layer("b", 10_000_000, 0.1, 0.2)]
     coding = Coding("x", 4)
     link = Link(10_000_000 * 4 / 0.1)  # 0.1 s for a bucket on 2 ranks
-    found = model.predict_step(layers, 2, link, coding)
+    found = model.predict_step(layers, Way(2), link, coding)
     assert found.computation == pytest.approx(0.6)
     assert found.step == pytest.approx(0.7)  # the first bucket hides, the last has nothing to hide under
 
 
 def test_8_bits_pay_on_a_slow_link_and_not_on_a_fast_one() -> None:
     layers = [Layer("a", 25_000_000, 0.05, 0.1)]
-    slow = [model.predict_step(layers, 4, SLOW, c) for c in CODINGS]
-    fast = [model.predict_step(layers, 4, FAST, CODINGS[0]), model.predict_step(layers, 4, FAST, CODINGS[2])]
+    slow = [model.predict_step(layers, Way(4), SLOW, c) for c in CODINGS]
+    fast = [model.predict_step(layers, Way(4), FAST, CODINGS[0]), model.predict_step(layers, Way(4), FAST, CODINGS[2])]
     assert slow[0].step / slow[2].step > 3
     assert model.verdict(slow).startswith("8-bit gradients pay")
     assert fast[0].step < fast[1].step
@@ -101,6 +119,8 @@ def test_the_command_reads_a_plan(tmp_path: Path) -> None:
     assert [p["coding"] for p in found["predictions"]] == ["32-bit", "16-bit", "8-bit"]
     assert found["predictions"][0]["bytes_sent"] == pytest.approx(1.5 * 1e8)
     assert "8-bit gradients pay" in found["verdict"]
+    grouped = run(str(tmp_path / "plan.json"), "--world", "256", "--group-size", "16")
+    assert "256 ranks in groups of 16, 1Gbit/s, 0.1ms a message: 90 steps an all-reduce" in " ".join(grouped.split())
 
 
 def test_the_command_without_a_plan_says_what_it_needs() -> None:
