@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fxprec.config.grad_scaling import GradScaling as GradScaling
     from fxprec.config.grad_scaling import LossScaling as LossScaling
     from fxprec.config.recipes import Recipe as Recipe
+    from fxprec.diagnosis.choose import Choice as Choice
+    from fxprec.diagnosis.choose import choose as choose
     from fxprec.diagnosis.diagnosis import Diagnosis as Diagnosis
     from fxprec.diagnosis.doctor import doctor as doctor
     from fxprec.driver.backend import Backend as Backend
@@ -51,6 +53,8 @@ _HOMES = {
     "Accumulator": "config.accumulator",
     "Backend": "driver.backend",
     "backend_of": "driver.backend",
+    "Choice": "diagnosis.choose",
+    "choose": "diagnosis.choose",
     "Config": "config",
     "Diagnosis": "diagnosis.diagnosis",
     "doctor": "diagnosis.doctor",

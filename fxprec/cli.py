@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fxprec.commands.choose import choose
 from fxprec.commands.ci import ci
 from fxprec.commands.compare import compare
 from fxprec.commands.doctor import doctor
@@ -100,7 +101,7 @@ def version() -> None:
         print(name, metadata.version(name))
 
 
-for command in (predict, dump, diff, explain, report, doctor, compare, minify, ci):
+for command in (predict, dump, diff, explain, report, doctor, choose, compare, minify, ci):
     app.command()(command)
 
 

@@ -18,7 +18,7 @@ from fxprec.compat import FakeTensor, FakeTensorMode, tree_map_only
 from fxprec.errors import ConfigError, FxprecError, did_you_mean
 from fxprec.report.folder import DumpFolder
 
-Factory = Callable[[], Any]
+Factory = Callable[..., Any]
 _FORM = "give path/file.py:factory or module:callable"
 
 

@@ -1,0 +1,57 @@
+"""``fxprec choose``: the largest low ratio that a small run of yours bears."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fxprec.errors import ConfigError
+
+
+def choose(
+    target: Annotated[
+        str, typer.Argument(help="path/file.py:function or module:callable; called as function(backend, seed).")
+    ],
+    out: Annotated[Path | None, typer.Option(help="JSON file for the trials.")] = None,
+    recipe: Annotated[str, typer.Option(help="Recipe to train with, for instance fp8.")] = "fp8",
+    storage: Annotated[str, typer.Option(help="native, packed or simulate. Default: by recipe.")] = "",
+    policy: Annotated[str, typer.Option(help="size, exact, ...")] = "size",
+    ratios: Annotated[str, typer.Option(help="Low ratios to try. Default: 0 to 1 in tenths.")] = "",
+    seeds: Annotated[int, typer.Option(help="Runs at each ratio.")] = 3,
+    tolerance: Annotated[float, typer.Option(help="How much worse the score may be, in its own units.")] = 0.01,
+    higher: Annotated[bool, typer.Option("--higher", help="The score is better where it is higher: accuracy.")] = False,
+) -> None:
+    """Train a small run at several low ratios and choose the largest that costs little enough."""
+    from fxprec.diagnosis.choose import RATIOS
+    from fxprec.diagnosis.choose import choose as run_trials
+    from fxprec.report.target import find_factory
+
+    options: dict[str, Any] = {"recipe": recipe, "policy": policy} | ({"storage": storage} if storage else {})
+    start = time.perf_counter()
+
+    def tell(line: str) -> None:
+        print(f"[{time.perf_counter() - start:5.1f} s] {line}", flush=True)
+
+    found = run_trials(
+        find_factory(target),
+        options=options,
+        ratios=_numbers(ratios) if ratios else RATIOS,
+        seeds=seeds,
+        tolerance=tolerance,
+        higher_is_better=higher,
+        tell=tell,
+    )
+    print(f"\n{found}")
+    if out is not None:
+        found.save(out)
+        print(out)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(f"--ratios {text!r} is no list of numbers; write for instance 0.5,0.8,1") from None
