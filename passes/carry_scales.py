@@ -26,6 +26,7 @@ from fxprec.passes.analysis.joint import input_at
 from fxprec.passes.analysis.operators import module_path
 from fxprec.passes.analysis.producers import is_zero, producer_of
 from fxprec.passes.analysis.values import is_float_tensor
+from fxprec.passes.analysis.wanted import CARRIED_META, wanted_in
 from fxprec.passes.base import Work
 from fxprec.passes.casts.fold_scales import fold_into_decodes
 from fxprec.passes.casts.sites import emit_call, insertion_point_after, replace_uses
@@ -52,6 +53,8 @@ class CarryScales:
         if walk.is_needed():
             walk.run()
             work.scales = ScaleGraph(tuple(walk.variables), tuple(walk.slots.values()))
+            for node, _ in wanted_in(work.joint.graph):
+                node.meta[CARRIED_META] = walk.carried.get(node)
 
 
 @dataclass

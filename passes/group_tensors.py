@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from fxprec.config.config import GroupingName
 from fxprec.errors import PlanError
 from fxprec.passes.analysis.groups import GROUP_META, group_tensors
-from fxprec.passes.base import Work
+from fxprec.passes.analysis.wanted import mark
+from fxprec.passes.base import Notice, Work
 
 
 @dataclass(frozen=True)
 class GroupTensors:
-    """Fill ``work.grouped``. A given plan brings its grouping; `PlanError` where another one was asked for."""
+    """Fill ``work.grouped``, and mark the tensors to dump.
+
+    A given plan brings its grouping; `PlanError` where another one was asked for.
+    """
 
     name: str = "group-tensors"
 
@@ -21,6 +25,9 @@ class GroupTensors:
         for op, group in work.grouped.group_of.items():
             for node in (*op.nodes, *op.backward):
                 node.meta[GROUP_META] = group
+        patterns = work.settings.asked.dump_tensors
+        if patterns and work.joint.tangents:
+            work.notices += [Notice("dump_tensors", text) for text in mark(work.grouped, patterns)]
 
 
 def _grouping(work: Work) -> GroupingName:

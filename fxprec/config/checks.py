@@ -75,10 +75,10 @@ def path(field: str, value: object, what: str) -> str | None:
     return found
 
 
-def byte_size(field: str, value: object) -> int | None:
+def byte_size(field: str, value: object, *, or_zero: bool = False) -> int | None:
     """Return bytes (rounded down) from a positive int or text such as ``"12GiB"``, ``"512 MiB"``, ``"1.5GB"``."""
-    if value is None:
-        return None
+    if value is None or (or_zero and type(value) is int and value == 0):
+        return value
     allowed = "a positive number of bytes, as an int or as text such as '12GiB', '512MiB' or '1.5GB'"
     if isinstance(value, str):
         found = _parse_size(value)

@@ -12,6 +12,7 @@ from fxprec.config.accumulator import Accumulator, find_accumulator
 from fxprec.config.checks import one_of
 from fxprec.config.grad_scaling import NAMED, GradScaling, LossScaling, Scaling
 from fxprec.config.recipes import Recipe, find_recipe
+from fxprec.config.tensor_patterns import tensor_patterns
 from fxprec.errors import ConfigError, did_you_mean
 from fxprec.numerics.formats import Format
 
@@ -110,6 +111,17 @@ class Config:
     dump: str | os.PathLike[str] | None = None
     """Folder for inspection dumps, or None: then the environment's ``FXPREC_DUMP``, if set. See docs/inspect.md."""
 
+    dump_tensors: tuple[str, ...] | None = None
+    """Patterns ``"module:kind"`` of tensors to write into the dump folder, such as ``("layers.3.*:grad_output",)``.
+    Kinds are ``output``, ``param``, ``grad_output``, ``grad_param``; without one, all. See docs/doctor.md."""
+
+    dump_every: int | None = None
+    """Steps from one dump of tensors to the next, the first step's being the first; None: 100."""
+
+    dump_limit: int | str | None = None
+    """Bytes of tensors that one graph writes, as int or ``"12GiB"``; beyond, and with 0 always, only statistics and
+    hashes. None: 1 GiB."""
+
     strict: bool = False
     """Whether anything that would be left out is an error (`FallbackError`) and not a warning."""
 
@@ -144,6 +156,13 @@ class Config:
         put(self, "promote_above", checks.ratio("promote_above", self.promote_above, above_zero=True))
         put(self, "plan", checks.path("plan", self.plan, "a plan file"))
         put(self, "dump", checks.path("dump", self.dump, "a folder"))
+        put(self, "dump_tensors", tensor_patterns("dump_tensors", self.dump_tensors))
+        put(
+            self,
+            "dump_every",
+            None if self.dump_every is None else checks.integer("dump_every", self.dump_every, least=1),
+        )
+        put(self, "dump_limit", checks.byte_size("dump_limit", self.dump_limit, or_zero=True))
         put(self, "accumulator", find_accumulator(self.accumulator))
         put(self, "seed", checks.integer("seed", self.seed, least=0))
         put(self, "strict", checks.boolean("strict", self.strict))
@@ -184,8 +203,9 @@ class Config:
         if isinstance(self.accumulator, Accumulator):
             formats = {name: getattr(self.accumulator, name).name for name in ("format", "products")}
             values["accumulator"] = asdict(self.accumulator) | formats
-        if self.ways is not None:
-            values["ways"] = list(self.ways)
+        for name in ("ways", "dump_tensors"):
+            if values[name] is not None:
+                values[name] = list(values[name])
         if self.keep_high != "ends":
             values["keep_high"] = list(self.keep_high)
         return values | {"recipe": find_recipe(self.recipe).to_dict()}
@@ -221,6 +241,9 @@ ALLOWED: Mapping[str, str] = {
     "gemms": ", ".join(map(repr, GEMMS)),
     "mode": ", ".join(map(repr, MODES)),
     "dump": "the path of a folder or None",
+    "dump_tensors": "a tuple of patterns 'module:kind' such as ('layers.3.*:grad_output',), or None",
+    "dump_every": "steps, as an int of at least 1, or None",
+    "dump_limit": "bytes as an int, or text such as '12GiB', or None",
     "strict": "True or False",
     "grouping": ", ".join(map(repr, GROUPINGS)),
     "seed": "an int of at least 0",

@@ -28,6 +28,7 @@ from fxprec.driver.halves import Halves
 from fxprec.driver.memory_ratio import over_ratio
 from fxprec.driver.recorder import Recorder
 from fxprec.driver.saved_budget import PlanAgain, SavedBudget
+from fxprec.driver.tensor_dump import TensorDump
 from fxprec.passes import pipeline
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph
@@ -76,6 +77,7 @@ class Compiler:
     dump: GraphDump | None
     portable: bool
     recorder: Recorder | None = None
+    tensors: TensorDump | None = None
 
     def compile(self, captured: Captured, given: Plan | None, examples: Sequence[Any], step: int) -> CompiledGraph:
         """Compile for a plan, or solve one. What a first plan saves, and how many rows it takes, may ask for another.
@@ -162,6 +164,8 @@ class Compilation:
         known = frozenset(graph.nodes)
         self.saves_memory = self.is_training and (work.memory_budget < 1 or regions.are_in(graph) or work.fits_peak)
         self.passes = tuple(run_passes(work, self.compiler.dump))
+        if self.compiler.tensors is not None:
+            self.compiler.tensors.expect(graph)
         compat.annotate_budget(graph, known)
         if work.memory_budget < 1 and self.is_training:
             self.ratio = work.memory_budget, read_by_backward(joint)
@@ -221,6 +225,7 @@ class Compilation:
             self.planned,
             saves_memory=self.saves_memory,
             recorder=compiler.recorder,
+            tensors=compiler.tensors if self.is_training else None,
         )
 
     def _complete_plan(self, forward: GraphModule) -> None:

@@ -32,6 +32,12 @@ class EventLog:
         if self._strict or self.note("fallback", site, detail, step=step):
             self.warn_of_loss(f"{site}: {detail}")
 
+    def warn_once(self, site: str, detail: str, *, step: int = 0) -> None:
+        """Warn of what is no fault of the run, and note it, once whatever the step; also under ``strict``."""
+        if not any(e.site == site and e.kind == "limit" for e in self.events):
+            self.note("limit", site, detail, step=step)
+            self.warn(f"{site}: {detail}")
+
     def warn_of_loss(self, message: str) -> None:
         """Warn of what was left out, without an event. Raises `FallbackError` under ``strict``."""
         if self._strict:

@@ -25,6 +25,7 @@ from fxprec.driver.saved_budget import SavedBudget
 from fxprec.driver.shared_code import ParameterWatch
 from fxprec.driver.skip_steps import StepSkipper
 from fxprec.driver.steps import Steps
+from fxprec.driver.tensor_dump import tensor_dump
 from fxprec.passes.base import Notice
 from fxprec.plan import Plan
 from fxprec.plan.compare import low_groups_with
@@ -82,6 +83,7 @@ class PlannedGraph:
             dump=dump,
             portable=portable,
             recorder=recorder,
+            tensors=tensor_dump(self.settings, dump, self._log, lambda: self.controller),
         )
 
     def compile(self, given: Plan | None) -> PlannedGraph:

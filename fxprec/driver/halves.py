@@ -18,6 +18,7 @@ from fxprec.driver.fallback import Compiled, Half, Lowering, interpreted_kernels
 from fxprec.driver.ranges import interpreted_by_group as by_group
 from fxprec.driver.ranges import ranged
 from fxprec.driver.recorder import RecordedHalf, Recorder
+from fxprec.driver.tensor_dump import TensorDump
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
 from fxprec.passes.lowering import Lowered, lower
@@ -43,14 +44,17 @@ class Halves:
     seen_by_forward: frozenset[int] = frozenset()
     """Rows: what backward recomputes is not measured again."""
     recorder: Recorder | None = None
+    tensors: TensorDump | None = None
 
     def compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any]) -> Compiled:
         """Lower and compile one half; its statistics go to the queue and not into the results."""
         name = "backward" if options.get("is_backward") else "forward"
-        if self.recorder is None:
-            return self._compile(gm, examples, options, name)
-        recorded = RecordedHalf(copied(gm), self.planned)
-        return self.recorder.watch(self.graph, name, recorded, self._compile(gm, examples, options, name))
+        watchers = [watcher for watcher in (self.recorder, self.tensors) if watcher is not None]
+        symbolic = [RecordedHalf(copied(gm), self.planned) for _ in watchers]  # lowering edits the graph
+        run = self._compile(gm, examples, options, name)
+        for watcher, recorded in zip(watchers, symbolic, strict=True):
+            run = watcher.watch(self.graph, name, recorded, run)
+        return run
 
     def _compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any], name: str) -> Compiled:
         num_outputs = len(results_of(gm.graph))

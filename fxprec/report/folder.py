@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ from fxprec.report.drawing import FILE as GRAPH
 from fxprec.report.drawing import Drawing
 from fxprec.report.history import FILE as STATS
 from fxprec.report.html import write_report
+from fxprec.report.tensors import FILE as TENSORS
+from fxprec.report.tensors import FOLDER as TENSOR_FILES
+from fxprec.report.tensors import Dumped, TensorFolder
 from fxprec.runtime.controller import Controller
 
 VARIABLE = "FXPREC_DUMP"
@@ -79,6 +83,7 @@ class GraphDump:
         self._folder, self._index = folder, index
         self._lines, self._seen = 0, dict[int, object]()
         self._drawing: Drawing | None = None
+        self._tensors: TensorFolder | None = None
 
     @cached_property
     def path(self) -> Path:
@@ -93,6 +98,9 @@ class GraphDump:
                 old.unlink(missing_ok=True)
             if not self._lines:
                 (self.path / STATS).unlink(missing_ok=True)
+            if self._tensors is None:
+                (self.path / TENSORS).unlink(missing_ok=True)
+                shutil.rmtree(self.path / TENSOR_FILES, ignore_errors=True)
 
     def write_text(self, number: str, text: str) -> None:
         """Write the text of one pass, ``number`` being such as ``04-insert-casts``."""
@@ -133,6 +141,12 @@ class GraphDump:
             if index:
                 text = json.dumps({"schema": 1, "kernels": index}, indent=1)
                 (folder / f"{half}.json").write_text(text + "\n", encoding="utf-8")
+
+    def write_tensors(self, step: int, half: str, tensors: Sequence[Dumped], limit: int) -> tuple[str, ...]:
+        """Write tensors of one half of a step; return the names of those beyond ``limit``, bytes over all steps."""
+        self._tensors = self._tensors or TensorFolder(self.path, limit)
+        with _writable(self.path):
+            return self._tensors.write(step, half, tensors)
 
     def write_stats(self, controller: Controller, *, step: int | None = None) -> None:
         """Append a line for each site whose statistics have arrived since the last call.

@@ -14,8 +14,9 @@ from fxprec.report.drawing import FILE, Drawing
 from fxprec.report.history import FILE as STATS
 from fxprec.report.history import read_history
 from fxprec.report.page_data import page_data
+from fxprec.report.tensors import latest, read_tensors
 
-SCRIPTS = ("base.js", "charts.js", "layout.js", "graph.js", "detail.js", "tables.js", "main.js")
+SCRIPTS = ("base.js", "charts.js", "layout.js", "graph.js", "detail.js", "tables.js", "dumped.js", "main.js")
 
 
 def write_report(plan: Plan, folder: Path, *, title: str, drawing: Drawing | None = None) -> Path:
@@ -26,17 +27,24 @@ def write_report(plan: Plan, folder: Path, *, title: str, drawing: Drawing | Non
     drawing = drawing or Drawing.load(folder / FILE, plan)
     history = read_history(folder / STATS, len(plan.sites))
     path = folder / "report.html"
-    path.write_text(report_html(plan, title=title, drawing=drawing, history=history), encoding="utf-8")
+    text = report_html(plan, title=title, drawing=drawing, history=history, dumped=latest(read_tensors(folder)))
+    path.write_text(text, encoding="utf-8")
     return path
 
 
 def report_html(
-    plan: Plan, *, title: str, drawing: Drawing | None = None, history: Sequence[Mapping[str, Any]] = ()
+    plan: Plan,
+    *,
+    title: str,
+    drawing: Drawing | None = None,
+    history: Sequence[Mapping[str, Any]] = (),
+    dumped: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Return the page: the same arguments give the same bytes."""
     page = resources.files("fxprec.report") / "page"
     parts = {name: (page / name).read_text(encoding="utf-8") for name in ("page.html", "style.css", *SCRIPTS)}
-    data = json.dumps(page_data(plan, title, drawing, history), allow_nan=False, separators=(",", ":"))
+    values = page_data(plan, title, drawing, history) | {"dumped": list(dumped)}
+    data = json.dumps(values, allow_nan=False, separators=(",", ":"))
     filled = {
         "title": html.escape(title),
         "style": parts["style.css"],

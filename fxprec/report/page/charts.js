@@ -57,6 +57,23 @@ function areas(rows, names, classes, { caption, level, levelName }) {
   return el("figure", {}, picture, el("figcaption", {}, caption, ": ", ...legend));
 }
 
+// Elements by exponent of two; range: exponents of the smallest and the largest number of the format, or null
+function histogram({ first, counts }, range, caption) {
+  const W = 420, H = 190, L = 62, R = 10, top = 8, bottom = 24, most = counts.reduce((a, b) => Math.max(a, b), 1);
+  const low = Math.min(first, range ? Math.floor(range[0]) : first) - 1, last = first + counts.length - 1;
+  const high = Math.max(last, range && range[1] < last + 40 ? Math.ceil(range[1]) : last) + 1, span = high - low + 1;
+  const X = e => L + (W - L - R) * (e - low) / span, Y = n => H - bottom - (H - top - bottom) * Math.log1p(n) / Math.log1p(most);
+  const picture = svg("svg", { class: "chart", viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": caption });
+  for (let n = 1; n <= most; n *= 10) picture.append(svg("line", { class: "axis", x1: L, x2: W - R, y1: Y(n), y2: Y(n) }), svg("text", { x: L - 6, y: Y(n) + 4, "text-anchor": "end" }, short(n)));
+  for (const t of ticks(low, high, 6).filter(Number.isInteger)) picture.append(svg("text", { x: X(t + .5), y: H - 7, "text-anchor": "middle" }, `2^${t}`));
+  counts.forEach((n, i) => {
+    const e = first + i, out = range && (e < range[0] - 1 || e > range[1]);
+    if (n) picture.append(svg("rect", { class: `part ${out ? "b32" : "b8"}`, x: X(e), width: Math.max(X(e + 1) - X(e) - 1, .5), y: Y(n), height: H - bottom - Y(n) }, svg("title", {}, `2^${e}: ${count(n)} elements`)));
+  });
+  for (const end of range ?? []) if (end >= low && end <= high) picture.append(svg("line", { class: "now", x1: X(end), x2: X(end), y1: top, y2: H - bottom }));
+  return el("figure", {}, picture, el("figcaption", {}, caption));
+}
+
 function spark(values, cls) {
   const known = values.filter(v => v !== null), high = known.reduce((a, b) => Math.max(a, b), 1e-9);
   const step = 100 / Math.max(values.length - 1, 1);

@@ -143,5 +143,6 @@ listen();
 memory();
 demotion();
 training();
+dumpedTensors();
 gemmTable();
 searching();

@@ -1,0 +1,199 @@
+"""Tensors on request (``dump_tensors``): a line of JSON for each in ``tensors.jsonl``, values in safetensors files.
+
+A line has the tensor's place, a hash of its bytes, its elements by exponent of two, and how many of them over- or
+underflow in the format that stores it, or would store it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxprec.errors import PlanError
+from fxprec.numerics.blocks import BlockFormat, find
+from fxprec.numerics.codec import lost
+from fxprec.numerics.rounding import COMPILE_ABOVE, quantize
+from fxprec.numerics.rows import MAGNITUDE, format_row
+from fxprec.report import safetensors
+
+FILE = "tensors.jsonl"
+FOLDER = "tensors"
+UNDERFLOWS = ".underflows"
+"""Follows a tensor's name in a file: bool, true where an element underflows."""
+_SERIES = 200  # points of a sparkline
+_SHOWN = 8  # positions of elements that underflow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Which tensor it is, and in which format it is stored."""
+
+    tensor: str
+    kind: str
+    module: str
+    source: str
+    site: int | None
+    """In the plan; None for a tensor of which no precision is chosen, or which nobody stores."""
+    format: str
+    """In which it is stored; of one that is not, the recipe's low format."""
+    scale_exponent: int
+    """It is stored times 2 to this power."""
+
+    @property
+    def name(self) -> str:
+        """Of the tensor in its file."""
+        return f"{self.tensor}:{self.kind}"
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """A tensor on its way to a file."""
+
+    origin: Origin
+    value: Tensor
+    kept: Tensor
+    """What is stored of it, or would be: it may be less its mean (docs/passes.md, store-centred)."""
+
+
+def facts(dumped: Dumped) -> tuple[dict[str, Any], Tensor]:
+    """Return a line's numbers, and which elements underflow (bool, shape of the value)."""
+    x, origin = dumped.value, dumped.origin
+    wide = x.detach().float()
+    over, under = _lost(dumped.kept.detach().float() * 2.0**origin.scale_exponent, origin.format)
+    under = under.view(x.shape)
+    finite = wide[torch.isfinite(wide)]
+    at = torch.nonzero(under.reshape(-1)).reshape(-1)[:_SHOWN]
+    numbers = {
+        "shape": list(x.shape),
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "elements": x.numel(),
+        "hash": hashlib.sha256(safetensors.bytes_of(x)).hexdigest()[:32],
+        "zeros": int((wide == 0).sum()),
+        "nonfinite": wide.numel() - finite.numel(),
+        "amax": plain(float(wide.abs().max())) if wide.numel() else 0.0,
+        "norm": plain(float(finite.double().norm())),
+        "overflow": int(over.sum()),
+        "underflow": int(under.sum()),
+        "underflows_at": at.tolist(),
+        "exponents": _exponents(finite),
+        "range": _range(origin),
+    }
+    return numbers, under
+
+
+def _lost(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Return which elements overflow and which underflow; a block's scale fits its largest element."""
+    fmt = find(name)
+    if isinstance(fmt, BlockFormat):
+        pieces = x.reshape(-1).split(COMPILE_ABOVE)  # a multiple of every block
+        read = torch.cat([quantize(piece, fmt) for piece in pieces]).view_as(x) if x.numel() else x
+        return torch.zeros_like(x, dtype=torch.bool), (read == 0) & (x != 0)
+    return lost(x.contiguous().view(torch.int32) & MAGNITUDE, format_row(fmt))
+
+
+def _exponents(x: Tensor) -> dict[str, Any]:
+    """Count the elements that are not zero by exponent of two, from ``first`` on."""
+    exponents = torch.frexp(x[x != 0])[1].to(torch.int64) - 1
+    if not exponents.numel():
+        return {"first": 0, "counts": []}
+    first = int(exponents.min())
+    return {"first": first, "counts": torch.bincount(exponents - first).tolist()}
+
+
+def _range(origin: Origin) -> list[float] | None:
+    """Return log2 of the smallest and the largest magnitude the format holds, the scale taken off."""
+    fmt = find(origin.format)
+    if isinstance(fmt, BlockFormat):
+        return None
+    ends = (fmt.smallest_subnormal, fmt.largest)
+    return [round(math.log2(end) - origin.scale_exponent, 2) for end in ends]
+
+
+def plain(number: float) -> float | str:
+    """Return a number for JSON; one that is not finite as text."""
+    return number if math.isfinite(number) else str(number)
+
+
+class TensorFolder:
+    """What one graph writes: files of at most ``limit`` bytes of tensors together."""
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self.path, self.left = path, limit
+
+    def write(self, step: int, half: str, tensors: Sequence[Dumped]) -> tuple[str, ...]:
+        """Append the lines of one half of a step; return the names of tensors the limit left out. Raises OSError."""
+        file = f"{FOLDER}/{step:07}-{half}.safetensors"
+        kept, lines, left_out = dict[str, Tensor](), list[str](), list[str]()
+        for dumped in tensors:
+            origin, x = dumped.origin, dumped.value
+            numbers, under = facts(dumped)
+            size = x.numel() * x.element_size() + (under.numel() if numbers["underflow"] else 0)
+            fits = size <= self.left
+            if fits:
+                self.left -= size
+                kept[origin.name] = x
+                kept |= {origin.name + UNDERFLOWS: under} if numbers["underflow"] else {}
+            else:
+                left_out.append(origin.name)
+            place = {"step": step, "half": half, "file": file if fits else None}
+            lines.append(json.dumps(place | asdict(origin) | numbers) + "\n")
+        if kept:
+            (self.path / FOLDER).mkdir(parents=True, exist_ok=True)
+            safetensors.save(self.path / file, kept, {"step": str(step), "half": half})
+        with (self.path / FILE).open("a", encoding="utf-8") as index:
+            index.write("".join(lines))
+        return tuple(left_out)
+
+
+def read_tensors(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of ``tensors.jsonl`` in a folder; none where there is no file, nor one that is half written.
+
+    Raises `PlanError` for a line that fxprec cannot have written.
+    """
+    file = path / FILE
+    try:
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{file}: cannot be read: {error}; train with dump_tensors again") from None
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+            row |= {name: float(row[name]) for name in ("amax", "norm")}
+            ok = all(type(row[name]) is int for name in ("step", "elements", "zeros", "overflow", "underflow"))
+            ok &= all(isinstance(row[name], str) for name in ("tensor", "kind", "module", "source", "hash", "format"))
+            ok &= all(type(n) is int for n in (row["exponents"]["first"], *row["exponents"]["counts"]))
+            ok &= all(name in row for name in ("site", "scale_exponent", "underflows_at", "range", "half"))
+            ok &= row["file"] is None or (isinstance(row["file"], str) and ".." not in row["file"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            ok = False
+        if not ok:
+            raise PlanError(f"{file}: line {number} is no line of dump_tensors; train with dump_tensors again")
+        yield row
+
+
+def latest(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return for a page the latest line of each tensor, with the share that underflowed in every step written."""
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["tensor"], row["kind"]), []).append(row)
+    return [_for_page(lines) for lines in found.values()]
+
+
+def _for_page(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    last = lines[-1]
+    same = ("tensor", "kind", "module", "step", "format", "elements", "zeros", "underflow", "overflow", "file")
+    return {name: last[name] for name in (*same, "exponents", "range")} | {
+        "amax": plain(last["amax"]),
+        "stored": last["site"] is not None,
+        "scale": last["scale_exponent"],
+        "at": last["underflows_at"],
+        "series": [round(row["underflow"] / max(row["elements"], 1), 5) for row in lines[-_SERIES:]],
+    }

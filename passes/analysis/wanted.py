@@ -1,0 +1,87 @@
+"""Marking the tensors that ``dump_tensors`` asks for, before passes put casts between a value and its readers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.config.tensor_patterns import KINDS, TensorPattern
+from fxprec.errors import did_you_mean
+from fxprec.passes.analysis.gradients import GradientWalk
+from fxprec.passes.analysis.groups import Grouped
+from fxprec.passes.analysis.tensors import CountedTensor
+
+aten = torch.ops.aten
+_COPIES = frozenset({aten.clone.default, aten.alias.default, aten.detach.default})
+WANTED_META = "fxprec_wanted"  # of a node: the counted tensors it holds that are asked for
+CARRIED_META = "fxprec_carried"  # of such a node: the variable of the scale graph whose scale it carries
+_SHOWN = 8
+
+
+def mark(grouped: Grouped, patterns: Sequence[str]) -> list[str]:
+    """Mark the nodes of the tensors that patterns take; return a message for each pattern that takes none."""
+    found: dict[Node, list[CountedTensor]] = defaultdict(list)
+    parsed = {text: TensorPattern.of(text) for text in patterns}
+    missed = set(patterns)
+    for node, tensor in _tensors(grouped):
+        taking = {text for text, p in parsed.items() if p.takes(tensor.name, tensor.kind, tensor.module)}
+        missed -= taking
+        if taking:
+            found[node].append(tensor)
+    for node, tensors in found.items():
+        node.meta[WANTED_META] = tuple(tensors)
+    return [_no_match(text, grouped.tensors) for text in patterns if text in missed]
+
+
+def wanted_in(graph: Graph) -> Iterator[tuple[Node, CountedTensor]]:
+    """Yield the marked nodes of a graph, each with every tensor it holds."""
+    for node in graph.nodes:
+        for tensor in node.meta.get(WANTED_META, ()):
+            yield node, tensor
+
+
+def _tensors(grouped: Grouped) -> Iterator[tuple[Node, CountedTensor]]:
+    """Yield every counted tensor that one node holds; a gradient is the sum of its contributions."""
+    yield from grouped.values.items()
+    walk = GradientWalk(grouped, lambda node, target, users: node)
+    walk.run()
+    gradients = grouped.operators.joint.gradients
+    for value, tensor in grouped.grads.items():
+        node = gradients[value][1] if value in gradients else walk.sum_of(value)
+        if node is not None:
+            yield _maker(node), tensor
+
+
+def _maker(node: Node) -> Node:
+    """Return what made a value: Inductor takes copies away, and pairs of transpositions."""
+    while node.op == "call_function":
+        above = node.all_input_nodes[0] if node.all_input_nodes else node
+        if node.target in _COPIES:
+            node = above
+        elif node.target is above.target is aten.permute.default and _undoes(node.args[1], above.args[1]):
+            node = above.all_input_nodes[0]
+        else:
+            break
+    return node
+
+
+def _undoes(later: Any, earlier: Any) -> bool:
+    return all(earlier[d] == i for i, d in enumerate(later))
+
+
+def _no_match(text: str, tensors: Sequence[CountedTensor]) -> str:
+    pattern = TensorPattern.of(text)
+    modules = sorted({t.module for t in tensors if t.module})
+    kinds = [
+        k for k in KINDS if any(t.kind == k and pattern.takes(t.name, pattern.kind or k, t.module) for t in tensors)
+    ]
+    if kinds:  # the module is there
+        return f"pattern {text!r} matches nothing: of these tensors there is {', '.join(kinds)}, no {pattern.kind}"
+    names = modules or sorted({t.name for t in tensors})
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    what = "modules" if modules else "tensors"
+    return f"pattern {text!r} matches nothing{did_you_mean(pattern.where, names)}; {what} are {shown}"

@@ -1,0 +1,204 @@
+"""``dump_tensors``: the step's own values in files, whatever the lowering, in every n-th step and in no other."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import fxprec
+from fxprec.cli import main
+from fxprec.driver.tensor_dump import WatchedHalf
+from fxprec.errors import ConfigError, FxprecWarning
+from fxprec.report import safetensors
+from fxprec.report.tensors import UNDERFLOWS, read_tensors
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.dropout(torch.relu(self.first(x)), 0.25, True))
+
+
+def train(folder, patterns, *, steps=3, lowering="eager", recipe="fp8", **options):
+    """Train, and return the weights and gradients of every step with the backend."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, seen = Net(), []
+    config = fxprec.Config(
+        recipe=recipe,
+        lowering=lowering,
+        dump=folder,
+        dump_tensors=patterns,
+        dump_every=2 if patterns else None,
+        **options,
+    )
+    call = torch.compile(model, backend=fxprec.Backend(config))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        torch.manual_seed(step)
+        x = torch.randn(64, 16) * 0.01
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        call(x).square().sum().backward()
+        seen.append((weights, {name: p.grad.clone() for name, p in model.named_parameters()}, x))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, fxprec.backend_of(call)
+
+
+def line(folder, name, step=1):
+    rows = [row for row in read_tensors(folder) if f"{row['tensor']}:{row['kind']}" == name and row["step"] == step]
+    assert len(rows) == 1, name
+    return rows[0]
+
+
+@pytest.mark.parametrize(
+    ("lowering", "options"),
+    [
+        ("eager", {}),
+        ("eager", {"recipe": "hfp8"}),
+        ("eager", {"compute": "stored"}),
+        pytest.param("inductor", {}, marks=pytest.mark.inductor),
+    ],
+)
+def test_files_hold_the_steps_own_values(lowering, options, tmp_path):
+    seen, _ = train(tmp_path, ("*",), lowering=lowering, **options)
+    folder = tmp_path / "graph-0"
+    assert Counter(row["step"] for row in read_tensors(folder)).keys() == {1, 3}
+    for step in (1, 3):
+        weights, gradients, x = seen[step - 1]
+        for name in weights:
+            for kind, wanted in (("param", weights[name]), ("grad_param", gradients[name])):
+                row = line(folder, f"{name}:{kind}", step)
+                found = safetensors.load(folder / row["file"], f"{name}:{kind}")
+                if kind == "param" or recipe_of(options) == "fp8":
+                    assert torch.equal(found, wanted), name
+                else:  # dumped as it comes into the cast that narrows it
+                    assert torch.allclose(found, wanted, rtol=2e-3, atol=1e-5), name
+        row = line(folder, "x:output", step)
+        assert torch.equal(safetensors.load(folder / row["file"], "x:output"), x)
+
+
+def recipe_of(options) -> str:
+    return options.get("recipe", "fp8")
+
+
+def test_a_gradient_is_the_one_autograd_computes(tmp_path):
+    seen, _ = train(
+        tmp_path,
+        ("last:grad_output", "first:output"),
+        recipe=fxprec.Recipe(hi="1-8-22", lo_forward="1-8-18", lo_backward="1-8-18", name="fine"),
+        storage="simulate",
+    )
+    folder = tmp_path / "graph-0"
+    names = [f"{row['tensor']}:{row['kind']}" for row in read_tensors(folder) if row["step"] == 1]
+    assert sorted(names) == ["addmm:output", "addmm_1:grad_output"]
+    weights, gradients, x = seen[0]
+    row = line(folder, "addmm:output")
+    hidden = safetensors.load(folder / row["file"], "addmm:output")
+    assert torch.allclose(hidden, x @ weights["first.weight"].T + weights["first.bias"], atol=1e-5)
+    row = line(folder, "addmm_1:grad_output")
+    found = safetensors.load(folder / row["file"], "addmm_1:grad_output")
+    assert torch.allclose(found.sum(0), gradients["last.bias"], atol=1e-4)
+
+
+def test_numbers_of_a_line_are_those_of_its_file(tmp_path):
+    package = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    train(tmp_path, ("first",), recipe="hfp8")
+    row = line(tmp_path / "graph-0", "addmm:output")
+    held = package.load_file(tmp_path / "graph-0" / row["file"])
+    x, under = held["addmm:output"], held["addmm:output" + UNDERFLOWS]
+    fmt = fxprec.formats.HFP8_143
+    assert torch.equal(under, (x != 0) & (fxprec.quantize(x, fmt) == 0))
+    assert int(under.sum()) == row["underflow"] > 0
+    assert row["underflows_at"][0] == int(under.reshape(-1).nonzero()[0])
+    assert sum(row["exponents"]["counts"]) + row["zeros"] == row["elements"] == x.numel()
+    assert row["exponents"]["first"] == int(x[x != 0].abs().log2().floor().min())
+    assert row["source"].startswith("test_tensor_dump.py:")
+
+
+def test_training_goes_on_bit_for_bit_and_other_steps_compute_nothing_twice(tmp_path, monkeypatch):
+    calls = []
+    before = WatchedHalf.before
+    monkeypatch.setattr(WatchedHalf, "before", lambda self, args: calls.append(1) or before(self, args))
+    with_dump, _ = train(tmp_path / "a", ("*:output", "*:grad_output"), steps=4)
+    assert len(calls) == 4  # two halves in each of two steps
+    without, _ = train(tmp_path / "b", None, steps=4)
+    for (a, g, _), (b, h, _) in zip(with_dump, without, strict=True):
+        assert all(torch.equal(a[name], b[name]) and torch.equal(g[name], h[name]) for name in a)
+
+
+def test_beyond_the_limit_there_are_hashes_alone(tmp_path):
+    with pytest.warns(
+        FxprecWarning, match=r"dump_tensors: .*: beyond dump_limit \(5,000 bytes\), so of these only stat"
+    ):
+        _, backend = train(tmp_path / "some", ("*:output",), dump_limit=5000)
+    rows = list(read_tensors(tmp_path / "some" / "graph-0"))
+    assert {row["file"] is None for row in rows} == {True, False}
+    assert sum(f.stat().st_size for f in (tmp_path / "some/graph-0/tensors").iterdir()) < 5000 + 1000
+    assert [event.kind for event in backend.events].count("limit") == 1
+    train(tmp_path / "none", ("*:output",), dump_limit=0)
+    hashes = list(read_tensors(tmp_path / "none" / "graph-0"))
+    assert not (tmp_path / "none" / "graph-0" / "tensors").exists()
+    assert [row["hash"] for row in hashes] == [row["hash"] for row in rows]
+
+
+def test_the_report_draws_elements_by_exponent(tmp_path):
+    train(tmp_path, ("first:output",))
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path)])
+    assert not ended.value.code
+    page = (tmp_path / "graph-0" / "report.html").read_text()
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert {d["tensor"]: len(d["series"]) for d in data["dumped"]} == {"addmm": 2, "relu": 2, "mul": 2} or data[
+        "dumped"
+    ]
+    assert 'id="dumped"' in page
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("frist:output", "pattern 'frist:output' matches nothing; did you mean 'first'?; modules are first, last"),
+        ("first:grad_param", None),
+        ("x:grad_output", "pattern 'x:grad_output' matches nothing: of these tensors there is output, no grad_output"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_teaches(pattern, words, tmp_path, recwarn):
+    train(tmp_path, (pattern,), steps=1)
+    said = [str(w.message) for w in recwarn if "dump_tensors" in str(w.message)]
+    assert (said == []) if words is None else (words in said[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dump_tensors": "layers.3"}, "dump_tensors is the text 'layers.3'; give it a tuple, ('layers.3',)"),
+        ({"dump_tensors": ()}, "give it a tuple of patterns 'module:kind'"),
+        ({"dump_tensors": ("a:grad_outputs",)}, "'grad_outputs'; did you mean 'grad_output'?"),
+        ({"dump_tensors": (":output",)}, "names no module or tensor; write '*:output'"),
+        ({"dump_every": 0}, "dump_every is 0; give it an int of at least 1"),
+        ({"dump_limit": -1}, "dump_limit is -1, not positive"),
+        ({"dump_limit": False}, "dump_limit is False"),
+    ],
+)
+def test_bad_options_are_one_line(options, words):
+    with pytest.raises(ConfigError) as caught:
+        fxprec.Config(**options)
+    assert words in str(caught.value)
+
+
+def test_without_a_folder_there_is_nowhere_to_write():
+    call = torch.compile(Net(), backend=fxprec.Backend(fxprec.Config(recipe="fp8", dump_tensors=("*",))))
+    with pytest.raises(ConfigError, match="dump_tensors has no folder to write to; give dump='DIR' too"):
+        call(torch.randn(2, 16))
+
+
+def test_a_damaged_index_is_told(tmp_path):
+    (tmp_path / "tensors.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(fxprec.PlanError, match="line 1 is no line of dump_tensors"):
+        list(read_tensors(tmp_path))
