@@ -31,8 +31,11 @@ def overview(judged: Mapping[str, Sequence[tuple[Claim, Verdict]]]) -> str:
 
 
 def _line(name: str, judged: Sequence[tuple[Claim, Verdict]], y: int) -> Iterator[str]:
-    claim = judged[0][0].text
     yield svg.text(28, y, name, fill="#555555")
+    if not judged:
+        yield svg.text(CLAIM_X, y, "no claim to hold against: other hardware", fill="#555555")
+        return
+    claim = judged[0][0].text
     yield svg.text(CLAIM_X, y, claim if len(claim) <= MOST else claim[: MOST - 1].rsplit(" ", 1)[0] + " …")
     for i, (_, verdict) in enumerate(judged):
         x, colour = RESULT_X + 15 * i, COLOURS[verdict.state]

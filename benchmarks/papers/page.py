@@ -27,8 +27,11 @@ multiply-accumulate units.
 
 
 def verdicts(table: ModuleType, found: Found) -> list[tuple[Claim, Verdict]]:
-    """Each claim, judged."""
-    return [(claim, claim.judge(found)) for claim in table.CLAIMS]
+    """Each claim, judged; one seed where a table asks for several has no spread, and shows nothing."""
+    judged = [(claim, claim.judge(found)) for claim in table.CLAIMS]
+    if table.SEEDS == 1 or len(found.seeds) > 1:
+        return judged
+    return [(claim, Verdict("not shown", f"one seed; {verdict.detail}".rstrip("; "))) for claim, verdict in judged]
 
 
 def write(docs: Path = DOCS) -> Path:
