@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fxprec.config.recipes import Recipe as Recipe
     from fxprec.diagnosis.choose import Choice as Choice
     from fxprec.diagnosis.choose import choose as choose
+    from fxprec.diagnosis.compare import compare as compare
     from fxprec.diagnosis.diagnosis import Diagnosis as Diagnosis
     from fxprec.diagnosis.doctor import doctor as doctor
     from fxprec.driver.backend import Backend as Backend
@@ -55,6 +56,7 @@ _HOMES = {
     "backend_of": "driver.backend",
     "Choice": "diagnosis.choose",
     "choose": "diagnosis.choose",
+    "compare": "diagnosis.compare",
     "Config": "config",
     "Diagnosis": "diagnosis.diagnosis",
     "doctor": "diagnosis.doctor",

@@ -71,6 +71,10 @@ class NonfiniteWatch:
         is_new, self._was_bad = bad and not self._was_bad, bad
         return self._first(step, (s.site for s in arrived), sites) if is_new else None
 
+    def series(self) -> dict[int, tuple[tuple[int, float, float, float], ...]]:
+        """Return (step, amax, overflow ratio, underflow ratio) of up to 200 recent steps by row, oldest first."""
+        return {row: series.rows() for row, series in self._series.items()}
+
     def _is_news(self, site: Site) -> bool:
         return site.direction == "forward" or self._gradients
 

@@ -14,12 +14,13 @@ ELEMENTS = 3_145_728  # of every tensor
 SHAPE = "8 x 512 x 768"
 
 
-def made_up(groups: int, nodes: int, name: str = "t") -> tuple[Plan, Drawing, list[dict[str, Any]]]:
+def made_up(groups: int, nodes: int, name: str = "t", stored: int = 2) -> tuple[Plan, Drawing, list[dict[str, Any]]]:
     """Return ``groups`` groups of ``nodes`` nodes each, the second half of them backward; every third group is low.
 
-    In each group the first and the last node are stored; the first of group 1 was promoted at step 7.
+    In each group ``stored`` nodes are, the first and the last among them; the first of group 1 was promoted at step 7.
     """
     rng, half = random.Random(0), nodes // 2
+    places = {round(i * (nodes - 1) / (stored - 1)) for i in range(stored)}
     sites: list[Site] = []
     drawn: list[DrawnNode] = []
     edges = [(i, i + 1) for i in range(groups * nodes - 1) if (i + 1) % nodes]
@@ -29,9 +30,8 @@ def made_up(groups: int, nodes: int, name: str = "t") -> tuple[Plan, Drawing, li
     ]
     for i in range(groups * nodes):
         group, place = divmod(i, nodes)
-        stored = place in (0, nodes - 1)
         where: dict[str, Any] = {"module": f"layers.{group}.{name}", "source": f"{name}.py:{group}", "group": group}
-        if stored:
+        if place in places:
             sites.append(_site(len(sites), f"{name}{i}", place > 0, where))
         drawn.append(
             DrawnNode(
@@ -41,7 +41,7 @@ def made_up(groups: int, nodes: int, name: str = "t") -> tuple[Plan, Drawing, li
                 value=f"float32 {SHAPE}",
                 elements=ELEMENTS,
                 saved=place == 0,
-                sites=(len(sites) - 1,) if stored else (),
+                sites=(len(sites) - 1,) if place in places else (),
                 **where,
             )
         )

@@ -2,66 +2,37 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 
 import pytest
 
-from fxprec.report.html import report_html
-from tests.report_pages import made_up
-
-selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (pip install selenium)")
+pytest.importorskip("selenium.webdriver", reason="selenium is not installed (pip install selenium)")
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="no Chromium here (apt-get install chromium chromium-driver)"
-)
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1280,1000",
-]
+from fxprec.report.html import report_html
+from tests.browser import chromium, needs_chromium
+from tests.report_pages import made_up
+
+pytestmark = needs_chromium
 HOSTILE = "<script>alert(1)</script>"
 
 
-class Page:
+class Report:
     """A loaded report."""
 
-    def __init__(self, driver) -> None:
-        self.driver = driver
+    def __init__(self, page) -> None:
+        self.page = page
+
+    def __getattr__(self, name: str):
+        return getattr(self.page, name)
+
+    def __call__(self, script: str):
+        return self.page(script)
 
     def load(self, path, **arguments) -> None:
         plan, drawing, history = made_up(**arguments)
-        path.write_text(report_html(plan, title="made up", drawing=drawing, history=history), encoding="utf-8")
-        self.driver.get(path.as_uri())
-
-    def __call__(self, script: str):
-        return self.driver.execute_script(script)
-
-    def find(self, selector: str):
-        return self.driver.find_element("css selector", selector)
-
-    def keys(self, *keys: str) -> None:
-        ActionChains(self.driver).send_keys(*keys).perform()
-        self.settle()
-
-    def click(self, selector: str) -> None:
-        ActionChains(self.driver).move_to_element(self.find(selector)).click().perform()
-        self.settle()
-
-    def settle(self) -> None:
-        self.driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
-
-    def shown(self, selector: str) -> str:
-        return self.find(selector).text
+        self.page.load(path, report_html(plan, title="made up", drawing=drawing, history=history))
 
     def heading(self) -> str:
         return self.find("#detail h3").text
@@ -69,17 +40,8 @@ class Page:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    options = selenium.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = selenium.Chrome(options=options, service=selenium.ChromeService(DRIVER))
-    found = Page(driver)
-    yield found
-    log = driver.get_log("browser")
-    driver.quit()
-    assert log == []
+    with chromium(tmp_path_factory.mktemp("profile")) as found:
+        yield Report(found)
 
 
 @pytest.fixture
@@ -189,26 +151,17 @@ def test_names_are_text(page, tmp_path):
 
 @pytest.mark.parametrize("width", [360, 1280])
 def test_the_page_is_no_wider_than_the_window(small, width):
-    small.driver.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    )
-    try:
+    with small.width(width):
         assert small("return document.documentElement.scrollWidth") <= width
         detail, graph = (
             small(f"return document.getElementById('{i}').getBoundingClientRect().left") for i in ("detail", "canvas")
         )
         assert (detail > graph) == (width > 900)
-    finally:
-        small.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_dark_follows_the_system(small):
-    light = small("return getComputedStyle(document.body).backgroundColor")
-    dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
-    small.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
-    seen = small("return getComputedStyle(document.body).backgroundColor")
-    small.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    assert (light, seen) == ("rgb(255, 255, 255)", "rgb(20, 23, 27)")
+    background = "return getComputedStyle(document.body).backgroundColor"
+    assert (small(background), small.in_the_dark(background)) == ("rgb(255, 255, 255)", "rgb(20, 23, 27)")
 
 
 def test_ten_thousand_nodes_load_open_and_move(page, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
@@ -178,6 +179,11 @@ class Backend:
         weights = [c.plan.total_elements * max(c.step, 1) for c in trained]
         low = sum(w * c.plan.mean_low_ratio(c.step) for w, c in zip(weights, trained, strict=True))
         return low / max(sum(weights), 1)
+
+    def training_graphs(self) -> list[tuple[str, Controller, Path | None]]:
+        """Return the name of each compiled training graph, its state, and the folder it is dumped to, if it is."""
+        found = [(f"graph-{g.index}", g.controller, g.folder) for g in self._live if g.is_training]
+        return [(name, controller, folder) for name, controller, folder in found if controller is not None]
 
     def stop_promoting(self) -> None:
         """Promote no tensor from now on: for measuring how a plan behaves."""

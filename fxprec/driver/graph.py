@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,6 +103,11 @@ class PlannedGraph:
     @property
     def is_training(self) -> bool:
         return self.compiled.is_training
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it is dumped."""
+        return None if self._dump is None else self._dump.path
 
     @property
     def plan(self) -> Plan | None:

@@ -12,9 +12,9 @@ from fxprec.config import Config
 from fxprec.errors import ConfigError
 from fxprec.minify.oracle import Exact
 from fxprec.plan import Plan, Site
+from fxprec.report.graph_text import aligned
 from fxprec.runtime.controller import Controller
 from fxprec.testing.case import STEPS, Case, Compiled
-from fxprec.testing.finding import aligned
 
 WORTH_NAMING = 0.01  # of the squared error of the whole plan; below it the search ends
 

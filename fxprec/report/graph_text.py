@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -94,3 +94,17 @@ def one_line(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+_WIDEST = 60  # characters of a cell
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return rows of text as columns; the last one is never cut."""
+    cut = [[*(_cut(one_line(c)) for c in line[:-1]), one_line(line[-1])] for line in lines]
+    widths = [max(len(line[i]) for line in cut) for i in range(len(cut[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cut)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDEST else text[: _WIDEST - 3] + "..."

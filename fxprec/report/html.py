@@ -16,7 +16,7 @@ from fxprec.report.history import read_history
 from fxprec.report.page_data import page_data
 from fxprec.report.tensors import latest, read_tensors
 
-SCRIPTS = ("base.js", "charts.js", "layout.js", "graph.js", "detail.js", "tables.js", "dumped.js", "main.js")
+SCRIPTS = ("dom.js", "base.js", "charts.js", "layout.js", "graph.js", "detail.js", "tables.js", "dumped.js", "main.js")
 
 
 def write_report(plan: Plan, folder: Path, *, title: str, drawing: Drawing | None = None) -> Path:
@@ -41,16 +41,25 @@ def report_html(
     dumped: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Return the page: the same arguments give the same bytes."""
-    page = resources.files("fxprec.report") / "page"
-    parts = {name: (page / name).read_text(encoding="utf-8") for name in ("page.html", "style.css", *SCRIPTS)}
     values = page_data(plan, title, drawing, history) | {"dumped": list(dumped)}
+    return filled("page.html", {"title": html.escape(title)} | parts(SCRIPTS, values))
+
+
+def parts(scripts: Sequence[str], values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the style, the scripts and the data of a page of this folder."""
     data = json.dumps(values, allow_nan=False, separators=(",", ":"))
-    filled = {
-        "title": html.escape(title),
-        "style": parts["style.css"],
-        "script": "".join(parts[name] for name in SCRIPTS),
+    return {
+        "style": _read("style.css"),
+        "script": "".join(map(_read, scripts)),
         "data": data.replace("<", r"\u003c"),  # in a script element, only "<" can end or comment anything
     }
-    text = parts["page.html"]
-    before, *rest = text.split("{{")
-    return before + "".join(filled[name] + after for name, _, after in (piece.partition("}}") for piece in rest))
+
+
+def filled(frame: str, parts: Mapping[str, str]) -> str:
+    """Return a frame of this folder with each ``{{name}}`` replaced; what is put in is not looked at again."""
+    before, *rest = _read(frame).split("{{")
+    return before + "".join(parts[name] + after for name, _, after in (piece.partition("}}") for piece in rest))
+
+
+def _read(name: str) -> str:
+    return (resources.files("fxprec.report") / "page" / name).read_text(encoding="utf-8")

@@ -1,155 +1,244 @@
-"""Two runs side by side: where their tensors' statistics part first, joined by tensor and module."""
+"""Two runs side by side: where their tensors part first, joined by tensor and module."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from fxprec.errors import PlanError
-from fxprec.plan import Plan, Site
-from fxprec.report.history import FILE, rows_of
-from fxprec.report.load import plans_of
+from fxprec.errors import ConfigError, PlanError
+from fxprec.plan import Plan
+from fxprec.report.history import FILE
+from fxprec.report.runs import HALVES, Half, Run, Track, pairs
+from fxprec.report.tensors import plain
 
 RATIO = 0.01  # shares of elements that over- or underflow: a larger difference is one
-Point = tuple[float, float, float]
-"""amax, overflow ratio, underflow ratio."""
-Series = Mapping[int, Mapping[int, Point]]
-"""By site, then by step; of a site's several casts the first."""
+SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class Parting:
-    """One tensor whose statistics are another's from a step on."""
+    """What differs of one tensor in one step."""
 
-    graph: str
-    site: Site
-    """Of the first run."""
-    other: Site
     step: int
     what: str
-    """Of the statistics: ``"amax"``, ``"overflow"`` or ``"underflow"``."""
-    ours: float
-    theirs: float
+    """``"amax"``, ``"overflow"``, ``"underflow"`` of statistics; ``"values"``, ``"norm"``, ``"hash"`` of a dump."""
+    ours: float | str
+    theirs: float | str
+    difference: float
+    """Relative to the first run's; of shares their difference; of hashes 1."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One tensor in both runs."""
+
+    ours: Track
+    theirs: Track
+    steps: tuple[int, ...]
+    """In which both have it."""
+    parting: Parting | None
+    """The first that counts."""
+    apart: tuple[float | None, ...]
+    """Relative difference by step: of the values where both are there, else of the largest magnitudes."""
 
     @property
-    def order(self) -> tuple[int, str, tuple[bool, int]]:
-        """Sorts by step, then by execution."""
-        return (self.step, self.graph, self.site.order)
+    def half(self) -> Half:
+        return self.ours.half
+
+    @property
+    def order(self) -> tuple[int, int, str, tuple[int, int]]:
+        """Sorts by the step in which they part, then by execution."""
+        step = 2**62 if self.parting is None else self.parting.step
+        return (step, HALVES.index(self.half), self.ours.graph, self.ours.position)
+
+    def to_dict(self) -> dict[str, Any]:
+        t, p = self.ours, self.parting
+        place = {"graph": t.graph, "tensor": t.tensor, "kind": t.kind, "module": t.module, "source": t.source}
+        parting = None if p is None else {name: plain_or_text(value) for name, value in vars(p).items()}
+        formats = [t.format, self.theirs.format]
+        apart = [None if d is None else plain(d) for d in self.apart]
+        return place | {
+            "half": self.half,
+            "formats": formats,
+            "parting": parting,
+            "steps": list(self.steps),
+            "apart": apart,
+        }
+
+
+def plain_or_text(value: float | str) -> float | str:
+    return value if isinstance(value, str) else plain(value)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two dumps have in common, and where they part."""
+    """What two runs have in common, and where they part."""
 
-    joined: int
-    """Tensors found in both, with statistics of the same steps."""
-    steps: int
+    first: str
+    second: str
+    """Names of the runs."""
+    bitwise: bool
+    tolerance: float
+    pairs: tuple[Pair, ...]
+    """Those that part first, then in the order of execution."""
+    steps: tuple[int, ...]
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     differences: tuple[str, ...]
-    """The first thing in which the models of each graph differ."""
-    partings: tuple[Parting, ...]
-    """Each tensor once, where it parts first; in the order of steps, then of execution."""
+    """The first thing in which the models of each graph differ, and settings that differ."""
+
+    @property
+    def partings(self) -> tuple[Pair, ...]:
+        return tuple(pair for pair in self.pairs if pair.parting is not None)
+
+    def first_in(self, half: Half) -> Pair | None:
+        """Return the pair that parts first in a half, or None."""
+        return next((pair for pair in self.partings if pair.half == half), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data; numbers that are not finite as text."""
+        names = ("first", "second", "bitwise", "tolerance", "steps", "only_first", "only_second", "differences")
+        values = {name: getattr(self, name) for name in names}
+        lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+        return {"schema": SCHEMA} | values | lists | {"tensors": [pair.to_dict() for pair in self.pairs]}
+
+    def save(self, folder: str | Path) -> Path:
+        """Write ``compare.json`` and ``compare.html``; return the page. Raises `ConfigError`."""
+        from fxprec.report.compare_page import page
+
+        place = Path(folder)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
+            (place / "compare.json").write_text(text + "\n", encoding="utf-8")
+            (place / "compare.html").write_text(page(self), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{place}: cannot be written: {error.strerror}; choose a writable folder") from None
+        return place / "compare.html"
+
+    def __str__(self) -> str:
+        from fxprec.report.compare_text import text
+
+        return text(self)
 
 
-def compare_runs(a: Path, b: Path, tolerance: float = 0.1) -> Comparison:
-    """Compare what two dump folders recorded while training.
+def compare_runs(a: Run, b: Run, tolerance: float = 0.1, *, bitwise: bool = False) -> Comparison:
+    """Compare what two runs recorded while training.
 
-    ``tolerance`` is relative, of the largest magnitudes. Raises `PlanError` for a folder without statistics, and for
-    runs of different models.
+    ``tolerance`` is relative, of largest magnitudes and of dumped values; ``bitwise`` compares hashes of dumped values
+    instead. Raises `PlanError` for a run without them, and for runs of different models.
     """
-    ours, theirs = plans_of(a), plans_of(b)
-    partings, steps = list[Parting](), set[int]()
-    missing: tuple[list[str], list[str]] = ([], [])
+    if bitwise:
+        _refuse_without_values(a, b)
+    joined, missing = list[Pair](), (list[str](), list[str]())
     differences = list[str]()
-    joined = 0
-    for name in (n for n in ours if n in theirs):
-        pairs = list(_pairs(ours[name], theirs[name]))
-        differs = ours[name].first_difference(theirs[name], there="the second")
-        differences += [f"{name}: {differs}" if name else differs] if differs else []
-        _note_missing(missing, name, ours[name], theirs[name], pairs)
-        left, right = _series(a, name, ours[name]), _series(b, name, theirs[name])
-        for site, other in pairs:
-            common = sorted(left.get(site.id, {}).keys() & right.get(other.id, {}).keys())
-            joined += bool(common)
-            steps.update(common)
-            found = next(_differences(name, site, other, common, left, right, tolerance), None)
-            partings += [] if found is None else [found]
-    _refuse_strangers(a, b, ours, theirs, joined)
-    ordered = tuple(sorted(partings, key=lambda p: p.order))
-    return Comparison(joined, len(steps), tuple(missing[0]), tuple(missing[1]), tuple(differences), ordered)
-
-
-def _pairs(a: Plan, b: Plan) -> Iterator[tuple[Site, Site]]:
-    """Yield the sites of both: of the same tensor and kind, or the n-th of that kind in the same module."""
-    by_tensor = {(s.tensor, s.kind, s.module): s for s in b.sites}
-    by_place = {_place(b, s): s for s in b.sites}
-    for site in a.sites:
-        other = by_tensor.get((site.tensor, site.kind, site.module)) or by_place.get(_place(a, site))
-        if other is not None:
-            yield site, other
-
-
-def _place(plan: Plan, site: Site) -> tuple[str, str, int]:
-    before = sum(s.module == site.module and s.kind == site.kind for s in plan.sites[: site.id])
-    return site.module, site.kind, before
-
-
-def _note_missing(
-    missing: tuple[list[str], list[str]], graph: str, a: Plan, b: Plan, pairs: list[tuple[Site, Site]]
-) -> None:
-    for names, plan, seen in ((missing[0], a, {s.id for s, _ in pairs}), (missing[1], b, {s.id for _, s in pairs})):
-        names += [f"{s.tensor} ({s.kind}{f', {s.module}' if s.module else ''})" for s in plan.sites if s.id not in seen]
-
-
-def _series(root: Path, graph: str, plan: Plan) -> Series:
-    found: dict[int, dict[int, Point]] = {}
-    first: dict[int, int] = {}  # the row of a site's first cast
-    for row in rows_of((root / graph if graph else root) / FILE, len(plan.sites)):
-        if first.setdefault(row["site"], row["row"]) == row["row"]:
-            point = (row["amax"], row["overflow_ratio"], row["underflow_ratio"])
-            found.setdefault(row["site"], {})[row["step"]] = point
-    return found
-
-
-def _differences(
-    graph: str, site: Site, other: Site, steps: list[int], left: Series, right: Series, tolerance: float
-) -> Iterator[Parting]:
-    for step in steps:
-        ours, theirs = left[site.id][step], right[other.id][step]
-        for what, x, y, limit in zip(
-            ("amax", "overflow", "underflow"), ours, theirs, (tolerance * abs(ours[0]), RATIO, RATIO), strict=True
-        ):
-            if what != "amax" and (site.stored_as != other.stored_as or math.isnan(x) != math.isnan(y)):
-                continue  # of another format, or not counted in one of the runs
-            if _is_apart(x, y, limit if tolerance else 0.0):
-                yield Parting(graph, site, other, step, what, x, y)
-
-
-def _is_apart(x: float, y: float, limit: float) -> bool:
-    if math.isfinite(x) and math.isfinite(y):
-        return abs(x - y) > limit
-    return not (x == y or (math.isnan(x) and math.isnan(y)))
-
-
-def _refuse_strangers(a: Path, b: Path, ours: Mapping[str, Plan], theirs: Mapping[str, Plan], joined: int) -> None:
-    """Raise where nothing can be compared, and say why."""
-    if joined:
-        return
-    for root, plans in ((a, ours), (b, theirs)):
-        if not any((root / name / FILE).exists() for name in plans):
-            raise PlanError(
-                f"{root}: holds no {FILE}, so nothing trained there; train with options={{'dump': DIR}}, then compare"
-            )
-    if not set(ours) & set(theirs):
-        raise PlanError(
-            f"{a} holds {', '.join(ours)} and {b} {', '.join(theirs)}: no graph of one name; give two folders that "
-            "dump= named"
+    for name in (n for n in a.plans if n in b.plans):
+        found = list(pairs(a.tracks[name], b.tracks[name]))
+        differs = a.plans[name].first_difference(b.plans[name], there="the second")
+        differences += (
+            [f"the models differ: {name}: {differs}" if name else f"the models differ: {differs}"] if differs else []
         )
-    modules = [sorted({s.module for p in plans.values() for s in p.sites if s.module}) for plans in (ours, theirs)]
-    raise PlanError(
-        f"{a} and {b} recorded no tensor of one name in the same step (modules {', '.join(modules[0][:3])} and "
-        f"{', '.join(modules[1][:3])}); give two runs of one model, both with on_nonfinite='report', which watches all"
+        for names, tracks, side in ((missing[0], a.tracks[name], 0), (missing[1], b.tracks[name], 1)):
+            seen = {id(pair[side]) for pair in found}
+            names += [t.label for t in tracks if id(t) not in seen]
+        joined += [_pair(ours, theirs, tolerance, bitwise=bitwise) for ours, theirs in found]
+    common = tuple(sorted((pair for pair in joined if pair.steps), key=lambda pair: pair.order))
+    if not common:
+        raise _strangers(a, b)
+    steps = tuple(sorted({step for pair in common for step in pair.steps}))
+    differences += _settings(a, b)
+    return Comparison(
+        a.name, b.name, bitwise, tolerance, common, steps, tuple(missing[0]), tuple(missing[1]), tuple(differences)
     )
+
+
+def _settings(a: Run, b: Run) -> list[str]:
+    """Say in what the two were trained otherwise."""
+    ours, theirs = (next(iter(run.plans.values())) for run in (a, b))
+    read: dict[str, Callable[[Plan], str]] = {
+        "recipe": lambda p: p.recipe.name, "storage": lambda p: p.storage, "compute": lambda p: p.compute,
+        "policy": lambda p: p.policy, "torch": lambda p: p.torch, "fxprec": lambda p: p.fxprec,
+    }  # fmt: skip
+    return [f"{name}: {x} and {y}" for name, of in read.items() if (x := of(ours)) != (y := of(theirs))]
+
+
+def _pair(ours: Track, theirs: Track, tolerance: float, *, bitwise: bool) -> Pair:
+    """Compare one tensor, step by step."""
+    if bitwise:
+        steps = sorted(ours.dumps.keys() & theirs.dumps.keys())
+        hashes = [(ours.dumps[s].hash, theirs.dumps[s].hash) for s in steps]
+        differ = [Parting(s, "hash", x[:12], y[:12], 1.0) for s, (x, y) in zip(steps, hashes, strict=True) if x != y]
+        return Pair(ours, theirs, tuple(steps), next(iter(differ), None), tuple(float(x != y) for x, y in hashes))
+    in_points, in_dumps = ours.points.keys() & theirs.points.keys(), ours.dumps.keys() & theirs.dumps.keys()
+    steps, found, apart = sorted(in_points | in_dumps), list[Parting](), list[float | None]()
+    for step in steps:
+        at = list(_of_values(ours, theirs, step)) if step in in_dumps else []
+        at += _of_statistics(ours, theirs, step) if step in in_points else []
+        apart.append(at[0].difference if at else None)
+        found += [p for p in at if _counts(p, tolerance)]
+    return Pair(ours, theirs, tuple(steps), next(iter(found), None), tuple(apart))
+
+
+def _of_values(ours: Track, theirs: Track, step: int) -> Iterator[Parting]:
+    x, y = ours.dumps[step], theirs.dumps[step]
+    distance = x.distance(y)
+    what = "norm" if distance is None else "values"
+    yield Parting(step, what, x.norm, y.norm, _relative(x.norm, y.norm) if distance is None else distance)
+
+
+def _of_statistics(ours: Track, theirs: Track, step: int) -> Iterator[Parting]:
+    x, y = ours.points[step], theirs.points[step]
+    yield Parting(step, "amax", x[0], y[0], _relative(x[0], y[0]))
+    for what, mine, other in (("overflow", x[1], y[1]), ("underflow", x[2], y[2])):
+        if ours.format == theirs.format and math.isnan(mine) == math.isnan(other):  # counted in both
+            yield Parting(step, what, mine, other, 0.0 if math.isnan(mine) else abs(mine - other))
+
+
+def _relative(x: float, y: float) -> float:
+    if x == y or (math.isnan(x) and math.isnan(y)):
+        return 0.0
+    if not (math.isfinite(x) and math.isfinite(y)):
+        return math.inf
+    return abs(x - y) / abs(x) if x else math.inf
+
+
+def _counts(p: Parting, tolerance: float) -> bool:
+    is_share = p.what in ("overflow", "underflow")
+    return not p.difference <= (0.0 if not tolerance else RATIO if is_share else tolerance)
+
+
+def _refuse_without_values(a: Run, b: Run) -> None:
+    for run in (a, b):
+        if not run.has_values:
+            raise PlanError(
+                f"{run.name}: holds no hashes, which a bitwise comparison needs; train both with options={{'dump': "
+                "DIR, 'dump_tensors': ('*',), 'dump_every': 1, 'dump_limit': 0}"
+            )
+
+
+def _strangers(a: Run, b: Run) -> PlanError:
+    """Say why nothing can be compared."""
+    for run in (a, b):
+        if not run.has_values and not run.has_statistics:
+            return PlanError(
+                f"{run.name}: holds no {FILE}, so nothing trained there; train with options={{'dump': DIR}}, then "
+                "compare"
+            )
+    if not set(a.plans) & set(b.plans):
+        return PlanError(
+            f"{a.name} holds {', '.join(a.plans)} and {b.name} {', '.join(b.plans)}: no graph of one name; give two "
+            "folders that dump= named"
+        )
+    modules = [sorted({t.module for tracks in run.tracks.values() for t in tracks if t.module}) for run in (a, b)]
+    return PlanError(
+        f"{a.name} and {b.name} recorded no tensor of one name in the same step (modules {_first(modules[0])} and "
+        f"{_first(modules[1])}); give two runs of one model, both with on_nonfinite='report', which watches all"
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) or "without names"

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fxprec.report.graph_text import one_line
+from fxprec.report.graph_text import aligned, one_line
 from fxprec.testing.measure import Measured
 
 SHOWN = 10  # rows of a table
-WIDEST = 60  # characters of a cell
 
 
 @dataclass(frozen=True)
@@ -82,14 +81,3 @@ def _tensor_table(findings: Sequence[Finding], rows: Sequence[Row]) -> str:
 
 def _rest(findings: Sequence[Finding]) -> list[str]:
     return [f"... and {len(findings) - SHOWN} more"] if len(findings) > SHOWN else []
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Return rows of text as columns; the last one is never cut."""
-    cut = [[*(_cut(one_line(c)) for c in line[:-1]), one_line(line[-1])] for line in lines]
-    widths = [max(len(line[i]) for line in cut) for i in range(len(cut[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cut)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."

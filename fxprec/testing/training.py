@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fxprec.config import Config
 from fxprec.errors import ConfigError, GoldenError, NumericsError
+from fxprec.report.graph_text import aligned
 from fxprec.testing import golden as goldens
 from fxprec.testing.case import Case, Compiled, quiet
-from fxprec.testing.finding import aligned, plain
+from fxprec.testing.finding import plain
 
 Batches = Callable[[int], Any] | Sequence[Any]
 """By step ``(inputs, target)``, or inputs alone where the model returns its loss."""

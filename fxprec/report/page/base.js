@@ -1,30 +1,6 @@
-// The data, decoded, and how elements are made: text is always set as text.
-const $ = id => document.getElementById(id);
-const raw = JSON.parse($("data").textContent);
+// The data, decoded.
 const T = i => raw.texts[i];
-
-function fill(node, attributes, children) {
-  for (const [name, value] of Object.entries(attributes ?? {})) {
-    if (value === null || value === undefined) continue;
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else node.setAttribute(name, value);
-  }
-  node.append(...children.filter(child => child !== null && child !== undefined).map(child => child instanceof Node ? child : String(child)));
-  return node;
-}
-const el = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
-const svg = (tag, attributes, ...children) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
-
-const count = n => n === null ? "?" : n.toLocaleString("en");
-function scaled(n, base, units) {
-  let i = 0;
-  while (n >= base && i < units.length - 1) { n /= base; i++; }
-  return `${i && n < 100 ? n.toPrecision(3) : Math.round(n)}${units[i]}`;
-}
-const short = n => n === null ? "?" : scaled(n, 1000, ["", " k", " M", " G", " T", " P"]);
-const bytes = n => n === null ? "?" : scaled(n, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]);
 const width = bits => bits === undefined ? "b0" : bits <= 8 ? "b8" : bits <= 16 ? "b16" : "b32";
-const cut = (text, most) => text.length > most ? text.slice(0, most - 1) + "…" : text;
 
 const sites = raw.sites.map(([tensor, kind, module, source, shape, group, format, promoted, elements, why, reads], id) => ({
   id, tensor: T(tensor), kind: T(kind), module: T(module), source: T(source), shape: T(shape), group, format: T(format),

@@ -6,16 +6,15 @@ function ticks(low, high, wanted) {
   return found;
 }
 
-const plain = v => String(+v.toPrecision(6));
-
 // series: [{points: [[x, y or null], ...], cls, name}]; options: caption, y (label of a tick), x, now (x of a vertical line), dots
 function chart(series, { caption, x = plain, y = plain, now = null, dots = null, zero = true }) {
   const W = 420, H = 190, L = 62, R = 10, top = 8, bottom = 24;
   const points = series.flatMap(s => s.points).filter(p => p[1] !== null);
+  if (!points.length) return el("figure", {}, el("figcaption", {}, `${caption}: nothing to draw`));
   const xs = points.map(p => p[0]), ys = points.map(p => p[1]);
-  const least = (values, start) => values.reduce((a, b) => Math.min(a, b), start), most = (values, start) => values.reduce((a, b) => Math.max(a, b), start);
   const x0 = least(xs, Infinity), x1 = Math.max(most(xs, -Infinity), x0 + 1e-9);
-  const y0 = least(ys, zero ? 0 : Infinity), y1 = Math.max(most(ys, -Infinity), y0 + 1e-9);
+  const low = least(ys, zero ? 0 : Infinity), high = most(ys, -Infinity), room = zero || high > low ? 0 : 0.5;
+  const y0 = low - room, y1 = Math.max(high + room, y0 + 1e-9);
   const X = v => L + (W - L - R) * (v - x0) / (x1 - x0), Y = v => H - bottom - (H - top - bottom) * (v - y0) / (y1 - y0);
   const picture = svg("svg", { class: "chart", viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": caption });
   const unit = y === bytes ? 1024 ** Math.floor(Math.log(y1) / Math.log(1024)) : 1;

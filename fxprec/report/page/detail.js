@@ -44,8 +44,6 @@ function siteDetail(site, node) {
     ...(histories.get(site.id) ?? []).flatMap(history => seriesCharts(history)),
   ];
 }
-const zip = (xs, ys) => xs.map((x, i) => [x, ys[i]]);
-const percent = share => `${+(100 * share).toPrecision(3)} %`;
 function seriesCharts(history) {
   const label = history.row === history.site ? "" : `row ${history.row}, `, { steps } = history;
   const magnitudes = [{ points: zip(steps, history.amax), cls: "b8", name: "largest magnitude" }];

@@ -1,7 +1,7 @@
 // The graph: draws what is in sight, pans, zooms, selects.
 const canvas = $("canvas"), scene = svg("g"), open = new Set();
 canvas.append(svg("defs", {}, svg("marker", { id: "tip", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, markerUnits: "userSpaceOnUse", orient: "auto-start-reverse" }, svg("path", { class: "arrow", d: "M0,0L8,4L0,8z" }))), scene);
-const OPEN_ALL_UP_TO = 250, MARGIN = 0.6, FAR = 0.42, NEAREST = 3, FURTHEST = 0.02, NEAR_GROUPS = 8, MANY = 1500;
+const OPEN_ALL_UP_TO = 250, MARGIN = 0.6, FAR = 0.42, TINY = 0.16, NEAREST = 3, FURTHEST = 0.02, NEAR_GROUPS = 8, MANY = 1500;
 let columns = 1, plane = null, view = { x: 0, y: 0, k: 1 }, drawn = null, selected = null, hits = new Set(), asked = false;
 
 const reach = new Map();  // group -> groups its values are read in, forward
@@ -44,15 +44,20 @@ function paint() {
   scene.setAttribute("transform", `scale(${k}) translate(${-x},${-y})`);
   scene.setAttribute("class", k < FAR ? "far" : "");
   const sight = { x0: x, y0: y, x1: x + w / k, y1: y + h / k };
-  const covered = drawn && drawn.far === k < FAR && drawn.x0 <= sight.x0 && drawn.y0 <= sight.y0 && drawn.x1 >= sight.x1 && drawn.y1 >= sight.y1 && drawn.k < 3 * k;
+  const covered = drawn && drawn.far === k < FAR && drawn.tiny === k < TINY && drawn.x0 <= sight.x0 && drawn.y0 <= sight.y0 && drawn.x1 >= sight.x1 && drawn.y1 >= sight.y1 && drawn.k < 3 * k;
   if (covered) return;
   const mx = MARGIN * w / k, my = MARGIN * h / k;
-  drawn = { x0: sight.x0 - mx, y0: sight.y0 - my, x1: sight.x1 + mx, y1: sight.y1 + my, k, far: k < FAR };
+  drawn = { x0: sight.x0 - mx, y0: sight.y0 - my, x1: sight.x1 + mx, y1: sight.y1 + my, k, far: k < FAR, tiny: k < TINY };
   const boxes = plane.boxes.filter(box => inSight(box, drawn));
   drawn.many = boxes.reduce((sum, box) => sum + (box.open ? box.group.nodes.length : 0), 0) > MANY;
-  scene.replaceChildren(...chainEdges(), ...skipEdges(), ...boxes.map(groupPicture), ...selectedEdges());
+  scene.replaceChildren(...together(chainEdges()), ...together(skipEdges()), ...boxes.map(groupPicture), ...selectedEdges());
 }
 
+function together(edges) {  // where arrows are too small to see: one line for all
+  const all = [...edges];
+  if (!drawn.tiny || !all.length) return all;
+  return [path(all.map(edge => edge.getAttribute("d")).join(""), all[0].getAttribute("class").replace("edge ", ""), false)];
+}
 const path = (d, cls, tip = true) => svg("path", { class: `edge ${cls}`, d, "marker-end": tip ? "url(#tip)" : null });
 function* chainEdges() {
   for (let i = 0; i + 1 < plane.boxes.length; i++) {
@@ -90,7 +95,11 @@ function* selectedEdges() {
 function groupPicture(box) {
   const { group } = box, cls = `group ${group.low ? "b8" : "b16"}${selected === group ? " selected" : ""}${hits.has(group) ? " hit" : ""}`;
   const picture = svg("g", { class: cls, "data-group": group.id, transform: `translate(${box.x},${box.y})` },
-    svg("rect", { class: "box", width: box.w, height: box.h, rx: 5 }),
+    svg("rect", { class: "box", width: box.w, height: box.h, rx: drawn.tiny ? null : 5 }));
+  if (drawn.tiny) {  // nobody could read it
+    picture.append(svg("title", {}, `group ${group.id}: ${group.low ? "low" : "high"}, ${group.module}`));
+    if (!box.open) return picture;
+  } else picture.append(
     svg("text", { class: "title", x: 10, y: 18 }, `group ${group.id}`),
     svg("text", { x: BOX.w - 10, y: 18, "text-anchor": "end" }, group.low ? "low" : "high"),
     svg("text", { class: "small", x: 10, y: 34 }, cut(group.module, 27)),

@@ -1,0 +1,86 @@
+"""Two runs as one self-contained page in the report's style: nothing fetched, every name inserted as text."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fxprec.report.compare_text import first_of, where
+from fxprec.report.html import filled, parts
+from fxprec.report.runs import HALVES, Track
+from fxprec.report.streams import Comparison, Pair, plain_or_text
+from fxprec.report.tensors import plain
+
+SCRIPTS = ("dom.js", "charts.js", "tables.js", "compare.js")
+MAX_POINTS = 60_000  # of all tensors together
+_SHOWN = 200  # names that are in one run alone
+
+
+def page(found: Comparison) -> str:
+    """Return the page: the same comparison gives the same bytes."""
+    title = html.escape(f"{found.first} and {found.second}")
+    return filled("compare.html", {"title": title} | parts(SCRIPTS, page_data(found)))
+
+
+def page_data(found: Comparison) -> dict[str, Any]:
+    """Return everything the page shows, as plain JSON data."""
+    keep = max(4, MAX_POINTS // max(len(found.pairs), 1) // 3)
+    return {
+        "first": found.first,
+        "second": found.second,
+        "bitwise": found.bitwise,
+        "tolerance": found.tolerance,
+        "steps": list(found.steps),
+        "differences": list(found.differences),
+        "only": [list(found.only_first[:_SHOWN]), list(found.only_second[:_SHOWN])],
+        "halves": [_half(found, half) for half in HALVES],
+        "tensors": [_tensor(pair, keep) for pair in found.pairs],
+    }
+
+
+def _half(found: Comparison, half: Any) -> dict[str, Any]:
+    first = found.first_in(half)
+    of_half = [pair for pair in found.pairs if pair.half == half]
+    steps = sorted(pair.parting.step for pair in of_half if pair.parting is not None)
+    return {
+        "half": half,
+        "where": where(half),
+        "tensors": len(of_half),
+        "parted": steps,
+        "first": None if first is None else {"index": found.pairs.index(first), "said": first_of(first)},
+    }
+
+
+def _tensor(pair: Pair, keep: int) -> dict[str, Any]:
+    t, p = pair.ours, pair.parting
+    at = range(len(pair.steps))
+    chosen = at if len(at) <= keep else [round(i * (len(at) - 1) / (keep - 1)) for i in range(keep)]
+    steps = [pair.steps[i] for i in chosen]
+    place = {"graph": t.graph, "tensor": t.tensor, "kind": t.kind, "module": t.module, "source": t.source}
+    return place | {
+        "half": pair.half,
+        "formats": [t.format, pair.theirs.format],
+        "parting": None if p is None else {name: plain_or_text(value) for name, value in vars(p).items()},
+        "steps": steps,
+        "apart": [None if (d := pair.apart[i]) is None else plain(_short(d)) for i in chosen],
+        "amax": [[plain(_short(_amax(track, step))) for step in steps] for track in (t, pair.theirs)],
+        "hashes": _hashes(pair, steps),
+    }
+
+
+def _amax(track: Track, step: int) -> float:
+    point = track.points.get(step)
+    return track.dumps[step].amax if point is None else point[0]
+
+
+def _hashes(pair: Pair, steps: Sequence[int]) -> list[list[str | None]]:
+    """Return the hashes of both runs by step, as far as they are known; empty without any."""
+    runs: list[Mapping[int, Any]] = [pair.ours.dumps, pair.theirs.dumps]
+    if not all(runs):
+        return []
+    return [[d.hash[:12] if (d := dumps.get(step)) is not None else None for step in steps] for dumps in runs]
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.4g}")

@@ -1,0 +1,65 @@
+"""A comparison of two runs as text for a terminal."""
+
+from __future__ import annotations
+
+from fxprec.report.graph_text import aligned, one_line
+from fxprec.report.runs import HALVES, Half
+from fxprec.report.streams import Comparison, Pair
+
+_SHOWN = 12
+
+
+def text(found: Comparison) -> str:
+    """Return where two runs part first, and the tensors that do."""
+    lines = [f"{len(found.pairs)} tensors in both, {len(found.steps)} steps"]
+    for where, names in (("first", found.only_first), ("second", found.only_second)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            lines.append(f"only in the {where}: {', '.join(map(one_line, names[:3]))}{more}")
+    lines += map(one_line, found.differences)
+    parted = found.partings
+    if not parted:
+        return "\n".join([*lines, "they do not part" + (": every hash is equal" if found.bitwise else "")])
+    lines.append(f"they part first at step {_step(parted[0])}, {first_of(parted[0])}")
+    others = [pair for half in HALVES if (pair := found.first_in(half)) is not None and pair is not parted[0]]
+    lines += [f"  then at step {_step(pair)}, {first_of(pair)}" for pair in sorted(others, key=lambda p: p.order)]
+    lines.append(
+        aligned(
+            [("step", "tensor", "kind", "module", "formats", "what", "first", "second"), *map(_row, parted[:_SHOWN])]
+        )
+    )
+    if len(parted) > _SHOWN:
+        lines.append(f"... and {len(parted) - _SHOWN} more")
+    return "\n".join(lines)
+
+
+def where(half: Half) -> str:
+    """Return a half in words."""
+    return {
+        "update": "in the weights that the update before it made",
+        "forward": "in forward",
+        "backward": "in backward",
+    }[half]
+
+
+def first_of(pair: Pair) -> str:
+    """Return where a pair is, in words."""
+    t = pair.ours
+    place = ", ".join(one_line(part) for part in (t.module, t.source) if part)
+    return f"{where(pair.half)}: {one_line(t.tensor)}" + (f" ({place})" if place else "")
+
+
+def _step(pair: Pair) -> int:
+    assert pair.parting is not None
+    return pair.parting.step
+
+
+def _row(pair: Pair) -> tuple[str, ...]:
+    t, p = pair.ours, pair.parting
+    assert p is not None
+    formats = t.format if t.format == pair.theirs.format else f"{t.format} / {pair.theirs.format}"
+    return (str(p.step), t.tensor, t.kind, t.module, formats, p.what, _shown(p.ours), _shown(p.theirs))
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
