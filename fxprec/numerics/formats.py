@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -303,6 +304,11 @@ def parse(fmt: str | Format) -> Format:
         return fmt
     if not isinstance(fmt, str):
         raise FormatError(f"{fmt!r} is no format; give a fxprec.Format or a name such as 'e4m3fn' or '1-4-3+4'")
+    return _parsed(fmt)
+
+
+@lru_cache(maxsize=1024)  # each cast of a CPU's step asks: 24 us without
+def _parsed(fmt: str) -> Format:
     word = fmt.strip().lower()
     known = NAMED.get(_ALIASES.get(word, word))
     if known is not None:

@@ -29,6 +29,11 @@ def params_of_row(entries: Sequence[int], *, carried: int = 0, keep: bool = Fals
     ``carried`` is the scale exponent of what comes in. ``keep`` keeps infinities among the values, whatever the format
     makes of them.
     """
+    return _params_of_row(tuple(entries), carried, keep)
+
+
+@lru_cache(maxsize=4096)
+def _params_of_row(entries: tuple[int, ...], carried: int, keep: bool) -> Params:
     row = row_of(entries)
     return _params(c_format_of(row), row.scale_exponent, 0, carried, keep)
 
