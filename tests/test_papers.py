@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -172,3 +173,21 @@ def test_speedups_follow_from_the_measurements_but_krizhevskys() -> None:
     assert [claim.judge(found).state for claim in table.CLAIMS] == ["holds", "not shown"]
     assert found.mean("4 GPUs", "32-bit") == pytest.approx(3.53, abs=0.005)
     assert found.mean("4 GPUs, Krizhevsky's kernels", "32-bit") == pytest.approx(3.71, abs=0.005)
+
+
+def test_one_of_the_papers_networks_offers_the_papers_reduction() -> None:
+    from benchmarks.papers.images import NETWORKS
+    from benchmarks.papers.tables import assignments_structure as table
+
+    found = table.shares(table.counted(lambda: NETWORKS["shufflenet_v2"](num_classes=100), (table.BATCH, 3, 32, 32)))
+    assert found["groups"] == table.PAPERS_GROUPS["shufflenet_v2"]
+    assert found[table.TIMES] == pytest.approx(2.952, abs=0.001)  # the paper's largest step is 2.9
+
+
+def test_the_theorems_predict_what_rounding_makes_zero() -> None:
+    from benchmarks.papers.tables import scaling_theorems as table
+
+    rows = dict(itertools.islice(table.run(0, False), 6))
+    assert len(rows) == 6
+    [claim] = table.CLAIMS
+    assert claim.judge(Found({0: rows})).state == "holds"
