@@ -16,6 +16,7 @@ from fxprec.config.checks import integer, number
 from fxprec.diagnosis.advice import TOLERANCE, Advice, advise
 from fxprec.diagnosis.diagnosis import Diagnosis
 from fxprec.diagnosis.examine import Examined
+from fxprec.diagnosis.live import Live, not_trained_yet
 from fxprec.diagnosis.rows import Check, GroupRow, Row
 from fxprec.diagnosis.subject import Subject, WithLoss
 from fxprec.driver.backend import Backend
@@ -77,17 +78,26 @@ def doctor(
 ) -> Diagnosis:
     """Say what storing each tensor of a training step low costs, and which options to train with.
 
-    ``model`` is a module that is not compiled, ``args`` its batch: a tensor, a tuple or a dict of keywords. ``loss``
-    maps the output to a scalar; left out, the output's own ``.loss`` or its mean square. ``options`` are those of
-    `Config`, and ``formats`` (candidates), ``tolerance`` (the damage a recommendation may do, 0.1) and ``reruns``
-    (groups to re-run for real). ``tell`` is given a line after each stage. The model is copied and stays as it is.
-    Raises `ConfigError`.
+    ``model`` is a module, ``args`` its batch: a tensor, a tuple or a dict of keywords. ``loss`` maps the output to a
+    scalar; left out, the output's own ``.loss`` or its mean square. ``options`` are those of `Config`, and ``formats``
+    (candidates), ``tolerance`` (the damage a recommendation may do, 0.1) and ``reruns`` (groups to re-run for real).
+    ``tell`` is given a line after each stage. The model is copied and stays as it is.
+
+    Of a training that runs, ``model`` is what fxprec compiled, or its `Backend`: examined are its plan, promotions and
+    scales as they are now. ``args`` may then be a function that runs one or a few training steps, which count, and may
+    return the loss; with a batch nothing of the training changes. Raises `ConfigError`.
     """
-    start, request = time.perf_counter(), Request.of(options)
-    tell = tell or (lambda line: None)
-    subject = Subject.of(model, args, loss)
+    start, tell = time.perf_counter(), tell or (lambda line: None)
+    live = Live.of(model, args, loss)
+    if live is not None:
+        name, request = live.name, Request.of(live.own_options(options))
+        value, graphs, notes = recorded_live(live, request, tell)
+    else:
+        module, asked = not_trained_yet(model, options)
+        request, subject = Request.of(asked), Subject.of(module, args, loss)
+        name = subject.name
+        value, graphs, notes = recorded(subject, request, tell)
     hi = Settings.of(request.config).recipe.hi
-    value, graphs, notes = recorded(subject, request, tell)
     formats = tuple(dict.fromkeys((*request.formats, hi.name)))
     examined, rows = [], list[Row]()
     for graph in graphs:
@@ -101,7 +111,7 @@ def doctor(
     whole = _whole(examined, rows, advice)
     tell("recommendation checked")
     return Diagnosis(
-        model=subject.name,
+        model=name,
         loss=value,
         formats=formats,
         ranking=tuple(sorted(rows, key=lambda row: row.order)),
@@ -139,19 +149,39 @@ def recorded(subject: Subject, request: Request, tell: Tell) -> tuple[float, lis
     notes = [
         str(w.message) for w in caught if issubclass(w.category, UserWarning) and "fxprec" in type(w.message).__module__
     ]
-    graphs: list[Callable[[], Examined]] = []
-    for i, (name, halves) in enumerate(recorder.graphs.items()):
-        ran = all(h in halves and halves[h].args is not None for h in ("forward", "backward"))
-        if ran and halves["forward"].planned is not None:
-            graphs.append(
-                partial(Examined.of, i, halves, recorder.inputs[name], "model." if whole else "", seed=subject.seed)
-            )
+    graphs = _recorded_graphs(recorder, "model." if whole else "", subject.seed)
     if not graphs:
         raise ConfigError(
             f"{subject.name} has no graph that Dynamo compiled and backward reached, so nothing is stored low; see "
             "TORCH_LOGS='graph_breaks'"
         )
     return value, graphs, notes
+
+
+def recorded_live(live: Live, request: Request, tell: Tell) -> tuple[float, list[Callable[[], Examined]], list[str]]:
+    """Run a step of a training; return its loss (NaN where the step returned none), its graphs, and notes."""
+    value, recorder = live.record()
+    tell(f"step of {live.name} run: loss {value:.6g}")
+    notes = []
+    if Settings.of(request.config).compute == "stored":
+        notes.append("the loss lies outside of the graph: its own gradient is that of the rounded step")
+    graphs = _recorded_graphs(recorder, "", 0)
+    if not graphs:
+        raise ConfigError(
+            f"{live.name}: the step ran no graph that trains, forward and backward; give a batch of the shapes that it "
+            "trains on, or a function that calls the compiled model and backward()"
+        )
+    return value, graphs, notes
+
+
+def _recorded_graphs(recorder: Recorder, prefix: str, seed: int) -> list[Callable[[], Examined]]:
+    """Return the examination of each graph that ran both ways."""
+    graphs: list[Callable[[], Examined]] = []
+    for i, (name, halves) in enumerate(recorder.graphs.items()):
+        ran = all(h in halves and halves[h].args is not None for h in ("forward", "backward"))
+        if ran and halves["forward"].planned is not None:
+            graphs.append(partial(Examined.of, i, halves, recorder.inputs[name], prefix, seed=seed))
+    return graphs
 
 
 def _blind_spots(examined: Examined) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,27 @@ class Backend:
         """Return the name of each compiled training graph, its state, and the folder it is dumped to, if it is."""
         found = [(f"graph-{g.index}", g.controller, g.folder) for g in self._live if g.is_training]
         return [(name, controller, folder) for name, controller, folder in found if controller is not None]
+
+    @contextmanager
+    def recording(self, recorder: Recorder) -> Iterator[int]:
+        """Let ``recorder`` see the steps of training graphs, run by the reference lowering; give the graphs' number."""
+        graphs = [graph for graph in self._live if graph.is_training and graph.controller is not None]
+        with ExitStack() as stack:
+            for graph in graphs:
+                stack.enter_context(graph.recorded(recorder))
+            yield len(graphs)
+
+    @contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """Count no step and take no statistics meanwhile: what runs is no training."""
+        steps = [(controller, controller.step) for controller in self._controllers()]
+        with ExitStack() as stack:
+            for controller, _ in steps:
+                controller.read(wait=True)
+                stack.enter_context(controller.queue.muted())
+            yield
+        for controller, step in steps:
+            controller.step = step
 
     def stop_promoting(self) -> None:
         """Promote no tensor from now on: for measuring how a plan behaves."""

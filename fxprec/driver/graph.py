@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from fxprec.driver.shared_code import ParameterWatch
 from fxprec.driver.skip_steps import StepSkipper
 from fxprec.driver.steps import Steps
 from fxprec.driver.tensor_dump import tensor_dump
+from fxprec.errors import LoweringError
 from fxprec.passes.base import Notice
 from fxprec.plan import Plan
 from fxprec.plan.compare import low_groups_with
@@ -175,6 +177,38 @@ class PlannedGraph:
         if self._compiler.lowering.is_stale:
             self._compiler.lowering.is_stale = False
             self._compile_again("without kernels that failed", self.controller.plan)
+
+    @contextmanager
+    def recorded(self, recorder: Recorder) -> Iterator[None]:
+        """Run the reference lowering of the plan in force meanwhile, which ``recorder`` sees; training goes on.
+
+        Raises what compiling raises, and `LoweringError` where the reference would carry other scales.
+        """
+        assert self.controller is not None
+        asked = replace(self.settings.asked, lowering="eager", mode="default", verify=False)
+        compiler = replace(
+            self._compiler,
+            settings=replace(self.settings, asked=asked),
+            lowering=Lowering(asked, self.captured.device, self._tell),
+            dump=None,
+            recorder=recorder,
+            tensors=None,
+        )
+        usual, seen = self.compiled, compiler.anew(self.captured, self.controller.plan, self.controller.step)
+        if not self._carries_alike(seen):
+            raise LoweringError(f"{self._log.name}: the reference lowering of its plan carries other scales")
+        self.compiled = replace(seen, plan=self.controller.plan)
+        try:
+            yield
+        finally:
+            if self.compiled.run is seen.run:  # else a promotion came, and what it compiled stays
+                self.compiled = replace(usual, plan=self.controller.plan)
+
+    def _carries_alike(self, seen: CompiledGraph) -> bool:
+        keeper = None if self.controller is None else self.controller.keeper
+        if keeper is None or seen.scales is None:
+            return keeper is None and seen.scales is None and seen.captured.capacity == self.captured.capacity
+        return keeper.graph == seen.scales and seen.captured.capacity == self.captured.capacity
 
     def follow_plan(self) -> None:
         """Make a changed plan real. In ``simulate`` the table already has; real storage is lowered again.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from fxprec import compat
@@ -32,13 +33,15 @@ class Recorder:
     graphs: dict[str, dict[str, RecordedHalf]] = field(default_factory=dict)
     inputs: dict[str, tuple[GraphInput, ...]] = field(default_factory=dict)
     """Of each graph, in the order of forward's arguments."""
+    copies: bool = False
+    """Whether arguments are copied: an optimizer steps the weights before they are looked at."""
 
     def watch(self, graph: str, half: str, recorded: RecordedHalf, run: Compiled) -> Compiled:
         """Return ``run``, but its arguments are kept alive."""
         self.graphs.setdefault(graph, {})[half] = recorded
 
         def call(args: list[Any]) -> Any:
-            recorded.args = tuple(args)
+            recorded.args = tuple(a.detach().clone() if self.copies and isinstance(a, Tensor) else a for a in args)
             return run(args)
 
         return compat.boxed(call)
