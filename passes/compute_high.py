@@ -59,10 +59,10 @@ class _Readers:
             self.multiplying = {gemm for gemm in gemms if isinstance(kernel_of(gemm, gpu), Found)}
 
     def settle(self) -> None:
-        stored = {cast.row: (q, cast) for q, cast in Quantize.among(Quantize.nodes(self.graph))}
+        stored = {cast.row: q for q, cast in Quantize.among(Quantize.nodes(self.graph))}
         for site in self.work.book.sites:
             if site.id in stored:
-                reads, fmt, reason = self._settle(*stored[site.id], parse(site.format))
+                reads, fmt, reason = self._settle(stored[site.id], parse(site.format))
             else:
                 reads, fmt, reason = "all", parse(site.format), ""  # held in that dtype already
             why = site.why or (reason if parse(site.format).bits < fmt.bits else self._given_why(site.id, fmt))
@@ -104,9 +104,9 @@ class _Readers:
         given = None if self.work.given is None else self.work.given.sites[site]
         return given.why if given is not None and parse(given.format).bits == fmt.bits else ""
 
-    def _settle(self, q: Node, cast: Quantize, fmt: Format) -> tuple[Reads, Format, str]:
+    def _settle(self, q: Node, fmt: Format) -> tuple[Reads, Format, str]:
         """Settle who reads one stored tensor; return that, the format it is stored in, and why if it is another."""
-        value, read = cast.x, _read(q)
+        value, read = Quantize.of(q).x, _read(q)  # settling another may have put a view in the place of this value
         if is_backward(q):
             keeps, nobody = self._is_multiplied, GRADIENT
             if not self.hi.has_float32_range and self.hi.torch_dtype is not None and not self._any(read, keeps):

@@ -24,8 +24,9 @@ from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.joint import JointGraph, has_tag, is_backward, set_results, value
 from fxprec.passes.analysis.values import is_differentiable, is_float_tensor
 from fxprec.passes.base import Work
-from fxprec.passes.casts.sites import emit_call
+from fxprec.passes.casts.sites import emit, emit_call
 
+_COPY_INTO = torch.ops.aten.copy_.default
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
@@ -76,6 +77,34 @@ def forget_order(forward: Graph) -> None:
         forward.erase_node(node)
         for copy in storing.copies:
             _erase_unread(forward, copy)
+
+
+def copy_written_inputs(joint: Graph) -> None:
+    """Let backward compute again from a copy of an input that forward writes into, not from what it then holds.
+
+    AOTAutograd's partition repeats what is cheap, and takes such an input for one that stays as it was (torch 2.13).
+    For after torch's own passes, which take copies out.
+    """
+    for write in joint.find_nodes(op="call_function", target=_COPY_INTO):
+        written, new = write.args[:2]
+        if written.op == "placeholder" and not is_backward(new) and _is_wanted_by_backward(written):
+            with joint.inserting_before(next(n for n in joint.nodes if n.op != "placeholder")):
+                kept = emit(joint, torch.ops.aten.clone.default, (written,), written)
+            regions.mark(kept, CheckpointPolicy.MUST_SAVE)
+            written.replace_all_uses_with(kept, delete_user_cb=lambda user, w=write, k=kept: user not in (w, k))
+
+
+def _is_wanted_by_backward(node: Node) -> bool:
+    """Say whether backward reads a value, or what forward computes from it."""
+    stack, seen = [node], {node}
+    while stack:
+        for user in stack.pop().users:
+            if is_backward(user):
+                return True
+            if user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return False
 
 
 def _erase_unread(graph: Graph, node: Node) -> None:

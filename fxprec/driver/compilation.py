@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 import fxprec.runtime.arith.gemm_ops
 import fxprec.runtime.cpu.blocks
@@ -41,7 +41,7 @@ from fxprec.passes.analysis.saved_bytes import (
 )
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
 from fxprec.passes.base import Work
-from fxprec.passes.guide_partition import forget_order
+from fxprec.passes.guide_partition import copy_written_inputs, forget_order
 from fxprec.passes.lowering.nonfinite import keep_nonfinite
 from fxprec.plan import Plan
 from fxprec.report.folder import GraphDump
@@ -113,6 +113,7 @@ class Compilation:
     saves_memory: bool = False  # the user has tensors computed again
     ratio: tuple[float, int] | None = None  # torch's activation_memory_budget, and the bytes it is a share of
     passes: tuple[pipeline.PassReport, ...] = ()
+    policies: Mapping[Node, Any] = field(default_factory=dict)  # what the partition is told of each node
     copied: tuple[int, ...] = ()
     halves: Halves | None = None  # once the plan is complete
 
@@ -130,7 +131,7 @@ class Compilation:
                 config_patches=compat.mode_settings(settings.asked.mode)
                 | {
                     "joint_custom_pre_pass": compat.GraphPass(self._run_passes, _CACHE_KEY),
-                    "joint_custom_post_pass": compat.GraphPass(compat.keep_random_numbers, _CACHE_KEY),
+                    "joint_custom_post_pass": compat.GraphPass(self._after_torchs_passes, _CACHE_KEY),
                 },
             )
         return CompiledGraph(
@@ -167,11 +168,18 @@ class Compilation:
         if self.compiler.tensors is not None:
             self.compiler.tensors.expect(graph)
         compat.annotate_budget(graph, known)
+        self.policies = regions.policies(graph)
         if work.memory_budget < 1 and self.is_training:
             self.ratio = work.memory_budget, read_by_backward(joint)
         for notice in work.notices:
             self.compiler.log.tell(notice.site, notice.detail)
         self._take(work)
+
+    def _after_torchs_passes(self, graph: Graph) -> None:
+        regions.restore(self.policies)
+        self.policies = {}
+        copy_written_inputs(graph)
+        compat.keep_random_numbers(graph)
 
     def _work(self, joint: JointGraph) -> Work:
         return Work(

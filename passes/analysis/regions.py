@@ -7,7 +7,8 @@ that a later region, or backward of what stands behind the region, starts from.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -30,6 +31,24 @@ def mark(node: Node, policy: CheckpointPolicy) -> None:
     """Set a policy of ours in place of the region's, and without a region: the partitioner's rules are for regions."""
     node.meta.pop(REGION, None)
     node.meta[POLICY] = policy
+
+
+def policies(graph: Graph) -> dict[Node, Any]:
+    """Return the policy of every node, None where it has none."""
+    return {node: node.meta.get(POLICY) for node in graph.nodes}
+
+
+def restore(policies: Mapping[Node, Any]) -> None:
+    """Give each node the policy it had, whatever torch's own passes put there.
+
+    Where they take out an operator that changes nothing (``x + 0``), what it read gets its metadata: an input to be
+    computed again, which no partition can, or a GEMM that would be computed twice.
+    """
+    for node, policy in policies.items():
+        if policy is None:
+            node.meta.pop(POLICY, None)
+        else:
+            node.meta[POLICY] = policy
 
 
 def forget(graph: Graph) -> bool:

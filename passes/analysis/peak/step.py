@@ -45,7 +45,7 @@ class Step:
             if self.joint.is_tangent(node) or any(n in behind for n in sources):
                 behind.add(node)
                 halves[1].append(node)
-            elif node.op == "call_function" and (self.joint.in_backward(node) or any(n in decoded for n in sources)):
+            elif any(n in decoded for n in sources) or (self.joint.in_backward(node) and not self.is_there(node)):
                 decoded.add(node)
             else:
                 halves[0].append(node)

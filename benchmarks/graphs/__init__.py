@@ -1,0 +1,1 @@
+"""Random training programs: generated, compiled, compared with float64 and shrunk."""
