@@ -1,4 +1,4 @@
-"""One seed of ``benchmarks/digits.py``: real data, the default lowering."""
+"""Half of the elements in hfp8 on real data, with the default lowering."""
 
 from __future__ import annotations
 

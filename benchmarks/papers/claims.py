@@ -78,6 +78,15 @@ def no_worse(ours: str, theirs: str, column: str, margin: float, *, is_loss: boo
     return judge
 
 
+def most(parts: dict[str, Verdict], at_least: int) -> Verdict:
+    """Holds where ``at_least`` of the parts do and none fails; its figures are those of every part."""
+    states = [v.state for v in parts.values()]
+    detail = "; ".join(f"{name} {v.state}: {v.detail.removeprefix(f'{name}, ')}" for name, v in parts.items())
+    if states.count("holds") >= at_least and "fails" not in states:
+        return Verdict("holds", detail)
+    return Verdict("fails" if states.count("fails") > len(states) - at_least else "not shown", detail)
+
+
 def difference(found: Found, a: str, b: str, column: str) -> tuple[float, float]:
     """Mean of a - b over seeds where both are finite, and its standard error."""
     pairs = zip(found.samples(a, column), found.samples(b, column), strict=True)

@@ -28,10 +28,17 @@ multiply-accumulate units.
 
 def verdicts(table: ModuleType, found: Found) -> list[tuple[Claim, Verdict]]:
     """Each claim, judged; one seed where a table asks for several has no spread, and shows nothing."""
-    judged = [(claim, claim.judge(found)) for claim in table.CLAIMS]
+    judged = [(claim, _judge(claim, found)) for claim in table.CLAIMS]
     if table.SEEDS == 1 or len(found.seeds) > 1:
         return judged
     return [(claim, Verdict("not shown", f"one seed; {verdict.detail}".rstrip("; "))) for claim, verdict in judged]
+
+
+def _judge(claim: Claim, found: Found) -> Verdict:
+    try:
+        return claim.judge(found)
+    except KeyError as error:  # rows were renamed since
+        return Verdict("not shown", f"what was kept has {error.args[0]}; measure --again")
 
 
 def write(docs: Path = DOCS) -> Path:

@@ -1,0 +1,78 @@
+"""Zamirai et al. 2020, Table 4, Figures 4 and 8: stochastic rounding and Kahan summation on seven applications."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.papers import svg
+from benchmarks.papers.claims import Claim, lower
+from benchmarks.papers.found import Found, Row
+from benchmarks.papers.sixteen_bit import FP32, KAHAN, STANDARD, STOCHASTIC
+from benchmarks.papers.sixteen_bit_tasks import TASKS as ALL
+from benchmarks.papers.sixteen_bit_tasks import trained
+from benchmarks.papers.tables.bf16_bottleneck import close, each
+
+TITLE = "Seven applications: 32 bits, stochastic rounding, Kahan summation, standard"
+SOURCE = "Table 4, Figures 4 and 8"
+TASKS = tuple(ALL)
+METHODS = (FP32, STOCHASTIC, KAHAN, STANDARD)
+PRINTED = (
+    (95.45, 95.33, 95.36, 94.23), (75.70, 75.45, 75.61, 67.10), (80.27, 80.18, 80.26, 78.49), (80.32, 80.25, 80.32, 78.79),
+    (84.26, 84.35, 84.45, 77.53), (5.50, 5.84, 5.45, 56.88), (62.71, 62.85, 62.87, 69.42),
+)  # fmt: skip
+PUBLISHED = {
+    f"{task}, {method}": {"score": score}
+    for task, row in zip(TASKS, PRINTED, strict=True)
+    for method, score in zip(METHODS, row, strict=True)
+}
+SMALLER = (
+    "in the paper's order: two residual CNNs on 8x8 digits for CIFAR-10 and ImageNet (accuracy %), a small DLRM on generated "
+    "clicks at a constant and at a decayed rate for Criteo Kaggle and Terabyte (AUC %), pairs of snippets of source text "
+    "for MNLI (accuracy %), a transformer over characters for Wiki103 (perplexity), an LSTM with CTC on noisy tones for "
+    "LibriSpeech (rate of wrong tones %). Seconds of training each."
+)
+DEVIATES = (
+    "held-out loss is judged, the paper's score stands beside it. A method matches another where it loses at most a quarter "
+    "of what standard rounding loses (1 % of the loss, where that loses nothing). AdamW's betas are (0.9, 0.98) for all."
+)
+SEEDS = 3
+
+
+def run(seed: int, full: bool) -> Iterator[Row]:
+    """Seven applications, four methods."""
+    for task in TASKS:
+        for method in METHODS:
+            yield f"{task}, {method}", trained(task, method, seed)
+
+
+CLAIMS = [
+    Claim(
+        "Kahan summation matches 32 bits on every application (0.1 lower to 0.2 points higher)",
+        each(lambda task: close(KAHAN, FP32, task), len(TASKS), TASKS),
+        "What is not shown is resolution: the loss of a small test set varies from seed to seed.",
+    ),
+    Claim(
+        "stochastic rounding matches 32 bits on most (five of seven)",
+        each(lambda task: close(STOCHASTIC, FP32, task), 5, TASKS),
+        "What is not shown is resolution: the loss of a small test set varies from seed to seed.",
+    ),
+    Claim(
+        "standard 16-bit training is worse than 32 bits on most",
+        each(lambda task: lower(f"{task}, {FP32}", f"{task}, {STANDARD}", "loss"), 4, TASKS),
+    ),
+    Claim(
+        "Kahan summation is at least as good as stochastic rounding",
+        each(lambda task: close(KAHAN, STOCHASTIC, task), 5, TASKS),
+    ),
+]
+
+
+def draw(found: Found) -> str:
+    """Loss of each method, relative to 32 bits."""
+    groups = {
+        task.replace(", ", " "): {
+            m: found.mean(f"{task}, {m}", "loss") / found.mean(f"{task}, {FP32}", "loss") for m in METHODS
+        }
+        for task in TASKS
+    }
+    return svg.bars(groups, "held-out loss, 32 bits = 1", low=0.9)
