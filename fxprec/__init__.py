@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fxprec.errors import NumericsError as NumericsError
     from fxprec.errors import PlanError as PlanError
     from fxprec.errors import ReferenceRunError as ReferenceRunError
+    from fxprec.integrations.log_to import log_to as log_to
     from fxprec.numerics.block_rounding import BlockCodes as BlockCodes
     from fxprec.numerics.blocks import BlockFormat as BlockFormat
     from fxprec.numerics.formats import Format as Format
@@ -61,6 +62,7 @@ _HOMES = {
     "Diagnosis": "diagnosis.diagnosis",
     "doctor": "diagnosis.doctor",
     "GradScaling": "config.grad_scaling",
+    "log_to": "integrations.log_to",
     "LossScaling": "config.grad_scaling",
     "Recipe": "config.recipes",
     "Plan": "plan",

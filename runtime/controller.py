@@ -70,6 +70,7 @@ class Controller:
     _held: Mapping[int, str] = field(default_factory=dict)  # other formats than the plan's, by site
     departures: list[Departure] = field(default_factory=list)
     """Who left its range first, each time that an inf or a NaN came."""
+    _alerting: set[tuple[int, str]] = field(default_factory=set)
     _told_of: int | None = None  # site whose inf or NaN the latest statistics had
     _warned: set[str] = field(default_factory=set)
 
@@ -156,6 +157,13 @@ class Controller:
         """Return the site a row of statistics belongs to."""
         further = {} if self.keeper is None else self.keeper.graph.site_of
         return self.plan.sites[further.get(row, row)]
+
+    def alert(self, site: int, rule: str, detail: str | None) -> None:
+        """Note that a site breaks a rule, once until it does not any more (``detail`` None)."""
+        key = (site, rule)
+        if detail is not None and key not in self._alerting:
+            self._tell("alert", self.plan.sites[site], detail)
+        (self._alerting.discard if detail is None else self._alerting.add)(key)
 
     def _tell_scale(self, kind: str, site: int, detail: str) -> None:
         self._tell(kind, self.plan.sites[site], detail)

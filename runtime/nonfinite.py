@@ -21,9 +21,21 @@ WINDOW = 200
 """Steps whose statistics are kept."""
 JUMP = 1024.0
 """Over the median of its earlier steps: a larger amax has left its range."""
+GROWTH = 8.0
+"""The same at a jump of the loss, when something must have moved."""
+LOSES = 0.25
+"""Share of elements that underflow, above what is usual, at such a jump."""
 OVERFLOWS = 0.01
 """Share of a tensor's elements; the default of ``promote_above``."""
+_FEW = 5  # steps, fewer of which say nothing of what is usual
 _SHOWN = 4  # steps of the statistics that a message tells
+
+
+_SAID = {
+    "overflow": "left its range",
+    "underflow": "lost its small elements",
+    "growth": f"grew {GROWTH:g} times and more",
+}
 
 
 @dataclass(frozen=True)
@@ -36,20 +48,20 @@ class Departure:
     seen_at: int
     """Step in which an inf or a NaN was seen, here or behind it."""
     value: str
-    """``"inf"``, ``"NaN"`` or ``"overflow"``: what this tensor held in that step."""
+    """``"inf"``, ``"NaN"``, ``"overflow"``, ``"underflow"`` or ``"growth"``: what this tensor held in that step."""
     statistics: tuple[tuple[int, float, float, float], ...] = field(repr=False)
     """(step, amax, overflow ratio, underflow ratio) of up to 200 recent steps, oldest first."""
+    cause: str = ""
+    """The jump of the loss that had it looked for; ``""``: an inf or a NaN."""
 
     @property
     def detail(self) -> str:
         """Say it in one line, with the last few steps' largest magnitudes."""
         when = f"at step {self.step}" if self.step == self.seen_at else f"from step {self.step} on"
         series = ", ".join(f"{amax:.3g}" for _, amax, _, _ in self.statistics[-_SHOWN:])
-        what = f"holds {self.value}" if self.value != "overflow" else "left its range"
-        return (
-            f"{what} {when}, first in the order of execution; an inf or NaN was seen at step {self.seen_at}; "
-            f"its largest magnitudes of late: {series}"
-        )
+        what = _SAID.get(self.value) or f"holds {self.value}"
+        cause = self.cause or f"an inf or NaN was seen at step {self.seen_at}"
+        return f"{what} {when}, first in the order of execution; {cause}; its largest magnitudes of late: {series}"
 
 
 class NonfiniteWatch:
@@ -75,6 +87,15 @@ class NonfiniteWatch:
         """Return (step, amax, overflow ratio, underflow ratio) of up to 200 recent steps by row, oldest first."""
         return {row: series.rows() for row, series in self._series.items()}
 
+    def first_moved(self, step: int, sites: Mapping[int, Site], cause: str) -> Departure | None:
+        """Return the row that moved first up to a step in which the loss jumped, of equals the first to run."""
+        moved = {row: self._series[row].moved_by(step) for row in sites}
+        found = [(at[0], sites[row].order, row) for row, at in moved.items() if at is not None]
+        if not found:
+            return None
+        start, _, row = min(found)
+        return Departure(sites[row], start, step, moved[row][1], self._series[row].rows(), cause)  # type: ignore[index]
+
     def _is_news(self, site: Site) -> bool:
         return site.direction == "forward" or self._gradients
 
@@ -91,6 +112,11 @@ def _end(site: Site) -> float:
     """Return the magnitude at which a format saturates: what was inf may have been counted as that number."""
     fmt = parse(site.format)
     return fmt.largest if fmt.overflow == "saturate" else math.inf
+
+
+def _usual(early: np.ndarray[Any, Any]) -> float:
+    known = early[np.isfinite(early)]
+    return float(np.median(known)) if len(known) else math.inf
 
 
 class _Series:
@@ -134,3 +160,25 @@ class _Series:
         inside = np.flatnonzero(~out)
         start = int(inside[-1]) + 1 if len(inside) else 0
         return int(rows[start, 0]) if start < len(rows) else None
+
+    def moved_by(self, step: int) -> tuple[int, str] | None:
+        """Return since when it has been far from what was usual, and in what, if it was so in ``step``; else None."""
+        rows = self._ordered()
+        rows = rows[rows[:, 0] <= step]
+        if len(rows) < _FEW or rows[-1, 0] != step:
+            return None
+        amax, over, under = rows[:, 1], rows[:, 2], rows[:, 3]
+        usual = [_usual(column[: max(len(rows) // 2, 1)]) for column in (amax, over, under)]
+        ways = {
+            "NaN": np.isnan(amax),
+            "inf": np.isinf(amax),
+            "overflow": over >= usual[1] + OVERFLOWS,
+            "underflow": under >= usual[2] + LOSES,
+            "growth": amax > GROWTH * usual[0],
+        }
+        out = np.logical_or.reduce(list(ways.values()))
+        inside = np.flatnonzero(~out)
+        if not out[-1] or not len(inside):
+            return None
+        start = int(inside[-1]) + 1
+        return int(rows[start, 0]), next(name for name, is_so in ways.items() if is_so[start])

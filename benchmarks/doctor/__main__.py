@@ -3,10 +3,13 @@
     python -m benchmarks.doctor faults [--few]
     python -m benchmarks.doctor ranks
     python -m benchmarks.doctor time
+    python -m benchmarks.doctor recommended
+    python -m benchmarks.doctor callbacks
 
 ``faults`` plants 40 faults into six networks, one at a time, and asks the doctor which tensor is guilty. ``ranks``
 compares predicted with measured damage of every stored tensor of four networks in eight formats. ``time`` examines a
-transformer of twelve layers.
+transformer of twelve layers. ``recommended`` trains the recommended plan against policy ``size`` at the same bytes.
+``callbacks`` measures what `fxprec.log_to` adds to a step.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import torch
 
 import fxprec
 from benchmarks import machine
-from benchmarks.doctor import faults
+from benchmarks.doctor import callbacks, faults, recommended
 from benchmarks.doctor.faults import Fault
 from benchmarks.doctor.networks import NETWORKS, Language
 from fxprec.diagnosis.doctor import spearman
@@ -119,14 +122,30 @@ def run_time() -> dict[str, Any]:
     }
 
 
+def run_recommended() -> dict[str, Any]:
+    """Train both tasks of the demo, three seeds each."""
+    rows = []
+    for name, task in recommended.tasks().items():
+        for seed in range(3):
+            rows.append(recommended.compare(name, task, "1-2-1", seed, lowering="eager"))
+            print(json.dumps(rows[-1]), flush=True)
+    return {"rows": rows}
+
+
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("faults", "ranks", "time"))
+    parser.add_argument("what", choices=("faults", "ranks", "time", "recommended", "callbacks"))
     parser.add_argument("--few", action="store_true", help="every sixth fault")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     given = parser.parse_args(args)
     torch.set_num_threads(1)
-    found = {"faults": lambda: run_faults(given.few), "ranks": run_ranks, "time": run_time}[given.what]()
+    found = {
+        "faults": lambda: run_faults(given.few),
+        "ranks": run_ranks,
+        "time": run_time,
+        "recommended": run_recommended,
+        "callbacks": lambda: callbacks.measure(2, 128),
+    }[given.what]()
     if given.out is not None:
         given.out.write_text(json.dumps({"machine": machine.describe(), **found}, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -18,6 +18,7 @@ from fxprec.driver import capture, saved_state, uncompiled
 from fxprec.driver.compiled import CompileReport
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.graph import PlannedGraph
+from fxprec.driver.loss_jumps import tell_of_jump
 from fxprec.driver.recorder import Recorder
 from fxprec.driver.skip_steps import StepSkipper
 from fxprec.errors import ConfigError, FxprecError, FxprecWarning, PlanError
@@ -26,6 +27,7 @@ from fxprec.plan.edits import as_edited
 from fxprec.report.folder import DumpFolder
 from fxprec.runtime.controller import Controller
 from fxprec.runtime.events import Event
+from fxprec.runtime.losses import LossWatch
 from fxprec.runtime.nonfinite import Departure
 
 
@@ -53,6 +55,7 @@ class Backend:
         self._log = EventLog("fxprec", strict=self.config.strict)  # what concerns no graph
         self._frames = uncompiled.Frames(self._log, self._step)
         self._waiting = saved_state.Waiting()
+        self._losses = LossWatch()
         self._skips = StepSkipper(self._controllers) if _skips_steps(self._settings) else None
         self._given = None if self.config.plan is None else as_edited(Plan.load(self.config.plan))
 
@@ -185,6 +188,28 @@ class Backend:
         """Return the name of each compiled training graph, its state, and the folder it is dumped to, if it is."""
         found = [(f"graph-{g.index}", g.controller, g.folder) for g in self._live if g.is_training]
         return [(name, controller, folder) for name, controller, folder in found if controller is not None]
+
+    def alert(self, graph: int, site: int, rule: str, detail: str | None) -> None:
+        """Note an ``"alert"`` event of a graph's site, where it is new that it breaks the rule; None: it does not."""
+        controller = self._graphs[graph].controller
+        if controller is not None:
+            controller.alert(site, rule, detail)
+
+    def tell(self, site: str, detail: str) -> None:
+        """Warn, once, of what was asked for and has no effect, and note it. Raises `FallbackError` under ``strict``."""
+        self._log.tell(site, detail)
+
+    def note_loss(self, loss: Any) -> None:
+        """Take the loss of the step that ran, a tensor of one element or a number, without waiting for it.
+
+        A jump is told in a later call, with the first tensor that moved, as ``on_nonfinite`` says: an event, a warning
+        too, or `NonfiniteError`.
+        """
+        if self.config.on_nonfinite == "ignore":
+            return
+        self._losses.note(self._step(), loss)
+        for jump in self._losses.jumps(before=self._step()):
+            tell_of_jump(jump, self._controllers(), self._log, self.config.on_nonfinite)
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[int]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fxprec.driver.backend import register_backend as register_backend
     from fxprec.integrations.backends import backends_in as backends_in
     from fxprec.integrations.backends import compile_layers as compile_layers
+    from fxprec.integrations.log_to import log_to as log_to
     from fxprec.integrations.rank_states import RankStates as RankStates
     from fxprec.integrations.statistics import log_statistics as log_statistics
     from fxprec.integrations.statistics import summary as summary
@@ -21,6 +22,7 @@ _HOMES = {
     "RankStates": "integrations.rank_states",
     "backends_in": "integrations.backends",
     "compile_layers": "integrations.backends",
+    "log_to": "integrations.log_to",
     "log_statistics": "integrations.statistics",
     "register_backend": "driver.backend",
     "summary": "integrations.statistics",

@@ -105,6 +105,8 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
         """Add a few numbers to the trainer's log of a step, and write the statistics to ``log_to``."""
         if logs is None or "loss" not in logs:
             return
+        for backend in self.backends.values():
+            backend.note_loss(logs["loss"])
         numbers = summary(self._model)
         logs.update(numbers)
         if state.log_history:

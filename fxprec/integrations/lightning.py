@@ -52,6 +52,9 @@ class FxprecCallback(Callback):  # type: ignore[misc, unused-ignore]
     ) -> None:
         if trainer.global_step == 1 and not any(backend.all_plans for backend in backends_in(pl_module).values()):
             self._tell_of_nothing(pl_module)
+        if isinstance(outputs, Mapping) and "loss" in outputs:
+            for backend in backends_in(pl_module).values():
+                backend.note_loss(outputs["loss"])
         if trainer.global_step % trainer.log_every_n_steps == 0:
             for logger in trainer.loggers:
                 log_statistics(pl_module, logger, trainer.global_step)

@@ -11,12 +11,14 @@ from typing import Any
 
 from fxprec.driver.backend import Backend
 from fxprec.errors import ConfigError
+from fxprec.integrations.alerts import Alert, alerts_of, note_alerts
 from fxprec.integrations.backends import backends_in
 
 COLUMNS = (
     "step", "model", "graph", "site", "tensor", "module", "kind", "format", "promoted_at", "amax", "overflow_ratio",
     "underflow_ratio", "scale_exponent",
 )  # fmt: skip
+_TAKES = ("add_scalar", "log_metrics", "log")  # of TensorBoard, Lightning, W&B
 _SERIES = ("amax", "overflow_ratio", "underflow_ratio", "scale_exponent")
 
 
@@ -45,19 +47,32 @@ def _summary(backends: Mapping[str, Backend], rows: Sequence[Mapping[str, Any]])
     }
 
 
-def log_statistics(model: object, to: Any, step: int, *, every_tensor: bool = False) -> None:
+def log_statistics(
+    model: object, to: Any, step: int, *, every_tensor: bool = False, alerts: Iterable[object] = ()
+) -> None:
     """Log what is known of the latest step, without waiting for a device.
 
     ``to``: TensorBoard's ``SummaryWriter``, a W&B run, a Lightning logger, or the path of a CSV file. A file gets a
     line for each cast (`COLUMNS`), appended; the others the numbers of `summary` and, with ``every_tensor``, each
-    tensor's amax, over- and underflow ratio and scale exponent. Raises `ConfigError` for another ``to``.
+    tensor's amax, over- and underflow ratio and scale exponent. ``alerts`` are those of `log_to`; how many are on is
+    logged too. Raises `ConfigError` for another ``to``.
     """
-    backends = backends_in(model)
+    check_target(to)
+    log_rows(backends_in(model), to, step, every_tensor=every_tensor, alerts=alerts_of(alerts))
+
+
+def log_rows(
+    backends: Mapping[str, Backend], to: Any, step: int, *, every_tensor: bool, alerts: Sequence[Alert]
+) -> None:
+    """Do as `log_statistics` does, of backends by module name."""
     rows = _rows(backends)
+    firing = sum(note_alerts(b, [row for row in rows if row["model"] == n], alerts) for n, b in backends.items())
+    if to is None:
+        return
     if isinstance(to, str | Path):
         _append(Path(to), rows, step)
         return
-    values = _summary(backends, rows)
+    values = _summary(backends, rows) | ({"fxprec/alerts": firing} if alerts else {})
     if every_tensor:
         values |= _by_tensor(rows)
     _send(values, to, step)
@@ -88,9 +103,13 @@ def _send(values: Mapping[str, float], to: Any, step: int) -> None:
             to.add_scalar(name, value, step)
     elif hasattr(to, "log_metrics"):  # Lightning
         to.log_metrics(dict(values), step=step)
-    elif hasattr(to, "log"):  # W&B, whose own step only ever grows: ours is a number beside the others
+    else:  # W&B, whose own step only ever grows: ours is a number beside the others
         to.log({**values, "fxprec/step": step})
-    else:
+
+
+def check_target(to: Any) -> None:
+    """Raise `ConfigError` for what takes no statistics; None takes them and keeps none."""
+    if to is not None and not isinstance(to, str | Path) and not any(hasattr(to, name) for name in _TAKES):
         raise ConfigError(
             f"to={type(to).__name__} takes no statistics; give TensorBoard's SummaryWriter, a W&B run, a Lightning "
             "logger or the path of a CSV file"

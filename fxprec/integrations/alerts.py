@@ -1,0 +1,101 @@
+"""Alerts: a tensor and a rule on its statistics, such as ``("layers.*:grad_output", "underflow_ratio > 0.5")``."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxprec.config.tensor_patterns import TensorPattern, tensor_patterns
+from fxprec.driver.backend import Backend
+from fxprec.errors import ConfigError, did_you_mean
+
+NUMBERS = ("amax", "overflow_ratio", "underflow_ratio", "scale_exponent")
+_RULE = re.compile(r"\s*(\w+)\s*(>=|<=|>|<)\s*(\S+)\s*")
+_COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Alert:
+    """What is looked at, and when it is too much."""
+
+    pattern: str
+    number: str
+    """One of `NUMBERS`."""
+    sign: str
+    limit: float
+
+    @classmethod
+    def of(cls, given: object) -> Alert:
+        """Read (pattern, rule). Raises `ConfigError`."""
+        if not isinstance(given, tuple | list) or len(given) != 2 or not all(isinstance(part, str) for part in given):
+            raise ConfigError(f"alert {given!r}; give it (pattern, rule), as ('layers.*', 'underflow_ratio > 0.5')")
+        pattern, rule = given
+        tensor_patterns("alerts", (pattern,))
+        found = _RULE.fullmatch(rule)
+        limit = None if found is None else _number(found[3])
+        if found is None or limit is None:
+            raise ConfigError(f"alert rule {rule!r} is no comparison; write it as 'overflow_ratio > 0.01'")
+        if found[1] not in NUMBERS:
+            hint = did_you_mean(found[1], NUMBERS)
+            raise ConfigError(f"alert rule {rule!r}: no number {found[1]!r}{hint}; there are {', '.join(NUMBERS)}")
+        return cls(pattern, found[1], found[2], limit)
+
+    @property
+    def rule(self) -> str:
+        return f"{self.number} {self.sign} {self.limit:g}"
+
+    def takes(self, row: Mapping[str, Any]) -> bool:
+        """Say whether a row of `Backend.stats` is of a tensor that the pattern means."""
+        return TensorPattern.of(self.pattern).takes(row["tensor"], row["kind"], row["module"])
+
+    def fires(self, row: Mapping[str, Any]) -> bool:
+        value = row[self.number]
+        return value is not None and _COMPARE[self.sign](value, self.limit)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def alerts_of(given: Iterable[object]) -> tuple[Alert, ...]:
+    """Read alerts. Raises `ConfigError`."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"alerts is {given!r}; give it a tuple of (pattern, rule)")
+    return tuple(map(Alert.of, given))
+
+
+def note_alerts(backend: Backend, rows: Sequence[Mapping[str, Any]], alerts: Iterable[Alert]) -> int:
+    """Note an ``"alert"`` event for each tensor whose rule has come true since it was last false; return how many are.
+
+    ``rows`` are of that backend. A pattern that takes no stored tensor is a warning, once.
+    """
+    firing = 0
+    for alert in alerts:
+        taken = [row for row in rows if alert.takes(row)]
+        if rows and not taken:
+            known = sorted({row["module"] for row in rows if row["module"]} or {row["tensor"] for row in rows})
+            hint = did_you_mean(alert.pattern.rpartition(":")[0] or alert.pattern, known)
+            backend.tell(
+                "alerts", f"pattern {alert.pattern!r} matches no stored tensor{hint}; there are {_first(known)}"
+            )
+        found: dict[tuple[int, int], float | None] = {}
+        for row in taken:
+            place = (row["graph"], row["site"])
+            found[place] = row[alert.number] if alert.fires(row) else found.get(place)
+        for (graph, site), value in found.items():
+            detail = None if value is None else f"{alert.number} is {value:.4g}, alert at {alert.sign} {alert.limit:g}"
+            backend.alert(graph, site, alert.rule, detail)
+            firing += value is not None
+    return firing
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

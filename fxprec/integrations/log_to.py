@@ -1,0 +1,47 @@
+"""`log_to`: one callback for a training loop, for statistics, alerts and jumps of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fxprec.config.checks import integer
+from fxprec.driver.backend import Backend
+from fxprec.integrations.alerts import alerts_of
+from fxprec.integrations.backends import backends_in
+from fxprec.integrations.statistics import check_target, log_rows
+
+
+class LogTo:
+    """Call it after each step with the model, and the loss if jumps of it should be told; see `log_to`."""
+
+    def __init__(self, to: Any, every: int, alerts: Iterable[object], *, every_tensor: bool) -> None:
+        check_target(to)
+        self._to, self._every_tensor = to, every_tensor
+        self._every = integer("every", every, least=1)
+        self._alerts = alerts_of(alerts)
+        self._calls = 0
+        self._seen: tuple[object, dict[str, Backend]] | None = None  # a walk over all modules, once
+
+    def __call__(self, model: object, loss: Any = None, *, step: int | None = None) -> None:
+        self._calls += 1
+        step = self._calls if step is None else step
+        if self._seen is None or self._seen[0] is not model:
+            self._seen = (model, backends_in(model))
+        backends = self._seen[1]
+        if loss is not None:
+            for backend in backends.values():
+                backend.note_loss(loss)
+        if step % self._every == 0:
+            log_rows(backends, self._to, step, every_tensor=self._every_tensor, alerts=self._alerts)
+
+
+def log_to(to: Any, every: int = 100, *, alerts: Iterable[object] = (), every_tensor: bool = False) -> LogTo:
+    """Return a callback that logs a model's statistics every so many steps, without waiting for a device.
+
+    ``log = fxprec.log_to(writer, every=100)``, then ``log(model, loss)`` after each step. ``to`` and ``every_tensor``
+    are those of `log_statistics`; None logs nowhere. ``alerts`` are pairs of a pattern of tensors and a rule, such as
+    ``("layers.*:output", "overflow_ratio > 0.01")``, and become ``"alert"`` events. A loss (tensor or number) that
+    jumps is told as ``on_nonfinite`` says, with the first tensor that moved. Raises `ConfigError`.
+    """
+    return LogTo(to, every, alerts, every_tensor=every_tensor)

@@ -1,0 +1,83 @@
+"""The losses of a run, taken as they come and read once they have arrived: which of them is a jump."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from fxprec.errors import ConfigError
+
+WINDOW = 50  # losses before it that a loss is compared with
+LEAST = 10  # of them; before that nothing is a jump
+SPREADS = 10.0  # median absolute deviations above the median, 7 standard deviations of a normal distribution
+RISE = 0.5  # of the median: a loss that hardly varies may do so
+
+
+@dataclass(frozen=True)
+class Jump:
+    """A loss far above those before it, or not finite."""
+
+    step: int
+    loss: float
+    usual: float
+    """Median of the losses before it."""
+
+    def __str__(self) -> str:
+        what = f"rose to {self.loss:.4g}" if math.isfinite(self.loss) else f"became {self.loss}"
+        return f"the loss {what} from about {self.usual:.4g} at step {self.step}"
+
+
+class LossWatch:
+    """Pending losses, oldest first, and the last `WINDOW` that were read."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[int, torch.Tensor | float, torch.cuda.Event | None]] = deque(maxlen=256)
+        self._past: deque[float] = deque(maxlen=WINDOW)
+        self._is_high = False
+
+    def note(self, step: int, loss: Any) -> None:
+        """Take a step's loss, a tensor of one element or a number. Raises `ConfigError` for anything else."""
+        if isinstance(loss, int | float):
+            self._pending.append((step, float(loss), None))
+            return
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shown = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(f"loss has {shown}; give a tensor of one element or a number")
+        value = loss.detach()
+        if not value.is_cuda:
+            self._pending.append((step, float(value), None))
+            return
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        host.copy_(value, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._pending.append((step, host, arrived))
+
+    def jumps(self, *, before: int) -> Iterator[Jump]:
+        """Yield the jumps among losses that have arrived, of steps before this one; of a stretch of them the first."""
+        while self._pending and self._pending[0][0] < before:
+            step, loss, arrived = self._pending[0]
+            if arrived is not None and not arrived.query():
+                return
+            self._pending.popleft()
+            value = float(loss)
+            usual = median(self._past) if len(self._past) >= LEAST else math.inf
+            was_high, self._is_high = self._is_high, self._jumps(value, usual)
+            if not self._is_high:
+                self._past.append(value)
+            elif not was_high:
+                yield Jump(step, value, usual)
+
+    def _jumps(self, loss: float, usual: float) -> bool:
+        if not math.isfinite(loss):
+            return len(self._past) > 0
+        if not math.isfinite(usual):
+            return False
+        spread = median(abs(x - usual) for x in self._past)
+        return loss > usual + max(SPREADS * spread, RISE * abs(usual))
