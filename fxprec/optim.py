@@ -7,7 +7,7 @@ Definitions: docs/algorithms.md, "16-bit training".
 torch.optim's signatures and state, and how the new weight is rounded: see `SGD`.
 """
 
+from fxprec.runtime.optim.cancelled import CancelledRow, CancelledSteps
 from fxprec.runtime.optim.optimizers import SGD, AdamW
-from fxprec.runtime.optim.stepper import CancelledRow
 
-__all__ = ["SGD", "AdamW", "CancelledRow"]
+__all__ = ["SGD", "AdamW", "CancelledRow", "CancelledSteps"]

@@ -20,7 +20,8 @@ class SGD(Stepper, torch.optim.SGD):
     ``update``: how the new weight is rounded: ``"nearest"``, ``"stochastic"``, ``"kahan"`` (a compensation of the
     weight's size is kept) or ``"stochastic+kahan"``. ``format``: a `Format` or its name that weights and state are
     rounded to; None takes that of each parameter's dtype. ``error_if_nonfinite``: raise `GradientError` before
-    anything is changed. ``count_cancelled``: count what `cancelled` returns.
+    anything is changed. ``count_cancelled``: count what `cancelled` returns; a number of steps: how often
+    `cancelled_over_time` keeps it.
     ``seed`` or ``generator`` (from which one seed is drawn) decide the random bits, which are a function of seed,
     parameter, element and step: the same on all ranks that use the same seed, 0 by default.
     ``foreach=False`` runs the plain reference op by op; any other value one kernel for all parameters of a group.
@@ -48,7 +49,7 @@ class SGD(Stepper, torch.optim.SGD):
         generator: torch.Generator | None = None,
         seed: int | None = None,
         error_if_nonfinite: bool = False,
-        count_cancelled: bool = False,
+        count_cancelled: bool | int = False,
     ) -> None:
         self._own = own_defaults(update, format, generator, seed, error_if_nonfinite, count_cancelled)
         super().__init__(
@@ -93,7 +94,7 @@ class AdamW(Stepper, torch.optim.AdamW):
         generator: torch.Generator | None = None,
         seed: int | None = None,
         error_if_nonfinite: bool = False,
-        count_cancelled: bool = False,
+        count_cancelled: bool | int = False,
     ) -> None:
         self._own = own_defaults(update, format, generator, seed, error_if_nonfinite, count_cancelled)
         betas = (float(betas[0]), float(betas[1]))

@@ -23,9 +23,13 @@ def own_defaults(
     generator: torch.Generator | None,
     seed: int | None,
     error_if_nonfinite: bool,
-    count_cancelled: bool,
+    count_cancelled: bool | int,
 ) -> dict[str, Any]:
     """Return the default values of `OWN`, as plain data: a state dict holds them. Raises `ConfigError`."""
+    if not isinstance(count_cancelled, int) or count_cancelled < 0:
+        raise ConfigError(
+            f"count_cancelled is {count_cancelled!r}; give it True, or a number of steps after which counts are kept"
+        )
     if seed is not None and generator is not None:
         raise ConfigError("seed and generator are both given, and each decides the random bits; keep one of them")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):

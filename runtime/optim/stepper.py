@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,27 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
 from fxprec.runtime.optim import cpp, guards, reference, scalars
+from fxprec.runtime.optim.cancelled import By, CancelledRow, CancelledSteps, Counts, History, by_layer
 from fxprec.runtime.optim.local import dense_row, is_dense, place_of
 from fxprec.runtime.optim.options import OWN, check_group, name_of, rule_of
 from fxprec.runtime.optim.rule import Rule
-
-
-class CancelledRow(NamedTuple):
-    """How many updates of one parameter rounding threw away."""
-
-    group: int
-    parameter: int
-    """Position in its group."""
-    name: str
-    nonzero: int
-    """Updates that were not zero, since the counts were last reset."""
-    cancelled: int
-    """Of these, those that changed neither the weight nor its compensation."""
-
-    @property
-    def share(self) -> float:
-        """cancelled / nonzero, 0 where there was none."""
-        return self.cancelled / self.nonzero if self.nonzero else 0.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +67,9 @@ class Stepper(Optimizer):
         for position, group in enumerate(self.param_groups):
             self._step_group(position, group, first)
             first += len(group["params"])
+        every = [g["count_cancelled"] for g in self.param_groups if type(g["count_cancelled"]) is int]
+        if any(every):
+            self._history.note(self._counts(), min(n for n in every if n))
 
     def _step_group(self, position: int, group: dict[str, Any], first: int) -> None:
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -144,21 +130,45 @@ class Stepper(Optimizer):
         else:
             _run_kernel(rule, batch, floats, integers)
 
-    def cancelled(self, *, reset: bool = False) -> list[CancelledRow]:
-        """Return, for each parameter of the groups with ``count_cancelled``, its updates lost to rounding.
+    @property
+    def _history(self) -> History:
+        return self.__dict__.setdefault("_cancelled_history", History())  # type: ignore[no-any-return]
 
-        Counts run since the last ``reset`` (or load). Source: Zamirai et al. 2020, D.3. Waits for the device.
-        """
-        rows = []
+    def _counts(self) -> Counts:
+        """Return the counts of the groups with ``count_cancelled``, by group and position."""
+        found = {}
         for position, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
                 counts = self.state[param].get("update_counts") if param in self.state else None
                 if counts is not None:
-                    name = name_of(group, index)
-                    rows.append(CancelledRow(position, index, name, *(int(n) for n in counts.tolist())))
-                    if reset:
-                        counts.zero_()
+                    found[position, index] = counts
+        return found
+
+    def _rows(self, counts: Mapping[tuple[int, int], tuple[int, int]], by: By) -> list[CancelledRow]:
+        names = {(g, i): name_of(self.param_groups[g], i) for g, i in counts}
+        rows = [CancelledRow(*key, names[key], *found) for key, found in counts.items()]
+        return by_layer(rows) if by == "layer" else rows
+
+    def cancelled(self, *, reset: bool = False, by: By = "parameter") -> list[CancelledRow]:
+        """Return, for each parameter of the groups with ``count_cancelled``, its updates lost to rounding.
+
+        ``by="layer"`` puts the parameters of each module together and needs named parameters. Counts run since the last
+        ``reset`` (or load). Source: Zamirai et al. 2020, D.3. Waits for the device. Raises `ConfigError`.
+        """
+        counts = self._counts()
+        rows = self._rows({key: (int(c[0]), int(c[1])) for key, c in counts.items()}, by)
+        if reset:
+            for c in counts.values():
+                c.zero_()
+            self._history.begin_again()
         return rows
+
+    def cancelled_over_time(self, *, by: By = "parameter") -> list[CancelledSteps]:
+        """Return what was cancelled in every ``count_cancelled`` steps, for groups where that is a number of steps.
+
+        Source: Zamirai et al. 2020, Figure 9. Waits for the device. Raises `ConfigError`.
+        """
+        return [CancelledSteps(step, self._rows(counts, by)) for step, counts in self._history.read()]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of torch.optim's: options the state does not name stay as they are.
@@ -173,6 +183,7 @@ class Stepper(Optimizer):
             check_group(group, position)
         for state in self.state.values():
             state.pop("update_counts", None)
+        self.__dict__.pop("_cancelled_history", None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -168,3 +168,52 @@ def test_cancelled_updates_are_counted() -> None:
     assert row.share == pytest.approx(2 / 3)
     (row,) = opt.cancelled()
     assert (row.nonzero, row.share) == (0, 0.0)
+
+
+def stuck_net(count_cancelled: bool | int) -> tuple[torch.nn.Module, fxprec.optim.SGD]:
+    """Two layers in bf16 whose gradient of 1 moves a weight of 1e-4 and cannot move one of 1."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)).bfloat16()
+    for p, value in zip(net.parameters(), (1e-4, 1.0, 1.0, 1.0), strict=True):
+        torch.nn.init.constant_(p, value)
+        p.grad = torch.ones_like(p)
+    opt = fxprec.optim.SGD(net.named_parameters(), lr=1e-5, update="nearest", count_cancelled=count_cancelled)
+    return net, opt
+
+
+@pytest.mark.filterwarnings("ignore:.*lr=1e-05")
+def test_cancelled_updates_by_layer_and_over_time() -> None:
+    net, opt = stuck_net(2)
+    for step in range(5):
+        if step == 2:
+            torch.nn.init.constant_(net[0].weight, 1.0)
+        opt.step()
+    assert [(row.name, row.nonzero, row.cancelled) for row in opt.cancelled(by="layer")] == [
+        ("0", 45, 33),  # 6 weights that move for two steps, and 3 biases that never do
+        ("1", 20, 20),
+    ]
+    first, second = opt.cancelled_over_time(by="layer")
+    assert (first.last_step, second.last_step) == (2, 4), "the fifth step is not kept yet"
+    assert [row.share for row in first.rows] == [1 / 3, 1]
+    assert [row.share for row in second.rows] == [1, 1]
+    opt.cancelled(reset=True)
+    opt.step()
+    (*_, third) = opt.cancelled_over_time()
+    assert [(row.nonzero, row.name) for row in third.rows][:2] == [
+        (6, "parameter '0.weight'"),
+        (3, "parameter '0.bias'"),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*lr=1e-05")
+def test_layers_need_names_and_counts_a_number_of_steps() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    opt = fxprec.optim.SGD([p], lr=1e-2, count_cancelled=True)
+    opt.step()
+    assert opt.cancelled_over_time() == []
+    with pytest.raises(
+        fxprec.ConfigError, match=r"parameter 0 has no name.* give the optimizer model.named_parameters"
+    ):
+        opt.cancelled(by="layer")
+    with pytest.raises(fxprec.ConfigError, match=r"count_cancelled is -1; give it True, or a number of steps"):
+        fxprec.optim.SGD([p], count_cancelled=-1)

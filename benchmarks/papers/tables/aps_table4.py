@@ -1,0 +1,95 @@
+"""Han et al. 2020, Table 4 and Figure 6: two networks on 8 ranks, gradients summed in three formats with and without APS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.papers import ranks, svg
+from benchmarks.papers.claims import Claim, Verdict, exactly, no_worse, together
+from benchmarks.papers.found import Found, Row
+from benchmarks.papers.ranks import FP32, Exchange
+
+TITLE = "Two networks on 8 ranks, with and without APS"
+SOURCE = "Table 4, Figure 6"
+ACCURACY, LOSS = "accuracy, %", "held-out loss"
+NETWORKS = {"CNN": (ranks.plain_cnn, (88.2, 88.4, 88.3, 88.6, 10.0, 81.3, 10.0)),
+            "ResNet": (ranks.residual_cnn, (91.4, 91.4, 90.1, 91.6, 90.4, 86.7, 10.0))}  # fmt: skip
+PRINTED = ("float32", "1-5-2 APS", "1-5-2", "1-4-3 APS", "1-4-3", "1-3-0 APS", "1-3-0")
+PUBLISHED = {
+    f"{name}, {side}": {ACCURACY: value}
+    for name, (_, values) in NETWORKS.items()
+    for side, value in zip(PRINTED, values, strict=True)
+}
+SMALLER = "two networks of 10,386 and 6,642 weights on 8x8 digits, 8 x 16 images a step, 80 steps, for DavidNet and ResNet-18."
+DEVIATES = (
+    "ranks are simulated in one process, with the exchange's own arithmetic; sums are in the format, as in the paper. "
+    "Without APS gradients are neither scaled nor divided, and overflow is inf (1-3-0 has no code for one and saturates at "
+    "16); *divided* takes them by the number of ranks first, as PyTorch's hooks do; the paper does not say which it did. "
+    "*fp32 sums* is fxprec's own default. A run that ends no better than chance is *diverged*."
+)
+SEEDS = 3
+RANKS, BATCH, STEPS, RATE = 8, 128, 80, 0.1
+MARGIN = 0.05  # nats, set before anything was measured
+SIDES: dict[str, Exchange] = {
+    "float32": FP32,
+    **{
+        f"{fmt}{name}": Exchange(fmt + kind, scaling, how)
+        for fmt in ("1-5-2", "1-4-3", "1-3-0")
+        for name, kind, scaling, how in (
+            (" APS", "", "aps", "format"),
+            (" APS, fp32 sums", "", "aps", "fp32"),
+            ("", "" if fmt == "1-3-0" else ":ieee", "raw", "format"),
+            (", divided", "", "none", "format"),
+        )
+    },
+}
+
+
+def run(seed: int, full: bool) -> Iterator[Row]:
+    """Every side on the same batches."""
+    batches = list(ranks.digits(seed, BATCH, STEPS * (3 if full else 1)))
+    for name, (make, _) in NETWORKS.items():
+        for side, exchange in SIDES.items():
+            found = ranks.train(make, seed, RANKS, batches, exchange, RATE)
+            curve = found.losses + [found.losses[-1]] * (len(batches) - len(found.losses))
+            yield f"{name}, {side}", {ACCURACY: found.accuracy, LOSS: found.held_out_loss, "curve": curve}
+
+
+def _no_worse(found: Found, other: str) -> Verdict:
+    pairs = [(f"{n}, {fmt} APS", f"{n}, {fmt}{other}") for n in NETWORKS for fmt in ("1-5-2", "1-4-3", "1-3-0")]
+    return together(*(no_worse(a, b, LOSS, MARGIN, is_loss=True)(found) for a, b in pairs))
+
+
+def _is_like_fp32(found: Found) -> Verdict:
+    pairs = [(f"{n}, {fmt} APS", f"{n}, float32") for n in NETWORKS for fmt in ("1-5-2", "1-4-3")]
+    return together(*(no_worse(a, b, LOSS, MARGIN, is_loss=True)(found) for a, b in pairs))
+
+
+def _collapses(found: Found) -> Verdict:
+    accuracies = {n: found.mean(f"{n}, 1-3-0", ACCURACY) for n in NETWORKS}
+    return exactly(max(accuracies.values()) < 20, ", ".join(f"{n} {a:.1f} %" for n, a in accuracies.items()))
+
+
+def _cnn_collapses(found: Found, side: str) -> Verdict:
+    accuracy = found.mean(f"CNN, {side}", ACCURACY)
+    return exactly(accuracy < 20, f"{accuracy:.1f} %")
+
+
+CLAIMS = [
+    Claim("With APS training is no worse than without, in every format", lambda found: _no_worse(found, "")),
+    Claim("8 bits with APS are as good as float32 (88.4, 88.6 and 88.2; 91.4, 91.6 and 91.4)", _is_like_fp32),
+    Claim("1-3-0 without APS is at chance (10.0)", _collapses),
+    Claim(
+        "1-4-3 without APS is at chance in the network without normalisation (10.0)",
+        lambda f: _cnn_collapses(f, "1-4-3"),
+    ),
+    Claim(
+        "It is, where gradients are divided by the ranks first", lambda found: _cnn_collapses(found, "1-4-3, divided")
+    ),
+]
+
+
+def draw(found: Found) -> str:
+    """Figure 6: training loss by step, the network without normalisation."""
+    shown = ("float32", "1-4-3 APS", "1-4-3", "1-4-3, divided", "1-3-0 APS", "1-3-0")
+    return svg.curves({side: found.curve(f"CNN, {side}", "curve") for side in shown}, "step", "training loss")

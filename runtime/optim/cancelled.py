@@ -1,0 +1,89 @@
+"""Updates that rounding threw away: by parameter, by layer, and over time (Zamirai et al. 2020, D.3, Figure 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from fxprec.errors import ConfigError
+
+By: TypeAlias = Literal["parameter", "layer"]
+
+
+class CancelledRow(NamedTuple):
+    """How many updates of one parameter, or of a layer's, rounding threw away."""
+
+    group: int
+    parameter: int
+    """Position in its group; of a layer its first parameter's."""
+    name: str
+    nonzero: int
+    """Updates that were not zero, since the counts were last reset."""
+    cancelled: int
+    """Of these, those that changed neither the weight nor its compensation."""
+
+    @property
+    def share(self) -> float:
+        """cancelled / nonzero, 0 where there was none."""
+        return self.cancelled / self.nonzero if self.nonzero else 0.0
+
+
+class CancelledSteps(NamedTuple):
+    """What was cancelled over some steps."""
+
+    last_step: int
+    """Of the optimizer, counted from 1 since it was made or loaded."""
+    rows: list[CancelledRow]
+
+
+Counts: TypeAlias = dict[tuple[int, int], Tensor]
+"""(non-zero, cancelled), int64, by group and position."""
+
+
+@dataclass
+class History:
+    """The counts every so many steps, copied on their device and read later."""
+
+    step: int = 0
+    _at: list[tuple[int, Counts]] = field(default_factory=list)
+    _from: list[Counts] = field(default_factory=list)  # what each was counted from
+    _base: Counts = field(default_factory=dict)
+
+    def note(self, counts: Counts, every: int) -> None:
+        """Count a step; keep a copy at each multiple of ``every``."""
+        self.step += 1
+        if self.step % every == 0:
+            copied = {key: c.clone() for key, c in counts.items()}
+            self._at.append((self.step, copied))
+            self._from.append(self._base)
+            self._base = copied
+
+    def begin_again(self) -> None:
+        """The counts were set to zero."""
+        self._base = {}
+
+    def read(self) -> list[tuple[int, dict[tuple[int, int], tuple[int, int]]]]:
+        """Return each record's step and what was counted since the one before it."""
+        found = []
+        for (step, counts), base in zip(self._at, self._from, strict=True):
+            new = {key: c - base[key] if key in base else c for key, c in counts.items()}
+            found.append((step, {key: (int(c[0]), int(c[1])) for key, c in new.items()}))
+        return found
+
+
+def by_layer(rows: Sequence[CancelledRow]) -> list[CancelledRow]:
+    """Put the parameters of each module together. Raises `ConfigError` where parameters have no names."""
+    found: dict[tuple[int, str], CancelledRow] = {}
+    for row in rows:
+        if not row.name.endswith("'"):
+            raise ConfigError(
+                f"{row.name} has no name, so nobody knows its layer; give the optimizer model.named_parameters()"
+            )
+        name = row.name.removeprefix("parameter '").removesuffix("'").rpartition(".")[0]
+        known = found.get((row.group, name), row._replace(name=name, nonzero=0, cancelled=0))
+        total = known._replace(nonzero=known.nonzero + row.nonzero, cancelled=known.cancelled + row.cancelled)
+        found[row.group, name] = total
+    return list(found.values())
