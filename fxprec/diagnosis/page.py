@@ -5,34 +5,36 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Sequence
-from importlib import resources
+from typing import Any
 
 from fxprec.diagnosis.adjoint import combined
 from fxprec.diagnosis.diagnosis import Diagnosis
-from fxprec.diagnosis.rows import Row
+from fxprec.diagnosis.rows import Row, plain
 from fxprec.diagnosis.text import first_groups, free_groups, megabytes, modules
+from fxprec.report.html import filled, parts
 
+SCRIPTS = ("dom.js", "tables.js", "diagnosis.js")
 SHADES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Damages at which a cell of the heat map gets darker."""
 
 
 def page(found: Diagnosis) -> str:
     """Return the page: the same diagnosis gives the same bytes."""
-    frame = resources.files("fxprec.diagnosis").joinpath("page.html").read_text(encoding="utf-8")
-    style = resources.files("fxprec.report").joinpath("page/style.css").read_text(encoding="utf-8")
-    filled = {
+    texts = {
         "title": html.escape(found.model),
-        "style": style,
         "head": f"loss {found.loss:.6g}, {len(found.ranking)} stored tensors, {len(found.groups)} groups",
         "advice": _advice(found),
         "first": _first(found),
-        "heat": _heat(found),
         "checks": _checks(found),
-        "ranking": _ranking(found),
         "notes": "".join(f"<li>{html.escape(note)}</li>" for note in found.notes) or "<li>Nothing.</li>",
     }
-    before, *rest = frame.split("{{")
-    return before + "".join(filled[name] + after for name, _, after in (piece.partition("}}") for piece in rest))
+    tables = {
+        "formats": found.formats,
+        "shades": SHADES,
+        "heat": _heat(found),
+        "ranking": [_row(row) for row in found.ranking],
+    }
+    return filled("diagnosis.html", texts | parts(SCRIPTS, plain(tables)))
 
 
 def _advice(found: Diagnosis) -> str:
@@ -56,25 +58,20 @@ def _first(found: Diagnosis) -> str:
     return f"<h3>Keep high first</h3>{_table(heads, worst)}<h3>Free</h3>{_table(heads, free)}"
 
 
-def _heat(found: Diagnosis) -> str:
-    """Draw modules, in execution order, by formats."""
+def _heat(found: Diagnosis) -> list[dict[str, Any]]:
+    """Return each module's damages, as planned and in each format, in execution order."""
     by_module: dict[str, list[Row]] = {}
     for row in sorted(found.ranking, key=lambda r: (r.graph, r.site)):
         by_module.setdefault(row.module or "(no module)", []).append(row)
-    head = "".join(f"<th scope=col>{html.escape(name)}</th>" for name in ("module", "as planned", *found.formats))
-    body = "".join(_heat_row(module, rows, found.formats) for module, rows in by_module.items())
-    return f"<table class=heat><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return [
+        {"module": module, "damages": [_short(damage) for damage in _damages(rows, found.formats)]}
+        for module, rows in by_module.items()
+    ]
 
 
-def _heat_row(module: str, rows: Sequence[Row], formats: Sequence[str]) -> str:
-    damages = [combined({r.site: r.damage for r in rows})]
-    damages += [combined({r.site: r.costs[f].damage for r in rows}) for f in formats]
-    cells = "".join(f'<td class="h{_shade(d)}">{_number(d)}</td>' for d in damages)
-    return f"<tr><th scope=row>{html.escape(module)}</th>{cells}</tr>"
-
-
-def _shade(damage: float) -> int:
-    return sum(damage >= limit for limit in SHADES)
+def _damages(rows: Sequence[Row], formats: Sequence[str]) -> list[float]:
+    in_formats = [combined({r.site: r.costs[f].damage for r in rows}) for f in formats]
+    return [combined({r.site: r.damage for r in rows}), *in_formats]
 
 
 def _checks(found: Diagnosis) -> str:
@@ -93,16 +90,11 @@ def _checks(found: Diagnosis) -> str:
     return ranks + _table(heads, rows)
 
 
-def _ranking(found: Diagnosis) -> str:
-    heads = ("tensor", "module", "source", "format", "damage", "error", "overflow", "underflow", "zeros", "why")
-    return _table(heads, (_row(row) for row in found.ranking))
-
-
-def _row(row: Row) -> tuple[str, ...]:
+def _row(row: Row) -> dict[str, Any]:
     p = row.planned
-    shares = (p.error, p.overflow, p.underflow, p.zeros)
-    place = (row.tensor, row.module, row.source, row.format)
-    return (*place, _number(row.damage), *map(_number, shares), row.reason)
+    place = {"tensor": row.tensor, "module": row.module, "source": row.source, "format": row.format, "why": row.reason}
+    shares = {"error": p.error, "overflow": p.overflow, "underflow": p.underflow, "zeros": p.zeros}
+    return place | {name: _short(value) for name, value in ({"damage": row.damage} | shares).items()}
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -113,3 +105,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.2g}" if math.isfinite(value) else str(value)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -159,11 +159,14 @@ def test_what_is_saved_is_json_and_a_page_whose_names_are_text(examined, tmp_pat
     assert data["recommended"] == {"recipe": "fp8", "storage": "packed"}
     assert [row["tensor"] for row in data["ranking"]] == [row.tensor for row in examined.ranking]
     assert "{{" not in page
-    assert "<script" not in page
-    assert "http" not in page.replace("http-equiv", "")
+    assert page.count("<script") == 2  # its data and its own
+    assert "default-src 'none'" in page
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")  # a name, not fetched
     row = examined.ranking[0]
     bad = Row(**{**vars(row), "module": "<img src=x onerror=alert(1)>"})
     assert "<img" not in replace(examined, ranking=(bad,), model="<img>").save(tmp_path).read_text(encoding="utf-8")
+    bad = Row(**{**vars(row), "reason": "</script><script>alert(1)</script>"})
+    assert replace(examined, ranking=(bad,)).save(tmp_path).read_text(encoding="utf-8").count("<script") == 2
 
 
 def returns_a_vector(output: torch.Tensor) -> torch.Tensor:

@@ -123,6 +123,15 @@ def test_runs_that_do_not_part_say_so(browser, tmp_path):
 def test_a_diagnosis_of_5000_tensors(browser, tmp_path):
     assert best_of_three(browser, tmp_path / "diagnosis.html", diagnosis_page(diagnosis(SITES))) < USABLE
     assert browser("return document.images.length") == 0
+    assert browser(ROWS.format("ranking-table")) == 200
+    assert browser("return document.querySelector('#heat-table tbody tr span').className") == "h8"
+    browser.find("body").send_keys("/")
+    browser.keys("m.py:77 ")
+    assert browser.shown("#found") == "11 of 5,000 tensors"  # 77 and 770 to 779
+    browser.keys(Keys.ESCAPE)
+    browser("document.querySelectorAll('#ranking-table th button')[4].focus()")
+    browser.keys(Keys.ENTER, Keys.ENTER)
+    assert browser("return document.querySelector('#ranking-table tbody td').textContent") == "t4999"
     assert browser(BACKGROUND) != browser.in_the_dark(BACKGROUND) == "rgb(20, 23, 27)"
     with browser.width(360):
         assert browser("return document.documentElement.scrollWidth") <= 360
