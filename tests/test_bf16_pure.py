@@ -82,3 +82,30 @@ def test_a_pure_recipe_of_ones_own_needs_16_bits() -> None:
     assert Recipe(hi="fp16", lo_forward="fp16", lo_backward="fp16", pure=True).pure
     with pytest.raises(ConfigError, match=r"recipe\.pure wants a hi of 16 bits that torch has a dtype for, not 1-6-9"):
         Recipe(hi="1-6-9", lo_forward="1-4-3", lo_backward="1-5-2", pure=True)
+
+
+class Residual(nn.Module):
+    """Operators that Inductor fuses: GELU, two adds, a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.gelu(self.linear(x))
+        return x * torch.sigmoid(x) + x
+
+
+@pytest.mark.inductor
+def test_every_operators_result_is_rounded_in_the_middle_of_a_kernel_too() -> None:
+    torch.manual_seed(0)
+    model, x = Residual().bfloat16(), torch.randn(64, 16).bfloat16()
+    wanted = model(x)
+    wanted.float().square().mean().backward()
+    gradient = model.linear.weight.grad.clone()
+    model.zero_grad()
+    found = torch.compile(model, backend="fxprec", options={"recipe": "bf16-pure"})(x)
+    found.float().square().mean().backward()
+    assert torch.equal(found, wanted)
+    error = (model.linear.weight.grad - gradient).float().norm() / gradient.float().norm()
+    assert error < 2e-3, "backward's operators are Inductor's own decompositions"

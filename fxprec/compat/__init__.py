@@ -29,6 +29,7 @@ from fxprec.compat.frames import count_recompiles_per_model as count_recompiles_
 from fxprec.compat.frames import watch_frames_left_uncompiled as watch_frames_left_uncompiled
 from fxprec.compat.frames import watch_graph_breaks as watch_graph_breaks
 from fxprec.compat.inductor import FORCE_STRIDES as FORCE_STRIDES
+from fxprec.compat.inductor import ROUNDED_AT_EVERY_OPERATOR as ROUNDED_AT_EVERY_OPERATOR
 from fxprec.compat.inductor import SEEDED_RANDINT as SEEDED_RANDINT
 from fxprec.compat.inductor import SEEDED_RANDOM as SEEDED_RANDOM
 from fxprec.compat.inductor import GraphPass as GraphPass

@@ -68,6 +68,10 @@ def mode_settings(mode: str) -> dict[str, Any]:
     return dict(list_mode_options(mode))
 
 
+ROUNDED_AT_EVERY_OPERATOR: dict[str, Any] = {"emulate_precision_casts": True}
+"""Inductor's setting that keeps a 16-bit value 16 bits wide between two operators of one kernel, as memory would."""
+
+
 def trim_output_strides(num_outputs: int) -> None:
     """Forget the strides of outputs we appended: AOTAutograd takes the tail for saved tensors."""
     context = torch._guards.TracingContext.try_get()

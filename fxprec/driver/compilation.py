@@ -129,6 +129,7 @@ class Compilation:
                 inner_compile=self._compile_half,
                 decompositions=None if settings.accumulator is None else compat.whole_gemms(),
                 config_patches=compat.mode_settings(settings.asked.mode)
+                | (compat.ROUNDED_AT_EVERY_OPERATOR if settings.recipe.pure else {})
                 | {
                     "joint_custom_pre_pass": compat.GraphPass(self._run_passes, _CACHE_KEY),
                     "joint_custom_post_pass": compat.GraphPass(self._after_torchs_passes, _CACHE_KEY),
