@@ -19,6 +19,7 @@ from fxprec.compat.backends import compile_lock as compile_lock
 from fxprec.compat.backends import name_backend as name_backend
 from fxprec.compat.backends import through_dynamo as through_dynamo
 from fxprec.compat.backends import wrapper_of as wrapper_of
+from fxprec.compat.bitcasts import vector_bitcasts as vector_bitcasts
 from fxprec.compat.budget import annotate_budget as annotate_budget
 from fxprec.compat.budget import keep_random_numbers as keep_random_numbers
 from fxprec.compat.budget import memory_budget as memory_budget

@@ -82,7 +82,7 @@ class Halves:
         if self.lowering.is_interpreted:
             return interpreted_kernels(interpreted(gm))
         saving = compat.saving_memory(in_saving_order, _ORDER) if self.saves_memory else contextlib.nullcontext()
-        with compat.tiles_for_bytes(), saving:
+        with compat.tiles_for_bytes(), compat.vector_bitcasts(), saving:
             return compat.compile_fx_inner(gm, examples, **options)  # type: ignore[no-any-return]
 
 
