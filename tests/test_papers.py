@@ -11,17 +11,19 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from bit_patterns import bit_patterns
 from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.papers import catalog, page, store
 from benchmarks.papers.__main__ import main, number_of_seeds, selected
-from benchmarks.papers.claims import Claim, Predicate, exactly, higher, lower, no_worse, together
+from benchmarks.papers.claims import Claim, Predicate, exactly, higher, lower, most, no_worse, together
 from benchmarks.papers.eight_bit import TYPES
 from benchmarks.papers.found import Found, Row, spread
-from benchmarks.papers.sixteen_bit import STANDARD, Training, rounded
+from benchmarks.papers.sixteen_bit import WIDE, Training, rounded
+from fxprec import quantize
 from fxprec.errors import FxprecWarning
-from fxprec.numerics.formats import BF16
+from fxprec.numerics.formats import BF16, parse
 
 INF, NAN = float("inf"), float("nan")
 
@@ -61,6 +63,11 @@ def test_the_worst_of_several_verdicts_counts() -> None:
     holds, fails = exactly(True, "one"), exactly(False, "two")
     assert together(holds, fails) == type(holds)("fails", "one; two")
     assert together(holds, holds).state == "holds"
+    assert most({"a": holds, "b": fails}, 1) == type(holds)("holds", "1 of 2; b fails: two")
+    assert [
+        most({"a": holds, "b": fails}, 2).state,
+        most({"a": holds, "b": lower("x", "y", "loss")(of(x=[1.0], y=[1.0]))}, 2).state,
+    ] == ["fails", "not shown"]
 
 
 def test_figures_are_shown_to_the_digits_that_their_spread_leaves() -> None:
@@ -106,18 +113,31 @@ def test_a_run_that_was_cut_off_goes_on_where_it_was(folder: Path, monkeypatch: 
     assert [rows["fp32"]["loss"] for rows in kept["seeds"].values()] == [0.5, 1.5, 2.5]
     text = (folder / "papers.md").read_text(encoding="utf-8")
     assert "| fp32 | 0.25 | 1.5 ± 1.0 |" in text
-    assert "- **holds**: it is so" in text
+    assert "- **holds**: It is so" in text
     assert ">bf16.memory<" in (folder / "papers/overview.svg").read_text(encoding="utf-8")
     assert main(["bf16.memory", "--again", "--seeds", "1"]) == 0
     assert asked[4:] == [0]
-    assert "- **not shown**: it is so (one seed)" in (folder / "papers.md").read_text(encoding="utf-8")
+    assert "- **not shown**: It is so (one seed)" in (folder / "papers.md").read_text(encoding="utf-8")
+
+
+def test_a_kept_result_whose_rows_were_renamed_asks_to_be_measured_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = table_of(lambda seed, full: [("old name", {"loss": 1.0 + seed})], True)
+    table.CLAIMS[0] = Claim("it is so", lower("new name", "old name", "loss"))
+    table.draw = lambda found: str(found.mean("new name", "loss"))
+    monkeypatch.setattr(catalog, "load", lambda name: table)
+    assert main(["bf16.memory"]) == 0
+    text = (folder / "papers.md").read_text(encoding="utf-8")
+    assert "It is so (what was kept has no 'loss' of 'new name'; measure --again)" in text
+    assert "bf16.memory.svg" not in text
 
 
 def test_only_a_claim_that_fails_fails_and_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "load", lambda name: table_of(lambda seed, full: [("fp32", {"loss": 1.0})], False))
     assert main(["bf16", "--seeds", "1"]) == 0  # which has no spread
     assert main(["bf16"]) == 1
-    assert "- **fails**: it is so. because" in (folder / "papers.md").read_text(encoding="utf-8")
+    assert "- **fails**: It is so. because" in (folder / "papers.md").read_text(encoding="utf-8")
 
 
 def test_names_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,7 +238,7 @@ def test_every_operator_reads_and_writes_numbers_of_the_format() -> None:
         mixed = functional.scaled_dot_product_attention(x @ weight, found[None], found[None])
         return functional.gelu(mixed) + x
 
-    run, x = Training(STANDARD), rounded(torch.randn(1, 3, 8), BF16)
+    run, x = Training(WIDE), rounded(torch.randn(1, 3, 8), BF16)
     out = run.forward(compute, x)
     out.square().sum().backward()
     found = rounded(table.detach()[:3], BF16)
@@ -228,3 +248,11 @@ def test_every_operator_reads_and_writes_numbers_of_the_format() -> None:
     for grad in (table.grad, weight.grad):
         assert grad is not None
         assert torch.equal(grad, rounded(grad, BF16))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "1-8-5:ieee", "1-8-1:ieee"])
+def test_casts_round_as_quantize_does(name: str) -> None:
+    x = bit_patterns(20_000, parse(name)).float()
+    ours, theirs = rounded(x, parse(name)), quantize(x, name)
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours[~x.isnan()].view(torch.int32), theirs[~x.isnan()].view(torch.int32))

@@ -2,7 +2,7 @@
 
     python -m benchmarks.papers list
     python -m benchmarks.papers page
-    python -m benchmarks.papers NAME ... | all [--full] [--seeds N] [--again]
+    python -m benchmarks.papers NAME ... | all [--full] [--seeds N] [--again] [--jobs N]
 
 ``page`` only writes docs/papers.md from what was kept. What a former run kept is not measured again (``--again`` does). Ends with 1 if a claim fails.
 """
@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Sequence
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.papers import catalog, page, store
 from benchmarks.papers.claims import STATES, State
+from benchmarks.papers.running import Job, results
 from benchmarks.papers.store import Result
 
 ALL_SEEDS = 2  # of `all`, where a table asks for more
@@ -33,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="+", metavar="NAME", help="list, page, all, tables, or papers (bf16 is bf16.*)")
     parser.add_argument("--full", action="store_true", help="the longer sweeps")
     parser.add_argument("--seeds", type=int, metavar="N", help="instead of each table's own number")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="tables at once, a process each")
     parser.add_argument("--again", action="store_true", help="measure again what was kept")
     args = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 150)
@@ -46,9 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = selected(args.names)
     except KeyError as error:
         parser.error(f"unknown table {error.args[0]!r}; `list` names them")
+    seeds = {n: number_of_seeds(catalog.load(n).SEEDS, args.seeds, "all" in args.names, args.full) for n in names}
+    jobs = [Job(name, seeds[name], args.full, args.again) for name in names]
     states: list[State] = []
-    for name, kept in _measured(names, args, console):
-        states.extend(_show(name, kept, console))
+    for kept in results(jobs, args.jobs, console):
+        states.extend(_show(kept, console))
     counts = {state: states.count(state) for state in STATES}
     console.print(", ".join(f"{state}: {n}" for state, n in counts.items()), f"; wrote {page.write().name}", sep="")
     return 1 if counts["fails"] else 0
@@ -72,28 +74,8 @@ def number_of_seeds(own: int, asked: int | None, is_all: bool, is_full: bool) ->
     return asked or (min(own, ALL_SEEDS) if is_all and not is_full else own)
 
 
-def _measured(names: list[str], args: argparse.Namespace, console: Console):
-    columns = (TextColumn("{task.description:22}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        whole = progress.add_task("tables", total=len(names), note="")
-        for name in names:
-            table = catalog.load(name)
-            seeds = number_of_seeds(table.SEEDS, args.seeds, "all" in args.names, args.full)
-            bar = progress.add_task(name, total=None, note="")
-
-            def tick(seed: int, row: str, bar=bar, seeds=seeds) -> None:
-                progress.update(bar, advance=1, note=f"seed {seed + 1}/{seeds}: {row}")
-
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # rounding to nearest is meant to be stuck
-                kept = store.measure(name, table, seeds, args.full, tick, args.again)
-            progress.remove_task(bar)
-            progress.advance(whole)
-            yield name, kept
-
-
-def _show(name: str, kept: Result, console: Console) -> list[State]:
-    table, found = catalog.load(name), kept.found
+def _show(kept: Result, console: Console) -> list[State]:
+    name, table, found = kept.name, catalog.load(kept.name), kept.found
     heading, *lines = page.cells(table, found)
     shown = Table(
         *heading, title=f"{name}: {table.TITLE} ({table.SOURCE}; {len(kept.seeds)} seeds)", title_justify="left"

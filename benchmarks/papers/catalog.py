@@ -36,7 +36,9 @@ PAPERS = {
         ("table4", "lars", "segmentation", "nodes256", "roundoff", "time"),
     ),
     "cpd": Paper(
-        "Auto-Precision Scaling: CPD, arithmetic at any precision", "the same, sections 3.3.1 and 5", ("examples",)
+        "Auto-Precision Scaling: CPD, arithmetic at any precision",
+        "Han, Demmel, Si and You, 2020, sections 3.3.1 and 5",
+        ("examples",),
     ),
     "approx": Paper(
         "8-Bit Approximations for Parallelism in Deep Learning",

@@ -38,6 +38,11 @@ class Claim:
     why: str = ""
     """Where it does not hold: why, as far as is known, and what was tried."""
 
+    @property
+    def sentence(self) -> str:
+        """The text with a capital."""
+        return self.text[:1].upper() + self.text[1:]
+
 
 def exactly(is_true: bool, detail: str = "") -> Verdict:
     """Holds or fails: for what is not random."""
@@ -79,12 +84,15 @@ def no_worse(ours: str, theirs: str, column: str, margin: float, *, is_loss: boo
 
 
 def most(parts: dict[str, Verdict], at_least: int) -> Verdict:
-    """Holds where ``at_least`` of the parts do and none fails; its figures are those of every part."""
+    """Holds where ``at_least`` of the parts do; fails where that can no longer be. The figures are those of the rest."""
     states = [v.state for v in parts.values()]
-    detail = "; ".join(f"{name} {v.state}: {v.detail.removeprefix(f'{name}, ')}" for name, v in parts.items())
-    if states.count("holds") >= at_least and "fails" not in states:
+    rest = [
+        f"{name} {v.state}: {v.detail.removeprefix(f'{name}, ')}" for name, v in parts.items() if v.state != "holds"
+    ]
+    detail = "; ".join([f"{states.count('holds')} of {len(states)}", *rest])
+    if states.count("holds") >= at_least:
         return Verdict("holds", detail)
-    return Verdict("fails" if states.count("fails") > len(states) - at_least else "not shown", detail)
+    return Verdict("fails" if len(states) - states.count("fails") < at_least else "not shown", detail)
 
 
 def difference(found: Found, a: str, b: str, column: str) -> tuple[float, float]:

@@ -30,15 +30,18 @@ class Found:
         return list(dict.fromkeys(name for row in cells for name, v in row.items() if not isinstance(v, list)))
 
     def samples(self, row: str, column: str) -> list[Any]:
-        """One value for each seed that has the cell."""
+        """One value for each seed that has the cell. Raises KeyError where none has."""
+        values = self._values(row, column)
+        if not values:
+            raise KeyError(f"no {column!r} of {row!r}")
+        return values
+
+    def _values(self, row: str, column: str) -> list[Any]:
         return [rows[row][column] for rows in self.seeds.values() if column in rows.get(row, {})]
 
     def mean(self, row: str, column: str) -> float:
         """Mean over seeds; NaN where a run diverged. Raises KeyError where nothing was measured."""
-        values = self.samples(row, column)
-        if not values:
-            raise KeyError(f"no {column} of {row}")
-        return fmean(values)
+        return fmean(self.samples(row, column))
 
     def curve(self, row: str, column: str) -> list[float]:
         """A column of lists, mean over seeds."""
@@ -46,7 +49,7 @@ class Found:
 
     def text(self, row: str, column: str) -> str:
         """The cell as ``mean ± sd``, a text as it is, and "" for none."""
-        values = self.samples(row, column)
+        values = self._values(row, column)
         if not values or isinstance(values[0], str):
             return " / ".join(dict.fromkeys(map(str, values)))
         lost = sum(not math.isfinite(v) for v in values)

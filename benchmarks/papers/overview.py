@@ -35,7 +35,7 @@ def _line(name: str, judged: Sequence[tuple[Claim, Verdict]], y: int) -> Iterato
     if not judged:
         yield svg.text(CLAIM_X, y, "no claim to hold against: other hardware", fill="#555555")
         return
-    claim = judged[0][0].text
+    claim = judged[0][0].sentence
     yield svg.text(CLAIM_X, y, claim if len(claim) <= MOST else claim[: MOST - 1].rsplit(" ", 1)[0] + " …")
     for i, (_, verdict) in enumerate(judged):
         x, colour = RESULT_X + 15 * i, COLOURS[verdict.state]

@@ -69,14 +69,25 @@ def _section(name: str, kept: Result, judged: list[tuple[Claim, Verdict]], pictu
     for claim, verdict in judged:
         detail = f" ({verdict.detail})" if verdict.detail else ""
         why = f" {claim.why}" if claim.why and verdict.state != "holds" else ""
-        yield f"- **{verdict.state}**: {claim.text}{detail}.{why}"
-    if hasattr(table, "draw"):
-        (pictures / f"{name}.svg").write_text(table.draw(found), encoding="utf-8")
-        yield f"\n![{table.TITLE}](papers/{name}.svg)"
+        yield f"- **{verdict.state}**: {claim.sentence}{detail}.{why}"
+    picture = pictures / f"{name}.svg"
+    if _is_drawn(table, found, picture):
+        yield f"\n![{table.TITLE}](papers/{picture.name})"
     for label, content in (("Smaller here", table.SMALLER), ("Otherwise", table.DEVIATES)):
         if content:
             yield f"\n*{label}*: {content}"
     yield ""
+
+
+def _is_drawn(table: ModuleType, found: Found, path: Path) -> bool:
+    """Whether the table has a picture, and what was kept has its rows; then it is written."""
+    if not hasattr(table, "draw"):
+        return False
+    try:
+        path.write_text(table.draw(found), encoding="utf-8")
+    except KeyError:  # the claims say that it must be measured again
+        return False
+    return True
 
 
 def _how(name: str, kept: Result) -> str:

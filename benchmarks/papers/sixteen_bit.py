@@ -1,7 +1,7 @@
 """Training in which every operator's result is rounded, with the ways to update weights that the paper compares.
 
-A tensor is float32 that holds numbers of the format. Weights are rounded as operators read them, results as operators
-write them, gradients as they come back to either. Norms, activations and softmax are one operator each, as in the
+A tensor is float32 that holds numbers of the format. Results are rounded as operators write them, gradients as they come
+back, weights by the optimizer, or, where they stay in 32 bits, as operators read them. Norms, activations and softmax are one operator each, as in the
 paper's simulator; a view is none.
 """
 
@@ -18,18 +18,30 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import fxprec
-from fxprec.numerics.formats import BF16, Format
+from fxprec.numerics.formats import BF16, FP16, Format
 
 FP32, STANDARD, STOCHASTIC, KAHAN, BOTH = "32-bit", "standard", "stochastic", "Kahan", "stochastic and Kahan"
 WIDE = "standard, 32-bit weights"
+CASTS = {BF16: torch.bfloat16, FP16: torch.float16}
 UPDATES = {STANDARD: "nearest", STOCHASTIC: "stochastic", KAHAN: "kahan", BOTH: "stochastic+kahan"}
 
 
 def rounded(x: Tensor, fmt: Format | None) -> Tensor:
-    """To nearest; as it is for None."""
+    """To nearest; as it is for None. The same bits as `fxprec.quantize`, without its checks where a cast will do."""
     if fmt is None:
         return x
-    return x.bfloat16().float() if fmt == BF16 else fxprec.quantize(x, fmt)
+    if fmt in CASTS:
+        return x.to(CASTS[fmt]).float()
+    if fmt.exponent_bits == 8 and fmt.specials == "ieee" and fmt.overflow != "saturate":
+        return _shortened(x, 23 - fmt.mantissa_bits)
+    return fxprec.quantize(x, fmt)
+
+
+def _shortened(x: Tensor, bits: int) -> Tensor:
+    """Without the last ``bits`` of float32's mantissa, ties to even; range and subnormals are float32's."""
+    code = x.view(torch.int32)
+    up = ((code >> bits) & 1) + ((1 << (bits - 1)) - 1)
+    return torch.where(x.isnan(), x, ((code + up) & -(1 << bits)).view(torch.float32))
 
 
 class _Round(torch.autograd.Function):
@@ -44,18 +56,24 @@ class _Round(torch.autograd.Function):
 
 
 class RoundEveryOperator(TorchFunctionMode):
-    """Within it, what every torch function reads of parameters and returns is rounded, and so are the gradients."""
+    """Within it, what every torch function returns is rounded, and so is the gradient that comes back to it.
 
-    def __init__(self, fmt: Format) -> None:
+    With ``reads``, so are parameters where they are read, and their gradients; without, they must be numbers of the
+    format, and the optimizer must round gradients (`fxprec.optim` does).
+    """
+
+    def __init__(self, fmt: Format, reads: bool) -> None:
         super().__init__()
-        self.fmt = fmt
+        self.fmt, self.reads = fmt, reads
         self.read: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
             with self:
                 return attention(*args, **(kwargs or {}))
-        args, kwargs = tree_map(self._operand, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if self.reads:
+            args, kwargs = tree_map(self._operand, (args, kwargs))
         return tree_map(self._result, func(*args, **kwargs))
 
     def _operand(self, x: Any) -> Any:
@@ -81,10 +99,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tenso
 
 
 class Training:
-    """One run of a method: ``format`` is that of all operators, None for 32 bits."""
+    """One run of a method; ``fmt`` is that of all operators, unless the method is in 32 bits.
 
-    def __init__(self, method: str, fmt: Format | None = BF16) -> None:
+    ``count_cancelled`` as `fxprec.optim` takes it.
+    """
+
+    def __init__(self, method: str, fmt: Format = BF16, count_cancelled: bool | int = False) -> None:
         self.method, self.fmt = method, None if method == FP32 else fmt
+        self.count_cancelled = count_cancelled
         self.optimizer: Any = None
 
     def optimise(self, model: nn.Module, kind: str, schedule: Callable[[int], float], **options: Any) -> None:
@@ -95,7 +117,7 @@ class Training:
             with torch.no_grad():
                 for p in model.parameters():
                     p.copy_(rounded(p, self.fmt))
-            update = {"update": UPDATES[self.method], "format": self.fmt, "count_cancelled": True}
+            update = {"update": UPDATES[self.method], "format": self.fmt, "count_cancelled": self.count_cancelled}
             self.optimizer = getattr(fxprec.optim, kind)(model.named_parameters(), **update, **options)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule)
 
@@ -104,7 +126,7 @@ class Training:
         if self.fmt is None:
             return compute(*inputs)
         inputs = tuple(rounded(x, self.fmt) if x.dtype == torch.float32 else x for x in inputs)
-        with RoundEveryOperator(self.fmt):
+        with RoundEveryOperator(self.fmt, reads=self.method == WIDE):
             return compute(*inputs)
 
     def step(self, compute: Callable[..., Tensor], *inputs: Tensor) -> float:
@@ -115,11 +137,6 @@ class Training:
         self.optimizer.step()
         self.schedule.step()
         return loss.item()
-
-    def cancelled(self, *, reset: bool = False) -> dict[str, tuple[int, int]]:
-        """By parameter: updates that rounding threw away, and non-zero updates."""
-        rows, groups = self.optimizer.cancelled(reset=reset), self.optimizer.param_groups
-        return {groups[row.group]["param_names"][row.parameter]: (row.cancelled, row.nonzero) for row in rows}
 
 
 def cosine(steps: int) -> Callable[[int], float]:

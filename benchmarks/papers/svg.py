@@ -106,13 +106,13 @@ def _ticks_up(at_y: _Axis, up: str) -> list[str]:
     for value in at_y.ticks():
         y = at_y(value)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
-        parts.append(text(LEFT - 5, y + 4, f"{value:.4g}", "end"))
+        parts.append(text(LEFT - 5, y + 4, f"{value:,.6g}", "end"))
     return parts
 
 
 def _grid(at_x: _Axis, at_y: _Axis, across: str, up: str) -> list[str]:
     parts = _ticks_up(at_y, up)
     for value in at_x.ticks():
-        parts.append(text(at_x(value), HEIGHT - BOTTOM + 16, f"{value:.4g}", "middle"))
+        parts.append(text(at_x(value), HEIGHT - BOTTOM + 16, f"{value:,.6g}", "middle"))
     parts.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, across, "middle"))
     return parts

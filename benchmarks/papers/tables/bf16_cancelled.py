@@ -12,6 +12,7 @@ from benchmarks.papers.claims import Claim, Predicate, Verdict, mean_and_error, 
 from benchmarks.papers.found import Found, Row
 from benchmarks.papers.sixteen_bit import STANDARD, Training, constant, warm_linear
 from benchmarks.papers.sixteen_bit_tasks import clicks
+from fxprec.optim import CancelledSteps
 
 TITLE = "Updates cancelled by rounding to nearest, by layer and over time"
 SOURCE = "Figure 9"
@@ -29,31 +30,29 @@ SEEDS = 3
 PARTS = 10
 
 
-class Watch:
-    """Percent of updates cancelled, and mean size of gradients, by tenth of training."""
+class Sizes:
+    """Mean absolute gradient by layer and tenth of training."""
 
-    def __init__(self, run: Training, steps: int) -> None:
-        self.run, self.length = run, steps // PARTS
-        self.counts: list[dict[str, tuple[int, int]]] = []
-        self.sizes: list[dict[str, float]] = []
-        self.size: dict[str, float] = {}
+    def __init__(self, steps: int) -> None:
+        self.length = steps // PARTS
+        self.parts: list[dict[str, float]] = []
 
     def __call__(self, step: int, model: nn.Module) -> None:
+        if step % self.length == 0:
+            self.parts.append({})
         for name, p in model.named_parameters():
-            self.size[name] = self.size.get(name, 0.0) + float(p.grad.abs().sum())
-        if (step + 1) % self.length == 0:
-            self.counts.append(self.run.cancelled(reset=True))
-            self.sizes.append(self.size)
-            self.size = {}
+            layer, size = name.rpartition(".")[0], float(p.grad.abs().sum())
+            self.parts[-1][layer] = self.parts[-1].get(layer, 0.0) + size
 
-    def row(self, prefix: str | tuple[str, ...]) -> dict[str, object]:
-        """Of all parameters whose names begin so."""
-        curve = []
-        for part in self.counts:
-            lost, all_ = (sum(c[i] for name, c in part.items() if name.startswith(prefix)) for i in (0, 1))
-            curve.append(100 * lost / all_)
-        early, late = (sum(v for name, v in self.sizes[i].items() if name.startswith(prefix)) for i in (1, -1))
-        return {EARLY: curve[1], LATE: curve[-1], GRADIENT: late / early, "curve": curve}
+
+def cells(over_time: list[CancelledSteps], sizes: Sizes, prefix: str | tuple[str, ...]) -> dict[str, object]:
+    """Of all layers whose names begin so."""
+    curve = []
+    for part in over_time:
+        rows = [row for row in part.rows if row.name.startswith(prefix)]
+        curve.append(100 * sum(row.cancelled for row in rows) / sum(row.nonzero for row in rows))
+    early, late = (sum(v for name, v in sizes.parts[i].items() if name.startswith(prefix)) for i in (1, -1))
+    return {EARLY: curve[1], LATE: curve[-1], GRADIENT: late / early, "curve": curve}
 
 
 def run(seed: int, full: bool) -> Iterator[Row]:
@@ -62,14 +61,12 @@ def run(seed: int, full: bool) -> Iterator[Row]:
     decayed = warm_linear(600 * longer, 30 * longer)
     for rate, steps, batch, lr, schedule in ((CONSTANT, 1200, 128, 0.1, constant), (DECAYED, 600, 512, 1.0, decayed)):
         torch.manual_seed(seed)
-        training = Training(STANDARD)
-        watch = Watch(training, steps * longer)
-        clicks(training, seed, steps * longer, batch, lr, schedule, watch=watch)
-        for kind, prefix in KINDS.items():
-            yield f"{rate}, {kind}", watch.row(prefix)
-        for name in watch.counts[0]:
-            if name.endswith("weight"):
-                yield f"{rate}, {name}", watch.row(name)
+        steps *= longer
+        training, sizes = Training(STANDARD, count_cancelled=steps // PARTS), Sizes(steps)
+        clicks(training, seed, steps, batch, lr, schedule, watch=sizes)
+        over_time = training.optimizer.cancelled_over_time(by="layer")
+        for name, prefix in {**KINDS, **{row.name: row.name for row in over_time[0].rows}}.items():
+            yield f"{rate}, {name}", cells(over_time, sizes, prefix)
 
 
 def _late(found: Found) -> Verdict:

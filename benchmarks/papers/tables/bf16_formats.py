@@ -50,7 +50,7 @@ def _label(method: str, name: str) -> str:
 
 def _clicks(method: str, name: str, seed: int) -> dict[str, float]:
     torch.manual_seed(seed)
-    figures = clicks(Training(method, parse(name)), seed, 1200, 128, 0.5, constant)
+    figures = clicks(Training(method, parse(name)), seed, 2000, 128, 0.5, constant)
     return {LOSS: figures["training loss"], "loss": figures["loss"], "score": figures["score"]}
 
 
