@@ -198,6 +198,12 @@ def test_without_a_folder_there_is_nowhere_to_write():
         call(torch.randn(2, 16))
 
 
+def test_where_nothing_is_planned_nothing_is_written_and_that_is_said(tmp_path):
+    config = fxprec.Config(recipe="fp32", dump=tmp_path, dump_tensors=("*",))
+    with pytest.warns(FxprecWarning, match=r"dump_tensors=\('\*',\) has no effect: recipe 'fp32' holds everything"):
+        torch.compile(nn.Linear(2, 2), backend=fxprec.Backend(config))(torch.randn(2, 2))
+
+
 def test_a_damaged_index_is_told(tmp_path):
     (tmp_path / "tensors.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(fxprec.PlanError, match="line 1 is no line of dump_tensors"):

@@ -19,6 +19,7 @@ from fxprec.compat.backends import compile_lock as compile_lock
 from fxprec.compat.backends import name_backend as name_backend
 from fxprec.compat.backends import through_dynamo as through_dynamo
 from fxprec.compat.backends import wrapper_of as wrapper_of
+from fxprec.compat.bitcasts import bitcasts_in_loops as bitcasts_in_loops
 from fxprec.compat.budget import annotate_budget as annotate_budget
 from fxprec.compat.budget import keep_random_numbers as keep_random_numbers
 from fxprec.compat.budget import memory_budget as memory_budget
@@ -39,6 +40,7 @@ from fxprec.compat.inductor import channels_last_strides as channels_last_stride
 from fxprec.compat.inductor import compile_fx as compile_fx
 from fxprec.compat.inductor import compile_fx_inner as compile_fx_inner
 from fxprec.compat.inductor import decompositions as decompositions
+from fxprec.compat.inductor import hand_on_inputs as hand_on_inputs
 from fxprec.compat.inductor import mode_settings as mode_settings
 from fxprec.compat.inductor import trim_output_strides as trim_output_strides
 from fxprec.compat.inductor import waits_for_collectives as waits_for_collectives

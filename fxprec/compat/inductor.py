@@ -72,6 +72,16 @@ ROUNDED_AT_EVERY_OPERATOR: dict[str, Any] = {"emulate_precision_casts": True}
 """Inductor's setting that keeps a 16-bit value 16 bits wide between two operators of one kernel, as memory would."""
 
 
+def hand_on_inputs(graph: Graph) -> None:
+    """Have inputs that are results, as weights that backward reads, handed on as they are.
+
+    Inductor copies one that convolutions read to channels last: float32 weights twice for a whole step.
+    """
+    output = graph.output_node()
+    own = {i for i, node in enumerate(output.args[0]) if getattr(node, "op", None) == "placeholder"}  # type: ignore[arg-type,union-attr]
+    output.meta["user_visible_output_idxs"] = sorted(own.union(output.meta.get("user_visible_output_idxs", ())))
+
+
 def trim_output_strides(num_outputs: int) -> None:
     """Forget the strides of outputs we appended: AOTAutograd takes the tail for saved tensors."""
     context = torch._guards.TracingContext.try_get()

@@ -87,12 +87,13 @@ class Case:
         ]
 
     def modules_high(self) -> Remedy | None:
-        """Hold modules high, the most harmful tensor's first; None where one of those belongs to no module."""
+        """Hold modules high, the most harmful tensor's first; None where what belongs to no module does too much."""
         patterns, stored = list[str](), dict[int, str]()
-        while self.damage(stored) > self.tolerance and (left := [i for i in self.low if i not in stored]):
-            worst = max(left, key=lambda i: (self.rows[i].damage, self.rows[i].planned.error))
-            if not self.rows[worst].module:
+        while self.damage(stored) > self.tolerance:
+            left = [i for i in self.low if i not in stored and self.rows[i].module]
+            if not left:
                 return None
+            worst = max(left, key=lambda i: (self.rows[i].damage, self.rows[i].planned.error))
             patterns.append(self.rows[worst].module)
             covered = (i for i in self.low if covers(self.rows[worst].module, self.rows[i].module))
             stored |= dict.fromkeys(covered, self.hi.name)
@@ -143,7 +144,8 @@ def _wide(case: Case, whole: float, is_stuck: bool, saved: float) -> Remedy:
         return Remedy({"recipe": "fp32"}, case.all_high, f"stay in float32: {said}")
     why = f"only {saved:.0%} of the bytes that 8 bits would save are left once the rest is held high"
     if is_stuck:
-        worst = max((case.rows[i] for i in case.low), key=lambda row: (row.damage, row.planned.error))
-        why = f"{worst.tensor}, the worst tensor, belongs to no module that keep_high could name"
+        nameless = (case.rows[i] for i in case.low if not case.rows[i].module)
+        worst = max(nameless, key=lambda row: (row.damage, row.planned.error))
+        why = f"{worst.tensor}, which does too much of it, belongs to no module that keep_high could name"
     said = f"stay in bf16: gradients would be off by {whole:.2g}, and {why}"
     return Remedy({"recipe": "bf16"}, case.all_high, said)

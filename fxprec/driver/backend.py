@@ -326,7 +326,9 @@ def _tell_what_is_missing(settings: Settings, log: EventLog) -> None:
             f"recipe {settings.recipe.name!r} holds everything in float32; choose a recipe with a low format, such as "
             "'fp8', or leave it out"
         )
-        without_effect = [name for name in ("low_ratio", "activation_budget", "plan") if getattr(asked, name)]
+        without_effect = [
+            name for name in ("low_ratio", "activation_budget", "plan", "dump_tensors") if getattr(asked, name)
+        ]
     else:
         why = "the plan given says what is low; leave one of them out, or edit the plan"
         chosen = {f.name: f.default for f in fields(asked) if f.name in ("policy", "keep_high", "seed")}

@@ -81,8 +81,9 @@ class Halves:
             return by_group(gm, interpreted(gm))
         if self.lowering.is_interpreted:
             return interpreted_kernels(interpreted(gm))
+        compat.hand_on_inputs(gm.graph)
         saving = compat.saving_memory(in_saving_order, _ORDER) if self.saves_memory else contextlib.nullcontext()
-        with compat.tiles_for_bytes(), saving:
+        with compat.tiles_for_bytes(), compat.bitcasts_in_loops(), saving:
             return compat.compile_fx_inner(gm, examples, **options)  # type: ignore[no-any-return]
 
 

@@ -1,0 +1,74 @@
+"""How Inductor reads the bits of one kind of number as another kind, as the codecs do several times an element."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch._inductor import ir, lowering
+from torch._inductor.codegen import cpp as _cpp
+from torch._inductor.virtualized import V, ops
+
+
+@contextlib.contextmanager
+def bitcasts_in_loops() -> Iterator[None]:
+    """Have Inductor read bits inside of its loops on a CPU: of a whole vector at once, and of no tensor written before.
+
+    By itself (torch 2.11 to 2.15) it writes a vector out and reads element after element, in a loop that its own flags
+    keep from being vectorized; and a result that is the bits of another tensor makes it write that tensor first,
+    contiguous, and then copy it to the layout wanted.
+    """
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(_of_vectors())
+        patches.enter_context(_of_values())
+        yield
+
+
+@contextlib.contextmanager
+def _of_vectors() -> Iterator[None]:
+    overrides: Any = getattr(_cpp, "CppVecOverrides", None)
+    one_by_one = None if overrides is None else vars(overrides).get("to_dtype_bitcast")
+    if one_by_one is None or not hasattr(_cpp.CppVecKernel, "_get_vec_type"):
+        yield
+        return
+
+    def to_dtype_bitcast(x: Any, dtype: torch.dtype, src_dtype: torch.dtype) -> Any:
+        if x.dtype != src_dtype or dtype.itemsize != src_dtype.itemsize:
+            return one_by_one.__func__(x, dtype, src_dtype)
+        # std::bit_cast needs C++20, which Inductor's code before torch 2.12 is not
+        return f"[&] {{ {V.kernel._get_vec_type(dtype)} bits; std::memcpy(&bits, &{x}, sizeof bits); return bits; }}()"
+
+    overrides.to_dtype_bitcast = staticmethod(to_dtype_bitcast)
+    try:
+        yield
+    finally:
+        overrides.to_dtype_bitcast = one_by_one
+
+
+@contextlib.contextmanager
+def _of_values() -> Iterator[None]:
+    table: MutableMapping[Any, Callable[..., Any]] = lowering.lowerings
+    of_storage = table[_VIEW]
+
+    def view(x: Any, dtype: torch.dtype) -> Any:
+        source = x.get_dtype()
+        as_wide = dtype != source and dtype.itemsize == source.itemsize and not (dtype.is_complex or source.is_complex)
+        if not as_wide or x.get_device().type != "cpu" or ir.is_storage_and_layout(x):
+            return of_storage(x, dtype)
+        load = x.make_loader()
+
+        def bits(index: Any) -> Any:
+            return ops.to_dtype_bitcast(load(index), dtype, source)
+
+        return ir.Pointwise.create(device=x.get_device(), dtype=dtype, inner_fn=bits, ranges=list(x.get_size()))
+
+    table[_VIEW] = view
+    try:
+        yield
+    finally:
+        table[_VIEW] = of_storage
+
+
+_VIEW = torch.ops.aten.view.dtype
