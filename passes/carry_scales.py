@@ -30,6 +30,7 @@ from fxprec.passes.analysis.wanted import CARRIED_META, wanted_in
 from fxprec.passes.base import Work
 from fxprec.passes.casts.fold_scales import fold_into_decodes
 from fxprec.passes.casts.sites import emit_call, insertion_point_after, replace_uses
+from fxprec.passes.weigh_gemms import over_codes
 from fxprec.plan.scales import Cast, Join, ScaleGraph, Slot
 
 Scale = int | None  # a variable, or None for a gradient without a scale
@@ -83,7 +84,8 @@ class _Walk:
             if node.op == "call_function":  # autograd does not mark a custom function's backward as such
                 self._visit(node)
         self._unscale(self.work.joint.output)
-        fold_into_decodes(self.graph, [n for (_, to), n in self.rescaled.items() if to is None], self._inverse_row)
+        unscaled = [n for (_, to), n in self.rescaled.items() if to is None]
+        fold_into_decodes(self.graph, unscaled, self._inverse_row, over_codes(self.work))
         for target, node in self.unknown.items():
             module = module_path((list((node.meta.get("fwd_nn_module_stack") or {}).values()) or [("", "")])[-1][0])
             where = f" ({module})" if module else ""

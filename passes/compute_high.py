@@ -17,11 +17,11 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
 from fxprec.numerics.formats import Format, parse
-from fxprec.passes.analysis import gemm_costs, regions, sensitive
+from fxprec.passes.analysis import regions, sensitive
 from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of, readers, tensor_of
 from fxprec.passes.base import Notice, Work
-from fxprec.passes.casts.sites import emit, store_as
-from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
+from fxprec.passes.casts.sites import emit, read_of, store_as
+from fxprec.passes.weigh_gemms import over_codes
 from fxprec.plan.rows import UNREAD, Reads, Site
 
 # Why a tensor that should be low is high, for the plan.
@@ -52,11 +52,7 @@ class _Readers:
     def __post_init__(self) -> None:
         self.graph: Graph = self.work.joint.graph
         self.hi: Format = self.work.settings.recipe.hi
-        gpu = gemm_costs.gpu_of(self.work.joint.table.meta["val"].device)
-        if gpu is not None:
-            paying = (op for op, answer in zip(self.work.grouped.gemms, self.work.answers, strict=True) if answer.pays)
-            gemms = (gemm for op in paying for gemm in gemm_nodes(op))
-            self.multiplying = {gemm for gemm in gemms if isinstance(kernel_of(gemm, gpu), Found)}
+        self.multiplying = over_codes(self.work)
 
     def settle(self) -> None:
         stored = {cast.row: q for q, cast in Quantize.among(Quantize.nodes(self.graph))}
@@ -74,7 +70,7 @@ class _Readers:
     def _name_unknown(self) -> None:
         """Remark on each operator whose backward reads 8 bits without a table that says how it bears them."""
         casts = Quantize.among(Quantize.nodes(self.graph))
-        copies = [_read(q) for q, cast in casts if not is_backward(q) and parse(cast.format).bits < self.hi.bits]
+        copies = [read_of(q) for q, cast in casts if not is_backward(q) and parse(cast.format).bits < self.hi.bits]
         for name, op in sensitive.unknown_readers(self.work.operators, copies).items():
             where = f" ({op.module})" if op.module else ""
             self.work.remarks.append(
@@ -106,7 +102,7 @@ class _Readers:
 
     def _settle(self, q: Node, fmt: Format) -> tuple[Reads, Format, str]:
         """Settle who reads one stored tensor; return that, the format it is stored in, and why if it is another."""
-        value, read = Quantize.of(q).x, _read(q)  # settling another may have put a view in the place of this value
+        value, read = Quantize.of(q).x, read_of(q)  # settling another may have put a view in the place of this value
         if is_backward(q):
             keeps, nobody = self._is_multiplied, GRADIENT
             if not self.hi.has_float32_range and self.hi.torch_dtype is not None and not self._any(read, keeps):
@@ -176,10 +172,3 @@ class _Readers:
                 self.graph.erase_node(guard)
             self.graph.erase_node(x)
         self.graph.erase_node(q)
-
-
-def _read(q: Node) -> Node:
-    """Return what readers of a cast see: its dequantize, guarded or not."""
-    (read,) = [x for x, _ in Dequantize.among(q.users)]
-    guards = [guard for guard, _ in KeepNonfinite.among(read.users)]
-    return guards[0] if guards else read

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxprec.config.grad_scaling import GradScaling
-from fxprec.passes.analysis import sensitive
+from fxprec.passes.analysis import gemm_costs, sensitive
 from fxprec.passes.analysis.left_alone import left_alone
 from fxprec.passes.base import Work
+from fxprec.passes.casts.in_layout import cast_as_multiplied
 from fxprec.passes.casts.simulated import insert_simulated_casts
 from fxprec.passes.casts.sites import SiteBook
 from fxprec.passes.casts.stored import insert_stored_casts
@@ -32,4 +33,6 @@ class InsertCasts:
         )
         insert = insert_simulated_casts if work.settings.is_simulated else insert_stored_casts
         insert(work.grouped, work.book)
+        if not work.settings.is_simulated and gemm_costs.gpu_of(work.joint.table.meta["val"].device) is not None:
+            cast_as_multiplied(work)
         work.notices += left_alone(work)

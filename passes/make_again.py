@@ -1,19 +1,21 @@
-"""Make affine images of a stored tensor again in backward, from its copy, instead of storing them too.
+"""Make affine images and activations of a stored tensor again in backward, from its copy, instead of storing them too.
 
 A norm's result is its input less a mean, times a factor, all small beside it: (x - mean) * rstd * weight + bias. Where
-the input is saved for backward anyway, the result is one pass of arithmetic away, and its error is the input's.
+the input is saved for backward anyway, the result is one pass of arithmetic away, and its error is the input's. So is
+an activation that is multiplied by another tensor (SwiGLU): its own backward reads its input.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops, regions
-from fxprec.passes.analysis.joint import is_backward, numel_hint, operator_of, tensor_of, value
+from fxprec.passes.analysis.joint import has_tag, is_backward, is_view, numel_hint, operator_of, tensor_of, value
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
@@ -21,6 +23,8 @@ from fxprec.passes.casts.stored import STATISTIC
 from fxprec.plan import Site
 from fxprec.plan.rows import UNREAD
 
+# Of slope 1.2 at most, so that an error in the input grows no larger.
+_ACTIVATIONS = frozenset({"aten.silu", "aten.gelu", "aten.mish", "aten.softplus"})
 _AFFINE = ops.existing(ops.aten, "add.Tensor sub.Tensor mul.Tensor add.Scalar sub.Scalar mul.Scalar neg") | ops.CASTS
 
 MADE_AGAIN = f"{UNREAD}: it is made again in backward, from the stored copy of its input"
@@ -87,18 +91,26 @@ class _Copies:
 
     def _steps(self, node: Node, op: Operator) -> list[Node] | None:
         """Return the operator's steps from stored values and small ones to ``node``, itself the last."""
-        if node.target not in _AFFINE or node not in op.nodes:
+        if node not in op.nodes:
+            return self._shown(node)
+        is_activation = op.aten in _ACTIVATIONS and has_tag(node, torch.Tag.pointwise)
+        if node.target not in _AFFINE and not is_activation:
             return None
         steps: list[Node] = []
-        for n in node.all_input_nodes:
-            if n in self.read or self._is_small(n, node):
-                continue
-            before = self._steps(n, op)
+        large = [n for n in node.all_input_nodes if not self._is_small(n, node)]
+        for n in large:
+            before = [] if n in self.read else self._steps(n, op)
             if before is None:
                 return None
             steps += [step for step in before if step not in steps]
-        large = [n for n in node.all_input_nodes if not self._is_small(n, node)]
-        return [*steps, node] if len(large) == 1 else None
+        return [*steps, node] if is_activation or len(large) == 1 else None
+
+    def _shown(self, node: Node) -> list[Node] | None:
+        """Return the views between a stored value and ``node``, which may be a piece of it."""
+        if node in self.read or not is_view(node) or len(node.all_input_nodes) != 1:
+            return [] if node in self.read else None
+        before = self._shown(node.all_input_nodes[0])
+        return None if before is None else [*before, node]
 
     @staticmethod
     def _is_small(node: Node, beside: Node) -> bool:

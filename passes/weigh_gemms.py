@@ -91,6 +91,15 @@ def _nodes(op: Operator) -> Iterable[Node]:
     yield from op.backward
 
 
+def over_codes(work: Work) -> set[Node]:
+    """Return the matrix products that multiply codes."""
+    gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
+    if gpu is None:
+        return set()
+    paying = (op for op, answer in zip(work.grouped.gemms, work.answers, strict=True) if answer.pays)
+    return {gemm for op in paying for gemm in gemm_nodes(op) if isinstance(kernel_of(gemm, gpu), Found)}
+
+
 def kernel_of(gemm: Node, gpu: Gpu) -> Found | str:
     """Return the kernel that can multiply a GEMM's codes, or why none can."""
     if not is_plain(gemm):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fxprec.ir.symbolic import (
@@ -17,6 +19,7 @@ from fxprec.ir.symbolic import (
     Observe,
     Quantize,
     Rescale,
+    SideBySide,
     stored_dtype,
 )
 from fxprec.numerics.formats import E4M3FN_NAN, E5M2, Format, parse
@@ -124,6 +127,10 @@ def _scaled(x: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
     return x.to(torch.float32) * 2.0 ** _scale_exp(table, row)
 
 
+def side_by_side(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(pieces), -1)
+
+
 Quantize.implement(quantize)
 Dequantize.implement(dequantize)
 KeepNonfinite.implement(keep_nonfinite)
@@ -132,3 +139,4 @@ Observe.implement(observe)
 Damage.implement(damage)
 Count.implement(counts)
 Histogram.implement(histogram)
+SideBySide.implement(side_by_side)

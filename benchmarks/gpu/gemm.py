@@ -57,7 +57,7 @@ def _sides(tokens: int, inner: int, outer: int, setting: Setting) -> dict[str, C
     one = torch.ones((), device=setting.device)
 
     def cast(source: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-        q, t, _ = torch.ops.fxprec.quantize_transpose(source, table, 0, fmt, "native", False)
+        q, t, _ = torch.ops.fxprec.quantize_transpose(source, table, 0, fmt, "native", False, True, True)
         return q, t
 
     def products(

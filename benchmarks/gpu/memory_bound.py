@@ -71,7 +71,7 @@ def _packed(rows: int, columns: int, setting: Setting) -> tuple[Any, Any]:
 
 def _quantize_transpose(rows: int, columns: int, setting: Setting) -> tuple[Any, Any]:
     x, table = _input(rows, columns, setting), table_of([LO], setting.device)
-    return lambda: torch.ops.fxprec.quantize_transpose(x, table, 0, LO, "native", False), (x,)
+    return lambda: torch.ops.fxprec.quantize_transpose(x, table, 0, LO, "native", False, True, True), (x,)
 
 
 def _transpose(rows: int, columns: int, setting: Setting) -> tuple[Any, Any]:

@@ -45,6 +45,7 @@ from fxprec.compat.inductor import mode_settings as mode_settings
 from fxprec.compat.inductor import trim_output_strides as trim_output_strides
 from fxprec.compat.inductor import waits_for_collectives as waits_for_collectives
 from fxprec.compat.inductor import whole_gemms as whole_gemms
+from fxprec.compat.inductor import writes_in_place as writes_in_place
 from fxprec.compat.order import saving_memory as saving_memory
 from fxprec.compat.tiling import tiles_for_bytes as tiles_for_bytes
 from fxprec.compat.trace import debug_folder as debug_folder

@@ -28,6 +28,20 @@ SEEDED_RANDINT: Any = inductor_prims.randint  # (low, high, size, seed), likewis
 FORCE_STRIDES: Any = torch.ops.prims.inductor_force_stride_order.default  # (x, strides)
 
 
+def writes_in_place(joins: Any) -> None:
+    """Let Inductor's code make each piece of what ``joins`` pieces, (pieces), where it belongs.
+
+    What it does for ``cat`` depends on the pieces: pointwise ones it makes again, in a kernel over the whole.
+    """
+    from torch._inductor import ir, lowering
+
+    def join(pieces: Sequence[Any]) -> Any:
+        return ir.TensorBox(ir.ConcatKernel.create(pieces, len(pieces[0].get_size()) - 1))
+
+    if joins not in lowering.lowerings:
+        lowering.register_lowering(joins, type_promotion_kind=None)(join)
+
+
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return Inductor's decompositions."""
     from torch._inductor.decomposition import select_decomp_table

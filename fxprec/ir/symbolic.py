@@ -17,6 +17,8 @@
 ``storing(x, copies) -> x``
     ``x``, once the copies are stored: makes what only backward reads a part of the forward half, where AOTAutograd
     would compute it in backward, from the wide values. It is gone once the graph is partitioned.
+``side_by_side(pieces) -> x``
+    The pieces joined along the last dimension, each written by the kernel that makes it.
 ``observe(grad, x, tensor, format, grad_format) -> grad``
     Identity on the gradient of ``x``; marks where policy ``exact`` measures, with ``damage``, what rounding the
     counted tensor ``x`` and its gradient would cost.
@@ -43,13 +45,12 @@ from torch.fx import Node
 
 from fxprec.ir.calls import Call, Flags, Overwritten, Size, Sizes, Tensors
 from fxprec.numerics.formats import Format, parse
-from fxprec.numerics.rows import FormatRow
+from fxprec.numerics.stats import CARRIED as CARRIED
 from fxprec.numerics.stats import WIDTH
 
 Storage = Literal["native", "packed", "simulate"]
 AS_STORED = -1
-# Columns of the table: those of `FormatRow`, the scale exponent first, then these.
-CARRIED = len(FormatRow._fields)  # the scale exponent that what comes into the row's quantize carries already
+# Columns of the table: those of `FormatRow`, the scale exponent first, then `CARRIED` and these.
 MEASURE = CARRIED + 1  # 1 in steps that measure moments and histograms
 TABLE_COLUMNS = MEASURE + 1
 
@@ -132,6 +133,11 @@ class Rescale(Call, op="rescale"):
 class Storing(Call, op="storing"):
     x: Node
     copies: Tensors
+
+
+@dataclass(frozen=True)
+class SideBySide(Call, op="side_by_side"):
+    pieces: Tensors
 
 
 @dataclass(frozen=True)
@@ -300,6 +306,11 @@ def _(g: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
 @Storing.fake
 def _(x: torch.Tensor, copies: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+@SideBySide.fake
+def _(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(pieces), -1)
 
 
 @Observe.fake

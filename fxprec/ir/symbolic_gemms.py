@@ -23,6 +23,7 @@ from torch.fx import Node
 
 from fxprec.ir.calls import Call
 from fxprec.ir.symbolic import stored_dtype
+from fxprec.ir.symbolic_stats import Totals
 from fxprec.numerics.formats import parse
 from fxprec.numerics.stats import SITE_COUNTERS, WIDTH
 
@@ -67,6 +68,9 @@ class QuantizeTranspose(Call, op="quantize_transpose", returns="(Tensor, Tensor,
     format: str
     storage: str
     keep: bool
+    row_major: bool
+    """Whether the codes themselves are wanted too."""
+    stats: bool
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ MATMUL_TO_CODES = MatmulToCodes.target
 class GemmKernel:
     """A kernel of `fxprec.runtime.gemm`, by what its machine code depends on."""
 
-    kind: Literal["gemm", "quantize+transpose", "transpose"]
+    kind: Literal["gemm", "quantize+transpose", "transpose", "totals"]
     formats: tuple[str, ...] = ()
     """Of a GEMM: of its operands, then of the codes it stores, if any."""
 
@@ -116,6 +120,8 @@ def kernel_called(node: Node) -> GemmKernel | None:
     """Return the kernel a node calls, if it calls one of these."""
     if node.target is TRANSPOSE_CODES:
         return GemmKernel("transpose")
+    if node.target is Totals.target or node.target is GATHERED:
+        return GemmKernel("totals")
     if (both := QuantizeTranspose.match(node)) is not None:
         return GemmKernel("quantize+transpose", (both.format,))
     if (product := MatmulCodes.match(node)) is not None:
@@ -159,10 +165,18 @@ def _(counters: torch.Tensor) -> torch.Tensor:
 
 @QuantizeTranspose.fake
 def _(
-    x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
+    x: torch.Tensor,
+    table: torch.Tensor,
+    row: int,
+    format: str,
+    storage: str,
+    keep: bool,
+    row_major: bool,
+    stats: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     codes = x.new_empty(x.shape, dtype=stored_dtype(parse(format), storage))
-    return codes, _transposed(codes), x.new_empty(SITE_COUNTERS, dtype=torch.int32)
+    counters = x.new_empty(SITE_COUNTERS if stats else 0, dtype=torch.int32)
+    return codes if row_major else codes.new_empty(0), _transposed(codes), counters
 
 
 @MatmulToCodes.fake

@@ -11,6 +11,7 @@ arrive is lost in rounding to what is reported); `gathered` adds the stripes up.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -104,6 +105,59 @@ def count_moments(stored: Tensor, dims: tuple[int, ...] = ()) -> list[Tensor]:
     return [n.to(torch.float64) for n in (_sum(nonzero, dims), *sums)]
 
 
+CARRIED = len(FormatRow._fields)
+"""Column of the scale table: the scale exponent that what comes into a row's cast carries already."""
+FIELD = 21
+"""Bits of one number in the counts of a row: what overflows, what underflows above it, what is not zero above that."""
+
+
+def count_parts(
+    x: Tensor, stored: Tensor, row: FormatRow[Any], dims: tuple[int, ...], measured: bool
+) -> tuple[Tensor, ...]:
+    """Count each part of float32 ``x``, which is ``stored`` after scaling; reducing ``dims`` leaves the parts.
+
+    Returns of each part int64 with `FIELD` bits a number, int32, the bits of the largest magnitude, and of what is
+    ``measured`` float32 of each moment: the sums of squares, of logarithms, of their squares.
+    """
+    magnitude = stored.view(torch.int32) & MAGNITUDE
+    over, under = lost(magnitude, row)
+    numbers = [over, under, magnitude > 0] if measured else [over, under]
+    packed = sum(torch.where(number, 1 << (FIELD * i), 0) for i, number in enumerate(numbers))
+    assert isinstance(packed, Tensor)
+    found = [torch.sum(packed, dims, dtype=torch.int64), torch.amax(x.view(torch.int32) & MAGNITUDE, dims)]
+    if measured:
+        logs = torch.where(magnitude > 0, torch.log(torch.where(magnitude > 0, torch.abs(stored), 1.0)), 0.0)
+        found += [torch.sum(part, dims) for part in (stored * stored, logs, logs * logs)]
+    return tuple(found)
+
+
+def totals(
+    lost: Tensor,
+    amax: Tensor,
+    moments: Tensor,
+    table: Tensor,
+    rows: Sequence[int],
+    sizes: Sequence[int],
+    elements: Sequence[int],
+    measured: Sequence[bool],
+    scaled: Sequence[bool],
+) -> Tensor:
+    """Add up the parts that `count_parts` counted of several sites, side by side: `Counts`, (sites, `WIDTH`)."""
+    found, at = [], 0
+    mask = (1 << FIELD) - 1
+    for i, (packed, largest) in enumerate(zip(lost.split(list(sizes), -1), amax.split(list(sizes), -1), strict=True)):
+        over, under, nonzero = ((packed >> (FIELD * k) & mask).sum().to(torch.float64) for k in range(3))
+        sums = torch.zeros(3, dtype=torch.float64, device=lost.device)
+        if measured[i]:
+            mine = moments[..., at : at + 3 * sizes[i]].split(sizes[i], -1)
+            sums, at = torch.stack([part.to(torch.float64).sum() for part in mine]), at + 3 * sizes[i]
+        scale, carried = (table[rows[i], column].to(torch.float64) for column in (0, CARRIED))
+        numbers = [over, under, largest.max().view(torch.float32).to(torch.float64), over * 0 + elements[i]]
+        numbers += [nonzero if measured[i] else over * 0 - 1, *sums, carried, carried + scale if scaled[i] else carried]
+        found.append(torch.stack(numbers))
+    return torch.stack(found)
+
+
 def _sum(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.sum(x, dims, dtype=torch.int64)
 
@@ -116,7 +170,7 @@ def total(parts: list[Tensor]) -> Tensor:
 
 
 # Striped counters: one of these columns of int32 a stripe, then a row of facts that one program writes.
-_SUMS = 4  # column of the three float64 sums
+SUMS = 4  # column of the three float64 sums
 STRIPES = 32
 """Copies of a site's counters: programs add to one of them each, since atomics on one address take turns."""
 COLUMNS = 10
@@ -141,7 +195,7 @@ def count_lost(x, stored, inside, counters, over_from, under_to):
 def count_moments(stored, inside, counters):
     """Add a tile's moments."""
     at = counters + (tl.program_id(0) % {STRIPES}) * {COLUMNS}
-    sums = (at + {_SUMS}).to(tl.pointer_type(tl.float64))
+    sums = (at + {SUMS}).to(tl.pointer_type(tl.float64))
     some = inside & (tl.abs(stored) > 0.0)
     known = tl.where(inside, stored, 0.0)
     logs = tl.where(some, tl.log(tl.where(some, tl.abs(stored), 1.0)), 0.0)
@@ -177,7 +231,7 @@ def gathered(counters: Tensor) -> Tensor:
     amax = torch.amax(stripes[:, :, 2], 1).view(torch.float32).to(torch.float64).unsqueeze(1)
     elements = facts[:, :2].contiguous().view(torch.int64).to(torch.float64)
     nonzero = torch.sum(stripes[:, :, 3], 1, dtype=torch.int64).to(torch.float64).unsqueeze(1)
-    sums = torch.sum(stripes[:, :, _SUMS:].contiguous().view(torch.float64), 1)
+    sums = torch.sum(stripes[:, :, SUMS:].contiguous().view(torch.float64), 1)
     moments = [torch.where(measured, nonzero, -1.0), torch.where(measured, sums, 0.0)]
     exponents = [facts[:, 2:3], facts[:, 2:3] + facts[:, 3:4]]
     return torch.cat([lost, amax, elements, *moments, *(e.to(torch.float64) for e in exponents)], 1)

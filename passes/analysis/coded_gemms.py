@@ -79,13 +79,14 @@ def coded(operand: Node) -> Coded | str:
         return f"an operand is {fmt.name}"
     if source is not None and fmt.nan_code is None:
         return f"{fmt.name} has no code for the inf and NaN of a gradient"
-    layout = _layout(q, operand)
+    layout = layout_of(q, operand)
     if layout is None:
         return "an operand is a copy in another layout"
     return Coded(q, fmt, read.row, layout, source, read.table)
 
 
-def _layout(q: Node, operand: Node) -> Layout | None:
+def layout_of(q: Node, operand: Node) -> Layout | None:
+    """Say how a GEMM's operand lies in what it is a view of; None where its memory is another matrix."""
     stored, seen = value(q), value(operand)
     if stored is None or seen is None or seen.ndim != 2 or not stored.ndim or not isinstance(stored.shape[-1], int):
         return None

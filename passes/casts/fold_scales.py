@@ -6,7 +6,7 @@ goes into the decode. It is exact, a power of two in a dtype with float32's rang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 
 import torch
@@ -22,10 +22,13 @@ _CONVOLUTION = torch.ops.aten.convolution_backward.default
 _WEIGHT_GRADIENT = 1  # position among the results of convolution_backward; also of its input among its arguments
 
 
-def fold_into_decodes(graph: Graph, unscaled: Iterable[Node], row_of_inverse: Callable[[Node], int]) -> None:
+def fold_into_decodes(
+    graph: Graph, unscaled: Iterable[Node], row_of_inverse: Callable[[Node], int], over_codes: Container[Node]
+) -> None:
     """Replace each rescale of ``unscaled`` whose GEMM can do it; the others stay.
 
-    ``row_of_inverse`` gives the row whose exponent is that of a rescale, negated: a dequantize divides.
+    ``row_of_inverse`` gives the row whose exponent is that of a rescale, negated: a dequantize divides. GEMMs
+    ``over_codes`` decode nothing, and take a scale of each operand for nothing.
     """
     for node in unscaled:
         rescale = Rescale.of(node)
@@ -35,7 +38,7 @@ def fold_into_decodes(graph: Graph, unscaled: Iterable[Node], row_of_inverse: Ca
             continue
         gemm, position = place
         operand = input_at(gemm, position)
-        if not _is_cheaper(operand, x):
+        if gemm not in over_codes and not _is_cheaper(operand, x):
             continue
         with graph.inserting_before(gemm):
             new = _decoded_with(graph, operand, row_of_inverse(node), rescale.table)

@@ -182,6 +182,13 @@ def store_as(fmt: Format, q: Node) -> None:
         x.args = replace(call, format=fmt.name).args
 
 
+def read_of(q: Node) -> Node:
+    """Return what readers of a cast see: its dequantize, guarded or not."""
+    (read,) = [x for x, _ in Dequantize.among(q.users)]
+    guards = [guard for guard, _ in KeepNonfinite.among(read.users)]
+    return guards[0] if guards else read
+
+
 def insertion_point_after(node: Node) -> Node:
     """Return the node after which a cast of ``node`` may stand (after all placeholders for an input)."""
     if node.op != "placeholder":

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from torch.fx import GraphModule
 
+from fxprec.ir.symbolic_gemms import GATHERED, GemmKernel
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.lowering.blocks import lower_blocks
 from fxprec.passes.lowering.conversions import share_conversions, show_bytes_in_memory, widen_products
@@ -15,8 +16,10 @@ from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.gemms import lower_gemms
 from fxprec.passes.lowering.inline import CodedResult, inlined_casts
+from fxprec.passes.lowering.pieces import cast_in_pieces
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.passes.lowering.stats import Counters, append_gathered, append_outputs, count, watch
+from fxprec.passes.lowering.totals import add_up, cast_where_read
 from fxprec.passes.lowering.triton import Generated, call_generated
 from fxprec.passes.lowering.triton.launch import KernelCalls
 
@@ -61,6 +64,8 @@ def lower(
     puts into the graph; a CPU gets kernel calls where statistics want them; everything else ATen ops that Inductor
     fuses. ``without`` names kernels not to use, since they do not work.
     """
+    on_gpu = device_type == "cuda" and lowering != "eager"
+    adds_up = on_gpu and GemmKernel("totals").name not in without
     counted_rows, histograms = count(gm, rows.counted)
     coded: tuple[CodedResult, ...] = ()
     generated, counters = Generated(), Counters(rows.watched, rows.measured, histograms)
@@ -77,11 +82,16 @@ def lower(
         found, counts = call_kernels(gm, set(counters.left) - set(inlined.rows), inlined.nodes)
         append_outputs(gm.graph, [*counters.gathered(gm.graph), *counts, *histograms])  # a cat costs a C++ kernel each
     else:
+        if on_gpu:
+            cast_where_read(gm.graph)
         found, counts = watch(gm, counters.left)
+        if adds_up:
+            order, counts = add_up(gm.graph, counts, rows, cast_in_pieces(gm.graph, counts))
+            found = tuple(found[i] for i in order)
         append_gathered(gm.graph, [*counters.gathered(gm.graph), *counts, *histograms])
     # Triton runs on a CPU in its interpreter only, beside the reference.
     if lowering != "eager" and not (lowering == "triton" and device_type == "cpu"):
-        expand(gm, rows.scaled, rows.measured)
+        expand(gm, rows.scaled, rows.measured, {GATHERED} if adds_up else ())
         if device_type == "cuda":
             widen_products(gm)
             show_bytes_in_memory(gm)

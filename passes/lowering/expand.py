@@ -7,7 +7,7 @@ site: pointwise ops know no shapes, so one trace serves all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,8 +28,13 @@ from fxprec.passes.analysis.joint import dim_hint, input_at, tensor_of
 aten = torch.ops.aten
 
 
-def expand(gm: GraphModule, scaled: frozenset[int], measured: frozenset[int] = frozenset()) -> None:
-    """Replace every symbolic node of ``gm`` that has an expansion.
+def expand(
+    gm: GraphModule,
+    scaled: frozenset[int],
+    measured: frozenset[int] = frozenset(),
+    without: Collection[object] = (),
+) -> None:
+    """Replace every symbolic node of ``gm`` that has an expansion, but for the operators ``without``.
 
     ``scaled`` are the rows whose scale exponent may differ from 0, ``measured`` those whose moments count.
     """
@@ -37,7 +42,7 @@ def expand(gm: GraphModule, scaled: frozenset[int], measured: frozenset[int] = f
     rows = Rows(scaled, measured, device.type == "cpu")
     for node in list(gm.graph.nodes):
         recipe = _RECIPES.get(node.target)
-        if recipe is None:
+        if recipe is None or node.target in without:
             continue
         with gm.graph.inserting_before(node):
             function, static, columns = recipe(node, rows)
@@ -134,20 +139,39 @@ def _dtype(node: Node) -> torch.dtype:
 def _column(graph: Graph, node: Node, column: int) -> Node:
     """Read a column of the row of the table that a symbolic node names."""
     (call,) = (c for kind in _OF_A_ROW if (c := kind.match(node)) is not None)
-    row = graph.call_function(aten.select.int, (call.table, 0, call.row))
-    return graph.call_function(aten.select.int, (row, 0, column))
+    return column_of(graph, call.table, call.row, column)
+
+
+def column_of(graph: Graph, table: Node, row: int, column: int) -> Node:
+    """Insert a read of one number of the table."""
+    return graph.call_function(aten.select.int, (graph.call_function(aten.select.int, (table, 0, row)), 0, column))
 
 
 def inline(graph: Graph, template: GraphModule, args: tuple[Any, ...], device: torch.device) -> Node:
     """Copy a template in, with the constants it makes on ``device``: one on a CPU keeps CUDA graphs away."""
+    result = _copied(graph, template, args, device)
+    assert isinstance(result, Node)
+    return result
+
+
+def _copied(graph: Graph, template: GraphModule, args: tuple[Any, ...], device: torch.device) -> Any:
     placeholders = template.graph.find_nodes(op="placeholder")
     mapping: dict[Node, Node] = dict(zip(placeholders, args, strict=True))
     result = graph.graph_copy(template.graph, mapping)
     for node in mapping.values():
         if ("device" in node.kwargs or node.target is aten.scalar_tensor.default) and node not in args:
             node.kwargs = {**node.kwargs, "device": device}
-    assert isinstance(result, Node)
     return result
+
+
+def counted_parts(
+    graph: Graph, count: Count, x: Node, dims: tuple[int, ...], fmt: str | None, scaled: bool, measured: bool
+) -> tuple[Node, ...]:
+    """Insert counts of the parts of ``x`` that reducing ``dims`` leaves (`stats.count_parts`), instead of ``count``."""
+    columns = _FORMAT_COLUMNS if fmt is None else ((0,) if scaled else ())
+    row = [column_of(graph, count.table, count.row, column) for column in columns]
+    template = _traced(_parts, (_dtype(x),), (fmt, dims, scaled, measured), len(row))
+    return _copied(graph, template, (x, *row), tensor_of(x).device)
 
 
 def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node) -> Node:
@@ -268,6 +292,13 @@ def _counts(
     return torch.cat([stats.total(parts), torch.stack([*unmeasured, carried, moments_exp])])
 
 
+def _parts(
+    x: torch.Tensor, columns: _Columns, fmt: str | None, dims: tuple[int, ...], scaled: bool, measured: bool
+) -> tuple[torch.Tensor, ...]:
+    row, wide = FormatRow(*columns) if fmt is None else format_row(parse(fmt)), x.to(torch.float32)
+    return stats.count_parts(wide, _scale(wide, columns, scaled), row, dims, measured)
+
+
 _ROW = 256  # elements; 32 bytes of partial counts a row are then a small share of it
 
 
@@ -279,7 +310,7 @@ def _row_dims(x: torch.Tensor) -> tuple[int, ...]:
     """
     if not x.is_contiguous():
         return ()
-    for count in range(1, min(x.ndim, _MOST_DIMS)):
+    for count in range(1, min(x.ndim, MOST_DIMS)):
         if math.prod(dim_hint(size) for size in x.shape[-count:]) >= _ROW:
             return tuple(range(-count, 0))
     return ()
@@ -289,6 +320,6 @@ def _gathered(counters: torch.Tensor, columns: _Columns) -> torch.Tensor:
     return stats.gathered(counters).view(-1)
 
 
-_MOST_DIMS = 5
+MOST_DIMS = 5
 # Shapes; what is not here is pointwise.
-_EXAMPLES = {_gathered: (2 * stats.SITE_COUNTERS,), _counts: (2,) * _MOST_DIMS}
+_EXAMPLES = {_gathered: (2 * stats.SITE_COUNTERS,), _counts: (2,) * MOST_DIMS, _parts: (2,) * MOST_DIMS}

@@ -21,7 +21,8 @@ from fxprec.ir.symbolic_gemms import (
 )
 from fxprec.numerics.stats import SITE_COUNTERS
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import input_at, tensor_of, value
+from fxprec.passes.analysis.coded_gemms import PURE_VIEWS
+from fxprec.passes.analysis.joint import input_at, is_view, tensor_of, value
 from fxprec.passes.lowering.stats import Counters
 
 aten = torch.ops.aten
@@ -48,18 +49,23 @@ def copy_with_codes(graph: Graph, copy: Node, counters: Counters, without: Colle
     Elsewhere the codes come out of the kernel that computes the values, and one byte an element is read back.
     """
     code = Transposed.of(copy).q
+    chain = [copy, code]
     kept = KeepNonfinite.match(code)
     q = code if kept is None else kept.rounded
     while q.target is aten.view.dtype:
         q = input_at(q, 0)
+        chain.append(q)
+    chain.append(q)
     cast = Quantize.match(q)
     if cast is None:
         return False
-    source = input_at(cast.x, 0) if _is_widened(cast.x) else cast.x
+    source = _before_widening(graph, cast.x, q)
     if not _is_material(source) or GemmKernel("quantize+transpose", (cast.format,)).name in without:
         return False
+    row_major = any(user not in chain for node in chain[1:] for user in node.users)
+    wanted = {"keep": kept is not None, "row_major": row_major, "stats": counters.wants(cast.row)}
     with graph.inserting_before(q):
-        both = QuantizeTranspose.like(cast, x=source, keep=kept is not None).insert(graph)
+        both = QuantizeTranspose.like(cast, x=source, **wanted).insert(graph)
         codes, turned, counted = (call(graph, operator.getitem, both, i) for i in range(3))
     codes.meta["val"], turned.meta["val"] = q.meta["val"], copy.meta["val"].to(q.meta["val"].dtype)
     counted.meta["val"] = _counters(q)
@@ -129,7 +135,23 @@ def _is_widened(x: Node) -> bool:
     return val is not None and val.dtype in _HALVES
 
 
+def _before_widening(graph: Graph, x: Node, q: Node) -> Node:
+    """Return the 16-bit value that ``x`` shows widened, shown so itself; otherwise ``x``."""
+    views, source = [], x
+    while source.target in PURE_VIEWS and len(source.all_input_nodes) == 1:
+        views.append(source)
+        source = input_at(source, 0)
+    if not _is_widened(source):
+        return x
+    source = input_at(source, 0)
+    with graph.inserting_before(q):
+        for view in reversed(views):
+            source = call(graph, view.target, source, *view.args[1:])
+            source.meta["val"] = tensor_of(view).to(tensor_of(input_at(source, 0)).dtype)
+    return source
+
+
 def _is_material(x: Node) -> bool:
-    while x.target in ops.VIEWS and x.all_input_nodes:
+    while is_view(x) or x.target is operator.getitem:
         x = x.all_input_nodes[0]
     return x.op == "placeholder" or x.target in _MATERIAL

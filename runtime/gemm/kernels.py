@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from fxprec.ir.symbolic import TABLE_COLUMNS
 from fxprec.ir.symbolic_gemms import GemmKernel
 from fxprec.numerics import ahead
 from fxprec.numerics.formats import parse
-from fxprec.runtime.gemm import matmul, transpose
+from fxprec.runtime.gemm import matmul, totals, transpose
 from fxprec.runtime.gemm.tiles import TILES, Tile
 
 
@@ -51,6 +52,8 @@ def cases(arch: int, *, quick: bool = False) -> Iterator[Specialization]:
     """Yield the kernels used on an architecture; ``quick``: one of each kind."""
     yield from (_cast(*case) for case in (_CASTS[:1] if quick else _CASTS))
     yield _transposition()
+    yield _totals()
+    yield _gathered()
     tiles = [t for t in TILES if t.least_arch <= arch]
     for a, b, out in _PRODUCTS[1:2] if quick else _PRODUCTS:
         yield from (_product(a, b, out, tile) for tile in (tiles[:1] if quick else tiles))
@@ -74,6 +77,9 @@ def why_not_compiled(kernel: GemmKernel, arch: int) -> str | None:
 def _attempts(kernel: GemmKernel, arch: int) -> Iterator[Specialization]:
     if kernel.kind == "transpose":
         yield _transposition()
+    elif kernel.kind == "totals":
+        yield _totals()
+        yield _gathered()
     elif kernel.kind == "quantize+transpose":
         yield _cast(kernel.formats[0], "bf16", "rows")
     else:
@@ -107,6 +113,18 @@ def _transposition() -> Specialization:
     return Specialization(
         "transpose u8", transpose.transpose_kernel, signature, constants, {"num_warps": transpose.WARPS}
     )
+
+
+def _totals() -> Specialization:
+    signature = {"lost_ptr": "*i64:16", "amax_ptr": "*i32:16", "moments_ptr": "*fp32:16", "table_ptr": "*i32:16"}
+    constants = totals.flags([0, 1], [4096, 8192], [1 << 20, 1 << 24], [False, True], [True, False], TABLE_COLUMNS)
+    signature |= {"out_ptr": "*fp64:16", "pitch": "i32:16", "moments_pitch": "i32:16", "outer": "i32"}
+    return Specialization("totals", totals.totals_kernel, signature, constants, {"num_warps": totals.WARPS})
+
+
+def _gathered() -> Specialization:
+    signature = {"counters_ptr": "*i32:16", "out_ptr": "*fp64:16"}
+    return Specialization("gathered", totals.gather_kernel, signature, totals.GATHER, {"num_warps": 1})
 
 
 def _product(a: str, b: str, out: str | None, tile: Tile) -> Specialization:

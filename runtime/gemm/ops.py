@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,20 +11,30 @@ import torch
 from fxprec import compat
 from fxprec.errors import LoweringError
 from fxprec.ir.symbolic import AS_STORED, stored_dtype
-from fxprec.ir.symbolic_gemms import MatmulCodes, MatmulToCodes, QuantizeTranspose, TransposeCodes
+from fxprec.ir.symbolic_gemms import Gathered, MatmulCodes, MatmulToCodes, QuantizeTranspose, TransposeCodes
+from fxprec.ir.symbolic_stats import Totals
+from fxprec.numerics import stats
 from fxprec.numerics.formats import parse
 
 
 def quantize_transpose(
-    x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
+    x: torch.Tensor,
+    table: torch.Tensor,
+    row: int,
+    format: str,
+    storage: str,
+    keep: bool,
+    row_major: bool,
+    stats: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from fxprec.runtime.gemm import transpose
 
     _check_device(x)
     fmt = parse(format)
     dtype = stored_dtype(fmt, storage)
-    q, t, counts = transpose.quantize_transpose(x.reshape(-1, x.shape[-1]), table[row], fmt, keep=keep)
-    return q.view(x.shape).view(dtype), t.view(dtype), counts
+    wanted = {"keep": keep, "row_major": row_major, "stats": stats}
+    q, t, counts = transpose.quantize_transpose(x.reshape(-1, x.shape[-1]), table[row], fmt, **wanted)
+    return (q.view(x.shape) if row_major else q).view(dtype), t.view(dtype), counts
 
 
 def transpose_codes(q: torch.Tensor) -> torch.Tensor:
@@ -76,6 +86,31 @@ def matmul_to_codes(
     return q.view(stored_dtype(out.fmt, storage)), counts
 
 
+def totals(
+    lost: torch.Tensor,
+    amax: torch.Tensor,
+    moments: torch.Tensor,
+    table: torch.Tensor,
+    rows: Sequence[int],
+    sizes: Sequence[int],
+    elements: Sequence[int],
+    measured: Sequence[bool],
+    scaled: Sequence[bool],
+) -> torch.Tensor:
+    facts = (rows, sizes, elements, measured, scaled)
+    if lost.device.type != "cuda" and not compat.triton_interprets():
+        return stats.totals(lost, amax, moments, table, *facts).flatten()
+    from fxprec.runtime.gemm import totals
+
+    return totals.totals(lost, amax, moments, table, totals.flags(*facts, table.shape[1])).flatten()
+
+
+def gathered(counters: torch.Tensor) -> torch.Tensor:
+    from fxprec.runtime.gemm import totals
+
+    return totals.gathered(counters).flatten()
+
+
 def _operand(codes: torch.Tensor, format: str, table: torch.Tensor, row: int):  # type: ignore[no-untyped-def]
     from fxprec.runtime.gemm.matmul import Operand
 
@@ -118,3 +153,5 @@ QuantizeTranspose.implement(_named(quantize_transpose), "CPU", "CUDA")
 TransposeCodes.implement(_named(transpose_codes), "CPU", "CUDA")
 MatmulCodes.implement(_named(matmul_codes), "CPU", "CUDA")
 MatmulToCodes.implement(_named(matmul_to_codes), "CPU", "CUDA")
+Totals.implement(_named(totals), "CPU", "CUDA")
+Gathered.implement(_named(gathered), "CUDA")

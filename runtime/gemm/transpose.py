@@ -83,22 +83,22 @@ def flags(fmt: Format, *, keep: bool = False, row_major: bool = True, stats: boo
 
 
 def quantize_transpose(
-    x: Tensor, row: Tensor, fmt: Format, *, keep: bool = False, stats: bool = True
+    x: Tensor, row: Tensor, fmt: Format, *, keep: bool = False, row_major: bool = True, stats: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (M, N), their transpose (N, M), both contiguous, and the striped counters, of x (M, N).
 
     ``x`` is float32, bfloat16 or float16 in any layout; ``row`` the format's row of the scale table.
-    Bits as ``encode(x * 2**row[0])``.
+    Bits as ``encode(x * 2**row[0])``. Codes not wanted ``row_major`` are empty, and so are counters without ``stats``.
     """
     m, n = x.shape
-    q = torch.empty(m, n, dtype=fmt.code_dtype, device=x.device)
+    q = torch.empty((m, n) if row_major else 0, dtype=fmt.code_dtype, device=x.device)
     t = torch.empty(n, m, dtype=fmt.code_dtype, device=x.device)
-    counts = torch.zeros(SITE_COUNTERS, dtype=torch.int32, device=x.device)
+    counts = torch.zeros(SITE_COUNTERS if stats else 0, dtype=torch.int32, device=x.device)
     if x.numel():
+        wanted = flags(fmt, keep=keep, row_major=row_major, stats=stats)
         quantize_transpose_kernel[_grid(m, n)](
-            x, row, q, t, counts, m, n, *x.stride(), **flags(fmt, keep=keep, stats=stats), num_warps=WARPS,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+            x, row, q, t, counts, m, n, *x.stride(), **wanted, num_warps=WARPS, enable_fp_fusion=False
+        )
     return q, t, counts
 
 

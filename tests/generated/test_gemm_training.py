@@ -17,6 +17,7 @@ import fxprec.driver.compilation
 import fxprec.driver.halves
 from fxprec import Backend, Config, GradScaling
 from fxprec.ir import symbolic_gemms
+from fxprec.ir.symbolic import SideBySide
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
@@ -29,16 +30,17 @@ A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0))
 
 
 class Network(nn.Module):
-    """(batch, 16) to (batch, 16): norm, two linear layers, a residual add, GELU and ReLU."""
+    """(batch, 16) to (batch, 16): norm, two linear layers with a ReLU, a residual add, and a gated layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(16)
-        self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 16)
+        self.up, self.down, self.gated, self.head = (nn.Linear(*n) for n in ((16, 32), (32, 16), (16, 32), (16, 16)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.down(torch.relu(self.up(self.norm(x))))
-        return self.head(nn.functional.gelu(x))
+        gate, other = self.gated(x).chunk(2, -1)
+        return self.head(nn.functional.silu(gate) * other)
 
 
 @pytest.fixture
@@ -110,7 +112,10 @@ def test_steps_for_a_gpu_have_the_references_bits(
     if lowering == "auto":
         called = {symbolic_gemms.kernel_called(n) for gm in lowered for n in gm.graph.nodes} - {None}
         native = [n for gm in lowered for n in gm.graph.nodes if n.target is aten._scaled_mm.default]
-        assert len(native) == (0 if gpu is A100 or recipe == "hfp8" else 9), "three GEMMs of three layers"
+        assert len(native) == (0 if gpu is A100 or recipe == "hfp8" else 12), "three GEMMs of four layers"
         kinds = {k.kind for k in called if k is not None}
         assert ("gemm" in kinds) == (not native)
         assert ("quantize+transpose" in kinds) == bool(native)
+        assert "totals" in kinds
+        joins = [n for gm in lowered for n in gm.graph.nodes if n.target is SideBySide.target]
+        assert len(joins) == 1, "what the gated layer's product is saved as"

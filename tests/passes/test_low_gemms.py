@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -107,6 +108,41 @@ def test_a_step_over_codes_has_the_bits_of_the_decoded_step(graphs, recipe: str,
     for node in products:
         a, b = node.args[:2]
         assert (a.meta["val"].stride(1), b.meta["val"].stride(0)) == (1, 1), "both along the summed dimension"
+
+
+class Attention(nn.Module):
+    """(batch, tokens, 32) to the same: two heads, q, k and v of one layer or of three, grouped or not."""
+
+    def __init__(self, grouped: bool) -> None:
+        super().__init__()
+        self.widths = (32, 16, 16) if grouped else (32, 32, 32)
+        self.qkv, self.out = nn.Linear(32, sum(self.widths), bias=False), nn.Linear(32, 32, bias=False)
+        self.grouped = grouped
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        if self.grouped:
+            heads = [y.view(batch, tokens, -1, 16).transpose(1, 2) for y in self.qkv(x).split(self.widths, -1)]
+        else:
+            heads = self.qkv(x).view(batch, tokens, 3, 2, 16).permute(2, 0, 3, 1, 4).unbind()
+        q, k, v = heads
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        return self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
+
+
+@pytest.mark.filterwarnings("ignore:weigh-gemms")  # attention itself has no kernel for codes
+@pytest.mark.parametrize("grouped", [False, True], ids=["packed heads", "grouped queries"])
+@pytest.mark.parametrize("compute", ["high", "stored"])
+def test_all_linear_layers_beside_attention_multiply_codes(graphs, compute: str, grouped: bool) -> None:
+    """Attention's result and its gradients come as heads, of another layout: they are cast where they are matrices."""
+    torch.manual_seed(0)
+    model = Attention(grouped)
+    found, backend = step(model, shape=(2, 16, 32), compute=compute)
+    assert sum(len(calls(gm, aten._scaled_mm.default)) for gm in graphs) == 6, "two layers of three GEMMs"
+    assert not any("decoded:" in gemm.why for gemm in backend.plans[0].gemms)
+    eager, _ = step(model, shape=(2, 16, 32), compute=compute, lowering="eager")
+    for a, c in zip(found, eager, strict=True):
+        assert_bits_equal(a, c)
 
 
 @pytest.mark.parametrize("compute", ["high", "stored"])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxprec.passes.make_again import MADE_AGAIN
 from tests.helpers import compiled, eager_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")
@@ -28,6 +29,38 @@ def test_a_value_made_again_from_another_one_comes_after_it():
     step = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
     step(x).square().sum().backward()
     assert "2 tensors are made again in backward, from the stored copy of their input" in backend.plans[0].notes
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    for got, p in zip(found, model.parameters(), strict=True):
+        assert F.cosine_similarity(got.flatten(), p.grad.flatten(), 0) > 0.995
+
+
+class Gated(nn.Module):
+    """A gate that is made by one layer together with what it gates (SwiGLU, GEGLU)."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.activation, self.both, self.down = activation, nn.Linear(64, 256), nn.Linear(128, 64)
+
+    def forward(self, x):
+        gate, other = self.both(x).chunk(2, -1)
+        return self.down(self.activation(gate) * other)
+
+
+@pytest.mark.parametrize(
+    ("activation", "is_made_again"),
+    [(nn.SiLU(), True), (nn.GELU(), True), (nn.Sigmoid(), False), (nn.Tanh(), False)],
+    ids=["silu", "gelu", "sigmoid", "tanh"],
+)
+def test_an_activation_is_made_again_from_a_piece_of_what_is_stored(activation, is_made_again: bool):
+    """Not those that 8 bits would spoil: their own backward reads the result, which is stored in more."""
+    torch.manual_seed(0)
+    model, x = Gated(activation), torch.randn(32, 64)
+    step = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
+    step(x).square().sum().backward()
+    (site,) = [s for s in backend.plans[0].sites if s.module == "activation" and s.kind == "output"]
+    assert (site.why == MADE_AGAIN) == is_made_again
     found = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     model(x).square().sum().backward()

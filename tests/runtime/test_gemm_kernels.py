@@ -24,8 +24,10 @@ import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.reference_ops  # noqa: F401
 from fxprec.errors import LoweringError
 from fxprec.ir import symbolic, symbolic_gemms
+from fxprec.numerics import stats
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.reference import reference_decode, reference_encode, reference_stats
+from fxprec.numerics.rows import format_row
 from fxprec.numerics.stats import WIDTH, Counts, finish, gathered
 from fxprec.passes.lowering import lower_gemms
 from fxprec.passes.lowering.stats import Counters, append_gathered, watch
@@ -169,11 +171,11 @@ def test_interpreted_products_are_encoded_and_counted_on_the_way_out() -> None:
     codes, counters = matmul(*operands, bias, torch.bfloat16, Output(out, row_of(out, -16)))
     assert plain.dtype == torch.bfloat16
     assert torch.equal(codes, reference_encode(plain.float() * 2.0**-16, out))
-    stats = reference_stats(plain.float() * 2.0**-16, out)
+    right = reference_stats(plain.float() * 2.0**-16, out)
     counts = counted(counters)
-    assert (counts.overflow, counts.underflow, counts.elements) == (stats.overflow, stats.underflow, plain.numel())
+    assert (counts.overflow, counts.underflow, counts.elements) == (right.overflow, right.underflow, plain.numel())
     assert counts.nonzero == -1, "no moments"
-    assert stats.overflow > 37 < stats.underflow
+    assert right.overflow > 37 < right.underflow
 
 
 @interpreted
@@ -212,8 +214,46 @@ def test_interpreted_graphs_do_casts_statistics_and_products_in_kernels(measure:
             assert mine[3:] == pytest.approx(theirs[row][3:], rel=2e-6)
 
 
+@interpreted
+@pytest.mark.parametrize("outer", [1, 2])
+def test_interpreted_parts_are_added_up(outer: int) -> None:
+    """Of three casts, counted in parts side by side; against statistics of each tensor as a whole."""
+    from fxprec.runtime.gemm import totals
+
+    fmt, table, g = parse("e4m3fn"), table_of((4, "e4m3fn"), (0, "e4m3fn"), (1, "e4m3fn"), carried=2), torch.Generator()
+    sites = ((2, 700, 30, False), (0, 1100, 8, True), (1, 1, 5, True))  # row, parts, elements of each, measured
+    parts, wanted = [], []
+    for row, size, length, measured in sites:
+        x = torch.randn(outer, size, length, generator=g) * 10 ** torch.randn(outer, size, length, generator=g)
+        x[0, 0, 0] = 0
+        stored = x * 2.0 ** int(table[row, 0])
+        parts.append(stats.count_parts(x, stored, format_row(fmt), (-1,), measured))
+        whole = stats.count(x, stored, format_row(fmt)) + (stats.count_moments(stored) if measured else [])
+        wanted.append([*map(float, whole), *(() if measured else stats.UNMEASURED), 2.0, 2.0 + int(table[row, 0])])
+    lost, amax = (torch.cat([part[i] for part in parts], -1) for i in range(2))
+    moments = torch.cat([p for part in parts for p in part[2:]], -1)
+    rows, sizes, lengths, measured = (list(column) for column in zip(*sites, strict=True))
+    facts = (rows, sizes, [outer * s * n for s, n in zip(sizes, lengths, strict=True)], measured, [True] * 3)
+    reference = stats.totals(lost, amax, moments, table, *facts)
+    found = totals.totals(lost, amax, moments, table, totals.flags(*facts, table.shape[1]))
+    assert torch.allclose(found, reference, rtol=1e-12)
+    assert torch.equal(found[:, :5], torch.tensor(wanted, dtype=torch.float64)[:, :5])
+    assert torch.allclose(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-5)
+
+
+@interpreted
+def test_interpreted_striped_counters_are_added_up() -> None:
+    from fxprec.runtime.gemm import totals
+
+    counters = torch.randint(0, 1000, (3 * stats.SITE_COUNTERS,), dtype=torch.int32)
+    table = counters.view(3, stats.STRIPES + 1, stats.COLUMNS)
+    table[:, : stats.STRIPES, stats.SUMS :] = torch.randn(3, stats.STRIPES, 3, dtype=torch.float64).view(torch.int32)
+    table[:, stats.STRIPES, 4] = torch.tensor([0, 1, 1], dtype=torch.int32)
+    assert torch.allclose(totals.gathered(counters), stats.gathered(counters), rtol=1e-12, atol=1e-12)
+
+
 def test_in_the_interpreter() -> None:
-    assert run_interpreted(__file__, "test_interpreted") == len(FORMATS) + len(PAIRS) + len(KEPT) + 5
+    assert run_interpreted(__file__, "test_interpreted") == len(FORMATS) + len(PAIRS) + len(KEPT) + 8
 
 
 def test_without_a_device_the_kernels_say_so() -> None:

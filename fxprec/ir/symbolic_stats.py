@@ -1,0 +1,48 @@
+"""Counts of all casts of a graph, put together by one kernel.
+
+``totals(lost, amax, moments, table, rows, sizes, elements, measured, scaled) -> (10 * sites,) float64``
+    Rows of `numerics.stats.Counts` of the sites whose ``rows`` of the table these are, from the counts of their parts,
+    which stand side by side: each has ``sizes`` of the last dimension. ``lost`` is int64, elements that overflow, that
+    underflow and that are not zero in 21 bits each; ``amax`` int32, the bits of the largest magnitude; ``moments``
+    float32, of each ``measured`` site the sums of squares, of logarithms and of their squares. ``scaled`` sites carry
+    their own exponent too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fxprec.ir.calls import Call, Flags, Sizes
+from fxprec.numerics.stats import WIDTH
+
+
+@dataclass(frozen=True)
+class Totals(Call, op="totals"):
+    lost: Node
+    amax: Node
+    moments: Node
+    table: Node
+    rows: Sizes
+    sizes: Sizes
+    elements: Sizes
+    measured: Flags
+    scaled: Flags
+
+
+@Totals.fake
+def _(
+    lost: torch.Tensor,
+    amax: torch.Tensor,
+    moments: torch.Tensor,
+    table: torch.Tensor,
+    rows: Sequence[int],
+    sizes: Sequence[int],
+    elements: Sequence[int],
+    measured: Sequence[bool],
+    scaled: Sequence[bool],
+) -> torch.Tensor:
+    return lost.new_empty(len(rows) * WIDTH, dtype=torch.float64)

@@ -1,0 +1,109 @@
+"""Cast a tensor in the layout in which GEMMs multiply it, so that they can multiply its codes.
+
+Attention's result and its gradients reach a linear layer through permutes and copies: (batch, heads, tokens, size) in
+memory of another order. A cast is elementwise, so it can as well stand behind them, where the codes lie as a matrix;
+who else reads the tensor sees it as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.coded_gemms import MATMULS, PURE_VIEWS, layout_of
+from fxprec.passes.analysis.joint import operator_of, tensor_of
+from fxprec.passes.base import Work
+from fxprec.passes.casts.sites import emit, read_of
+
+aten = torch.ops.aten
+_COPIES = ops.existing(aten, "clone contiguous")
+_TURNING = ops.existing(aten, "transpose.int t")  # twice is not at all
+
+
+def cast_as_multiplied(work: Work) -> None:
+    """Move casts whose codes no GEMM could multiply where they stand, behind the views and copies in front of it."""
+    for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
+        ways = list(_ways(read_of(q)))
+        if not ways or any(layout_of(q, way[-1]) is not None for way in ways):
+            continue
+        steps = next(filter(None, map(_to_a_matrix, ways)), ())
+        if steps:
+            work.book.values[cast.row] = _Moved(work.joint.graph, q, steps).move()
+
+
+def _ways(x: Node, way: tuple[Node, ...] = ()) -> Iterator[tuple[Node, ...]]:
+    """Yield the views and copies between ``x`` and each matrix product that reads it through some, the operand last."""
+    for user in x.users:
+        if user.target in MATMULS and way:
+            yield way
+        elif (user.target in PURE_VIEWS or user.target in _COPIES) and len(user.all_input_nodes) == 1:
+            yield from _ways(user, (*way, user))
+
+
+def _to_a_matrix(way: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Return the first steps of the way behind which codes lie as the GEMM reads them; none where that is nowhere."""
+    for i, node in enumerate(way):
+        rest = {step.target for step in way[i + 1 :]}
+        if layout_of(node, way[-1]) is not None and rest <= PURE_VIEWS and all(map(_is_known, way[: i + 1])):
+            return way[: i + 1]
+    return ()
+
+
+def _is_known(step: Node) -> bool:
+    """Say whether the shape before a step can be written down."""
+    return all(isinstance(size, int) for size in tensor_of(step.all_input_nodes[0]).shape)
+
+
+@dataclass
+class _Moved:
+    graph: Graph
+    q: Node
+    steps: tuple[Node, ...]
+
+    def move(self) -> Node:
+        """Move the cast, with what reads it back; return what it casts now."""
+        read, value = read_of(self.q), Quantize.of(self.q).x
+        others = [user for user in read.users if user is not self.steps[0]]
+        with self.graph.inserting_before(self.q):
+            for step in self.steps:
+                value = emit(self.graph, operator_of(step), (value, *step.args[1:]), step, val=step.meta["val"])
+                value.kwargs = dict(step.kwargs)
+        shapes = [tensor_of(step.all_input_nodes[0]).shape for step in self.steps]
+        self._cast(value)
+        self.steps[-1].replace_all_uses_with(read)
+        if others:
+            with self.graph.inserting_before(min(others)):
+                shown = self._shown(read, shapes)
+            for user in others:
+                if user not in self.steps:
+                    user.replace_input_with(read, shown)
+        for step in reversed(self.steps):
+            if not step.users:
+                self.graph.erase_node(step)
+        return value
+
+    def _cast(self, value: Node) -> None:
+        val = tensor_of(value)
+        self.q.args = replace(Quantize.of(self.q), x=value).args
+        self.q.meta["val"] = torch.empty_like(val, dtype=tensor_of(self.q).dtype)
+        for x, _ in Dequantize.among(self.q.users):
+            x.meta["val"] = val
+            for guard, kept in KeepNonfinite.among(x.users):
+                guard.args, guard.meta["val"] = replace(kept, x=value).args, val
+
+    def _shown(self, read: Node, shapes: list[torch.Size]) -> Node:
+        """Show what is read back as it was before the steps, whose operands had these shapes."""
+        for step, shape in zip(reversed(self.steps), reversed(shapes), strict=True):
+            if step.target is aten.permute.default:
+                dims = [d % len(shape) for d in step.args[1]]  # type: ignore[union-attr]
+                read = emit(self.graph, step.target, (read, [dims.index(d) for d in range(len(dims))]), read)
+            elif step.target in _TURNING:
+                read = emit(self.graph, operator_of(step), (read, *step.args[1:]), read)
+            elif step.target not in _COPIES:
+                read = emit(self.graph, aten.reshape.default, (read, list(shape)), read)
+        return read

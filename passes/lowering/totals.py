@@ -1,0 +1,127 @@
+"""Statistics of a graph for a GPU: each cast is counted in the kernel that makes its value, in rows of the tensor, and
+one more kernel adds up all rows of all casts.
+
+Inductor reduces along rows in the kernel that computes the values; a reduction of everything it cuts into parts of its
+own, which fit into no kernel that computes them: these are then written out and read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.ir.symbolic import Count, Quantize
+from fxprec.ir.symbolic_stats import Totals
+from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.lowering.expand import MOST_DIMS, counted_parts
+from fxprec.passes.lowering.gemm_casts import call
+from fxprec.passes.lowering.rows import WatchedRows
+
+aten = torch.ops.aten
+_PART = 256  # elements; 12 bytes of counts are then a small share of it
+_LONGEST = 1 << 21  # elements whose counts fit into the fields of one number
+
+
+@dataclass(frozen=True)
+class _Site:
+    position: int
+    row: int
+    elements: int
+    measured: bool
+    scaled: bool
+    shape: tuple[int, ...]
+    """Of the parts."""
+    parts: tuple[tuple[Node, ...], ...]
+    """What is lost of each, its largest, and if they are measured three moments: of each piece of the tensor."""
+
+
+def cast_where_read(graph: Graph) -> None:
+    """Move casts of what comes in to their first reader: Inductor fuses no kernels that stand far from one another."""
+    for q, cast in Quantize.among(Quantize.nodes(graph)):
+        if cast.x.op == "placeholder" and q.users:
+            min(q.users).prepend(q)
+
+
+def add_up(
+    graph: Graph, counts: list[Node], rows: WatchedRows, pieces: Mapping[Node, Sequence[Node]]
+) -> tuple[list[int], list[Node]]:
+    """Put ``totals`` in the place of the ``counts`` whose sizes are known; some count in ``pieces``.
+
+    Returns whose rows what is returned beside it holds, in order, by their positions among ``counts``.
+    """
+    groups: dict[tuple[int, ...], list[_Site]] = {}
+    for position, node in enumerate(counts):
+        site = _counted(graph, position, node, rows, pieces.get(node, ()))
+        if site is not None:
+            groups.setdefault(site.shape[:-1], []).append(site)
+    done = [site.position for sites in groups.values() for site in sites]
+    left = [i for i in range(len(counts)) if i not in done]
+    with graph.inserting_before(graph.output_node()):
+        found = [_total(graph, sites, Count.of(counts[sites[0].position]).table) for sites in groups.values()]
+    for i in done:
+        graph.erase_node(counts[i])
+    return [*done, *left], [*found, *(counts[i] for i in left)]
+
+
+def _total(graph: Graph, sites: Sequence[_Site], table: Node) -> Node:
+    """Add up sites whose parts have the same shape but for the last dimension: one beside the other they are joined."""
+    lost, amax = (_joined(graph, [part for site in sites for part in site.parts[i]]) for i in range(2))
+    moments = [part for site in sites for parts in site.parts[2:] for part in parts]
+    rows, elements, measured, scaled = (
+        [getattr(site, name) for site in sites] for name in ("row", "elements", "measured", "scaled")
+    )
+    sizes = [site.shape[-1] for site in sites]
+    joined = _joined(graph, moments) if moments else amax
+    return Totals(lost, amax, joined, table, rows, sizes, elements, measured, scaled).insert(graph)
+
+
+def _joined(graph: Graph, parts: list[Node]) -> Node:
+    return call(graph, aten.cat.default, parts, -1) if len(parts) > 1 else parts[0]
+
+
+def _counted(graph: Graph, position: int, node: Node, rows: WatchedRows, pieces: Sequence[Node]) -> _Site | None:
+    """Count in parts, where ``node`` counts; None where the tensor has none that are known."""
+    count = Count.of(node)
+    measured, scaled = count.row in rows.measured, count.row in rows.scaled
+    found = [_counted_piece(graph, node, x, scaled, measured) for x in pieces or (count.x,)]
+    if None in found or len({shape[:-1] for shape, _ in filter(None, found)}) > 1:
+        return None
+    shapes, parts = zip(*filter(None, found), strict=True)
+    shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+    elements = sum(tensor_of(x).numel() for x in pieces or (count.x,))
+    return _Site(position, count.row, elements, measured, scaled, shape, tuple(zip(*parts, strict=True)))
+
+
+def _counted_piece(
+    graph: Graph, node: Node, x: Node, scaled: bool, measured: bool
+) -> tuple[tuple[int, ...], tuple[Node, ...]] | None:
+    """Count ``x`` in parts, as ``node`` counts; return their shape, and of each kind the counts."""
+    count, val = Count.of(node), tensor_of(x)
+    dims = _part(val)
+    if dims is None:
+        return None
+    simulated = any(cast.is_simulated for _, cast in Quantize.among(count.x.users))
+    with graph.inserting_before(node):
+        if len(dims) == val.ndim:
+            x, val, dims = call(graph, aten.unsqueeze.default, x, 0), val.unsqueeze(0), tuple(d + 1 for d in dims)
+            x.meta["val"] = val
+        dims = tuple(d - val.ndim for d in dims)
+        parts = counted_parts(graph, count, x, dims, None if simulated else count.format, scaled, measured)
+    return tuple(int(size) for d, size in enumerate(val.shape) if d - val.ndim not in dims), parts
+
+
+def _part(x: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dimensions that lie innermost in memory and make up a part; None where sizes or order are unknown."""
+    if not all(isinstance(n, int) for n in (*x.shape, *x.stride())) or not x.numel():
+        return None
+    order = sorted(range(x.ndim), key=lambda d: (-x.stride(d), d))
+    length, dims = 1, []
+    while len(dims) < x.ndim and length < _PART:
+        dims.append(order[-1 - len(dims)])
+        if x.stride(dims[-1]) != length and x.shape[dims[-1]] > 1:
+            return None
+        length *= x.shape[dims[-1]]
+    return tuple(sorted(dims)) if x.ndim < MOST_DIMS and length < _LONGEST else None

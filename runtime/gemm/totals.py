@@ -1,0 +1,126 @@
+"""What a graph's kernels counted of their parts, and in striped counters, added up: a program a cast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fxprec.numerics.stats import CARRIED, COLUMNS, FIELD, SITE_COUNTERS, STRIPES, SUMS, WIDTH
+
+BLOCK, WARPS = 1024, 8
+
+
+@triton.jit
+def totals_kernel(  # type: ignore[no-untyped-def]
+    lost_ptr, amax_ptr, moments_ptr, table_ptr, out_ptr, pitch, moments_pitch, outer, FACTS: tl.constexpr,
+    COLUMNS: tl.constexpr, CARRIED: tl.constexpr, FIELD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    site = tl.program_id(0)
+    row, start, size, moments, scaled, elements = 0, 0, 0, -1, 0, 0.0
+    for k in tl.static_range(len(FACTS)):
+        row = tl.where(site == k, FACTS[k][0], row)
+        start = tl.where(site == k, FACTS[k][1], start)
+        size = tl.where(site == k, FACTS[k][2], size)
+        moments = tl.where(site == k, FACTS[k][3], moments)
+        scaled = tl.where(site == k, FACTS[k][4], scaled)
+        elements = tl.where(site == k, FACTS[k][5], elements)
+    mask: tl.constexpr = (1 << FIELD) - 1
+    over = tl.zeros((BLOCK,), tl.int64)
+    under = tl.zeros((BLOCK,), tl.int64)
+    nonzero = tl.zeros((BLOCK,), tl.int64)
+    amax = tl.zeros((BLOCK,), tl.int32)
+    squares = tl.zeros((BLOCK,), tl.float64)
+    logs = tl.zeros((BLOCK,), tl.float64)
+    squared_logs = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, outer * size, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        inside = i < outer * size
+        above, i = i // size, i % size
+        lost = tl.load(lost_ptr + above * pitch + start + i, mask=inside, other=0)
+        over += lost & mask
+        under += (lost >> FIELD) & mask
+        nonzero += lost >> (2 * FIELD)
+        amax = tl.maximum(amax, tl.load(amax_ptr + above * pitch + start + i, mask=inside, other=0))
+        if moments >= 0:
+            at = moments_ptr + above * moments_pitch + moments + i
+            squares += tl.load(at, mask=inside, other=0.0).to(tl.float64)
+            logs += tl.load(at + size, mask=inside, other=0.0).to(tl.float64)
+            squared_logs += tl.load(at + 2 * size, mask=inside, other=0.0).to(tl.float64)
+    carried = tl.load(table_ptr + row * COLUMNS + CARRIED)
+    own = tl.load(table_ptr + row * COLUMNS)
+    out = out_ptr + site * WIDTH
+    tl.store(out, tl.sum(over).to(tl.float64))
+    tl.store(out + 1, tl.sum(under).to(tl.float64))
+    tl.store(out + 2, tl.max(amax, 0).to(tl.float32, bitcast=True).to(tl.float64))
+    tl.store(out + 3, elements.to(tl.float64))
+    tl.store(out + 4, tl.where(moments >= 0, tl.sum(nonzero), -1).to(tl.float64))
+    tl.store(out + 5, tl.sum(squares))
+    tl.store(out + 6, tl.sum(logs))
+    tl.store(out + 7, tl.sum(squared_logs))
+    tl.store(out + 8, carried.to(tl.float64))
+    tl.store(out + 9, (carried + tl.where(scaled != 0, own, 0)).to(tl.float64))
+
+
+def flags(
+    rows: Sequence[int],
+    sizes: Sequence[int],
+    elements: Sequence[int],
+    measured: Sequence[bool],
+    scaled: Sequence[bool],
+    columns: int,
+) -> dict[str, Any]:
+    """Return the compile-time arguments; of each site the row, first part, parts, first moment or -1, and so on."""
+    facts, start, moments = [], 0, 0
+    for row, size, number, has_moments, is_scaled in zip(rows, sizes, elements, measured, scaled, strict=True):
+        facts.append((row, start, size, moments if has_moments else -1, int(is_scaled), float(number)))
+        start += size
+        moments += 3 * size if has_moments else 0
+    layout = {"COLUMNS": columns, "CARRIED": CARRIED, "FIELD": FIELD, "WIDTH": WIDTH, "BLOCK": BLOCK}
+    return {"FACTS": tuple(facts), **layout}
+
+
+def totals(lost: Tensor, amax: Tensor, moments: Tensor, table: Tensor, constants: dict[str, Any]) -> Tensor:
+    """Return rows of `fxprec.numerics.stats.Counts`, (sites, `WIDTH`) float64; arguments as of `stats.totals`."""
+    sites = len(constants["FACTS"])
+    out = torch.empty(sites, WIDTH, dtype=torch.float64, device=lost.device)
+    pitches = lost.shape[-1], moments.shape[-1], lost.numel() // lost.shape[-1]
+    totals_kernel[(sites,)](lost, amax, moments, table, out, *pitches, **constants, num_warps=WARPS)
+    return out
+
+
+@triton.jit
+def gather_kernel(  # type: ignore[no-untyped-def]
+    counters_ptr, out_ptr, STRIPES: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    mine = counters_ptr + tl.program_id(0) * (STRIPES + 1) * COLUMNS
+    at = mine + tl.arange(0, STRIPES) * COLUMNS
+    facts = mine + STRIPES * COLUMNS
+    measured = tl.load(facts + 4) != 0
+    carried = tl.load(facts + 2)
+    out = out_ptr + tl.program_id(0) * WIDTH
+    tl.store(out, tl.sum(tl.load(at).to(tl.int64)).to(tl.float64))
+    tl.store(out + 1, tl.sum(tl.load(at + 1).to(tl.int64)).to(tl.float64))
+    tl.store(out + 2, tl.max(tl.load(at + 2), 0).to(tl.float32, bitcast=True).to(tl.float64))
+    tl.store(out + 3, tl.load(facts.to(tl.pointer_type(tl.int64))).to(tl.float64))
+    tl.store(out + 4, tl.where(measured, tl.sum(tl.load(at + 3).to(tl.int64)), -1).to(tl.float64))
+    for k in tl.static_range(3):
+        part = tl.load((at + SUMS).to(tl.pointer_type(tl.float64)) + k)
+        tl.store(out + 5 + k, tl.where(measured, tl.sum(part), 0.0))
+    tl.store(out + 8, carried.to(tl.float64))
+    tl.store(out + 9, (carried + tl.load(facts + 3)).to(tl.float64))
+
+
+GATHER = {"STRIPES": STRIPES, "COLUMNS": COLUMNS, "SUMS": SUMS, "WIDTH": WIDTH}
+
+
+def gathered(counters: Tensor) -> Tensor:
+    """Add up striped counters as `fxprec.numerics.stats.gathered` does."""
+    sites = counters.numel() // SITE_COUNTERS
+    out = torch.empty(sites, WIDTH, dtype=torch.float64, device=counters.device)
+    gather_kernel[(sites,)](counters, out, **GATHER, num_warps=1)
+    return out
