@@ -36,7 +36,7 @@ class LowGemms:
         gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
         if gpu is None:
             return
-        rewrite = _Rewrite(work.joint.graph, gpu.has_fp8)
+        rewrite = _Rewrite(work.joint.graph, gpu.has_fp8, work.settings.asked.fast_accum)
         for op, answer in zip(work.grouped.gemms, work.answers, strict=True):
             for node in gemm_nodes(op) if answer.pays else ():
                 found = kernel_of(node, gpu)
@@ -46,8 +46,8 @@ class LowGemms:
 
 
 class _Rewrite:
-    def __init__(self, graph: Graph, has_fp8: bool) -> None:
-        self.graph, self.has_fp8 = graph, has_fp8
+    def __init__(self, graph: Graph, has_fp8: bool, fast: bool | None) -> None:
+        self.graph, self.has_fp8, self.fast = graph, has_fp8, fast
         self.codes: dict[tuple[Node, Node | None], Node] = {}
         self.copies: dict[Node, Node] = {}  # codes -> their transposed copy
 
@@ -63,7 +63,8 @@ class _Rewrite:
         with self.graph.inserting_before(node):
             left, right = (self.seen(c, x, backward) for c, x in zip(factors, (a, b), strict=True))
             rows, formats = (a.row, b.row), (a.fmt.name, b.fmt.name)
-            gemm = CodedGemm(left, right, bias, a.table, *rows, *formats, out.dtype, kernels.kernel)
+            fast = not backward if self.fast is None else self.fast
+            gemm = CodedGemm(left, right, bias, a.table, *rows, *formats, out.dtype, kernels.kernel, fast)
             new = emit_call(self.graph, gemm, node, val=out)
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)

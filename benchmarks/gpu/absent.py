@@ -151,8 +151,18 @@ def inductor_code(gm: GraphModule, half: str = "") -> str:
 _KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.DOTALL)
 
 
-def compiled_kernels(code: str, folder: Path) -> Iterator[str]:
-    """Compile every Triton kernel of Inductor's code to machine code; yield their names. Raises what Triton raises."""
+def compiled_kernels(code: str, folder: Path) -> Iterator[tuple[str, Any]]:
+    """Compile every Triton kernel of Inductor's code to machine code; yield (its name, what Triton made of it).
+
+    A kernel comes once for each configuration that would be tried. Raises what Triton raises.
+    """
+    made: list[Any] = []
+    compile_ = triton.compile
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        made.append(compile_(*args, **options))
+        return made[-1]
+
     for name, source in _KERNEL.findall(code):
         path = folder / f"{name}.py"
         path.write_text(source, encoding="utf-8")
@@ -161,5 +171,8 @@ def compiled_kernels(code: str, folder: Path) -> Iterator[str]:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        getattr(module, name).precompile(warm_cache_only=True)
-        yield name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton, "compile", recorded)
+            getattr(module, name).precompile(warm_cache_only=True)
+        yield from ((name, kernel) for kernel in made)
+        made.clear()

@@ -105,6 +105,10 @@ class Config:
     """Which GEMMs multiply stored codes on a GPU: ``"auto"`` where the cost model says it pays (the plan's ``pays``),
     ``"low"`` wherever a kernel can, ``"high"`` none. What is stored low does not change. See docs/gemm.md."""
 
+    fast_accum: bool | None = None
+    """Whether fp8 tensor cores add up a GEMM over codes in fewer bits than float32 (``use_fast_accum`` of
+    `torch._scaled_mm`), which is faster on Hopper. None: in forward, and not for gradients. See docs/gemm.md."""
+
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """Inductor's mode, as ``torch.compile(mode=...)`` gives it too: CUDA graphs, autotuning."""
 
@@ -166,6 +170,8 @@ class Config:
         put(self, "accumulator", find_accumulator(self.accumulator))
         put(self, "seed", checks.integer("seed", self.seed, least=0))
         put(self, "strict", checks.boolean("strict", self.strict))
+        if self.fast_accum is not None:
+            put(self, "fast_accum", checks.boolean("fast_accum", self.fast_accum))
         put(self, "verify", checks.boolean("verify", self.verify))
         one_of("lowering", self.lowering, LOWERINGS)
         if self.on_nonfinite is not None:
@@ -239,6 +245,7 @@ ALLOWED: Mapping[str, str] = {
     "accumulator": "a fxprec.Format, its name, a fxprec.Accumulator or None",
     "lowering": ", ".join(map(repr, LOWERINGS)),
     "gemms": ", ".join(map(repr, GEMMS)),
+    "fast_accum": "True, False or None",
     "mode": ", ".join(map(repr, MODES)),
     "dump": "the path of a folder or None",
     "dump_tensors": "a tuple of patterns 'module:kind' such as ('layers.3.*:grad_output',), or None",

@@ -126,7 +126,8 @@ class Lowering:
         for kernel in sorted(kernels, key=lambda k: k.name):
             why = why_not_compiled(kernel, 10 * major + minor)
             if why is not None:
-                self.tell(Notice(f"kernel {kernel.name}", f"{why}; {DECODED}"))
+                instead = INSTEAD if kernel.kind == "totals" else DECODED
+                self.tell(Notice(f"kernel {kernel.name}", f"{why}; {instead}"))
                 failing.add(kernel.name)
         self.without |= failing
         return bool(failing)

@@ -1,9 +1,10 @@
 """Symbolic ops of GEMMs whose operands stay in codes, and the kernels that lowering turns them into.
 
-``gemm(a, b, bias, table, row_a, row_b, format_a, format_b, dtype, kernel) -> y``
+``gemm(a, b, bias, table, row_a, row_b, format_a, format_b, dtype, kernel, fast) -> y``
     The product of what codes ``a`` (M, K) and ``b`` (K, N) stand for, each divided by ``2**table[row, 0]`` (row
     ``AS_STORED``: as it is), plus ``bias``, summed in float32 and rounded to ``dtype``. ``kernel`` is ``native``
-    (``torch._scaled_mm``: ``a`` row-major, ``b`` column-major) or ``generated`` (any layout).
+    (``torch._scaled_mm``: ``a`` row-major, ``b`` column-major; ``fast``: adds up in fewer bits) or ``generated`` (any
+    layout).
 ``transposed(q) -> t``
     Codes (..., N) as a contiguous matrix (N, rest): the second copy that a native GEMM over the rows reads.
 ``gathered(counters) -> (10 * sites,) float64``
@@ -48,6 +49,8 @@ class _Product(Call):
 @dataclass(frozen=True)
 class CodedGemm(_Product, op="gemm"):
     kernel: str
+    fast: bool
+    """Whether tensor cores may add up in fewer bits than float32 (``use_fast_accum`` of `torch._scaled_mm`)."""
 
 
 @dataclass(frozen=True)

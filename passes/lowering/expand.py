@@ -221,10 +221,15 @@ def _quantize(x: torch.Tensor, columns: _Columns, fmt: str, storage: str, scaled
     if not dtype.is_floating_point:
         return codec.encode_bits(x, form)
     if form.overflow == "saturate":
-        return torch.clamp_max(torch.clamp_min(x, -form.largest), form.largest).to(dtype)
+        return _saturated(x, form.largest).to(dtype)
     if form.bits > 8:
         return x.to(dtype)
     return codec.encode_bits(x, form).view(dtype)  # what an 8-bit cast overflows to depends on torch and the device
+
+
+def _saturated(x: torch.Tensor, largest: float) -> torch.Tensor:
+    """Clamp, NaN kept; without min and max, which beside stores of bytes some GPUs get wrong (triton issue 11111)."""
+    return torch.where(x > largest, largest, torch.where(x < -largest, -largest, x))
 
 
 def _dequantize(q: torch.Tensor, columns: _Columns, fmt: str, dtype: torch.dtype, scaled: bool) -> torch.Tensor:

@@ -111,7 +111,7 @@ def _native(graph: Graph, node: Node, gemm: CodedGemm, scales: _Scales) -> None:
     with graph.inserting_before(node):
         if fused is not None and tensor_of(fused).dtype != dtype:
             fused = call(graph, _CONVERT, fused, dtype)
-        new = call(graph, aten._scaled_mm.default, gemm.a, gemm.b, *factors, fused, None, dtype)
+        new = call(graph, aten._scaled_mm.default, gemm.a, gemm.b, *factors, fused, None, dtype, gemm.fast)
         if bias is not None and fused is None:
             new = call(graph, aten.add.Tensor, new, bias)
     substitute(graph, node, new)

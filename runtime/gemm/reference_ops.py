@@ -22,6 +22,7 @@ def gemm(
     format_b: str,
     dtype: torch.dtype,
     kernel: str,
+    fast: bool,
 ) -> torch.Tensor:
     product = _numbers(a, table, row_a, format_a) @ _numbers(b, table, row_b, format_b)
     return (product if bias is None else product + bias.to(torch.float32)).to(dtype)

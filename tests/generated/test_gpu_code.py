@@ -81,8 +81,11 @@ def test_both_halves_become_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for half in halves:
         code = inductor_code(half)
         assert not on_cpu(half), "one tensor on the CPU, and there are no CUDA graphs"
-        names = list(compiled_kernels(code, tmp_path))
+        kernels = list(compiled_kernels(code, tmp_path))
+        names = [name for name, _ in kernels]
         assert names
+        # Beside transposed stores of bytes some GPUs get such a minimum wrong (triton issue 11111).
+        assert not [name for name, made in kernels if re.search(r"\b(min|max)[.\w]*\.NaN", made.asm["ptx"])]
         assert ("fxprec_" in " ".join(names)) == (lowering == "triton")
         assert not re.search(r"= empty_strided_cpu|device_str='cpu'|async_compile\.cpp", code), "all of it on the GPU"
         assert "torch.ops.fxprec." not in re.sub(
