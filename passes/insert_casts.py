@@ -21,6 +21,7 @@ class InsertCasts:
     name: str = "insert-casts"
 
     def apply(self, work: Work) -> None:
+        on_gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device) is not None
         work.book = SiteBook(
             graph=work.joint.graph,
             table=work.joint.table,
@@ -30,9 +31,10 @@ class InsertCasts:
             given=None if work.given is None else work.given.sites,
             kept=sensitive.kept(work.grouped) if work.computes_high else {},
             guards_gradients=isinstance(work.settings.grad_scaling, GradScaling),
+            multiplies_codes=on_gpu and not work.settings.is_simulated,
         )
         insert = insert_simulated_casts if work.settings.is_simulated else insert_stored_casts
         insert(work.grouped, work.book)
-        if not work.settings.is_simulated and gemm_costs.gpu_of(work.joint.table.meta["val"].device) is not None:
+        if work.book.multiplies_codes:
             cast_as_multiplied(work)
         work.notices += left_alone(work)

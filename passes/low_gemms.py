@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir.symbolic import QUANTIZE, Dequantize, KeepNonfinite
+from fxprec.ir.symbolic import QUANTIZE, Dequantize, KeepCodes, KeepNonfinite
 from fxprec.ir.symbolic_gemms import TRANSPOSED, CodedGemm, Transposed
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.coded_gemms import PURE_VIEWS, Coded, Layout
@@ -84,7 +84,9 @@ class _Rewrite:
             if not is_native and (self.has_fp8 or x.source is not None):
                 code = emit(self.graph, aten.view.dtype, (code, x.fmt.torch_dtype), x.q)
             if x.source is not None:
-                code = emit_call(self.graph, KeepNonfinite(code, x.source), x.q)
+                is_float = tensor_of(code).dtype.is_floating_point
+                kept = KeepNonfinite(code, x.source) if is_float else KeepCodes(code, x.source, x.fmt.name)
+                code = emit_call(self.graph, kept, x.q)
         return code
 
     def seen(self, code: Node, x: Coded, backward: bool) -> Node:

@@ -15,6 +15,7 @@ from fxprec.ir.symbolic import (
     Damage,
     Dequantize,
     Histogram,
+    KeepCodes,
     KeepNonfinite,
     Observe,
     Quantize,
@@ -22,7 +23,7 @@ from fxprec.ir.symbolic import (
     SideBySide,
     stored_dtype,
 )
-from fxprec.numerics.formats import E4M3FN_NAN, E5M2, Format, parse
+from fxprec.numerics.formats import E4M3FN_NAN, E5M2, Format, kept_codes, parse
 from fxprec.numerics.reference import (
     Grid,
     reference_decode,
@@ -68,6 +69,12 @@ def keep_nonfinite(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 _UNSATURATED = {torch.float8_e4m3fn: E4M3FN_NAN, torch.float8_e5m2: E5M2}  # torch 2.11 casts inf to NaN, 2.13 to 448
+
+
+def keep_codes(rounded: torch.Tensor, x: torch.Tensor, format: str) -> torch.Tensor:
+    inf, nan, sign = kept_codes(parse(format))
+    special = torch.where(x.isnan(), nan, inf) + torch.where(x.signbit(), sign, 0)
+    return torch.where(x.isfinite(), rounded.to(torch.int32), special).to(rounded.dtype)
 
 
 def rescale(g: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
@@ -134,6 +141,7 @@ def side_by_side(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 Quantize.implement(quantize)
 Dequantize.implement(dequantize)
 KeepNonfinite.implement(keep_nonfinite)
+KeepCodes.implement(keep_codes)
 Rescale.implement(rescale)
 Observe.implement(observe)
 Damage.implement(damage)

@@ -7,6 +7,8 @@
     Read ``q`` back as ``dtype``, multiplied by ``2**-table[row, 0]``; row ``AS_STORED`` leaves it as it is.
 ``keep_nonfinite(rounded, x) -> y``
     ``rounded`` where ``x`` is finite, else ``x``: inf and NaN of a gradient survive formats that have none.
+``keep_codes(rounded, x, format) -> y``
+    The same of integer codes: inf and NaN become the format's codes of them, inf that of NaN where it has no other.
 ``counts(x, table, row, format) -> (10,) float64``
     Counts of what rounding ``x`` for the row does, and its moments (`numerics.stats.Counts`); lowering adds one per
     watched quantize.
@@ -102,6 +104,13 @@ class Dequantize(Call, op="dequantize"):
 class KeepNonfinite(Call, op="keep_nonfinite"):
     rounded: Node
     x: Node
+
+
+@dataclass(frozen=True)
+class KeepCodes(Call, op="keep_codes"):
+    rounded: Node
+    x: Node
+    format: str
 
 
 @dataclass(frozen=True)
@@ -296,6 +305,11 @@ def _(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 @Histogram.fake
 def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
     return x.new_empty(2 * HISTOGRAM_BINS, dtype=torch.float64)
+
+
+@KeepCodes.fake
+def _(rounded: torch.Tensor, x: torch.Tensor, format: str) -> torch.Tensor:
+    return torch.empty_like(rounded)
 
 
 @Rescale.fake

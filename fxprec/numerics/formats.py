@@ -295,6 +295,13 @@ _SYNTAX = re.compile(
 )
 
 
+def kept_codes(fmt: Format) -> tuple[int, int, int]:
+    """Return the codes that stand for inf and for NaN where both are kept, and the sign's bit; of a format with one."""
+    assert fmt.nan_code is not None
+    inf = fmt.overflow_code if fmt.overflow == "inf" else fmt.nan_code
+    return inf, fmt.nan_code, 1 << (fmt.bits - 1)
+
+
 def parse(fmt: str | Format) -> Format:
     """Return the format of a name: ``"e4m3fn"``, ``"bf16"``, ``"1-4-3+4"``, ``"1-8-5:ieee"``; a `Format` is itself.
 

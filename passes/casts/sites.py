@@ -75,6 +75,7 @@ class SiteBook:
     given: Sequence[Site] | None = None  # the sites of a plan to follow: row for row the same tensors
     kept: Mapping[int, Kept] = field(default_factory=dict)  # what 8 bits would spoil, by id (`analysis.sensitive`)
     guards_gradients: bool = False  # gradients saturate where they are scaled, and keep the model's own inf and NaN
+    multiplies_codes: bool = False  # GEMMs may multiply the codes of gradients, and hand on inf and NaN in them
     sites: list[Site] = field(default_factory=list)
     values: dict[int, Node] = field(default_factory=dict)  # site id -> what it stores, or would store
     _by_tensor: dict[int, Site] = field(default_factory=dict)
@@ -95,7 +96,9 @@ class SiteBook:
 
     def stored_as(self, kind: str, fmt: Format) -> Format:
         """Return the format itself, or the one that saturates where a gradient needs it."""
-        return _saturating(fmt) if self._is_guarded(kind, fmt) else fmt
+        if not self._is_guarded(kind, fmt):
+            return fmt
+        return _with_nan(fmt) if self.multiplies_codes and fmt.bits <= 8 else _saturating(fmt)
 
     def _refuse_unstorable(self, site: Site, fmt: Format) -> None:
         if self.storage == "native" and fmt.torch_dtype is None:
@@ -171,6 +174,11 @@ class SiteBook:
 
 def _saturating(fmt: Format) -> Format:
     return replace(fmt, overflow="saturate") if fmt.overflow == "inf" else fmt
+
+
+def _with_nan(fmt: Format) -> Format:
+    """Return the saturating format, its last code spared for NaN where it has none."""
+    return replace(fmt, specials="fn", overflow="saturate") if fmt.nan_code is None else _saturating(fmt)
 
 
 def store_as(fmt: Format, q: Node) -> None:

@@ -17,10 +17,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import compat
-from fxprec.ir.symbolic import CARRIED, Count, Dequantize, KeepNonfinite, Quantize, Rescale, stored_dtype
+from fxprec.ir.symbolic import CARRIED, Count, Dequantize, KeepCodes, KeepNonfinite, Quantize, Rescale, stored_dtype
 from fxprec.ir.symbolic_gemms import Gathered
 from fxprec.numerics import codec, formats, stats
-from fxprec.numerics.formats import parse
+from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.rows import INFINITY, MAGNITUDE, FormatRow, code_row, format_row, row_of
 from fxprec.numerics.trace import drop_aliases
 from fxprec.passes.analysis.joint import dim_hint, input_at, tensor_of
@@ -113,6 +113,10 @@ def _keep_recipe(node: Node, rows: Rows) -> _Recipe:
     return _keep_nonfinite, (), ()
 
 
+def _keep_codes_recipe(node: Node, rows: Rows) -> _Recipe:
+    return _keep_codes, (KeepCodes.of(node).format,), ()
+
+
 _RECIPES: dict[object, Callable[[Node, Rows], _Recipe]] = {
     Quantize.target: _quantize_recipe,
     Dequantize.target: _dequantize_recipe,
@@ -120,6 +124,7 @@ _RECIPES: dict[object, Callable[[Node, Rows], _Recipe]] = {
     Gathered.target: _gathered_recipe,
     Rescale.target: _rescale_recipe,
     KeepNonfinite.target: _keep_recipe,
+    KeepCodes.target: _keep_codes_recipe,
 }
 
 
@@ -128,7 +133,7 @@ _OF_A_ROW = (Quantize, Dequantize, Count, Rescale)
 
 def _tensors(node: Node) -> tuple[Node, ...]:
     """Return what a symbolic node reads beside the table."""
-    kept = KeepNonfinite.match(node)
+    kept = KeepNonfinite.match(node) or KeepCodes.match(node)
     return (input_at(node, 0),) if kept is None else (kept.rounded, kept.x)
 
 
@@ -259,24 +264,25 @@ def _dequantize_in_loop(q: torch.Tensor, columns: _Columns, fmt: str, dtype: tor
 def _keep_nonfinite(rounded: torch.Tensor, x: torch.Tensor, columns: _Columns) -> torch.Tensor:
     wide = x.to(torch.float32)
     if rounded.dtype in _KEPT_CODES:
-        return _keep_codes(rounded, wide)
+        return _with_specials(rounded, wide, _KEPT_CODES[rounded.dtype])
     return torch.where((wide.view(torch.int32) & MAGNITUDE) < INFINITY, rounded, x.to(rounded.dtype))
 
 
 # Codes of inf and of NaN. Written out, since casts of inf saturate on some devices.
-_KEPT_CODES = {
-    torch.float8_e5m2: (formats.E5M2.overflow_code, formats.E5M2.nan_code or 0),
-    torch.float8_e4m3fn: (formats.E4M3FN.nan_code or 0, formats.E4M3FN.nan_code or 0),
-}
+_KEPT_CODES = {torch.float8_e5m2: formats.E5M2, torch.float8_e4m3fn: formats.E4M3FN}
 
 
-def _keep_codes(rounded: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+def _keep_codes(rounded: torch.Tensor, x: torch.Tensor, columns: _Columns, fmt: str) -> torch.Tensor:
+    return _with_specials(rounded, x.to(torch.float32), parse(fmt))
+
+
+def _with_specials(rounded: torch.Tensor, wide: torch.Tensor, fmt: Format) -> torch.Tensor:
     bits = wide.view(torch.int32)
     magnitude = bits & MAGNITUDE
-    inf, nan = _KEPT_CODES[rounded.dtype]
-    special = torch.where(magnitude > INFINITY, nan, inf) | ((bits >> 24) & 0x80)
-    code = rounded.view(torch.uint8).to(torch.int32)
-    return torch.where(magnitude < INFINITY, code, special).to(torch.uint8).view(rounded.dtype)
+    inf, nan, sign = formats.kept_codes(fmt)
+    special = torch.where(magnitude > INFINITY, nan, inf) | torch.where(bits < 0, sign, 0)
+    code = rounded.view(fmt.code_dtype).to(torch.int32)
+    return torch.where(magnitude < INFINITY, code, special).to(fmt.code_dtype).view(rounded.dtype)
 
 
 def _rescale(g: torch.Tensor, columns: _Columns) -> torch.Tensor:

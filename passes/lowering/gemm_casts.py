@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
+from fxprec.ir.symbolic import Dequantize, KeepCodes, KeepNonfinite, Quantize
 from fxprec.ir.symbolic_gemms import (
     GEMM,
     MATMUL_CODES,
@@ -50,7 +50,7 @@ def copy_with_codes(graph: Graph, copy: Node, counters: Counters, without: Colle
     """
     code = Transposed.of(copy).q
     chain = [copy, code]
-    kept = KeepNonfinite.match(code)
+    kept = KeepNonfinite.match(code) or KeepCodes.match(code)
     q = code if kept is None else kept.rounded
     while q.target is aten.view.dtype:
         q = input_at(q, 0)

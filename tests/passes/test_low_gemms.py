@@ -176,11 +176,17 @@ def test_only_what_a_gemm_multiplies_in_codes_is_rounded_for_it(graphs, tmp_path
     assert found.items() >= {**low, **high}.items()
 
 
-def test_a_gradient_keeps_its_infinity_in_codes(graphs) -> None:
-    """e5m2_sat saturates; without the guard 57344 would come out of the GEMM."""
+@pytest.mark.parametrize(
+    ("recipe", "storage", "gradients"), [("fp8", "native", "e5m2_sat"), ("hfp8", "packed", "1-5-2:fn")]
+)
+def test_a_gradient_keeps_its_infinity_in_codes(graphs, recipe: str, storage: str, gradients: str) -> None:
+    """e5m2_sat saturates; without the guard 57344 would come out of the GEMM. 1-5-2 spares its last code for it."""
     for lowering in ("auto", "eager"):
-        found, _ = step(network(), loud=torch.inf, lowering=lowering)
-        wanted, _ = step(network(), loud=torch.inf, lowering=lowering, gemms="high")
+        options = {"recipe": recipe, "storage": storage, "lowering": lowering}
+        found, backend = step(network(), loud=torch.inf, **options)
+        read = {(s.format, s.reads) for s in backend.plans[0].sites if s.kind == "grad_output"}
+        assert read == {(gradients, "gemm codes")}
+        wanted, _ = step(network(), loud=torch.inf, **options, gemms="high")
         assert not found[1].isfinite().all()
         for a, b in zip(found[1:], wanted[1:], strict=True):
             assert torch.equal(a.isfinite(), b.isfinite())

@@ -40,7 +40,7 @@ _FUSED = (
         " slice_scatter expand slice_backward select_backward",
     )
     | ops.existing(prims, "convert_element_type iota")
-    | {symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, symbolic.RESCALE}
+    | {symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, symbolic.KeepCodes.target, symbolic.RESCALE}
 )
 HEAVY = ops.existing(aten, "exp sigmoid")  # what Inductor does not repeat on a CPU
 _COPIES = ops.existing(aten, "clone contiguous")
