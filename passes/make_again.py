@@ -15,7 +15,16 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops, regions
-from fxprec.passes.analysis.joint import has_tag, is_backward, is_view, numel_hint, operator_of, tensor_of, value
+from fxprec.passes.analysis.joint import (
+    has_tag,
+    is_backward,
+    is_view,
+    numel_hint,
+    operator_of,
+    readers,
+    tensor_of,
+    value,
+)
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
@@ -56,7 +65,7 @@ class _Copies:
                 continue
             site = self.work.book.sites[cast.row]
             bits = parse(site.format).bits
-            chain = self._chain(cast.x, bits) if site.reads == "backward" else None
+            chain = self._chain(cast.x, decoded[0], bits) if site.reads == "backward" else None
             if chain is None:
                 self.read[cast.x], self.bits[cast.x] = decoded[0], bits
                 continue
@@ -77,14 +86,16 @@ class _Copies:
     def _source_bits(self, chain: list[Node]) -> int:
         return min(self.bits[n] for node in chain for n in node.all_input_nodes if n in self.bits and n not in chain)
 
-    def _chain(self, value_: Node, bits: int) -> list[Node] | None:
+    def _chain(self, value_: Node, decoded: Node, bits: int) -> list[Node] | None:
         """Return the nodes that make a value of a stored one, in order.
 
-        None where it is no affine image of one, or of one with fewer ``bits`` than it is to have itself.
+        None where it is no affine image or activation of one, or of one with fewer ``bits`` than it is to have itself.
         """
         op = self.work.operators.of_node.get(value_)
         if op is None or op.is_gemm or regions.is_marked(value_):
             return None
+        if op.aten in _ACTIVATIONS and any(reader.target in ops.GEMMS_BACKWARD for _, reader in readers(decoded)):
+            return None  # a GEMM wants it in memory: a copy is read faster than the function is computed
         chain = self._steps(value_, op)
         sources = {n for node in chain or () for n in node.all_input_nodes if n in self.read and n not in (chain or ())}
         return chain if chain and len(sources) == 1 and self._source_bits(chain) >= bits else None

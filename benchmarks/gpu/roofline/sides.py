@@ -72,6 +72,7 @@ SIDES = {
         Side("fp8 1 high", _FP8 | {"low_ratio": 1.0}),
         Side("fp8 1 stored", _FP8 | {"low_ratio": 1.0, "compute": "stored"}),
         Side("fp8 0.5 high", _FP8 | {"low_ratio": 0.5}),
+        Side("fp8 1 triton", _FP8 | {"low_ratio": 1.0, "lowering": "triton"}),
         Side("hfp8 packed 1", {"recipe": "hfp8", "storage": "packed", "low_ratio": 1.0}),
     )
 }
