@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -100,7 +101,8 @@ class _Moved:
         """Show what is read back as it was before the steps, whose operands had these shapes."""
         for step, shape in zip(reversed(self.steps), reversed(shapes), strict=True):
             if step.target is aten.permute.default:
-                dims = [d % len(shape) for d in step.args[1]]  # type: ignore[union-attr]
+                order: Any = step.args[1]
+                dims = [d % len(shape) for d in order]
                 read = emit(self.graph, step.target, (read, [dims.index(d) for d in range(len(dims))]), read)
             elif step.target in _TURNING:
                 read = emit(self.graph, operator_of(step), (read, *step.args[1:]), read)

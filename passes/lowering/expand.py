@@ -176,7 +176,8 @@ def counted_parts(
     columns = _FORMAT_COLUMNS if fmt is None else ((0,) if scaled else ())
     row = [column_of(graph, count.table, count.row, column) for column in columns]
     template = _traced(_parts, (_dtype(x),), (fmt, dims, scaled, measured), len(row))
-    return _copied(graph, template, (x, *row), tensor_of(x).device)
+    parts: tuple[Node, ...] = _copied(graph, template, (x, *row), tensor_of(x).device)
+    return parts
 
 
 def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node) -> Node:

@@ -117,8 +117,10 @@ def _part(x: torch.Tensor) -> tuple[int, ...] | None:
     """Return the dimensions that lie innermost in memory and make up a part; None where sizes or order are unknown."""
     if not all(isinstance(n, int) for n in (*x.shape, *x.stride())) or not x.numel():
         return None
-    order = sorted(range(x.ndim), key=lambda d: (-x.stride(d), d))
-    length, dims = 1, []
+    strides = x.stride()
+    order = sorted(range(x.ndim), key=lambda d: (-strides[d], d))
+    dims: list[int] = []
+    length = 1
     while len(dims) < x.ndim and length < _PART:
         dims.append(order[-1 - len(dims)])
         if x.stride(dims[-1]) != length and x.shape[dims[-1]] > 1:

@@ -21,7 +21,8 @@ def totals_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr, CARRIED: tl.constexpr, FIELD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     site = tl.program_id(0)
-    row, start, size, moments, scaled, elements = 0, 0, 0, -1, 0, 0.0
+    row, start, size, moments, scaled = 0, 0, 0, -1, 0
+    elements = tl.full((), 0, tl.int64)
     for k in tl.static_range(len(FACTS)):
         row = tl.where(site == k, FACTS[k][0], row)
         start = tl.where(site == k, FACTS[k][1], start)
@@ -77,7 +78,7 @@ def flags(
     """Return the compile-time arguments; of each site the row, first part, parts, first moment or -1, and so on."""
     facts, start, moments = [], 0, 0
     for row, size, number, has_moments, is_scaled in zip(rows, sizes, elements, measured, scaled, strict=True):
-        facts.append((row, start, size, moments if has_moments else -1, int(is_scaled), float(number)))
+        facts.append((row, start, size, moments if has_moments else -1, int(is_scaled), number))
         start += size
         moments += 3 * size if has_moments else 0
     layout = {"COLUMNS": columns, "CARRIED": CARRIED, "FIELD": FIELD, "WIDTH": WIDTH, "BLOCK": BLOCK}
