@@ -30,10 +30,13 @@ def predict(
         int | None, typer.Option(help="Ranks a group of a hierarchical all-reduce. Default: one ring.")
     ] = None,
     step: Annotated[str, typer.Option(help="Computation of a step on one rank, for instance 300ms.")] = "100ms",
+    gpu: Annotated[
+        str | None, typer.Option(help="Predict a step on this GPU instead, beside bf16 autocast: h100, a100, b200, ...")
+    ] = None,
     paper: Annotated[bool, typer.Option("--paper", help="Give back the paper's Tables 1 and 7 instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Predict the step time with 32-, 16- and 8-bit gradients (Dettmers 2016, appendix A)."""
+    """Predict the step time with 32-, 16- and 8-bit gradients (Dettmers 2016, appendix A), or a step on one GPU."""
     from fxprec.console import console_for
     from fxprec.plan import Plan
     from fxprec.runtime.aps.predict import CODINGS, Link, Way, parse_rate, parse_seconds, predict_step, verdict
@@ -43,6 +46,11 @@ def predict(
         return
     if plan is None:
         raise ConfigError("predict needs a plan file, or --paper; write one with Plan.save or the dump option")
+    if gpu is not None:
+        from fxprec.commands.predict_gpu import show
+
+        show(Plan.load(plan), gpu, as_json=as_json)
+        return
     way = Way(world, group_size)
     layers = layers_of(Plan.load(plan), parse_seconds(step))
     wire = Link(parse_rate(link), parse_seconds(latency))

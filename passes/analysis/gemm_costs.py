@@ -76,6 +76,12 @@ def _figures() -> Mapping[str, Any]:
     return found
 
 
+def known_gpus() -> dict[str, Gpu]:
+    """Return the devices with figures of their own, by name in small letters."""
+    found = [Gpu(d["name"], (d["capability"][0], d["capability"][1])) for d in _figures()["devices"]]
+    return {gpu.name.lower(): gpu for gpu in found}
+
+
 def margin() -> float:
     """Return the share of the high GEMM's time that the low one must stay below."""
     return float(_figures()["margin"])

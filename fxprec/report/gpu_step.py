@@ -1,0 +1,227 @@
+"""What a plan's training step would take on a GPU: seconds and bytes at the peak, beside bfloat16 autocast.
+
+A rough model, to say whether low precision is worth it before anything is trained: GEMMs at the rates of
+`fxprec.passes.analysis.gemm_costs`, everything else at the speed of memory, one read and one write a tensor that a GEMM
+reads or writes. `python -m benchmarks.gpu.roofline` counts the code that Inductor really writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from fxprec.numerics.formats import parse
+from fxprec.passes.analysis.gemm_costs import Costs, Gpu, Product, costs_of
+from fxprec.passes.weigh_gemms import weigh
+from fxprec.plan import Gemm, Plan, Site
+
+_HIGH, _WIDE = 2, 4  # bytes of bfloat16, and of a parameter and its gradient
+_FP8_SIZES = 16  # what the sizes of a native GEMM are multiples of
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A GEMM with a weight, (rows, inner) times (inner, columns), and its backward; or attention."""
+
+    module: str
+    rows: int
+    columns: int
+    inner: int
+    groups: tuple[int, int]
+    """Before and after it."""
+    flops: float = 0.0
+    """Of attention, forward, of the causal half."""
+
+    @property
+    def weight(self) -> int:
+        """Elements."""
+        return 0 if self.flops else self.inner * self.columns
+
+    def high_seconds(self, costs: Costs) -> float:
+        """Seconds of all its GEMMs in bfloat16."""
+        if self.flops:
+            return 3.5 * self.flops / costs.bf16_flop_per_s + 2 * costs.launch_s
+        return sum(costs.product(*sizes, costs.bf16_flop_per_s, _HIGH) + costs.launch_s for sizes in self._sizes())
+
+    def low_seconds(self, costs: Costs, *, backward: bool) -> float:
+        """Seconds of its GEMMs over fp8 codes, the forward one alone or all."""
+        if self.flops or costs.fp8_flop_per_s is None or self.inner % _FP8_SIZES or self.columns % _FP8_SIZES:
+            return self.high_seconds(costs)
+        rates = [costs.fp8_flop_per_s, *[costs.fp8_flop_per_s if backward else costs.bf16_flop_per_s] * 2]
+        operand = (1.0, *[1.0 if backward else float(_HIGH)] * 2)
+        sizes = zip(self._sizes(), rates, operand, strict=True)
+        return sum(costs.product(*mnk, rate, size) + costs.launch_s for mnk, rate, size in sizes)
+
+    def pays(self, costs: Costs) -> bool:
+        """Say whether multiplying codes pays, the transposed copies counted."""
+        if self.flops or costs.fp8_flop_per_s is None or self.inner % _FP8_SIZES or self.columns % _FP8_SIZES:
+            return False
+        x, dy = self.rows * self.inner, self.rows * self.columns
+        copies: tuple[tuple[int, ...], ...] = ((), (self.weight,), (x, dy))
+        decodes: tuple[tuple[int, ...], ...] = ((), (self.weight,), (x,))
+        written = (x + self.weight, dy, 0)
+        parts = zip(self._sizes(), copies, decodes, written, strict=True)
+        return bool(weigh([Product(*mnk, "native", c, d, w) for mnk, c, d, w in parts], costs).pays)
+
+    def _sizes(self) -> tuple[tuple[int, int, int], ...]:
+        m, n, k = self.rows, self.columns, self.inner
+        return (m, n, k), (m, k, n), (n, k, m)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step."""
+
+    name: str
+    seconds: float
+    peak_bytes: float
+    """Activations and temporaries, without parameters and their gradients."""
+    low: tuple[str, ...] = ()
+    """Modules whose GEMMs multiply codes."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Steps of one plan on one GPU, autocast first; ``layers`` has (layer, pays)."""
+
+    gpu: str
+    source: str
+    layers: tuple[tuple[Layer, bool], ...]
+    steps: tuple[Step, ...]
+    left_out: int
+    """GEMMs of which the plan does not say enough: products of activations."""
+
+
+def predict(plan: Plan, gpu: Gpu, ratios: Sequence[float] = (0.5,)) -> Prediction:
+    """Predict the plan as it is, and with these shares of its elements low. Sizes are those it was traced with."""
+    costs, layers = costs_of(gpu), list(layers_of(plan))
+    paying = {layer for layer in layers if layer.pays(costs)}
+    step = _Model(plan, costs, layers, paying)
+    low = {group.id for group in plan.groups if group.low}
+    steps = [step.autocast(), step.with_low("this plan", low)]
+    steps += [step.with_low(f"low_ratio={ratio:g}", _low_at(plan, ratio)) for ratio in ratios]
+    known = tuple((layer, layer in paying) for layer in layers)
+    return Prediction(gpu.name, costs.source, known, tuple(steps), len(plan.gemms) - len(layers))
+
+
+def layers_of(plan: Plan) -> Iterator[Layer]:
+    """Yield the plan's GEMMs whose sizes its sites tell."""
+    outputs = {site.tensor: site for site in plan.sites if site.kind == "output"}
+    weights = {site.module: site for site in plan.sites if site.kind == "param" and " x " in site.shape}
+    for gemm in plan.gemms:
+        out, groups = outputs.get(gemm.node), (gemm.group_before, gemm.group_after)
+        if out is None:
+            continue
+        if "scaled_dot_product" in gemm.op:
+            *_, tokens, size = _sizes(out)
+            yield Layer(gemm.module or gemm.node, 0, 0, 0, groups, 2.0 * out.elements // size * tokens * size)
+        elif gemm.module in weights:
+            yield _layer(gemm, out, _sizes(weights[gemm.module]), groups)
+
+
+def _layer(gemm: Gemm, out: Site, weight: Sequence[int], groups: tuple[int, int]) -> Layer:
+    last = _sizes(out)[-1]
+    columns = last if "mm" in gemm.op and last in weight else weight[0]
+    return Layer(gemm.module, out.elements // columns, columns, prod(weight) // columns, groups)
+
+
+def _sizes(site: Site) -> list[int]:
+    """Return a shape's numbers; a dynamic one counts as what is left of the elements."""
+    words = site.shape.split(" x ")
+    known = [int(word) for word in words if word.isdecimal()]
+    rest = site.elements // max(prod(known), 1)
+    return [int(word) if word.isdecimal() else rest for word in words]
+
+
+def _low_at(plan: Plan, ratio: float) -> set[int]:
+    """Return the groups that the plan's policy makes low first, until they are this share of all elements."""
+    low, total = set(), 0
+    for group in sorted(plan.groups, key=lambda g: g.order):
+        if total >= ratio * plan.total_elements:
+            break
+        low.add(group.id)
+        total += group.elements
+    return low
+
+
+@dataclass(frozen=True)
+class _Model:
+    plan: Plan
+    costs: Costs
+    layers: Sequence[Layer]
+    paying: Collection[Layer]
+
+    def autocast(self) -> Step:
+        seconds = sum(layer.high_seconds(self.costs) for layer in self.layers)
+        weights = sum(layer.weight for layer in self.layers)
+        moved = self._activation_bytes() + weights * 2 * (_WIDE + _HIGH)
+        saved = sum(site.elements * _HIGH for site in self._saved()) + weights * _HIGH
+        return Step("bf16 autocast", seconds + moved / self.costs.bytes_per_s, saved + self._temporary())
+
+    def with_low(self, name: str, low: Collection[int]) -> Step:
+        """Predict the step where these groups are low."""
+        seconds, moved, names = 0.0, float(self._activation_bytes()), []
+        for layer in self.layers:
+            before, after = (group in low for group in layer.groups)
+            if layer in self.paying and before:
+                seconds += layer.low_seconds(self.costs, backward=after)
+                x, dy = layer.rows * layer.inner, layer.rows * layer.columns
+                moved += layer.weight * 2 * (_WIDE + 1) + 2 * x + (2 * dy if after else 0)
+                names.append(layer.module)
+            else:
+                seconds += layer.high_seconds(self.costs)
+                moved += layer.weight * 2 * (_WIDE + _HIGH)
+        saved = sum(site.elements * self._stored_bytes(site, low) for site in self._saved())
+        return Step(name, seconds + moved / self.costs.bytes_per_s, saved + self._temporary(), tuple(names))
+
+    def _stored_bytes(self, site: Site, low: Collection[int]) -> float:
+        recipe = self.plan.recipe
+        was_low = self.plan.groups[site.group].low
+        fmt = parse(site.format)
+        if was_low and site.group not in low:
+            fmt = recipe.hi
+        elif not was_low and site.group in low and not site.why:
+            fmt = recipe.lo_forward
+        return fmt.bits / 8
+
+    def _saved(self) -> Iterator[Site]:
+        """Yield the activations that backward reads."""
+        for site in self.plan.sites:
+            if site.kind == "output" and site.reads != "all":
+                yield site
+
+    def _activation_bytes(self) -> int:
+        """Bytes of values and gradients between GEMMs: each written, or read, once outside them in each half."""
+        made_by_gemms = {gemm.node for gemm in self.plan.gemms}
+        saved = {site.id for site in self._saved()}
+        sites = [site for site in self.plan.sites if site.kind == "output"]
+        return sum(
+            site.elements * _HIGH * (2 + (site.id in saved))
+            for site in sites
+            if site.tensor in made_by_gemms or site.id in saved
+        )
+
+    def _temporary(self) -> int:
+        """Bytes of the widest gradient and of what its GEMM makes of it, in backward."""
+        return max((layer.rows * (layer.columns + layer.inner) * _HIGH for layer in self.layers), default=0)
+
+
+def to_dict(found: Prediction) -> Mapping[str, object]:
+    """Return plain data."""
+    base = found.steps[0]
+    steps = [
+        {
+            "name": step.name,
+            "seconds": step.seconds,
+            "against_autocast": step.seconds / base.seconds if base.seconds else None,
+            "peak_bytes": int(step.peak_bytes),
+            "over_codes": list(step.low),
+        }
+        for step in found.steps
+    ]
+    gemms = [
+        {"module": layer.module, "rows": layer.rows, "columns": layer.columns, "inner": layer.inner, "pays": pays}
+        for layer, pays in found.layers
+    ]
+    return {"gpu": found.gpu, "source": found.source, "steps": steps, "gemms": gemms, "left_out": found.left_out}
