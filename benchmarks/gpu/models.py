@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +20,18 @@ class Shape:
     layers: int = 1
     vocabulary: int = 0
     """0: no embedding and no head."""
+    key_heads: int = 0
+    """Heads of keys and values where several queries share one; 0: as many as of queries."""
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Of queries, keys and values together."""
+        shared = self.width * (self.key_heads or self.heads) // self.heads
+        return self.width, shared, shared
 
 
 LLAMA_BLOCK = Shape()
+LLAMA_70B_BLOCK = Shape(width=8192, hidden=28672, heads=64, key_heads=8)
 MODEL_1_5B = Shape(layers=6, vocabulary=8192)  # 6 blocks of 243e6, embedding and head of 34e6 each: 1.53e9
 TINY = Shape(width=32, hidden=64, heads=2)
 TINY_MODEL = Shape(width=32, hidden=64, heads=2, vocabulary=64)
@@ -43,21 +53,47 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.heads, self.widths = shape.heads, shape.widths
         self.norm1, self.norm2 = Norm(shape.width), Norm(shape.width)
-        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
+        self.qkv = nn.Linear(shape.width, sum(shape.widths), bias=False)
         self.out = nn.Linear(shape.width, shape.width, bias=False)
         self.gate_up = nn.Linear(shape.width, 2 * shape.hidden, bias=False)
         self.down = nn.Linear(shape.hidden, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k, v = self._heads(self.qkv(self.norm1(x)))
+        grouped = self.widths[1] != width
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
+
+    def _heads(self, qkv: Tensor) -> Sequence[Tensor]:
+        """Return q, k and v, (batch, heads, tokens, size)."""
+        batch, tokens, _ = qkv.shape
+        size = self.widths[0] // self.heads
+        if self.widths[1] == self.widths[0]:
+            return qkv.view(batch, tokens, 3, self.heads, size).permute(2, 0, 3, 1, 4).unbind()
+        return [part.view(batch, tokens, -1, size).transpose(1, 2) for part in qkv.split(self.widths, -1)]
+
+
+class Encoder(nn.Module):
+    """(batch, tokens, width) to the same: BERT's layer, norms behind the sums, biases everywhere."""
+
+    def __init__(self, width: int, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = (y.view(batch, tokens, self.heads, -1).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width)
+        x = self.norm1(x + self.out(attended))
+        return self.norm2(x + self.down(F.gelu(self.up(x))))
 
 
 class Decoder(nn.Module):
@@ -91,6 +127,14 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.shortcut(x))
+
+
+class Stage(nn.Sequential):
+    """ResNet-50's second stage: (batch, 256, 56, 56) to (batch, 512, 28, 28), four blocks."""
+
+    def __init__(self, width: int = 64) -> None:
+        first = Bottleneck(4 * width, 2 * width, 2)
+        super().__init__(first, *(Bottleneck(8 * width, 2 * width, 1) for _ in range(3)))
 
 
 class ResNetShapes(nn.Module):

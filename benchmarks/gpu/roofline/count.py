@@ -11,12 +11,10 @@ import torch
 from torch.fx import GraphModule
 
 from benchmarks.gpu.absent import inductor_code, pretend
-from benchmarks.gpu.roofline.estimate import Half, Rates
+from benchmarks.gpu.roofline.estimate import GPUS, Half
 from benchmarks.gpu.roofline.replay import NUM_OUTPUTS, replay
 from benchmarks.gpu.roofline.sides import Network, Side, capture
 from fxprec.plan import Plan
-
-ARCH = 90
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,12 @@ class Counted:
         return len(self.forward.costs) + len(self.backward.costs)
 
 
-def count(side: Side, network: Network, rates: Rates) -> Counted:
-    """Compile a step for a GPU that is not there, and count what its code does."""
-    halves = capture(side, network, ARCH)
+def count(side: Side, network: Network, arch: int = 90) -> Counted:
+    """Compile a step for a GPU of `GPUS` that is not there, and count what its code does."""
+    halves, rates = capture(side, network, arch), GPUS[arch]
     graphs = {half: str(gm.graph) for half, gm in halves.graphs.items()}
     with pytest.MonkeyPatch.context() as patch:
-        pretend(patch, ARCH)
+        pretend(patch, arch)
         code = {"forward": inductor_code(halves.graphs["forward"], "forward")}
         forward = replay(code["forward"])
         _take_saved(halves.graphs["backward"], forward.results)

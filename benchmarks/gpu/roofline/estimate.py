@@ -29,6 +29,10 @@ class Rates:
 
 
 H100 = Rates("H100", 2.8e12, {"float32": 60e12, "bfloat16": 700e12, "fp8": 1250e12, "generated": 470e12})
+# NVIDIA's data sheets, dense, times what the H100's figures above are of its own (0.71 of bf16, 0.84 of bytes).
+A100 = Rates("A100", 1.7e12, {"float32": 17e12, "bfloat16": 220e12, "generated": 150e12})
+B200 = Rates("B200", 6.7e12, {"float32": 60e12, "bfloat16": 1600e12, "fp8": 3000e12, "generated": 800e12})
+GPUS = {80: A100, 90: H100, 100: B200}
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
 
@@ -61,6 +65,8 @@ def _work(launch: Launch) -> tuple[str, float, str]:
         return "memory", 0.0, ""
     if "scaled_dot_product" in name:
         return "attention", _attention_flops(launch), _rate_of(launch.inputs[0])
+    if "convolution" in name:
+        return "gemm", _convolution_flops(launch), _rate_of(launch.inputs[0])
     if "matmul" in name:
         return "gemm", _product_flops(launch), "generated"
     if "mm" in name:
@@ -79,8 +85,16 @@ def _product_flops(launch: Launch) -> float:
     return 2.0 * math.prod(a.shape) * b.shape[-1]
 
 
+def _convolution_flops(launch: Launch) -> float:
+    """Of a convolution one product, of its backward two; the weight's first dimension is what it makes of each place."""
+    images = [m for m in launch.inputs if len(m.shape) == 4]
+    weight, place = images[-1], images[0] if "backward" in launch.name else launch.outputs[0]
+    products = sum(len(m.shape) == 4 for m in launch.outputs) if "backward" in launch.name else 1
+    return products * 2.0 * math.prod(place.shape) * math.prod(weight.shape[1:])
+
+
 def _attention_flops(launch: Launch) -> float:
-    """Two products forward, five backward, of the causal half of the scores."""
+    """Two products forward, five backward; all are taken as causal: of half of the scores."""
     batch, heads, tokens, size = next(m.shape for m in launch.inputs if len(m.shape) == 4)
     products = 5 if "backward" in launch.name else 2
     return products * 2.0 * batch * heads * tokens * tokens * size / 2

@@ -23,11 +23,15 @@ class Minimum:
     seconds: float
 
 
-def minimum(network: Network, rates: Rates) -> Minimum:
-    """Count the Llama block's."""
-    shape, rows = network.shape, network.rows
+def minimum(network: Network, rates: Rates) -> Minimum | None:
+    """Count a Llama block's; None of another network."""
+    shape = network.shape
+    if shape is None:
+        return None
+    batch, tokens, _ = network.input
+    rows, heads = batch * tokens, sum(shape.widths)
     wide, hidden = rows * shape.width, rows * shape.hidden
-    weights = shape.width * (4 * shape.width + 3 * shape.hidden)
+    weights = shape.width * (heads + shape.width + 3 * shape.hidden)
     # Bytes an element: 4 for the residual stream and the weights, 2 between GEMMs, 1 for codes. Two norms, the first
     # reads the stream, the second also what attention adds; SwiGLU; the last sum. The weights are rounded once, with
     # their transpose.
@@ -36,10 +40,11 @@ def minimum(network: Network, rates: Rates) -> Minimum:
     # What comes in becomes codes in both layouts; SwiGLU reads its gradient, gate and up in codes, and writes codes of
     # both; each norm reads a gradient, its input in codes, and the stream's gradient.
     swiglu = hidden * (2 + 2 * 1 + 2 * 2)
-    backward = wide * (4 + 2) + swiglu + wide * (2 + 1 + 4 + 4 + 2) + wide * (3 * 2 + 3 * 2) + wide * (2 + 1 + 4 + 4)
+    backward = wide * (4 + 2) + swiglu + wide * (2 + 1 + 4 + 4 + 2) + rows * heads * (2 + 2) + wide * (2 + 1 + 4 + 4)
     # Codes of both norms' inputs; q, k, v and what attention gives; codes of that; gate, up and their product; weights.
-    saved = wide * (1 + 1 + 3 * 2 + 2 + 1) + hidden * 3 + weights
+    saved = wide * (1 + 1 + 2 + 1) + rows * heads * 2 + hidden * 3 + weights
     linear = 3 * 2.0 * rows * weights
-    attention = 7 * 2.0 * network.batch * shape.width * network.tokens**2 / 2  # the causal half
-    seconds = (forward + backward) / rates.bytes + linear / rates.flops["fp8"] + attention / rates.flops["bfloat16"]
+    attention = 7 * 2.0 * batch * shape.width * tokens**2 / 2  # the causal half
+    fastest = rates.flops.get("fp8", rates.flops["bfloat16"])
+    seconds = (forward + backward) / rates.bytes + linear / fastest + attention / rates.flops["bfloat16"]
     return Minimum(forward, backward, saved, linear, attention, seconds)

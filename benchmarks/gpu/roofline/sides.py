@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 import fxprec.driver.halves
 from benchmarks.gpu.absent import moved_to_cuda, plan_for
-from benchmarks.gpu.models import LLAMA_BLOCK, Block, Shape
+from benchmarks.gpu.models import LLAMA_70B_BLOCK, LLAMA_BLOCK, Block, Encoder, Shape, Stage
 from fxprec import Backend, Config, compat
 from fxprec.driver.capture import copied
 from fxprec.driver.fallback import Lowering
@@ -27,29 +28,34 @@ Compiled = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class Network:
-    """A block and the size of its input, (batch, tokens, width) float32 with a gradient."""
+    """A network and the size of its input, float32 with a gradient: (batch, tokens, width) of a block."""
 
     name: str
-    shape: Shape
-    batch: int
-    tokens: int
-
-    @property
-    def rows(self) -> int:
-        """Tokens of the whole batch."""
-        return self.batch * self.tokens
+    build: Callable[[], nn.Module]
+    input: tuple[int, ...]
+    shape: Shape | None = None
+    """Of a Llama block."""
 
     def make(self) -> tuple[nn.Module, torch.Tensor]:
         """Return the network and an input; their memory is never touched."""
         with torch.device("meta"):
-            model = Block(self.shape)
-        x = torch.empty(self.batch, self.tokens, self.shape.width, requires_grad=True)
-        return model.to_empty(device="cpu"), x
+            model = self.build()
+        return model.to_empty(device="cpu"), torch.empty(self.input, requires_grad=True)
+
+
+def _block(name: str, shape: Shape, batch: int, tokens: int) -> Network:
+    return Network(name, partial(Block, shape), (batch, tokens, shape.width), shape)
 
 
 NETWORKS = {
-    "llama-8b": Network("llama-8b", LLAMA_BLOCK, 2, 4096),
-    "small": Network("small", Shape(width=256, hidden=512, heads=4), 2, 128),
+    network.name: network
+    for network in (
+        _block("llama-8b", LLAMA_BLOCK, 2, 4096),
+        _block("llama-70b", LLAMA_70B_BLOCK, 1, 4096),
+        _block("small", Shape(width=256, hidden=512, heads=4), 2, 128),
+        Network("bert", partial(Encoder, 1024, 4096, 16), (32, 512, 1024)),
+        Network("resnet-stage", Stage, (64, 256, 56, 56)),
+    )
 }
 
 

@@ -16,7 +16,7 @@ _HEAD = (
 )
 
 
-def lines(found: Mapping[str, Counted], least: Minimum, rates: Rates) -> Iterator[str]:
+def lines(found: Mapping[str, Counted], least: Minimum | None, rates: Rates) -> Iterator[str]:
     """Yield the table, with what it assumes."""
     flops = ", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in rates.flops.items())
     yield f"{rates.name}: {rates.bytes / 1e12} TB/s; TFLOP/s {flops}; {rates.launch_seconds * 1e6:.0f} us a launch"
@@ -26,6 +26,8 @@ def lines(found: Mapping[str, Counted], least: Minimum, rates: Rates) -> Iterato
     base = found["autocast"].seconds if "autocast" in found else None
     for name, counted in found.items():
         yield _row(name, counted, base)
+    if least is None:
+        return
     yield (
         f"| least possible | - | {_gb(least.forward)} / {_gb(least.backward)} | {least.attention_flops / 1e12:.1f} + {least.linear_flops / 1e12:.1f} "
         f"| {least.seconds * 1e3:.1f} | {_ratio(least.seconds, base)} | - | {_gb(least.saved)} |"
@@ -62,10 +64,15 @@ def kernels(name: str, counted: Counted, at_least: float) -> Iterator[str]:
                 yield f"  {moved} {cost.flops / 1e12:5.2f} T {cost.seconds * 1e3:6.3f} ms {cost.name[:40]:40} {cost.what[:200]}"
 
 
-def to_dict(network: str, found: Mapping[str, Counted], least: Minimum, rates: Rates) -> dict[str, Any]:
+def to_dict(network: str, found: Mapping[str, Counted], least: Minimum | None, rates: Rates) -> dict[str, Any]:
     """Return plain data for a result file."""
     sides = {
         name: {"forward": counted.forward.to_dict(), "backward": counted.backward.to_dict()}
         for name, counted in found.items()
     }
-    return {"network": network, "rates": asdict(rates), "sides": sides, "minimum": asdict(least)}
+    return {
+        "network": network,
+        "rates": asdict(rates),
+        "sides": sides,
+        "minimum": None if least is None else asdict(least),
+    }
