@@ -21,6 +21,7 @@ from op_by_op import run_op_by_op
 
 import fxprec.driver.compilation
 from fxprec.ir import symbolic_gemms
+from fxprec.ir.symbolic_gemms import CodedGemm
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Costs, Gpu, Product
@@ -192,11 +193,20 @@ def test_a_gradient_keeps_its_infinity_in_codes(graphs, recipe: str, storage: st
             assert torch.equal(a.isfinite(), b.isfinite())
 
 
+def test_forward_adds_up_fast_and_gradients_exactly_unless_asked_otherwise(graphs) -> None:
+    for asked, wanted in ((None, [False] * 4 + [True] * 2), (False, [False] * 6), (True, [True] * 6)):
+        graphs.clear()
+        step(network(), fast_accum=asked)
+        products = [n for gm in graphs for n in calls(gm, aten._scaled_mm.default)]
+        assert sorted(n.args[7] for n in products) == wanted
+        assert all(n.args[7] for n in calls(graphs[0], aten._scaled_mm.default)) == (asked is not False)
+
+
 def test_under_a_dynamic_batch_only_what_sums_over_it_is_not_native(graphs) -> None:
     """dW sums over the rows, whose number no kernel may assume to be a multiple of 16."""
     with recorded_works() as works:
         found, _ = step(network(), shape=(48, 32), dynamic=True, compute="stored")
-    kernels = [n.args[-1] for n in works[0].joint.graph.nodes if n.target is symbolic_gemms.GEMM]
+    kernels = [call.kernel for _, call in CodedGemm.among(works[0].joint.graph.nodes)]
     assert sorted(kernels) == ["generated"] * 2 + ["native"] * 4
     for a, b in zip(found, step(network(), shape=(48, 32), gemms="high", compute="stored")[0], strict=True):
         assert_bits_equal(a, b)
