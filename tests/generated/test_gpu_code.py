@@ -89,5 +89,5 @@ def test_both_halves_become_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert ("fxprec_" in " ".join(names)) == (lowering == "triton")
         assert not re.search(r"= empty_strided_cpu|device_str='cpu'|async_compile\.cpp", code), "all of it on the GPU"
         assert "torch.ops.fxprec." not in re.sub(
-            r"torch\.ops\.fxprec\.(quantize_transpose|transpose_codes|matmul_\w+|histogram)", "", code
+            r"torch\.ops\.fxprec\.(quantize_transpose|transpose_codes|matmul_\w+|histogram|totals|gathered)", "", code
         )
