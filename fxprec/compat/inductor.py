@@ -92,7 +92,8 @@ def hand_on_inputs(graph: Graph) -> None:
     Inductor copies one that convolutions read to channels last: float32 weights twice for a whole step.
     """
     output = graph.output_node()
-    own = {i for i, node in enumerate(output.args[0]) if getattr(node, "op", None) == "placeholder"}  # type: ignore[arg-type,union-attr]
+    results: Any = output.args[0]
+    own = {i for i, node in enumerate(results) if getattr(node, "op", None) == "placeholder"}
     output.meta["user_visible_output_idxs"] = sorted(own.union(output.meta.get("user_visible_output_idxs", ())))
 
 
