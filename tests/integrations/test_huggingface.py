@@ -8,6 +8,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 import fxprec
 from fxprec.integrations.statistics import COLUMNS
 from tests.aps.aps_ranks import run_ranks
+from tests.integrations.small import Loud
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate, which is not installed")
@@ -173,3 +175,17 @@ def test_two_ranks_resume_bit_for_bit_each_with_its_own_state(tmp_path: Path) ->
     saved = json.loads((tmp_path / f"checkpoint-{SAVED}" / "trainer_state.json").read_text())
     ranks = json.loads(saved["stateful_callbacks"]["FxprecCallback"]["fxprec"]["ranks"])
     assert ranks["state_of_rank"] == [0, 1], "ranks have other scales"
+
+
+def test_a_jump_of_the_logged_loss_is_told():
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Loud()
+    callback = FxprecCallback({"recipe": "fp8", "lowering": "eager"})
+    callback.on_init_end(None, None, None, model=model)
+    state = SimpleNamespace(log_history=[], is_world_process_zero=True, global_step=0)
+    for loss in (*[1.0] * 12, 50.0, 1.0, 1.0):
+        model(torch.randn(8, 8)).sum().backward()
+        callback.on_log(None, state, None, logs={"loss": loss})
+    events = callback.backends[""].events
+    assert [event.step for event in events if event.kind == "loss-jump"] == [13]
