@@ -37,7 +37,7 @@ def tasks() -> dict[str, Task]:
     def loss(model: torch.nn.Module) -> float:
         return float(F.cross_entropy(model(digits.test_images), digits.test_labels))
 
-    return {"digits": dataclasses.replace(digits_task(), metric="loss", evaluate=loss), "text": text_task()}
+    return {"digits": dataclasses.replace(digits_task(), metric="loss", evaluate=loss), "text": text_task(steps=100, batch=16)}
 
 
 def recommended(task: Task, options: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], float]:
