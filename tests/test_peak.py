@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.peak import peak_bytes
+from benchmarks.memory.measure import peak_bytes
 
 ROWS, WIDTH, HIDDEN, BLOCKS = 2048, 64, 256, 3
 

@@ -3,6 +3,7 @@
     python -m benchmarks.memory                                            # all networks and sides, and the picture
     python -m benchmarks.memory --networks unet --sides autocast "fxprec fp8"
     python -m benchmarks.memory --networks unet --sides autocast --one     # one row, in this process, as JSON
+    python -m benchmarks.memory --pairs                                    # six networks x ten budgets, to be resumed
 
 Each row runs in a process of its own, since what an allocator holds depends on what ran before. The peak is of live
 bytes, by the allocator's events, of one step: what it saves, its temporaries, its parameter gradients.
@@ -27,7 +28,13 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--one", action="store_true", help="print one row as JSON and save nothing")
+    parser.add_argument("--pairs", action="store_true", help="peak budgets beside what is measured under them")
     args = parser.parse_args()
+    if args.pairs:
+        from benchmarks.memory import pairs
+
+        pairs.run()
+        return
     if args.one:
         from benchmarks.memory.measure import measure
 

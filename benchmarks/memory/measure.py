@@ -16,8 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxprec
 from benchmarks.memory.networks import network
-from benchmarks.memory.sides import SIDES, offloading
-from benchmarks.peak import peak_bytes
+from benchmarks.memory.sides import SIDES, Side, offloading
 
 STEPS = 9
 RATE = 0.05
@@ -26,8 +25,8 @@ RATE = 0.05
 class Step:
     """A training step of one side; the optimizer's update is no part of what is measured."""
 
-    def __init__(self, name: str, side: str) -> None:
-        self.network, self.side = network(name), SIDES[side]
+    def __init__(self, name: str, side: Side) -> None:
+        self.network, self.side = network(name), side
         self.model = self.network.model(checkpointed=self.side.checkpointed)
         options = self.side.options
         self.backend = None if options is None else fxprec.Backend(fxprec.Config.from_options(options))
@@ -60,9 +59,9 @@ class Step:
 def measure(name: str, side: str) -> dict[str, Any]:
     """Return one row; MB are 10^6 bytes and count what one step allocates, parameter gradients included."""
     torch.set_num_threads(1)
-    step = Step(name, side)
+    step = Step(name, SIDES[side])
     losses = [step()]
-    cosine = _cosine(step, name)
+    similar = cosine(step, name)
     step.clear()
     ctypes.CDLL(None).malloc_trim(0)
     resident = _status("VmRSS")
@@ -75,33 +74,50 @@ def measure(name: str, side: str) -> dict[str, Any]:
         step.update()
         step.model.zero_grad(set_to_none=True)
     resident = _status("VmHWM") - resident
-    step.clear()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()
+    peak = live_peak(step)
     saved = None if step.backend is None else step.backend.plans[0].saved_bytes
     return {
         "network": name,
         "shape": step.network.shape,
         "side": side,
-        "peak_mb": round(peak_bytes(profiled) / 1e6, 1),
+        "peak_mb": round(peak / 1e6, 1),
         "resident_mb": round(resident, 1),
         "step_ms": round(1e3 * statistics.median(seconds), 1),
         "loss": [losses[0], losses[-1]],
-        "cosine": cosine,
+        "cosine": similar,
         "saved_mb": None if saved is None else round(saved.planned / 1e6, 1),
         "gradients_mb": round(sum(p.nbytes for p in step.model.parameters()) / 1e6, 1),
     }
 
 
-def _cosine(step: Step, name: str) -> float:
+def live_peak(step: Step) -> int:
+    """Return the most bytes live at once that one step allocates."""
+    step.clear()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    return peak_bytes(profiled)
+
+
+def peak_bytes(profiled: profile) -> int:
+    """Return the most bytes live at once that were allocated since a memory profile began."""
+    kineto = profiled.profiler.kineto_results  # type: ignore[union-attr]
+    events = (e for e in kineto.events() if e.name() == "[memory]")
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def cosine(step: Step, name: str) -> float:
     """Return the cosine between all gradients of the first step and those in float32, uncompiled."""
     plain = network(name)
     model = plain.model(checkpointed=False)
     plain.loss(model).backward()
     found = torch.cat([p.grad.flatten() for p in step.model.parameters() if p.grad is not None])
     wanted = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    cosine = torch.nn.functional.cosine_similarity(found.double(), wanted.double(), dim=0).item()
-    return cosine if math.isfinite(cosine) else math.nan
+    similar = torch.nn.functional.cosine_similarity(found.double(), wanted.double(), dim=0).item()
+    return similar if math.isfinite(similar) else math.nan
 
 
 def _status(name: str) -> float:

@@ -1,4 +1,7 @@
-"""The three networks: a transformer, ResNet-18, a U-Net with skip concats. Each names its blocks for checkpointing."""
+"""The networks: three to compare sides on, whose blocks are named for checkpointing, and three more whose peak is predicted.
+
+Those are small models of Hugging Face's, a decoder, an encoder with dropout and a vision transformer, with their loss.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,39 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+class WithLoss(nn.Module):
+    """A model of Hugging Face's as a map from inputs to its loss for ``targets``."""
+
+    def __init__(self, model: nn.Module, targets: Tensor) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("targets", targets)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs, labels=self.targets).loss  # type: ignore[no-any-return]
+
+
+def _decoder(targets: Tensor) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return WithLoss(LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=256, **sizes)), targets)
+
+
+def _encoder(targets: Tensor) -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return WithLoss(BertForMaskedLM(BertConfig(vocab_size=512, max_position_embeddings=256, **sizes)), targets)
+
+
+def _vision(targets: Tensor) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return WithLoss(ViTForImageClassification(ViTConfig(image_size=64, patch_size=8, num_labels=10, **sizes)), targets)
+
+
 @dataclass(frozen=True)
 class Network:
     """A model with its batch and loss, and the class of the blocks that a user would checkpoint."""
@@ -77,6 +113,8 @@ class Network:
 
     def loss(self, model: Callable[[Tensor], Tensor]) -> Tensor:
         logits = model(self.inputs)
+        if logits.dim() == 0:  # a loss
+            return logits
         if logits.dim() == 3:
             return F.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
         return F.cross_entropy(logits, self.targets)
@@ -93,8 +131,18 @@ def network(name: str) -> Network:
     if name == "resnet18":
         images, classes = torch.randn(32, 3, 32, 32), torch.randint(0, 100, (32,))
         return Network(lambda: resnet18(width=0.5), images, classes, "BasicBlock", "half width, batch 32 of 32 x 32")
+    if name in ("decoder", "encoder"):
+        tokens, targets = torch.randint(0, 512, (2, 8, 256))
+        make, block = (_decoder, "LlamaDecoderLayer") if name == "decoder" else (_encoder, "BertLayer")
+        return Network(lambda: make(targets), tokens, targets, block, "2 layers, width 128, batch 8 x 256 tokens")
+    if name == "vision":
+        images, classes = torch.randn(16, 3, 64, 64), torch.randint(0, 10, (16,))
+        return Network(
+            lambda: _vision(classes), images, classes, "ViTLayer", "2 layers, width 128, 16 images of 64 x 64"
+        )
     images, classes = torch.randn(8, 3, 64, 64), torch.randint(0, 8, (8, 64, 64))
     return Network(UNet, images, classes, "Double", "4 levels from 16 channels, batch 8 of 64 x 64")
 
 
 NAMES = ("transformer", "resnet18", "unet")
+PREDICTED = (*NAMES, "decoder", "encoder", "vision")

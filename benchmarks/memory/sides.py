@@ -53,7 +53,7 @@ _QUANTIZED = {
         "exclude_primals": True,
     }
 }
-_FP8, _BF16 = {"recipe": "fp8"}, {"recipe": "bf16"}
+_FP8, _BF16, _PACKED = {"recipe": "fp8"}, {"recipe": "bf16"}, {"recipe": "hfp8", "storage": "packed"}
 
 SIDES: dict[str, Side] = {
     "float32": Side(),
@@ -65,9 +65,12 @@ SIDES: dict[str, Side] = {
     "autocast, torch's activation quantization": Side(autocast=True, fusions=_QUANTIZED),
     "fxprec bf16": Side(_BF16),
     "fxprec fp8": Side(_FP8),
+    "fxprec hfp8 packed": Side(_PACKED),
+    "fxprec fp8+int4": Side({"recipe": "fp8+int4"}),
     "fxprec fp8, budget 0.2": Side(_FP8, budget=0.2),
     "fxprec bf16, checkpointed": Side(_BF16, checkpointed=True),
     "fxprec fp8, checkpointed": Side(_FP8, checkpointed=True),
+    "fxprec hfp8 packed, checkpointed": Side(_PACKED, checkpointed=True),
     **{
         f"fxprec fp8, peak {share}": Side({**_FP8, "peak_budget": share})
         for share in ("80%", "60%", "50%", "40%", "30%")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from fxprec.compat.allocations import LiveBytes as LiveBytes
+from fxprec.compat.allocations import NotReplayedError as NotReplayedError
+from fxprec.compat.allocations import fakes_like as fakes_like
+from fxprec.compat.allocations import replayed as replayed
+from fxprec.compat.allocations import storages_of as storages_of
 from fxprec.compat.ambient import Ambient as Ambient
 from fxprec.compat.ambient import FakeTensor as FakeTensor
 from fxprec.compat.ambient import FakeTensorMode as FakeTensorMode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +23,12 @@ from fxprec.config import Settings
 from fxprec.driver.calibration import Calibration
 from fxprec.driver.capture import Captured
 from fxprec.driver.compiled import CompiledGraph, Planned, rows_of
+from fxprec.driver.compiled_peak import CompiledPeak
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.fallback import Compiled, Lowering
 from fxprec.driver.halves import Halves
 from fxprec.driver.memory_ratio import over_ratio
+from fxprec.driver.peak_budget import PeakBudget
 from fxprec.driver.recorder import Recorder
 from fxprec.driver.saved_budget import PlanAgain, SavedBudget
 from fxprec.driver.tensor_dump import TensorDump
@@ -68,6 +71,7 @@ class Compiler:
     settings: Settings
     lowering: Lowering
     budget: SavedBudget
+    peak: PeakBudget
     log: EventLog
     queue: StatsQueue
     """Takes the statistics of what is compiled."""
@@ -122,7 +126,7 @@ class Compilation:
         start = time.perf_counter()
         gm, table = self.captured.with_table()
         settings = self.compiler.settings
-        with compat.uncached_autograd():
+        with compat.uncached_autograd(), self._whole_step():
             run = compat.compile_fx(
                 gm,
                 [*examples, table],
@@ -135,6 +139,7 @@ class Compilation:
                     "joint_custom_post_pass": compat.GraphPass(self._after_torchs_passes, _CACHE_KEY),
                 },
             )
+        self._hold_peak()
         return CompiledGraph(
             run=run,
             captured=self.captured,
@@ -146,6 +151,35 @@ class Compilation:
             passes=self.passes,
             seconds=time.perf_counter() - start,
         )
+
+    def _whole_step(self) -> contextlib.AbstractContextManager[None]:
+        """Compile both halves now where a budget binds them together."""
+        asked = self.compiler.settings.peak_budget if self.given is None else self.given.peak_bytes
+        return contextlib.nullcontext() if asked is None else compat.backward_at_once()
+
+    def _hold_peak(self) -> None:
+        """Put into the plan what the compiled halves hold at their peak, and hold them to the budget."""
+        if self.halves is None or self.halves.peak is None or self.planned is None:
+            return
+        plan, found = self.planned.plan, self.halves.peak
+        assert plan.peak_bytes is not None
+        if found.bytes is None:
+            if found.unread:
+                self._add_note(f"peak budget: not compared with what is compiled: {found.unread}")
+            return
+        peak = self.compiler.peak
+        held = (
+            peak.hold(plan.peak_bytes, found.bytes)
+            if self.given is None
+            else peak.tell(plan.peak_bytes, found.bytes, self.step)
+        )
+        self.planned = replace(self.planned, plan=replace(plan, peak_bytes=held))
+        write_plan(self.planned.plan, self.compiler.dump)
+
+    def _add_note(self, note: str) -> None:
+        assert self.planned is not None
+        plan = self.planned.plan
+        self.planned = replace(self.planned, plan=replace(plan, notes=(*plan.notes, note)))
 
     def _run_passes(self, graph: Graph) -> None:
         """Plan and rewrite one joint (or inference) graph."""
@@ -191,6 +225,7 @@ class Compilation:
             portable=self.compiler.portable,
             memory_budget=compat.memory_budget(joint.graph),
             fixed_bytes=self.compiler.budget.fixed,
+            fixed_peak=self.compiler.peak.beyond,
             may_exceed_budget=self.is_training and self._saves_codes,
         )
 
@@ -235,7 +270,12 @@ class Compilation:
             saves_memory=self.saves_memory,
             recorder=compiler.recorder,
             tensors=compiler.tensors if self.is_training else None,
+            peak=self._new_peak(),
         )
+
+    def _new_peak(self) -> CompiledPeak | None:
+        planned = self.planned
+        return None if planned is None or planned.plan.peak_bytes is None else CompiledPeak(planned.num_results)
 
     def _complete_plan(self, forward: GraphModule) -> None:
         """Put into the plan what the partitioned graph really saves, and hold it to the budget."""

@@ -21,6 +21,7 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.fallback import Lowering
 from fxprec.driver.in_flight import InFlight, Version
 from fxprec.driver.modified import Versions, check_backward
+from fxprec.driver.peak_budget import PeakBudget, beyond_machine
 from fxprec.driver.promotions import GivenUp, in_one_line
 from fxprec.driver.recorder import Recorder
 from fxprec.driver.saved_budget import SavedBudget
@@ -75,10 +76,15 @@ class PlannedGraph:
         self._parameters = ParameterWatch(captured.inputs)
         if self.settings.storage != settings.storage:
             self._tell(Notice("storage='native'", _PACKED.format(compat.no_native_fp8(captured.device))))
+        if (dump is None or not dump.plan_only) and (
+            notice := beyond_machine(self.settings, captured.device)
+        ) is not None:
+            self._tell(notice)
         self._compiler = Compiler(
             settings=self.settings,
             lowering=Lowering(settings.asked, captured.device, self._tell),
             budget=SavedBudget(self.settings, self._log),
+            peak=PeakBudget(self._log),
             log=self._log,
             queue=StatsQueue(),
             trained=self._plans_of_siblings,

@@ -14,6 +14,7 @@ from fxprec import compat
 from fxprec.driver.calibration import interpreted
 from fxprec.driver.capture import copied
 from fxprec.driver.compiled import Planned
+from fxprec.driver.compiled_peak import CompiledPeak, PlainHalf
 from fxprec.driver.fallback import Compiled, Half, Lowering, interpreted_kernels
 from fxprec.driver.ranges import interpreted_by_group as by_group
 from fxprec.driver.ranges import ranged
@@ -45,6 +46,8 @@ class Halves:
     """Rows: what backward recomputes is not measured again."""
     recorder: Recorder | None = None
     tensors: TensorDump | None = None
+    peak: CompiledPeak | None = None
+    """Takes in what each half allocates, under a peak budget."""
 
     def compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any]) -> Compiled:
         """Lower and compile one half; its statistics go to the queue and not into the results."""
@@ -58,9 +61,10 @@ class Halves:
 
     def _compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any], name: str) -> Compiled:
         num_outputs = len(results_of(gm.graph))
+        plain = PlainHalf.of(gm, examples, is_backward=name == "backward")
 
         def build(gm: GraphModule) -> Compiled:
-            return ranged(self._built(gm, examples, options), f"fxprec {self.graph} {name}")
+            return ranged(self._built(gm, plain, options), f"fxprec {self.graph} {name}")
 
         half = self.lowering.compile(gm, self._lower, build)
         if name == "forward":
@@ -76,7 +80,7 @@ class Halves:
         rows = WatchedRows() if self.planned is None else self.planned.rows.without(self.seen_by_forward)
         return lower(gm, lowering, self.device_type, rows, calls=compat.TritonCalls(), without=without)
 
-    def _built(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any]) -> Compiled:
+    def _built(self, gm: GraphModule, plain: PlainHalf, options: Mapping[str, Any]) -> Compiled:
         if self.lowering.name == "eager":
             return by_group(gm, interpreted(gm))
         if self.lowering.is_interpreted:
@@ -84,7 +88,10 @@ class Halves:
         compat.hand_on_inputs(gm.graph)
         saving = compat.saving_memory(in_saving_order, _ORDER) if self.saves_memory else contextlib.nullcontext()
         with compat.tiles_for_bytes(), compat.bitcasts_in_loops(), saving:
-            return compat.compile_fx_inner(gm, examples, **options)  # type: ignore[no-any-return]
+            code: Compiled = compat.compile_fx_inner(gm, plain.examples, **options)
+        if self.peak is not None:
+            self.peak.saw(plain, code)
+        return code
 
 
 _ORDER = "fxprec-order-1"  # changes with what the next function does

@@ -248,7 +248,11 @@ _PLAN: Mapping[str, Reader] = {
     "total_elements": _count,
     "saved_bytes": _or_null(_record(ByteCount, {"fp32": _count, "planned": _count})),
     "peak_bytes": _or_null(
-        _record(PeakBytes, {"budget": _count, "high": _count, "planned": _count, "live": _moments, "kept": _texts})
+        _record(
+            PeakBytes,
+            {"budget": _count, "high": _count, "planned": _count, "compiled": _or_null(_count)}
+            | {"live": _moments, "kept": _texts},
+        )
     ),
     "notes": _texts,
     "gemms": partial(_rows, GEMM),

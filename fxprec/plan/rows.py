@@ -138,6 +138,8 @@ class PeakBytes:
     high: int
     """With everything kept, in high precision."""
     planned: int
+    compiled: int | None = None
+    """As the compiled graphs allocate; None where that is not known (``lowering="eager"``)."""
     live: tuple[tuple[int, ...], ...] = ()
     """At up to 100 moments of the step, of each stretch the one that holds most: bytes by `LIVE`."""
     kept: tuple[str, ...] = ()

@@ -89,6 +89,11 @@ class GraphDump:
     def path(self) -> Path:
         return self._folder.root / f"graph-{self._index}"
 
+    @property
+    def plan_only(self) -> bool:
+        """Whether nothing runs: the machine is not the one it is planned for."""
+        return self._folder.plan_only
+
     def start(self) -> None:
         """Make the folder; take away what an earlier run, perhaps of more passes, left there."""
         self._drawing = None
@@ -117,7 +122,7 @@ class GraphDump:
     def finish(self, plan: Plan) -> None:
         """Write the plan. Raises `Planned` where no more than that is wanted."""
         self.write_plan(plan)
-        if self._folder.plan_only:
+        if self.plan_only:
             raise Planned
 
     def write_plan(self, plan: Plan) -> None:

@@ -13,9 +13,10 @@ from torch.fx import Graph
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxprec.passes import fit_peak
+from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
-from fxprec.passes.analysis.peak.kernels import Kind, flops_of
-from fxprec.passes.analysis.peak.problem import Problem
+from fxprec.passes.analysis.peak.kernels import Kind, flops_of, kind_of
+from fxprec.passes.analysis.peak.problem import KEEP, Problem
 from fxprec.passes.analysis.peak.timeline import Item, Timeline
 
 aten = torch.ops.aten
@@ -55,6 +56,23 @@ def test_much_arithmetic_is_not_repeated() -> None:
 
     assert step().order == [0, 2, 3]
     assert step(is_heavy=True).order == [0, 1, 2, 3]
+
+
+def test_reads_of_one_tensor_count_once() -> None:
+    """Six times read by way of others, one buffer: little to repeat, so two loops do it each for itself."""
+    items = [extern(8), *(fused(8, 0) for _ in range(6)), fused(8, 1, 2, 3, 4, 5, 6)]
+    items += [Item(Kind.REDUCED, 1, (7,)), Item(Kind.REDUCED, 1, (7,))]
+    assert Timeline(items, border=10).order == [0, 8, 9]
+
+
+def test_all_pieces_of_a_kernels_result_are_there_at_once() -> None:
+    """However late one of them is read: a weight's gradient waits beside those of other layers."""
+    items = [extern(0), Item(Kind.PIECE, 8, (0,)), Item(Kind.PIECE, 4, (0,)), extern(0, 1)]
+    items += [Item(Kind.PIECE, 8, (3,)), Item(Kind.PIECE, 4, (3,)), extern(1, 4), fused(8, 2, is_returned=True)]
+    step = Timeline([*items, fused(8, 5, is_returned=True)], border=0)
+    assert step.born[2] == step.born[1] == step.order.index(0)
+    assert step.live[0] == 12
+    assert step.peak >= 8 + 4 + 8 + 4
 
 
 def test_kernels_run_in_the_order_that_lowering_gives_them() -> None:
@@ -101,6 +119,16 @@ def test_operations_are_counted_as_torch_counts_them(call: Any) -> None:
     assert flops_of(node) == counter.get_total_flops()
 
 
+def test_a_number_written_over_a_constant_is_compared_instead() -> None:
+    """Cross-entropy's backward: Inductor makes a comparison with the places of it."""
+    graph = Graph()
+    places = graph.placeholder("places")
+    for written in (graph.call_function(aten.full.default, ([4, 8], 0.0)), graph.placeholder("x")):
+        node = graph.call_function(aten.scatter.value, (written, 1, places, -1.0))
+        node.meta["val"] = torch.empty(4, 8)
+        assert kind_of(node) is (Kind.FUSED if written.op == "call_function" else Kind.EXTERN)
+
+
 @pytest.fixture(scope="module")
 def chooser() -> Chooser:
     """Of a small network in fp8."""
@@ -119,6 +147,12 @@ def chooser() -> Chooser:
         backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%")
         torch.compile(nn.Sequential(*block, *block), backend=backend)(torch.randn(512, 64, requires_grad=True))
     return found[0]
+
+
+def test_what_is_converted_for_a_gemm_and_kept_in_that_dtype_is_one(chooser: Chooser) -> None:
+    held = chooser.replayed({node: way for node, way in chooser.problem.columns if way == KEEP}).held
+    kept = [n for n in held.at if n.target in CASTS and held.saved.get(n.all_input_nodes[0]) is not None]
+    assert {n for n in kept if held.items[held.at[n]].kind is Kind.VIEW}
 
 
 def test_less_memory_never_takes_less_time(chooser: Chooser) -> None:

@@ -12,6 +12,7 @@ from torch.fx import Node
 from fxprec.ir import symbolic
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import dim_hint, factors_of, has_tag, is_view, made_by, numel_hint, tensor_of, value
+from fxprec.passes.analysis.peak.workspace import workspace
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -36,8 +37,8 @@ _FUSED = (
     ops.existing(
         aten,
         "full full_like scalar_tensor empty empty_like zeros_like ones_like arange iota where.self gather index.Tensor"
-        " embedding index_select constant_pad_nd clone contiguous _to_copy repeat flip roll select_scatter"
-        " slice_scatter expand slice_backward select_backward",
+        " _unsafe_index.Tensor embedding index_select constant_pad_nd clone contiguous _to_copy repeat flip roll"
+        " select_scatter slice_scatter expand slice_backward select_backward",
     )
     | ops.existing(prims, "convert_element_type iota")
     | {symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, symbolic.KeepCodes.target, symbolic.RESCALE}
@@ -58,15 +59,29 @@ def kind_of(node: Node) -> Kind:
         return Kind.VIEW
     if node.target in _REDUCED:
         return Kind.REDUCED
-    if node.target in _FUSED or has_tag(node, torch.Tag.pointwise):
+    if node.target in _FUSED or has_tag(node, torch.Tag.pointwise) or _writes_on_constant(node):
         return Kind.FUSED
     return Kind.EXTERN
+
+
+def _writes_on_constant(node: Node) -> bool:
+    """Say whether a number is written over places of a constant, one in each row: Inductor compares instead."""
+    written = node.args[0] if node.target is aten.scatter.value else None
+    return isinstance(written, Node) and written.target is aten.full.default
 
 
 def bytes_of(node: Node) -> int:
     """Return what a node's result takes at the traced sizes; nothing where it is no tensor."""
     val = value(node)
     return 0 if val is None else numel_hint(val) * val.dtype.itemsize
+
+
+def workspace_of(node: Node) -> int:
+    """Return the bytes a node's kernel takes while it runs, beside its result."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        return 0
+    vals = (value(arg) for arg in node.args if isinstance(arg, Node))
+    return workspace(node.target.overloadpacket.__name__, [val for val in vals if val is not None])
 
 
 def can_repeat(node: Node) -> bool:

@@ -15,7 +15,8 @@ from torch.fx import Node
 from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Quantize
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.joint import JointGraph, numel_hint, tensor_of, value
-from fxprec.passes.analysis.peak.kernels import HEAVY, Kind, bytes_of, kind_of
+from fxprec.passes.analysis.ops import CASTS
+from fxprec.passes.analysis.peak.kernels import HEAVY, Kind, bytes_of, kind_of, workspace_of
 from fxprec.passes.analysis.peak.timeline import Item, Timeline
 from fxprec.passes.analysis.saved_bytes import bytes_per_element
 from fxprec.plan.rows import LIVE
@@ -112,6 +113,9 @@ class Held:
         self.timeline = Timeline(self.items, self.border)
 
     def _run_forward(self, node: Node) -> None:
+        if self._is_copy(node):
+            self.at[node] = self._append(Item(Kind.VIEW, 0, [self.copies[node.all_input_nodes[0]]]), node)
+            return
         reads = [self.at[self.step.shown(source)] for source in node.all_input_nodes]
         is_stored = node in self.saved and self.saved[node] is None
         self.at[node] = self._add(node, reads, node, is_stored=is_stored)
@@ -120,10 +124,16 @@ class Held:
             size = numel_hint(tensor_of(node)) * bytes_per_element(fmt)
             self.copies[node] = self._append(Item(Kind.FUSED, size, [self.at[node]], is_stored=True), node)
 
+    def _is_copy(self, node: Node) -> bool:
+        """Say whether a conversion makes what is stored of its operand anyway: Inductor finds the two equal."""
+        fmt = self.saved.get(node.all_input_nodes[0]) if node.target in CASTS else None
+        return fmt is not None and fmt.bits > 8 and fmt.torch_dtype is tensor_of(node).dtype
+
     def _add(self, node: Node, reads: list[int], anchor: Node, *, is_stored: bool = False, again: bool = False) -> int:
         kind = Kind.PIECE if self.step.joint.is_tangent(node) else kind_of(node)
         is_returned = not again and node in self.step.returned
-        return self._append(Item(kind, bytes_of(node), reads, is_stored, is_returned, node.target in HEAVY), anchor)
+        item = Item(kind, bytes_of(node), reads, is_stored, is_returned, node.target in HEAVY, workspace_of(node))
+        return self._append(item, anchor)
 
     def _append(self, item: Item, anchor: Node) -> int:
         self.items.append(item)
@@ -186,6 +196,9 @@ class Held:
         for item, born in timeline.born.items():
             change[born][kinds[item]] += self.items[item].bytes
             change[timeline.dies[item] + 1][kinds[item]] -= self.items[item].bytes
+        for time, item in enumerate(timeline.order):
+            change[time][-1] += self.items[item].workspace
+            change[time + 1][-1] -= self.items[item].workspace
         rows = list(accumulate(change[:-1], lambda row, delta: [a + b for a, b in zip(row, delta, strict=True)]))
         stretch = -(-len(rows) // _MOMENTS)
         return tuple(tuple(max(rows[i : i + stretch], key=sum)) for i in range(0, len(rows), stretch or 1))

@@ -33,6 +33,8 @@ class Item:
     """Whether it lives to the end of the step: a gradient, an output."""
     is_heavy: bool = False
     """Whether its arithmetic is too much to repeat."""
+    workspace: int = 0
+    """Bytes that it takes while it runs, beside its result."""
 
 
 @dataclass
@@ -58,18 +60,27 @@ class Timeline:
         self._returned = self._shown_to_the_end()
         lies = self._lying()
         reads = self._reads(lies)
-        run = [position for position in range(len(self.items)) if lies[position]]
+        run = [position for position in range(len(self.items)) if lies[position] and self._maker(position) == position]
         halves = [p for p in run if p < self.border], [p for p in run if p >= self.border]
         kept = {p for p in halves[0] if self.items[p].is_stored or self._returned[p]}
         self.order = [*self._ordered(halves[0], reads, kept), *self._ordered(halves[1], reads, set())]
         self._fill(reads)
 
+    def _maker(self, position: int) -> int:
+        """Return the item whose kernel makes an item's memory: all pieces of one are there at once."""
+        item = self.items[position]
+        return item.reads[0] if item.kind is Kind.PIECE and item.reads else position
+
+    def _made_by(self, position: int) -> list[int]:
+        pieces = (r for r in self._readers[position] if self._maker(r) == position)
+        return [position, *pieces]
+
     def _ordered(self, half: Sequence[int], reads: Sequence[Collection[int]], kept: Collection[int]) -> list[int]:
-        at = {position: i for i, position in enumerate(half)}
-        returned = {p for p in half if self._returned[p]} | {*kept}
+        at = {made: i for i, position in enumerate(half) for made in self._made_by(position)}
+        returned = {p for p in at if self._returned[p]} | {*kept}
         kernels = [
             Kernel(
-                {str(p): self.items[p].bytes},
+                {str(m): self.items[m].bytes for m in self._made_by(p)},
                 {str(r): self.items[r].bytes for r in reads[p]},
                 frozenset(at[r] for r in reads[p] if r in at),
             )
@@ -82,16 +93,18 @@ class Timeline:
     def _lying(self) -> list[bool]:
         """Say of each item whether it lies in memory."""
         wanted, users = self._wanted_in_memory(), self._users()
-        lies, reads, operations = [False] * len(self.items), [0] * len(self.items), [0] * len(self.items)
+        lies, operations = [False] * len(self.items), [0] * len(self.items)
         heavy = [item.is_heavy for item in self.items]
+        reads: list[set[int]] = []
         for position, item in enumerate(self.items):
+            reads.append(set())
             for read in item.reads:
                 is_memory = lies[read] or self.items[read].kind is Kind.FREE
-                reads[position] += 1 if is_memory else reads[read]
+                reads[position] |= {read} if is_memory else reads[read]
                 operations[position] += 0 if is_memory else operations[read]
                 heavy[position] |= not is_memory and heavy[read]
             operations[position] += item.kind is Kind.FUSED
-            is_much = reads[position] > _MANY_READS or operations[position] > _MANY_OPERATIONS or heavy[position]
+            is_much = len(reads[position]) > _MANY_READS or operations[position] > _MANY_OPERATIONS or heavy[position]
             is_apart = wanted[position] or item.is_stored or (users[position] > 1 and is_much)
             lies[position] = item.kind in _ALWAYS or (item.kind is Kind.FUSED and is_apart)
         return lies
@@ -134,7 +147,7 @@ class Timeline:
 
     def _fill(self, reads: Sequence[Collection[int]]) -> None:
         end = len(self.order)
-        time = {position: t for t, position in enumerate(self.order)}
+        time = {made: t for t, position in enumerate(self.order) for made in self._made_by(position)}
         last = dict(time)
         for position, t in time.items():
             for read in reads[position]:
@@ -146,9 +159,9 @@ class Timeline:
             change[t] += self.items[position].bytes
             change[self.dies[position] + 1] -= self.items[position].bytes
         live = 0
-        for delta in change[:end]:
+        for delta, position in zip(change[:end], self.order, strict=True):
             live += delta
-            self.live.append(live)
+            self.live.append(live + self.items[position].workspace)
 
     def is_returned(self, position: int) -> bool:
         """Say whether an item lives to the end: it is returned, or a view of it is."""

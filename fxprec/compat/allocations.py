@@ -1,0 +1,205 @@
+"""What a graph that Inductor compiled allocates and frees, read off the code it wrote for it.
+
+Its function ``call`` is run statement by statement on fake tensors: buffers are made and deleted; what is called for
+its effect alone, as kernels are, is left out. So the bytes are those of the code as it is, order and reuse included,
+whether it was just compiled or comes from the cache.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.select_algorithm import extern_kernels
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+class NotReplayedError(Exception):
+    """The code does what is not understood here: it loops, reads a number from a tensor, is C++."""
+
+
+@dataclass
+class LiveBytes:
+    """The storages that live, each as long as something holds it, and the most bytes that did at once."""
+
+    free: Collection[int] = ()
+    """Storages that are there anyway."""
+    workspace: Callable[[str, Sequence[Tensor]], int] = lambda name, operands: 0
+    """Gives the bytes that an operator of ``aten`` takes while it runs, beside its result."""
+    peak: int = 0
+    live: int = 0
+    _holders: Counter[int] = field(default_factory=Counter)
+
+    def hold(self, value: Any) -> None:
+        for storage, size in _storages(value):
+            self._holders[storage] += 1
+            if self._holders[storage] == 1 and storage not in self.free:
+                self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def drop(self, value: Any) -> None:
+        for storage, size in _storages(value):
+            self._holders[storage] -= 1
+            if not self._holders[storage] and storage not in self.free:
+                self.live -= size
+
+    def run(self, name: str, operands: Sequence[Tensor]) -> None:
+        self.peak = max(self.peak, self.live + self.workspace(name, operands))
+
+
+def storages_of(values: Sequence[Any]) -> frozenset[int]:
+    """Return numbers that stand for the storages of fake tensors, as long as these live."""
+    return frozenset(storage for storage, _ in _storages(values))
+
+
+def _storages(value: Any) -> Iterator[tuple[int, int]]:
+    if isinstance(value, Tensor):
+        storage = value.untyped_storage()
+        yield storage._cdata, storage.nbytes()
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _storages(each)
+
+
+def fakes_like(values: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
+    """Return new fake tensors of the sizes at hand, and numbers as they are."""
+    with mode:
+        return [_fake_like(value) for value in values]
+
+
+def _fake_like(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return _number(value)
+    size, stride = ([_number(n) for n in dims] for dims in (value.shape, value.stride()))
+    return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+
+
+def _number(value: Any) -> Any:
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat) else value
+
+
+def replayed(code: Any, inputs: Sequence[Any], mode: FakeTensorMode, memory: LiveBytes) -> tuple[Any, ...]:
+    """Run the code of a compiled graph on fake ``inputs``, which it may free; return its results, which are held.
+
+    Results share memory with each other and with inputs where they do in the compiled graph. Raises
+    `NotReplayedError`.
+    """
+    call = _call(getattr(code, "source_code", ""))
+    names: dict[str, Any] = {**_NAMES, **_constants(code, mode)}
+    with mode:
+        run = _Run(names, memory)
+        run.bind("args", list(inputs))
+        for statement in call.body:
+            run.execute(statement)
+    return run.results
+
+
+def _call(source: str) -> ast.FunctionDef:
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise NotReplayedError("the compiled graph is no Python") from error
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "call":
+            return node
+    raise NotReplayedError("the compiled graph has no function 'call'")
+
+
+def _constants(code: Any, mode: FakeTensorMode) -> dict[str, Any]:
+    constants = getattr(code, "constants", None) or {}
+    return dict(zip(constants, fakes_like(list(constants.values()), mode), strict=True))
+
+
+@dataclass
+class _Run:
+    names: dict[str, Any]
+    memory: LiveBytes
+    results: tuple[Any, ...] = ()
+
+    def execute(self, statement: ast.stmt) -> None:
+        match statement:
+            case ast.Assign(targets=[target], value=value):
+                self._assign(target, self._value(value))
+                self._run(value)
+            case ast.Delete(targets=targets):
+                for target in targets:
+                    self.memory.drop(self.names.pop(ast.unparse(target), None))
+            case ast.Return(value=ast.expr() as value):
+                self.results = tuple(self._value(value))
+                self.memory.hold(self.results)
+            case ast.With(body=body):
+                for inner in body:
+                    self.execute(inner)
+            case ast.Expr(value=value):
+                if ast.unparse(value) == "args.clear()":
+                    self.memory.drop(self.names["args"])
+                self._run(value)
+            case _:
+                raise NotReplayedError(ast.unparse(statement))
+
+    def _assign(self, target: ast.expr, value: Any) -> None:
+        if isinstance(target, ast.Tuple | ast.List):
+            for each, part in zip(target.elts, value, strict=True):
+                self._assign(each, part)
+        else:
+            self.bind(ast.unparse(target), value)
+
+    def bind(self, name: str, value: Any) -> None:
+        self.memory.hold(value)
+        self.memory.drop(self.names.get(name))
+        self.names[name] = value
+
+    def _run(self, expression: ast.expr) -> None:
+        """Count what a library's kernel takes while it runs."""
+        path = ast.unparse(expression.func) if isinstance(expression, ast.Call) else ""
+        if not path.startswith(("extern_kernels.", "torch.ops.aten.", "aten.")):
+            return
+        assert isinstance(expression, ast.Call)
+        operands = [self._value(each) for each in expression.args]
+        name = path.removesuffix(".default").rpartition(".")[2]
+        self.memory.run(name, [x for x in operands if isinstance(x, Tensor)])
+
+    def _value(self, expression: ast.expr) -> Any:
+        try:
+            return eval(compile(ast.Expression(expression), "<compiled graph>", "eval"), self.names)
+        except Exception as error:  # whatever an operator raises of fake tensors
+            raise NotReplayedError(f"{ast.unparse(expression)}: {error}") from error
+
+
+def _empty(device: str) -> Any:
+    def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    return empty
+
+
+def _reinterpret(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    return x.as_strided(size, stride, x.storage_offset() + offset)
+
+
+def _device(*args: Any) -> None:
+    """Stand for a stream, which holds nothing."""
+
+
+_NAMES: dict[str, Any] = {
+    "torch": torch,
+    "math": math,
+    "inf": math.inf,
+    "nan": math.nan,
+    "device": torch.device,
+    "aten": torch.ops.aten,
+    "inductor_ops": torch.ops.inductor,
+    "extern_kernels": extern_kernels,
+    "empty_strided": torch.empty_strided,
+    "empty_strided_cpu": _empty("cpu"),
+    "empty_strided_cuda": _empty("cuda"),
+    "reinterpret_tensor": _reinterpret,
+    "get_raw_stream": _device,
+}
+"""What the code of a compiled graph may ask for while it makes buffers."""

@@ -1,0 +1,56 @@
+"""What a library's kernel allocates for itself while it runs, on a CPU: it is part of the peak, and in no graph.
+
+By the allocator's events, torch 2.13 with oneDNN on a CPU with AVX-512; within a tenth, or above. Of GPUs nothing is
+known here: cuBLAS and cuDNN choose by device and version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxprec.passes.analysis.joint import dim_hint, numel_hint
+
+_GEMMS = ("mm", "addmm", "bmm", "baddbmm")
+_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
+_CONVOLUTION, _CONVOLUTION_BACKWARD = 16_384, 98_304  # bytes
+_GEMM = 132_096  # bytes, of a 16-bit GEMM: packed panels
+_TRANSPOSED, _PER_COLUMN = 345_216, 1_024  # bytes, where its first factor is transposed
+_ROWS = ((768, 256), (192, 64), (0, 32))  # of queries at once, from how many on
+_KEYS = 512  # at once
+
+
+def workspace(name: str, operands: Sequence[Tensor]) -> int:
+    """Return the bytes an operator of ``aten`` allocates beside its results; 0 where nothing is known."""
+    if not operands or operands[0].device.type != "cpu":
+        return 0
+    if name == "convolution":
+        return _bytes(operands[1]) + _CONVOLUTION  # the weight, reordered
+    if name == "convolution_backward":
+        return 2 * _bytes(operands[2]) + _CONVOLUTION_BACKWARD  # its gradient in float32, or it and another
+    if name in (_FORWARD, _BACKWARD):
+        return _attention(operands[0], operands[1 if name == _FORWARD else 2], is_backward=name == _BACKWARD)
+    if name in _GEMMS and operands[-1].dtype.itemsize == 2:
+        first, second = operands[-2:]
+        is_transposed = first.stride()[-2] == 1 and first.stride()[-1] != 1
+        most = _TRANSPOSED + _PER_COLUMN * dim_hint(second.shape[-1]) if is_transposed else _GEMM
+        return min(most, _bytes(first) + _bytes(second))
+    return 0
+
+
+def _attention(query: Tensor, key: Tensor, *, is_backward: bool) -> int:
+    """Scores of a block in float32 for each thread, in 16 bits too if the query is; backward has two, and a query."""
+    queries, keys, width = (dim_hint(n) for n in (query.shape[-2], key.shape[-2], query.shape[-1]))
+    rows, columns = next(n for least, n in _ROWS if queries >= least), min(_KEYS, keys)
+    scores = rows * columns * (6 if query.dtype.itemsize == 2 else 4)
+    if not is_backward:
+        return torch.get_num_threads() * (scores + rows * (4 * width + 8))
+    a_thread = 2 * scores + 4 * (rows + columns) * (width + 8)
+    return _bytes(query) + torch.get_num_threads() * a_thread
+
+
+def _bytes(x: Tensor) -> int:
+    return numel_hint(x) * x.dtype.itemsize

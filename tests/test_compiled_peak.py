@@ -1,0 +1,212 @@
+"""What compiled graphs hold, replayed from Inductor's code, and a budget held to that."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import fxprec
+from benchmarks.memory.measure import peak_bytes
+from fxprec.driver import compilation
+from fxprec.driver.compiled_peak import CompiledPeak, PlainHalf
+from fxprec.driver.event_log import EventLog
+from fxprec.driver.peak_budget import ATTEMPTS, PeakBudget
+from fxprec.driver.saved_budget import PlanAgain
+from fxprec.errors import BudgetError, FxprecWarning
+from fxprec.passes.analysis.peak.workspace import workspace
+from fxprec.plan import PeakBytes
+
+aten = torch.ops.aten
+FORWARD = """
+class Runner:
+    def call(self, args):
+        weight, x = args
+        args.clear()
+        assert_size_stride(x, (4, 8), (8, 1), 'input')
+        buf0 = empty_strided_cpu((4, 16), (16, 1), torch.float32)
+        extern_kernels.mm(x, reinterpret_tensor(weight, (8, 16), (1, 8), 0), out=buf0)
+        buf1 = empty_strided_cpu((4, 16), (16, 1), torch.bfloat16)
+        cpp_fused_0(buf0, buf1)
+        buf2 = buf0; del buf0  # reuse
+        cpp_fused_1(buf2)
+        buf3 = torch.ops.aten.max_pool2d_with_indices.default(reinterpret_tensor(buf2, (1, 4, 16), (64, 16, 1), 0), [2, 2])
+        del buf2
+        buf4 = buf3[0]
+        buf5 = buf3[1]
+        del buf3
+        return (buf4, buf1, buf5, weight, )
+"""
+BACKWARD = """
+def call(args):
+    buf1, buf5, weight, tangents_1 = args
+    args.clear()
+    with torch.cuda._DeviceGuard(0):
+        stream0 = get_raw_stream(0)
+        buf6 = empty_strided_cpu((4, 16), (16, 1), torch.float32)
+        cpp_fused_2(tangents_1, buf5, buf6)
+        del tangents_1
+        del buf5
+        buf7 = empty_strided_cpu((16, 8), (8, 1), torch.float32)
+        extern_kernels.mm(reinterpret_tensor(buf6, (16, 4), (1, 16), 0), buf1, out=buf7)
+        del buf1
+        del buf6
+    return (buf7, )
+"""
+WIDE, NARROW, POOLED, PLACES = 4 * 16 * 4, 4 * 16 * 2, 2 * 8 * 4, 2 * 8 * 8
+X, WEIGHT = torch.empty(4, 8), torch.empty(16, 8)
+
+
+def code(source: str) -> Any:
+    return SimpleNamespace(source_code=source, constants=None)
+
+
+def forward() -> PlainHalf:
+    return PlainHalf(("weight", "x"), ("buf4", "buf1", "buf5", "weight"), (WEIGHT, X), is_backward=False)
+
+
+def test_both_halves_are_replayed_buffer_by_buffer() -> None:
+    peak = CompiledPeak(num_results=1)
+    peak.saw(forward(), code(FORWARD))
+    assert peak._forward == WIDE + NARROW + POOLED + PLACES, "a reused buffer counts once, inputs do not"
+    backward = PlainHalf(("buf1", "buf5", "weight", "tangents_1"), (), (X, X, WEIGHT, torch.empty(1, 2, 8)), True)
+    peak.saw(backward, code(BACKWARD))
+    starts = POOLED + NARROW + PLACES + POOLED  # the caller's result, what was saved, the gradient of the result
+    library = NARROW + WIDE  # of a GEMM of 16 bits as small as this one: no more than its factors
+    assert peak.bytes == max(starts + WIDE, POOLED + NARROW + WIDE + 16 * 8 * 4 + library, peak._forward)
+    assert not peak.unread
+
+
+def allocated(run: Any) -> tuple[int, int]:
+    """Return the most bytes that live while something runs, and the bytes of its results."""
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        results = run()
+    found = results if isinstance(results, tuple) else (results,)
+    return peak_bytes(profiled), sum(x.untyped_storage().nbytes() for x in found if isinstance(x, Tensor))
+
+
+def _library_calls() -> list[Any]:
+    def last(x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last)
+
+    image, weight = last(torch.randn(8, 64, 8, 8).bfloat16()), last(torch.randn(128, 64, 3, 3).bfloat16())
+    window = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    query = torch.randn(2, 4, 256, 32)
+    out, scale = aten._scaled_dot_product_flash_attention_for_cpu(query, query, query, 0.0, True)
+    x, gradient = torch.randn(2048, 256).bfloat16(), torch.randn(2048, 512).bfloat16()
+    return [
+        (aten.convolution.default, (image, weight, None, *window)),
+        (aten.convolution_backward.default,
+         (last(torch.randn(8, 128, 8, 8).bfloat16()), image, weight, None, *window, [True, True, False])),
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, (query, query, query, 0.0, True)),
+        (aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+         (out, query, query, query, out, scale, 0.0, True)),
+        (aten.mm.default, (gradient.t(), x)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", _library_calls(), ids=lambda call: call[0].overloadpacket.__name__)
+def test_what_libraries_take_for_themselves_is_known(call: Any) -> None:
+    operator, args = call
+    most, results = allocated(lambda: operator(*args))
+    beside = workspace(operator.overloadpacket.__name__, [x for x in args if isinstance(x, Tensor)])
+    own = beside if torch.ops.mkldnn._is_mkldnn_bf16_supported() or args[0].dtype != torch.bfloat16 else most - results
+    assert 0.75 * (results + own) <= most <= 1.01 * (results + own)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def call(args):\n    for i in args:\n        pass\n", "for i in args"),
+        (
+            "def call(args):\n    x, y = args\n    z = unheard_of(x)\n    return (z,)\n",
+            "unheard_of.x.: name 'unheard_of'",
+        ),
+        ("void call(int* args) {}", "no Python"),
+        ("", "no function 'call'"),
+    ],
+)
+def test_code_that_is_not_understood_is_said(source: str, words: str) -> None:
+    peak = CompiledPeak(num_results=1)
+    peak.saw(forward(), code(source))
+    assert peak.bytes is None
+    assert words.replace(".x.", "(x)") in peak.unread
+
+
+def budget(planned: int, of: int = 1000) -> PeakBytes:
+    return PeakBytes(budget=of, high=2000, planned=planned)
+
+
+def test_a_plan_above_the_budget_is_made_again_with_what_it_holds_beyond_its_prediction() -> None:
+    log = EventLog("graph 0", strict=False)
+    peak = PeakBudget(log)
+    with pytest.raises(PlanAgain):
+        peak.hold(budget(990), 1090)
+    assert peak.beyond == 100
+    assert [event.kind for event in log.events] == ["replanned"]
+    assert "a plan that predicts 990 bytes at the peak holds 1.06 KiB (1090 bytes) as compiled" in log.events[0].detail
+    assert peak.hold(budget(995), 998).compiled == 998
+    assert peak.tried == [(990, 1090), (995, 998)]
+
+
+def test_a_budget_that_no_plan_keeps_is_an_error_that_names_the_best() -> None:
+    peak = PeakBudget(EventLog("graph 0", strict=False))
+    for extra in range(ATTEMPTS - 1, 0, -1):
+        with pytest.raises(PlanAgain):
+            peak.hold(budget(990), 1000 + extra)
+    with pytest.raises(BudgetError, match=r"of 5 plans made for it the best holds 1001 bytes as compiled; raise it to"):
+        peak.hold(budget(990), 1100)
+
+
+def test_a_given_plan_above_its_budget_is_told_once() -> None:
+    peak = PeakBudget(EventLog("graph 0", strict=False))
+    with pytest.warns(FxprecWarning, match="peak_budget 1000 bytes: the step holds 1.07 KiB"):
+        assert peak.tell(budget(990), 1100, 3).compiled == 1100
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        peak.tell(budget(990), 1100, 4)
+        peak.tell(budget(990), 900, 5)
+
+
+def test_a_step_that_holds_more_as_compiled_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def replayed(num_results: int) -> Any:
+        made.append(num_results)
+        return SimpleNamespace(bytes=None, unread="")
+
+    def hold(self: Any) -> None:
+        peak = self.planned.plan.peak_bytes
+        self.halves.peak.bytes = peak.budget + 4000 if len(made) == 1 else peak.planned
+        held(self)
+
+    held = compilation.Compilation._hold_peak
+    monkeypatch.setattr(compilation, "CompiledPeak", replayed)
+    monkeypatch.setattr(compilation.Compilation, "_hold_peak", hold)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(256, 32)
+    backend = fxprec.Backend(fxprec.Config(recipe="fp8", peak_budget="100%", lowering="eager"))
+    torch.compile(model, backend=backend)(x).sum().backward()
+    assert [event.kind for event in backend.events].count("replanned") == 1
+    peak = backend.plans[0].peak_bytes
+    assert peak is not None
+    assert len(made) == 2
+    assert peak.compiled == peak.planned <= peak.budget, "what the first held beyond its prediction counts from then on"
+
+
+def test_a_budget_of_more_than_the_machine_has_is_told() -> None:
+    model, backend = (
+        nn.Linear(4, 4),
+        fxprec.Backend(fxprec.Config(recipe="fp8", peak_budget="9000TiB", lowering="eager")),
+    )
+    with pytest.warns(
+        FxprecWarning, match=r"^peak_budget 9216000.00 GiB .*: cpu has .* GiB .*; give it less than that, or"
+    ):
+        torch.compile(model, backend=backend)(torch.randn(3, 4)).sum().backward()
+    assert len([event for event in backend.events if event.kind == "fallback"]) == 1
