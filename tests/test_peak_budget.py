@@ -301,5 +301,7 @@ def test_the_allocator_sees_no_more_than_the_budget() -> None:
     plan = backend.plans[0].peak_bytes
     assert plan is not None
     assert plan.planned <= plan.budget
+    assert plan.compiled is not None
+    assert plan.compiled <= plan.budget
     outside = 2 * 4 * tokens.numel() * 32  # the square of the result, and its gradient
     assert 0.9 * plan.planned < peak_bytes(profiled) < 1.02 * plan.planned + outside
