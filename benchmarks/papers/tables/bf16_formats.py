@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.papers import svg
-from benchmarks.papers.claims import Claim, Verdict, lower, most, no_worse, together
+from benchmarks.papers.claims import Claim, Verdict, lower, most, no_worse
 from benchmarks.papers.found import Found, Row
 from benchmarks.papers.sixteen_bit import BOTH, FP32, KAHAN, STOCHASTIC, Training, constant
 from benchmarks.papers.sixteen_bit_tasks import clicks, trained
@@ -17,16 +17,14 @@ TITLE = "Fewer than 16 bits, both techniques, and float16"
 SOURCE = "Figures 10, 11 and 12"
 PUBLISHED: dict[str, dict[str, float]] = {}
 FORMATS = {16: "bf16", 14: "1-8-5:ieee", 12: "1-8-3:ieee", 10: "1-8-1:ieee"}
-SMALLER = (
-    "a DLRM on generated clicks for Kaggle's, and the residual CNN on digits for float16. The figures print no numbers."
-)
+SMALLER = "a DLRM on generated clicks for Kaggle's (2,000 steps), and the residual CNN on digits for float16. The figures print no numbers."
 DEVIATES = (
     "at a learning rate of 0.5, five times the paper's: at 0.1 fp32 is far from its best after so few steps, and the noise "
-    "of few bits helps it. Training loss over the last eighth, as the paper shows training AUC. No loss scale, as in the "
-    "paper; no warning that a learning rate is cancelled."
+    "of few bits helps it. Held-out loss, where the paper shows training AUC: after one epoch the two are of the same kind, and "
+    "a step's own loss is rounded like all else. No loss scale, as in the paper."
 )
 SEEDS = 3
-LOSS = "training loss"
+LOSS = "loss"
 HALF = "fp16"
 
 
@@ -51,7 +49,7 @@ def _label(method: str, name: str) -> str:
 def _clicks(method: str, name: str, seed: int) -> dict[str, float]:
     torch.manual_seed(seed)
     figures = clicks(Training(method, parse(name)), seed, 2000, 128, 0.5, constant)
-    return {LOSS: figures["training loss"], "loss": figures["loss"], "score": figures["score"]}
+    return {LOSS: figures["loss"], "score": figures["score"]}
 
 
 def _margin(found: Found) -> float:
@@ -65,7 +63,7 @@ def _fourteen(found: Found) -> Verdict:
 
 def _fewer(found: Found) -> Verdict:
     others = [f"14-bit, {STOCHASTIC}", *(f"{b}-bit, {m}" for b in (12, 10) for m in (STOCHASTIC, KAHAN))]
-    return together(*(lower("32-bit", row, LOSS)(found) for row in others))
+    return most({row: lower("32-bit", row, LOSS)(found) for row in others}, len(others))
 
 
 def _both(found: Found) -> Verdict:
@@ -80,7 +78,12 @@ def _half(found: Found) -> Verdict:
 
 CLAIMS = [
     Claim("14 bits with Kahan summation train as well as 32 (Figure 10)", _fourteen),
-    Claim("every other width below 16 bits trains worse (Figure 10)", _fewer),
+    Claim(
+        "every other width below 16 bits trains worse (Figure 10)",
+        _fewer,
+        "Shown for 12 bits with stochastic rounding and for 10 bits. At 14 bits with stochastic rounding and at 12 with Kahan "
+        "summation a network this small loses nothing beyond noise (nor did one seed after 1,200 steps).",
+    ),
     Claim("stochastic rounding and Kahan summation together match 32 bits (Figure 11)", _both),
     Claim(
         "float16 in place of bfloat16 trains worse, with either technique (Figure 12)",
@@ -95,4 +98,4 @@ def draw(found: Found) -> str:
     groups = {"32": {"": found.mean("32-bit", LOSS)}}
     groups |= {str(b): {m: found.mean(f"{b}-bit, {m}", LOSS) for m in (STOCHASTIC, KAHAN)} for b in FORMATS}
     least = min(v for bar in groups.values() for v in bar.values())
-    return svg.bars(groups, "training loss", low=0.95 * least)
+    return svg.bars(groups, "held-out loss", low=0.95 * least)
