@@ -32,7 +32,8 @@ from fxprec.passes.casts.stored import STATISTIC
 from fxprec.plan import Site
 from fxprec.plan.rows import UNREAD
 
-# Of slope 1.2 at most, so that an error in the input grows no larger.
+# Of slope 1.2 at most: an error in the input grows no larger. Near 0 it may be the larger beside the result, which
+# does not matter to a product.
 _ACTIVATIONS = frozenset({"aten.silu", "aten.gelu", "aten.mish", "aten.softplus"})
 _AFFINE = ops.existing(ops.aten, "add.Tensor sub.Tensor mul.Tensor add.Scalar sub.Scalar mul.Scalar neg") | ops.CASTS
 
@@ -94,8 +95,8 @@ class _Copies:
         op = self.work.operators.of_node.get(value_)
         if op is None or op.is_gemm or regions.is_marked(value_):
             return None
-        if op.aten in _ACTIVATIONS and any(reader.target in ops.GEMMS_BACKWARD for _, reader in readers(decoded)):
-            return None  # a GEMM wants it in memory: a copy is read faster than the function is computed
+        if op.aten in _ACTIVATIONS and any(reader.target is not ops.aten.mul.Tensor for _, reader in readers(decoded)):
+            return None  # a GEMM wants it in memory anyway, and another formula may ask for its relative error
         chain = self._steps(value_, op)
         sources = {n for node in chain or () for n in node.all_input_nodes if n in self.read and n not in (chain or ())}
         return chain if chain and len(sources) == 1 and self._source_bits(chain) >= bits else None
