@@ -36,7 +36,7 @@ class Run:
     skipped: int = 0
     """Steps left out since the loss scale overflowed."""
     underflow: dict[str, list[float]] = field(default_factory=dict)
-    """Of each module's incoming gradient, by step, as a share of its elements."""
+    """Of each module's first incoming gradient (behind the softmax: of the logits), by step, share of its elements."""
     exponents: dict[str, list[int]] = field(default_factory=dict)
     """Scale exponents in the same way."""
 
@@ -93,8 +93,10 @@ class Trainer:
     def _is_good(self, scaling: Scaling, run: Run) -> bool:
         """Note the statistics of the step; say whether a dynamic loss scale allows it."""
         controller = self.backend.controllers[0]
+        met = set()
         for row in controller.rows():
-            if row["kind"] == "grad_output" and row["underflow_ratio"] is not None:
+            if row["kind"] == "grad_output" and row["underflow_ratio"] is not None and row["module"] not in met:
+                met.add(row["module"])
                 run.underflow.setdefault(row["module"], []).append(row["underflow_ratio"])
                 run.exponents.setdefault(row["module"], []).append(row["scale_exponent"])
         is_bad = isinstance(scaling, LossScaling) and scaling.dynamic and bool(controller.keeper.overflowed)  # type: ignore[union-attr]
@@ -103,7 +105,7 @@ class Trainer:
 
 
 CLASSES = 4
-MICRO_BATCHES = 48
+MICRO_BATCHES = 253  # 12 images of 360 x 480 pixels, CamVid's batch, over 8 of 32 x 32
 WEIGHTS = (1e3, 1.0, 1e-3, 1e-6)
 GRID = 4  # cells a side
 HEADS = (CLASSES, GRID**2, GRID**2, GRID**2)  # outputs
@@ -140,7 +142,7 @@ def _block(inside: int, out: int, stride: int = 1) -> nn.Sequential:
 
 
 class Segmenter(nn.Module):
-    """Two levels down, two up, skips added; a pixel-wise softmax whose loss is that of one of 48 micro-batches."""
+    """Two levels down, two up, skips added; a pixel-wise softmax whose loss is that of one of 253 micro-batches."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

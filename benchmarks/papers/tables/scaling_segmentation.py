@@ -23,7 +23,7 @@ PUBLISHED = {
 }
 SMALLER = (
     "an encoder-decoder of six convolutions on synthetic shapes of 32x32 pixels, batch 8, 120 steps, for SegNet on CamVid; "
-    "its loss is divided by 48, as for one of 48 micro-batches, so that gradients are as small as with 172,800 pixels."
+    "its loss is divided by 253, so that a pixel's gradient is as small as in the paper's batch of 12 x 172,800 pixels."
 )
 DEVIATES = (
     "fp16 saturates in gradients, so that *none* cannot diverge. Adam, epsilon 1e-20. Held-out images are judged in float32. "
