@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 import warnings
 from collections.abc import Iterator
 
@@ -20,6 +21,8 @@ with warnings.catch_warnings():
     import torch
     import torch._inductor.compile_fx
 
+    from fxprec.driver import warm_start
+
 # pytest records every logger's messages; torch would serialise each graph it traces for that.
 logging.getLogger("torch.__trace").disabled = True
 
@@ -29,13 +32,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
+_SESSION = uuid.uuid4().hex
+
 # `./dev bf16` sets it. Tests that expect float32 models then fail; none may crash, hang or give garbage.
 _DEFAULT_DTYPE: torch.dtype = getattr(torch, os.environ.get("FXPREC_TEST_DEFAULT_DTYPE", "float32"))
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+def _fresh(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     torch.compiler.reset()
+    # No test takes what another, or the same one yesterday, has put into AOTAutograd's cache.
+    monkeypatch.setattr(warm_start, "sources", lambda: f"{_SESSION} {request.node.nodeid}")
     torch.manual_seed(0)
     torch.set_default_dtype(_DEFAULT_DTYPE)
     yield

@@ -179,7 +179,7 @@ class Block(nn.Module):
 
 
 def train_blocks(reentrant: bool | None, *, steps: int = 4) -> tuple[list[Tensor], Backend]:
-    """Two micro-batches in flight, three compiled blocks, loud in step 2: promotions come between the two forwards."""
+    """Two micro-batches in flight, three compiled blocks, each with a plan of its own, loud in step 2: promotions come between the two forwards."""
     torch.compiler.reset()
     torch.manual_seed(0)
     backend = eager_backend("native", recipe="fp8", low_ratio=1.0)
@@ -202,11 +202,11 @@ def test_a_checkpoint_around_compiled_blocks_repeats_what_forward_did() -> None:
     """The same gradients, steps, promotions and scales as without: a recomputation takes part in nothing."""
     wanted, plain = train_blocks(None)
     found, backend = train_blocks(False)
-    assert [c.step for c in backend.controllers] == [c.step for c in plain.controllers] == [4 * 2 * 3]
-    assert len(backend.plans[0].promoted) > 0
-    assert backend.plans[0].sites == plain.plans[0].sites
+    assert [c.step for c in backend.controllers] == [c.step for c in plain.controllers] == [4 * 2] * 3
+    assert all(len(plan.promoted) > 0 for plan in backend.plans)
+    assert [plan.sites for plan in backend.plans] == [plan.sites for plan in plain.plans]
     assert [(e.step, e.kind, e.site) for e in backend.events] == [(e.step, e.kind, e.site) for e in plain.events]
-    assert backend.controllers[0].latest == plain.controllers[0].latest
+    assert [c.latest for c in backend.controllers] == [c.latest for c in plain.controllers]
     for a, b in zip(found, wanted, strict=True):
         assert torch.equal(a, b)
 
@@ -215,7 +215,9 @@ def test_a_checkpoint_around_compiled_blocks_repeats_what_forward_did() -> None:
 def test_a_reentrant_checkpoint_counts_each_half_once() -> None:
     """Its forward runs without gradients, in a graph of its own; the training graph runs in backward only."""
     found, backend = train_blocks(True)
-    assert [graph.is_training for graph in backend._graphs] == [False, True]
-    assert [c.step for c in backend.controllers] == [4 * 2 * 3] * 2
-    assert [len(plan.promoted) > 0 for plan in backend.all_plans] == [False, True], "evaluation stores nothing"
+    assert [graph.is_training for graph in backend._graphs] == [False] * 3 + [True] * 3
+    assert [c.step for c in backend.controllers] == [4 * 2] * 6
+    assert [len(plan.promoted) > 0 for plan in backend.all_plans] == [False] * 3 + [True] * 3, (
+        "evaluation stores nothing"
+    )
     assert all(gradient.isfinite().all() for gradient in found)

@@ -1,18 +1,21 @@
-"""One backend over several equal layers or models: said, since they share one plan and one scale table."""
+"""One backend over several equal layers or models: one capture, and a plan, scales and statistics for each."""
 
 from __future__ import annotations
 
+import copy
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from backend_helpers import eager_backend
+from backend_helpers import assert_close, eager_backend
+from helpers import as_counts
 from torch import Tensor, nn
 
 import fxprec
 
-WORDS = r"linear\.weight: another layer or model runs the same compiled code.*give each a backend of its own"
-OPTIONS: dict[str, Any] = {"recipe": "hfp8", "low_ratio": 1.0}
+OPTIONS: dict[str, Any] = {"low_ratio": 1.0}
 
 
 class Layer(nn.Module):
@@ -26,59 +29,107 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def step(net: nn.Module) -> None:
-    net(torch.randn(4, 8)).square().mean().backward()
+def batch() -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
-def compiled_layers(backend: fxprec.Backend) -> nn.Module:
-    """Three: the first one's input needs no gradient, which makes its graph another than the others'."""
-    net = nn.Sequential(*(Layer() for _ in range(3)))
+def step(net: nn.Module) -> list[Tensor]:
+    """Return the loss and every gradient of one step."""
+    net.zero_grad()
+    loss = net(batch()).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in net.parameters())]
+
+
+def compiled_layers(backend: fxprec.Backend, net: nn.Module | None = None) -> nn.Module:
+    net = net or nn.Sequential(*(Layer() for _ in range(3)))
     for part in net:
         part.compile(backend=backend)
     return net
 
 
-def test_layers_of_one_backend_are_told_once() -> None:
+def promote_in(backend: fxprec.Backend, net: nn.Module, layer: int) -> None:
+    """Let statistics arrive at one layer that promote a tensor of it, and take the next step."""
+    step(net)
+    controller = backend.controllers[layer]
+    site = next(s for s in controller.plan.sites if s.direction == "forward" and s.format != controller.rules.hi)
+    controller.queue.push([site.id], torch.tensor(as_counts(1.0, 0.0, 1.0), dtype=torch.float64))
+    step(net)
+
+
+def promoted(plans: Iterable[fxprec.Plan | None]) -> list[int]:
+    return [len(plan.promoted) for plan in plans if plan is not None]
+
+
+@pytest.mark.parametrize("storage", ["simulate", "packed"])
+def test_layers_of_one_backend_share_a_capture_and_train_each_by_its_own_plan(storage: str) -> None:
+    backend = eager_backend(storage, **OPTIONS)
+    net = nn.Sequential(*(Layer() for _ in range(3)))
+    reference = copy.deepcopy(net)
+    compiled_layers(backend, net)
+    counts = torch._dynamo.utils.counters["stats"]
+    counts.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            for found, wanted in zip(step(net), step(reference), strict=True):
+                assert_close(found, wanted, "loss, then gradients")
+    assert counts["unique_graphs"] == 1
+    assert len(backend.plans) == 3
+    assert [controller.step for controller in backend.controllers] == [2, 2, 2]
+    assert len({id(controller.queue) for controller in backend.controllers}) == 3
+
+
+@pytest.mark.parametrize("storage", ["simulate", "packed"])
+def test_an_overflow_in_one_layer_promotes_in_that_layer_alone(storage: str) -> None:
+    backend = eager_backend(storage, recipe="hfp8", **OPTIONS)
+    net = compiled_layers(backend)
+    promote_in(backend, net, 1)
+    assert promoted(backend.plans) == [0, 1, 0]
+    with torch.no_grad():
+        net(batch().detach())
+    evaluation = [0, 1, 0] if storage == "simulate" else [0, 0, 0]  # packed, only backward reads what is stored
+    assert promoted(backend.all_plans) == [0, 1, 0, *evaluation]
+
+
+def test_statistics_are_those_of_each_layer() -> None:
+    backend = eager_backend("simulate", recipe="hfp8", promote_above=None, **OPTIONS)
+    net = compiled_layers(backend)
+    with torch.no_grad():
+        net[1].linear.weight.mul_(1e6)
+    step(net)
+    overflows = {row["graph"] for row in backend.stats() if row["overflow_ratio"]}
+    assert overflows == {1}
+
+
+def test_each_layer_takes_its_own_state_again() -> None:
+    backend = eager_backend("packed", recipe="hfp8", **OPTIONS)
+    net = compiled_layers(backend)
+    promote_in(backend, net, 1)
+    resumed = eager_backend("packed", recipe="hfp8", **OPTIONS)
+    resumed.load_state_dict(backend.state_dict())
+    again = compiled_layers(resumed, copy.deepcopy(net))
+    for found, wanted in zip(step(again), step(net), strict=True):
+        assert torch.equal(found, wanted)
+    assert promoted(resumed.plans) == [0, 1, 0]
+    torch.compiler.reset()
+    step(again)
+    assert promoted(resumed.plans) == [0, 1, 0]
+
+
+def test_two_models_in_turn_have_plans_of_their_own() -> None:
+    backend = eager_backend("simulate", strict=True, **OPTIONS)
+    first, second = (torch.compile(Layer(), backend=backend) for _ in range(2))
+    for model in (first, second, second):
+        step(model)
+    assert [controller.step for controller in backend.controllers] == [1, 2]
+
+
+def test_new_parameters_of_the_same_model_are_no_other_layer() -> None:
     backend = eager_backend("simulate", **OPTIONS)
     net = compiled_layers(backend)
-    with pytest.warns(fxprec.FxprecWarning, match=WORDS) as caught:
-        step(net)
     step(net)
-    assert len(caught) == 1
-    assert [event.kind for event in backend.events if "another layer" in event.detail] == ["fallback"]
-
-
-def test_two_models_in_turn_are_told() -> None:
-    backend = eager_backend("packed", **OPTIONS)
-    first, second = (torch.compile(Layer(), backend=backend) for _ in range(2))
-    step(first)
-    with pytest.warns(fxprec.FxprecWarning, match=WORDS):
-        step(second)
-
-
-def test_strict_makes_it_an_error_every_time() -> None:
-    net = compiled_layers(eager_backend("simulate", strict=True, **OPTIONS))
-    for _ in range(2):
-        with pytest.raises(fxprec.FallbackError, match=WORDS):
-            step(net)
-
-
-def test_new_parameters_of_the_same_model_are_no_strangers() -> None:
-    backend = eager_backend("simulate", **OPTIONS)
-    model = Layer()
-    compiled = torch.compile(model, backend=backend)
-    step(compiled)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    step(compiled)
-    assert not any(event.kind == "fallback" for event in backend.events)
-    assert len(backend.plans) == 1
-
-
-def test_layers_with_backends_of_their_own_count_their_own_steps() -> None:
-    net = nn.Sequential(*(Layer() for _ in range(3)))
-    for part in net:
-        part.compile(backend=eager_backend("simulate", **OPTIONS))
-    for _ in range(2):
-        step(net)
-    assert [fxprec.backend_of(part).controllers[0].step for part in net] == [2, 2, 2]
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    net.load_state_dict(state, assign=True)
+    step(net)
+    assert [controller.step for controller in backend.controllers] == [2, 2, 2]

@@ -18,7 +18,6 @@ from fxprec.compat.autograd import backward_id as backward_id
 from fxprec.compat.autograd import checkpoint_around as checkpoint_around
 from fxprec.compat.autograd import in_backward as in_backward
 from fxprec.compat.autograd import is_profiling as is_profiling
-from fxprec.compat.autograd import uncached_autograd as uncached_autograd
 from fxprec.compat.backends import cause_of_no_code as cause_of_no_code
 from fxprec.compat.backends import compile_lock as compile_lock
 from fxprec.compat.backends import name_backend as name_backend
@@ -42,6 +41,7 @@ from fxprec.compat.inductor import GraphPass as GraphPass
 from fxprec.compat.inductor import boxed as boxed
 from fxprec.compat.inductor import build_cpp as build_cpp
 from fxprec.compat.inductor import channels_last_strides as channels_last_strides
+from fxprec.compat.inductor import code_keyed_by as code_keyed_by
 from fxprec.compat.inductor import compile_fx as compile_fx
 from fxprec.compat.inductor import compile_fx_inner as compile_fx_inner
 from fxprec.compat.inductor import decompositions as decompositions
@@ -52,6 +52,9 @@ from fxprec.compat.inductor import waits_for_collectives as waits_for_collective
 from fxprec.compat.inductor import whole_gemms as whole_gemms
 from fxprec.compat.inductor import writes_in_place as writes_in_place
 from fxprec.compat.order import saving_memory as saving_memory
+from fxprec.compat.stored import storable as storable
+from fxprec.compat.stored import stored_autograd as stored_autograd
+from fxprec.compat.stored import traced_facts as traced_facts
 from fxprec.compat.tiling import tiles_for_bytes as tiles_for_bytes
 from fxprec.compat.trace import debug_folder as debug_folder
 from fxprec.compat.trace import trace_artifact as trace_artifact

@@ -14,13 +14,6 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 @contextlib.contextmanager
-def uncached_autograd() -> Iterator[None]:
-    """Switch off AOTAutograd's cache: a hit would skip our passes, and with them the plan."""
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        yield
-
-
-@contextlib.contextmanager
 def backward_at_once() -> Iterator[None]:
     """Compile the backward half with the forward half and let its errors out; else the first backward meets them."""
     name = "force_non_lazy_backward_lowering"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch._inductor import compile_fx as _compile_fx
-from torch._inductor import inductor_prims, list_mode_options
+from torch._inductor import config, inductor_prims, list_mode_options
 from torch._inductor.codecache import CppCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._prims_common import make_channels_last_2d_strides_for
@@ -75,6 +76,17 @@ class GraphPass(CustomGraphPass):
 
     def uuid(self) -> str:
         return self.key
+
+
+@contextlib.contextmanager
+def code_keyed_by(key: str) -> Iterator[None]:
+    """Have Inductor's code cache know the passes over the joint graph, which are over, by ``key`` alone.
+
+    It looks up graphs as the passes left them; what else decides about their code is in ``key``.
+    """
+    done = GraphPass(lambda graph: None, key)
+    with config.patch(joint_custom_pre_pass=done, joint_custom_post_pass=None):
+        yield
 
 
 def mode_settings(mode: str) -> dict[str, Any]:

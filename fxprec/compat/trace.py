@@ -13,7 +13,8 @@ import torch._logging._internal
 
 def traces_artifacts() -> bool:
     """Say whether torch's structured trace (``TORCH_TRACE``, read by ``tlparse``) is on."""
-    return bool(torch._logging._internal.trace_log.handlers)
+    log = torch._logging._internal.trace_log
+    return bool(log.handlers) and not log.disabled
 
 
 def trace_artifact(name: str, encoding: str, payload: str) -> None:

@@ -19,7 +19,9 @@ from fxprec.driver.compiled import CompileReport
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.graph import PlannedGraph
 from fxprec.driver.loss_jumps import tell_of_jump
+from fxprec.driver.parameters import Parameters
 from fxprec.driver.recorder import Recorder
+from fxprec.driver.shared_code import Layers
 from fxprec.driver.skip_steps import StepSkipper
 from fxprec.errors import ConfigError, FxprecError, FxprecWarning, PlanError
 from fxprec.plan import Plan
@@ -34,8 +36,11 @@ from fxprec.runtime.nonfinite import Departure
 class Backend:
     """A ``torch.compile`` backend with its own plans, statistics and events.
 
-    One backend serves every graph of one model: Dynamo calls it once per captured graph. With ``portable`` GEMMs on a
-    CPU compute in float32 on every CPU, whether or not it has narrower ones. A ``recorder`` sees every half that runs.
+    One backend serves every graph of one model: Dynamo calls it once per captured graph. Equal layers that are compiled
+    with one backend share a capture, and each has a graph of its own, in the order of their first calls.
+
+    With ``portable`` GEMMs on a CPU compute in float32 on every CPU, whether or not it has narrower ones. A
+    ``recorder`` sees every half that runs.
     """
 
     def __init__(
@@ -76,29 +81,39 @@ class Backend:
         captured = capture.Captured.take(gm, example_inputs)
         if self._settings.recipe.pure:
             captured.refuse_wide_weights(self._settings.recipe)
+        graph = self._planned(captured, Parameters(Parameters.names_of(captured.inputs), example_inputs))
+        captured.forget_examples()
+        layers = Layers(graph, lambda parameters: self._planned(graph.captured, parameters))
+        return layers.__call__  # a plain callable: debuggers such as depyf look at its code
+
+    def _planned(self, captured: capture.Captured, parameters: Parameters) -> PlannedGraph:
+        """Compile a graph for the layer with these parameters; it takes over the state saved for it."""
         old = next((g for g in self._dropped if g.captured.identity == captured.identity), None)
         earlier = [g.captured.identity for g in self._graphs]
         saved = self._waiting.find(captured.identity, earlier) or _state_of(old)
         try:
-            graph = self._built(captured, saved)
+            graph = self._built(captured, parameters, saved)
         except PlanError:
             if saved is None or old is None:
                 raise
-            graph, old = self._built(captured, None), None  # another model with parameters of the same names
-        captured.forget_examples()
+            old = None  # another model with parameters of the same names
+            graph = self._built(captured, parameters, None)
         if saved is not None:
             self._waiting.take(saved)
         if old is not None:
             old.is_replaced = True
             self._dropped.remove(old)
         self._graphs.append(graph)
-        return graph.__call__  # a plain callable: debuggers such as depyf look at its code
+        return graph
 
-    def _built(self, captured: capture.Captured, saved: saved_state.SavedGraph | None) -> PlannedGraph:
+    def _built(
+        self, captured: capture.Captured, parameters: Parameters, saved: saved_state.SavedGraph | None
+    ) -> PlannedGraph:
         given = self._given_to(captured) if saved is None else saved.plan
         dump = None if self._dump is None else self._dump.graph(len(self._graphs))
         graph = PlannedGraph(
             captured,
+            parameters,
             self._settings,
             self._graphs,
             self._skips,

@@ -24,14 +24,16 @@ from fxprec.driver.calibration import Calibration
 from fxprec.driver.capture import Captured
 from fxprec.driver.compiled import CompiledGraph, Planned, rows_of
 from fxprec.driver.compiled_peak import CompiledPeak
-from fxprec.driver.event_log import EventLog
+from fxprec.driver.event_log import EventLog, Said
 from fxprec.driver.fallback import Compiled, Lowering
-from fxprec.driver.halves import Halves
+from fxprec.driver.halves import CompiledHalf, Halves, range_name, with_stats
 from fxprec.driver.memory_ratio import over_ratio
 from fxprec.driver.peak_budget import PeakBudget
+from fxprec.driver.ranges import ranged
 from fxprec.driver.recorder import Recorder
 from fxprec.driver.saved_budget import PlanAgain, SavedBudget
 from fxprec.driver.tensor_dump import TensorDump
+from fxprec.driver.warm_start import KnownGraph, KnownHalf, plan_key, say_again, sources
 from fxprec.passes import pipeline
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph
@@ -46,14 +48,13 @@ from fxprec.passes.analysis.sizes import budget_note, ranges_of
 from fxprec.passes.base import Work
 from fxprec.passes.guide_partition import copy_written_inputs, forget_order
 from fxprec.passes.lowering.nonfinite import keep_nonfinite
+from fxprec.passes.lowering.triton import Generated
 from fxprec.plan import Plan
 from fxprec.report.folder import GraphDump
 from fxprec.report.watch import run_passes, write_plan
 from fxprec.runtime.stats import StatsQueue
 
 log = logging.getLogger(__name__)  # TORCH_LOGS="fxprec" shows it, "+fxprec" the passes too
-# Changes with what a pass may do to a graph; Inductor keys its code cache on the graphs that result anyway.
-_CACHE_KEY = "fxprec-1"
 
 
 class _TableFull(Exception):
@@ -88,14 +89,26 @@ class Compiler:
 
         ``step`` is the one events are noted for.
         """
+        key = self._key(captured, given)
         while True:
-            attempt = Compilation(self, captured, given, step)
+            attempt = Compilation(self, captured, given, step, key)
             try:
                 return attempt.compile(examples)
             except PlanAgain:
                 continue
             except _TableFull as full:
                 captured = captured.with_room_for(full.rows)
+
+    def _key(self, captured: Captured, given: Plan | None) -> str | None:
+        """Return what the code can be stored under; None where it cannot, or someone looks on as it is compiled."""
+        watchers = (self.dump, self.recorder, self.calibration, self.tensors)
+        if any(w is not None for w in watchers) or compat.traces_artifacts() or not self.lowering.makes_code:
+            return None
+        held = self.settings.peak_budget is not None or (given is not None and given.peak_bytes is not None)
+        if callable(self.settings.asked.policy) or held:  # a plan held to its peak may be refused once it is compiled
+            return None
+        more = (self.portable, self.budget.fixed, self.lowering.name, sorted(self.lowering.without))
+        return plan_key(self.settings, captured, given, self.trained(), more)
 
     def anew(self, captured: Captured, given: Plan | None, step: int) -> CompiledGraph:
         """Compile again, outside of Dynamo."""
@@ -111,6 +124,8 @@ class Compilation:
     captured: Captured
     given: Plan | None
     step: int
+    key: str | None
+    """What the code is stored under; None: it is not."""
     planned: Planned | None = None
     is_training: bool = False
     is_calibration: bool = False
@@ -120,13 +135,16 @@ class Compilation:
     policies: Mapping[Node, Any] = field(default_factory=dict)  # what the partition is told of each node
     copied: tuple[int, ...] = ()
     halves: Halves | None = None  # once the plan is complete
+    said: list[Said] = field(default_factory=list)  # by the passes
+    is_traced: bool = False  # not found in the cache
+    found: list[KnownHalf] = field(default_factory=list)  # in the cache
 
     def compile(self, examples: Sequence[Any]) -> CompiledGraph:
         """Raises `PlanAgain` and `_TableFull` for another attempt, and whatever Inductor raises."""
         start = time.perf_counter()
         gm, table = self.captured.with_table()
         settings = self.compiler.settings
-        with compat.uncached_autograd(), self._whole_step():
+        with compat.stored_autograd(self._load if self.key else None), self._whole_step():
             run = compat.compile_fx(
                 gm,
                 [*examples, table],
@@ -135,11 +153,13 @@ class Compilation:
                 config_patches=compat.mode_settings(settings.asked.mode)
                 | (compat.ROUNDED_AT_EVERY_OPERATOR if settings.recipe.pure else {})
                 | {
-                    "joint_custom_pre_pass": compat.GraphPass(self._run_passes, _CACHE_KEY),
-                    "joint_custom_post_pass": compat.GraphPass(self._after_torchs_passes, _CACHE_KEY),
+                    "joint_custom_pre_pass": compat.GraphPass(self._run_passes, self.key or sources()),
+                    "joint_custom_post_pass": compat.GraphPass(self._after_torchs_passes, sources()),
                 },
             )
         self._hold_peak()
+        if not self.is_traced:
+            self._take_known()
         return CompiledGraph(
             run=run,
             captured=self.captured,
@@ -182,6 +202,11 @@ class Compilation:
         self.planned = replace(self.planned, plan=replace(plan, notes=(*plan.notes, note)))
 
     def _run_passes(self, graph: Graph) -> None:
+        with self.compiler.log.heard() as said:
+            self._rewrite(graph)
+        self.said += said
+
+    def _rewrite(self, graph: Graph) -> None:
         """Plan and rewrite one joint (or inference) graph."""
         joint = JointGraph(graph, self.captured.inputs)
         if not joint.has_table:  # of torch.cond or a nested_compile_region: left alone, as the outer graph's passes say
@@ -245,16 +270,43 @@ class Compilation:
 
     def _compile_half(self, gm: GraphModule, examples: Sequence[Any], **options: Any) -> Compiled:
         """Lower and compile the forward or the backward graph; strip its statistics from the results."""
+        self.is_traced = True
         if self.is_calibration:
             assert self.compiler.calibration is not None
             return self.compiler.calibration.watch(gm)
-        forget_order(gm.graph)
-        if not options.get("is_backward"):
-            self._complete_plan(gm)
-            keep_nonfinite(gm.graph)  # first: what lowering is compared with keeps them too
-            self.halves = self._new_halves()
-        assert self.halves is not None, "forward comes first"
-        return self.halves.compile(gm, examples, options)
+        name = "backward" if options.get("is_backward") else "forward"
+        with self.compiler.log.heard() as said:
+            forget_order(gm.graph)
+            if name == "forward":
+                self._complete_plan(gm)
+                keep_nonfinite(gm.graph)  # first: what lowering is compared with keeps them too
+                self.halves = self._new_halves()
+            assert self.halves is not None, "forward comes first"
+            half = self.halves.compile(gm, examples, options, name)
+        if self.key is None:
+            return half.run
+        return compat.storable(half.run, self._known(half, name, said), half.code)
+
+    def _known(self, half: CompiledHalf, name: str, said: Sequence[Said]) -> KnownHalf:
+        said = (*self.said, *said) if name == "forward" else tuple(said)
+        lowered = replace(half.lowered, generated=Generated())  # kernels are part of the code
+        return KnownHalf(name, lowered, half.num_outputs, said, KnownGraph(self.planned, self.is_training, self.copied))
+
+    def _load(self, known: KnownHalf, run: Compiled) -> Compiled:
+        """Say how a half runs that the cache has."""
+        self.found.append(known)
+        compiler = self.compiler
+        run = ranged(run, range_name(compiler.log.name, known.name))
+        return with_stats(run, known.lowered, known.num_outputs, compiler.queue)
+
+    def _take_known(self) -> None:
+        """Take over what was found out when the halves in the cache were compiled."""
+        known = self.found[0].graph
+        self.planned, self.is_training, self.copied = known.planned, known.is_training, known.copied
+        for half in self.found:
+            say_again(self.compiler.log, half.said, self.step)
+        if self.planned is not None:
+            log.info("%s: from the cache: %s", self.compiler.log.name, summary(self.planned.plan))
 
     def _new_halves(self) -> Halves:
         compiler, device = self.compiler, self.captured.device

@@ -22,7 +22,7 @@ class CompileReport:
 
     graph: int
     seconds: tuple[float, ...]
-    passes: tuple[PassReport, ...]  # of the latest compilation
+    passes: tuple[PassReport, ...]  # of the latest compilation; none where it was found in the cache
 
     @property
     def passes_seconds(self) -> float:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
 
 from fxprec.errors import FallbackError, FxprecWarning
 from fxprec.runtime.events import Event
 
 log = logging.getLogger(__name__)
+Said: TypeAlias = tuple[str, str, str]
+"""Kind, site and detail of an event."""
 
 
 class EventLog:
@@ -17,10 +22,23 @@ class EventLog:
     def __init__(self, name: str, *, strict: bool) -> None:
         self.events: list[Event] = []
         self.name, self._strict = name, strict
+        self._heard: list[Said] | None = None
+
+    @contextmanager
+    def heard(self) -> Iterator[list[Said]]:
+        """Collect what is noted meanwhile, known events too."""
+        found: list[Said] = []
+        before, self._heard = self._heard, found
+        try:
+            yield found
+        finally:
+            self._heard = before
 
     def note(self, kind: str, site: str, detail: str, *, step: int = 0) -> bool:
         """Note an event, unless it is known: a re-lowering finds the same again. Say whether it is new."""
         event = Event(step, kind, site, detail)
+        if self._heard is not None:
+            self._heard.append((kind, site, detail))
         if event in self.events:
             return False
         log.info("%s: %s", self.name, detail if site == self.name else f"{kind}: {site}: {detail}")

@@ -88,6 +88,11 @@ class Lowering:
         return self.name == "triton" and self.device.type == "cpu"
 
     @property
+    def makes_code(self) -> bool:
+        """Whether what is compiled is Inductor's code from the first run on, and can be stored."""
+        return self.name != "eager" and not self._has_first_run
+
+    @property
     def _has_first_run(self) -> bool:
         """Whether the first run differs from others: checked, or able to fall back."""
         return self.is_interpreted or (self.config.verify and self.verifies)

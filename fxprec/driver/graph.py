@@ -21,11 +21,11 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.fallback import Lowering
 from fxprec.driver.in_flight import InFlight, Version
 from fxprec.driver.modified import Versions, check_backward
+from fxprec.driver.parameters import Parameters
 from fxprec.driver.peak_budget import PeakBudget, beyond_machine
 from fxprec.driver.promotions import GivenUp, in_one_line
 from fxprec.driver.recorder import Recorder
 from fxprec.driver.saved_budget import SavedBudget
-from fxprec.driver.shared_code import ParameterWatch
 from fxprec.driver.skip_steps import StepSkipper
 from fxprec.driver.steps import Steps
 from fxprec.driver.tensor_dump import tensor_dump
@@ -56,6 +56,7 @@ class PlannedGraph:
     def __init__(
         self,
         captured: capture.Captured,
+        parameters: Parameters,
         settings: Settings,
         siblings: Sequence[PlannedGraph],
         skips: StepSkipper | None = None,
@@ -65,6 +66,7 @@ class PlannedGraph:
         recorder: Recorder | None = None,
         waiting: Callable[[], tuple[Plan, ...]] = tuple,
     ) -> None:
+        self.parameters = parameters
         self.captured, self.settings, self.index = captured, _held_by(captured.device, settings), len(siblings)
         self.is_replaced = False  # by what was traced after torch.compiler.reset()
         self.controller: Controller | None = None
@@ -73,7 +75,6 @@ class PlannedGraph:
         self._log = EventLog(f"graph {self.index}", strict=settings.asked.strict)
         self._steps, self._in_flight, self._given_up = Steps(), InFlight(), GivenUp()
         self._followed: Plan | None = None  # the training plan an inference graph follows
-        self._parameters = ParameterWatch(captured.inputs)
         if self.settings.storage != settings.storage:
             self._tell(Notice("storage='native'", _PACKED.format(compat.no_native_fp8(captured.device))))
         if (dump is None or not dump.plan_only) and (
@@ -96,8 +97,12 @@ class PlannedGraph:
         )
 
     def compile(self, given: Plan | None) -> PlannedGraph:
-        """Compile for the first time, inside of Dynamo: for a plan, or for one to be solved."""
-        self._take(self._compiler.compile(self.captured, given, self.captured.examples, 0))
+        """Compile for the first time: for a plan, or for one to be solved. Inside of Dynamo there are examples."""
+        captured = self.captured
+        if captured.examples:
+            self._take(self._compiler.compile(captured, given, captured.examples, 0))
+        else:
+            self._take(self._compiler.anew(captured, given, 0))
         return self
 
     @property
@@ -123,8 +128,6 @@ class PlannedGraph:
         return None if self.controller is None else self.controller.plan
 
     def __call__(self, *args: Any) -> Any:
-        if (notice := self._parameters.strangers(args)) is not None:
-            self._tell(notice)
         if compat.in_backward():
             return self._recompute(args)
         self._steps.runs_forward = True
@@ -306,8 +309,10 @@ class PlannedGraph:
         return keeper_of(scaling, scales, self.settings.asked.promote_above)
 
     def _plans_of_siblings(self) -> tuple[Plan, ...]:
-        compiled = (g.plan for g in self._siblings if g.plan is not None and g.is_training and not g.is_replaced)
-        return (*self._waiting(), *compiled)
+        """Return the plans of training to follow, the latest last; an equal layer's is none of them."""
+        training = (g for g in self._siblings if g.is_training and not g.is_replaced)
+        own = (g for g in training if not g.parameters.of_another(self.parameters))
+        return (*self._waiting(), *(g.plan for g in own if g.plan is not None))
 
     def _tell(self, notice: Notice, step: int = 0) -> None:
         self._log.tell(notice.site, notice.detail, step=step)

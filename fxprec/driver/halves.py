@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from fxprec.driver.calibration import interpreted
 from fxprec.driver.capture import copied
 from fxprec.driver.compiled import Planned
 from fxprec.driver.compiled_peak import CompiledPeak, PlainHalf
-from fxprec.driver.fallback import Compiled, Half, Lowering, interpreted_kernels
+from fxprec.driver.fallback import Compiled, Lowering, interpreted_kernels
 from fxprec.driver.ranges import interpreted_by_group as by_group
 from fxprec.driver.ranges import ranged
 from fxprec.driver.recorder import RecordedHalf, Recorder
 from fxprec.driver.tensor_dump import TensorDump
+from fxprec.driver.warm_start import codegen_sources
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
 from fxprec.passes.lowering import Lowered, lower
@@ -27,6 +28,18 @@ from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.report.folder import GraphDump
 from fxprec.runtime.cpu.codes import count_codes
 from fxprec.runtime.stats import StatsQueue
+
+
+@dataclass(frozen=True)
+class CompiledHalf:
+    """What runs, and what it is made of."""
+
+    run: Compiled
+    code: Compiled | None
+    """What Inductor returned, or what interprets the half."""
+    lowered: Lowered
+    num_outputs: int
+    """Without the statistics."""
 
 
 @dataclass
@@ -49,32 +62,32 @@ class Halves:
     peak: CompiledPeak | None = None
     """Takes in what each half allocates, under a peak budget."""
 
-    def compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any]) -> Compiled:
-        """Lower and compile one half; its statistics go to the queue and not into the results."""
-        name = "backward" if options.get("is_backward") else "forward"
+    def compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any], name: str) -> CompiledHalf:
+        """Lower and compile the half of that name; its statistics go to the queue and not into the results."""
         watchers = [watcher for watcher in (self.recorder, self.tensors) if watcher is not None]
         symbolic = [RecordedHalf(copied(gm), self.planned) for _ in watchers]  # lowering edits the graph
-        run = self._compile(gm, examples, options, name)
+        half = self._compile(gm, examples, options, name)
         for watcher, recorded in zip(watchers, symbolic, strict=True):
-            run = watcher.watch(self.graph, name, recorded, run)
-        return run
+            half = replace(half, run=watcher.watch(self.graph, name, recorded, half.run))
+        return half
 
-    def _compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any], name: str) -> Compiled:
+    def _compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any], name: str) -> CompiledHalf:
         num_outputs = len(results_of(gm.graph))
         plain = PlainHalf.of(gm, examples, is_backward=name == "backward")
+        code: Compiled | None = None
 
         def build(gm: GraphModule) -> Compiled:
-            return ranged(self._built(gm, plain, options), f"fxprec {self.graph} {name}")
+            nonlocal code
+            code = self._built(gm, plain, options)
+            return ranged(code, range_name(self.graph, name))
 
         half = self.lowering.compile(gm, self._lower, build)
         if name == "forward":
             self.seen_by_forward = frozenset(half.lowered.all_rows)
         if self.dump is not None and self.planned is not None and self.lowering.name == "triton":
             self.dump.write_kernels(half.lowered.generated.kernels, self.planned.plan, name)
-        if not half.lowered.all_rows:
-            return half if half.has_first_run else half.run
-        compat.trim_output_strides(num_outputs)
-        return _with_stats(half, num_outputs, self.queue)
+        run = half if half.has_first_run else half.run
+        return CompiledHalf(with_stats(run, half.lowered, num_outputs, self.queue), code, half.lowered, num_outputs)
 
     def _lower(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
         rows = WatchedRows() if self.planned is None else self.planned.rows.without(self.seen_by_forward)
@@ -86,15 +99,13 @@ class Halves:
         if self.lowering.is_interpreted:
             return interpreted_kernels(interpreted(gm))
         compat.hand_on_inputs(gm.graph)
-        saving = compat.saving_memory(in_saving_order, _ORDER) if self.saves_memory else contextlib.nullcontext()
-        with compat.tiles_for_bytes(), compat.bitcasts_in_loops(), saving:
+        key = codegen_sources()
+        saving = compat.saving_memory(in_saving_order, key) if self.saves_memory else contextlib.nullcontext()
+        with compat.code_keyed_by(key), compat.tiles_for_bytes(), compat.bitcasts_in_loops(), saving:
             code: Compiled = compat.compile_fx_inner(gm, plain.examples, **options)
         if self.peak is not None:
             self.peak.saw(plain, code)
         return code
-
-
-_ORDER = "fxprec-order-1"  # changes with what the next function does
 
 
 def in_saving_order(
@@ -107,10 +118,19 @@ def in_saving_order(
     return order if is_better else None
 
 
-def _with_stats(half: Half, num_outputs: int, queue: StatsQueue) -> Compiled:
+def range_name(graph: str, half: str) -> str:
+    """Return what ``torch.profiler`` shows of a half."""
+    return f"fxprec {graph} {half}"
+
+
+def with_stats(run: Compiled, lowered: Lowered, num_outputs: int, queue: StatsQueue) -> Compiled:
+    """Return ``run``, but what lowering appended to its results goes to the queue."""
+    if not lowered.all_rows:
+        return run
+    compat.trim_output_strides(num_outputs)
+
     def call(args: list[Any]) -> Any:
-        results = half(args)
-        lowered = half.lowered
+        results = run(args)
         if lowered.rows:
             queue.push(lowered.rows, torch.cat(results[num_outputs:]), lowered.counted)
         if lowered.coded and not queue.is_muted:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 MAX_CUTS = 200
 # HiGHS stops at an absolute objective gap of 1e-6 and scipy does not expose it: at this scale of the objective
@@ -117,6 +116,12 @@ class _Search:
 
     def _solve(self, cuts: Sequence[_Cut]) -> frozenset[int] | None:
         """Return what HiGHS chooses and raise ``bound`` to what it proves."""
+        from scipy.optimize import (
+            Bounds,
+            LinearConstraint,
+            milp,
+        )  # 0.5 s, which a plan from the cache does not wait for
+
         rows = [[self.weights[i] / self.weight_unit for i in self.items]]
         rows += [[float(i in members) for i in self.items] for members, _ in cuts]
         least = [self.need / self.weight_unit - _SLACK, *(float(count) for _, count in cuts)]

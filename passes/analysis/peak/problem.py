@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 from torch.fx import Node
 
 from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.kernels import Kind, can_repeat, kind_of
 from fxprec.passes.analysis.peak.needs import Needs
+
+if TYPE_CHECKING:
+    from scipy.optimize import LinearConstraint
 
 KEEP, NARROW, AGAIN, ROUNDED = range(4)
 """Kept; kept as a low copy; computed again exactly; computed again from values that may be rounded."""
@@ -122,6 +124,8 @@ class Problem:
         return {node: way for (node, way), column in self.columns.items() if found[column] > 0.5}
 
     def _milp(self, constraints: LinearConstraint, least: _Vector, most: _Vector, *, whole: bool) -> _Vector | None:
+        from scipy.optimize import Bounds, milp
+
         scale = 1e3 / max(float(self.cost.sum()), 1e-30)  # to a size that HiGHS's tolerances are made for
         answer = milp(
             self.cost * scale,
@@ -135,6 +139,9 @@ class Problem:
 
 
 def _constraints(rows: Sequence[Row], size: int) -> LinearConstraint:
+    from scipy.optimize import LinearConstraint  # 0.5 s, which a plan from the cache does not wait for
+    from scipy.sparse import coo_array
+
     # In units in which the largest coefficient of a row is 1.
     units = [max(map(abs, entries.values()), default=1.0) for entries, _, _ in rows]
     where = [

@@ -122,7 +122,8 @@ class Body:
         return found
 
     def use(self, helper: str, source: str | None = None) -> str:
-        self.helpers.setdefault(helper, codecs.HELPERS[helper] if source is None else source)
+        if helper not in self.helpers:
+            self.helpers[helper] = codecs.helper(helper) if source is None else source
         return helper
 
     def helper_order(self) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 from fxprec.ir.symbolic import CARRIED, MEASURE, TABLE_COLUMNS
 from fxprec.numerics import device, rows, stats
 from fxprec.numerics.formats import parse
@@ -10,7 +13,7 @@ from fxprec.numerics.rows import FormatRow, format_row
 BITS = "to(tl.int32, bitcast=True)"
 FLOAT = "to(tl.float32, bitcast=True)"
 
-HELPERS: dict[str, str] = {
+HELPERS: dict[str, str | Callable[[str], str]] = {
     "power": device.POWER,
     "product": '''@triton.jit
 def product(a, b):
@@ -19,7 +22,7 @@ def product(a, b):
         return a * b
     return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
 ''',
-    "as_bfloat16": device.bfloat16_source("as_bfloat16"),
+    "as_bfloat16": device.bfloat16_source,
     "as_float16": '''@triton.jit
 def as_float16(x):
     """Nearest float16, ties to even, as float32."""
@@ -54,9 +57,16 @@ def row_sum(x, inside):
 def row_any(x, inside):
     return tl.max(tl.where(inside & x, 1, 0), axis=1, keep_dims=True) > 0
 """,
-    "round_by_table": device.by_table_source("round_by_table"),
+    "round_by_table": device.by_table_source,
 }
-"""Functions by name, in the order in which they are printed."""
+"""Functions by name, in the order in which they are printed; or what prints one."""
+
+
+@cache
+def helper(name: str) -> str:
+    """Return the source of a function of `HELPERS`."""
+    found = HELPERS[name]
+    return found if isinstance(found, str) else found(name)
 
 
 COUNT = f'''{stats.DEVICE_SOURCE}

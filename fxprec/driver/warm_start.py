@@ -1,0 +1,116 @@
+"""A second process takes a graph's code, plan and promotions from AOTAutograd's cache: no tracing, no planning.
+
+What is stored is a function of the key alone: all that a plan follows is part of it, the sources of fxprec too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fxprec import compat, passes, runtime
+from fxprec.config import Settings
+from fxprec.driver.capture import Captured
+from fxprec.driver.compiled import Planned
+from fxprec.driver.event_log import EventLog, Said
+from fxprec.passes.analysis import kernel_order
+from fxprec.passes.lowering import Lowered
+from fxprec.plan import Plan
+from fxprec.plan.files import dumps
+
+
+@dataclass(frozen=True)
+class KnownGraph:
+    """What compiling a graph finds out, as plain data."""
+
+    planned: Planned | None
+    is_training: bool
+    copied: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KnownHalf:
+    """What it takes to run a half whose code is there, as plain data."""
+
+    name: str
+    """``"forward"`` or ``"backward"``."""
+    lowered: Lowered
+    num_outputs: int
+    """Of the half, before the statistics that are appended."""
+    said: tuple[Said, ...]
+    """Events so far: said again by each process that takes the code."""
+    graph: KnownGraph
+
+
+def plan_key(
+    settings: Settings, captured: Captured, given: Plan | None, trained: Sequence[Plan], more: Sequence[object]
+) -> str:
+    """Return a hash of what a plan follows beside the graph's code: torch's own key has that."""
+    key = hashlib.sha256(sources().encode())
+    facts = (
+        settings.asked.to_dict() | {"storage": settings.storage},
+        None if given is None else dumps(given),
+        [dumps(plan) for plan in trained],
+        [repr(known) for known in captured.inputs],
+        repr(captured.ambient),
+        machine(captured.device),
+        [str(fact) for fact in more],
+    )
+    for fact in (*map(_text, facts), *compat.traced_facts(captured.gm)):
+        key.update(fact.encode() + b"\0")
+    return f"fxprec-{key.hexdigest()}"
+
+
+def _text(fact: object) -> str:
+    return json.dumps(fact, default=str)
+
+
+def machine(device: torch.device) -> str:
+    """Return what a plan or its code may depend on and torch's key leaves out."""
+    narrow = [str(getattr(torch.ops.mkldnn, f"_is_mkldnn_{t}_supported", bool)()) for t in ("bf16", "fp16")]
+    gpu = str(torch.cuda.get_device_properties(device)) if device.type == "cuda" else ""
+    versions = (platform.python_version(), np.__version__, torch.backends.cpu.get_cpu_capability())
+    return " ".join((*versions, platform.machine(), *narrow, gpu))
+
+
+@cache
+def sources() -> str:
+    """Return a hash of every source file of fxprec: a changed one gets no code of its predecessor."""
+    folders = (Path(compat.__file__).parents[1], *(Path(p) for package in (passes, runtime) for p in package.__path__))
+    return _hash_of(path for folder in folders for path in _files(folder))
+
+
+@cache
+def codegen_sources() -> str:
+    """Return a hash of what decides, beside a lowered graph, which code Inductor makes of it."""
+    return _hash_of(
+        [*_files(Path(compat.__file__).parent), Path(kernel_order.__file__), Path(__file__).with_name("halves.py")]
+    )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+
+
+def _hash_of(paths: Iterable[Path]) -> str:
+    found = hashlib.sha256()
+    for path in sorted(paths):
+        found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
+
+
+def say_again(log: EventLog, said: Sequence[Said], step: int) -> None:
+    """Tell what was told, and note what was noted, when the code was compiled. Raises `FallbackError` as then."""
+    for kind, site, detail in said:
+        if kind == "fallback":
+            log.tell(site, detail, step=step)
+        else:
+            log.note(kind, site, detail, step=step)

@@ -1,0 +1,151 @@
+"""AOTAutograd's cache keeps code and plan: what they follow is in the key, and who takes them has a state of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxprec
+from fxprec.config import Settings
+from fxprec.driver import warm_start
+from fxprec.driver.capture import Captured
+
+
+class Layer(nn.Module):
+    """(batch, 8) to (batch, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Renamed(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = self.linear
+        del self.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.other(x))
+
+
+def batch(size: int = 4) -> Tensor:
+    return torch.randn(size, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def captured(layer: nn.Module, **options: Any) -> tuple[Captured, fxprec.Plan]:
+    """Return what Dynamo handed over for a layer, and its plan."""
+    torch.compiler.reset()
+    backend = fxprec.Backend(fxprec.Config(recipe="hfp8", lowering="eager"))
+    torch.compile(layer, backend=backend, **options)(batch())
+    return backend._graphs[0].captured, backend.plans[0]
+
+
+def key(capture: Captured, given: Any = None, trained: Any = (), more: Any = (), **options: Any) -> str:
+    settings = Settings.of(fxprec.Config(**{"recipe": "hfp8", **options}))
+    return warm_start.plan_key(settings, capture, given, trained, more)
+
+
+OTHER: list[dict[str, Any]] = [
+    {"recipe": "fp8"},
+    {"storage": "packed"},
+    {"compute": "stored"},
+    {"policy": "uniform"},
+    {"low_ratio": 0.5},
+    {"activation_budget": 1000},
+    {"peak_budget": "60%"},
+    {"keep_high": ("linear",)},
+    {"promote_above": 0.5},
+    {"grad_scaling": fxprec.GradScaling(interval=7)},
+    {"accumulator": "1-6-9", "storage": "simulate"},
+    {"mode": "max-autotune"},
+    {"grouping": "dataflow"},
+    {"seed": 1},
+    {"on_nonfinite": "raise"},
+    {"strict": True},
+]
+
+
+def test_the_key_has_all_that_a_plan_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture, plan = captured(Layer())
+    same, _ = captured(Layer())
+    assert key(capture) == key(same), "another layer, traced anew"
+    demoted = replace(plan, notes=("another",))
+    others = [partial(key, capture, **options) for options in OTHER]
+    others += [partial(key, capture, plan), partial(key, capture, demoted), partial(key, capture, trained=[plan])]
+    others += [partial(key, capture, more=[True]), partial(key, captured(Renamed())[0])]
+    others += [partial(key, captured(Layer(), dynamic=True)[0])]
+    found = Counter(other() for other in others)
+    assert set(found.values()) == {1}
+    assert key(capture) not in found
+    before = key(capture)
+    for name in ("sources", "machine"):
+        monkeypatch.setattr(warm_start, name, lambda *args: "another")
+        assert key(capture) != before
+
+
+def test_every_source_file_is_in_the_key(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    looked_at: list[str] = []
+    monkeypatch.setattr(warm_start, "_hash_of", lambda paths: looked_at.extend(map(str, paths)))
+    warm_start.sources.__wrapped__()
+    for name in ("driver/compilation.py", "compat/tiling.py", "codec.py", "low_gemms.py", "kernels.cpp", "costs.json"):
+        assert any(path.endswith(name) for path in looked_at), name
+
+
+def test_a_changed_file_changes_the_hash(tmp_path: Any) -> None:
+    (tmp_path / "a.py").write_text("x = 1")
+    before = warm_start._hash_of(warm_start._files(tmp_path))
+    (tmp_path / "a.py").write_text("x = 2")
+    changed = warm_start._hash_of(warm_start._files(tmp_path))
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    assert len({before, changed, warm_start._hash_of(warm_start._files(tmp_path))}) == 3
+
+
+def step(layer: nn.Module) -> list[Tensor]:
+    layer.zero_grad()
+    loss = layer(batch()).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in layer.parameters())]
+
+
+def hits_and_misses() -> tuple[int, int]:
+    """Return what AOTAutograd's cache counted in this test."""
+    counts = torch._dynamo.utils.counters["aot_autograd"]
+    return counts["autograd_cache_hit"], counts["autograd_cache_miss"]
+
+
+@pytest.mark.inductor
+def test_the_next_layer_takes_the_code_and_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"recipe": "hfp8"}
+    first = Layer()
+    layers = [first, *(copy.deepcopy(first) for _ in range(3))]
+    for layer in layers[:2]:
+        layer.compile(backend="fxprec", options=options)
+    for layer in layers[2:]:
+        layer.compile(backend="fxprec", options={**options, "promote_above": 0.5})
+    results = [step(layer) for layer in layers[:2]]
+    assert hits_and_misses() == (1, 1)
+    results.append(step(layers[2]))
+    assert hits_and_misses() == (1, 2), "another option"
+    monkeypatch.setattr(warm_start, "sources", lambda: "changed")
+    results.append(step(layers[3]))
+    assert hits_and_misses() == (1, 3), "another source file"
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+    backends = [fxprec.backend_of(layer) for layer in layers]
+    assert backends[0].plans == backends[1].plans
+    assert [len(backend.compile_reports[0].passes) > 0 for backend in backends] == [True, False, True, True]
+    step(layers[1])
+    assert [backend.controllers[0].step for backend in backends] == [1, 2, 1, 1]
+    assert all(backend.stats() for backend in backends)
