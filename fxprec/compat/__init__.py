@@ -33,6 +33,7 @@ from fxprec.compat.callers import widen_ddp_buckets as widen_ddp_buckets
 from fxprec.compat.frames import count_recompiles_per_model as count_recompiles_per_model
 from fxprec.compat.frames import watch_frames_left_uncompiled as watch_frames_left_uncompiled
 from fxprec.compat.frames import watch_graph_breaks as watch_graph_breaks
+from fxprec.compat.groups import process_group_store as process_group_store
 from fxprec.compat.inductor import FORCE_STRIDES as FORCE_STRIDES
 from fxprec.compat.inductor import ROUNDED_AT_EVERY_OPERATOR as ROUNDED_AT_EVERY_OPERATOR
 from fxprec.compat.inductor import SEEDED_RANDINT as SEEDED_RANDINT

@@ -20,6 +20,7 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.graph import PlannedGraph
 from fxprec.driver.loss_jumps import tell_of_jump
 from fxprec.driver.parameters import Parameters
+from fxprec.driver.ranks import tell_of_other_options
 from fxprec.driver.recorder import Recorder
 from fxprec.driver.shared_code import Layers
 from fxprec.driver.skip_steps import StepSkipper
@@ -81,6 +82,7 @@ class Backend:
         captured = capture.Captured.take(gm, example_inputs)
         if self._settings.recipe.pure:
             captured.refuse_wide_weights(self._settings.recipe)
+        tell_of_other_options(self.config, captured.identity, self._log)
         graph = self._planned(captured, Parameters(Parameters.names_of(captured.inputs), example_inputs))
         captured.forget_examples()
         layers = Layers(graph, lambda parameters: self._planned(graph.captured, parameters))

@@ -103,6 +103,8 @@ class PlannedGraph:
             self._take(self._compiler.compile(captured, given, captured.examples, 0))
         else:
             self._take(self._compiler.anew(captured, given, 0))
+        if self._dump is not None:
+            self._dump.tell = lambda detail: self._log.tell("dump", detail)
         return self
 
     @property

@@ -7,17 +7,17 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from fxprec import compat
 from fxprec.config import Config
-from fxprec.errors import ConfigError
+from fxprec.errors import ConfigError, FxprecError
 from fxprec.passes.base import Work
 from fxprec.passes.lowering.triton.header import header
 from fxprec.passes.lowering.triton.kernel import Kernel
@@ -76,11 +76,40 @@ class DumpFolder:
         _claimed.pop(self.path.resolve(), None)
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _spares_training(write: F) -> F:
+    """Let a write that fails once training has begun end the dump, and not the training."""
+
+    @wraps(write)
+    def spared(dump: GraphDump, *args: Any, **kwargs: Any) -> Any:
+        if dump.is_given_up:
+            return None
+        try:
+            return write(dump, *args, **kwargs)
+        except FxprecError as error:
+            if dump.tell is None:
+                raise
+            dump.is_given_up = True
+            cause = str(error).split("; ")[0].removeprefix("dump: ")
+            dump.tell(f"{cause}; nothing more is dumped of this graph, and training goes on")
+            return None
+
+    return cast(F, spared)
+
+
 class GraphDump:
-    """The sub-folder of one graph. Every write raises `ConfigError` where the folder cannot be written."""
+    """The sub-folder of one graph.
+
+    Where the folder cannot be written, a write raises `ConfigError`; once `tell` is there, which it is when training
+    has begun, the dump is given up instead: a full disk ends no run.
+    """
 
     def __init__(self, folder: DumpFolder, index: int) -> None:
         self._folder, self._index = folder, index
+        self.tell: Callable[[str], None] | None = None
+        self.is_given_up = False
         self._lines, self._seen = 0, dict[int, object]()
         self._drawing: Drawing | None = None
         self._tensors: TensorFolder | None = None
@@ -94,6 +123,7 @@ class GraphDump:
         """Whether nothing runs: the machine is not the one it is planned for."""
         return self._folder.plan_only
 
+    @_spares_training
     def start(self) -> None:
         """Make the folder; take away what an earlier run, perhaps of more passes, left there."""
         self._drawing = None
@@ -107,11 +137,13 @@ class GraphDump:
                 (self.path / TENSORS).unlink(missing_ok=True)
                 shutil.rmtree(self.path / TENSOR_FILES, ignore_errors=True)
 
+    @_spares_training
     def write_text(self, number: str, text: str) -> None:
         """Write the text of one pass, ``number`` being such as ``04-insert-casts``."""
         with _writable(self.path):
             (self.path / f"{number}.txt").write_text(text, encoding="utf-8")
 
+    @_spares_training
     def draw(self, work: Work) -> None:
         """Write ``graph.json`` once the plan is known: later passes insert what nobody asked to see."""
         if work.has("plan") and self._drawing is None:
@@ -125,12 +157,14 @@ class GraphDump:
         if self.plan_only:
             raise Planned
 
+    @_spares_training
     def write_plan(self, plan: Plan) -> None:
         """Write ``plan.json`` and the report drawn from it."""
         plan.save(self.path / "plan.json")
         with _writable(self.path):
             write_report(plan, self.path, title=self.path.name, drawing=self._drawing)
 
+    @_spares_training
     def write_kernels(self, kernels: Sequence[Kernel], plan: Plan, half: str) -> None:
         """Write the generated kernels of one half: a source each, with a header, and what they are launched with."""
         folder = self.path / "kernels"
@@ -147,12 +181,14 @@ class GraphDump:
                 text = json.dumps({"schema": 1, "kernels": index}, indent=1)
                 (folder / f"{half}.json").write_text(text + "\n", encoding="utf-8")
 
+    @_spares_training
     def write_tensors(self, step: int, half: str, tensors: Sequence[Dumped], limit: int) -> tuple[str, ...]:
         """Write tensors of one half of a step; return the names of those beyond ``limit``, bytes over all steps."""
         self._tensors = self._tensors or TensorFolder(self.path, limit)
         with _writable(self.path):
             return self._tensors.write(step, half, tensors)
 
+    @_spares_training
     def write_stats(self, controller: Controller, *, step: int | None = None) -> None:
         """Append a line for each site whose statistics have arrived since the last call.
 

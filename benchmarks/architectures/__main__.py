@@ -1,0 +1,107 @@
+"""Train each of many architectures for three steps in fp8 and hfp8 and in nearly exact formats, against float32.
+
+    python -m benchmarks.architectures                             # with the reference lowering: half an hour on one core
+    python -m benchmarks.architectures --lowering auto --third     # every third, through Inductor: hours
+    python -m benchmarks.architectures --only unet llama --sides near
+    python -m benchmarks.architectures --resume benchmarks/results/2026-11-22-architectures.json
+
+What ``aot_eager`` does not compile is named and left out. Before the third step every forward tensor held low is
+promoted. Results are written after every architecture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from benchmarks.architectures.registry import Buildable, architectures
+from benchmarks.architectures.training import PLAIN, SIDES, Row, measure, reference
+from benchmarks.graphs.check import in_a_line
+
+
+def run(name: str, architecture: Buildable, sides: list[str], lowering: str) -> list[Row]:
+    """Return a row a side; one of float32 or ``aot_eager`` alone where that fails as well."""
+    try:
+        wanted = reference(architecture)
+    except Exception as error:
+        return [Row(name, "float32", lowering, error=in_a_line(error))]
+    rows = [measure(name, architecture, side, wanted, lowering) for side in sides]
+    if any(row.error is not None for row in rows):
+        plain = measure(name, architecture, PLAIN, wanted)
+        rows = rows if plain.error is None else [plain]
+    return rows
+
+
+def summary(rows: list[Row], known: dict[str, Buildable]) -> dict[str, Any]:
+    """Return who passed, who failed and who was left out, and the families of those that passed."""
+    compiled = [row for row in rows if row.side in SIDES]
+    failed = sorted({row.architecture for row in compiled if row.error is not None})
+    passed = sorted({row.architecture for row in compiled} - set(failed))
+    families: dict[str, int] = {}
+    for name in passed:
+        families[known[name].family] = families.get(known[name].family, 0) + 1
+    left_out = {row.architecture: row.error for row in rows if row.side not in SIDES}
+    return {"passed": len(passed), "families": families, "failed": failed, "not compiled by aot_eager": left_out}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these architectures")
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--lowering", choices=("eager", "auto"), default="eager")
+    parser.add_argument("--third", action="store_true", help="every third architecture")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after these")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="keep this result's rows, except those that failed")
+    parser.add_argument("--list", action="store_true", help="name the architectures by family, and end")
+    args = parser.parse_args()
+    known = architectures()
+    if args.list:
+        print("\n".join(f"{architecture.family:16} {name}" for name, architecture in known.items()))
+        return
+    if unknown := set(args.only or ()) - known.keys():
+        parser.error(f"unknown architecture {', '.join(sorted(unknown))}; --list names them")
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)  # libraries' and Dynamo's advice
+    torch.set_num_threads(1)
+    _run_and_save(args.only or list(known)[:: 3 if args.third else 1], known, args)
+
+
+def _run_and_save(chosen: list[str], known: dict[str, Buildable], args: argparse.Namespace) -> None:
+    rows, start = _kept(args.resume), time.perf_counter()
+    file = "architectures" if args.lowering == "eager" else f"architectures-{args.lowering}"
+    for i, name in enumerate(chosen):
+        if any(row.architecture == name for row in rows):
+            continue
+        if time.perf_counter() - start > args.seconds:
+            break
+        for row in run(name, known[name], args.sides, args.lowering):
+            rows.append(row)
+            error = max(row.gradient_errors, default=float("nan"))
+            said = f"{row.error or ''} {'; '.join(row.notes[:1])}"[:150]
+            print(f"{i + 1}/{len(chosen)} {name:24} {row.side:9} {error:.1e} {row.promoted:3} {row.seconds:5.1f} s  {said}", flush=True)  # fmt: skip
+        if not args.only:
+            machine.save(file, {"summary": summary(rows, known), "rows": [asdict(row) for row in rows]})
+    found = summary(rows, known)
+    print(json.dumps(found, indent=1))
+    raise SystemExit(bool(found["failed"]))
+
+
+def _kept(path: Path | None) -> list[Row]:
+    if path is None:
+        return []
+    rows = [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]["rows"]]
+    failed = {row.architecture for row in rows if row.error is not None}
+    return [row for row in rows if row.architecture not in failed]
+
+
+if __name__ == "__main__":
+    main()

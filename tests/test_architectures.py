@@ -1,0 +1,43 @@
+"""benchmarks/architectures: a few of its own kinds, trained in the nearly exact format with a promotion in between."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is not installed
+
+from benchmarks.architectures.__main__ import run, summary
+from benchmarks.architectures.modules import OWN
+from benchmarks.architectures.registry import architectures
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("name", ["graph_convolution", "rnn", "dlrm_sparse", "splines"])
+def test_it_trains_as_float32_does(name: str) -> None:
+    (row,) = run(name, OWN[name], ["near"], "eager")
+    assert row.error is None
+    assert max(row.gradient_errors) < 1e-5
+    assert row.promoted > 0
+
+
+def test_what_a_library_raises_is_a_row() -> None:
+    class Broken:
+        family = "none"
+
+        def build(self) -> None:
+            raise ValueError("no such class\nand more")
+
+    rows = run("broken", Broken(), ["near", "fp8"], "eager")
+    assert [(row.side, row.error) for row in rows] == [("float32", "ValueError: no such class")]
+    found = summary(rows, {"broken": Broken()})
+    assert found["not compiled by aot_eager"] == {"broken": "ValueError: no such class"}
+    assert (found["passed"], found["failed"]) == (0, [])
+
+
+def test_there_are_more_than_120() -> None:
+    pytest.importorskip("transformers")
+    assert len(architectures()) > 120
