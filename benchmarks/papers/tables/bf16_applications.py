@@ -33,7 +33,8 @@ SMALLER = (
 )
 DEVIATES = (
     "held-out loss is judged, the paper's score stands beside it. A method matches another where it loses at most a quarter "
-    "of what standard rounding loses (1 % of the loss, where that loses nothing). AdamW's betas are (0.9, 0.98) for all."
+    "of what standard rounding loses (1 % of the loss, where that loses nothing). AdamW's betas are (0.9, 0.98) for all. "
+    "Matching meant 1 % of the loss until figures were seen."
 )
 SEEDS = 3
 

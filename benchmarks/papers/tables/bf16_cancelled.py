@@ -24,7 +24,8 @@ SMALLER = "a DLRM of 60,000 weights on generated clicks; 1,200 steps at a consta
 DEVIATES = (
     "all embeddings and all linear layers together, with each layer below, where the paper shows one of each. It prints no "
     "numbers but that late in training the share can be larger than 80 %. Rows of a table that a batch does not look up "
-    "have no update and are not counted. The first tenth is left out: it holds the decayed schedule's warm-up."
+    "have no update and are not counted. The first tenth is left out: it holds the decayed schedule's warm-up. "
+    "One linear layer was judged until its figure was seen (74 % late, at the constant rate)."
 )
 SEEDS = 3
 PARTS = 10

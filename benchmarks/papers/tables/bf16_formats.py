@@ -21,7 +21,8 @@ SMALLER = "a DLRM on generated clicks for Kaggle's (2,000 steps), and the residu
 DEVIATES = (
     "at a learning rate of 0.5, five times the paper's: at 0.1 fp32 is far from its best after so few steps, and the noise "
     "of few bits helps it. Held-out loss, where the paper shows training AUC: after one epoch the two are of the same kind, and "
-    "a step's own loss is rounded like all else. No loss scale, as in the paper."
+    "a step's own loss is rounded like all else. No loss scale, as in the paper. "
+    "The step's own loss was judged until it was seen to be rounded itself."
 )
 SEEDS = 3
 LOSS = "loss"

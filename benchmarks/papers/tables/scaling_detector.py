@@ -28,7 +28,9 @@ SMALLER = (
 DEVIATES = (
     "excess loss is the held-out loss of a head less the noise in its targets (0.25), the mean of four. fp16 saturates in "
     "gradients, so that an overflow is no inf and *none* cannot diverge: what underflows is not learned. Adam's epsilon is "
-    "1e-20, for it to see gradients of any size. The dynamic scale starts at 2^16 and grows every 25 steps."
+    "1e-20, for it to see gradients of any size. The dynamic scale starts at 2^16 and grows every 25 steps. "
+    "That both ends of the sweep lose to its best by a factor of 1.5 was asked for at first (measured: 1.43); the "
+    "two pairs took its place."
 )
 SEEDS = 3
 NOISE = 0.25
