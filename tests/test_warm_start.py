@@ -127,6 +127,7 @@ def hits_and_misses() -> tuple[int, int]:
 
 @pytest.mark.inductor
 def test_the_next_layer_takes_the_code_and_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.utils.counters["aot_autograd"].clear()
     options: dict[str, Any] = {"recipe": "hfp8"}
     first = Layer()
     layers = [first, *(copy.deepcopy(first) for _ in range(3))]

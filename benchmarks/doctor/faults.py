@@ -132,11 +132,11 @@ def wrong_scale(name: str, site: Site) -> Fault:
 def swapped_cast(name: str, site: Site) -> Fault:
     original = Halves.compile
 
-    def compile_half(self: Halves, gm: GraphModule, examples: Any, options: Any) -> Any:
+    def compile_half(self: Halves, gm: GraphModule, examples: Any, options: Any, half: str) -> Any:
         for node, call in Quantize.among(Quantize.nodes(gm.graph)):
             if call.row == site.id:
                 node.args = replace(call, format="e5m2").args
-        return original(self, gm, examples, options)
+        return original(self, gm, examples, options, half)
 
     patch = lambda: mock.patch.object(Halves, "compile", compile_half)  # noqa: E731
     return Fault("swapped cast", name, site.tensor, _is(site), patch=patch)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
-from torch._inductor import ir, lowering
+from torch._inductor import ir, lowering, virtualized
 from torch._inductor.codegen import cpp as _cpp
-from torch._inductor.virtualized import V, ops
 
 
 @contextlib.contextmanager
@@ -38,7 +37,8 @@ def _of_vectors() -> Iterator[None]:
         if x.dtype != src_dtype or dtype.itemsize != src_dtype.itemsize:
             return one_by_one.__func__(x, dtype, src_dtype)
         # std::bit_cast needs C++20, which Inductor's code before torch 2.12 is not
-        return f"[&] {{ {V.kernel._get_vec_type(dtype)} bits; std::memcpy(&bits, &{x}, sizeof bits); return bits; }}()"
+        vector = virtualized.V.kernel._get_vec_type(dtype)
+        return f"[&] {{ {vector} bits; std::memcpy(&bits, &{x}, sizeof bits); return bits; }}()"
 
     overrides.to_dtype_bitcast = staticmethod(to_dtype_bitcast)
     try:
@@ -60,7 +60,7 @@ def _of_values() -> Iterator[None]:
         load = x.make_loader()
 
         def bits(index: Any) -> Any:
-            return ops.to_dtype_bitcast(load(index), dtype, source)
+            return virtualized.ops.to_dtype_bitcast(load(index), dtype, source)
 
         return ir.Pointwise.create(device=x.get_device(), dtype=dtype, inner_fn=bits, ranges=list(x.get_size()))
 

@@ -21,6 +21,7 @@ from benchmarks.gpu.models import LLAMA_70B_BLOCK, LLAMA_BLOCK, Block, Encoder, 
 from fxprec import Backend, Config, compat
 from fxprec.driver.capture import copied
 from fxprec.driver.fallback import Lowering
+from fxprec.driver.halves import CompiledHalf
 from fxprec.plan import Plan
 
 Compiled = Callable[[list[Any]], Any]
@@ -127,15 +128,19 @@ def _plain(found: Halves) -> Callable[[GraphModule, Sequence[Any]], Any]:
 
 def _fxprec(found: Halves, patch: pytest.MonkeyPatch, options: Mapping[str, Any], arch: int) -> Backend:
     def half(
-        self: fxprec.driver.halves.Halves, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any]
-    ) -> Compiled:
+        self: fxprec.driver.halves.Halves,
+        gm: GraphModule,
+        examples: Sequence[Any],
+        options: Mapping[str, Any],
+        name: str,
+    ) -> CompiledHalf:
         twin = moved_to_cuda(copied(gm))
         on_gpu = replace(self, device_type="cuda")
         lowered = on_gpu._lower(twin, self.lowering.name, frozenset())
-        if not options.get("is_backward"):
+        if name == "forward":
             self.seen_by_forward = frozenset(lowered.rows)
-        found.take(twin, options.get("is_backward"))
-        return _stand_in(gm)
+        found.take(twin, name == "backward")
+        return CompiledHalf(_stand_in(gm), None, lowered, len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
 
     plan_for(patch, arch)
     patch.setattr(fxprec.driver.halves.Halves, "compile", half)
