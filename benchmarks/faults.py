@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import fxprec.driver.backend  # noqa: F401  in the right order
+import fxprec.driver.named  # noqa: F401  in the right order
 from fxprec.config.recipes import Recipe
 from fxprec.numerics import codec, directed
 from fxprec.numerics.formats import parse

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fxprec.diagnosis.diagnosis import Diagnosis as Diagnosis
     from fxprec.diagnosis.doctor import doctor as doctor
     from fxprec.driver.backend import Backend as Backend
-    from fxprec.driver.backend import backend_of as backend_of
+    from fxprec.driver.named import backend_of as backend_of
     from fxprec.errors import BudgetError as BudgetError
     from fxprec.errors import ConfigError as ConfigError
     from fxprec.errors import DoubleBackwardError as DoubleBackwardError
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Accumulator": "config.accumulator",
     "Backend": "driver.backend",
-    "backend_of": "driver.backend",
+    "backend_of": "driver.named",
     "Choice": "diagnosis.choose",
     "choose": "diagnosis.choose",
     "compare": "diagnosis.compare",

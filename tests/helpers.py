@@ -15,7 +15,7 @@ from fxprec.numerics.stats import WIDTH, Counts, Statistics, finish
 
 with warnings.catch_warnings():  # torch's own, at the import of Inductor
     warnings.simplefilter("ignore", DeprecationWarning)
-    import fxprec.driver.backend
+    import fxprec.driver.named
     from fxprec.passes import pipeline
 
 

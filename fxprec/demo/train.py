@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxprec.demo.tasks import Task, cross_entropy
-from fxprec.driver.backend import backend_of
+from fxprec.driver.named import backend_of
 from fxprec.plan import Plan
 from fxprec.runtime.events import Event
 

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fxprec.driver.backend import Backend, find_backend
+from fxprec.driver.backend import Backend
+from fxprec.driver.named import find_backend
 from fxprec.errors import ConfigError
 from fxprec.report.runs import Run
 from fxprec.report.streams import Comparison, compare_runs

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fxprec.diagnosis.advice import Advice
 from fxprec.diagnosis.rows import Check, GroupRow, Row, plain
-from fxprec.errors import ConfigError
+from fxprec.report.result import write_result
 
 SCHEMA = 1
 
@@ -68,15 +67,7 @@ class Diagnosis:
         """Write ``diagnosis.json`` and ``diagnosis.html``; return the page. Raises `ConfigError`."""
         from fxprec.diagnosis.page import page
 
-        place = Path(folder)
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
-            (place / "diagnosis.json").write_text(text + "\n", encoding="utf-8")
-            (place / "diagnosis.html").write_text(page(self), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{place}: cannot be written: {error.strerror}; choose a writable folder") from None
-        return place / "diagnosis.html"
+        return write_result(folder, "diagnosis", self.to_dict(), page(self))
 
     def __str__(self) -> str:
         from fxprec.diagnosis.text import text

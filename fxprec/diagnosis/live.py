@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fxprec.config import Config
 from fxprec.diagnosis.subject import Subject
-from fxprec.driver.backend import Backend, find_backend
+from fxprec.driver.backend import Backend
+from fxprec.driver.named import find_backend
 from fxprec.driver.recorder import Recorder
 from fxprec.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""The ``torch.compile`` entry: ``backend="fxprec"`` or ``backend=fxprec.Backend(config)``."""
+"""What ``torch.compile`` calls: ``backend=fxprec.Backend(config)``; by name, see `named`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fxprec.driver.ranks import tell_of_other_options
 from fxprec.driver.recorder import Recorder
 from fxprec.driver.shared_code import Layers
 from fxprec.driver.skip_steps import StepSkipper
-from fxprec.errors import ConfigError, FxprecError, FxprecWarning, PlanError
+from fxprec.errors import FxprecError, FxprecWarning, PlanError
 from fxprec.plan import Plan
 from fxprec.plan.edits import as_edited
 from fxprec.report.folder import DumpFolder
@@ -59,7 +59,7 @@ class Backend:
         self._graphs: list[PlannedGraph] = []
         self._dropped: list[PlannedGraph] = []  # by torch.compiler.reset(), and not traced again yet
         self._log = EventLog("fxprec", strict=self.config.strict)  # what concerns no graph
-        self._frames = uncompiled.Frames(self._log, self._step)
+        self.frames = uncompiled.Frames(self._log, self._step)
         self._waiting = saved_state.Waiting()
         self._losses = LossWatch()
         self._skips = StepSkipper(self._controllers) if _skips_steps(self._settings) else None
@@ -354,120 +354,6 @@ def _tell_what_is_missing(settings: Settings, log: EventLog) -> None:
         log.warn_of_loss(f"{name}={getattr(asked, name)!r} has no effect: {why}")
 
 
-def backend_of(compiled: object) -> Backend:
-    """Return the backend of what ``torch.compile(..., backend="fxprec")`` returned, or of a module compiled in place.
-
-    It exists from the start, so a saved state can be loaded before the first call. Raises `ConfigError` where
-    ``compiled`` was compiled by another backend, or not at all.
-    """
-    found = find_backend(compiled)
-    if found is None:
-        raise ConfigError(
-            f"{type(compiled).__name__} was not compiled by fxprec; give backend_of what "
-            'torch.compile(model, backend="fxprec") returned (a copy of a module compiled in place is uncompiled: call '
-            "its compile() again)"
-        )
-    return found
-
-
-def find_backend(compiled: object) -> Backend | None:
-    """Return what `backend_of` does, or None where fxprec did not compile it."""
-    return _calls(compat.wrapper_of(compiled))
-
-
-def _backend_of_wrapper(wrapper: object, named: _NamedBackend) -> Backend:
-    found = getattr(wrapper, "fxprec_backend", None)
-    if found is None:
-        given: Mapping[str, Any] = wrapper.kwargs  # type: ignore[attr-defined]
-        found = Backend(named.config(given.get("options"), given.get("mode")))
-        wrapper.fxprec_backend = found  # type: ignore[attr-defined]
-    return found
-
-
-class _NamedBackend:
-    """The backend behind the string ``"fxprec"``, or behind a name that stands for some of its options.
-
-    Options are the fields of `Config`; those that ``torch.compile`` is given go before those of the name.
-    """
-
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        self.name, self.options = name, dict(options)
-
-    def __call__(
-        self,
-        gm: GraphModule,
-        example_inputs: Sequence[Any],
-        *,
-        options: Mapping[str, Any] | None = None,
-        mode: str | None = None,
-    ) -> Callable[..., Any]:
-        wrapper = compat.calling_wrapper()
-        try:
-            backend = Backend(self.config(options, mode)) if wrapper is None else _backend_of_wrapper(wrapper, self)
-        except FxprecError as error:
-            raise compat.through_dynamo(error) from error
-        return backend(gm, example_inputs)
-
-    def config(self, options: Mapping[str, Any] | None, mode: str | None) -> Config:
-        """Return the config of what ``torch.compile`` was given; it takes options or a mode, not both."""
-        given = {**self.options, **(options or {})}
-        return Config.from_options(given if mode is None else {**given, "mode": mode})
-
-    def reset(self) -> None:
-        """Called by ``torch.compiler.reset()``, through the wrapper."""
-        wrapper = compat.calling_wrapper()
-        found: Backend | None = getattr(wrapper, "fxprec_backend", None)
-        if found is not None:
-            found.reset()
-
-    # Dynamo hands the graphs of one torch.compile() to another of an equal backend and equal options. Here each
-    # compiled model has its own plans and scales, so no two are equal.
-    def __eq__(self, other: object) -> bool:
-        return False
-
-    __hash__ = object.__hash__
-
-    def __reduce__(self) -> Any:
-        # There is one of each name: copies and pickles of a compiled model name it.
-        return "fxprec" if self is fxprec else (register_backend, (self.name, self.options))
-
-
-fxprec = _NamedBackend("fxprec", {})
-_REGISTERED: dict[str, _NamedBackend] = {}
-
-
-def register_backend(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Make ``torch.compile(model, backend=name)`` compile with fxprec and these options; return that backend.
-
-    For tools that take a backend's name and no options. Once more with the same options changes nothing. Raises
-    `ConfigError` for a wrong option, and for a name that means something else already.
-    """
-    Config.from_options(options)
-    known = _REGISTERED.get(name)
-    if known is not None and known.options == dict(options):
-        return known
-    if known is not None or not compat.name_backend(made := _NamedBackend(name, options), name):
-        raise ConfigError(f"backend {name!r} is registered already, for something else; choose another name")
-    _REGISTERED[name] = made
-    return made
-
-
 def _state_of(graph: PlannedGraph | None) -> saved_state.SavedGraph | None:
     state = None if graph is None else graph.state_dict()
     return None if state is None else saved_state.SavedGraph(state)
-
-
-def _calls(wrapper: object) -> Backend | None:
-    """Return the backend that a ``torch.compile`` wrapper calls, or None where that is none of ours."""
-    function = getattr(wrapper, "compiler_fn", wrapper)
-    if isinstance(function, Backend):
-        return function
-    return _backend_of_wrapper(wrapper, function) if isinstance(function, _NamedBackend) else None
-
-
-def _frames_of(wrapper: object) -> uncompiled.Frames | None:
-    backend = _calls(wrapper)
-    return None if backend is None else backend._frames
-
-
-uncompiled.watch(_frames_of)

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fxprec.driver.backend import register_backend as register_backend
+    from fxprec.driver.named import register_backend as register_backend
     from fxprec.integrations.backends import backends_in as backends_in
     from fxprec.integrations.backends import compile_layers as compile_layers
     from fxprec.integrations.log_to import log_to as log_to
@@ -24,7 +24,7 @@ _HOMES = {
     "compile_layers": "integrations.backends",
     "log_to": "integrations.log_to",
     "log_statistics": "integrations.statistics",
-    "register_backend": "driver.backend",
+    "register_backend": "driver.named",
     "summary": "integrations.statistics",
 }
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fxprec.driver.backend import Backend, find_backend
+from fxprec.driver.backend import Backend
+from fxprec.driver.named import find_backend
 from fxprec.errors import ConfigError
 
 # What torch's wrappers put before a module's name: torch.compile, DDP, checkpoint_wrapper, FSDP1.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxprec.errors import ConfigError, PlanError
+from fxprec.errors import PlanError
 from fxprec.plan import Plan
 from fxprec.report.history import FILE
+from fxprec.report.result import write_result
 from fxprec.report.runs import HALVES, Half, Run, Track, pairs
 from fxprec.report.tensors import plain
 
@@ -110,15 +110,7 @@ class Comparison:
         """Write ``compare.json`` and ``compare.html``; return the page. Raises `ConfigError`."""
         from fxprec.report.compare_page import page
 
-        place = Path(folder)
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
-            (place / "compare.json").write_text(text + "\n", encoding="utf-8")
-            (place / "compare.html").write_text(page(self), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{place}: cannot be written: {error.strerror}; choose a writable folder") from None
-        return place / "compare.html"
+        return write_result(folder, "compare", self.to_dict(), page(self))
 
     def __str__(self) -> str:
         from fxprec.report.compare_text import text

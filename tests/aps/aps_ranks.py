@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PRELOADED = ["torch.nn.parallel", "torch._dynamo", "torch._inductor.codecache", "fxprec.driver.backend", "fxprec.aps"]
+PRELOADED = ["torch.nn.parallel", "torch._dynamo", "torch._inductor.codecache", "fxprec.driver.named", "fxprec.aps"]
 
 
 def _to_bytes(value: Any) -> bytes:

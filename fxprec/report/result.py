@@ -1,0 +1,23 @@
+"""A result for people and for programs: a page, and the same as JSON beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fxprec.errors import ConfigError
+
+
+def write_result(folder: str | Path, name: str, data: Mapping[str, Any], page: str) -> Path:
+    """Write ``name.json`` and ``name.html`` into ``folder``, made if need be; return the page. Raises `ConfigError`."""
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(data, indent=1, allow_nan=False)
+        (place / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+        (place / f"{name}.html").write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{place}: cannot be written: {error.strerror}; choose a writable folder") from None
+    return place / f"{name}.html"
