@@ -48,7 +48,8 @@ def summary(rows: list[Row], known: dict[str, Buildable]) -> dict[str, Any]:
     passed = sorted({row.architecture for row in compiled} - set(failed))
     families: dict[str, int] = {}
     for name in passed:
-        families[known[name].family] = families.get(known[name].family, 0) + 1
+        family = known[name].family if name in known else "of a library not installed here"
+        families[family] = families.get(family, 0) + 1
     left_out = {row.architecture: row.error for row in rows if row.side not in SIDES}
     return {"passed": len(passed), "families": families, "failed": failed, "not compiled by aot_eager": left_out}
 

@@ -23,6 +23,7 @@ from benchmarks.graphs.values import weighted_sum
 
 FORMS = [(4, 6), (6, 6), (2, 3, 6), (2, 4, 4, 4), (3, 4), (8,), (1, 6), (2, 1, 4)]
 SIZES = (1, 3, 4, 6)
+STATEMENTS = 14
 LARGEST, MOST = 100.0, 1024  # magnitude, elements
 UNFIT = (RuntimeError, IndexError, ValueError, TypeError, NameError, AssertionError)
 REGIONS = ("checkpoint", "checkpoint", "autocast", "no_grad", "loop", "branch")
@@ -39,7 +40,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def program_of(seed: int, statements: int = 14) -> Program:
+def program_of(seed: int, statements: int = STATEMENTS) -> Program:
     """Return the program of a seed, of at most so many statements; it runs forward and backward in eager PyTorch."""
     for attempt in range(50):
         program = _Maker(random.Random(f"{seed}.{attempt}"), statements).make()

@@ -56,7 +56,8 @@ class Grouped:
         first = self.gemms[0]
         nodes = {self.operators.base(n) for n in first.inputs} | set(first.outputs)
         beside = {held[n].id for held in (self.values, self.grads) for n in nodes if n in held}
-        last = next(self.group_of[op] for op in reversed(self.operators.all) if op.outputs and not op.is_view)
+        computing = [op for op in self.operators.all if op.outputs and not op.is_view]  # none: all tensors are empty
+        last = self.group_of[computing[-1]] if computing else None
         return frozenset(beside) | {t.id for t in self.tensors if t.group == last}
 
     @property

@@ -142,8 +142,8 @@ def _constraints(rows: Sequence[Row], size: int) -> LinearConstraint:
     from scipy.optimize import LinearConstraint  # 0.5 s, which a plan from the cache does not wait for
     from scipy.sparse import coo_array
 
-    # In units in which the largest coefficient of a row is 1.
-    units = [max(map(abs, entries.values()), default=1.0) for entries, _, _ in rows]
+    # In units in which the largest coefficient of a row is 1; empty tensors have no bytes.
+    units = [max(map(abs, entries.values()), default=1.0) or 1.0 for entries, _, _ in rows]
     where = [
         (row, column, weight / units[row])
         for row, (entries, _, _) in enumerate(rows)

@@ -46,7 +46,7 @@ class Step:
             if self.joint.is_tangent(node) or any(n in behind for n in sources):
                 behind.add(node)
                 halves[1].append(node)
-            elif any(n in decoded for n in sources) or (self.joint.in_backward(node) and not self.is_there(node)):
+            elif not self.is_there(node) and (self.joint.in_backward(node) or any(n in decoded for n in sources)):
                 decoded.add(node)
             else:
                 halves[0].append(node)
@@ -116,7 +116,8 @@ class Held:
         if self._is_copy(node):
             self.at[node] = self._append(Item(Kind.VIEW, 0, [self.copies[node.all_input_nodes[0]]]), node)
             return
-        reads = [self.at[self.step.shown(source)] for source in node.all_input_nodes]
+        shown = [self.step.shown(source) for source in node.all_input_nodes]
+        reads = [self.at[source] for source in shown if source in self.at]  # all; but a size may be a decoded copy's
         is_stored = node in self.saved and self.saved[node] is None
         self.at[node] = self._add(node, reads, node, is_stored=is_stored)
         fmt = self.saved.get(node)
