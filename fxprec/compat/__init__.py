@@ -52,6 +52,7 @@ from fxprec.compat.inductor import trim_output_strides as trim_output_strides
 from fxprec.compat.inductor import waits_for_collectives as waits_for_collectives
 from fxprec.compat.inductor import whole_gemms as whole_gemms
 from fxprec.compat.inductor import writes_in_place as writes_in_place
+from fxprec.compat.loads import only_tensors_are_loads as only_tensors_are_loads
 from fxprec.compat.order import saving_memory as saving_memory
 from fxprec.compat.stored import storable as storable
 from fxprec.compat.stored import stored_autograd as stored_autograd

@@ -78,7 +78,7 @@ class Halves:
 
         def build(gm: GraphModule) -> Compiled:
             nonlocal code
-            code = self._built(gm, plain, options)
+            code = self._built(gm, plain, options, name)
             return ranged(code, range_name(self.graph, name))
 
         half = self.lowering.compile(gm, self._lower, build)
@@ -93,7 +93,11 @@ class Halves:
         rows = WatchedRows() if self.planned is None else self.planned.rows.without(self.seen_by_forward)
         return lower(gm, lowering, self.device_type, rows, calls=compat.TritonCalls(), without=without)
 
-    def _built(self, gm: GraphModule, plain: PlainHalf, options: Mapping[str, Any]) -> Compiled:
+    def scales(self, name: str) -> bool:
+        """Say whether the half of that name reads scales of gradients."""
+        return name == "backward" and self.planned is not None and bool(self.planned.rows.scaled)
+
+    def _built(self, gm: GraphModule, plain: PlainHalf, options: Mapping[str, Any], name: str) -> Compiled:
         if self.lowering.name == "eager":
             return by_group(gm, interpreted(gm))
         if self.lowering.is_interpreted:
@@ -101,7 +105,10 @@ class Halves:
         compat.hand_on_inputs(gm.graph)
         key = codegen_sources()
         saving = compat.saving_memory(in_saving_order, key) if self.saves_memory else contextlib.nullcontext()
-        with compat.code_keyed_by(key), compat.tiles_for_bytes(), compat.bitcasts_in_loops(), saving:
+        loads = (
+            contextlib.nullcontext() if self.device_type == "cpu" else compat.only_tensors_are_loads(self.scales(name))
+        )
+        with compat.code_keyed_by(key), compat.tiles_for_bytes(), compat.bitcasts_in_loops(), loads, saving:
             code: Compiled = compat.compile_fx_inner(gm, plain.examples, **options)
         if self.peak is not None:
             self.peak.saw(plain, code)

@@ -16,7 +16,7 @@ from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.gemms import lower_gemms
 from fxprec.passes.lowering.inline import CodedResult, inlined_casts
-from fxprec.passes.lowering.pieces import cast_in_pieces
+from fxprec.passes.lowering.pieces import cast_in_pieces, narrow_in_pieces
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.passes.lowering.stats import Counters, append_gathered, append_outputs, count, watch
 from fxprec.passes.lowering.totals import add_up, cast_where_read
@@ -93,6 +93,7 @@ def lower(
     if lowering != "eager" and not (lowering == "triton" and device_type == "cpu"):
         expand(gm, rows.scaled, rows.measured, {GATHERED} if adds_up else ())
         if device_type == "cuda":
+            narrow_in_pieces(gm.graph)
             widen_products(gm)
             show_bytes_in_memory(gm)
         if rows.inlines or device_type == "cuda":

@@ -15,10 +15,11 @@ from torch.fx import Graph, Node
 from fxprec import compat
 from fxprec.ir.symbolic import Count, Quantize, SideBySide
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.analysis.joint import input_at, tensor_of
 from fxprec.passes.lowering.gemm_casts import call, substitute
 
 aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
 _RESHAPING = ops.existing(aten, "view _unsafe_view")
 _SPLITS = ops.existing(aten, "split.Tensor split_with_sizes")
 
@@ -39,6 +40,39 @@ def cast_in_pieces(graph: Graph, counts: list[Node]) -> dict[Node, list[Node]]:
             last.append(of_row[cast.row])
         substitute(graph, q, codes)
     return counted
+
+
+def narrow_in_pieces(graph: Graph) -> None:
+    """Convert each piece of what is joined along the last dimension and then converted, and write it where it belongs.
+
+    As a gated layer's gradient on GPUs without fp8. A kernel over the whole cannot hold what Inductor keeps of a piece
+    on the way, since the decoding of a code is long: it is written out in float32 and read again.
+    """
+    for node in graph.find_nodes(op="call_function", target=_CONVERT):
+        joined, dtype = input_at(node, 0), node.args[1]
+        pieces = _joined_last(joined) if joined.target is aten.cat.default and len(joined.users) == 1 else []
+        if not pieces or not all(_is_computed(piece) for piece in pieces):
+            continue
+        with graph.inserting_before(node):
+            narrow = [call(graph, _CONVERT, piece, dtype) for piece in pieces]
+            for new, piece in zip(narrow, pieces, strict=True):
+                new.meta["val"] = tensor_of(piece).to(node.meta["val"].dtype)
+            compat.writes_in_place(SideBySide.target)
+            substitute(graph, node, SideBySide(narrow).insert(graph))
+        graph.erase_node(joined)
+
+
+def _joined_last(cat: Node) -> list[Node]:
+    """Return what ``cat`` joins, if along the last dimension."""
+    rank, pieces = tensor_of(cat).ndim, cat.args[0]
+    dim = cat.args[1] if len(cat.args) > 1 else 0
+    assert isinstance(pieces, list | tuple)
+    return [p for p in pieces if isinstance(p, Node)] if isinstance(dim, int) and dim % rank == rank - 1 else []
+
+
+def _is_computed(x: Node) -> bool:
+    """Say whether a kernel computes ``x`` element by element, rather than a library call or a copy."""
+    return isinstance(x.target, torch._ops.OpOverload) and torch.Tag.pointwise in x.target.tags
 
 
 def _written(graph: Graph, q: Node, cast: Quantize, pieces: list[Node]) -> Node:

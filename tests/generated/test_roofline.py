@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("triton")
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not installed
 
 from benchmarks.gpu.roofline import table
-from benchmarks.gpu.roofline.count import count
-from benchmarks.gpu.roofline.estimate import H100, Cost
+from benchmarks.gpu.roofline.count import Counted, count
+from benchmarks.gpu.roofline.estimate import H100, Cost, Half
 from benchmarks.gpu.roofline.minimum import minimum
 from benchmarks.gpu.roofline.replay import Launch, Memory
-from benchmarks.gpu.roofline.sides import NETWORKS, SIDES
+from benchmarks.gpu.roofline.sides import NETWORKS, SIDES, Network, Side
 from benchmarks.gpu.roofline.traffic import KernelText
 
 SMALL = NETWORKS["small"]
@@ -72,8 +74,55 @@ def test_a_block_in_fp8_launches_and_moves_no_more_than_it_did() -> None:
     assert (forward.bytes(), backward.bytes()) == (6_844_580, 8_375_860)
     assert (forward.peak, backward.peak, backward.saved) == (1_826_092, 3_213_640, 1_185_792)
     least = minimum(SMALL, H100)
-    assert least is not None
     done = forward.flops() + backward.flops()
-    assert done["bfloat16"] + done["fp8"] == done.total() == least.linear_flops + least.attention_flops
+    assert done["bfloat16"] + done["fp8"] == done.total() == least.low_flops + least.high_flops
     (row,) = (line for line in table.lines({"fp8": found}, least, H100) if line.startswith("| fp8 "))
     assert row.startswith("| fp8 | 58 |")
+
+
+def encoder_half() -> nn.Module:
+    """The MLP of a transformer's encoder behind its norm: biases, whose gradients are sums over rows, and GELU."""
+    return nn.Sequential(nn.LayerNorm(1024), nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another torch's Inductor fuses otherwise")
+def test_a_gradient_is_counted_in_the_kernel_that_sums_its_bias() -> None:
+    """No mask an element is written for the counts, and no float32 gradient for a norm's sums."""
+    found = count(SIDES["fp8 1 high"], Network("mlp", encoder_half, (32, 512, 1024)))
+    element = 32 * 512 * 4096
+    (gelu,) = (cost for cost in found.backward.costs if "gelu_backward" in cost.name)
+    assert "bool" not in gelu.what
+    assert gelu.written < 1.5 * element  # codes, a byte each, and sums
+    assert found.backward.peak < 6 * element  # four masks more, by torch's own limits
+
+
+def test_torchao_is_left_out_with_a_reason_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert SIDES["fp8 1 high"].absent is None
+    assert {side.absent for side in SIDES.values() if side.torchao} == {
+        "torchao is not installed (pip install --no-deps torchao)"
+    }
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+def test_torchao_multiplies_codes_and_patches_nothing() -> None:
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    before = TritonOverrides.maximum
+    found = count(Side("tensorwise", autocast=True, torchao="tensorwise"), SMALL)
+    done, least = found.forward.flops() + found.backward.flops(), minimum(SMALL, H100)
+    assert done["fp8"] == least.low_flops
+    assert done["bfloat16"] == least.high_flops
+    assert TritonOverrides.maximum is before
+
+
+def test_sides_in_fp8_are_compared_with_the_fastest_of_torchao() -> None:
+    def taking(seconds: float) -> Counted:
+        half = Half((Cost("k", "memory", 0, 0, 0.0, "", seconds, ""),), 0, 0)
+        return Counted(half, half, None)
+
+    found = {"autocast": taking(2), "fp8 1 high": taking(1), "torchao a": taking(1.6), "torchao b": taking(1.25)}
+    *_, last = table.lines(found, minimum(SMALL, H100), H100)
+    assert last == "time against torchao's best, torchao b: fp8 1 high 0.80"

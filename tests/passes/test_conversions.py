@@ -8,8 +8,10 @@ from one_pass import run_pass
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
+from fxprec.ir.symbolic import SideBySide
 from fxprec.passes.drop_round_trips import DropRoundTrips
 from fxprec.passes.lowering.conversions import share_conversions
+from fxprec.passes.lowering.pieces import narrow_in_pieces
 from fxprec.passes.sum_narrow import SumNarrow
 
 aten = torch.ops.aten
@@ -110,3 +112,37 @@ def test_what_is_joined_wide_is_joined_as_it_was(mixed: bool):
     (cat,) = graph.find_nodes(op="call_function", target=aten.cat.default)
     assert cat.meta["val"].dtype == (F32 if mixed else BF16)
     assert graph.count(CONVERT) == (3 if mixed else 1)
+
+
+def test_what_is_joined_and_then_narrowed_is_narrowed_in_pieces() -> None:
+    graph = _Graph()
+    a, b = (graph.give(torch.randn(2, 3, 4)) for _ in range(2))
+    grown = graph.add(aten.exp.default, a)
+    joined = graph.add(aten.cat.default, [grown, graph.add(aten.mul.Tensor, b, b), grown], -1)
+    narrow = graph.add(CONVERT, joined, BF16)
+    graph.output((narrow,))
+    inputs = [x.meta["val"] for x in (a, b)]
+    (wanted,) = torch.fx.GraphModule({}, graph)(*inputs)
+    narrow_in_pieces(graph)
+    graph.lint()
+    assert not graph.find_nodes(op="call_function", target=aten.cat.default)
+    (joins,) = SideBySide.nodes(graph)
+    assert [piece.args[1] for piece in SideBySide.of(joins).pieces] == [BF16] * 3
+    (found,) = torch.fx.GraphModule({}, graph)(*inputs)
+    assert found.dtype == BF16
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("case", ["another dimension", "read elsewhere, too", "copies of what is in memory"])
+def test_other_joins_stay(case: str) -> None:
+    graph = _Graph()
+    a, b = (graph.give(torch.randn(2, 3, 4)) for _ in range(2))
+    if case != "copies of what is in memory":
+        a, b = (graph.add(aten.exp.default, x) for x in (a, b))
+    joined = graph.add(aten.cat.default, [a, b], 1 if case == "another dimension" else -1)
+    results = [graph.add(CONVERT, joined, BF16)]
+    if case == "read elsewhere, too":
+        results.append(graph.add(aten.neg.default, joined))
+    graph.output(tuple(results))
+    narrow_in_pieces(graph)
+    assert graph.find_nodes(op="call_function", target=aten.cat.default)

@@ -37,6 +37,9 @@ def main() -> int:
     network, found = NETWORKS[args.network], dict[str, Counted]()
     arch = NAMES[args.gpu]
     for name in args.sides:
+        if SIDES[name].absent is not None:
+            print(f"{name}: left out, {SIDES[name].absent}", flush=True)
+            continue
         start = time.perf_counter()
         found[name] = count(SIDES[name], network, arch)
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)

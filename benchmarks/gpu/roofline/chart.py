@@ -9,7 +9,7 @@ from benchmarks.gpu.roofline.minimum import Minimum
 
 _COLOURS = {"GEMMs": "#4477aa", "attention": "#66ccee", "memory": "#ccbb44", "launches": "#ee6677"}
 _KINDS = {"gemm": "GEMMs", "attention": "attention", "memory": "memory"}
-_LEFT, _WIDTH, _BAR, _STEP, _LAUNCH = 130, 520, 18, 28, 3e-6
+_LEFT, _WIDTH, _BAR, _STEP, _LAUNCH = 200, 520, 18, 28, 3e-6
 
 
 def parts(counted: Counted) -> dict[str, float]:
@@ -21,7 +21,7 @@ def parts(counted: Counted) -> dict[str, float]:
     return found
 
 
-def draw(found: Mapping[str, Counted], least: Minimum | None, title: str) -> str:
+def draw(found: Mapping[str, Counted], least: Minimum, title: str) -> str:
     """Return an SVG."""
     longest = max(counted.seconds for counted in found.values())
     height = _STEP * len(found) + 70
@@ -34,9 +34,8 @@ def draw(found: Mapping[str, Counted], least: Minimum | None, title: str) -> str
             rows.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" fill="{_COLOURS[kind]}"/>')
             x += width
         rows.append(f'<text x="{x + 6:.1f}" y="{y + 13}">{counted.seconds * 1e3:.1f}</text>')
-    if least is not None:
-        x = _LEFT + least.seconds / longest * _WIDTH
-        rows.append(f'<path d="M{x:.1f} 30V{height - 34}" stroke="#222" stroke-dasharray="4 3"/>')
+    x = _LEFT + least.seconds / longest * _WIDTH
+    rows.append(f'<path d="M{x:.1f} 30V{height - 34}" stroke="#222" stroke-dasharray="4 3"/>')
     for i, (kind, colour) in enumerate(_COLOURS.items()):
         x = _LEFT + i * 110
         rows.append(f'<rect x="{x}" y="{height - 24}" width="12" height="12" fill="{colour}"/>')

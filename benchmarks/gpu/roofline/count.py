@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.fx import GraphModule
 from benchmarks.gpu.absent import inductor_code, pretend
 from benchmarks.gpu.roofline.estimate import GPUS, Half
 from benchmarks.gpu.roofline.replay import NUM_OUTPUTS, replay
-from benchmarks.gpu.roofline.sides import Network, Side, capture
+from benchmarks.gpu.roofline.sides import Halves, Network, Side, capture
+from fxprec import compat
 from fxprec.plan import Plan
 
 
@@ -41,14 +43,19 @@ def count(side: Side, network: Network, arch: int = 90) -> Counted:
     """Compile a step for a GPU of `GPUS` that is not there, and count what its code does."""
     halves, rates = capture(side, network, arch), GPUS[arch]
     graphs = {half: str(gm.graph) for half, gm in halves.graphs.items()}
-    with pytest.MonkeyPatch.context() as patch:
-        pretend(patch, arch)
-        code = {"forward": inductor_code(halves.graphs["forward"], "forward")}
-        forward = replay(code["forward"])
-        _take_saved(halves.graphs["backward"], forward.results)
-        code["backward"] = inductor_code(halves.graphs["backward"], "backward")
+    code = {"forward": _code(halves, "forward", side, arch)}
+    forward = replay(code["forward"])
+    _take_saved(halves.graphs["backward"], forward.results)
+    code["backward"] = _code(halves, "backward", side, arch)
     backward = replay(code["backward"], forward)
     return Counted(Half.of(forward, rates), Half.of(backward, rates), halves.plan, graphs, code)
+
+
+def _code(halves: Halves, half: str, side: Side, arch: int) -> str:
+    loads = nullcontext() if side.options is None else compat.only_tensors_are_loads(half in halves.scaled)
+    with pytest.MonkeyPatch.context() as patch, loads:
+        pretend(patch, arch)
+        return inductor_code(halves.graphs[half], half)
 
 
 def _take_saved(backward: GraphModule, results: Sequence[Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +37,9 @@ class Network:
     build: Callable[[], nn.Module]
     input: tuple[int, ...]
     shape: Shape | None = None
-    """Of a Llama block."""
+    """Of a transformer's layer."""
+    kind: str = "block"
+    """``block`` of a Llama, ``encoder`` layer, or ``stage`` of a ResNet."""
 
     def make(self) -> tuple[nn.Module, torch.Tensor]:
         """Return the network and an input; their memory is never touched."""
@@ -54,8 +58,8 @@ NETWORKS = {
         _block("llama-8b", LLAMA_BLOCK, 2, 4096),
         _block("llama-70b", LLAMA_70B_BLOCK, 1, 4096),
         _block("small", Shape(width=256, hidden=512, heads=4), 2, 128),
-        Network("bert", partial(Encoder, 1024, 4096, 16), (32, 512, 1024)),
-        Network("resnet-stage", Stage, (64, 256, 56, 56)),
+        Network("bert", partial(Encoder, 1024, 4096, 16), (32, 512, 1024), Shape(1024, 4096, 16), "encoder"),
+        Network("resnet-stage", Stage, (64, 256, 56, 56), kind="stage"),
     )
 }
 
@@ -67,6 +71,15 @@ class Side:
     name: str
     options: Mapping[str, Any] | None = None
     autocast: bool = False
+    torchao: str | None = None
+    """The recipe by which torchao converts the linear layers first."""
+
+    @property
+    def absent(self) -> str | None:
+        """Why this side cannot be counted here, or None."""
+        if self.torchao is None or importlib.util.find_spec("torchao") is not None:
+            return None
+        return "torchao is not installed (pip install --no-deps torchao)"
 
 
 _FP8 = {"recipe": "fp8", "storage": "native"}
@@ -81,6 +94,9 @@ SIDES = {
         Side("fp8 0.5 high", _FP8 | {"low_ratio": 0.5}),
         Side("fp8 1 triton", _FP8 | {"low_ratio": 1.0, "lowering": "triton"}),
         Side("hfp8 packed 1", {"recipe": "hfp8", "storage": "packed", "low_ratio": 1.0}),
+        Side("torchao tensorwise", autocast=True, torchao="tensorwise"),
+        Side("torchao rowwise", autocast=True, torchao="rowwise"),
+        Side("torchao rowwise, gradients high", autocast=True, torchao="rowwise_with_gw_hp"),
     )
 }
 
@@ -92,6 +108,8 @@ class Halves:
     graphs: dict[str, GraphModule] = field(default_factory=dict)
     """``forward`` and ``backward``, lowered, with values on a GPU."""
     plan: Plan | None = None
+    scaled: frozenset[str] = frozenset()
+    """Halves that read scales of gradients."""
 
     def take(self, gm: GraphModule, is_backward: object) -> None:
         """Keep one half."""
@@ -105,6 +123,8 @@ def capture(side: Side, network: Network, arch: int) -> Halves:
     torch.compiler.reset()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what this machine cannot do
+        if side.torchao is not None:
+            model = _converted(patch, model, side.torchao)
         backend = _plain(found) if side.options is None else _fxprec(found, patch, side.options, arch)
         with torch.autocast("cpu", torch.bfloat16, enabled=side.autocast):
             y = torch.compile(model, backend=backend)(x)
@@ -112,6 +132,24 @@ def capture(side: Side, network: Network, arch: int) -> Halves:
     if isinstance(backend, Backend):
         found.plan = backend.plans[0]
     return found
+
+
+def _converted(patch: pytest.MonkeyPatch, model: nn.Module, recipe: str) -> nn.Module:
+    """Return the model with torchao's linear layers in place of its own."""
+    float8, layers = importlib.import_module("torchao.float8"), importlib.import_module("torchao.float8.float8_linear")
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """As torchao's, which asks whether autocast is on for a GPU; here it is on for the CPU that stands in."""
+        x = x.to(torch.bfloat16)
+        y = layers.matmul_with_hp_or_float8_args.apply(x, self.weight.t(), self.linear_mm_config, self.config)
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # type: ignore[no-any-return]
+
+    patch.setattr(layers.Float8Linear, "forward", forward)
+    # torchao would rewrite Inductor's minima for the whole process; what a kernel moves is the same.
+    inductor = importlib.import_module("torchao.float8._inductor_patch")
+    patch.setattr(inductor, "_patch_inductor_min_max_codegen", lambda: None)
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    return float8.convert_to_float8_training(model, config=config)  # type: ignore[no-any-return]
 
 
 def _plain(found: Halves) -> Callable[[GraphModule, Sequence[Any]], Any]:
@@ -140,6 +178,7 @@ def _fxprec(found: Halves, patch: pytest.MonkeyPatch, options: Mapping[str, Any]
         if name == "forward":
             self.seen_by_forward = frozenset(lowered.rows)
         found.take(twin, name == "backward")
+        found.scaled |= {name} if self.scales(name) else set()
         return CompiledHalf(_stand_in(gm), None, lowered, len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
 
     plan_for(patch, arch)

@@ -16,7 +16,7 @@ _HEAD = (
 )
 
 
-def lines(found: Mapping[str, Counted], least: Minimum | None, rates: Rates) -> Iterator[str]:
+def lines(found: Mapping[str, Counted], least: Minimum, rates: Rates) -> Iterator[str]:
     """Yield the table, with what it assumes."""
     flops = ", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in rates.flops.items())
     yield f"{rates.name}: {rates.bytes / 1e12} TB/s; TFLOP/s {flops}; {rates.launch_seconds * 1e6:.0f} us a launch"
@@ -26,12 +26,24 @@ def lines(found: Mapping[str, Counted], least: Minimum | None, rates: Rates) -> 
     base = found["autocast"].seconds if "autocast" in found else None
     for name, counted in found.items():
         yield _row(name, counted, base)
-    if least is None:
-        return
-    yield (
-        f"| least possible | - | {_gb(least.forward)} / {_gb(least.backward)} | {least.attention_flops / 1e12:.1f} + {least.linear_flops / 1e12:.1f} "
-        f"| {least.seconds * 1e3:.1f} | {_ratio(least.seconds, base)} | - | {_gb(least.saved)} |"
+    yield _least(least, base)
+    yield from _against_torchao(found)
+
+
+def _least(least: Minimum, base: float | None) -> str:
+    return (
+        f"| least possible | - | {_gb(least.forward)} / {_gb(least.backward)} | {least.high_flops / 1e12:.1f} "
+        f"+ {least.low_flops / 1e12:.1f} | {least.seconds * 1e3:.1f} | {_ratio(least.seconds, base)} | - | {_gb(least.saved)} |"
     )
+
+
+def _against_torchao(found: Mapping[str, Counted]) -> Iterator[str]:
+    """Yield how each side in fp8 compares with the fastest of torchao's, where there is one."""
+    seconds = {name: counted.seconds for name, counted in found.items()}
+    best = min((name for name in found if name.startswith("torchao")), key=seconds.__getitem__, default=None)
+    if best is not None:
+        ratios = [f"{name} {seconds[name] / seconds[best]:.2f}" for name in found if name.startswith("fp8")]
+        yield f"time against torchao's best, {best}: {', '.join(ratios)}"
 
 
 def _row(name: str, counted: Counted, base: float | None) -> str:
@@ -64,7 +76,7 @@ def kernels(name: str, counted: Counted, at_least: float) -> Iterator[str]:
                 yield f"  {moved} {cost.flops / 1e12:5.2f} T {cost.seconds * 1e3:6.3f} ms {cost.name[:40]:40} {cost.what[:200]}"
 
 
-def to_dict(network: str, found: Mapping[str, Counted], least: Minimum | None, rates: Rates) -> dict[str, Any]:
+def to_dict(network: str, found: Mapping[str, Counted], least: Minimum, rates: Rates) -> dict[str, Any]:
     """Return plain data for a result file."""
     sides = {
         name: {"forward": counted.forward.to_dict(), "backward": counted.backward.to_dict()}
@@ -74,5 +86,5 @@ def to_dict(network: str, found: Mapping[str, Counted], least: Minimum | None, r
         "network": network,
         "rates": asdict(rates),
         "sides": sides,
-        "minimum": None if least is None else asdict(least),
+        "minimum": asdict(least),
     }

@@ -1,0 +1,63 @@
+"""How many tensors Inductor lets one of its kernels read."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from torch._inductor import config, scheduler
+from torch._inductor.dependencies import MemoryDep
+
+
+@contextlib.contextmanager
+def only_tensors_are_loads(scaled: bool) -> Iterator[None]:
+    """Have Inductor's limits on what a kernel reads count tensors that it reads, and nothing else.
+
+    ``scaled``: the graph reads scales of gradients. A kernel that reads numbers of the scale table beside its tensors
+    would be over the limit at which a value that several read is written out: a float32 gradient before each norm.
+    """
+    reads = config.realize_reads_threshold + (_SCALES if scaled else 0)
+    with _inner_values_are_no_loads(), config.patch(realize_reads_threshold=reads):
+        yield
+
+
+_SCALES = 4
+
+
+@contextlib.contextmanager
+def _inner_values_are_no_loads() -> Iterator[None]:
+    """Have Inductor limit what a kernel loads that sums over rows and over columns, not what it makes and reads itself.
+
+    The limit (10, since torch 2.13) is there for registers' sake. By itself it counts buffers that are written and read
+    inside of the kernel alone, too: of a gradient with its bias's sum beside our counts some were left out, and for
+    these masks of every element were written and read again.
+    """
+    reductions: Any = getattr(scheduler, "FusedMixOrderReductions", None)
+    most = getattr(config.triton, _LIMIT, 0)
+    if reductions is None or most <= 0:
+        yield
+        return
+    can_fuse_with = reductions.can_fuse_with
+
+    def can_fuse_within_loads(self: Any, other: Any) -> bool:
+        if len(_loads([*self.get_nodes(), *other.get_nodes()])) > most:
+            return False
+        with config.patch({f"triton.{_LIMIT}": 0}):
+            return bool(can_fuse_with(self, other))
+
+    reductions.can_fuse_with = can_fuse_within_loads
+    try:
+        yield
+    finally:
+        reductions.can_fuse_with = can_fuse_with
+
+
+def _loads(nodes: list[Any]) -> set[str]:
+    made = {name for node in nodes for name in node.get_buffer_names()}
+    reads = itertools.chain.from_iterable(node.read_writes.reads for node in nodes)
+    return {dep.name for dep in reads if isinstance(dep, MemoryDep)} - made
+
+
+_LIMIT = "mix_order_reduction_max_reads"
