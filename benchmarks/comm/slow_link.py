@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import machine
@@ -52,14 +53,14 @@ def tear_down(hosts: int) -> None:
         subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
-def run(hosts: int, repeats: int, bucket_mb: int, only: str, out: Path) -> None:
+def launch(hosts: int, script: Path, words: Sequence[str]) -> None:
+    """Run ``script`` as one rank in each namespace. Raises SystemExit where one fails."""
     ranks = []
     for k in range(hosts):
-        words = [sys.executable, str(HERE / "slow_link_rank.py"), "--rank", str(k), "--world", str(hosts)]
-        words += ["--master", "10.77.0.1", "--interface", "eth0", "--repeats", str(repeats), "--out", str(out)]
-        words += ["--bucket-mb", str(bucket_mb), "--only", only]
+        own = ["--rank", str(k), "--world", str(hosts), "--master", "10.77.0.1", "--interface", "eth0", *words]
         env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-        ranks.append(subprocess.Popen(["ip", "netns", "exec", f"fxh{k}", *words], env=env))
+        command = ["ip", "netns", "exec", f"fxh{k}", sys.executable, str(script), *own]
+        ranks.append(subprocess.Popen(command, env=env))
     codes = [p.wait(900) for p in ranks]
     if any(codes):
         raise SystemExit(f"ranks ended with {codes}")
@@ -109,7 +110,9 @@ def main() -> None:
         out = Path(folder) / "rank0.json"
         try:
             build(args.hosts, args.rate)
-            run(args.hosts, args.repeats, args.bucket_mb, args.only, out)
+            words = ["--repeats", str(args.repeats), "--out", str(out)]
+            words += ["--bucket-mb", str(args.bucket_mb), "--only", args.only]
+            launch(args.hosts, HERE / "slow_link_rank.py", words)
         finally:
             tear_down(args.hosts)
         found = json.loads(out.read_text())

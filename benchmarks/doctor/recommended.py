@@ -1,4 +1,4 @@
-"""The doctor's recommendation against policy ``size`` at the same bytes saved, digits and text, three seeds.
+"""The doctor's recommendation against policy ``size``, which saves no fewer bytes, digits and text, three seeds.
 
 In 8 bits both train as float32 does, so there is nothing to choose; so tensors are stored in a format coarse enough to
 tell plans apart. The tolerance is a share of the damage of storing everything so, the least at which the recommendation
@@ -8,7 +8,9 @@ keeps some modules high and not all.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,11 @@ import fxprec
 from fxprec.demo import data
 from fxprec.demo.tasks import Task, cross_entropy, digits_task, text_task
 from fxprec.demo.train import train
+from fxprec.diagnosis.advice import advise
 from fxprec.diagnosis.doctor import doctor
+from fxprec.driver.named import backend_of
+from fxprec.numerics.formats import BF16
+from fxprec.plan import Plan
 
 WARM_UP = 30  # steps in float32 before the examination: at first all layers are alike
 SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -58,37 +64,78 @@ def recommended(task: Task, options: Mapping[str, Any], seed: int) -> tuple[dict
         optimizer.zero_grad()
     inputs, targets = next(batches)
 
-    def examined(tolerance: float) -> Any:
-        asked = {**options, "formats": ("bf16",), "reruns": 0, "tolerance": tolerance}
-        return doctor(model, inputs, loss=lambda out: cross_entropy(out, targets), options=asked)
-
-    whole = examined(1e-9).whole[0].predicted
+    asked = {**options, "formats": ("bf16",), "reruns": 0}
+    found = doctor(model, inputs, loss=lambda out: cross_entropy(out, targets), options=asked)
+    whole = found.whole[0].predicted
     for share in SHARES:
-        advice = examined(whole * share).recommended
+        advice = advise(found.ranking, BF16, options, whole * share).options
         if "keep_high" in advice:
-            return advice, whole
+            return dict(advice), whole
     return None, whole
 
 
-def compare(name: str, task: Task, low: str, seed: int, lowering: str = "inductor") -> dict[str, Any]:
-    """Train as recommended, then by size within the bytes which that took."""
-    options = coarse(low)
+def by_size(task: Task, options: Mapping[str, Any], seed: int, at_least: int) -> dict[str, Any]:
+    """Return options of policy ``size`` that save at least so many bytes: one group low fewer than a budget would have.
+
+    Whole groups do not fill a budget; within it ``size`` would save less than the plan that it is compared with.
+    """
+    plan = _plan(task, {**options, "policy": "size", "activation_budget": at_least}, seed)
+    low = sorted((g for g in plan.groups if g.low), key=lambda g: (-g.elements, g.id))
+    if plan.saved_bytes is not None and plan.saved_bytes.planned < at_least:
+        low.pop()
+    return {**options, "policy": partial(_chosen, [g.id for g in low])}
+
+
+def _chosen(groups: list[int], tensors: object, config: object) -> list[int]:
+    return groups
+
+
+def _plan(task: Task, options: Mapping[str, Any], seed: int) -> Plan:
+    torch.compiler.reset()
+    model = task.make_model()
+    compiled = torch.compile(model, backend="fxprec", options=dict(options))
+    compiled(next(task.batches(seed))[0])
+    return backend_of(compiled).plans[0]
+
+
+def nudged(task: Task) -> Task:
+    """Return the task from initial weights that differ in the last bit: what that changes is noise."""
+
+    def make() -> torch.nn.Module:
+        model = task.make_model()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.nextafter(p, torch.full_like(p, torch.inf)))
+        return model
+
+    return dataclasses.replace(task, make_model=make)
+
+
+def compare(name: str, task: Task, low: str, seed: int, lowering: str = "inductor") -> Iterator[dict[str, Any]]:
+    """Yield the training as recommended, by size with no fewer bytes, and both again with weights nudged."""
+    options = {**coarse(low), "lowering": lowering}
     advice, whole = recommended(task, options, seed)
+    row = {"task": name, "low": low, "seed": seed, "damage of all low": whole}
     if advice is None:
-        return {"task": name, "low": low, "seed": seed, "damage of all low": whole, "kept high": None}
-    runs = {}
-    budget = None
-    for how in ("recommended", "size"):
-        given = advice if how == "recommended" else {**options, "policy": "size", "activation_budget": budget}
-        losses: list[float] = []
-        got = train(
-            task, how, {**given, "lowering": lowering}, seed=seed, on_step=lambda _, loss, to=losses: to.append(loss)
-        )
-        saved = got.plans[0].saved_bytes
-        assert saved is not None
-        budget = saved.planned if budget is None else budget
-        runs[how] = {
-            "held out": got.score, "training": sum(losses[-LAST:]) / LAST, "bytes": saved.planned, "fp32 bytes": saved.fp32
-        }  # fmt: skip
-    high = list(advice["keep_high"])
-    return {"task": name, "low": low, "seed": seed, "damage of all low": whole, "kept high": high} | runs
+        yield row | {"kept high": None}
+        return
+    row |= {"kept high": list(advice["keep_high"])}
+    found = trained(task, advice, seed)
+    yield row | {"side": "recommended"} | found
+    size = by_size(task, options, seed, found["bytes"])
+    yield row | {"side": "size"} | trained(task, size, seed)
+    yield row | {"side": "size, nudged"} | trained(nudged(task), size, seed)
+    yield row | {"side": "recommended, nudged"} | trained(nudged(task), advice, seed)
+
+
+def trained(task: Task, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Train; return held-out loss, mean training loss of the last steps, and bytes saved for backward."""
+    losses: list[float] = []
+    start = time.process_time()
+    got = train(task, "", options, seed=seed, on_step=lambda _, loss: losses.append(loss))
+    saved = got.plans[0].saved_bytes
+    assert saved is not None
+    return {
+        "held out": got.score, "training": sum(losses[-LAST:]) / LAST, "bytes": saved.planned,
+        "fp32 bytes": saved.fp32, "cpu": time.process_time() - start,
+    }  # fmt: skip

@@ -23,6 +23,11 @@
     def draw(found: Found) -> str:             # where the paper has a figure; may be left out
         return svg.curves({name: found.curve(name, "curve") for name in found.rows}, "steps", "loss")
 
+    def parts(full: bool) -> Sequence[str]:    # where a seed takes minutes; may be left out
+        return networks                        # then `run` takes one more, and its rows begin with "part,"
+
+    def unable() -> str:                       # why it cannot run on this machine, "" where it can; may be left out
+
 A row yields as soon as it is measured, so that the bar moves. Numbers and texts are shown; lists are only for `draw`.
 Rows have the same names for every seed, and a seed decides everything random: two sides of one seed are compared with
 each other. ``full`` (``--full``) is for the longer sweep. A default seed should take half a minute of one core or less.

@@ -46,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = selected(args.names)
     except KeyError as error:
         parser.error(f"unknown table {error.args[0]!r}; `list` names them")
+    for name, reason in {n: getattr(catalog.load(n), "unable", str)() for n in names}.items():
+        if reason:
+            console.print(f"{name}: skipped, {reason}")
+            names.remove(name)
     seeds = {n: number_of_seeds(catalog.load(n).SEEDS, args.seeds, "all" in args.names, args.full) for n in names}
     jobs = [Job(name, seeds[name], args.full, args.again) for name in names]
     states: list[State] = []

@@ -1,11 +1,12 @@
-"""Results as JSON, one file a table, written after every seed, so that a run that was cut off goes on."""
+"""Results as JSON, one file a table, written after every seed (every part of one, in tables that have parts), so that a run that was cut off goes on."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,17 +66,23 @@ def best(name: str) -> Result | None:
 def measure(
     name: str, table: ModuleType, seeds: int, is_full: bool, on_row: Callable[[int, str], object], is_new: bool
 ) -> Result:
-    """Run the seeds that are missing, all of them if ``is_new``; ``on_row`` hears of each row."""
+    """Run the seeds, of a table in parts the parts, that are missing, all of them if ``is_new``.
+
+    ``on_row`` hears of each row.
+    """
     kept = None if is_new else load(name, is_full)
     result = kept or Result(name, is_full)
-    for seed in range(seeds):
-        if seed in result.seeds:
+    parts: Sequence[str | None] = table.parts(is_full) if hasattr(table, "parts") else (None,)
+    for seed, part in product(range(seeds), parts):
+        rows = result.seeds.get(seed, {})
+        if rows if part is None else any(row.startswith(f"{part},") for row in rows):
             continue
-        start, rows = time.process_time(), {}
-        for row, cells in table.run(seed, is_full):
-            rows[row] = dict(cells)
+        start, found = time.process_time(), {}
+        for row, cells in table.run(seed, is_full) if part is None else table.run(seed, is_full, part):
+            found[row] = dict(cells)
             on_row(seed, row)
-        result.seeds[seed], result.seconds[seed] = rows, round(time.process_time() - start, 2)
+        result.seeds[seed] = rows | found
+        result.seconds[seed] = round(result.seconds.get(seed, 0.0) + time.process_time() - start, 2)
         result.machine = machine.describe()
         result.save()
     return result

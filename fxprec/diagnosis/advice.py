@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from fxprec.diagnosis.rounding import bits_of
 from fxprec.diagnosis.rows import Row, plain
 from fxprec.numerics.blocks import NAMED, find_blocks
 from fxprec.numerics.formats import Format
-from fxprec.passes.analysis.selection import covers
+from fxprec.passes.analysis.selection import OUTERMOST, covers
 
 TOLERANCE = 0.1  # about 0.995 of cosine: what 50 architectures lose in bf16 at worst (docs/policies.md)
 WORTHWHILE = 0.25  # of the bytes that all low would save; for less, 16 bits are the simpler answer
@@ -87,19 +88,51 @@ class Case:
         ]
 
     def modules_high(self) -> Remedy | None:
-        """Hold modules high, the most harmful tensor's first; None where what belongs to no module does too much."""
-        patterns, stored = list[str](), dict[int, str]()
-        while self.damage(stored) > self.tolerance:
-            left = [i for i in self.low if i not in stored and self.rows[i].module]
-            if not left:
-                return None
-            worst = max(left, key=lambda i: (self.rows[i].damage, self.rows[i].planned.error))
-            patterns.append(self.rows[worst].module)
-            covered = (i for i in self.low if covers(self.rows[worst].module, self.rows[i].module))
-            stored |= dict.fromkeys(covered, self.hi.name)
+        """Hold modules high, those first that take most damage off for their bytes; None if all high does too much.
+
+        A greedy cover: what is taken off is a sum of squares, as damages combine. Modules that those after them make
+        unnecessary are left out again.
+        """
+        patterns = self._enough()
+        if patterns is None:
+            return None
+        for pattern in tuple(patterns):
+            rest = [p for p in patterns if p != pattern]
+            if self.damage(self._held(rest)) <= self.tolerance:
+                patterns = rest
         held = self.base.get("keep_high", ())
         more = () if held == "ends" else tuple(held)
-        return Remedy({**self.base, "keep_high": (*more, *patterns)}, stored, "with these modules high")
+        options = {**self.base, "keep_high": (*more, *patterns)}
+        return Remedy(options, self._held(patterns), "with these modules high")
+
+    def _enough(self) -> list[str] | None:
+        modules = sorted({self.rows[i].module or OUTERMOST for i in self.low})
+        covered = {m: {i for i in self.low if covers(m, self.rows[i].module)} for m in modules}
+        gain = {i: self._gain(i) for i in self.low}
+        patterns, stored = list[str](), dict[int, str]()
+        while self.damage(stored) > self.tolerance:
+            worth = {m: self._worth(covered[m] - stored.keys(), gain) for m in modules}
+            best = max(modules, key=worth.__getitem__, default=None)
+            if best is None or worth[best] <= 0:
+                return None
+            patterns.append(best)
+            stored |= dict.fromkeys(covered[best], self.hi.name)
+        return patterns
+
+    def _held(self, patterns: Sequence[str]) -> dict[int, str]:
+        held = (i for i in self.low if any(covers(p, self.rows[i].module) for p in patterns))
+        return dict.fromkeys(held, self.hi.name)
+
+    def _gain(self, i: int) -> float:
+        """Squared damage that the wide format takes off a row; 0 where it does as much, infinite or not."""
+        low, high = self.rows[i].damage, self._damage(i, {i: self.hi.name})
+        return low * low - high * high if low > high else 0.0
+
+    def _worth(self, rows: Iterable[int], gain: Mapping[int, float]) -> float:
+        """Gain for each bit more."""
+        some = tuple(rows)
+        bits = math.fsum(self.rows[i].elements * (self.hi.bits - bits_of(self.rows[i].format)) for i in some)
+        return math.fsum(gain[i] for i in some) / max(bits, 1.0)
 
 
 def advise(rows: Sequence[Row], hi: Format, base: Mapping[str, Any], tolerance: float = TOLERANCE) -> Advice:
@@ -134,18 +167,14 @@ def _chosen(case: Case) -> Remedy:
     if best is not None and saved >= WORTHWHILE:
         said = f"gradients are off by {whole:.2g} as planned, by {case.damage(best.stored):.2g} {best.said}"
         return replace(best, said=said)
-    return _wide(case, whole, best is None, saved)
+    return _wide(case, whole, saved)
 
 
-def _wide(case: Case, whole: float, is_stuck: bool, saved: float) -> Remedy:
+def _wide(case: Case, whole: float, saved: float) -> Remedy:
     left = case.damage(case.all_high)
     if left > case.tolerance:
         said = f"in {case.hi.name} alone gradients are off by {left:.2g}, above {case.tolerance:g}"
         return Remedy({"recipe": "fp32"}, case.all_high, f"stay in float32: {said}")
     why = f"only {saved:.0%} of the bytes that 8 bits would save are left once the rest is held high"
-    if is_stuck:
-        nameless = (case.rows[i] for i in case.low if not case.rows[i].module)
-        worst = max(nameless, key=lambda row: (row.damage, row.planned.error))
-        why = f"{worst.tensor}, which does too much of it, belongs to no module that keep_high could name"
     said = f"stay in bf16: gradients would be off by {whole:.2g}, and {why}"
     return Remedy({"recipe": "bf16"}, case.all_high, said)

@@ -94,7 +94,7 @@ class Examined:
         )
 
     def module(self, site: Site) -> str:
-        return site.module.removeprefix(self.prefix)
+        return "" if f"{site.module}." == self.prefix else site.module.removeprefix(self.prefix)
 
     def _cost(self, casts: Sequence[Cast], fmt: AnyFormat, read: Round) -> Cost:
         """Return what one tensor costs: of the worst of its casts, the damage of all."""

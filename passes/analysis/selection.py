@@ -9,6 +9,8 @@ from typing import Literal
 from fxprec.errors import did_you_mean
 from fxprec.passes.analysis.tensors import CountedTensor
 
+OUTERMOST = "."
+
 
 def kept_high(
     tensors: Sequence[CountedTensor],
@@ -17,20 +19,26 @@ def kept_high(
 ) -> tuple[frozenset[int], list[str]]:
     """Return the ids of the tensors held high, and a warning for each pattern that matched nothing.
 
-    A pattern that matches a module covers its submodules. ``ends`` are the ids that ``"ends"`` stands for; left out,
+    A pattern that matches a module covers its submodules; ``"."`` is what no submodule made: the outermost ``forward``'s
+    own tensors and parameters. ``ends`` are the ids that ``"ends"`` stands for; left out,
     they follow from groups in execution order.
     """
     if keep_high == "ends":
         return frozenset(t.id for t in _ends(tensors)) if ends is None else ends, []
-    modules = sorted({t.module for t in tensors if t.module})
+    modules = sorted({t.module for t in tensors})
     matched = {p: {m for m in modules if covers(p, m)} for p in keep_high}
-    warnings = [_no_match(pattern, modules) for pattern, found in matched.items() if not found]
+    warnings = [_no_match(pattern, [m for m in modules if m]) for pattern, found in matched.items() if not found]
     held = frozenset[str]().union(*matched.values())
     return frozenset(t.id for t in tensors if t.module in held), warnings
 
 
 def covers(pattern: str, module: str) -> bool:
-    """Say whether a pattern of ``keep_high`` holds a module high: it matches that module, or one it lies in."""
+    """Say whether a pattern of ``keep_high`` holds a module high: it matches that module, or one it lies in.
+
+    The outermost module has the name "" and the pattern `OUTERMOST`, which covers nothing else.
+    """
+    if not module:
+        return pattern == OUTERMOST
     parts = module.split(".")
     return any(fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
 

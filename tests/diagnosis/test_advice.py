@@ -1,5 +1,9 @@
 """The recommendation: what a tensor without a module leaves to choose."""
 
+from dataclasses import replace
+
+import pytest
+
 from fxprec.diagnosis.advice import advise
 from fxprec.diagnosis.rows import Cost, Row
 from fxprec.numerics.formats import BF16
@@ -18,15 +22,23 @@ def row(site: int, module: str, damage: float) -> Row:
     )  # fmt: skip
 
 
-def test_a_tensor_without_a_module_stays_low_where_the_others_can_make_up_for_it():
-    rows = [row(0, "", 0.09), row(1, "a", 0.08), row(2, "b", 0.07), *(row(i, "c", 0.001) for i in range(3, 8))]
-    found = advise(rows, BF16, {"recipe": "fp8"}, tolerance=0.1)
-    assert found.options == {"recipe": "fp8", "keep_high": ("a", "b")}
-    assert 0.09 < found.predicted < 0.1
-
-
-def test_where_they_cannot_it_is_named():
+def test_a_tensor_of_the_outermost_forward_has_a_pattern_too():
     rows = [row(0, "", 0.12), row(1, "a", 0.3), row(2, "b", 0.01)]
     found = advise(rows, BF16, {"recipe": "fp8"}, tolerance=0.1)
-    assert found.options == {"recipe": "bf16"}
-    assert found.reason.endswith("t0, which does too much of it, belongs to no module that keep_high could name")
+    assert found.options == {"recipe": "fp8", "keep_high": ("a", ".")}
+    assert found.predicted == pytest.approx(0.01)
+
+
+def test_most_damage_for_the_bytes_comes_first_and_what_is_no_longer_needed_goes():
+    rows = [
+        replace(row(0, "block", 0.08), elements=6_000),
+        *(row(1, "block.a", 0.09), row(2, "block.b", 0.02), row(3, "c", 0.07), row(4, "d", 0.02)),
+        replace(row(5, "e", 0.001), elements=20_000),
+    ]
+    by_tolerance = {t: advise(rows, BF16, {"recipe": "fp8"}, tolerance=t).options["keep_high"] for t in (0.1, 0.08)}
+    assert by_tolerance == {0.1: ("block.a", "c"), 0.08: ("block",)}
+
+
+def test_the_whole_is_wide_where_bf16_does_as_much():
+    stuck = replace(row(0, "a", 0.3), costs={"bf16": replace(row(0, "a", 0.3).planned, damage=0.3)})
+    assert advise([stuck, row(1, "b", 0.2)], BF16, {"recipe": "fp8"}, tolerance=0.1).options == {"recipe": "fp32"}

@@ -204,6 +204,14 @@ def test_keep_high_holds_modules_and_their_submodules():
         assert result.warnings == ()
 
 
+def test_a_dot_is_what_no_submodule_made_and_no_other_pattern_reaches_it():
+    tensors = [dataclasses.replace(t, module=("", "layer1", "x")[t.group]) for t in groups_of([8, 8, 8])]
+    for patterns, groups in [((".",), {1, 2}), (("*",), {0}), ((".", "x"), {1})]:
+        result = assign(tensors, in_force(recipe="fp8", policy="uniform", keep_high=patterns))
+        assert result.low_groups == groups
+        assert result.warnings == ()
+
+
 def test_a_pattern_that_matches_nothing_is_a_warning():
     (warning,) = assign(mlp(), in_force(recipe="fp8", keep_high=("fc3",))).warnings
     assert warning == "keep_high pattern 'fc3' matches no module; did you mean 'fc2'?; modules are fc1, fc2, relu"
