@@ -21,6 +21,7 @@ from benchmarks.papers.claims import Claim, Predicate, exactly, higher, lower, m
 from benchmarks.papers.eight_bit import TYPES
 from benchmarks.papers.found import Found, Row, spread
 from benchmarks.papers.sixteen_bit import WIDE, Training, rounded
+from benchmarks.papers.workloads import workload
 from fxprec import quantize
 from fxprec.errors import FxprecWarning
 from fxprec.numerics.formats import BF16, parse
@@ -120,6 +121,39 @@ def test_a_run_that_was_cut_off_goes_on_where_it_was(folder: Path, monkeypatch: 
     assert "- **not shown**: It is so (one seed)" in (folder / "papers.md").read_text(encoding="utf-8")
 
 
+def test_a_table_in_parts_goes_on_at_the_part_where_it_was_cut_off(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def run(seed: int, full: bool, part: str) -> list[Row]:
+        asked.append((seed, part))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return [(f"{part}, one side", {"loss": 0.5 + seed})]
+
+    table = table_of(run, True)  # type: ignore[arg-type]
+    table.parts = lambda full: ("a", "ab")
+    monkeypatch.setattr(catalog, "load", lambda name: table)
+    with pytest.raises(KeyboardInterrupt):
+        main(["bf16.memory"])
+    assert main(["bf16.memory", "--seeds", "2"]) == 0
+    assert asked == [(0, "a"), (0, "ab"), (0, "ab"), (1, "a"), (1, "ab")]
+    kept = json.loads((folder / "results/bf16.memory.json").read_text(encoding="utf-8"))
+    assert [list(rows) for rows in kept["seeds"].values()] == [["a, one side", "ab, one side"]] * 2
+
+
+def test_a_table_that_cannot_run_here_is_skipped_and_says_why(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = table_of(lambda seed, full: [("fp32", {"loss": 1.0})], True)
+    table.unable = lambda: "it needs two moons"
+    monkeypatch.setattr(catalog, "load", lambda name: table)
+    assert main(["bf16.memory"]) == 0
+    assert "bf16.memory: skipped, it needs two moons" in capsys.readouterr().out
+    assert not (folder / "results/bf16.memory.json").exists()
+
+
 def test_a_kept_result_whose_rows_were_renamed_asks_to_be_measured_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +245,15 @@ def test_one_of_the_papers_networks_offers_the_papers_reduction() -> None:
     found = table.shares(table.counted(lambda: NETWORKS["shufflenet_v2"](num_classes=100), (table.BATCH, 3, 32, 32)))
     assert found["groups"] == table.PAPERS_GROUPS["shufflenet_v2"]
     assert found[table.TIMES] == pytest.approx(2.952, abs=0.001)  # the paper's largest step is 2.9
+
+
+@pytest.mark.parametrize(("name", "classes"), [("text", 97), ("patches", 10), ("squeezenet x0.1", 10)])
+def test_what_assignments_train_is_judged_by_cross_entropy_on_data_of_its_own(name: str, classes: int) -> None:
+    work = workload(name)
+    [(x, y)], held_out = work.training(0, 1), work.held_out()
+    assert work.make()(x).shape == (y.numel(), classes)
+    assert len({x.shape for x, _ in (*held_out, *work.training(1, 2))}) == 1  # compiled once
+    assert not torch.equal(x, work.training(1, 1)[0][0])
 
 
 def test_the_theorems_predict_what_rounding_makes_zero() -> None:

@@ -122,12 +122,12 @@ def run_time() -> dict[str, Any]:
     }
 
 
-def run_recommended(only: str, seeds: Sequence[int]) -> dict[str, Any]:
+def run_recommended(only: str, seeds: Sequence[int], has_noise: bool) -> dict[str, Any]:
     """Train the demo's tasks."""
     rows = []
     for name, task in recommended.tasks().items():
         for seed in seeds if only in name else ():
-            for row in recommended.compare(name, task, "1-2-1", seed, lowering="eager"):
+            for row in recommended.compare(name, task, "1-2-1", seed, "eager", has_noise):
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     return {"rows": rows}
@@ -139,6 +139,9 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--few", action="store_true", help="every sixth fault")
     parser.add_argument("--task", default="", help="of `recommended`: digits or text alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2), help="of `recommended`")
+    parser.add_argument(
+        "--noise", action="store_true", help="of `recommended`: again from weights that differ in a bit"
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     given = parser.parse_args(args)
     torch.set_num_threads(1)
@@ -146,7 +149,7 @@ def main(args: Sequence[str] | None = None) -> int:
         "faults": lambda: run_faults(given.few),
         "ranks": run_ranks,
         "time": run_time,
-        "recommended": lambda: run_recommended(given.task, given.seeds),
+        "recommended": lambda: run_recommended(given.task, given.seeds, given.noise),
         "callbacks": lambda: callbacks.measure(2, 128),
     }[given.what]()
     if given.out is not None:

@@ -111,8 +111,8 @@ def nudged(task: Task) -> Task:
     return dataclasses.replace(task, make_model=make)
 
 
-def compare(name: str, task: Task, low: str, seed: int, lowering: str = "inductor") -> Iterator[dict[str, Any]]:
-    """Yield the training as recommended, by size with no fewer bytes, and both again with weights nudged."""
+def compare(name: str, task: Task, low: str, seed: int, lowering: str, has_noise: bool) -> Iterator[dict[str, Any]]:
+    """Yield the training as recommended, by size with no fewer bytes; with noise, both again with weights nudged."""
     options = {**coarse(low), "lowering": lowering}
     advice, whole = recommended(task, options, seed)
     row = {"task": name, "low": low, "seed": seed, "damage of all low": whole}
@@ -124,6 +124,8 @@ def compare(name: str, task: Task, low: str, seed: int, lowering: str = "inducto
     yield row | {"side": "recommended"} | found
     size = by_size(task, options, seed, found["bytes"])
     yield row | {"side": "size"} | trained(task, size, seed)
+    if not has_noise:
+        return
     yield row | {"side": "size, nudged"} | trained(nudged(task), size, seed)
     yield row | {"side": "recommended, nudged"} | trained(nudged(task), advice, seed)
 

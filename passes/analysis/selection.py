@@ -19,9 +19,8 @@ def kept_high(
 ) -> tuple[frozenset[int], list[str]]:
     """Return the ids of the tensors held high, and a warning for each pattern that matched nothing.
 
-    A pattern that matches a module covers its submodules; ``"."`` is what no submodule made: the outermost ``forward``'s
-    own tensors and parameters. ``ends`` are the ids that ``"ends"`` stands for; left out,
-    they follow from groups in execution order.
+    A pattern that matches a module covers its submodules; ``"."`` is the outermost module's own tensors and parameters.
+    ``ends`` are the ids that ``"ends"`` stands for; left out, they follow from groups in execution order.
     """
     if keep_high == "ends":
         return frozenset(t.id for t in _ends(tensors)) if ends is None else ends, []
