@@ -57,6 +57,10 @@ KEPT = {
         "F.silu(x0, inplace=True); v3 = F.batch_norm(v1, None, None, w0, w1, training=True)",
         {"x0": Shape((3, 4), **FREE), "w0": Shape((1,)), "w1": Shape((1,))}, "v2 v3", promotes=True, batches=2,
     ),
+    "a slice held over a graph break": program(
+        "rows = slice(0, 2); v0 = torch.tanh(x0 @ w0); torch._dynamo.graph_break(); v1 = v0[rows] @ w0",
+        {"x0": Shape((4, 4), **FREE), "w0": Shape((4, 4))}, "v1",
+    ),
     "groups by dataflow where all is empty": program(
         "v0 = torch.einsum('...i,ij->...j', x0, w0)", {"x0": Shape((0, 6)), "w0": Shape((6, 1))}, "v0", grouping="dataflow",
     ),

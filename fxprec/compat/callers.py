@@ -21,12 +21,13 @@ def _callers(kind: type) -> Iterator[Any]:
     """Yield the objects of a class whose methods are calling, the innermost first.
 
     Other frames are not asked for their locals: Python would keep a copy of them, a user's first batch among them,
-    for as long as the function runs.
+    for as long as the function runs. Code is compared by identity: what Dynamo wrote may hold a slice, which Python
+    3.11 cannot hash.
     """
-    codes = {code for name in vars(kind) if (code := getattr(getattr(kind, name), "__code__", None))}
+    codes = {id(code) for name in vars(kind) if (code := getattr(getattr(kind, name), "__code__", None))}
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code in codes and isinstance(found := frame.f_locals.get("self"), kind):
+        if id(frame.f_code) in codes and isinstance(found := frame.f_locals.get("self"), kind):
             yield found
         frame = frame.f_back
 
