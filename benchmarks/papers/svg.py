@@ -50,6 +50,22 @@ def curves(
     return page(WIDTH, HEIGHT, parts)
 
 
+def paths(lines: Mapping[str, Sequence[tuple[float, float]]], across: str, up: str) -> str:
+    """A line for each name, through points (x, y) of its own; those that are not finite are left out."""
+    kept = {name: [p for p in points if all(map(math.isfinite, p))] for name, points in lines.items()}
+    at_x = _Axis([x for points in kept.values() for x, _ in points], LEFT, WIDTH - RIGHT, False)
+    at_y = _Axis([y for points in kept.values() for _, y in points], HEIGHT - BOTTOM, TOP, False)
+    parts = [*_grid(at_x, at_y, across, up)]
+    for i, (name, points) in enumerate(kept.items()):
+        colour = COLOURS[i % len(COLOURS)]
+        drawn = [(at_x(x), at_y(y)) for x, y in points]
+        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
+        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{joined}"/>')
+        parts.extend(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in drawn)
+        parts.append(text(WIDTH - RIGHT + 10, TOP + 14 + 16 * i, name, fill=colour))
+    return page(WIDTH, HEIGHT, parts)
+
+
 def bars(groups: Mapping[str, Mapping[str, float]], up: str, *, low: float | None = None) -> str:
     """Groups of bars, one colour for each name within a group; ``low`` is where the axis begins, 0 if left out."""
     names = list(dict.fromkeys(name for bar in groups.values() for name in bar))

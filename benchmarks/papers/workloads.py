@@ -22,13 +22,12 @@ CONTEXT, HELD_OUT_WINDOWS = 32, 320
 
 @dataclass(frozen=True)
 class Workload:
-    """A classifier, its data and how many steps it trains."""
+    """A classifier and its data."""
 
     make: Callable[[], nn.Module]
     training: Callable[[int, int], list[Batch]]
     """Batches for a number of steps, from (seed, steps)."""
     held_out: Callable[[], list[Batch]]
-    steps: int
 
 
 class TextTransformer(nn.Module):
@@ -57,7 +56,7 @@ class PatchTransformer(nn.Module):
 def workload(name: str) -> Workload:
     """``text``, ``patches``, or a CNN as ``resnet18 x0.1``."""
     if name == "text":
-        return Workload(TextTransformer, _text, _held_out_text, 240)
+        return Workload(TextTransformer, _text, _held_out_text)
     make: Callable[[], nn.Module] = PatchTransformer
     if name != "patches":
         network, width = name.split(" x")
@@ -66,7 +65,6 @@ def workload(name: str) -> Workload:
         make,
         lambda seed, steps: images.training(SIZE, BATCH, steps, seed),
         lambda: images.held_out(SIZE, BATCH),
-        240 if name == "patches" else 120,
     )
 
 
