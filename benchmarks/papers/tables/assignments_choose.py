@@ -50,7 +50,12 @@ def _transfers(found: Found) -> Verdict:
 
 
 CLAIMS = [
-    Claim("The ratio chosen on one split drops less than 1 point, and two standard errors, on the others", _transfers)
+    Claim(
+        "The ratio chosen on one split drops less than 1 point, and two standard errors, on the others",
+        _transfers,
+        "A split has 287 images and one training each: two runs of one ratio differ by up to 6 points between splits, more than "
+        "the tolerance that chooses.",
+    )
 ]
 
 
