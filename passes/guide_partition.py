@@ -122,14 +122,20 @@ def _forward(joint: JointGraph) -> list[Node]:
 
 
 def _copy_of_parameter(node: Node, work: Work) -> CheckpointPolicy | None:
-    """A parameter's copy is made again where it would count: the parameter itself is there anyway."""
+    """A parameter's copy is made again where it would count: the parameter itself is there anyway.
+
+    A recipe without a low format asks for no memory: the copy in 16 bits is kept, as autocast keeps it.
+    """
     source = node
     while source.target in _COPIES:
         source = source.all_input_nodes[0]
     if source is node or source.op != "placeholder" or work.joint.describe(source).kind != "param":
         return None
-    again = work.computes_high or work.memory_budget < 1 or regions.is_made_again(source)
-    return CheckpointPolicy.MUST_RECOMPUTE if again else None
+    if work.memory_budget < 1 or work.fits_peak or regions.is_made_again(source):
+        return CheckpointPolicy.MUST_RECOMPUTE
+    if not work.computes_high:
+        return None
+    return CheckpointPolicy.MUST_RECOMPUTE if work.settings.recipe.has_low else CheckpointPolicy.MUST_SAVE
 
 
 def _stored(node: Node, work: Work) -> CheckpointPolicy | None:

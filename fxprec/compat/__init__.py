@@ -53,6 +53,10 @@ from fxprec.compat.inductor import waits_for_collectives as waits_for_collective
 from fxprec.compat.inductor import whole_gemms as whole_gemms
 from fxprec.compat.inductor import writes_in_place as writes_in_place
 from fxprec.compat.loads import only_tensors_are_loads as only_tensors_are_loads
+from fxprec.compat.loop_calls import call_in_loop as call_in_loop
+from fxprec.compat.loop_calls import calls_in_loops as calls_in_loops
+from fxprec.compat.loop_calls import converted_in_loop as converted_in_loop
+from fxprec.compat.loop_calls import lower_pointwise as lower_pointwise
 from fxprec.compat.order import saving_memory as saving_memory
 from fxprec.compat.stored import storable as storable
 from fxprec.compat.stored import stored_autograd as stored_autograd

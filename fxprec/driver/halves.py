@@ -105,10 +105,9 @@ class Halves:
         compat.hand_on_inputs(gm.graph)
         key = codegen_sources()
         saving = compat.saving_memory(in_saving_order, key) if self.saves_memory else contextlib.nullcontext()
-        loads = (
-            contextlib.nullcontext() if self.device_type == "cpu" else compat.only_tensors_are_loads(self.scales(name))
-        )
-        with compat.code_keyed_by(key), compat.tiles_for_bytes(), compat.bitcasts_in_loops(), loads, saving:
+        on_cpu = self.device_type == "cpu"
+        loops = compat.calls_in_loops() if on_cpu else compat.only_tensors_are_loads(self.scales(name))
+        with compat.code_keyed_by(key), compat.tiles_for_bytes(), compat.bitcasts_in_loops(), loops, saving:
             code: Compiled = compat.compile_fx_inner(gm, plain.examples, **options)
         if self.peak is not None:
             self.peak.saw(plain, code)

@@ -1,4 +1,4 @@
-"""The two languages kernels are printed in."""
+"""The languages kernels are printed in: C++, C++ in Inductor's loops, Triton."""
 
 from __future__ import annotations
 
@@ -53,6 +53,29 @@ CPP = Dialect(
     },
 )
 """Over the functions of `cpp.PRELUDE`, whose integers wrap as torch's do."""
+
+
+LOOPS = Dialect(
+    statement="const auto {name} = {value};",
+    types={torch.float32: "", torch.int32: "", torch.bool: ""},
+    number=lambda value, dtype: f"{'F' if dtype == torch.float32 else 'I'}({_cpp_number(value, dtype)})",
+    expressions={
+        "add": "{0} + {1}",
+        "sub": "{0} - {1}",
+        "clamp_max": "least({0}, {1})",
+        "bitwise_and": "{0} & {1}",
+        "bitwise_or": "{0} | {1}",
+        "__rshift__": "{0} >> {1}",
+        "__lshift__": "shift_left({0}, {1})",
+        "lt": "{0} < {1}",
+        "gt": "{0} > {1}",
+        "where": "choose({0}, {1}, {2})",
+        "scalar_tensor": "{0}",
+        "bits_of": "bits_of({0})",
+        "float_of": "float_of({0})",
+    },
+)
+"""Over the helpers of `loops`, whose ``F`` and ``I`` are single numbers or vectors of them."""
 
 
 def _triton_number(value: float, dtype: torch.dtype) -> str:

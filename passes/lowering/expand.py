@@ -21,9 +21,10 @@ from fxprec.ir.symbolic import CARRIED, Count, Dequantize, KeepCodes, KeepNonfin
 from fxprec.ir.symbolic_gemms import Gathered
 from fxprec.numerics import codec, formats, stats
 from fxprec.numerics.formats import Format, parse
-from fxprec.numerics.rows import INFINITY, MAGNITUDE, FormatRow, code_row, format_row, row_of
+from fxprec.numerics.rows import INFINITY, MAGNITUDE, FormatRow, format_row, row_of
 from fxprec.numerics.trace import drop_aliases
 from fxprec.passes.analysis.joint import dim_hint, input_at, tensor_of
+from fxprec.passes.lowering.in_loops import lower_casts, stays_a_cast
 
 aten = torch.ops.aten
 
@@ -40,9 +41,10 @@ def expand(
     """
     device = _device(gm.graph)
     rows = Rows(scaled, measured, device.type == "cpu")
+    lower_casts()
     for node in list(gm.graph.nodes):
         recipe = _RECIPES.get(node.target)
-        if recipe is None or node.target in without:
+        if recipe is None or node.target in without or (rows.on_cpu and stays_a_cast(node, scaled)):
             continue
         with gm.graph.inserting_before(node):
             function, static, columns = recipe(node, rows)
@@ -69,7 +71,6 @@ class Rows:
     scaled: frozenset[int]
     measured: frozenset[int]
     on_cpu: bool
-    """8-bit casts are integer arithmetic, as of packed codes: Inductor's C++ conversions of 8-bit floats branch."""
 
 
 _Recipe = tuple[Callable[..., torch.Tensor], tuple[Any, ...], tuple[int, ...]]
@@ -81,15 +82,13 @@ def _quantize_recipe(node: Node, rows: Rows) -> _Recipe:
     scaled = cast.row in rows.scaled
     if cast.is_simulated:
         return _simulate, (scaled,), _FORMAT_COLUMNS
-    quantize = _quantize_in_loop if rows.on_cpu else _quantize
-    return quantize, (cast.format, cast.storage, scaled), (0,) if scaled else ()
+    return _quantize, (cast.format, cast.storage, scaled), (0,) if scaled else ()
 
 
 def _dequantize_recipe(node: Node, rows: Rows) -> _Recipe:
     read = Dequantize.of(node)
     scaled = read.row in rows.scaled
-    dequantize = _dequantize_in_loop if rows.on_cpu else _dequantize
-    return dequantize, (read.format, read.dtype, scaled), (0,) if scaled else ()
+    return _dequantize, (read.format, read.dtype, scaled), (0,) if scaled else ()
 
 
 def _counts_recipe(node: Node, rows: Rows) -> _Recipe:
@@ -243,23 +242,6 @@ def _dequantize(q: torch.Tensor, columns: _Columns, fmt: str, dtype: torch.dtype
         return q  # by way of float32 it would be a kernel that copies
     x = q.to(torch.float32) if q.dtype.is_floating_point else codec.decode_bits(q, parse(fmt))
     return _scale(x, columns, scaled, sign=-1).to(dtype)
-
-
-def _quantize_in_loop(x: torch.Tensor, columns: _Columns, fmt: str, storage: str, scaled: bool) -> torch.Tensor:
-    form = parse(fmt)
-    if form.bits > 8:
-        return _quantize(x, columns, fmt, storage, scaled)
-    code = codec.folded_codes(_scale(x.to(torch.float32), columns, scaled), form)
-    return code.to(torch.uint8).view(stored_dtype(form, storage))
-
-
-def _dequantize_in_loop(q: torch.Tensor, columns: _Columns, fmt: str, dtype: torch.dtype, scaled: bool) -> torch.Tensor:
-    """Decode without float32 subnormals, which a thread may flush to zero and some processors are slow with."""
-    if q.itemsize > 1:
-        return _dequantize(q, columns, fmt, dtype, scaled)
-    form = parse(fmt)
-    code = q.view(torch.uint8).to(torch.int32)
-    return _scale(codec.numbers(code, format_row(form), code_row(form)), columns, scaled, sign=-1).to(dtype)
 
 
 def _keep_nonfinite(rounded: torch.Tensor, x: torch.Tensor, columns: _Columns) -> torch.Tensor:

@@ -1,0 +1,79 @@
+"""Operators that are one call in Inductor's loops on a CPU, from lowering to the text."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._inductor import ir, lowering
+from torch._inductor.codegen import cpp as _cpp
+from torch._inductor.virtualized import V, ops
+
+LoopText = Callable[[str, str], str]
+"""From the C++ types of float32 and int32, single or vectors, to a function of one of them to one of them."""
+
+_texts: dict[str, LoopText] = {}
+
+
+def call_in_loop(x: Any, name: str, text: LoopText, dtype: torch.dtype) -> Any:
+    """Return, in the body of a loop, what the function of that text makes of ``x``, as ``dtype``.
+
+    ``name`` names the text and nothing else. Inductor's own operator for a text it does not know is a GPU's: in its
+    C++ it has no meaning but the one that `calls_in_loops` gives it.
+    """
+    _texts[name] = text
+    return ops.inline_asm_elementwise(x, asm=name, constraints="", dtype=dtype, is_pure=True, pack=1)
+
+
+def converted_in_loop(x: Any, dtype: torch.dtype, source: torch.dtype) -> Any:
+    """Return ``x`` as another dtype, in the body of a loop; between 8-bit dtypes its bits."""
+    if dtype == source:
+        return x
+    if dtype.itemsize == source.itemsize == 1:
+        return ops.to_dtype_bitcast(x, dtype, source)
+    return ops.to_dtype(x, dtype, src_dtype=source)
+
+
+def lower_pointwise(target: Any, result: Callable[..., torch.dtype], element: Callable[..., Any]) -> None:
+    """Let Inductor make a loop of an operator on a tensor and constants, ``args``.
+
+    ``result(*args)`` is the dtype of what it returns, ``element(x, dtype, *args)`` its element made of the tensor's,
+    ``x``, of that ``dtype``.
+    """
+    if target in lowering.lowerings:
+        return
+
+    def lower(x: Any, *args: Any) -> Any:
+        load, dtype = x.make_loader(), x.get_dtype()
+
+        def inner(index: Any) -> Any:
+            return element(load(index), dtype, *args)
+
+        return ir.Pointwise.create(
+            device=x.get_device(), dtype=result(*args), inner_fn=inner, ranges=list(x.get_size())
+        )
+
+    lowering.register_lowering(target, type_promotion_kind=None)(lower)
+
+
+@contextlib.contextmanager
+def calls_in_loops() -> Iterator[None]:
+    """Let Inductor's C++ write `call_in_loop`'s texts."""
+
+    def inline_asm_elementwise(x: Any, *, asm: str, **_: Any) -> str:
+        types = "float", "int32_t"
+        if x.is_vec:
+            types = tuple(V.kernel._get_vec_type(dtype) for dtype in (torch.float32, torch.int32))
+        return f"{_texts[asm](*types)}({x})"
+
+    before = vars(_cpp.CppOverrides).get("inline_asm_elementwise")
+    _cpp.CppOverrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)
+    try:
+        yield
+    finally:
+        if before is None:
+            del _cpp.CppOverrides.inline_asm_elementwise
+        else:
+            _cpp.CppOverrides.inline_asm_elementwise = before

@@ -1,0 +1,54 @@
+"""8-bit casts in Inductor's loops on a CPU: one operator each down to the C++, which gets its text from the codec.
+
+As the two dozen operators of an expansion each cast would go through every stage of Inductor as so many, and a decoded
+value would seem too dear to make where it is read.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxprec import compat
+from fxprec.ir.symbolic import Dequantize, Quantize, stored_dtype
+from fxprec.numerics.formats import parse
+from fxprec.numerics.loops import loop_function
+
+
+def stays_a_cast(node: Node, scaled: frozenset[int]) -> bool:
+    """Say whether a node is a cast that Inductor makes in a loop, without a scale."""
+    call = Quantize.match(node) or Dequantize.match(node)
+    return call is not None and not call.is_simulated and call.row not in scaled and parse(call.format).bits <= 8
+
+
+def lower_casts() -> None:
+    """Tell Inductor how."""
+    compat.lower_pointwise(Quantize.target, _stored, _encode)
+    compat.lower_pointwise(Dequantize.target, _read, _decode)
+
+
+def _stored(table: object, row: int, format: str, storage: str) -> torch.dtype:
+    return stored_dtype(parse(format), storage)
+
+
+def _encode(x: Any, dtype: torch.dtype, table: object, row: int, format: str, storage: str) -> Any:
+    text = partial(loop_function, "encode", parse(format))
+    wide = compat.converted_in_loop(x, torch.float32, dtype)
+    code = compat.call_in_loop(wide, f"encode {format}", text, torch.int32)
+    byte = compat.converted_in_loop(code, torch.uint8, torch.int32)
+    return compat.converted_in_loop(byte, _stored(table, row, format, storage), torch.uint8)
+
+
+def _read(table: object, row: int, format: str, storage: str, dtype: torch.dtype) -> torch.dtype:
+    return dtype
+
+
+def _decode(q: Any, stored: torch.dtype, table: object, row: int, format: str, storage: str, dtype: torch.dtype) -> Any:
+    text = partial(loop_function, "decode", parse(format))
+    byte = compat.converted_in_loop(q, torch.uint8, stored)
+    code = compat.converted_in_loop(byte, torch.int32, torch.uint8)
+    x = compat.call_in_loop(code, f"decode {format}", text, torch.float32)
+    return compat.converted_in_loop(x, dtype, torch.float32)
