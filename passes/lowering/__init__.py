@@ -15,6 +15,7 @@ from fxprec.passes.lowering.conversions import share_conversions, show_bytes_in_
 from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.gemms import lower_gemms
+from fxprec.passes.lowering.in_loops import casts_in_loops
 from fxprec.passes.lowering.inline import CodedResult, inlined_casts
 from fxprec.passes.lowering.pieces import cast_in_pieces, narrow_in_pieces
 from fxprec.passes.lowering.rows import WatchedRows
@@ -68,6 +69,7 @@ def lower(
     adds_up = on_gpu and GemmKernel("totals").name not in without
     counted_rows, histograms = count(gm, rows.counted)
     coded: tuple[CodedResult, ...] = ()
+    left = frozenset[object]({GATHERED} if adds_up else ())
     generated, counters = Generated(), Counters(rows.watched, rows.measured, histograms)
     if lowering != "eager":
         lower_blocks(gm, lowering, device_type, calls)
@@ -78,7 +80,7 @@ def lower(
         counters.add_first(generated.watched, generated.counters)
     if lowering not in ("eager", "triton") and device_type == "cpu":
         inlined = inlined_casts(gm.graph, counters.left, rows)
-        coded = inlined.counted
+        coded, left = inlined.counted, casts_in_loops(inlined.nodes)
         found, counts = call_kernels(gm, set(counters.left) - set(inlined.rows), inlined.nodes)
         append_outputs(gm.graph, [*counters.gathered(gm.graph), *counts, *histograms])  # a cat costs a C++ kernel each
     else:
@@ -91,7 +93,7 @@ def lower(
         append_gathered(gm.graph, [*counters.gathered(gm.graph), *counts, *histograms])
     # Triton runs on a CPU in its interpreter only, beside the reference.
     if lowering != "eager" and not (lowering == "triton" and device_type == "cpu"):
-        expand(gm, rows.scaled, rows.measured, {GATHERED} if adds_up else ())
+        expand(gm, rows.scaled, rows.measured, left)
         if device_type == "cuda":
             narrow_in_pieces(gm.graph)
             widen_products(gm)

@@ -24,7 +24,6 @@ from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.rows import INFINITY, MAGNITUDE, FormatRow, format_row, row_of
 from fxprec.numerics.trace import drop_aliases
 from fxprec.passes.analysis.joint import dim_hint, input_at, tensor_of
-from fxprec.passes.lowering.in_loops import lower_casts, stays_a_cast
 
 aten = torch.ops.aten
 
@@ -35,16 +34,15 @@ def expand(
     measured: frozenset[int] = frozenset(),
     without: Collection[object] = (),
 ) -> None:
-    """Replace every symbolic node of ``gm`` that has an expansion, but for the operators ``without``.
+    """Replace every symbolic node of ``gm`` that has an expansion, but for the operators and nodes ``without``.
 
     ``scaled`` are the rows whose scale exponent may differ from 0, ``measured`` those whose moments count.
     """
     device = _device(gm.graph)
-    rows = Rows(scaled, measured, device.type == "cpu")
-    lower_casts()
+    rows = Rows(scaled, measured)
     for node in list(gm.graph.nodes):
         recipe = _RECIPES.get(node.target)
-        if recipe is None or node.target in without or (rows.on_cpu and stays_a_cast(node, scaled)):
+        if recipe is None or node.target in without or node in without:
             continue
         with gm.graph.inserting_before(node):
             function, static, columns = recipe(node, rows)
@@ -70,7 +68,6 @@ class Rows:
 
     scaled: frozenset[int]
     measured: frozenset[int]
-    on_cpu: bool
 
 
 _Recipe = tuple[Callable[..., torch.Tensor], tuple[Any, ...], tuple[int, ...]]

@@ -6,6 +6,7 @@ value would seem too dear to make where it is read.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -18,14 +19,15 @@ from fxprec.numerics.formats import parse
 from fxprec.numerics.loops import loop_function
 
 
-def stays_a_cast(node: Node, scaled: frozenset[int]) -> bool:
-    """Say whether a node is a cast that Inductor makes in a loop, without a scale."""
-    call = Quantize.match(node) or Dequantize.match(node)
-    return call is not None and not call.is_simulated and call.row not in scaled and parse(call.format).bits <= 8
+def casts_in_loops(casts: Collection[Node]) -> frozenset[Node]:
+    """Return those of the casts, none of them scaled, that stay as they are for Inductor, which is told how."""
+    lower_casts()
+    calls = {node: Quantize.match(node) or Dequantize.of(node) for node in casts}
+    return frozenset(node for node, cast in calls.items() if parse(cast.format).bits <= 8)
 
 
 def lower_casts() -> None:
-    """Tell Inductor how."""
+    """Give Inductor a lowering of both casts."""
     compat.lower_pointwise(Quantize.target, _stored, _encode)
     compat.lower_pointwise(Dequantize.target, _read, _decode)
 
