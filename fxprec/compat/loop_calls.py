@@ -68,12 +68,13 @@ def calls_in_loops() -> Iterator[None]:
             types = tuple(V.kernel._get_vec_type(dtype) for dtype in (torch.float32, torch.int32))
         return f"{_texts[asm](*types)}({x})"
 
-    before = vars(_cpp.CppOverrides).get("inline_asm_elementwise")
-    _cpp.CppOverrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)
+    overrides: Any = _cpp.CppOverrides
+    before = vars(overrides).get("inline_asm_elementwise")
+    overrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)
     try:
         yield
     finally:
         if before is None:
-            del _cpp.CppOverrides.inline_asm_elementwise
+            del overrides.inline_asm_elementwise
         else:
-            _cpp.CppOverrides.inline_asm_elementwise = before
+            overrides.inline_asm_elementwise = before
