@@ -75,15 +75,18 @@ def recommended(task: Task, options: Mapping[str, Any], seed: int) -> tuple[dict
 
 
 def by_size(task: Task, options: Mapping[str, Any], seed: int, at_least: int) -> dict[str, Any]:
-    """Return options of policy ``size`` that save at least so many bytes: one group low fewer than a budget would have.
+    """Return options of policy ``size`` that save at least so many bytes: the fewest groups low less than within them.
 
     Whole groups do not fill a budget; within it ``size`` would save less than the plan that it is compared with.
     """
-    plan = _plan(task, {**options, "policy": "size", "activation_budget": at_least}, seed)
-    low = sorted((g for g in plan.groups if g.low), key=lambda g: (-g.elements, g.id))
-    if plan.saved_bytes is not None and plan.saved_bytes.planned < at_least:
-        low.pop()
-    return {**options, "policy": partial(_chosen, [g.id for g in low])}
+    given: dict[str, Any] = {**options, "policy": "size", "activation_budget": at_least}
+    plan = _plan(task, given, seed)
+    low = [g.id for g in sorted((g for g in plan.groups if g.low), key=lambda g: (-g.elements, g.id))]
+    while low and plan.saved_bytes is not None and plan.saved_bytes.planned < at_least:
+        low.pop()  # some save nothing
+        given = {**options, "policy": partial(_chosen, list(low))}
+        plan = _plan(task, given, seed)
+    return given
 
 
 def _chosen(groups: list[int], tensors: object, config: object) -> list[int]:
