@@ -38,10 +38,11 @@ from fxprec.passes.lowering.rows import WatchedRows
 CUDA = torch.device("cuda:0")
 GPUS = {
     80: Gpu("NVIDIA A100-SXM4-80GB", (8, 0)),
+    89: Gpu("NVIDIA L40S", (8, 9)),
     90: Gpu("NVIDIA H100 80GB HBM3", (9, 0)),
     100: Gpu("NVIDIA B200", (10, 0)),
 }
-_PROCESSORS = {80: 108, 90: 132, 100: 148}  # streaming multiprocessors
+_PROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}  # streaming multiprocessors
 
 
 def lowered_halves(

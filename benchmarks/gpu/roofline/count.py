@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from benchmarks.gpu.absent import inductor_code, pretend
 from benchmarks.gpu.roofline.estimate import GPUS, Half
-from benchmarks.gpu.roofline.replay import NUM_OUTPUTS, replay
+from benchmarks.gpu.roofline.replay import NUM_OUTPUTS, Replay, replay
 from benchmarks.gpu.roofline.sides import Halves, Network, Side, capture
 from fxprec import compat
 from fxprec.plan import Plan
@@ -43,12 +43,22 @@ def count(side: Side, network: Network, arch: int = 90) -> Counted:
     """Compile a step for a GPU of `GPUS` that is not there, and count what its code does."""
     halves, rates = capture(side, network, arch), GPUS[arch]
     graphs = {half: str(gm.graph) for half, gm in halves.graphs.items()}
+    code, forward = _written(halves, side, arch)
+    backward = replay(code["backward"], forward)
+    return Counted(Half.of(forward, rates), Half.of(backward, rates), halves.plan, graphs, code)
+
+
+def written(side: Side, network: Network, arch: int) -> dict[str, str]:
+    """Return Inductor's code of both halves."""
+    return _written(capture(side, network, arch), side, arch)[0]
+
+
+def _written(halves: Halves, side: Side, arch: int) -> tuple[dict[str, str], Replay]:
     code = {"forward": _code(halves, "forward", side, arch)}
     forward = replay(code["forward"])
     _take_saved(halves.graphs["backward"], forward.results)
     code["backward"] = _code(halves, "backward", side, arch)
-    backward = replay(code["backward"], forward)
-    return Counted(Half.of(forward, rates), Half.of(backward, rates), halves.plan, graphs, code)
+    return code, forward
 
 
 def _code(halves: Halves, half: str, side: Side, arch: int) -> str:
