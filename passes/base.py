@@ -7,7 +7,7 @@ field of `Work`; the runner (`pipeline.run`) lints, times and reports, so a pass
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from fxprec.config import Settings
 from fxprec.config.config import Compute
@@ -16,9 +16,13 @@ from fxprec.passes.analysis.gemm_costs import Answer
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.operators import Operators
+from fxprec.passes.analysis.peak.part import Part
 from fxprec.passes.casts.sites import SiteBook
 from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.scales import ScaleGraph
+
+if TYPE_CHECKING:  # it reads `Work`
+    from fxprec.passes.analysis.peak.other_sizes import OtherSizes
 
 T = TypeVar("T")
 
@@ -68,7 +72,9 @@ class Work:
     book = Filled[SiteBook]("insert-casts")
     answers: tuple[Answer, ...] = ()  # weigh-gemms, one per GEMM
     peak: PeakBytes | None = None  # fit-peak, under a peak budget
-    fixed_peak: int = 0  # bytes at the peak beyond what is predicted
+    peak_sizes: OtherSizes | None = None  # fit-peak, under dynamic shapes
+    looks_at_budgets: bool = False  # the plan says what the step takes under others
+    peak_part: Part = field(default_factory=Part)  # of a peak budget, what the graph may hold
     plan = Filled[Plan]("write-plan")
     scales: ScaleGraph | None = None  # carry-scales, where a gradient needs one
     remarks: list[str] = field(default_factory=list)  # what the plan should say; nothing was left out

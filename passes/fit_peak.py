@@ -21,16 +21,18 @@ from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import operator_of, tensor_of
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
 from fxprec.passes.analysis.peak.costs import Rates
+from fxprec.passes.analysis.peak.curve import curve
 from fxprec.passes.analysis.peak.kernels import can_repeat
 from fxprec.passes.analysis.peak.needs import Needs, needs_of
+from fxprec.passes.analysis.peak.other_sizes import other_sizes
 from fxprec.passes.analysis.peak.problem import KEEP, NARROW, Problem
 from fxprec.passes.analysis.peak.step import Held
 from fxprec.passes.analysis.saved_bytes import readable
-from fxprec.passes.analysis.sizes import ranges_of
-from fxprec.passes.base import Notice, Work
+from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, emit_call, insertion_point_after, store_as
-from fxprec.plan.rows import PeakBytes, Site, Way
+from fxprec.plan.rows import PeakBytes, PeakPoint, Site, Way
 
+_MOMENTS = 40  # drawn of each other budget
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
@@ -45,43 +47,70 @@ class FitPeak:
             return
         needs = needs_of(work)
         fit = _solved(work, needs) if work.given is None else _given(work, needs)
+        assert work.peak is not None
+        work.peak_sizes = other_sizes(fit.held, work.joint.graph, work.peak.room - work.peak_part.beyond)
         _Rewrite(work, needs, fit).run()
         work.remarks.append(_remark(needs, fit))
-        _tell_limits(work)
+        _tell_of_graphs(work)
+        if work.peak_sizes is not None:
+            work.remarks.append(work.peak_sizes.note())
 
 
-def _tell_limits(work: Work) -> None:
-    """Say where the bound does not hold: beside another graph's, and at other sizes."""
-    others = [p for p in work.siblings if p.peak_bytes and p.gemms_by_name != work.grouped.gemms_by_name]
-    if others and work.given is None:
-        detail = (
-            f"peak_budget holds for each of {len(others) + 1} training graphs by itself: what one saves waits while "
-            "another runs, beyond the budget; compile the model without graph breaks, or divide the budget"
+def _tell_of_graphs(work: Work) -> None:
+    """Say whom the budget is shared with."""
+    part = work.peak_part
+    if part.is_provisional:
+        work.remarks.append(
+            "peak budget: the first step knows its graphs one by one, and this one holds the least there"
         )
-        work.notices.append(Notice("fit-peak", detail))
-    ranges = ranges_of(work.joint.graph)
-    if ranges:
-        sizes = ", ".join(f"{symbol} = {ranges[symbol].traced}" for symbol in sorted(ranges, key=str))
-        work.remarks.append(f"peak budget: chosen at the traced sizes, {sizes}")
+    elif part.is_cut:
+        work.remarks.append("peak budget: a graph break ends this graph, and what follows, not planned here, shares it")
+    elif part.num_graphs > 1:
+        assert part.budget is not None
+        work.remarks.append(
+            f"peak budget: {readable(part.budget)} are shared by {part.num_graphs} graphs of the step; while this one "
+            f"runs, {readable(part.beside)} of others wait or are gradients, and of it at most "
+            f"{readable(int(part.waiting))} wait"
+        )
 
 
 def _solved(work: Work, needs: Needs) -> Fit:
     """Choose for the budget. Raises `BudgetError` where none is found."""
     assert work.settings.peak_budget is not None
-    rates = Rates.of(work.joint.table.meta["val"].device)
-    high = Chooser(Problem(needs, rates, ())).unlimited().peak
-    budget = work.settings.peak_budget.bytes_of(high)
+    part, rates = work.peak_part, Rates.of(work.joint.table.meta["val"].device)
+    high = Chooser(Problem(needs, rates, ())).unlimited
     chooser = Chooser(Problem(needs, rates, work.settings.ways))
-    fit = chooser.within(budget - work.fixed_peak)
-    if fit is None:
-        least = chooser.least()
-        raise _out_of_reach(budget, least.peak + work.fixed_peak, work, least)
+    budget = work.settings.peak_budget.bytes_of(high.peak) if part.budget is None else part.budget
+    offers = part.shares or part.wants_curve  # to other graphs
+    fits = curve(chooser, waiting=offers) if offers or work.looks_at_budgets else ()
+    if part.is_provisional and work.settings.peak_budget.is_share:
+        budget = max(budget, fits[-1].peak)  # of all graphs' together it will be a share
+    fit = fits[-1] if part.is_provisional else chooser.within(part.bound(budget))
+    if fit is None or fit.excess(part.bound(budget)) > 0:
+        fit = min((chooser.least(), *fits), key=lambda fit: fit.peak)
+        if fit.excess(part.bound(budget)) > 0:
+            raise _out_of_reach(budget, fit.peak + part.beside + part.beyond, work, fit)
     sited = needs.rows.keys()
     kept = tuple(node.name for node in fit.held.saved if node not in sited)
+    seconds = rates.step(needs.step)
     work.peak = PeakBytes(
-        budget=budget, high=high, planned=fit.peak + work.fixed_peak, live=fit.held.live_by_kind(), kept=kept
+        budget=budget,
+        high=high.peak,
+        planned=fit.peak + part.beyond,
+        live=fit.held.live_by_kind(),
+        kept=kept,
+        graphs=part.num_graphs,
+        beside=part.beside,
+        waiting=fit.waiting + part.beyond_waiting,
+        seconds=seconds + fit.seconds,
+        points=tuple(_point(found, seconds) for found in (high, *fits)) if fits else (),
     )
     return fit
+
+
+def _point(fit: Fit, seconds: float) -> PeakPoint:
+    live = fit.held.live_by_kind(_MOMENTS)
+    return PeakPoint(peak=fit.peak, waiting=fit.waiting, seconds=seconds + fit.seconds, live=live)
 
 
 def _given(work: Work, needs: Needs) -> Fit:

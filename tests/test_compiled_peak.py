@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.peak_budget import ATTEMPTS, PeakBudget
 from fxprec.driver.saved_budget import PlanAgain
 from fxprec.errors import BudgetError, FxprecWarning
+from fxprec.passes.analysis.peak.part import Part
 from fxprec.passes.analysis.peak.workspace import workspace
 from fxprec.plan import PeakBytes
 
@@ -140,18 +142,18 @@ def test_code_that_is_not_understood_is_said(source: str, words: str) -> None:
 
 
 def budget(planned: int, of: int = 1000) -> PeakBytes:
-    return PeakBytes(budget=of, high=2000, planned=planned)
+    return PeakBytes(budget=of, high=2000, planned=planned, waiting=500)
 
 
 def test_a_plan_above_the_budget_is_made_again_with_what_it_holds_beyond_its_prediction() -> None:
     log = EventLog("graph 0", strict=False)
     peak = PeakBudget(log)
     with pytest.raises(PlanAgain):
-        peak.hold(budget(990), 1090)
-    assert peak.beyond == 100
+        peak.hold(budget(990), 1090, 0)
+    assert peak.part.beyond == 100
     assert [event.kind for event in log.events] == ["replanned"]
     assert "a plan that predicts 990 bytes at the peak holds 1.06 KiB (1090 bytes) as compiled" in log.events[0].detail
-    assert peak.hold(budget(995), 998).compiled == 998
+    assert peak.hold(budget(995), 998, 0).compiled == 998
     assert peak.tried == [(990, 1090), (995, 998)]
 
 
@@ -159,9 +161,21 @@ def test_a_budget_that_no_plan_keeps_is_an_error_that_names_the_best() -> None:
     peak = PeakBudget(EventLog("graph 0", strict=False))
     for extra in range(ATTEMPTS - 1, 0, -1):
         with pytest.raises(PlanAgain):
-            peak.hold(budget(990), 1000 + extra)
+            peak.hold(budget(990), 1000 + extra, 0)
     with pytest.raises(BudgetError, match=r"of 5 plans made for it the best holds 1001 bytes as compiled; raise it to"):
-        peak.hold(budget(990), 1100)
+        peak.hold(budget(990), 1100, 0)
+
+
+def test_what_waits_while_other_graphs_run_is_held_to_its_part() -> None:
+    peak = PeakBudget(EventLog("graph 0", strict=False))
+    peak.take(Part(budget=1000, beside=200, waiting=450, num_graphs=2))
+    with pytest.raises(PlanAgain):
+        peak.hold(replace(budget(700), beside=200), 790, 530)
+    assert (peak.part.beyond, peak.part.beyond_waiting) == (0, 30)
+    with pytest.raises(PlanAgain):
+        peak.hold(replace(budget(700), beside=200), 810, 450)
+    assert (peak.part.beyond, peak.part.beyond_waiting) == (110, 30)
+    assert peak.hold(replace(budget(790), beside=200), 800, 450).waiting == 450
 
 
 def test_a_given_plan_above_its_budget_is_told_once() -> None:
@@ -179,7 +193,7 @@ def test_a_step_that_holds_more_as_compiled_is_planned_again(monkeypatch: pytest
 
     def replayed(num_results: int) -> Any:
         made.append(num_results)
-        return SimpleNamespace(bytes=None, unread="")
+        return SimpleNamespace(bytes=None, waiting=0, unread="")
 
     def hold(self: Any) -> None:
         peak = self.planned.plan.peak_bytes

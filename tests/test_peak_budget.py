@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -235,33 +236,6 @@ def test_what_forward_decided_is_not_decided_again(monkeypatch: pytest.MonkeyPat
     assert cosine(found, gradients(model, model, x)) > 0.999
 
 
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        return self.second(F.gelu(x)).tanh()
-
-
-def test_graphs_that_share_a_step_are_told() -> None:
-    backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%")
-    with pytest.warns(fxprec.FxprecWarning, match="peak_budget holds for each of 2 training graphs by itself"):
-        gradients(model := Broken(), torch.compile(model, backend=backend), torch.randn(4, 8))
-
-
-def test_the_sizes_it_was_chosen_for_are_in_the_notes() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-    backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%")
-    x = torch.randn(16, 8)
-    torch._dynamo.mark_dynamic(x, 0)
-    gradients(model, torch.compile(model, backend=backend), x)
-    assert any(re.search(r"traced sizes, s\d+ = 16$", note) for note in backend.plans[0].notes), backend.plans[0].notes
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -305,3 +279,54 @@ def test_the_allocator_sees_no_more_than_the_budget() -> None:
     assert plan.compiled <= plan.budget
     outside = 2 * 4 * tokens.numel() * 32  # the square of the result, and its gradient
     assert 0.9 * plan.planned < peak_bytes(profiled) < 1.02 * plan.planned + outside
+
+
+class Attends(nn.Module):
+    """Bytes grow with the batch, and with the square of the length: scores are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.gelu(self.q(x)) @ self.k(x).mT).softmax(-1) @ x
+
+
+def dynamic(model: nn.Module, budget: str | int, x: Tensor, *dims: int) -> tuple[Any, fxprec.Backend]:
+    torch._dynamo.reset()
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget=budget)
+    for dim in dims:
+        torch._dynamo.mark_dynamic(x, dim)
+    return torch.compile(model, backend=backend), backend
+
+
+def test_the_largest_size_that_keeps_the_budget_is_in_the_notes_and_a_larger_call_is_told() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    x = torch.randn(16, 8)
+    run, backend = dynamic(model, 20_000, x, 0)
+    run(x).sum().backward()
+    note = next(note for note in backend.plans[0].notes if "traced sizes" in note)
+    symbol, largest = re.search(r"traced sizes, (s\d+) = 16; it holds up to s\d+ = (\d+)$", note).groups()  # type: ignore[union-attr]
+    peak = backend.plans[0].peak_bytes
+    assert peak is not None
+    gradients = 4 * sum(p.numel() for p in model.parameters())
+    assert int(largest) > 16
+    grown = gradients + (peak.planned - gradients) * int(largest) / 16
+    assert abs(grown - 20_000) < 0.1 * 20_000, "all but the gradients grows with the batch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxprec.FxprecWarning)
+        run(torch.randn(int(largest), 8)).sum().backward()
+    with pytest.warns(fxprec.FxprecWarning, match=rf"a step of {symbol} = {int(largest) + 1} is predicted to hold"):
+        run(torch.randn(int(largest) + 1, 8)).sum().backward()
+
+
+def test_with_two_sizes_each_has_its_bound() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 64, 16)
+    run, backend = dynamic(Attends(), "100%", x, 0, 1)
+    run(x).sum().backward()
+    note = next(note for note in backend.plans[0].notes if "traced sizes" in note)
+    assert re.search(r"up to s\d+ = \d+ where s\d+ = \d+; up to s\d+ = \d+ where s\d+ = \d+$", note), note
+    assert re.search(r"up to s\d+ = 4 where s\d+ = 64", note), "a budget of all that is held leaves no room"
+    assert re.search(r"up to s\d+ = 64 where s\d+ = 4", note), "a budget of all that is held leaves no room"

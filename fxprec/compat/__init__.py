@@ -6,6 +6,7 @@ from fxprec.compat.allocations import LiveBytes as LiveBytes
 from fxprec.compat.allocations import NotReplayedError as NotReplayedError
 from fxprec.compat.allocations import fakes_like as fakes_like
 from fxprec.compat.allocations import replayed as replayed
+from fxprec.compat.allocations import storage_bytes as storage_bytes
 from fxprec.compat.allocations import storages_of as storages_of
 from fxprec.compat.ambient import Ambient as Ambient
 from fxprec.compat.ambient import FakeTensor as FakeTensor
@@ -29,6 +30,7 @@ from fxprec.compat.budget import keep_random_numbers as keep_random_numbers
 from fxprec.compat.budget import memory_budget as memory_budget
 from fxprec.compat.callers import TraceAgain as TraceAgain
 from fxprec.compat.callers import calling_wrapper as calling_wrapper
+from fxprec.compat.callers import ends_in_break as ends_in_break
 from fxprec.compat.callers import widen_ddp_buckets as widen_ddp_buckets
 from fxprec.compat.frames import count_recompiles_per_model as count_recompiles_per_model
 from fxprec.compat.frames import watch_frames_left_uncompiled as watch_frames_left_uncompiled

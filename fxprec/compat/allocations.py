@@ -58,6 +58,11 @@ def storages_of(values: Sequence[Any]) -> frozenset[int]:
     return frozenset(storage for storage, _ in _storages(values))
 
 
+def storage_bytes(values: Sequence[Any], free: Collection[int]) -> int:
+    """Return the bytes of the storages of fake tensors, each once, those that are there anyway left out."""
+    return sum(size for storage, size in dict(_storages(values)).items() if storage not in free)
+
+
 def _storages(value: Any) -> Iterator[tuple[int, int]]:
     if isinstance(value, Tensor):
         storage = value.untyped_storage()

@@ -32,6 +32,11 @@ def _callers(kind: type) -> Iterator[Any]:
         frame = frame.f_back
 
 
+def ends_in_break(gm: torch.fx.GraphModule) -> bool:
+    """Say whether Dynamo ended a graph because it could not go on, so that the rest is in others."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
 class TraceAgain(RestartAnalysis, ShortenTraceback):
     """Asks Dynamo to trace the frame once more; of these two types, it lets one pass and acts on the other."""
 

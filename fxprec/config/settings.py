@@ -19,6 +19,10 @@ class PeakBudget:
 
     asked: int | str
 
+    @property
+    def is_share(self) -> bool:
+        return not isinstance(self.asked, int)
+
     def bytes_of(self, high: int) -> int:
         """Return the bytes, of a step whose peak is ``high`` with everything kept."""
         return self.asked if isinstance(self.asked, int) else int(high * Fraction(self.asked.rstrip("%")) / 100)

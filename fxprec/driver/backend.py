@@ -23,6 +23,7 @@ from fxprec.driver.parameters import Parameters
 from fxprec.driver.ranks import tell_of_other_options
 from fxprec.driver.recorder import Recorder
 from fxprec.driver.shared_code import Layers
+from fxprec.driver.shared_peak import SharedPeak
 from fxprec.driver.skip_steps import StepSkipper
 from fxprec.errors import FxprecError, FxprecWarning, PlanError
 from fxprec.plan import Plan
@@ -61,6 +62,7 @@ class Backend:
         self._log = EventLog("fxprec", strict=self.config.strict)  # what concerns no graph
         self.frames = uncompiled.Frames(self._log, self._step)
         self._waiting = saved_state.Waiting()
+        self._shared_peak = SharedPeak(self._settings)
         self._losses = LossWatch()
         self._skips = StepSkipper(self._controllers) if _skips_steps(self._settings) else None
         self._given = None if self.config.plan is None else as_edited(Plan.load(self.config.plan))
@@ -123,6 +125,7 @@ class Backend:
             portable=self.portable,
             recorder=self._recorder,
             waiting=self._plans_ahead,
+            shared=self._shared_peak,
         ).compile(given)
         if saved is not None and graph.controller is not None:
             graph.controller.load_state_dict(saved.state)
@@ -154,6 +157,7 @@ class Backend:
     def reset(self) -> None:
         """Called by ``torch.compiler.reset()``: what is traced next takes over the state of the graph it replaces."""
         self._dropped = self._live
+        self._shared_peak.forget()
 
     @property
     def plans(self) -> tuple[Plan, ...]:

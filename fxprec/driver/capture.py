@@ -34,6 +34,7 @@ class Captured:
     capacity: int  # rows of the scale table
     ambient: compat.Ambient
     identity: Identity
+    is_cut: bool = False  # a graph break ends it: others follow
 
     @classmethod
     def take(cls, gm: GraphModule, examples: Sequence[Any]) -> Captured:
@@ -43,7 +44,14 @@ class Captured:
         capacity = max(256, 1 << (4 * calls + 2 * len(examples)).bit_length())
         identity = Identity(_is_training(examples), _parameters(gm.graph))
         return cls(
-            copied(gm), list(examples), device, _fake_mode(gm.graph), capacity, compat.Ambient.now(device), identity
+            copied(gm),
+            list(examples),
+            device,
+            _fake_mode(gm.graph),
+            capacity,
+            compat.Ambient.now(device),
+            identity,
+            compat.ends_in_break(gm),
         )
 
     def with_room_for(self, rows: int) -> Captured:
@@ -78,6 +86,12 @@ class Captured:
         """Compile outside of Dynamo as the first compilation did: its symbolic shapes, its autocast and grad mode."""
         with self.ambient.restored(), compat.tracing_with(self.fake_mode):
             yield
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of its parameters."""
+        pairs = zip(self.inputs, self.fake_examples, strict=False)
+        return sum(x.nbytes for known, x in pairs if known.kind == "param" and x.requires_grad)
 
     def empty_table(self) -> torch.Tensor:
         """Return a scale table of zeros, ``(capacity, TABLE_COLUMNS)`` int32."""

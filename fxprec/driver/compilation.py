@@ -28,7 +28,7 @@ from fxprec.driver.event_log import EventLog, Said
 from fxprec.driver.fallback import Compiled, Lowering
 from fxprec.driver.halves import CompiledHalf, Halves, range_name, with_stats
 from fxprec.driver.memory_ratio import over_ratio
-from fxprec.driver.peak_budget import PeakBudget
+from fxprec.driver.peak_budget import Looked, PeakBudget
 from fxprec.driver.ranges import ranged
 from fxprec.driver.recorder import Recorder
 from fxprec.driver.saved_budget import PlanAgain, SavedBudget
@@ -37,6 +37,7 @@ from fxprec.driver.warm_start import KnownGraph, KnownHalf, plan_key, say_again,
 from fxprec.passes import pipeline
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph
+from fxprec.passes.analysis.peak.other_sizes import OtherSizes
 from fxprec.passes.analysis.saved_bytes import (
     as_partitioned,
     copied_inputs,
@@ -49,7 +50,7 @@ from fxprec.passes.base import Work
 from fxprec.passes.guide_partition import copy_written_inputs, forget_order
 from fxprec.passes.lowering.nonfinite import keep_nonfinite
 from fxprec.passes.lowering.triton import Generated
-from fxprec.plan import Plan
+from fxprec.plan import PeakBytes, Plan
 from fxprec.report.folder import GraphDump
 from fxprec.report.watch import run_passes, write_plan
 from fxprec.runtime.stats import StatsQueue
@@ -110,6 +111,18 @@ class Compiler:
         more = (self.portable, self.budget.fixed, self.lowering.name, sorted(self.lowering.without))
         return plan_key(self.settings, captured, given, self.trained(), more)
 
+    def look(self, captured: Captured, step: int) -> PeakBytes | None:
+        """Return what the passes find of other peak budgets, and compile nothing."""
+        part = self.peak.part
+        self.peak.part, self.peak.only_looks = replace(part, wants_curve=True), True
+        try:
+            self.anew(captured, None, step)
+        except Looked as looked:
+            return looked.peak
+        finally:
+            self.peak.part, self.peak.only_looks = part, False
+        return None
+
     def anew(self, captured: Captured, given: Plan | None, step: int) -> CompiledGraph:
         """Compile again, outside of Dynamo."""
         with captured.tracing(), compat.backward_at_once():
@@ -134,6 +147,7 @@ class Compilation:
     passes: tuple[pipeline.PassReport, ...] = ()
     policies: Mapping[Node, Any] = field(default_factory=dict)  # what the partition is told of each node
     copied: tuple[int, ...] = ()
+    peak_sizes: OtherSizes | None = None
     halves: Halves | None = None  # once the plan is complete
     said: list[Said] = field(default_factory=list)  # by the passes
     is_traced: bool = False  # not found in the cache
@@ -170,6 +184,7 @@ class Compilation:
             copied=self.copied,
             passes=self.passes,
             seconds=time.perf_counter() - start,
+            peak_sizes=self.peak_sizes,
         )
 
     def _whole_step(self) -> contextlib.AbstractContextManager[None]:
@@ -189,7 +204,7 @@ class Compilation:
             return
         peak = self.compiler.peak
         held = (
-            peak.hold(plan.peak_bytes, found.bytes)
+            peak.hold(plan.peak_bytes, found.bytes, found.waiting)
             if self.given is None
             else peak.tell(plan.peak_bytes, found.bytes, self.step)
         )
@@ -225,6 +240,8 @@ class Compilation:
         known = frozenset(graph.nodes)
         self.saves_memory = self.is_training and (work.memory_budget < 1 or regions.are_in(graph) or work.fits_peak)
         self.passes = tuple(run_passes(work, self.compiler.dump))
+        if self.compiler.peak.only_looks:
+            raise Looked(work.peak)
         if self.compiler.tensors is not None:
             self.compiler.tensors.expect(graph)
         compat.annotate_budget(graph, known)
@@ -250,12 +267,13 @@ class Compilation:
             portable=self.compiler.portable,
             memory_budget=compat.memory_budget(joint.graph),
             fixed_bytes=self.compiler.budget.fixed,
-            fixed_peak=self.compiler.peak.beyond,
+            peak_part=self.compiler.peak.part,
+            looks_at_budgets=self.compiler.dump is not None,
             may_exceed_budget=self.is_training and self._saves_codes,
         )
 
     def _take(self, work: Work) -> None:
-        plan, scales = work.plan, work.scales
+        plan, scales, self.peak_sizes = work.plan, work.scales, work.peak_sizes
         assert plan is not None
         rows = len(plan.sites) if scales is None else scales.num_rows(len(plan.sites))
         if rows > self.captured.capacity:

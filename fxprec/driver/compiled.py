@@ -10,6 +10,7 @@ from fxprec.config import Settings
 from fxprec.config.grad_scaling import GradScaling
 from fxprec.driver.capture import Captured
 from fxprec.numerics.formats import parse
+from fxprec.passes.analysis.peak.other_sizes import OtherSizes
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.passes.pipeline import PassReport
 from fxprec.plan import Plan, Site
@@ -58,6 +59,8 @@ class CompiledGraph:
     """Inputs that backward reads a stored copy of."""
     passes: tuple[PassReport, ...]
     seconds: float
+    peak_sizes: OtherSizes | None = None
+    """What other sizes hold, under a peak budget and dynamic shapes."""
 
 
 def rows_of(plan: Plan, scales: ScaleGraph | None, settings: Settings) -> WatchedRows:

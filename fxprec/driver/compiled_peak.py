@@ -37,6 +37,8 @@ class CompiledPeak:
     """Of the forward half, before what it saves for backward."""
     bytes: int | None = None
     """At the step's peak, once both halves are there."""
+    waiting: int = 0
+    """Between the halves."""
     unread: str = ""
     """Why it is not known."""
     _mode: compat.FakeTensorMode = field(default_factory=compat.FakeTensorMode)
@@ -62,7 +64,7 @@ class CompiledPeak:
         memory = compat.LiveBytes(self._free, workspace)
         self._results = compat.replayed(code, self._inputs, self._mode, memory)
         self._named = dict(zip(half.results, self._results, strict=False))  # statistics come after them
-        self._forward = memory.peak
+        self._forward, self.waiting = memory.peak, compat.storage_bytes(self._results, self._free)
 
     def _saw_backward(self, half: PlainHalf, code: Any) -> None:
         new = compat.fakes_like(half.examples, self._mode)

@@ -26,12 +26,14 @@ from fxprec.driver.peak_budget import PeakBudget, beyond_machine
 from fxprec.driver.promotions import GivenUp, in_one_line
 from fxprec.driver.recorder import Recorder
 from fxprec.driver.saved_budget import SavedBudget
+from fxprec.driver.shared_peak import SharedPeak
 from fxprec.driver.skip_steps import StepSkipper
 from fxprec.driver.steps import Steps
 from fxprec.driver.tensor_dump import tensor_dump
 from fxprec.errors import LoweringError
+from fxprec.passes.analysis.peak.part import Part
 from fxprec.passes.base import Notice
-from fxprec.plan import Plan
+from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.compare import low_groups_with
 from fxprec.plan.plan import latest_of_gemms
 from fxprec.plan.scales import ScaleGraph
@@ -65,6 +67,7 @@ class PlannedGraph:
         portable: bool = False,
         recorder: Recorder | None = None,
         waiting: Callable[[], tuple[Plan, ...]] = tuple,
+        shared: SharedPeak | None = None,
     ) -> None:
         self.parameters = parameters
         self.captured, self.settings, self.index = captured, _held_by(captured.device, settings), len(siblings)
@@ -73,7 +76,9 @@ class PlannedGraph:
         self.seconds: tuple[float, ...] = ()  # that compilations took
         self._siblings, self._waiting, self._skips, self._dump = siblings, waiting, skips, dump
         self._log = EventLog(f"graph {self.index}", strict=settings.asked.strict)
+        self._shared = SharedPeak(settings) if shared is None else shared
         self._steps, self._in_flight, self._given_up = Steps(), InFlight(), GivenUp()
+        self._is_given = False  # its plan was, by a file or a checkpoint
         self._followed: Plan | None = None  # the training plan an inference graph follows
         if self.settings.storage != settings.storage:
             self._tell(Notice("storage='native'", _PACKED.format(compat.no_native_fp8(captured.device))))
@@ -99,6 +104,11 @@ class PlannedGraph:
     def compile(self, given: Plan | None) -> PlannedGraph:
         """Compile for the first time: for a plan, or for one to be solved. Inside of Dynamo there are examples."""
         captured = self.captured
+        self._is_given = given is not None
+        if given is None:
+            is_planned_alone = self._dump is not None and self._dump.plan_only
+            part = self._shared.first_part(is_cut=captured.is_cut)
+            self._compiler.peak.take(Part(is_cut=captured.is_cut) if is_planned_alone else part)
         if captured.examples:
             self._take(self._compiler.compile(captured, given, captured.examples, 0))
         else:
@@ -152,10 +162,14 @@ class PlannedGraph:
         return self._run(self._version(), args)
 
     def _run(self, version: Version, args: Sequence[Any]) -> Any:
+        if self.compiled.peak_sizes is not None and (excess := self.compiled.peak_sizes.excess(args)) is not None:
+            self._tell(Notice("peak_budget", f"{excess}; give it smaller batches"), step=self._step)
         results = version(*args)
         if self.controller is not None:
             if self.is_training:
                 check_backward(results, Versions(self.compiled.copied, self.captured.inputs, args))
+                if self.controller.plan.peak_bytes is not None and not compat.in_backward():
+                    self._shared.saw(self, results)
             if self._skips is not None:
                 self._skips.saw(args)
         return results
@@ -165,6 +179,7 @@ class PlannedGraph:
         return Version(self.compiled.run, table)
 
     def _begin_step(self) -> None:
+        self._shared.begin()
         for graph in self._siblings:
             if graph is not self and graph.is_training and graph._steps.settle_in_forward():
                 graph._settle(steps=0)
@@ -254,6 +269,38 @@ class PlannedGraph:
                 self._tell(Notice(self._log.name, detail), step=controller.step)
         controller.promote_as(trained)
 
+    @property
+    def gradient_bytes(self) -> int:
+        return self.captured.gradient_bytes
+
+    @property
+    def is_provisional(self) -> bool:
+        """Whether its plan holds as little as it can, since other graphs of the step were not known."""
+        return self._compiler.peak.part.is_provisional
+
+    def peak_with_points(self) -> PeakBytes | None:
+        """Return what its plan holds, and would under other budgets; None where the plan was given and stays."""
+        peak = None if self.plan is None else self.plan.peak_bytes
+        if peak is None or self._is_given:
+            return None
+        if self._compiler.peak.part.shares:  # its points tell of what waits, too
+            return peak
+        return self._compiler.look(self.captured, self._step)
+
+    def take_part(self, part: Part) -> None:
+        """Plan for a part of the budget and compile again, where it is new."""
+        if part == replace(self._compiler.peak.part, beyond=0, beyond_waiting=0):
+            return
+        for _ in self._compiler.queue.poll(wait=True):
+            pass  # statistics of the sites that its plan had
+        self._compiler.peak.take(part)
+        graphs = "its step" if part.num_graphs == 1 else f"{part.num_graphs} graphs of a step"
+        self._compile_again(f"within the peak budget of {graphs}", None)
+
+    @property
+    def _step(self) -> int:
+        return 0 if self.controller is None else self.controller.step
+
     def state_dict(self) -> saved_state.GraphState | None:
         """Return plain data, with what identifies the graph; None while it is being calibrated."""
         if self.controller is None:
@@ -268,10 +315,11 @@ class PlannedGraph:
         in_force = self.compiled.plan
         if in_force is None or in_force.formats != plan.formats:
             self._compile_again("for the loaded plan", plan)
+        self._is_given = True
 
     def _compile_again(self, why: str, given: Plan | None) -> None:
         """Compile for ``given``, or solve anew. What runs is replaced on success only."""
-        step = 0 if self.controller is None else self.controller.step
+        step = self._step
         self._take(self._compiler.anew(self.captured, given, step))
         detail = f"compiled again in {self.seconds[-1]:.1f} s, {why}"
         self._log.note("relowering", self._log.name, detail, step=step)

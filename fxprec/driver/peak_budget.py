@@ -11,6 +11,7 @@ from fxprec.config import Settings
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.saved_budget import PlanAgain
 from fxprec.errors import BudgetError
+from fxprec.passes.analysis.peak.part import Part
 from fxprec.passes.analysis.saved_bytes import readable
 from fxprec.passes.base import Notice
 from fxprec.plan import PeakBytes
@@ -18,35 +19,60 @@ from fxprec.plan import PeakBytes
 ATTEMPTS = 5  # plans made for one budget, each compiled; the second nearly always fits
 
 
+class Looked(Exception):
+    """Ends a compilation once the passes have run: what they found of other budgets was wanted alone."""
+
+    def __init__(self, peak: PeakBytes | None) -> None:
+        super().__init__(peak)
+        self.peak = peak
+
+
 class PeakBudget:
     """The budget of one graph, and what its plans turned out to hold."""
 
     def __init__(self, log: EventLog) -> None:
         self.log = log
-        self.beyond = 0  # bytes beyond what the replay of a plan predicts
+        self.part = Part()
+        self.only_looks = False
         self.tried: list[tuple[int, int]] = []
         """Of each plan made for the budget, the bytes it predicts, and holds as compiled."""
         self._told = 0  # bytes above the budget, of a plan that was given
 
-    def hold(self, planned: PeakBytes, held: int) -> PeakBytes:
-        """Return the peak as compiled. Raises `PlanAgain` where it is above the budget, at last `BudgetError`."""
+    def take(self, part: Part) -> None:
+        """Plan for another part of the budget from now on."""
+        self.part, self.tried = part, []
+
+    def hold(self, planned: PeakBytes, held: int, waiting: int) -> PeakBytes:
+        """Return the peak as compiled, and what waits between the halves.
+
+        Raises `PlanAgain` where that is above the budget, at last `BudgetError`.
+        """
         self.tried.append((planned.planned, held))
-        if held > planned.budget:
-            if len(self.tried) == ATTEMPTS:
-                raise BudgetError(
-                    f"peak_budget is {readable(planned.budget)}, and of {ATTEMPTS} plans made for it the best holds "
-                    f"{readable(min(held for _, held in self.tried))} as compiled; raise it to that or take a smaller "
-                    "batch"
-                )
-            self.beyond += held - planned.planned
-            detail = f"a plan that predicts {readable(planned.planned)} at the peak holds {readable(held)} as compiled"
-            self.log.note("replanned", self.log.name, f"{detail}; planned again within {readable(planned.budget)}")
-            raise PlanAgain
-        return replace(planned, compiled=held)
+        is_within = held <= planned.room and waiting <= self.part.waiting
+        if is_within or self.part.is_provisional:
+            return replace(planned, compiled=held, waiting=waiting)
+        least = min(held for _, held in self.tried)
+        if len(self.tried) == ATTEMPTS:
+            beside = f", {readable(planned.beside)} of it for other graphs" if planned.beside else ""
+            raise BudgetError(
+                f"peak_budget is {readable(planned.budget)}{beside}, and of {ATTEMPTS} plans made for it the best "
+                f"holds {readable(least)} as compiled; raise it to {readable(least + planned.beside)} or take a "
+                "smaller batch"
+            )
+        assert planned.waiting is not None
+        part = self.part
+        if held > planned.room:
+            part = replace(part, beyond=part.beyond + held - planned.planned)
+        if waiting > part.waiting:
+            part = replace(part, beyond_waiting=part.beyond_waiting + waiting - planned.waiting)
+        self.part = part
+        detail = f"a plan that predicts {readable(planned.planned)} at the peak holds {readable(held)} as compiled"
+        self.log.note("replanned", self.log.name, f"{detail}; planned again within {readable(planned.room)}")
+        raise PlanAgain
 
     def tell(self, planned: PeakBytes, held: int, step: int) -> PeakBytes:
         """A plan that was given, or promoted, goes before the budget: it is said, and ends no run."""
-        if held > max(planned.budget, self._told):
+        if held > max(planned.room, self._told):
             self._told = held
             detail = f"the step holds {readable(held)} since tensors were promoted, or as the given plan wants"
             self.log.warn(f"peak_budget {readable(planned.budget)}: {detail}")

@@ -2,6 +2,6 @@
 
 from fxprec.plan.files import SCHEMA
 from fxprec.plan.plan import Plan
-from fxprec.plan.rows import ByteCount, Gemm, Group, KindCounts, PeakBytes, Site
+from fxprec.plan.rows import ByteCount, Gemm, Group, KindCounts, PeakBytes, PeakPoint, Site
 
-__all__ = ["SCHEMA", "ByteCount", "Gemm", "Group", "KindCounts", "PeakBytes", "Plan", "Site"]
+__all__ = ["SCHEMA", "ByteCount", "Gemm", "Group", "KindCounts", "PeakBytes", "PeakPoint", "Plan", "Site"]

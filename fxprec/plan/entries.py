@@ -12,7 +12,7 @@ from fxprec.config.recipes import FORMAT_ROLES, Recipe
 from fxprec.errors import FxprecError, PlanError, did_you_mean
 from fxprec.numerics.blocks import AnyFormat, find_blocks
 from fxprec.numerics.formats import parse
-from fxprec.plan.rows import LIVE, ByteCount, Gemm, Group, KindCounts, PeakBytes, Site
+from fxprec.plan.rows import LIVE, ByteCount, Gemm, Group, KindCounts, PeakBytes, PeakPoint, Site
 
 T = TypeVar("T")
 MAX_TEXT = 100_000
@@ -162,6 +162,13 @@ def _moments(entry: Entry) -> tuple[tuple[int, ...], ...]:
     return rows
 
 
+_POINT = _record(PeakPoint, {"peak": _count, "waiting": _count, "seconds": _finite, "live": _moments})
+
+
+def _points(entry: Entry) -> tuple[PeakPoint, ...]:
+    return tuple(map(_POINT, entry.items()))
+
+
 RECIPE = _record(
     Recipe, {"name": _text} | dict.fromkeys(FORMAT_ROLES, _format) | {"pure": _flag, "saved": _or_null(_block_format)}
 )
@@ -251,7 +258,8 @@ _PLAN: Mapping[str, Reader] = {
         _record(
             PeakBytes,
             {"budget": _count, "high": _count, "planned": _count, "compiled": _or_null(_count)}
-            | {"live": _moments, "kept": _texts},
+            | {"live": _moments, "kept": _texts, "graphs": _count, "beside": _count, "waiting": _or_null(_count)}
+            | {"seconds": _finite, "points": _points},
         )
     ),
     "notes": _texts,

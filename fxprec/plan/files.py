@@ -42,7 +42,7 @@ def to_dict(plan: Any) -> dict[str, Any]:
         "gap": plan.gap,
         "total_elements": plan.total_elements,
         "notes": list(plan.notes),
-        **({} if plan.peak_bytes is None else {"peak_bytes": _row(plan.peak_bytes)}),
+        **({} if plan.peak_bytes is None else {"peak_bytes": _peak(plan.peak_bytes)}),
         "saved_bytes": None if plan.saved_bytes is None else asdict(plan.saved_bytes),
     }
     sites = [_site(row, simulated=plan.storage == "simulate") for row in plan.sites]
@@ -51,6 +51,13 @@ def to_dict(plan: Any) -> dict[str, Any]:
 
 def _row(row: Any) -> dict[str, Any]:
     return {key: _list(value) if isinstance(value, tuple) else value for key, value in asdict(row).items()}
+
+
+def _peak(row: Any) -> dict[str, Any]:
+    """Leave out what is said only of several graphs, or where other budgets were looked at."""
+    alone = {"graphs", "beside"} if row.graphs == 1 else set()
+    empty = alone | ({"points"} if not row.points else set())
+    return {k: v for k, v in (_row(row) | {"points": [_row(p) for p in row.points]}).items() if k not in empty}
 
 
 def _list(values: tuple[Any, ...]) -> list[Any]:

@@ -131,6 +131,19 @@ LIVE = ("kept", "kept in 8 bits", "computed again", "gradients returned", "all e
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeakPoint:
+    """What the step would hold and take under another budget, as predicted."""
+
+    peak: int
+    waiting: int
+    """Bytes between the halves: saved for backward, and the outputs."""
+    seconds: float
+    """Of the whole step, by rough rates of the device: to compare points by."""
+    live: tuple[tuple[int, ...], ...] = ()
+    """As `PeakBytes.live`, at fewer moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeakBytes:
     """Live bytes of activations, temporaries and gradients at the step's peak, as predicted."""
 
@@ -144,3 +157,18 @@ class PeakBytes:
     """At up to 100 moments of the step, of each stretch the one that holds most: bytes by `LIVE`."""
     kept: tuple[str, ...] = ()
     """Values without a site that are kept as they are (masks, statistics, what only fusion holds), by node."""
+    graphs: int = 1
+    """How many training graphs of one step share the budget."""
+    beside: int = 0
+    """Bytes of the others that live while this one runs: what waits for backward, and parameter gradients."""
+    waiting: int | None = None
+    """Bytes of this one between its halves, while others run, as compiled where that is known."""
+    seconds: float = 0.0
+    """Predicted, as those of `points`."""
+    points: tuple[PeakPoint, ...] = ()
+    """Under other budgets: everything kept high, then from the least time to about the least peak."""
+
+    @property
+    def room(self) -> int:
+        """What the budget leaves to this graph."""
+        return self.budget - self.beside

@@ -16,7 +16,18 @@ from fxprec.report.history import read_history
 from fxprec.report.page_data import page_data
 from fxprec.report.tensors import latest, read_tensors
 
-SCRIPTS = ("dom.js", "base.js", "charts.js", "layout.js", "graph.js", "detail.js", "tables.js", "dumped.js", "main.js")
+SCRIPTS = (
+    "dom.js",
+    "base.js",
+    "charts.js",
+    "peak.js",
+    "layout.js",
+    "graph.js",
+    "detail.js",
+    "tables.js",
+    "dumped.js",
+    "main.js",
+)
 
 
 def write_report(plan: Plan, folder: Path, *, title: str, drawing: Drawing | None = None) -> Path:

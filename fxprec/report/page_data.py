@@ -75,8 +75,19 @@ def _peak(plan: Plan) -> dict[str, Any] | None:
     peak = plan.peak_bytes
     if peak is None:
         return None
-    rows = [list(row) for row in peak.live]
-    return {"budget": peak.budget, "high": peak.high, "planned": peak.planned, "kinds": list(LIVE), "live": rows}
+    sizes = {"room": peak.room, "beside": peak.beside, "high": peak.high, "planned": peak.planned}
+    points = [{"peak": p.peak, "seconds": float(f"{p.seconds:.4g}"), "live": _rows(p.live)} for p in peak.points]
+    return sizes | {
+        "budget": peak.budget,
+        "compiled": peak.compiled,
+        "kinds": list(LIVE),
+        "live": _rows(peak.live),
+        "points": points,
+    }
+
+
+def _rows(live: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(row) for row in live]
 
 
 def _saved(plan: Plan) -> dict[str, int] | None:

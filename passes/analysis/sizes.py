@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -116,6 +117,42 @@ def budget_note(budget: int, shown: str, size: sympy.Expr, ranges: Ranges) -> Bu
         given = ", ".join(f"{s} = {n}" for s, n in others.items())
         along.append(f"{where} where {given}" if given else where)
     return BudgetNote(f"activation_budget {shown} holds {'; '.join(along)}", bounded)
+
+
+def where_all_fit(rooms: Sequence[sympy.Expr], ranges: Ranges) -> str | None:
+    """Say for which sizes none of ``rooms`` is negative: "" for all in the guards, None where none can say.
+
+    With several dimensions, along each, the others as they were traced.
+    """
+    ranges = _of_use(ranges, rooms)
+    if not ranges:
+        return ""
+    exact = [room.as_poly(*_sorted(ranges)) for room in rooms]
+    known = [p for p in exact if p is not None]
+    if len(known) < len(exact):
+        return None
+    if all(_is_nowhere_positive(-p, ranges) for p in known):
+        return ""
+    along = []
+    for symbol in _sorted(ranges):
+        others = {s: ranges[s].traced for s in _sorted(ranges) if s is not symbol}
+        alone = [_where_not_negative(Poly(p.as_expr().subs(others), symbol), ranges[symbol]) for p in known]
+        where = _text(symbol, reduce(_common, alone), ranges[symbol])
+        given = ", ".join(f"{s} = {n}" for s, n in others.items())
+        along.append(f"{where} where {given}" if given else where)
+    return "; ".join(along)
+
+
+def _common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """Return what lies in intervals of both."""
+    found: list[Interval] = []
+    for first, last in a:
+        for start, end in b:
+            low, ends = max(first, start), [e for e in (last, end) if e is not None]
+            high = min(ends, default=None)
+            if high is None or low <= high:
+                found.append((low, high))
+    return found
 
 
 def _of_use(ranges: Ranges, sizes: Iterable[sympy.Expr]) -> Ranges:

@@ -16,6 +16,7 @@ from fxprec.passes import fit_peak
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
 from fxprec.passes.analysis.peak.kernels import Kind, flops_of, kind_of
+from fxprec.passes.analysis.peak.part import Bound
 from fxprec.passes.analysis.peak.problem import KEEP, Problem
 from fxprec.passes.analysis.peak.timeline import Item, Timeline
 
@@ -156,28 +157,28 @@ def test_what_is_converted_for_a_gemm_and_kept_in_that_dtype_is_one(chooser: Cho
 
 
 def test_less_memory_never_takes_less_time(chooser: Chooser) -> None:
-    most = chooser.unlimited()
-    fits = [chooser.within(int(most.peak * share)) for share in (1.0, 0.9, 0.8, 0.7)]
+    most = chooser.unlimited
+    fits = [chooser.within(Bound(int(most.peak * share))) for share in (1.0, 0.9, 0.8, 0.7)]
     seconds = [fit.seconds for fit in fits if fit is not None]
     assert len(seconds) == 4
     assert seconds == sorted(seconds)
     assert [fit.peak <= most.peak * share for fit, share in zip(fits, (1.0, 0.9, 0.8, 0.7), strict=True) if fit] == [
         True
     ] * 4
-    assert chooser.within(1000) is None
+    assert chooser.within(Bound(1000)) is None
     assert chooser.least().peak < 0.7 * most.peak
 
 
 def test_no_choice_made_under_other_costs_is_better(chooser: Chooser) -> None:
-    budget = int(chooser.unlimited().peak * 0.7)
-    found, own = chooser.within(budget), chooser.problem.cost
+    budget = int(chooser.unlimited.peak * 0.7)
+    found, own = chooser.within(Bound(budget)), chooser.problem.cost
     assert found is not None
     random = np.random.default_rng(1)
     rivals = []
     for _ in range(10):
         chooser.problem.cost = own * random.lognormal(0, 2, len(own))
         try:
-            rival = chooser.within(budget)
+            rival = chooser.within(Bound(budget))
         finally:
             chooser.problem.cost = own
         if rival is not None:

@@ -25,8 +25,7 @@ function memory() {
   if (!saved) { $("bars").append(el("p", { class: "hint" }, "Nothing: this graph has no backward half.")); return; }
   const row = (name, size, cls) => bar(el("span", {}, name), size, saved.fp32, [[size, cls]], `${bytes(size)}, ${(size / Math.max(saved.fp32, 1)).toFixed(2)}x`);
   $("bars").append(row("float32", saved.fp32, "b32"), row("bf16", saved.bf16, "b16"), row("planned", saved.planned, "b8"));
-  if (raw.peak) $("peak").append(el("h3", {}, "Live bytes over the step, as predicted"), areas(raw.peak.live, raw.peak.kinds, ["b16", "b8", "again", "b32", "b0"], {
-    caption: `forward, then backward; at most ${bytes(raw.peak.planned)}, and ${bytes(raw.peak.high)} with everything kept high`, level: raw.peak.budget, levelName: `budget ${bytes(raw.peak.budget)}` }));
+  if (raw.peak) $("peak").append(...peakOver(raw.peak));
   if (groups.some(g => g.savedElements === null)) return;
   const largest = groups.toSorted((a, b) => b.savedElements - a.savedElements || a.id - b.id), most = 4 * (largest[0]?.savedElements ?? 0);
   const rows = largest.map(g => () => bar(goTo(g, `group ${g.id}`), g.savedBytes, most, [[4 * g.savedElements, "b32"], [2 * g.savedElements, "b16"], [g.savedBytes, "b8", true]],

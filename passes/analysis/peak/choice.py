@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch.fx import Node
 
 from fxprec.passes.analysis.peak.kernels import Kind, bytes_of, kind_of
+from fxprec.passes.analysis.peak.part import Bound
 from fxprec.passes.analysis.peak.problem import KEEP, NARROW, Problem, Row, Ways
 from fxprec.passes.analysis.peak.step import Held, Saved
 
@@ -20,6 +22,19 @@ _ROUNDS = 12
 _MOMENTS = 12
 _NEAR = 8  # of moments this close, the one that holds most
 _TRIALS = 5
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of the step: the bytes of each way that lives then, or would, by column, and those of all else."""
+
+    sizes: dict[int, float]
+    base: float
+    is_between: bool = False
+    """Whether it is the one between the halves."""
+
+    def row(self, bound: Bound) -> Row:
+        return self.sizes, -np.inf, (bound.waiting if self.is_between else bound.peak) - self.base
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,15 @@ class Fit:
     def peak(self) -> int:
         return self.held.peak
 
+    @property
+    def waiting(self) -> int:
+        """Bytes that live between the halves: what is saved, and the outputs."""
+        return self.held.timeline.waiting
+
+    def excess(self, bound: Bound) -> float:
+        """Return by how much it is above a bound, at worst; nothing or less where it is not."""
+        return max(self.peak - bound.peak, self.waiting - bound.waiting)
+
 
 @dataclass
 class Chooser:
@@ -47,40 +71,47 @@ class Chooser:
         self._order = {n: i for half in (step.forward, step.backward) for i, n in enumerate(half)}
         self._first, self._last = self._wanted_when()
 
+    @cached_property
     def unlimited(self) -> Fit:
         """Return the choice of least time."""
         ways = self.problem.solve([])
         assert ways is not None, "what backward needs can be kept"
         return self.replayed(ways)
 
-    def within(self, budget: int) -> Fit | None:
-        """Return a choice that holds ``budget`` bytes at most, of the least time found; or None."""
-        fit, moments, target = self.unlimited(), list[tuple[dict[int, float], float]](), float(budget)
-        for _ in range(_ROUNDS):
-            if fit.peak <= budget:
-                return fit
-            moments += self._moments(fit, target)
-            rows: list[Row] = [(sizes, -np.inf, target - base) for sizes, base in moments]
-            ways = self.problem.solve(rows)
+    def within(self, bound: Bound) -> Fit | None:
+        """Return a choice within a bound, of the least time found; or None."""
+        fits = [fit for fit in self.approach(bound) if fit.excess(bound) <= 0]
+        return min(fits, key=lambda fit: fit.seconds, default=None)
+
+    def approach(self, bound: Bound, rounds: int = _ROUNDS) -> Iterator[Fit]:
+        """Yield choices, each better informed, until one is within a bound or none can be."""
+        fit, short, moments = self.unlimited, 0.0, list[Moment]()
+        for _ in range(rounds):
+            yield fit
+            if fit.excess(bound) <= 0:
+                return
+            moments += self._moments(fit, bound.less(short))
+            ways = self.problem.solve([moment.row(bound.less(short)) for moment in moments])
             if ways is None:
-                return None
+                return
             found = self.replayed(ways)
             if found.ways == fit.ways:
-                target -= found.peak - budget
+                short += found.excess(bound)
             fit = found
-        return fit if fit.peak <= budget else None
+        yield fit
 
     def least(self) -> Fit:
         """Return the choice of the least peak that was found, in a few trials."""
-        best = self.unlimited()
+        best = self.unlimited
         low, high = 0.0, float(best.peak)
         for _ in range(_TRIALS):
             middle = (low + high) / 2
-            found = self.within(int(middle))
-            if found is None:
+            fits = list(self.approach(Bound(int(middle))))
+            best = min(best, *fits, key=lambda fit: fit.peak)
+            if best.peak > middle:
                 low = middle
             else:
-                best, high = found, float(found.peak)
+                high = float(best.peak)
         return best
 
     def replayed(self, ways: Ways) -> Fit:
@@ -111,19 +142,30 @@ class Chooser:
                 first.setdefault(source, first[node])
         return first, last
 
-    def _moments(self, fit: Fit, above: float) -> Iterator[tuple[dict[int, float], float]]:
-        """Yield the moments at which a choice holds most, of those above a bound.
-
-        Each as the bytes of each way of each value that would live then, by column, and the bytes of all else.
-        """
+    def _moments(self, fit: Fit, bound: Bound) -> Iterator[Moment]:
+        """Yield the moments at which a choice holds most, of those above a bound."""
         live = fit.held.timeline.live
         tops = [
-            t for t in range(len(live)) if live[t] > above and live[t] == max(live[max(t - _NEAR, 0) : t + _NEAR + 1])
+            t
+            for t in range(len(live))
+            if live[t] > bound.peak and live[t] == max(live[max(t - _NEAR, 0) : t + _NEAR + 1])
         ]
         chosen = {self.problem.columns[key] for key in fit.ways.items()}
         for time in sorted(tops, key=lambda t: -live[t])[:_MOMENTS]:
             sizes = dict(self._living(fit, time))
-            yield sizes, live[time] - sum(size for column, size in sizes.items() if column in chosen)
+            yield Moment(sizes, live[time] - sum(size for column, size in sizes.items() if column in chosen))
+        if fit.waiting > bound.waiting:
+            sizes = dict(self._waiting(fit))
+            base = fit.waiting - sum(size for column, size in sizes.items() if column in chosen)
+            yield Moment(sizes, base, is_between=True)
+
+    def _waiting(self, fit: Fit) -> Iterator[tuple[int, float]]:
+        """Yield the columns of ways that wait for backward, or would, and their bytes."""
+        for (node, way), column in self.problem.columns.items():
+            if way in (KEEP, NARROW):
+                is_chosen = fit.ways.get(node) == way
+                if not is_chosen or fit.held.lives(node, fit.held.timeline.split, again=False):
+                    yield column, float(self.problem.size(node, way))
 
     def _living(self, fit: Fit, time: int) -> Iterator[tuple[int, float]]:
         """Yield the columns of ways that live at one time of a replayed step, or would, and their bytes."""

@@ -10,6 +10,7 @@ from torch.fx import Node
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.joint import numel_hint, tensor_of, value
 from fxprec.passes.analysis.peak.kernels import Kind, bytes_of, flops_of, kind_of
+from fxprec.passes.analysis.peak.step import Step
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Rates:
             return 0.0
         moved = bytes_of(node) + (0 if kind is Kind.FUSED else sum(map(bytes_of, node.all_input_nodes)))
         return max(moved / self.bytes_per_s, flops_of(node) / self.flop_per_s)
+
+    def step(self, step: Step) -> float:
+        """Return the seconds of running both halves once."""
+        return sum(map(self.again, (*step.forward, *step.backward)))
 
     def keeping(self, node: Node, size: int) -> float:
         """Return the seconds of writing and reading ``size`` bytes; a kernel's own result is written anyway."""

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import sympy
 from torch.fx import Node
 
 from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Quantize
 from fxprec.numerics.formats import Format
-from fxprec.passes.analysis.joint import JointGraph, numel_hint, tensor_of, value
+from fxprec.passes.analysis.joint import JointGraph, numel_expr, numel_hint, tensor_of, value
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.peak.kernels import HEAVY, Kind, bytes_of, kind_of, workspace_of
 from fxprec.passes.analysis.peak.timeline import Item, Timeline
@@ -89,6 +90,12 @@ class Step:
         return not self.joint.in_backward(q) and all(user.target is DEQUANTIZE for user in q.users)
 
 
+def _growth(node: Node) -> sympy.Expr:
+    """Return how a value's bytes depend on dynamic dimensions: 1 at the traced sizes."""
+    val = value(node)
+    return sympy.Integer(1) if val is None or not numel_hint(val) else numel_expr(val) / numel_hint(val)
+
+
 @dataclass
 class Held:
     """What a step holds under one choice: an item for each node that runs, and for each that runs again."""
@@ -100,6 +107,7 @@ class Held:
     copies: dict[Node, int] = field(default_factory=dict)  # value -> its stored copy
     again: dict[Node, int] = field(default_factory=dict)  # value -> where backward has it from
     repeated: list[tuple[Node, Node]] = field(default_factory=list)  # (node, backward node before which it runs again)
+    made: list[Node] = field(default_factory=list)  # the value that each item is, or is a copy of
     anchors: list[Node] = field(default_factory=list)  # the node of its half before or at which each item runs
 
     def __post_init__(self) -> None:
@@ -114,7 +122,7 @@ class Held:
 
     def _run_forward(self, node: Node) -> None:
         if self._is_copy(node):
-            self.at[node] = self._append(Item(Kind.VIEW, 0, [self.copies[node.all_input_nodes[0]]]), node)
+            self.at[node] = self._append(Item(Kind.VIEW, 0, [self.copies[node.all_input_nodes[0]]]), node, node)
             return
         shown = [self.step.shown(source) for source in node.all_input_nodes]
         reads = [self.at[source] for source in shown if source in self.at]  # all; but a size may be a decoded copy's
@@ -123,7 +131,7 @@ class Held:
         fmt = self.saved.get(node)
         if fmt is not None:
             size = numel_hint(tensor_of(node)) * bytes_per_element(fmt)
-            self.copies[node] = self._append(Item(Kind.FUSED, size, [self.at[node]], is_stored=True), node)
+            self.copies[node] = self._append(Item(Kind.FUSED, size, [self.at[node]], is_stored=True), node, node)
 
     def _is_copy(self, node: Node) -> bool:
         """Say whether a conversion makes what is stored of its operand anyway: Inductor finds the two equal."""
@@ -134,11 +142,13 @@ class Held:
         kind = Kind.PIECE if self.step.joint.is_tangent(node) else kind_of(node)
         is_returned = not again and node in self.step.returned
         item = Item(kind, bytes_of(node), reads, is_stored, is_returned, node.target in HEAVY, workspace_of(node))
-        return self._append(item, anchor)
+        return self._append(item, anchor, node)
 
-    def _append(self, item: Item, anchor: Node) -> int:
+    def _append(self, item: Item, anchor: Node, made: Node) -> int:
+        """Add what is made of a value, at its size or at another number of bytes an element."""
         self.items.append(item)
         self.anchors.append(anchor)
+        self.made.append(made)
         return len(self.items) - 1
 
     def _find(self, wanted: Node, reader: Node) -> int:
@@ -172,14 +182,14 @@ class Held:
             return (
                 self.again[source]
                 if is_same
-                else self._append(Item(Kind.FUSED, bytes_of(node), [self.again[source]]), reader)
+                else self._append(Item(Kind.FUSED, bytes_of(node), [self.again[source]]), reader, node)
             )
         if self.step.is_there(source):
             return self.at[source]
         if source in self.saved:
             if self.saved[source] is None:
                 return self.at[source]
-            return self._append(Item(Kind.FUSED, bytes_of(node), [self.copies[source]]), reader)
+            return self._append(Item(Kind.FUSED, bytes_of(node), [self.copies[source]]), reader, node)
         self.repeated.append((node, reader))
         return self._add(node, [self.again[n] for n in node.all_input_nodes], reader, again=True)
 
@@ -189,8 +199,8 @@ class Held:
         born = None if item is None else self.timeline.born.get(item)
         return item is not None and born is not None and born <= time <= self.timeline.dies[item]
 
-    def live_by_kind(self) -> tuple[tuple[int, ...], ...]:
-        """Return the bytes at up to 100 moments as `PeakBytes.live` has them."""
+    def live_by_kind(self, moments: int = _MOMENTS) -> tuple[tuple[int, ...], ...]:
+        """Return the bytes at up to so many moments as `PeakBytes.live` has them."""
         timeline = self.timeline
         change = [[0] * len(LIVE) for _ in range(len(timeline.order) + 1)]
         kinds = self._kinds()
@@ -201,8 +211,23 @@ class Held:
             change[time][-1] += self.items[item].workspace
             change[time + 1][-1] -= self.items[item].workspace
         rows = list(accumulate(change[:-1], lambda row, delta: [a + b for a, b in zip(row, delta, strict=True)]))
-        stretch = -(-len(rows) // _MOMENTS)
+        stretch = -(-len(rows) // moments)
         return tuple(tuple(max(rows[i : i + stretch], key=sum)) for i in range(0, len(rows), stretch or 1))
+
+    def moments_in_sizes(self) -> list[sympy.Expr]:
+        """Return what lives at each time as an expression in the dynamic dimensions.
+
+        A kernel's workspace is taken to grow as its result does.
+        """
+        timeline, growth = self.timeline, list(map(_growth, self.made))
+        change = [sympy.Integer(0)] * (len(timeline.order) + 1)
+        for item, born in timeline.born.items():
+            size = self.items[item].bytes * growth[item]
+            change[born] += size
+            change[timeline.dies[item] + 1] -= size
+        workspaces = [self.items[item].workspace * growth[item] for item in timeline.order]
+        lives = accumulate(change[:-1])
+        return [sympy.expand(live + more) for live, more in zip(lives, workspaces, strict=True)]
 
     def _kinds(self) -> list[int]:
         """Return which of `LIVE` each item is."""

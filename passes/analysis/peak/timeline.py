@@ -51,6 +51,8 @@ class Timeline:
     live: list[int] = field(default_factory=list)
     born: dict[int, int] = field(default_factory=dict)
     dies: dict[int, int] = field(default_factory=dict)
+    split: int = 0
+    """The time at which backward begins."""
 
     def __post_init__(self) -> None:
         self._readers: list[list[int]] = [[] for _ in self.items]
@@ -63,6 +65,7 @@ class Timeline:
         run = [position for position in range(len(self.items)) if lies[position] and self._maker(position) == position]
         halves = [p for p in run if p < self.border], [p for p in run if p >= self.border]
         kept = {p for p in halves[0] if self.items[p].is_stored or self._returned[p]}
+        self.split = len(halves[0])
         self.order = [*self._ordered(halves[0], reads, kept), *self._ordered(halves[1], reads, set())]
         self._fill(reads)
 
@@ -170,3 +173,8 @@ class Timeline:
     @property
     def peak(self) -> int:
         return max(self.live, default=0)
+
+    @property
+    def waiting(self) -> int:
+        """What lives between the halves: what is saved, and the outputs."""
+        return sum(self.items[i].bytes for i, born in self.born.items() if born < self.split <= self.dies[i])

@@ -1,0 +1,55 @@
+"""What a step holds and takes under several budgets: from the least time to about the least peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from fxprec.passes.analysis.peak.choice import Chooser, Fit
+from fxprec.passes.analysis.peak.part import Bound
+
+_SHARES = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+_OF_WAITING = (0.7, 0.45, 0.2)
+_ROUNDS = 5
+_SHOWN = 7
+
+
+def curve(chooser: Chooser, *, waiting: bool = False) -> tuple[Fit, ...]:
+    """Return choices from the highest peak to the lowest, each of less time than the next.
+
+    With ``waiting`` what lives between the halves counts too: choices of which less waits are part of them.
+    """
+    top = chooser.unlimited
+    found = [top, *_descent(chooser, [Bound(share * top.peak) for share in _SHARES])]
+    if waiting:
+        found += _descent(chooser, [Bound(top.peak, share * top.waiting) for share in _OF_WAITING])
+    best = _best_of(found, waiting=waiting)
+    return best if waiting else _spread(best)
+
+
+def _descent(chooser: Chooser, bounds: Iterable[Bound]) -> Iterator[Fit]:
+    """Yield every choice on the way to one bound after the other, until one is out of reach.
+
+    Each search begins anew: what was guessed of moments that another choice has makes the next problem too tight.
+    """
+    for bound in bounds:
+        fits = list(chooser.approach(bound, _ROUNDS))
+        yield from fits
+        if all(fit.excess(bound) > 0 for fit in fits):
+            return
+
+
+def _spread(fits: Sequence[Fit]) -> tuple[Fit, ...]:
+    """Leave the ends, and of those between the ones that are nearest to equal steps of the peak."""
+    high, low = fits[0].peak, fits[-1].peak
+    wanted = (high + (low - high) * i / (_SHOWN - 1) for i in range(_SHOWN))
+    kept = {min(range(len(fits)), key=lambda i: abs(fits[i].peak - peak)) for peak in wanted}
+    return tuple(fits[i] for i in sorted(kept))
+
+
+def _best_of(fits: Iterable[Fit], *, waiting: bool) -> tuple[Fit, ...]:
+    """Leave out each choice that another beats in time and bytes."""
+    kept: list[Fit] = []
+    for fit in sorted(fits, key=lambda f: (f.seconds, f.peak, f.waiting)):
+        if not any(k.peak <= fit.peak and (not waiting or k.waiting <= fit.waiting) for k in kept):
+            kept.append(fit)
+    return tuple(sorted(kept, key=lambda f: -f.peak))

@@ -1,0 +1,47 @@
+"""What one graph may hold of a budget that all graphs of a step share, and what each of them offers to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The most bytes that may live at once, and between the halves, where another graph may run."""
+
+    peak: float
+    waiting: float = math.inf
+
+    def less(self, size: float) -> Bound:
+        return Bound(self.peak - size, self.waiting - size)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of one graph; the default is that of a graph that runs alone."""
+
+    budget: int | None = None
+    """Of all graphs together; None: the one asked for."""
+    beside: int = 0
+    """Bytes of other graphs that live while this one runs: what waits, and gradients."""
+    waiting: float = math.inf
+    """The most bytes of it that may wait while others run."""
+    num_graphs: int = 1
+    is_provisional: bool = False
+    """Whether other graphs follow that are not known yet: it holds as little as it can."""
+    is_cut: bool = False
+    """Whether others follow that will not be known: a dump plans the first graph alone."""
+    beyond: int = 0
+    """Bytes that the compiled graph holds beyond what is predicted, by an earlier plan."""
+    beyond_waiting: int = 0
+    wants_curve: bool = False
+    """Whether other budgets are looked at, too."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether other graphs run in the same step."""
+        return self.is_provisional or self.num_graphs > 1
+
+    def bound(self, budget: int) -> Bound:
+        return Bound(budget - self.beside - self.beyond, self.waiting - self.beyond_waiting)

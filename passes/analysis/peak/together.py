@@ -1,0 +1,90 @@
+"""One budget for all graphs of a step: which of its points each graph takes, so that no moment holds more.
+
+Graphs run in order and backward in the reverse order: while one runs, what earlier ones saved waits, and from backward
+on the gradients of later ones are there. One point is chosen for each graph, of least time in all; with so few
+columns HiGHS solves it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fxprec.passes.analysis.peak.part import Part
+from fxprec.plan.rows import PeakPoint
+
+
+@dataclass(frozen=True)
+class Together:
+    """Graphs by number; ``calls`` are the orders in which steps call them, ``gradients`` their parameters' bytes."""
+
+    points: Mapping[int, Sequence[PeakPoint]]
+    calls: Sequence[Sequence[int]]
+    gradients: Mapping[int, int]
+
+    def within(self, budget: float) -> Mapping[int, PeakPoint] | None:
+        """Return the points of least time within a budget, or None."""
+        return self._solved(budget)
+
+    def least(self) -> int:
+        """Return the least peak of all graphs together."""
+        found = self._solved(None)
+        assert found is not None, "every graph has a point"
+        return self.peak(found)
+
+    def peak(self, chosen: Mapping[int, PeakPoint]) -> int:
+        """Return what is held at once by all graphs."""
+        return max(
+            self._beside(chosen, calls, at) + chosen[g].peak for calls in self.calls for at, g in enumerate(calls)
+        )
+
+    def parts(self, chosen: Mapping[int, PeakPoint], budget: int) -> Mapping[int, Part]:
+        """Return what each graph may hold; what is left of the budget lets each wait for a little more."""
+        left = budget - self.peak(chosen)
+        spare = left // (2 * max(map(len, self.calls)))
+        looser = {g: replace(p, waiting=p.waiting + spare) for g, p in chosen.items()}
+        beside = {
+            g: max(self._beside(looser, calls, at) for calls in self.calls for at, n in enumerate(calls) if n == g)
+            for g in chosen
+        }
+        return {g: Part(budget, beside[g], looser[g].waiting, len(chosen)) for g in chosen}
+
+    def _beside(self, chosen: Mapping[int, PeakPoint], calls: Sequence[int], at: int) -> int:
+        later = {*calls[at + 1 :]}
+        return sum(chosen[g].waiting for g in calls[:at]) + sum(self.gradients[g] for g in later)
+
+    def _solved(self, budget: float | None) -> Mapping[int, PeakPoint] | None:
+        """Minimize seconds within a budget, or the peak."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        columns = [(g, point) for g, points in self.points.items() for point in points]
+        at = {g: [i for i, (owner, _) in enumerate(columns) if owner == g] for g in self.points}
+        scale = max(point.peak for _, point in columns)
+        rows, most = [], []
+        for calls in self.calls:
+            for place, graph in enumerate(calls):
+                row = np.zeros(len(columns) + 1)
+                for g in calls[:place]:
+                    row[at[g]] += [columns[i][1].waiting / scale for i in at[g]]
+                row[at[graph]] += [columns[i][1].peak / scale for i in at[graph]]
+                row[-1] = -1.0  # the peak
+                rows.append(row)
+                most.append(-sum(self.gradients[g] for g in {*calls[place + 1 :]}) / scale)
+        one = np.zeros((len(at), len(columns) + 1))
+        for row, graph in zip(one, at, strict=True):
+            row[at[graph]] = 1.0
+        seconds = np.array([*(point.seconds for _, point in columns), 0.0])
+        cost = np.eye(len(columns) + 1)[-1] if budget is None else seconds * (1e3 / max(seconds.sum(), 1e-30))
+        most_of = np.array([*(1.0 for _ in columns), np.inf if budget is None else budget / scale])
+        answer = milp(
+            cost,
+            constraints=[LinearConstraint(np.array(rows), -np.inf, np.array(most)), LinearConstraint(one, 1.0, 1.0)],
+            integrality=np.array([*(1 for _ in columns), 0]),
+            bounds=Bounds(np.zeros(len(most_of)), most_of),
+        )
+        if answer.x is None:
+            return None
+        chosen = {g: columns[i][1] for g in at for i in at[g] if answer.x[i] > 0.5}
+        return chosen if budget is None or self.peak(chosen) <= budget else None
