@@ -38,7 +38,7 @@ function chart(series, { caption, x = plain, y = plain, now = null, dots = null,
 
 // rows: for each moment its parts, stacked in the order of names; level: a line across, with its name; top: least height
 function areas(rows, names, classes, { caption, level, levelName, top: highest = 1 }) {
-  const W = 860, H = 240, L = 62, R = 10, top = 10, bottom = 24;
+  const W = 860, H = 240, L = 62, R = 10, top = 18, bottom = 24;
   const sums = rows.map(row => row.reduce((a, b) => a + b, 0)), y1 = Math.max(level, ...sums, highest);
   const X = i => L + (W - L - R) * i / Math.max(rows.length - 1, 1), Y = v => H - bottom - (H - top - bottom) * v / y1;
   const picture = svg("svg", { class: "chart", viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": caption });
