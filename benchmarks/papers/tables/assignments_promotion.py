@@ -98,7 +98,7 @@ def _spikes_first(found: Found) -> Verdict:
 
 
 NOTHING_OVERFLOWS = (
-    "The claim's case does not arise: at most a few elements in ten thousand pass 30, and they saturate. Tried with five blocks "
+    "The claim's case does not arise: at most one element of a tensor in a thousand passes 30, and saturates. Tried with five blocks "
     "(none at all) and with twelve, all four assignments; the paper's divergence comes after epochs of ImageNet."
 )
 
