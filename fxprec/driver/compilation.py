@@ -188,9 +188,11 @@ class Compilation:
         )
 
     def _whole_step(self) -> contextlib.AbstractContextManager[None]:
-        """Compile both halves now where a budget binds them together."""
+        """Compile both halves now where a budget binds them together, or the plan says how each is lowered."""
         asked = self.compiler.settings.peak_budget if self.given is None else self.given.peak_bytes
-        return contextlib.nullcontext() if asked is None else compat.backward_at_once()
+        chooser = self.compiler.lowering.chooser
+        chooses = chooser is not None and chooser.why_inductor() is None
+        return compat.backward_at_once() if asked is not None or chooses else contextlib.nullcontext()
 
     def _hold_peak(self) -> None:
         """Put into the plan what the compiled halves hold at their peak, and hold them to the budget."""
@@ -301,9 +303,17 @@ class Compilation:
                 self.halves = self._new_halves()
             assert self.halves is not None, "forward comes first"
             half = self.halves.compile(gm, examples, options, name)
+            self._say_how_lowered()
         if self.key is None:
             return half.run
         return compat.storable(half.run, self._known(half, name, said), half.code)
+
+    def _say_how_lowered(self) -> None:
+        """Put into the plan which lowering was estimated to be less for the halves so far."""
+        chooser, planned = self.compiler.lowering.chooser, self.planned
+        if chooser is not None and chooser.halves and planned is not None:
+            self.planned = replace(planned, plan=replace(planned.plan, lowering=chooser.for_plan()))
+            write_plan(self.planned.plan, self.compiler.dump)
 
     def _known(self, half: CompiledHalf, name: str, said: Sequence[Said]) -> KnownHalf:
         said = (*self.said, *said) if name == "forward" else tuple(said)
@@ -319,7 +329,7 @@ class Compilation:
 
     def _take_known(self) -> None:
         """Take over what was found out when the halves in the cache were compiled."""
-        known = self.found[0].graph
+        known = self.found[-1].graph  # backward's knows how both were lowered
         self.planned, self.is_training, self.copied = known.planned, known.is_training, known.copied
         for half in self.found:
             say_again(self.compiler.log, half.said, self.step)
@@ -364,6 +374,8 @@ class Compilation:
                 self.compiler.budget.tell(plan.saved_bytes.planned, self.step)
             self._tell_of_ratio(plan.saved_bytes.planned, forward.graph, num_results)
             plan = self._with_budget_note(plan, forward.graph)
+        chooser = self.compiler.lowering.chooser
+        plan = replace(plan, lowering=None if chooser is None else chooser.for_plan())
         self.planned = replace(self.planned, plan=plan)
         log.info("%s: %s", self.compiler.log.name, summary(plan))
         write_plan(plan, self.compiler.dump)

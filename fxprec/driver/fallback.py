@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from fxprec import compat
 from fxprec.config import Config
 from fxprec.driver.capture import copied
+from fxprec.driver.lowering_choice import LoweringChooser
 from fxprec.driver.verify import Fault, checked_cpu_run, checked_run, is_compared
 from fxprec.ir.symbolic_gemms import kernel_called
 from fxprec.numerics import ahead
@@ -38,6 +39,7 @@ class Lowering:
     def __init__(self, config: Config, device: torch.device, tell: Callable[[Notice], None]) -> None:
         self.config, self.device, self.tell = config, device, tell
         self.name = self._available()
+        self.chooser = LoweringChooser(device) if self.name == "auto" else None
         self.without: frozenset[str] = frozenset()
         self._told = False
         self.is_stale = False
@@ -55,14 +57,15 @@ class Lowering:
         self.tell(Notice("lowering='triton'", f"{reason}; lowered as 'auto' instead, without generated kernels"))
         return "auto"
 
-    def compile(self, gm: GraphModule, lower: Lower, build: Callable[[GraphModule], Compiled]) -> Half:
-        """Lower one half and build it; once more without the kernels that do not compile."""
+    def compile(
+        self, gm: GraphModule, lower: Lower, build: Callable[[GraphModule], Compiled], name: str = "forward"
+    ) -> Half:
+        """Lower the half of that name and build it; once more without the kernels that do not compile."""
         may_fail = self.name == "triton" or self.config.verify or self.device.type == "cuda"
         plain = copied(gm) if may_fail else gm
-        lowered = self._lower(gm, lower)
+        gm, lowered = self.lower(gm, lower, name)
         while self.device.type == "cuda" and self._drop_gemms_that_fail(gm):  # what takes their place may fail too
-            gm = copied(plain)
-            lowered = self._lower(gm, lower)
+            gm, lowered = self.lower(copied(plain), lower, name)
         self._tell_what_is_not_compared(gm)
         kept = copied(gm) if self._has_first_run else None
         try:
@@ -71,8 +74,7 @@ class Lowering:
             if not lowered.generated.kernels:
                 raise
             self._drop_what_fails(lowered, error)
-            gm = copied(plain)
-            lowered = self._lower(gm, lower)
+            gm, lowered = self.lower(copied(plain), lower, name)
             kept = copied(gm) if self._has_first_run else None
             run = build(gm)
         return Half(self, lowered, run, None if kept is None else (plain, kept))
@@ -102,11 +104,19 @@ class Lowering:
         """Whether ``verify`` has kernels of ours to compare: the reference and Inductor's own code are none."""
         return self.name == "triton" or (self.name != "eager" and self.device.type == "cpu")
 
-    def _lower(self, gm: GraphModule, lower: Lower) -> Lowered:
+    def lower(self, gm: GraphModule, lower: Lower, half: str) -> tuple[GraphModule, Lowered]:
+        """Lower one half, in place or in a copy, and return that. On a GPU ``"auto"`` takes what should cost less."""
+        if self.chooser is not None and self.chooser.why_inductor() is None:
+            try:
+                return self.chooser.lower(gm, lower, self.without, half)
+            except Exception as error:  # an estimate is no reason to compile nothing
+                cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                self.chooser.failed = f"no estimate of the {half} half: {cause}"[:200]
+                self.tell(Notice("lowering='auto'", f"{self.chooser.failed}; lowered as 'inductor' instead"))
         lowered = lower(gm, self.name, self.without)
         for place, why in lowered.generated.left:
             self.tell(Notice(f"kernel at {place}", f"no kernel is generated: {why}; {INSTEAD}"))
-        return lowered
+        return gm, lowered
 
     def _drop_what_fails(self, lowered: Lowered, error: Exception) -> None:
         """Find the kernels that Triton cannot compile; where it compiles each by itself, drop all."""
@@ -139,11 +149,12 @@ class Lowering:
 
     def drop(self, faults: list[Fault]) -> None:
         """Do without kernels, and say so. A wrong kernel of the CPU lowering has only the reference to fall back to."""
-        instead = INSTEAD if self.name == "triton" else "lowered as 'eager' from the next step on, many times slower"
+        is_generated = self.name == "triton" or self.device.type == "cuda"
+        instead = INSTEAD if is_generated else "lowered as 'eager' from the next step on, many times slower"
         for fault in {fault.kernel: fault for fault in faults}.values():
             self.tell(Notice(f"kernel {fault.kernel}", f"{fault.reason}; {instead}"))
         self.without |= {fault.kernel for fault in faults}
-        if self.name != "triton":
+        if not is_generated:
             self.name = "eager"
 
 

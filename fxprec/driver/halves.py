@@ -81,11 +81,12 @@ class Halves:
             code = self._built(gm, plain, options, name)
             return ranged(code, range_name(self.graph, name))
 
-        half = self.lowering.compile(gm, self._lower, build)
+        half = self.lowering.compile(gm, self._lower, build, name)
         if name == "forward":
             self.seen_by_forward = frozenset(half.lowered.all_rows)
-        if self.dump is not None and self.planned is not None and self.lowering.name == "triton":
-            self.dump.write_kernels(half.lowered.generated.kernels, self.planned.plan, name)
+        kernels = half.lowered.generated.kernels
+        if self.dump is not None and self.planned is not None and (kernels or self.lowering.name == "triton"):
+            self.dump.write_kernels(kernels, self.planned.plan, name)
         run = half if half.has_first_run else half.run
         return CompiledHalf(with_stats(run, half.lowered, num_outputs, self.queue), code, half.lowered, num_outputs)
 

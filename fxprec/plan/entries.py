@@ -12,7 +12,20 @@ from fxprec.config.recipes import FORMAT_ROLES, Recipe
 from fxprec.errors import FxprecError, PlanError, did_you_mean
 from fxprec.numerics.blocks import AnyFormat, find_blocks
 from fxprec.numerics.formats import parse
-from fxprec.plan.rows import LIVE, ByteCount, Gemm, Group, KindCounts, PeakBytes, PeakPoint, Site
+from fxprec.plan.rows import (
+    LIVE,
+    ByteCount,
+    Gemm,
+    Group,
+    HalfLowering,
+    KindCounts,
+    LoweringChoice,
+    LoweringEstimate,
+    Moved,
+    PeakBytes,
+    PeakPoint,
+    Site,
+)
 
 T = TypeVar("T")
 MAX_TEXT = 100_000
@@ -226,6 +239,10 @@ SITE = _record(
 )
 
 
+MOVED = _record(Moved, {"launches": _count, "bytes": _count, "seconds": _finite})
+HALF = _record(HalfLowering, {"chosen": _word("inductor", "triton"), "inductor": MOVED, "triton": MOVED})
+
+
 def _rows(read: Reader, entry: Entry) -> tuple[Any, ...]:
     """Read a table whose ids are positions."""
     rows = []
@@ -260,6 +277,17 @@ _PLAN: Mapping[str, Reader] = {
             {"budget": _count, "high": _count, "planned": _count, "compiled": _or_null(_count)}
             | {"live": _moments, "kept": _texts, "graphs": _count, "beside": _count, "waiting": _or_null(_count)}
             | {"seconds": _finite, "points": _points},
+        )
+    ),
+    "lowering": _or_null(
+        _record(
+            LoweringChoice,
+            {
+                "asked": _reason,
+                "chosen": _word("inductor", "triton", "mixed"),
+                "why": _reason,
+                "estimate": _or_null(_record(LoweringEstimate, dict.fromkeys(("forward", "backward"), _or_null(HALF)))),
+            },
         )
     ),
     "notes": _texts,

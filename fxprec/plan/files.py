@@ -24,7 +24,8 @@ def to_dict(plan: Any) -> dict[str, Any]:
     """Return the plan as JSON data: what is said of the whole first, then the tables.
 
     ``grouping`` is written where it is not the default, ``compute`` and ``reads`` where there is a choice, a site's
-    ``why`` and ``saved_as`` where there is something to say, ``peak_bytes`` and a site's ``way`` under a peak budget.
+    ``why`` and ``saved_as`` where there is something to say, ``peak_bytes`` and a site's ``way`` under a peak budget,
+    ``lowering`` where it was chosen.
     """
     head = {
         "schema": plan.schema,
@@ -43,6 +44,7 @@ def to_dict(plan: Any) -> dict[str, Any]:
         "total_elements": plan.total_elements,
         "notes": list(plan.notes),
         **({} if plan.peak_bytes is None else {"peak_bytes": _peak(plan.peak_bytes)}),
+        **({} if plan.lowering is None else {"lowering": _given(asdict(plan.lowering))}),
         "saved_bytes": None if plan.saved_bytes is None else asdict(plan.saved_bytes),
     }
     sites = [_site(row, simulated=plan.storage == "simulate") for row in plan.sites]
@@ -58,6 +60,12 @@ def _peak(row: Any) -> dict[str, Any]:
     alone = {"graphs", "beside"} if row.graphs == 1 else set()
     empty = alone | ({"points"} if not row.points else set())
     return {k: v for k, v in (_row(row) | {"points": [_row(p) for p in row.points]}).items() if k not in empty}
+
+
+def _given(data: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is None."""
+    found = {key: _given(value) if isinstance(value, dict) else value for key, value in data.items()}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _list(values: tuple[Any, ...]) -> list[Any]:

@@ -16,7 +16,7 @@ from fxprec.plan import files
 from fxprec.plan.compare import first_difference
 from fxprec.plan.entries import Entry
 from fxprec.plan.files import SCHEMA
-from fxprec.plan.rows import ByteCount, Gemm, Group, PeakBytes, Site
+from fxprec.plan.rows import ByteCount, Gemm, Group, LoweringChoice, PeakBytes, Site
 
 
 def _version(package: str) -> str:
@@ -63,6 +63,8 @@ class Plan:
     """Of the partitioned graph, or None in one without a backward half."""
     peak_bytes: PeakBytes | None = None
     """Of a step under a peak budget."""
+    lowering: LoweringChoice | None = field(default=None, compare=False)
+    """What ``lowering="auto"`` took, which changes no number; None where another was asked for, or nothing compiled."""
     notes: tuple[str, ...] = ()
     """What is worth knowing though nothing asked for was left out, such as operators with unscaled gradients."""
     schema: int = SCHEMA

@@ -127,6 +127,44 @@ class ByteCount:
     planned: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What one half of a graph does under one lowering, GEMMs and attention left out, as estimated."""
+
+    launches: int
+    bytes: int
+    """Read and written."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfLowering:
+    """What is estimated of one half under each lowering, and which was taken."""
+
+    chosen: Literal["inductor", "triton"]
+    inductor: Moved
+    triton: Moved
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoweringEstimate:
+    """Of both halves; ``backward`` is None where a graph has none."""
+
+    forward: HalfLowering | None = None
+    backward: HalfLowering | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoweringChoice:
+    """What ``lowering="auto"`` took: Inductor's own kernels, generated Triton kernels, or one for each half."""
+
+    asked: str
+    chosen: Literal["inductor", "triton", "mixed"]
+    why: str
+    estimate: LoweringEstimate | None = None
+    """None where there was no choice."""
+
+
 LIVE = ("kept", "kept in 8 bits", "computed again", "gradients returned", "all else")
 
 

@@ -44,7 +44,7 @@ def lowered_on_a_gpu(monkeypatch: pytest.MonkeyPatch, failing: set[str], tell: A
 
     monkeypatch.setattr(kernels, "why_not_compiled", why)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    lowering = Lowering(Config(recipe="hfp8"), torch.device("cuda"), tell)
+    lowering = Lowering(Config(recipe="hfp8", lowering="inductor"), torch.device("cuda"), tell)
     lowering.compile(half_graph(TABLE), lower_half, built.append)
     return built[0]
 

@@ -18,12 +18,13 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 import fxprec.driver.halves
-from benchmarks.gpu.absent import moved_to_cuda, plan_for
+from benchmarks.gpu.absent import CUDA, moved_to_cuda, plan_for
 from benchmarks.gpu.models import LLAMA_70B_BLOCK, LLAMA_BLOCK, Block, Encoder, Shape, Stage
 from fxprec import Backend, Config, compat
 from fxprec.driver.capture import copied
 from fxprec.driver.fallback import Lowering
 from fxprec.driver.halves import CompiledHalf
+from fxprec.driver.lowering_choice import LoweringChooser
 from fxprec.plan import Plan
 
 Compiled = Callable[[list[Any]], Any]
@@ -110,6 +111,7 @@ class Halves:
     plan: Plan | None = None
     scaled: frozenset[str] = frozenset()
     """Halves that read scales of gradients."""
+    chooser: LoweringChooser = field(default_factory=lambda: LoweringChooser(CUDA))
 
     def take(self, gm: GraphModule, is_backward: object) -> None:
         """Keep one half."""
@@ -130,7 +132,7 @@ def capture(side: Side, network: Network, arch: int) -> Halves:
             y = torch.compile(model, backend=backend)(x)
         torch.autograd.grad(y, [x, *model.parameters()], torch.empty_like(y))
     if isinstance(backend, Backend):
-        found.plan = backend.plans[0]
+        found.plan = replace(backend.plans[0], lowering=found.chooser.for_plan())
     return found
 
 
@@ -174,7 +176,10 @@ def _fxprec(found: Halves, patch: pytest.MonkeyPatch, options: Mapping[str, Any]
     ) -> CompiledHalf:
         twin = moved_to_cuda(copied(gm))
         on_gpu = replace(self, device_type="cuda")
-        lowered = on_gpu._lower(twin, self.lowering.name, frozenset())
+        if self.lowering.name == "auto":
+            twin, lowered = found.chooser.lower(twin, on_gpu._lower, frozenset(), name)
+        else:
+            lowered = on_gpu._lower(twin, self.lowering.name, frozenset())
         if name == "forward":
             self.seen_by_forward = frozenset(lowered.rows)
         found.take(twin, name == "backward")

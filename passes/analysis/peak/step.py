@@ -18,7 +18,8 @@ from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.joint import JointGraph, numel_expr, numel_hint, tensor_of, value
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.peak.kernels import HEAVY, Kind, bytes_of, kind_of, workspace_of
-from fxprec.passes.analysis.peak.timeline import Item, Timeline
+from fxprec.passes.analysis.peak.loops import Item
+from fxprec.passes.analysis.peak.timeline import Timeline
 from fxprec.passes.analysis.saved_bytes import bytes_per_element
 from fxprec.plan.rows import LIVE
 

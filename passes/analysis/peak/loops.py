@@ -1,0 +1,102 @@
+"""Which pointwise results lie in memory, and what each loop reads there: fusion as Inductor decides it.
+
+What is pointwise is computed in the loops of what reads it, and lies in memory only where a library's kernel reads
+it, or where several loops do and it is much to repeat (`realize_reads_threshold` and its kin).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxprec.passes.analysis.peak.kernels import Kind
+
+_ALWAYS = (Kind.REDUCED, Kind.EXTERN, Kind.PIECE)
+# Reads and operations from which Inductor lets a result that several loops read lie in memory; fewer are repeated.
+_MANY_READS, _MANY_OPERATIONS = 4, 30
+
+
+@dataclass(slots=True)
+class Item:
+    """One node that runs: what it makes and what it reads, by position in the step."""
+
+    kind: Kind
+    bytes: int
+    reads: Sequence[int]
+    is_stored: bool = False
+    """Whether it lies in memory whoever reads it: saved for backward."""
+    is_returned: bool = False
+    """Whether it lives to the end of the step: a gradient, an output."""
+    is_heavy: bool = False
+    """Whether its arithmetic is too much to repeat."""
+    workspace: int = 0
+    """Bytes that it takes while it runs, beside its result."""
+
+
+class Loops:
+    """What of these items lies in memory (``lies``), and which of what lies each reads (``reads``), by position."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.items = items
+        self.readers: list[list[int]] = [[] for _ in items]
+        for position, item in enumerate(items):
+            for read in item.reads:
+                self.readers[read].append(position)
+        self.returned = self._shown_to_the_end()
+        self.lies = self._lying()
+        self.reads = self._reads(self.lies)
+
+    def _lying(self) -> list[bool]:
+        """Say of each item whether it lies in memory."""
+        wanted, users = self._wanted_in_memory(), self._users()
+        lies, operations = [False] * len(self.items), [0] * len(self.items)
+        heavy = [item.is_heavy for item in self.items]
+        reads: list[set[int]] = []
+        for position, item in enumerate(self.items):
+            reads.append(set())
+            for read in item.reads:
+                is_memory = lies[read] or self.items[read].kind is Kind.FREE
+                reads[position] |= {read} if is_memory else reads[read]
+                operations[position] += 0 if is_memory else operations[read]
+                heavy[position] |= not is_memory and heavy[read]
+            operations[position] += item.kind is Kind.FUSED
+            is_much = len(reads[position]) > _MANY_READS or operations[position] > _MANY_OPERATIONS or heavy[position]
+            is_apart = wanted[position] or item.is_stored or (users[position] > 1 and is_much)
+            lies[position] = item.kind in _ALWAYS or (item.kind is Kind.FUSED and is_apart)
+        return lies
+
+    def _wanted_in_memory(self) -> list[bool]:
+        """Say of each item whether what reads it, seen through views, reads memory: a library's kernel, or the user."""
+        wanted = list(self.returned)
+        for position in reversed(range(len(self.items))):
+            is_memory = self.items[position].kind is Kind.EXTERN
+            is_view = self.items[position].kind is Kind.VIEW and wanted[position]
+            if is_memory or is_view:
+                for read in self.items[position].reads:
+                    wanted[read] = True
+        return wanted
+
+    def _shown_to_the_end(self) -> list[bool]:
+        """Say of each item whether it is returned, or a view of it."""
+        returned = [item.is_returned for item in self.items]
+        for position in reversed(range(len(self.items))):
+            if returned[position] and self.items[position].kind is Kind.VIEW:
+                for read in self.items[position].reads:
+                    returned[read] = True
+        return returned
+
+    def _users(self) -> list[int]:
+        users = [len(readers) for readers in self.readers]
+        for position in reversed(range(len(self.items))):
+            behind = self.readers[position]
+            users[position] = sum(users[r] if self.items[r].kind is Kind.VIEW else 1 for r in behind)
+        return users
+
+    def _reads(self, lies: Sequence[bool]) -> list[set[int]]:
+        """Return the items that each reads from memory, through views and what is part of its loop."""
+        reads: list[set[int]] = []
+        for item in self.items:
+            reads.append(set())
+            for read in item.reads:
+                reads[-1] |= {read} if lies[read] else reads[read]
+        return reads

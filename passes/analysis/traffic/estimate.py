@@ -1,0 +1,75 @@
+"""Launches, bytes outside GEMMs and seconds of a lowered graph half on a GPU, from its nodes: no code is written.
+
+`python -m benchmarks.gpu.roofline` counts the code that Inductor really writes; docs/gemm.md has how far this is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch.fx import Graph
+
+from fxprec.passes.analysis.gemm_costs import Costs
+from fxprec.passes.analysis.peak.kernels import Kind
+from fxprec.passes.analysis.traffic.fusion import Kernels
+from fxprec.passes.analysis.traffic.nodes import Memory
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one half, GEMMs and attention left out."""
+
+    launches: int
+    bytes: int
+
+    def seconds(self, costs: Costs) -> float:
+        """Seconds on a device: nothing overlaps."""
+        return self.launches * costs.launch_s + self.bytes / costs.bytes_per_s
+
+
+def traffic_of(graph: Graph) -> Traffic:
+    """Estimate what a lowered half launches and moves."""
+    memory = Memory(graph)
+    launches = moved = 0
+    for kernel in [*Kernels(memory).groups(), *_library_calls(memory)]:
+        launches += 1 + any(memory.is_split(p) for p in kernel)
+        moved += _read(memory, kernel) + _written(memory, kernel)
+    return Traffic(launches, moved)
+
+
+def _library_calls(memory: Memory) -> Iterable[set[int]]:
+    """Yield each call of a library or of a kernel of ours, with its pieces."""
+    for position, item in enumerate(memory.items):
+        if item.kind is Kind.EXTERN and not memory.is_gemm(position):
+            readers = memory.loops.readers[position]
+            yield {position, *(r for r in readers if memory.items[r].kind is Kind.PIECE)}
+
+
+def _read(memory: Memory, kernel: Collection[int]) -> int:
+    """Return the bytes that a kernel reads: of each tensor no more than it has, and nothing of its own."""
+    pieces: dict[int, dict[str, int]] = {}
+    for position in kernel:
+        for read in memory.reads[position].values():
+            if read.base not in kernel:
+                pieces.setdefault(read.base, {})[read.piece] = read.bytes
+    return sum(min(sum(found.values()), memory.items[base].bytes) for base, found in pieces.items())
+
+
+def _written(memory: Memory, kernel: Collection[int]) -> int:
+    """Return the bytes that a kernel writes: what it does not only read itself."""
+    return sum(memory.items[p].bytes for p in kernel if _leaves(memory, p, kernel))
+
+
+def _leaves(memory: Memory, position: int, kernel: Collection[int]) -> bool:
+    item, loops = memory.items[position], memory.loops
+    if item.kind in (Kind.EXTERN, Kind.PIECE) or item.is_stored or loops.returned[position]:
+        return True
+    return any(not _is_inside(memory, reader, kernel) for reader in loops.readers[position])
+
+
+def _is_inside(memory: Memory, position: int, kernel: Collection[int]) -> bool:
+    """Say whether what reads a tensor, or every loop that a view or a pointwise result of it is part of, is here."""
+    if memory.lies(position):
+        return position in kernel
+    return all(_is_inside(memory, reader, kernel) for reader in memory.loops.readers[position])

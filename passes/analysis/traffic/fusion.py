@@ -1,0 +1,145 @@
+"""Which loops Inductor makes one kernel of: those that go over the same elements and share what they read or make.
+
+Its scheduler joins the pair that shares the most bytes, then the next, as long as no path leads out of a kernel and
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+from fxprec.passes.analysis.peak.kernels import Kind
+from fxprec.passes.analysis.traffic.nodes import Memory, Read
+
+_MOST_READERS = 24
+"""Of one tensor: of more, only neighbours are compared."""
+_SMALL = 4096
+"""Bytes: what shares no more is not joined for it."""
+
+
+@dataclass
+class _Group:
+    """Loops of one kernel."""
+
+    members: set[int]
+    over: int
+    """Elements it goes over."""
+    made: set[int]
+    """Elements that its reductions make of them, as sizes."""
+
+
+class Kernels:
+    """The loops of a lowered half, grouped into kernels."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.loops = [p for p, item in enumerate(memory.items) if item.kind in _LOOPS and memory.lies(p)]
+        self.group = {p: self._alone(p) for p in self.loops}
+        self._before = self._ancestors()
+        for first, second, direct in self._pairs():
+            self._join(first, second, direct)
+
+    def groups(self) -> list[set[int]]:
+        """Return the loops of each kernel, in order."""
+        return [g.members for g in {id(g): g for g in self.group.values()}.values()]
+
+    def _alone(self, position: int) -> _Group:
+        over, made = self.memory.space(position)
+        return _Group({position}, over, {made} if made != over else set())
+
+    def _ancestors(self) -> list[int]:
+        """Return of each item the set, as bits, of the kernels' items that must have run before it."""
+        before: list[int] = []
+        for item in self.memory.items:
+            bits = 0
+            for source in item.reads:
+                runs = source in self.group or self.memory.items[source].kind is Kind.EXTERN
+                bits |= before[source] | (1 << source if runs else 0)
+            before.append(bits)
+        return before
+
+    def _pairs(self) -> Iterator[tuple[int, int, bool]]:
+        """Yield (loop, loop, whether the second reads the first), those first that share the most bytes."""
+        shared: dict[tuple[int, int], int] = {}
+        direct: dict[tuple[int, int], bool] = {}
+        readers: dict[int, list[tuple[int, Read]]] = {}
+        for position in self.loops:
+            for read in self.memory.reads[position].values():
+                readers.setdefault(read.base, []).append((position, read))
+        for base, found in readers.items():
+            for position, read in found:
+                if base in self.group and position != base:
+                    pair = base, position
+                    shared[pair] = shared.get(pair, 0) + read.bytes
+                    direct[pair] = direct.get(pair, True) and not read.is_moved
+            self._beside(found, shared)
+        for pair in sorted(shared, key=lambda p: (-shared[p], p)):
+            if pair in direct or shared[pair] > _SMALL:
+                yield *pair, direct.get(pair, True)
+
+    def _beside(self, found: Sequence[tuple[int, Read]], shared: dict[tuple[int, int], int]) -> None:
+        near = combinations(found, 2) if len(found) <= _MOST_READERS else pairwise(found)
+        for (a, read_a), (b, read_b) in near:
+            if a != b and (read_a.piece == read_b.piece or read_a.is_moved == read_b.is_moved):
+                pair = min(a, b), max(a, b)
+                shared[pair] = shared.get(pair, 0) + min(read_a.bytes, read_b.bytes)
+
+    def _join(self, first: int, second: int, direct: bool) -> None:
+        a, b = self.group[first], self.group[second]
+        if a is b or not direct or not self._fit(first, a, second, b) or self._has_cycle(a, b):
+            return
+        joined = _Group(a.members | b.members, max(a.over, b.over), a.made | b.made)
+        joined.made.discard(joined.over)
+        for member in joined.members:
+            self.group[member] = joined
+        self._note(joined)
+
+    def _fit(self, first: int, a: _Group, second: int, b: _Group) -> bool:
+        """Say whether one kernel can do both."""
+        reads_first = any(read.base in a.members for p in b.members for read in self.memory.reads[p].values())
+        if reads_first and any(self.memory.is_split(p) for p in a.members):
+            return False
+        if a.over == b.over:
+            return len(a.made | b.made) <= 1 or not reads_first
+        wide, narrow = (a, b) if a.over > b.over else (b, a)
+        return not narrow.made and narrow.over in wide.made
+
+    def _has_cycle(self, a: _Group, b: _Group) -> bool:
+        """Say whether something outside reads one of the groups and is read by the other."""
+        members = a.members | b.members
+        bits, before = _bits(members), 0
+        for member in members:
+            before |= self._before[member]
+        return any(self._before[p] & bits for p in _set_bits(before & ~bits & -(1 << min(members))))
+
+    def _note(self, joined: _Group) -> None:
+        """All of a kernel runs at once: what must run before a member must before all, and before what follows one."""
+        bits = _bits(joined.members)
+        before = 0
+        for member in joined.members:
+            before |= self._before[member]
+        before &= ~bits
+        for member in joined.members:
+            self._before[member] = before | bits & ~(1 << member)
+        for position in range(min(joined.members), len(self._before)):
+            if self._before[position] & bits and position not in joined.members:
+                self._before[position] |= before | bits
+
+
+_LOOPS = (Kind.FUSED, Kind.REDUCED)
+
+
+def _bits(positions: set[int]) -> int:
+    bits = 0
+    for position in positions:
+        bits |= 1 << position
+    return bits
+
+
+def _set_bits(bits: int) -> Iterator[int]:
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low

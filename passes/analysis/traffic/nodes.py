@@ -1,0 +1,205 @@
+"""What each node of a lowered graph half is to memory: its item, how large the loop that makes it is, what it reads."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch.fx import Graph, Node, map_arg
+
+from fxprec import compat
+from fxprec.ir.symbolic import SideBySide
+from fxprec.ir.symbolic_gemms import MatmulCodes, MatmulToCodes
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import dim_hint, numel_hint, operator_of, tensor_of, value
+from fxprec.passes.analysis.peak.kernels import Kind, kind_of
+from fxprec.passes.analysis.peak.loops import Item, Loops
+
+aten = torch.ops.aten
+_LAUNCH = compat.TritonCalls.target
+_GEMMS = ops.GEMMS | ops.GEMMS_BACKWARD | ops.existing(aten, "mm.dtype") | {MatmulCodes.target, MatmulToCodes.target}
+_MOST_JOINED = 4
+"""Tensors side by side that Inductor makes in one loop over all; of more, each is written into its place."""
+_PERMUTES = ops.existing(aten, "permute transpose.int t")
+_PIECES = ops.existing(aten, "slice.Tensor select.int split.Tensor split_with_sizes unbind.int as_strided")
+
+
+def set_values(graph: Graph) -> None:
+    """Give each node its fake value: what lowering inserts has none, or one of another shape."""
+    vals = (value(node) for node in graph.find_nodes(op="placeholder"))
+    mode = next((val.fake_mode for val in vals if isinstance(val, compat.FakeTensor)), None)
+    with mode or contextlib.nullcontext(), torch.no_grad():
+        for node in graph.nodes:
+            if node.op == "call_function" and not _is_launch(node):
+                args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+                node.meta["val"] = operator_of(node)(*args, **kwargs)
+
+
+def _is_launch(node: Node) -> bool:
+    """Say whether a node launches a generated kernel, or is a result of one."""
+    return node.target is _LAUNCH or any(n.target is _LAUNCH for n in node.all_input_nodes)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What one loop reads of one tensor in memory."""
+
+    base: int
+    """The item that lies there."""
+    piece: str = ""
+    """Which part of it, where not all."""
+    bytes: int = 0
+    is_moved: bool = False
+    """Whether it is read in another order, or in part: no loop that makes it can hand it over."""
+
+
+@dataclass
+class Memory:
+    """The nodes of one lowered half as items, in order, and what lies in memory."""
+
+    graph: Graph
+    nodes: list[Node] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        set_values(self.graph)
+        returned = set(self.graph.output_node().all_input_nodes)
+        at: dict[Node, int] = {}
+        for node in self.graph.nodes:
+            if node.op == "output":
+                continue
+            at[node] = len(self.items)
+            sources = [at[n] for n in _reads(node)]
+            self.nodes.append(node)
+            self.items.append(Item(_kind(node), _bytes(node), sources, is_returned=node in returned))
+        for position, node in enumerate(self.nodes):
+            if _is_joined_in_place(node):  # what stands side by side is written there
+                for source in self.items[position].reads:
+                    self.items[source].is_stored = True
+
+    @cached_property
+    def loops(self) -> Loops:
+        return Loops(self.items)
+
+    def lies(self, position: int) -> bool:
+        """Say whether an item is a tensor in memory of its own: made by a kernel, or given."""
+        item = self.items[position]
+        given = item.kind is Kind.FREE and self.nodes[position].op in ("placeholder", "get_attr")
+        return given or self.loops.lies[position]
+
+    def is_gemm(self, position: int) -> bool:
+        return self.nodes[position].target in _GEMMS
+
+    @cached_property
+    def reads(self) -> list[dict[tuple[int, str], Read]]:
+        """What each item reads from memory, seen through views and what is part of its loop."""
+        found: list[dict[tuple[int, str], Read]] = []
+        for position, item in enumerate(self.items):
+            reads: dict[tuple[int, str], Read] = {}
+            for source in item.reads:
+                own = {(source, ""): Read(source, "", self.items[source].bytes)} if self.lies(source) else found[source]
+                for read in own.values():
+                    shown = self._shown(position, read)
+                    reads[shown.base, shown.piece] = shown
+            found.append(reads)
+        return found
+
+    def _shown(self, position: int, read: Read) -> Read:
+        """Return what is read of a tensor through a view."""
+        node = self.nodes[position]
+        if self.items[position].kind is not Kind.VIEW:
+            return read
+        if node.target in _PERMUTES:
+            return Read(read.base, read.piece, read.bytes, is_moved=True)
+        val = value(node)
+        if val is None or (node.target not in _PIECES and node.all_input_nodes[0].target not in _PIECES):
+            return read
+        size = min(read.bytes, numel_hint(val) * self._item_bytes(read.base))
+        return Read(read.base, f"{read.piece}/{node.target}{_numbers(node)}", size, is_moved=True)
+
+    def _item_bytes(self, position: int) -> int:
+        val = value(self.nodes[position])
+        return 1 if val is None else val.dtype.itemsize
+
+    def space(self, position: int) -> tuple[int, int]:
+        """Return the size of the loop that makes an item: elements it goes over, elements it makes of them."""
+        node, made = self.nodes[position], value(self.nodes[position])
+        if self.items[position].kind is Kind.REDUCED and node.all_input_nodes:
+            source = numel_hint(tensor_of(node.all_input_nodes[0]))
+            outs = [made] if made is not None else [v for v in node.meta["val"] if isinstance(v, torch.Tensor)]
+            return source, max(numel_hint(out) for out in outs)
+        size = 1 if made is None else numel_hint(made)
+        return size, size
+
+    def is_split(self, position: int) -> bool:
+        """Say whether a reduction is cut into two kernels: over what does not lie innermost, or into few numbers."""
+        if self.items[position].kind is not Kind.REDUCED:
+            return False
+        over, out = self.space(position)
+        source = tensor_of(self.nodes[position].all_input_nodes[0])
+        inner = over // max(out, 1)
+        return inner > _SHORT and (out < _FEW or not _is_innermost(self.nodes[position], source, inner))
+
+
+_SHORT, _FEW = 1024, 1024  # of a row; results
+
+
+def _is_innermost(node: Node, source: torch.Tensor, count: int) -> bool:
+    """Say whether a reduction over ``count`` elements goes over what lies innermost in memory."""
+    dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], list | tuple) else range(source.ndim)
+    strides = [dim_hint(source.stride(int(d))) for d in dims if isinstance(d, int)]
+    return bool(strides) and min(strides) == 1 and count > 0
+
+
+def _reads(node: Node) -> Iterator[Node]:
+    if node.target is _LAUNCH:
+        arguments, made = node.kwargs["kwargs"], node.meta["val"]
+        assert isinstance(arguments, dict)
+        yield from (a for name, a in arguments.items() if isinstance(a, Node) and name not in made)
+    elif node.op != "call_function" or node.target in ops.MUTATIONS:
+        return
+    else:
+        yield from node.all_input_nodes
+
+
+def _kind(node: Node) -> Kind:
+    if node.target is _LAUNCH:
+        return Kind.EXTERN
+    if _is_launch(node):
+        return Kind.PIECE
+    if _is_joined_in_place(node) or node.target is aten.view.dtype:
+        return Kind.VIEW
+    if node.target is aten.cat.default:
+        return Kind.FUSED
+    if node.target is aten.empty_strided.default:
+        return Kind.FREE
+    return kind_of(node)
+
+
+def _is_joined_in_place(node: Node) -> bool:
+    joined = node.target is aten.cat.default and len(node.all_input_nodes) > _MOST_JOINED
+    return joined or node.target is SideBySide.target
+
+
+def _bytes(node: Node) -> int:
+    """Return what lies in memory of a node's results; an expanded dimension counts once."""
+    if node.target is _LAUNCH:
+        return 0  # its pieces
+    val = node.meta.get("val")
+    vals = val if isinstance(val, list | tuple) else [val]
+    if isinstance(val, list | tuple):
+        return 0  # its pieces
+    return sum(_tensor_bytes(v) for v in vals if isinstance(v, torch.Tensor))
+
+
+def _tensor_bytes(val: torch.Tensor) -> int:
+    sizes = [dim_hint(size) for size, stride in zip(val.shape, val.stride(), strict=True) if dim_hint(stride)]
+    return math.prod(sizes) * val.dtype.itemsize if numel_hint(val) else 0
+
+
+def _numbers(node: Node) -> str:
+    return str([arg for arg in node.args if not isinstance(arg, Node)])
