@@ -14,7 +14,8 @@ from torch.fx import GraphModule
 
 from fxprec import compat
 from fxprec.driver.capture import copied
-from fxprec.passes.analysis.gemm_costs import Costs, costs_of, gpu_of
+from fxprec.passes.analysis import gemm_costs
+from fxprec.passes.analysis.gemm_costs import Costs
 from fxprec.passes.analysis.traffic.estimate import Traffic, traffic_of
 from fxprec.passes.lowering import Lowered
 from fxprec.plan.rows import HalfLowering, LoweringChoice, LoweringEstimate, Moved
@@ -42,10 +43,12 @@ class LoweringChooser:
 
     def lower(self, gm: GraphModule, lower: Lower, without: frozenset[str], half: str) -> tuple[GraphModule, Lowered]:
         """Lower copies of ``gm`` both ways, and return the one that takes less."""
-        gpu = gpu_of(self.device)
+        gpu = gemm_costs.gpu_of(self.device)
         assert gpu is not None
         ways = {way: self._lowered(gm, lower, way, without) for way in _WAYS}
-        self.halves[half] = chosen = _cheaper({way: found for way, (_, _, found) in ways.items()}, costs_of(gpu))
+        self.halves[half] = chosen = _cheaper(
+            {way: found for way, (_, _, found) in ways.items()}, gemm_costs.costs_of(gpu)
+        )
         graph, lowered, _ = ways[chosen.chosen]
         return graph, lowered
 
@@ -63,7 +66,9 @@ class LoweringChooser:
             return None if why is None else LoweringChoice(asked="auto", chosen="inductor", why=why)
         chosen = {half.chosen for half in self.halves.values()}
         name = chosen.pop() if len(chosen) == 1 else "mixed"
-        return LoweringChoice(asked="auto", chosen=name, why=self.failed or _LESS, estimate=LoweringEstimate(**self.halves))
+        return LoweringChoice(
+            asked="auto", chosen=name, why=self.failed or _LESS, estimate=LoweringEstimate(**self.halves)
+        )
 
 
 _WAYS: tuple[Way, ...] = ("inductor", "triton")

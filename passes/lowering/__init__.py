@@ -76,7 +76,9 @@ def lower(
         lower_gemms(gm, device_type, rows.scaled, counters, without)
     if lowering == "triton":
         assert calls is not None
-        generated = call_generated(gm, calls, watched=counters.left, scaled=rows.scaled, without=without)
+        generated = call_generated(
+            gm, calls, watched=counters.left, scaled=rows.scaled, without=without, tears=not on_gpu
+        )
         counters.add_first(generated.watched, generated.counters)
     if lowering not in ("eager", "triton") and device_type == "cpu":
         inlined = inlined_casts(gm.graph, counters.left, rows)

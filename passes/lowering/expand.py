@@ -243,13 +243,13 @@ def _dequantize(q: torch.Tensor, columns: _Columns, fmt: str, dtype: torch.dtype
 
 def _keep_nonfinite(rounded: torch.Tensor, x: torch.Tensor, columns: _Columns) -> torch.Tensor:
     wide = x.to(torch.float32)
-    if rounded.dtype in _KEPT_CODES:
-        return _with_specials(rounded, wide, _KEPT_CODES[rounded.dtype])
+    if rounded.dtype in KEPT_CODES:
+        return _with_specials(rounded, wide, KEPT_CODES[rounded.dtype])
     return torch.where((wide.view(torch.int32) & MAGNITUDE) < INFINITY, rounded, x.to(rounded.dtype))
 
 
 # Codes of inf and of NaN. Written out, since casts of inf saturate on some devices.
-_KEPT_CODES = {torch.float8_e5m2: formats.E5M2, torch.float8_e4m3fn: formats.E4M3FN}
+KEPT_CODES = {torch.float8_e5m2: formats.E5M2, torch.float8_e4m3fn: formats.E4M3FN}
 
 
 def _keep_codes(rounded: torch.Tensor, x: torch.Tensor, columns: _Columns, fmt: str) -> torch.Tensor:

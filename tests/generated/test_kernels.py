@@ -65,6 +65,29 @@ def test_kernels_round_and_pack_as_the_reference(part: int) -> None:
         assert_bits_equal(found[len(cases) + i], wanted[len(cases) + i], f"values of {case}")
 
 
+@interpreted
+@pytest.mark.parametrize("fmt", ["e5m2_sat", "e4m3fn", "1-5-2:ieee"])
+def test_codes_that_keep_inf_and_nan_come_out_of_the_kernel_that_rounds(fmt: str) -> None:
+    """Scaled, so that what is kept is of the value and not of what is rounded; also where fp8 shows the bytes."""
+    table = scale_table([fmt], scaled=[0])
+    dtype = parse(fmt).torch_dtype or {"e5m2_sat": torch.float8_e5m2}.get(fmt)
+
+    def f(x, table):
+        x = x * 1.0
+        codes = QUANTIZE(x, table, 0, fmt, "packed")
+        kept = symbolic.KeepCodes.target(codes, x, fmt)
+        shown = [] if dtype is None else [symbolic.KEEP_NONFINITE(codes.view(dtype), x).view(torch.uint8)]
+        return [codes, kept, *shown]
+
+    x = torch.cat([some(bit_patterns(500, parse(fmt))), torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38])])
+    lowered, found, wanted = compare(f, x * 2.0**-EXPONENT, table, scaled=[0])
+    (kernel,) = lowered.generated.kernels
+    assert ("keep_nonfinite" in kernel.name) == (dtype is not None)
+    for one, other in zip(found, wanted, strict=True):
+        assert_bits_equal(one, other, fmt)
+    assert torch.equal(found[0], found[1]) == (fmt == "1-5-2:ieee")
+
+
 # What each function may be off, in units in the last place of the exact result, where the interpreter rounds once
 # (`rounded_once`): how often a kernel's own expression rounds.
 ULPS = {
@@ -266,7 +289,7 @@ def test_arithmetic_in_16_bits_is_rounded_as_in_the_graph() -> None:
 
 @pytest.mark.parametrize(
     ("name", "tests"),
-    [pytest.param("kernels", 16, marks=pytest.mark.cpu_dependent), ("training", 9), ("gemm_training", 6)],
+    [pytest.param("kernels", 19, marks=pytest.mark.cpu_dependent), ("training", 9), ("gemm_training", 6)],
 )
 def test_in_the_interpreter(name: str, tests: int) -> None:
     file = Path(__file__).with_name(f"test_{name}.py")

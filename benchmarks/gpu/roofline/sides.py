@@ -132,7 +132,8 @@ def capture(side: Side, network: Network, arch: int) -> Halves:
             y = torch.compile(model, backend=backend)(x)
         torch.autograd.grad(y, [x, *model.parameters()], torch.empty_like(y))
     if isinstance(backend, Backend):
-        found.plan = replace(backend.plans[0], lowering=found.chooser.for_plan())
+        lowering = found.chooser.for_plan() if found.chooser.halves else None
+        found.plan = replace(backend.plans[0], lowering=lowering)
     return found
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from fxprec.ir.symbolic import Dequantize, Quantize, Rescale
+from fxprec.passes.lowering.triton.borders import untorn
 from fxprec.passes.lowering.triton.kernel import Kernel, Unprintable
 from fxprec.passes.lowering.triton.launch import KernelCalls, Launches
 from fxprec.passes.lowering.triton.printer import Tables, print_kernel
@@ -37,10 +38,12 @@ def call_generated(
     watched: Collection[int],
     scaled: Collection[int],
     without: Collection[str] = (),
+    tears: bool = True,
 ) -> Generated:
     """Replace the regions of ``gm`` by calls of generated kernels, in place.
 
-    ``without`` names kernels not to use. Symbolic ops that no kernel took are still there afterwards.
+    ``without`` names kernels not to use; without ``tears``, regions that tear what Inductor would fuse stay its.
+    Symbolic ops that no kernel took are still there afterwards.
     """
     graph = gm.graph
     sizes = SizeNodes(graph)
@@ -48,7 +51,8 @@ def call_generated(
         sizes.learn(node)
     launches = Launches(graph, _table(gm), calls, sizes)
     left: list[tuple[str, str]] = []
-    for region in in_order(graph, find_regions(graph)):
+    found = find_regions(graph)
+    for region in in_order(graph, found if tears else untorn(graph, found)):
         rows = [row for row in watched if row not in launches.watched]
         try:
             kernel = print_kernel(region, Tables(scaled, rows))

@@ -42,6 +42,14 @@ def tanh(x):
 def is_finite(x):
     return (x.{BITS} & 0x7FFFFFFF) < 0x7F800000
 """,
+    "keep_codes": f"""@triton.jit
+def keep_codes(code, x, inf, nan, sign):
+    \"\"\"``code`` where x is finite; elsewhere the code of inf or NaN, with x's sign.\"\"\"
+    bits = x.{BITS}
+    magnitude = bits & 0x7FFFFFFF
+    special = tl.where(magnitude > 0x7F800000, nan, inf) | tl.where(bits < 0, sign, 0)
+    return tl.where(magnitude < 0x7F800000, code, special)
+""",
     "row_max": '''@triton.jit
 def row_max(x, inside):
     """Largest of each row; NaN where there is one."""

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, Rescale
+from fxprec.ir.symbolic import Dequantize, KeepCodes, KeepNonfinite, Quantize, Rescale
 from fxprec.numerics import device
-from fxprec.numerics.formats import parse
+from fxprec.numerics.formats import Format, kept_codes, parse
 from fxprec.numerics.stats import SITE_COUNTERS
 from fxprec.passes.analysis.joint import item_of
+from fxprec.passes.lowering.expand import KEPT_CODES
 from fxprec.passes.lowering.triton import codecs
 from fxprec.passes.lowering.triton.body import FULL, LITERAL, Body, Value, literal
 from fxprec.passes.lowering.triton.kernel import Kernel, Unprintable
-from fxprec.passes.lowering.triton.regions import VAR_MEAN, Region, is_constant, is_view, outputs
+from fxprec.passes.lowering.triton.regions import VAR_MEAN, Region, is_constant, is_view, outputs, shows_codes
 from fxprec.passes.lowering.triton.table import EXPRESSIONS, INEXACT, OF_BOOLS, POWERS, REDUCTIONS, name_of
 
 aten = torch.ops.aten
@@ -103,6 +104,8 @@ class _Printer(Body):
             self.values[node] = self._value(node)
 
     def _value(self, node: Node) -> Value:
+        if shows_codes(node):
+            return self.read(node.all_input_nodes[0], node, as_code=True)
         special = _SPECIAL.get(node.target)
         if special is not None:
             return special(self, node)
@@ -247,8 +250,20 @@ class _Printer(Body):
         expression = f"{value.name} * {self._power(rescale.row)}"
         return self._rounded("rescaled", expression, value.extent, node.meta["val"].dtype)
 
+    def _keep_codes(self, node: Node) -> Value:
+        kept = KeepCodes.of(node)
+        return self._with_specials(node, kept.rounded, kept.x, parse(kept.format))
+
+    def _with_specials(self, node: Node, codes: Node, x: Node, fmt: Format) -> Value:
+        code, wide = self.read(codes, node, as_code=True), self.read(x, node)
+        inf, nan, sign = kept_codes(fmt)
+        expression = f"{self.use('keep_codes')}({code.name}, {self.whole(wide)}, {inf}, {nan}, {sign})"
+        return self.assign("code", expression, FULL, None)
+
     def _keep_nonfinite(self, node: Node) -> Value:
         kept = KeepNonfinite.of(node)
+        if node.meta["val"].dtype in KEPT_CODES:
+            return self._with_specials(node, kept.rounded, kept.x, KEPT_CODES[node.meta["val"].dtype])
         rounded, x = self.read(kept.rounded, node), self.read(kept.x, node)
         other = self._rounded("wide", x.name, x.extent, node.meta["val"].dtype)
         expression = f"tl.where({self.use('is_finite')}({x.name}), {rounded.name}, {other.name})"
@@ -259,6 +274,7 @@ _SPECIAL: dict[object, Callable[[_Printer, Node], Value]] = {
     Quantize.target: _Printer._quantize,
     Dequantize.target: _Printer._dequantize,
     Rescale.target: _Printer._rescale,
+    KeepCodes.target: _Printer._keep_codes,
     KeepNonfinite.target: _Printer._keep_nonfinite,
 }
 _ROUNDING = {torch.bfloat16: "as_bfloat16", torch.float16: "as_float16"}

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, RESCALE, Dequantize, Quantize
+from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, RESCALE, Dequantize, KeepCodes, Quantize
 from fxprec.passes.analysis.joint import input_at, tensor_of
 from fxprec.passes.lowering.triton.sizes import Size, numel_of, product, shape_of
 from fxprec.passes.lowering.triton.table import (
+    BYTES,
     CODES,
     EXPRESSIONS,
     FLAT_VIEWS,
@@ -36,6 +37,7 @@ MAX_COLUMNS = 8192
 ORIGIN = "fxprec_origin"
 """Key of ``meta``: the name, before lowering, of the node that a node repeats."""
 VAR_MEAN = aten.var_mean.correction
+_SHOWING = frozenset({aten.view.dtype, aten.alias.default, aten.detach.default})
 _CODECS = (QUANTIZE, DEQUANTIZE)
 _SYMBOLIC = (*_CODECS, KEEP_NONFINITE, RESCALE)
 
@@ -70,6 +72,8 @@ def find_regions(graph: Graph) -> list[Region]:
     finder = _Finder({n: i for i, n in enumerate(graph.nodes)})
     for node in graph.nodes:
         finder.visit(node)
+    for node in graph.nodes:
+        finder.join_readers(node)
     _decode_where_read(graph, finder.region_of)
     found = [r for r in dict.fromkeys(finder.region_of.values()) if r.has_codec]
     for region in found:
@@ -90,8 +94,12 @@ def is_supported(node: Node) -> bool:
         return False
     if node.target is QUANTIZE:
         return val.dtype in CODES or Quantize.of(node).is_simulated
+    if node.target is KeepCodes.target or (node.target is KEEP_NONFINITE and val.dtype in BYTES):
+        return val.dtype in CODES
     if node.target in _SYMBOLIC:
         return val.dtype in FLOATS
+    if shows_codes(node):
+        return True
     if val.dtype not in VALUES or not all(_is_value(n) for n in node.all_input_nodes):
         return False
     if node.target in REDUCTIONS:
@@ -107,7 +115,14 @@ def is_supported(node: Node) -> bool:
 
 def is_view(node: Node) -> bool:
     """Say whether ``node`` computes nothing."""
-    return node.target in FLAT_VIEWS or node.target is aten.expand.default
+    return node.target in FLAT_VIEWS or node.target is aten.expand.default or shows_codes(node)
+
+
+def shows_codes(node: Node) -> bool:
+    """Say whether ``node`` shows codes of a byte as they are, perhaps under another dtype."""
+    if node.target not in _SHOWING:
+        return False
+    return tensor_of(node).dtype in BYTES and tensor_of(input_at(node, 0)).dtype in BYTES
 
 
 def is_constant(node: Node) -> bool:
@@ -174,17 +189,32 @@ class _Finder:
             if source in self.region_of:
                 self._join(node, source)
 
+    def join_readers(self, node: Node) -> None:
+        """Join the regions that round and read all of what lies in memory: they read it once then."""
+        if node in self.region_of or not isinstance(node.meta.get("val"), torch.Tensor):
+            return
+        readers = dict.fromkeys(self.region_of[user] for user in node.users if user in self.region_of)
+        size = numel_of(node.meta["val"])
+        first, *others = [r for r in readers if r.has_codec and r.numel == size] or [None]
+        for other in others:
+            joined = self._together(first, other)
+            first = other if joined is None else joined
+
     def _join(self, node: Node, source: Node) -> None:
         mine, theirs = self.region_of[node], self.region_of[source]
-        if mine is theirs:
-            return
-        joined = _joined(theirs, mine)
-        if joined is None or len(joined.members) > MAX_NODES or not _reads_well(joined, node):
-            return
-        if self._has_cycle(joined.members):
-            return
+        if mine is not theirs:
+            self._together(theirs, mine, node)
+
+    def _together(self, one: Region, other: Region, reader: Node | None = None) -> Region | None:
+        """Make one region of two, the second of which ``reader`` is in; None where it cannot be."""
+        joined = _joined(one, other)
+        if joined is None or len(joined.members) > MAX_NODES:
+            return None
+        if (reader is not None and not _reads_well(joined, reader)) or self._has_cycle(joined.members):
+            return None
         for member in joined.members:
             self.region_of[member] = joined
+        return joined
 
     def _has_cycle(self, members: set[Node]) -> bool:
         """Say whether a node outside reads from ``members`` and is read by them, regions counting as one node."""

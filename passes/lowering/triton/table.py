@@ -93,6 +93,7 @@ FLAT_VIEWS = frozenset(
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 VALUES = FLOATS | {torch.bool}
+BYTES = frozenset({torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
 CODES = frozenset(
     {torch.uint8, torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16}
 )

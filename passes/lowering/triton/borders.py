@@ -1,0 +1,110 @@
+"""Which regions are worth a kernel of their own beside Inductor's: those whose borders lie in memory anyway.
+
+What one kernel hands to another is written and read again. Inductor would fuse a region with the arithmetic around it
+that is none of ours: gather, cat, reductions over other dimensions, or another region that a shape keeps apart. Where
+that is more than a small share of what the region moves, Inductor takes it whole. What has to wait for a library's call
+that waits for the region is read again in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.passes.analysis.joint import numel_hint
+from fxprec.passes.analysis.peak.kernels import Kind, kind_of
+from fxprec.passes.lowering.triton.regions import Region, is_constant, outputs
+
+_SHARE = 8
+"""A region may tear one part in so many of what it moves."""
+_JOINED = torch.ops.aten.cat.default
+
+
+def untorn(graph: Graph, regions: Sequence[Region]) -> list[Region]:
+    """Return the regions to take; leaving one to Inductor may tear the next."""
+    taken, waits = list(regions), _Waits(graph)
+    while True:
+        members = {node for region in taken for node in region.members}
+        kept = [region for region in taken if not _is_torn(region, members, waits)]
+        if len(kept) == len(taken):
+            return kept
+        taken = kept
+
+
+class _Waits:
+    """Which nodes wait for which, through a library's call."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.at = {node: 1 << i for i, node in enumerate(graph.nodes)}
+        self.before: dict[Node, int] = {}
+        self.before_calls: dict[Node, int] = {}
+        """Of each node what the calls before it wait for."""
+        for node in graph.nodes:
+            before = behind = 0
+            for source in node.all_input_nodes:
+                before |= self.before[source] | self.at[source]
+                behind |= self.before_calls[source]
+                if source.op == "call_function" and kind_of(source) is Kind.EXTERN:
+                    behind |= self.before[source]
+            self.before[node], self.before_calls[node] = before, behind
+
+    def is_behind(self, reader: Node, region: Region) -> bool:
+        """Say whether ``reader`` waits for a call that waits for the region."""
+        return any(self.before_calls[reader] & self.at[node] for node in region.members)
+
+
+def _is_torn(region: Region, members: Collection[Node], waits: _Waits) -> bool:
+    read, written = _inputs(region), outputs(region)
+    moved = sum(map(_bytes, (*read, *written)))
+    torn = sum(2 * _bytes(x) for x in read if _is_fused(x, members))
+    torn += sum(_torn(x, region, waits) for x in written)
+    return torn * _SHARE > moved
+
+
+def _inputs(region: Region) -> list[Node]:
+    inside = region.members
+    found = dict.fromkeys(source for node in region.nodes for source in node.all_input_nodes if source not in inside)
+    return [source for source in found if not is_constant(source)]
+
+
+def _is_fused(x: Node, members: Collection[Node]) -> bool:
+    """Say whether only Inductor's loop around it would need a value: nothing else has it written."""
+    while x not in members and kind_of(x) is Kind.VIEW and x.all_input_nodes:
+        x = x.all_input_nodes[0]
+    if x in members or not _is_loop(x):
+        return False
+    return not any(_needs_memory(reader) for reader in _readers(x))
+
+
+def _torn(x: Node, region: Region, waits: _Waits) -> int:
+    """Return the bytes that writing ``x`` and reading it again costs."""
+    readers = [reader for reader in _readers(x) if reader not in region.members]
+    if not any(_is_loop(reader) and not waits.is_behind(reader, region) for reader in readers):
+        return 0
+    is_written = any(_needs_memory(reader) or waits.is_behind(reader, region) for reader in readers)
+    return _bytes(x) * (1 if is_written else 2)
+
+
+def _readers(x: Node) -> Iterator[Node]:
+    """Yield what reads ``x``, seen through views."""
+    for user in x.users:
+        if user.op == "call_function" and kind_of(user) is Kind.VIEW:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _is_loop(node: Node) -> bool:
+    """Say whether a node is arithmetic, which Inductor computes in the loop of what is around it."""
+    return node.op == "call_function" and (kind_of(node) in (Kind.FUSED, Kind.REDUCED) or node.target is _JOINED)
+
+
+def _needs_memory(node: Node) -> bool:
+    return node.op == "output" or not _is_loop(node)
+
+
+def _bytes(node: Node) -> int:
+    val = node.meta.get("val")
+    return numel_hint(val) * val.dtype.itemsize if isinstance(val, torch.Tensor) else 0
