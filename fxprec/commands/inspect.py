@@ -102,9 +102,9 @@ def diff(
 
 def explain(
     plan: Annotated[Path, typer.Argument(help="A plan file, or a dump folder.")],
-    tensor: Annotated[str, typer.Argument(help="Name of a tensor, a module, or a site's number.")],
+    tensor: Annotated[str, typer.Argument(help="Name of a tensor, a module, or a site's number; or lowering.")],
 ) -> None:
-    """Say why a tensor has the precision it has."""
+    """Say why a tensor has the precision it has, or which lowering was taken."""
     from fxprec.report.explain import explain as explained
     from fxprec.report.load import plans_of
 

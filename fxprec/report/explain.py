@@ -1,4 +1,4 @@
-"""Why a tensor has its precision and who reads its stored copy, in sentences, from the plan alone."""
+"""Why a tensor has its precision, who reads its stored copy, how the graph was lowered: sentences from the plan."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from fxprec.errors import PlanError, did_you_mean
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.plan import Plan, Site
+from fxprec.plan.rows import HalfLowering, LoweringChoice, LoweringEstimate
 from fxprec.report.graph_text import one_line
 
 
 def explain(plan: Plan, tensor: str) -> list[str]:
     """Return the lines on every site of a tensor or, where no tensor is called so, a module or a site's number.
 
+    ``lowering`` says which lowering ``"auto"`` took, and why.
+
     Raises `PlanError` for a name the plan does not have.
     """
     found = [s for s in plan.sites if s.tensor == tensor] or [s for s in plan.sites if s.module == tensor]
     if not found and tensor.isdecimal():
         found = [s for s in plan.sites if s.id == int(tensor)]
+    if not found and tensor == "lowering" and plan.lowering is not None:
+        return lowering_lines(plan.lowering)
     if not found:
         known = {s.tensor for s in plan.sites} | {s.module for s in plan.sites if s.module}
         raise PlanError(
@@ -26,6 +31,31 @@ def explain(plan: Plan, tensor: str) -> list[str]:
             "plan.sites and the dump's texts list them"
         )
     return [line for site in found for line in _site(plan, site)]
+
+
+def lowering_lines(choice: LoweringChoice) -> list[str]:
+    """Return which lowering was taken and why, and what was estimated of each half."""
+    estimate = choice.estimate or LoweringEstimate()
+    halves = [(name, half) for name in ("forward", "backward") if (half := getattr(estimate, name)) is not None]
+    return [
+        one_line(f"lowering {choice.asked!r} took {_TAKEN[choice.chosen]}: {choice.why}"),
+        *(f"  {name}, {half.chosen}: {_estimated(half)}" for name, half in halves),
+    ]
+
+
+_TAKEN = {
+    "inductor": "Inductor's own kernels",
+    "triton": "generated Triton kernels",
+    "mixed": "generated Triton kernels in one half and Inductor's own in the other",
+}
+
+
+def _estimated(half: HalfLowering) -> str:
+    ways = (("Inductor's", half.inductor), ("generated", half.triton))
+    return "; ".join(
+        f"{name} {moved.launches} launches, {moved.bytes / 1e9:.4g} GB, {moved.seconds * 1e3:.3g} ms"
+        for name, moved in ways
+    )
 
 
 def _site(plan: Plan, site: Site) -> list[str]:

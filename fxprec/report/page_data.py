@@ -13,7 +13,7 @@ from fxprec.plan import Gemm, Plan, Site
 from fxprec.plan.rows import LIVE
 from fxprec.report.curve import Point, by_group, by_ratio
 from fxprec.report.drawing import Drawing, DrawnNode
-from fxprec.report.explain import reasons
+from fxprec.report.explain import lowering_lines, reasons
 from fxprec.report.flops import GemmCost
 
 _WIDTH = {"bfloat16": 16, "float16": 16}
@@ -47,7 +47,7 @@ def page_data(plan: Plan, title: str, drawing: Drawing | None, history: Sequence
         "budget": plan.activation_budget,
         "reached": plan.achieved_low_ratio,
         "elements": plan.total_elements,
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *([] if plan.lowering is None else lowering_lines(plan.lowering))],
         "bits": {name: find(name).bits for name in sorted({s.stored_as for s in plan.sites})},
         "saved": _saved(plan),
         "peak": _peak(plan),
