@@ -38,8 +38,9 @@ class Kernels:
         self.loops = [p for p, item in enumerate(memory.items) if item.kind in _LOOPS and memory.lies(p)]
         self.group = {p: self._alone(p) for p in self.loops}
         self._before = self._ancestors()
-        for first, second, direct in self._pairs():
-            self._join(first, second, direct)
+        pairs = list(self._pairs())
+        while sum(self._join(*pair) for pair in pairs):
+            pass  # what has joined may take in what it could not alone
 
     def groups(self) -> list[set[int]]:
         """Return the loops of each kernel, in order."""
@@ -60,6 +61,11 @@ class Kernels:
             before.append(bits)
         return before
 
+    def _maker(self, base: int) -> int:
+        """Return the item whose loop makes what lies there, which may be one of several results."""
+        item = self.memory.items[base]
+        return item.reads[0] if item.kind is Kind.PIECE else base
+
     def _pairs(self) -> Iterator[tuple[int, int, bool]]:
         """Yield (loop, loop, whether the second reads the first), those first that share the most bytes."""
         shared: dict[tuple[int, int], int] = {}
@@ -70,8 +76,9 @@ class Kernels:
                 readers.setdefault(read.base, []).append((position, read))
         for base, found in readers.items():
             for position, read in found:
-                if base in self.group and position != base:
-                    pair = base, position
+                maker = self._maker(base)
+                if maker in self.group and position != maker:
+                    pair = maker, position
                     shared[pair] = shared.get(pair, 0) + read.bytes
                     direct[pair] = direct.get(pair, True) and not read.is_moved
             self._beside(found, shared)
@@ -86,25 +93,44 @@ class Kernels:
                 pair = min(a, b), max(a, b)
                 shared[pair] = shared.get(pair, 0) + min(read_a.bytes, read_b.bytes)
 
-    def _join(self, first: int, second: int, direct: bool) -> None:
+    def _join(self, first: int, second: int, direct: bool) -> bool:
+        """Make one kernel of the two loops' where that can be; say whether."""
         a, b = self.group[first], self.group[second]
-        if a is b or not direct or not self._fit(first, a, second, b) or self._has_cycle(a, b):
-            return
+        if a is b or not direct or not self._fit(a, b) or self._has_cycle(a, b):
+            return False
         joined = _Group(a.members | b.members, max(a.over, b.over), a.made | b.made)
         joined.made.discard(joined.over)
         for member in joined.members:
             self.group[member] = joined
         self._note(joined)
+        return True
 
-    def _fit(self, first: int, a: _Group, second: int, b: _Group) -> bool:
-        """Say whether one kernel can do both."""
-        reads_first = any(read.base in a.members for p in b.members for read in self.memory.reads[p].values())
+    def _fit(self, a: _Group, b: _Group) -> bool:
+        """Say whether one kernel can do both, the second of which may read the first."""
+        reads = (read for p in b.members for read in self.memory.reads[p].values())
+        reads_first = any(self._maker(read.base) in a.members for read in reads)
         if reads_first and any(self.memory.is_split(p) for p in a.members):
             return False
-        if a.over == b.over:
-            return len(a.made | b.made) <= 1 or not reads_first
-        wide, narrow = (a, b) if a.over > b.over else (b, a)
-        return not narrow.made and narrow.over in wide.made
+        if a.over != b.over:
+            wide, narrow = (a, b) if a.over > b.over else (b, a)
+            return not narrow.made and narrow.over in wide.made
+        if not (a.made <= b.made or b.made <= a.made):
+            return not reads_first and self._can_mix(a, b)
+        return self._is_cut(a) == self._is_cut(b) or len(a.made | b.made) > 1
+
+    def _is_cut(self, group: _Group) -> bool:
+        """Say whether a kernel is but the first of two of a reduction."""
+        return any(self.memory.is_split(p) for p in group.members)
+
+    def _can_mix(self, a: _Group, b: _Group) -> bool:
+        """Say whether one kernel reduces rows and columns of a matrix: Inductor's `MixOrderReduction`."""
+        rows, columns = (b, a) if self._is_cut(a) else (a, b)
+        if self._is_cut(rows) or len(rows.made) > 1 or len(columns.made) > 1:
+            return False
+        (count,) = rows.made
+        length = rows.over // count
+        sums = all("sum" in str(self.memory.nodes[p].target) for p in columns.members if self.memory.is_split(p))
+        return sums and rows.over >= 5 << 20 and count >= max(4096, 2 * length) and length <= 1 << 14
 
     def _has_cycle(self, a: _Group, b: _Group) -> bool:
         """Say whether something outside reads one of the groups and is read by the other."""
