@@ -39,7 +39,7 @@ class Lowering:
     def __init__(self, config: Config, device: torch.device, tell: Callable[[Notice], None]) -> None:
         self.config, self.device, self.tell = config, device, tell
         self.name = self._available()
-        self.chooser = LoweringChooser(device) if self.name == "auto" else None
+        self.chooser = LoweringChooser(device, config.lowering) if self.name == "auto" else None
         self.without: frozenset[str] = frozenset()
         self._told = False
         self.is_stale = False

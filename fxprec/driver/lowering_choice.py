@@ -31,8 +31,8 @@ _LESS = "the less time for launches and bytes outside GEMMs, by the estimate"
 class LoweringChooser:
     """Chooses for the halves of one captured graph, on its device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, asked: str = "auto") -> None:
+        self.device, self.asked = device, asked
         self.halves: dict[str, HalfLowering] = {}
         self.failed: str | None = None
         """Why a half could not be estimated."""
@@ -63,11 +63,11 @@ class LoweringChooser:
         """Return what the plan says of the halves lowered so far; None before the first, where there is a choice."""
         if not self.halves:
             why = self.why_inductor()
-            return None if why is None else LoweringChoice(asked="auto", chosen="inductor", why=why)
+            return None if why is None else LoweringChoice(asked=self.asked, chosen="inductor", why=why)
         chosen = {half.chosen for half in self.halves.values()}
         name = chosen.pop() if len(chosen) == 1 else "mixed"
         return LoweringChoice(
-            asked="auto", chosen=name, why=self.failed or _LESS, estimate=LoweringEstimate(**self.halves)
+            asked=self.asked, chosen=name, why=self.failed or _LESS, estimate=LoweringEstimate(**self.halves)
         )
 
 

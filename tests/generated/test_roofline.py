@@ -63,6 +63,23 @@ def test_expanded_memory_counts_once() -> None:
     assert Memory.of(torch.empty(1, 8, device="meta").expand(100, 8)).bytes == 32
 
 
+def _check_choice(found: Counted) -> None:
+    """The plan says what was estimated, and that is as many bytes as the code moves, within 6 %."""
+    assert found.plan is not None
+    choice = found.plan.lowering
+    assert choice is not None
+    assert choice.estimate is not None
+    forward, backward = choice.estimate.forward, choice.estimate.backward
+    assert forward is not None
+    assert backward is not None
+    assert (choice.chosen, forward.chosen, backward.chosen) == ("inductor",) * 3
+    assert (forward.inductor.launches, forward.inductor.bytes) == (19, 6_881_444)
+    assert (forward.triton.launches, forward.triton.bytes) == (19, 7_003_580)
+    assert (backward.inductor.launches, backward.inductor.bytes) == (20, 7_933_500)
+    for half, counted in ((forward, found.forward), (backward, found.backward)):
+        assert half.inductor.bytes == pytest.approx(counted.bytes(), rel=0.06)
+
+
 @pytest.mark.inductor
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another torch's Inductor fuses otherwise")
 def test_a_block_in_fp8_launches_and_moves_no_more_than_it_did() -> None:
@@ -73,6 +90,7 @@ def test_a_block_in_fp8_launches_and_moves_no_more_than_it_did() -> None:
     assert (len(forward.costs), len(backward.costs)) == (22, 36)
     assert (forward.bytes(), backward.bytes()) == (6_844_580, 8_375_860)
     assert (forward.peak, backward.peak, backward.saved) == (1_826_092, 3_213_640, 1_185_792)
+    _check_choice(found)
     least = minimum(SMALL, H100)
     done = forward.flops() + backward.flops()
     assert done["bfloat16"] + done["fp8"] == done.total() == least.low_flops + least.high_flops

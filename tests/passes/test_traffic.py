@@ -57,6 +57,14 @@ def test_pieces_count_as_pieces_and_together_not_more_than_the_whole() -> None:
     assert estimated(lambda x: x[:, : WIDTH // 2] * 2, X) == (1, 2 * 4 * N // 2)
 
 
+def test_a_library_gets_each_piece_of_what_is_computed_for_it_from_a_kernel_of_its_own() -> None:
+    def heads(x: Tensor, w: Tensor) -> list[Tensor]:
+        return [part @ w for part in (x * 2).chunk(2, 0)]
+
+    assert estimated(heads, X, W) == (2, 2 * 4 * N)
+    assert estimated(lambda x, w: (x * 2) @ w, X, W) == (1, 2 * 4 * N)
+
+
 def test_a_sum_over_columns_is_two_kernels() -> None:
     long = torch.zeros(1 << 14, 64)
     assert estimated(lambda x: x.sum(0), long) == (2, long.numel() * 4 + 64 * 4)

@@ -51,6 +51,10 @@ def kind_of(node: Node) -> Kind:
     """Return what becomes of a node."""
     if node.op != "call_function" or node.target in ops.MUTATIONS:
         return Kind.FREE
+    if isinstance(node.meta.get("val"), dict):  # a generated kernel, its results by name
+        return Kind.EXTERN
+    if node.target is operator.getitem and not isinstance(node.args[1], int):
+        return Kind.PIECE
     if node.target is operator.getitem:
         return Kind.VIEW if is_view(node) else Kind.PIECE
     if value(node) is None and not isinstance(node.meta.get("val"), list | tuple):

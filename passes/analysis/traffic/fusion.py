@@ -89,7 +89,7 @@ class Kernels:
     def _beside(self, found: Sequence[tuple[int, Read]], shared: dict[tuple[int, int], int]) -> None:
         near = combinations(found, 2) if len(found) <= _MOST_READERS else pairwise(found)
         for (a, read_a), (b, read_b) in near:
-            if a != b and (read_a.piece == read_b.piece or read_a.is_moved == read_b.is_moved):
+            if a != b and read_a.piece == read_b.piece:
                 pair = min(a, b), max(a, b)
                 shared[pair] = shared.get(pair, 0) + min(read_a.bytes, read_b.bytes)
 

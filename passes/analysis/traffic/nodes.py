@@ -75,7 +75,8 @@ class Memory:
             at[node] = len(self.items)
             sources = [at[n] for n in _reads(node)]
             self.nodes.append(node)
-            self.items.append(Item(_kind(node), _bytes(node), sources, is_returned=node in returned))
+            kind = Kind.FUSED if _is_cut_out(node) else _kind(node)
+            self.items.append(Item(kind, _bytes(node), sources, is_returned=node in returned))
         for position, node in enumerate(self.nodes):
             if _is_joined_in_place(node):  # what stands side by side is written there
                 for source in self.items[position].reads:
@@ -111,12 +112,12 @@ class Memory:
     def _shown(self, position: int, read: Read) -> Read:
         """Return what is read of a tensor through a view."""
         node = self.nodes[position]
-        if self.items[position].kind is not Kind.VIEW:
+        if _kind(node) is not Kind.VIEW:
             return read
         if node.target in _PERMUTES:
             return Read(read.base, read.piece, read.bytes, is_moved=True)
         val = value(node)
-        if val is None or (node.target not in _PIECES and node.all_input_nodes[0].target not in _PIECES):
+        if val is None or not _is_piece(node):
             return read
         size = min(read.bytes, numel_hint(val) * self._item_bytes(read.base))
         return Read(read.base, f"{read.piece}/{node.target}{_numbers(node)}", size, is_moved=True)
@@ -167,10 +168,6 @@ def _reads(node: Node) -> Iterator[Node]:
 
 
 def _kind(node: Node) -> Kind:
-    if node.target is _LAUNCH:
-        return Kind.EXTERN
-    if _is_launch(node):
-        return Kind.PIECE
     if _is_joined_in_place(node) or node.target is aten.view.dtype:
         return Kind.VIEW
     if node.target is aten.cat.default:
@@ -180,23 +177,33 @@ def _kind(node: Node) -> Kind:
     return kind_of(node)
 
 
+def _is_piece(node: Node) -> bool:
+    return node.target in _PIECES or (bool(node.all_input_nodes) and node.all_input_nodes[0].target in _PIECES)
+
+
+def _is_cut_out(node: Node) -> bool:
+    """Say whether a piece of what lies nowhere is computed as that piece: each that a library reads, by itself."""
+    if _kind(node) is not Kind.VIEW or not _is_piece(node) or value(node) is None:
+        return False
+    base = node
+    while _kind(base) is Kind.VIEW and base.all_input_nodes:
+        base = base.all_input_nodes[0]
+    return _kind(base) is Kind.FUSED and all(_kind(user) is Kind.VIEW for user in base.users)
+
+
 def _is_joined_in_place(node: Node) -> bool:
     joined = node.target is aten.cat.default and len(node.all_input_nodes) > _MOST_JOINED
     return joined or node.target is SideBySide.target
 
 
 def _bytes(node: Node) -> int:
-    """Return what lies in memory of a node's results; an expanded dimension counts once."""
-    if node.target is _LAUNCH:
-        return 0  # its pieces
-    val = node.meta.get("val")
-    vals = val if isinstance(val, list | tuple) else [val]
-    if isinstance(val, list | tuple):
-        return 0  # its pieces
-    return sum(_tensor_bytes(v) for v in vals if isinstance(v, torch.Tensor))
+    """Return what lies in memory of a node's result; several results are items of their own."""
+    val = value(node)
+    return 0 if val is None else _tensor_bytes(val)
 
 
 def _tensor_bytes(val: torch.Tensor) -> int:
+    """An expanded dimension counts once."""
     sizes = [dim_hint(size) for size, stride in zip(val.shape, val.stride(), strict=True) if dim_hint(stride)]
     return math.prod(sizes) * val.dtype.itemsize if numel_hint(val) else 0
 

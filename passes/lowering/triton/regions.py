@@ -195,10 +195,9 @@ class _Finder:
             return
         readers = dict.fromkeys(self.region_of[user] for user in node.users if user in self.region_of)
         size = numel_of(node.meta["val"])
-        first, *others = [r for r in readers if r.has_codec and r.numel == size] or [None]
-        for other in others:
-            joined = self._together(first, other)
-            first = other if joined is None else joined
+        alike = [r for r in readers if r.has_codec and r.numel == size]
+        for i, other in enumerate(alike[1:], 1):
+            alike[i] = self._together(alike[i - 1], other) or other
 
     def _join(self, node: Node, source: Node) -> None:
         mine, theirs = self.region_of[node], self.region_of[source]
