@@ -75,7 +75,7 @@ def _check_choice(found: Counted) -> None:
     assert (choice.chosen, forward.chosen, backward.chosen) == ("inductor",) * 3
     assert (forward.inductor.launches, forward.inductor.bytes) == (19, 6_881_444)
     assert (forward.triton.launches, forward.triton.bytes) == (19, 7_003_580)
-    assert (backward.inductor.launches, backward.inductor.bytes) == (20, 7_933_500)
+    assert (backward.inductor.launches, backward.inductor.bytes) == (23, 7_931_484)
     for half, counted in ((forward, found.forward), (backward, found.backward)):
         assert half.inductor.bytes == pytest.approx(counted.bytes(), rel=0.06)
 
