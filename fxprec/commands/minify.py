@@ -35,6 +35,8 @@ def minify(
 
     if crash and error_above is not None:
         raise ConfigError("--crash and --error-above are both given; choose the failure to reduce")
+    if top < 1:
+        raise ConfigError(f"--top is {top}; give at least 1")
     # Promotion would take the error away after the first step.
     options: dict[str, Any] = {"recipe": recipe, "policy": policy, "lowering": lowering, "promote_above": None}
     options |= {"storage": storage} if storage else {}

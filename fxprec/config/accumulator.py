@@ -10,7 +10,7 @@ from fxprec.numerics.formats import FP32, Format, parse
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accumulator:
+class Accumulator(checks.Options):
     """Partial sums of every GEMM, forward and backward, rounded to a format (Han et al. 2020, section 5).
 
     Formats are a `Format` or a name. Raises `ConfigError`.

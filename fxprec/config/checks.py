@@ -6,9 +6,10 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import MISSING, Field
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import SupportsFloat, SupportsInt, cast
+from typing import Self, SupportsFloat, SupportsInt, cast
 
 from fxprec.errors import ConfigError, did_you_mean
 
@@ -18,6 +19,21 @@ _UNITS = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
 }
 _SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+class Options:
+    """Base of the dataclasses that hold options: a name that is unknown or missing is a `ConfigError`."""
+
+    def __new__(cls, *args: object, **given: object) -> Self:
+        known: dict[str, Field[object]] = cls.__dict__["__dataclass_fields__"]
+        for name in given:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise ConfigError(f"{cls.__name__} has no option {name!r}{hint}; it has {', '.join(known)}")
+        for name, field in known.items() if given else ():  # a copy or a pickle gives none
+            if name not in given and field.default is MISSING:
+                raise ConfigError(f"{cls.__name__} needs {name!r}, which is missing; add it")
+        return super().__new__(cls)
 
 
 def one_of(field: str, value: object, allowed: Sequence[str], others: str = "") -> str:
@@ -37,6 +53,14 @@ def number(field: str, value: object, allowed: str) -> float:
     found = float(cast(SupportsFloat, value))
     if math.isnan(found):
         raise ConfigError(f"{field} is NaN; give it {allowed}")
+    return found
+
+
+def above_zero(field: str, value: object, allowed: str, *, or_zero: bool = False) -> float:
+    """Return ``value`` as a finite float above 0."""
+    found = number(field, value, allowed)
+    if not 0 <= found < math.inf or (found == 0 and not or_zero):
+        raise ConfigError(f"{field} is {value!r}, out of range; give it {allowed}")
     return found
 
 

@@ -266,8 +266,8 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
         if name not in known:
             hint = did_you_mean(name, known)
             near = next((k for k in known if repr(k) in hint), None)
-            takes = f" It takes {ALLOWED[near]}." if near else ""
-            raise ConfigError(f"unknown option {name!r}{hint}{takes} The options are {', '.join(known)}")
+            takes = f" It takes {ALLOWED[near]}. The" if near else "; the"
+            raise ConfigError(f"unknown option {name!r}{hint}{takes} options are {', '.join(known)}")
 
 
 def _check_policy(policy: object) -> None:
@@ -331,6 +331,10 @@ def _refuse_contradictions(config: Config) -> None:
     _refuse_blocks(config, find_recipe(config.recipe))
     if config.peak_budget is not None:
         _refuse_with_peak(config)
+    elif config.ways is not None:
+        raise ConfigError(
+            "ways says how a peak budget is met, and none is given; give peak_budget too, or leave ways out"
+        )
     goals = ("low_ratio", "activation_budget", "plan")
     given = [name for name in goals if getattr(config, name) is not None]
     if len(given) > 1:

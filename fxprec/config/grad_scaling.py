@@ -11,7 +11,7 @@ from fxprec.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradScaling:
+class GradScaling(checks.Options):
     """A scale of its own for every gradient (Zhao et al. 2020; docs/algorithms.md, "Gradient scaling")."""
 
     underflow: float = 1e-3
@@ -31,7 +31,7 @@ class GradScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossScaling:
+class LossScaling(checks.Options):
     """One scale for all gradients: the baseline (Micikevicius et al. 2018).
 
     A dynamic scale grows after ``growth_interval`` steps without overflow; on overflow it backs off and the

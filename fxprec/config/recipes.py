@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from fxprec.config.checks import Options
 from fxprec.errors import ConfigError, FormatError, did_you_mean
 from fxprec.numerics import blocks
 from fxprec.numerics.blocks import BlockFormat, find_blocks
@@ -13,7 +14,7 @@ from fxprec.numerics.formats import Format, parse
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Options):
     """Formats by role. Every field takes a `Format` or its name.
 
     Raises `ConfigError` for an unknown format, and for a low format wider than ``hi``.
@@ -149,6 +150,8 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
     if not isinstance(recipe, str):
         raise ConfigError(f"recipe is {recipe!r}; give it one of {allowed}, or a fxprec.Recipe")
     base, plus, saved = recipe.partition("+")
+    if plus and base in RECIPES and not saved.strip():
+        raise ConfigError(f"recipe {recipe!r} names no block format after '+'; write for instance '{base}+int4'")
     if plus and base in RECIPES:
         return replace(RECIPES[base], saved=saved.strip(), name=recipe)  # type: ignore[arg-type]  # a name is taken too
     if recipe not in RECIPES:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fxprec.config import Config
-from fxprec.config.checks import integer, number, ratio
+from fxprec.config.checks import above_zero, integer, ratio
 from fxprec.driver.backend import Backend
 from fxprec.errors import ConfigError
 
@@ -145,7 +145,7 @@ def choose(
     given = {"recipe": "fp8", **(options or {})}
     ratios = _checked(train, given, ratios)
     seeds, tell = integer("seeds", seeds, least=1), tell or (lambda line: None)
-    tolerance = number("tolerance", tolerance, "how much worse the score may be, such as 0.01")
+    tolerance = above_zero("tolerance", tolerance, "how much worse the score may be, such as 0.01", or_zero=True)
     reference = Trial(None, tuple(_run(train, "eager", seed) for seed in range(seeds)))
     tell(f"without: {reference.score:.5g}")
     trials = []

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fxprec.config import Config, Settings
-from fxprec.config.checks import integer, number
+from fxprec.config.checks import above_zero, integer
 from fxprec.diagnosis.advice import TOLERANCE, Advice, advise
 from fxprec.diagnosis.diagnosis import Diagnosis
 from fxprec.diagnosis.examine import Examined
@@ -48,7 +48,7 @@ class Request:
             raise ConfigError(f"options is {options!r}; give it a dict such as {{'recipe': 'fp8'}}")
         given = {"recipe": "fp8", **(options or {})}
         formats = _formats(given.pop("formats", FORMATS))
-        tolerance = number("tolerance", given.pop("tolerance", TOLERANCE), "a damage above 0, such as 0.1")
+        tolerance = above_zero("tolerance", given.pop("tolerance", TOLERANCE), "a damage above 0, such as 0.1")
         reruns = integer("reruns", given.pop("reruns", RERUNS), least=0)
         asked = Config.from_options(given)
         if not Settings.of(asked).changes_anything:

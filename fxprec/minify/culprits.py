@@ -70,7 +70,7 @@ def find_culprits(case: Case, config: Config, *, tensor: str | None = None, top:
         raise ConfigError(f"{case.name} has no graph that is planned, so no tensor can be to blame")
     name = tensor or max(planned.values(), key=lambda m: m.error).name
     if name not in planned:
-        raise ConfigError(f"{name!r} is none of the tensors compared: {', '.join(planned)}")
+        raise ConfigError(f"{name!r} is none of the tensors compared; give one of {', '.join(planned)}")
     sites = [(c, s) for c in compiled.backend.controllers for s in c.plan.sites if s.format != _high(c, s)]
     runs = count(1)
 

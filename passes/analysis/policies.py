@@ -157,7 +157,11 @@ def from_function(function: PolicyFunction) -> Policy:
 
 def _group_ids(function: PolicyFunction, problem: Problem) -> list[int]:
     name = policy_name(function)
-    returned: object = function(tuple(problem.tensors), problem.settings.asked)
+    try:
+        returned: object = function(tuple(problem.tensors), problem.settings.asked)
+    except Exception as error:  # the user's own; its traceback comes along
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"policy {name} raised {cause}; it is called as f(tensors, config)") from error
     wanted = f"a collection of group ids, 0 to {len(problem.groups) - 1}"
     if isinstance(returned, str | bytes) or not isinstance(returned, Iterable):
         raise ConfigError(f"policy {name} returned {returned!r}; let it return {wanted}")
