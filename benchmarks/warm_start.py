@@ -59,6 +59,8 @@ def in_process(side: str, folder: str) -> dict[str, Any]:
     backend, _, off = side.partition(", ")
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder, str(SIDES.index(side)))), "OMP_NUM_THREADS": "1"}
     env |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0"} if off else {}
+    # As a package that is installed: its modules are not compiled again in each process.
+    env |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(Path(folder, "bytecode"))}
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.warm_start", "--only", backend]
     found: dict[str, Any] = json.loads(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE).stdout)
     return found

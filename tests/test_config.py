@@ -152,7 +152,7 @@ def test_a_budget_must_be_positive(size):
     ("options", "words"),
     [
         ({"low_ration": 0.6}, ["unknown option 'low_ration'", "did you mean 'low_ratio'?", ALLOWED["low_ratio"]]),
-        ({"xyzzy": 1}, ["unknown option 'xyzzy' The options are recipe, storage, compute, policy, low_ratio"]),
+        ({"xyzzy": 1}, ["unknown option 'xyzzy'; the options are recipe, storage, compute, policy, low_ratio"]),
         ({"recipe": "fp9"}, ["unknown recipe 'fp9'; did you mean 'fp8'?", "'hfp8', or a fxprec.Recipe"]),
         ({"recipe": 8}, ["recipe is 8; give it one of 'fp32'"]),
         (

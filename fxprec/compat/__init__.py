@@ -43,6 +43,7 @@ from fxprec.compat.inductor import SEEDED_RANDOM as SEEDED_RANDOM
 from fxprec.compat.inductor import GraphPass as GraphPass
 from fxprec.compat.inductor import boxed as boxed
 from fxprec.compat.inductor import build_cpp as build_cpp
+from fxprec.compat.inductor import cache_folder as cache_folder
 from fxprec.compat.inductor import channels_last_strides as channels_last_strides
 from fxprec.compat.inductor import code_keyed_by as code_keyed_by
 from fxprec.compat.inductor import compile_fx as compile_fx
@@ -51,6 +52,7 @@ from fxprec.compat.inductor import decompositions as decompositions
 from fxprec.compat.inductor import hand_on_inputs as hand_on_inputs
 from fxprec.compat.inductor import mode_settings as mode_settings
 from fxprec.compat.inductor import trim_output_strides as trim_output_strides
+from fxprec.compat.inductor import unwritable_cache as unwritable_cache
 from fxprec.compat.inductor import waits_for_collectives as waits_for_collectives
 from fxprec.compat.inductor import whole_gemms as whole_gemms
 from fxprec.compat.inductor import writes_in_place as writes_in_place

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch._inductor import codecache, config, inductor_prims, list_mode_options
 from torch._inductor import compile_fx as _compile_fx
-from torch._inductor import config, inductor_prims, list_mode_options
-from torch._inductor.codecache import CppCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._prims_common import make_channels_last_2d_strides_for
 from torch.fx import Graph
@@ -127,7 +127,27 @@ def channels_last_strides(shape: Sequence[int | torch.SymInt]) -> list[int]:
     return [int(stride) for stride in make_channels_last_2d_strides_for(shape)]
 
 
+def cache_folder() -> str:
+    """Return the folder of Inductor's caches, ``TORCHINDUCTOR_CACHE_DIR`` where that is set."""
+    return str(codecache.cache_dir())  # type: ignore[attr-defined]
+
+
+def unwritable_cache(error: BaseException | None) -> str | None:
+    """Say that Inductor's cache folder cannot be written, if that is what an error, or its cause, is of."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # Inductor sets it where the user does not
+    while error is not None:
+        name = error.filename if isinstance(error, OSError) else None
+        if folder and isinstance(name, str) and os.path.abspath(name).startswith(os.path.abspath(folder)):
+            why = error.strerror if isinstance(error, OSError) else ""
+            return (
+                f"Inductor's cache folder {folder} cannot be used ({why}: {name}); set TORCHINDUCTOR_CACHE_DIR to one "
+                "that this process may write"
+            )
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def build_cpp(source: str, flags: Sequence[str]) -> ctypes.CDLL:
     """Compile C++ for the CPU with Inductor's builder, or take it from its cache. Raises what the builder raises."""
-    library: ctypes.CDLL = CppCodeCache.load(source, device_type="cpu", extra_flags=tuple(flags))
+    library: ctypes.CDLL = codecache.CppCodeCache.load(source, device_type="cpu", extra_flags=tuple(flags))
     return library

@@ -25,7 +25,7 @@ from fxprec.driver.recorder import Recorder
 from fxprec.driver.shared_code import Layers
 from fxprec.driver.shared_peak import SharedPeak
 from fxprec.driver.skip_steps import StepSkipper
-from fxprec.errors import FxprecError, FxprecWarning, PlanError
+from fxprec.errors import FxprecError, FxprecWarning, LoweringError, PlanError
 from fxprec.plan import Plan
 from fxprec.plan.edits import as_edited
 from fxprec.report.folder import DumpFolder
@@ -72,6 +72,11 @@ class Backend:
             return self._compile(gm, example_inputs)
         except FxprecError as error:
             raise compat.through_dynamo(error) from error
+        except Exception as error:  # whatever torch raises
+            cause = compat.unwritable_cache(error)
+            if cause is None:
+                raise
+            raise compat.through_dynamo(LoweringError(cause)) from error
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         _tell_of_new_versions(self._log)

@@ -14,6 +14,7 @@ from fxprec.numerics.block_codec import BlockRow, block_row, scale_format
 from fxprec.numerics.blocks import BlockFormat, Integer
 from fxprec.numerics.cpp import CFormat, c_format, function, source
 from fxprec.numerics.formats import BF16
+from fxprec.numerics.kept_text import kept
 from fxprec.numerics.rows import format_row
 from fxprec.numerics.trace import Kind
 
@@ -50,7 +51,12 @@ def c_blocks(fmt: BlockFormat, *, stochastic: bool) -> CBlocks:
 def with_blocks(text: str) -> str:
     """Return a kernel's source with the codec and the text of blocks in their place."""
     assert MARK in text
-    return text.replace(MARK, f"{source()}\nnamespace {{\n{_struct()}{_functions()}}}  // namespace\n")
+    blocks = kept("blocks", _printed)
+    return text.replace(MARK, f"{source()}\nnamespace {{\n{blocks}}}  // namespace\n")
+
+
+def _printed() -> str:
+    return _struct() + _functions()
 
 
 def _struct() -> str:

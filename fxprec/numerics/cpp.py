@@ -16,6 +16,7 @@ from torch import Tensor
 from fxprec.numerics import codec
 from fxprec.numerics.dialects import CPP
 from fxprec.numerics.formats import Format
+from fxprec.numerics.kept_text import kept
 from fxprec.numerics.printer import Name, statements
 from fxprec.numerics.rows import CodeRow, FormatRow, Thresholds, code_row, format_row, thresholds
 from fxprec.numerics.trace import Kind, trace
@@ -79,6 +80,11 @@ FXPREC_INLINE float maximum(float a, float b) { return (a > b) | (a != a) ? a : 
 @cache
 def source() -> str:
     """Return the text that takes the place of ``MARK``."""
+    return kept("codec", printed)
+
+
+def printed() -> str:
+    """Print `source`."""
     fields = "".join(f"  int32_t {name};\n" for name in (*_FIELDS, *_LIMITS))
     functions = (
         function("nearest", {"x": "float"}, lambda x, row, code: codec.nearest(x, row)),

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fxprec.errors import FxprecWarning, NativeArgumentError
+from fxprec.errors import FxprecWarning, LoweringError, NativeArgumentError
 
 Signatures: TypeAlias = Mapping[str, Sequence[Any]]
 """For each function what it returns (None for void) and then takes, as ctypes; an address is a ``c_void_p``."""
@@ -25,8 +25,17 @@ SANITIZER = "FXPREC_SANITIZE"
 
 
 def load(source: str, signatures: Signatures, flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """Compile C++ ``source`` for the CPU and load it. Raises what Inductor's builder raises."""
-    library: ctypes.CDLL = inductor().build_cpp(source, (*flags, *_sanitizing()))
+    """Compile C++ ``source`` for the CPU and load it. Raises what Inductor's builder raises, `LoweringError` where its
+    cache folder cannot be written.
+    """
+    compat = inductor()
+    try:
+        library: ctypes.CDLL = compat.build_cpp(source, (*flags, *_sanitizing()))
+    except Exception as error:  # whatever the builder raises
+        cause = compat.unwritable_cache(error)
+        if cause is None:
+            raise
+        raise LoweringError(cause) from error
     for name, (result, *arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

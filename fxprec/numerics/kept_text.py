@@ -1,0 +1,43 @@
+"""Printed source text kept on disk beside Inductor's code: printing the codec takes a tenth of a second a process."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fxprec.numerics.native import inductor
+
+
+def kept(name: str, text: Callable[[], str]) -> str:
+    """Return ``text()``, or what it was for the same sources of `fxprec.numerics`; where nothing can be kept, anew."""
+    with contextlib.suppress(OSError, UnicodeError):
+        path = _path(name)
+        known, _, digest = path.read_text(encoding="utf-8").rpartition("\n")
+        if digest == _digest(known):
+            return known
+    found = text()
+    with contextlib.suppress(OSError):
+        path = _path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}")  # another process may write the same
+        own.write_text(f"{found}\n{_digest(found)}", encoding="utf-8")
+        own.replace(path)
+    return found
+
+
+def _path(name: str) -> Path:
+    return Path(inductor().cache_folder(), "fxprec", f"{name}-{_sources()}.txt")
+
+
+def _sources() -> str:
+    texts = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return _digest(torch.__version__ + "\0".join(hashlib.sha256(text).hexdigest() for text in texts))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
