@@ -27,6 +27,7 @@ from fxprec.passes.analysis.joint import (
 )
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.base import Work
+from fxprec.passes.casts.blocks import WHOLE_BITS
 from fxprec.passes.casts.sites import emit
 from fxprec.passes.casts.stored import STATISTIC
 from fxprec.plan import Site
@@ -95,11 +96,21 @@ class _Copies:
         op = self.work.operators.of_node.get(value_)
         if op is None or op.is_gemm or regions.is_marked(value_):
             return None
-        if op.aten in _ACTIVATIONS and any(reader.target is not ops.aten.mul.Tensor for _, reader in readers(decoded)):
-            return None  # a GEMM wants it in memory anyway, and another formula may ask for its relative error
+        if op.aten in _ACTIVATIONS and not all(self._bears_activation(r) for _, r in readers(decoded)):
+            return None
         chain = self._steps(value_, op)
         sources = {n for node in chain or () for n in node.all_input_nodes if n in self.read and n not in (chain or ())}
         return chain if chain and len(sources) == 1 and self._source_bits(chain) >= bits else None
+
+    def _bears_activation(self, reader: Node) -> bool:
+        """Say whether an activation that is made again is worth it, and right, to a reader.
+
+        Another formula than a product may ask for its relative error. A GEMM wants it in memory anyway: made again it
+        takes time, which a recipe that saves in fewer than 8 bits spends.
+        """
+        saved = (self.work.given or self.work.settings).recipe.saved
+        spends = saved is not None and saved.bits < WHOLE_BITS and not self.work.fits_peak  # which decides by itself
+        return reader.target is ops.aten.mul.Tensor or (spends and reader.target in ops.GEMMS_BACKWARD)
 
     def _steps(self, node: Node, op: Operator) -> list[Node] | None:
         """Return the operator's steps from stored values and small ones to ``node``, itself the last."""

@@ -4,6 +4,7 @@
     python -m benchmarks.memory --networks unet --sides autocast "fxprec fp8"
     python -m benchmarks.memory --networks unet --sides autocast --one     # one row, in this process, as JSON
     python -m benchmarks.memory --pairs                                    # six networks x ten budgets, to be resumed
+    python -m benchmarks.memory --accuracy --seeds 3                       # saved bytes beside what is learned, resumed
 
 Each row runs in a process of its own, since what an allocator holds depends on what ran before. The peak is of live
 bytes, by the allocator's events, of one step: what it saves, its temporaries, its parameter gradients.
@@ -29,7 +30,16 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--one", action="store_true", help="print one row as JSON and save nothing")
     parser.add_argument("--pairs", action="store_true", help="peak budgets beside what is measured under them")
+    parser.add_argument("--accuracy", action="store_true", help="train digits and text under each recipe")
+    parser.add_argument("--seeds", type=int, default=3, help="of --accuracy")
+    parser.add_argument("--steps", type=int, default=2000, help="of --accuracy")
+    parser.add_argument("--recipes", nargs="+", metavar="RECIPE", help="of --accuracy; float32 and autocast are some")
     args = parser.parse_args()
+    if args.accuracy:
+        from benchmarks.memory import accuracy
+
+        accuracy.run(args.seeds, args.steps, args.recipes or list(accuracy.SIDES), list(accuracy.TASKS))
+        return
     if args.pairs:
         from benchmarks.memory import pairs
 

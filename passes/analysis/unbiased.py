@@ -1,0 +1,140 @@
+"""Where a stored copy may have any error whose mean is 0: gradients keep their mean.
+
+Backward is linear in the gradients that pass through it. A copy with errors of mean 0, independent of all others,
+keeps the mean of every gradient that is linear in it: where it is moved, scaled and added to other values, and each
+result is multiplied by what does not depend on it. So are weight gradients, products, norms but for one term, the
+values and the result of attention. Where two such factors meet, the square of the error stays. That is allowed where
+one of them is a sum over so many elements that the error's own share of it is small (a norm's backward: x * sum(g x)).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.ir import symbolic
+from fxprec.passes.analysis import linear, ops
+from fxprec.passes.analysis.joint import is_view, made_by, numel_hint, value
+
+_CONVOLUTION_BACKWARD = ops.existing(ops.aten, "convolution_backward convolution_overrideable_backward")
+_SUMS = ops.existing(ops.aten, "sum sum.dim_IntList mean mean.dim") | ops.existing(ops.prims, "sum")
+# Casts of gradients, guards of inf and NaN: they pass on what they are given.
+_CASTS = frozenset(
+    {symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, symbolic.RESCALE, symbolic.KeepCodes.target}
+)
+_FACTORS = ("value", "out")  # of attention's backward, by name: what it is linear in beside the gradient
+
+
+def averaged_over(bits: int) -> int:
+    """Return the elements a sum must have for the square of an error of ``bits`` to be below 1/1000 of what it joins.
+
+    Numbers of 7 deviations' range rounded at random have a variance of at most (7 / (2^bits - 1))^2 / 4 of theirs.
+    """
+    return 1 << (14 - 2 * bits) if bits < 7 else 1
+
+
+@dataclass(frozen=True)
+class Order:
+    """Where the nodes of a joint graph stand."""
+
+    at: Mapping[Node, int]
+    behind: Collection[Node]
+    """What depends on a gradient that backward is handed."""
+
+    @classmethod
+    def of(cls, graph: Graph, tangents: Collection[Node]) -> Order:
+        behind = set(tangents)
+        for node in graph.nodes:
+            if any(n in behind for n in node.all_input_nodes):
+                behind.add(node)
+        return cls({node: i for i, node in enumerate(graph.nodes)}, behind)
+
+    def biased_by(self, copies: Collection[Node], bits: int, but: Collection[Node] = ()) -> Node | None:
+        """Return the first reader in which errors of a copy, or of what is made of it, would not average out.
+
+        None where all do. ``copies`` read back one stored copy; ``but`` are readers that are given something else.
+        """
+        return _Walk(self, averaged_over(bits), set(but)).first_biased(copies)
+
+
+@dataclass
+class _Walk:
+    """Follows a copy to all that depends on it, in the order of the graph."""
+
+    order: Order
+    least: int
+    but: Collection[Node]
+
+    def __post_init__(self) -> None:
+        self.summed: dict[Node, int] = {}  # what depends on the copy -> the elements its errors are a mean of, at least
+        self.last = -1  # where a value made of the copy, and of no gradient, is read last
+        self.ahead: list[tuple[int, Node]] = []
+
+    def first_biased(self, copies: Collection[Node]) -> Node | None:
+        for copy in copies:
+            self._add(copy, 1)
+        seen = set[Node]()
+        while self.ahead:
+            at, node = heapq.heappop(self.ahead)
+            if at > self.last:  # only gradients are left, and in these backward is linear
+                return None
+            if node in seen or node in self.but or node.op == "output":
+                continue
+            seen.add(node)
+            if not self._is_linear(node):
+                return node
+            self._add(node, min(self.summed[n] for n in node.all_input_nodes if n in self.summed) * _terms_summed(node))
+        return None
+
+    def _add(self, node: Node, summed: int) -> None:
+        self.summed[node] = summed
+        for user in node.users:
+            heapq.heappush(self.ahead, (self.order.at[user], user))
+            if node not in self.order.behind:
+                self.last = max(self.last, self.order.at[user])
+
+    def _is_linear(self, node: Node) -> bool:
+        dependent = {i for i, nodes in _operands(node) if any(n in self.summed for n in nodes)}
+        terms = _terms(node)
+        if not dependent <= {i for term in terms for i in term}:
+            return False
+        return all(self._is_linear_in(node, dependent.intersection(term)) for term in terms)
+
+    def _is_linear_in(self, node: Node, factors: Collection[int]) -> bool:
+        """Say whether at most one factor of a product has errors of the copy, or all but one means of many."""
+        nodes = [n for i, found in _operands(node) if i in factors for n in found if n in self.summed]
+        return len(factors) < 2 or sum(self.summed[n] < self.least for n in nodes) < 2
+
+
+def _operands(node: Node) -> Iterator[tuple[int, list[Node]]]:
+    for i, arg in enumerate(node.args):
+        nodes: list[Node] = []
+        torch.fx.map_arg(arg, nodes.append)
+        yield i, nodes
+
+
+def _terms(node: Node) -> linear.Terms:
+    """Return the products of arguments whose sum a node is, as `linear.TERMS` has them."""
+    if node.target in _CASTS:
+        return ((0,), (1,))
+    if is_view(node) or made_by(node) is not node:
+        return ((0,),)
+    if node.target in _CONVOLUTION_BACKWARD:
+        return ((0, 1), (0, 2))
+    if node.target in ops.ATTENTION_BACKWARD:
+        assert isinstance(node.target, torch._ops.OpOverload)
+        names = [argument.name for argument in node.target._schema.arguments]
+        return ((0,), *((0, names.index(name)) for name in _FACTORS))
+    return linear.TERMS.get(node.target, ())
+
+
+def _terms_summed(node: Node) -> int:
+    """Return how many elements of its operand each element of a sum adds up."""
+    val, source = value(node), value(node.all_input_nodes[0])
+    if node.target not in _SUMS or val is None or source is None:
+        return 1
+    return max(numel_hint(source) // max(numel_hint(val), 1), 1)

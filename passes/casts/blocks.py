@@ -1,0 +1,111 @@
+"""Copies in block formats: the nodes that store a value in one and read it back, and a ReLU's mask beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.ir.symbolic import Dequantize, Quantize
+from fxprec.ir.symbolic_blocks import DequantizeBlocks, QuantizeBlocks, TensorScale
+from fxprec.numerics.blocks import BlockFormat, Integer
+from fxprec.passes.analysis.joint import is_backward, tensor_of
+from fxprec.passes.casts.sites import emit, emit_call
+from fxprec.passes.keep_signs import asks_above
+
+aten = torch.ops.aten
+_ALIASES = (aten.alias.default, aten.detach.default)
+SIGNS = BlockFormat(Integer(1), 1024, "bf16")
+"""Of what is above 0: 0 and 1 are exact in it."""
+WHOLE_BITS = 8
+"""From here on a block format is as accurate as the formats that backward reads anywhere, and is rounded to nearest."""
+
+
+def draw_seed(graph: Graph, before: Node) -> Node:
+    """Draw the step's seed from torch's generator, once for all casts."""
+    with graph.inserting_before(before):
+        device = tensor_of(before).device
+        drawn = tensor_of(before).new_empty(1, dtype=torch.int32)
+        seed = emit(graph, aten.randint.low, (-(1 << 31), 1 << 31, [1]), before, val=drawn)
+        seed.kwargs = {"dtype": torch.int32, "device": device}
+    return seed
+
+
+def asking(read: Node) -> list[tuple[Node, Node]]:
+    """Return (the copy or an alias, who in backward asks whether it is above 0, and nothing else)."""
+    found = [(read, user) for user in read.users if is_backward(user) and asks_above(user)]
+    return found + [pair for user in read.users if user.target in _ALIASES for pair in asking(user)]
+
+
+def store_in_blocks(graph: Graph, q: Node, fmt: BlockFormat, seed: Node | None) -> bool:
+    """Replace a cast by one to blocks, rounded at random by ``seed``; return whether anything but its mask is read."""
+    x, reads = Quantize.of(q).x, list(Dequantize.among(q.users))
+    if fmt.bits < WHOLE_BITS:
+        _store_mask(graph, q, [read for read, _ in reads])
+    reads_whole = [(read, call.dtype) for read, call in reads if read.users]
+    if reads_whole:
+        stored = _Stored.of(graph, x, q, fmt, seed)
+        for read, dtype in reads_whole:
+            read.replace_all_uses_with(stored.read_at(read, dtype))
+    for read, _ in reads:
+        graph.erase_node(read)
+    graph.erase_node(q)
+    return bool(reads_whole)
+
+
+def _store_mask(graph: Graph, q: Node, reads: list[Node]) -> None:
+    """Give what asks whether a copy is above 0 a mask of its own, a bit an element and exact."""
+    found = [(read, alias, user) for read in reads for alias, user in asking(read)]
+    if not found:
+        return
+    with graph.inserting_before(q):
+        mask = emit(graph, aten.gt.Scalar, (Quantize.of(q).x, 0), q)
+    stored = _Stored.of(graph, mask, q, SIGNS, None)
+    for read in dict.fromkeys(read for read, _, _ in found):
+        shown = stored.read_at(read, torch.bfloat16)
+        for alias, user in asking(read):
+            user.replace_input_with(alias, shown)
+            while alias is not read and not alias.users:
+                source = alias.all_input_nodes[0]
+                graph.erase_node(alias)
+                alias = source
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A value stored in blocks, in the order of its elements in memory."""
+
+    records: Node
+    whole: Node | None
+    row: int
+    fmt: BlockFormat
+    val: torch.Tensor
+
+    @classmethod
+    def of(cls, graph: Graph, x: Node, q: Node, fmt: BlockFormat, seed: Node | None) -> Self:
+        """Store ``x`` where ``q`` stores it."""
+        val, row, order = tensor_of(x), Quantize.of(q).row, _memory_order(tensor_of(x))
+        with graph.inserting_before(q):
+            x = emit(graph, aten.permute.default, (x, order), q) if order else x
+            whole = emit_call(graph, TensorScale(x, fmt.name), q) if fmt.tensor_scale else None
+            return cls(emit_call(graph, QuantizeBlocks(x, seed, whole, row, fmt.name), q), whole, row, fmt, val)
+
+    def read_at(self, read: Node, dtype: torch.dtype) -> Node:
+        """Return the value as it is read where ``read`` reads it."""
+        graph, order = read.graph, _memory_order(self.val)
+        shape = [self.val.shape[d] for d in order] if order else list(self.val.shape)
+        call = DequantizeBlocks(self.records, self.whole, self.row, self.fmt.name, self.val.numel(), dtype)
+        with graph.inserting_before(read):
+            shown = emit(graph, aten.view.default, (emit_call(graph, call, read), shape), read)
+            if order:
+                shown = emit(graph, aten.permute.default, (shown, [order.index(d) for d in range(len(order))]), read)
+        return shown
+
+
+def _memory_order(val: torch.Tensor) -> list[int] | None:
+    """Return the dimensions from the slowest to the fastest in memory; None where that is their own order, or none."""
+    if val.is_contiguous() or not aten.is_non_overlapping_and_dense(val):
+        return None
+    return sorted(range(val.ndim), key=lambda d: -val.stride()[d])

@@ -1,0 +1,77 @@
+"""Which stored copies may be stored in a block format instead, and why others may not."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from fxprec.ir.symbolic import Dequantize
+from fxprec.numerics.blocks import BlockFormat, Integer
+from fxprec.numerics.formats import parse
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import readers, shape_text, tensor_of
+from fxprec.passes.analysis.unbiased import Order
+from fxprec.passes.base import Work
+from fxprec.passes.casts.blocks import SIGNS, WHOLE_BITS, asking
+from fxprec.passes.keep_signs import asks_sign
+from fxprec.plan import Site
+
+ATTENDED = BlockFormat(Integer(8), 32, "bf16")
+"""Of attention's queries and keys, for recipes that save in fewer than 8 bits: an error of 1/510 of the range of 32
+elements at most, a fifth of e4m3fn's."""
+
+
+class Refusals:
+    """Says of the copies of one graph, as it is now, which may not be in blocks."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.order = Order.of(work.joint.graph, work.joint.tangents)
+
+    def instead(self, q: Node | None, fmt: BlockFormat) -> BlockFormat:
+        """Return the format that a recipe with ``fmt`` has for a copy."""
+        return ATTENDED if fmt.bits < WHOLE_BITS and q is not None and _is_attended(q) else fmt
+
+    def of(self, site: Site, q: Node | None, fmt: BlockFormat) -> str | None:
+        """Return why a copy may not be stored in blocks of ``fmt``; ``""`` where there is none in 8 bits; else None."""
+        is_exact = fmt.bits >= WHOLE_BITS
+        if q is None or site.reads != "backward":
+            return ""
+        if parse(site.format).bits > WHOLE_BITS and not (is_exact and _is_attended(q)):
+            return ""
+        val = tensor_of(q)
+        if any(isinstance(size, torch.SymInt) for size in val.shape):
+            return f"its shape {shape_text(val)} is dynamic, and blocks are counted when the graph is compiled"
+        reads = [x for x, _ in Dequantize.among(q.users)]
+        asked = {reader for read in reads for _, reader in asking(read)}
+        size, most = (
+            fmt.num_bytes(val.numel()),
+            val.numel() * (self.work.settings.recipe.hi.bits // 8 if is_exact else 1),
+        )
+        size += SIGNS.num_bytes(val.numel()) if asked and not is_exact else 0
+        if size >= most:
+            return f"its {val.numel()} elements take {size} bytes in it, no fewer"
+        if is_exact:
+            is_asked = any(asks_sign(read) for read in reads)
+            return "backward asks for its sign, which a block's scale may round to 0" if is_asked else None
+        biased = self._biased_by(reads, fmt, asked)
+        return None if biased is None else self._also_read_by(biased)
+
+    def _biased_by(self, reads: list[Node], fmt: BlockFormat, asked: set[Node]) -> Node | None:
+        """Return a reader that does not bear errors, of an operator that the model called where there is one."""
+        first = biased = self.order.biased_by(reads, fmt.bits, asked)
+        while biased is not None and biased not in self.work.operators.of_backward_node:
+            asked = {*asked, biased}
+            biased = self.order.biased_by(reads, fmt.bits, asked)
+        return biased or first
+
+    def _also_read_by(self, reader: Node) -> str:
+        op = self.work.operators.of_backward_node.get(reader)
+        name = reader.name if op is None else op.aten
+        return f"the backward of {name[:60]} reads it too, where noise does not average out as in a weight's gradient"
+
+
+def _is_attended(q: Node) -> bool:
+    """Say whether attention's backward alone reads a copy, or pieces of it."""
+    found = [reader for read, _ in Dequantize.among(q.users) for _, reader in readers(read, through=ops.CASTS)]
+    return bool(found) and all(reader.target in ops.ATTENTION_BACKWARD for reader in found)

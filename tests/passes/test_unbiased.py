@@ -1,0 +1,149 @@
+"""Errors of mean 0 in stored copies: gradients keep their mean wherever `unbiased` says so, and not where it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxprec import Backend, Config
+from fxprec.passes.analysis import unbiased
+from fxprec.passes.analysis.unbiased import Order, averaged_over
+
+DRAWS = 300
+
+
+class Attention(nn.Module):
+    """Norms, attention and a residual sum: 2 heads of 16 over 16 positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.qkv, self.out = (
+            nn.Linear(16, 64),
+            nn.LayerNorm(64),
+            nn.Linear(64, 96),
+            nn.Linear(32, 64),
+        )
+        self.last = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        q, k, v = (part.view(4, 16, 2, 16).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.last(x + self.out(mixed.transpose(1, 2).reshape(4, 16, 32)))
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.relu(self.norm(self.first(x))))
+
+
+class Gelu(nn.Module):
+    """Backward reads the GELU's input through a formula that is not linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.gelu(self.first(x)))
+
+
+def draws(model: nn.Module, recipe: str, x: Tensor, count: int) -> tuple[dict[str, str], Tensor, Tensor]:
+    """Return the block formats by tensor, the float32 gradients, and ``count`` draws of them with stored copies."""
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    backend = Backend(Config(recipe=recipe, low_ratio=1.0, lowering="eager"))
+
+    def gradients(run: Any) -> Tensor:
+        model.zero_grad()
+        run(x).square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    exact, compiled = gradients(model), torch.compile(model, backend=backend)
+    found = torch.stack([gradients(compiled) for _ in range(count)])
+    return {s.tensor: s.saved_as for s in backend.plans[0].sites if s.saved_as}, exact, found
+
+
+def bias(exact: Tensor, found: Tensor) -> float:
+    """Return the median of |mean - exact| in standard errors of the mean: 0.67 where there is no bias."""
+    error = found.std(0) / len(found) ** 0.5
+    random = error > 1e-6 * exact.abs()
+    return float(((found.mean(0) - exact).abs() / error)[random].median())
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "stored"),
+    [
+        (Attention, (4, 16, 16), {"addmm": "int4/32:bf16", "getitem_5": "int4/32:bf16", "addmm_1": "int8/32:bf16"}),
+        (Convolutions, (4, 3, 16, 16), {"convolution": "int4/32:bf16", "relu": "int4/32:bf16"}),
+    ],
+)
+def test_gradients_of_norms_attention_and_convolutions_keep_their_mean(
+    model: type[nn.Module], shape: tuple[int, ...], stored: dict[str, str]
+) -> None:
+    torch.manual_seed(0)
+    saved, exact, found = draws(model(), "fp8+int4/32:bf16", torch.randn(shape), DRAWS)
+    assert stored.items() <= saved.items()
+    assert 0.005 < (found - exact).norm(dim=1).mean() / exact.norm() < 0.12, "a draw is noisy"
+    assert (found.mean(0) - exact).norm() < 0.01 * exact.norm(), "the mean of the draws is not"
+    assert bias(exact, found) < 1.5
+
+
+def test_where_it_says_no_gradients_are_biased(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Gelu(), torch.randn(32, 16)
+    saved, _, _ = draws(model, "fp8+int2/32:bf16", x, 1)
+    assert "addmm" not in saved
+    monkeypatch.setattr(Order, "biased_by", lambda *_: None)
+    saved, exact, found = draws(model, "fp8+int2/32:bf16", x, 2 * DRAWS)
+    assert saved["addmm"] == "int2/32:bf16"
+    assert bias(exact, found) > 2
+
+
+def test_a_norm_bears_few_bits_over_rows_that_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (averaged_over(4), averaged_over(2)) == (64, 1024)
+    for width, bears in ((64, True), (32, False)):
+        model = nn.Sequential(nn.Linear(16, width), nn.LayerNorm(width), nn.Linear(width, 64))
+        saved, _, _ = draws(model, "fp8+int4/32:bf16", torch.randn(64, 16), 1)
+        assert ("addmm" in saved) == bears
+
+
+class Squared(nn.Module):
+    """A stored value that is multiplied by itself, and one that is multiplied by another."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.alone, self.first, self.other, self.last = alone, nn.Linear(16, 64), nn.Linear(16, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(y * (y if self.alone else self.other(x)))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_factors_of_a_product_bear_it(alone: bool) -> None:
+    """y * y has the gradient 2 g y, linear in y: it is no reason to refuse."""
+    torch.manual_seed(0)
+    saved, exact, found = draws(Squared(alone), "fp8+int4/32:bf16", torch.randn(64, 16), 200)
+    assert "addmm" in saved
+    assert bias(exact, found) < 1.5
+
+
+def test_what_no_table_knows_is_refused() -> None:
+    graph = torch.fx.Graph()
+    copy, gradient = graph.placeholder("copy"), graph.placeholder("tangents_1")
+    product = graph.call_function(torch.ops.aten.mul.Tensor, (gradient, copy))
+    strange = graph.call_function(torch.ops.aten.erfinv.default, (copy,))
+    graph.output((product, strange))
+    order = Order.of(graph, [gradient])
+    assert order.biased_by([copy], 4) is strange
+    assert order.biased_by([copy], 4, but=[strange]) is None
+    assert unbiased.Order.of(graph, []).biased_by([copy], 4) is strange
