@@ -13,11 +13,12 @@ from fxprec.config.recipes import Recipe
 from fxprec.errors import PlanError
 from fxprec.passes.analysis.assignment import Assignment, assign
 from fxprec.passes.analysis.groups import Grouped
-from fxprec.passes.analysis.saved_bytes import SavedBytes, bytes_in_float32, predicted_size, readable
+from fxprec.passes.analysis.saved_bytes import SavedBytes, bytes_in_float32, predicted_size
 from fxprec.passes.analysis.selection import kept_high
 from fxprec.passes.analysis.sizes import budget_note, order_notes, ranges_of
 from fxprec.passes.analysis.tensors import CountedTensor
-from fxprec.passes.base import Notice, Work
+from fxprec.passes.base import Work
+from fxprec.passes.notice import Notice, readable
 from fxprec.plan import ByteCount, Plan
 from fxprec.plan.compare import low_groups_with
 from fxprec.plan.plan import latest_of_gemms

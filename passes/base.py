@@ -18,6 +18,7 @@ from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.operators import Operators
 from fxprec.passes.analysis.peak.part import Part
 from fxprec.passes.casts.sites import SiteBook
+from fxprec.passes.notice import Notice
 from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.scales import ScaleGraph
 
@@ -25,14 +26,6 @@ if TYPE_CHECKING:  # it reads `Work`
     from fxprec.passes.analysis.peak.other_sizes import OtherSizes
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """Something the user asked for and did not get."""
-
-    site: str  # node, module and source line
-    detail: str
 
 
 class Filled(Generic[T]):

@@ -22,8 +22,8 @@ from torch.fx import Node
 from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, Quantize, Rescale
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import linear
+from fxprec.passes.analysis.inputs import module_path
 from fxprec.passes.analysis.joint import input_at
-from fxprec.passes.analysis.operators import module_path
 from fxprec.passes.analysis.producers import is_zero, producer_of
 from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.analysis.wanted import CARRIED_META, wanted_in

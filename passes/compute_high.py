@@ -19,8 +19,9 @@ from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions, sensitive
 from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of, readers, tensor_of
-from fxprec.passes.base import Notice, Work
+from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, read_of, store_as
+from fxprec.passes.notice import Notice
 from fxprec.passes.weigh_gemms import over_codes
 from fxprec.plan.rows import UNREAD, Reads, Site
 

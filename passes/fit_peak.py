@@ -27,9 +27,9 @@ from fxprec.passes.analysis.peak.needs import Needs, needs_of
 from fxprec.passes.analysis.peak.other_sizes import other_sizes
 from fxprec.passes.analysis.peak.problem import KEEP, NARROW, Problem
 from fxprec.passes.analysis.peak.step import Held
-from fxprec.passes.analysis.saved_bytes import readable
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, emit_call, insertion_point_after, store_as
+from fxprec.passes.notice import readable
 from fxprec.plan.rows import PeakBytes, PeakPoint, Site, Way
 
 _MOMENTS = 40  # drawn of each other budget

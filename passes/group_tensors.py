@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from fxprec.config.config import GroupingName
 from fxprec.errors import PlanError
-from fxprec.passes.analysis.groups import GROUP_META, group_tensors
+from fxprec.passes.analysis.groups import group_tensors
+from fxprec.passes.analysis.tensors import GROUP_META
 from fxprec.passes.analysis.wanted import mark
-from fxprec.passes.base import Notice, Work
+from fxprec.passes.base import Work
+from fxprec.passes.notice import Notice
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import factors_of, input_at, item_of, value
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.analysis.values import is_float_tensor
-from fxprec.passes.base import Notice, Work
+from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
+from fxprec.passes.notice import Notice
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 

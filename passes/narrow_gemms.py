@@ -25,8 +25,9 @@ from fxprec.passes.analysis.joint import (
     value,
 )
 from fxprec.passes.analysis.values import is_mask
-from fxprec.passes.base import Notice, Work
+from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, emit_call
+from fxprec.passes.notice import Notice
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from torch.fx import Graph
 
@@ -25,6 +24,7 @@ from fxprec.passes.low_gemms import LowGemms
 from fxprec.passes.make_again import MakeAgain
 from fxprec.passes.narrow_accumulators import NarrowAccumulators
 from fxprec.passes.narrow_gemms import NarrowGemms
+from fxprec.passes.pass_report import PassReport
 from fxprec.passes.recover_operators import RecoverOperators
 from fxprec.passes.store_blocks import StoreBlocks
 from fxprec.passes.store_centred import StoreCentred
@@ -61,15 +61,6 @@ CALIBRATION: tuple[Pass, ...] = (
     GroupTensors(),
     InsertObservers(),  # in place of casting: measures what it would cost
 )
-
-
-@dataclass(frozen=True)
-class PassReport:
-    """What one pass did: seconds, and operator counts that changed (``aten.mul 12 -> 9``)."""
-
-    name: str
-    seconds: float
-    changed: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 Observer = Callable[[PassReport, Work], None]

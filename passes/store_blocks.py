@@ -14,9 +14,10 @@ from torch.fx import Node
 from fxprec.ir.symbolic import Quantize
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.passes.analysis.joint import is_backward
-from fxprec.passes.base import Notice, Work
+from fxprec.passes.base import Work
 from fxprec.passes.casts.blocks import SIGNS, WHOLE_BITS, draw_seed, store_in_blocks
 from fxprec.passes.casts.in_blocks import Refusals
+from fxprec.passes.notice import Notice
 from fxprec.plan import Site
 
 

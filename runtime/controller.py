@@ -210,13 +210,13 @@ class Controller:
             self._tell("promotion", site, f"{site.format} -> {hi}: overflow ratio {offenders[i].overflow_ratio:.4g}")
         self.plan = self.plan.promote(moved, step=self.step, hi=hi)
 
-    def promote_as(self, other: Plan) -> None:
-        """Promote what another graph of the same model has promoted: evaluation follows training."""
+    def promote_as(self, other: Plan, why: str) -> None:
+        """Promote what another graph of the same model has promoted."""
         promoted = {i for i, j in partners(self.plan, other).items() if other.sites[j].promoted_at is not None}
         moved = [s.id for s in self.plan.sites if s.id in promoted - self._refused and s.format != self.rules.hi]
         for i in moved:
             site = self.plan.sites[i]
-            self._tell("promotion", site, f"{site.format} -> {self.rules.hi}: promoted in training")
+            self._tell("promotion", site, f"{site.format} -> {self.rules.hi}: {why}")
         if moved:
             self.plan = self.plan.promote(moved, step=self.step, hi=self.rules.hi)
 

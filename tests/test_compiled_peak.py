@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxprec
 from benchmarks.memory.measure import peak_bytes
-from fxprec.driver import compilation
+from fxprec.driver import traced
 from fxprec.driver.compiled_peak import CompiledPeak, PlainHalf
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.peak_budget import ATTEMPTS, PeakBudget
@@ -200,9 +200,9 @@ def test_a_step_that_holds_more_as_compiled_is_planned_again(monkeypatch: pytest
         self.halves.peak.bytes = peak.budget + 4000 if len(made) == 1 else peak.planned
         held(self)
 
-    held = compilation.Compilation._hold_peak
-    monkeypatch.setattr(compilation, "CompiledPeak", replayed)
-    monkeypatch.setattr(compilation.Compilation, "_hold_peak", hold)
+    held = traced.Traced._hold_peak
+    monkeypatch.setattr(traced, "CompiledPeak", replayed)
+    monkeypatch.setattr(traced.Traced, "_hold_peak", hold)
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(256, 32)
     backend = fxprec.Backend(fxprec.Config(recipe="fp8", peak_budget="100%", lowering="eager"))

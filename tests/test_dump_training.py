@@ -15,7 +15,7 @@ from fxprec.errors import ConfigError
 from fxprec.numerics import formats
 from fxprec.report import folder as folders
 from fxprec.report.drawing import Drawing
-from fxprec.report.folder import DumpFolder
+from fxprec.report.dump_folder import DumpFolder
 from fxprec.runtime.stats import SiteStats
 from tests.helpers import compiled, eager_backend
 

@@ -79,7 +79,7 @@ def test_plan_and_pass_texts_are_in_torchs_trace(watched):
 def test_torch_logs_shows_plan_passes_and_promotions(watched):
     _, said = watched
     assert re.search(
-        r"^I.*fxprec/driver/compilation\.py:\d+\].* graph 0: recipe hfp8, simulate storage: 3 of 3 groups low",
+        r"^I.*fxprec/driver/traced\.py:\d+\].* graph 0: recipe hfp8, simulate storage: 3 of 3 groups low",
         said,
         re.M,
     )

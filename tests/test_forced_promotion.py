@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fxprec
-from fxprec.driver import compilation, promotions
+from fxprec.driver import promotions, traced
 from fxprec.plan import Site
 from fxprec.runtime.controller import Controller
 
@@ -144,7 +144,7 @@ def fail_in_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         torch._C._set_grad_enabled(False)  # a compilation that is cut short leaves such things behind
         raise AssertionError("no such node\nand a second line")
 
-    monkeypatch.setattr(compilation, "run_passes", fail)
+    monkeypatch.setattr(traced, "run_passes", fail)
 
 
 def fail_in_the_backward_half(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +153,8 @@ def fail_in_the_backward_half(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AssertionError("no such node\nand a second line")
         return compile_half(*args, **options)
 
-    compile_half = compilation.Compilation._compile_half
-    monkeypatch.setattr(compilation.Compilation, "_compile_half", fail)
+    compile_half = traced.Traced.compile_half
+    monkeypatch.setattr(traced.Traced, "compile_half", fail)
 
 
 @pytest.mark.parametrize("break_it", [fail_in_the_passes, fail_in_the_backward_half])

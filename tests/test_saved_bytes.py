@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fxprec import Backend, BudgetError
-from fxprec.driver.compilation import Compilation
+from fxprec.driver.traced import Traced
 
 WIDTH, ROWS, BLOCKS = 32, 64, 2
 pytestmark = pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning", "ignore:.*context_fn")
@@ -137,13 +137,13 @@ class Annotated(nn.Module):
 @pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
 def test_forward_stores_nothing_that_the_budget_leaves_out(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     unread: list[torch.fx.Node] = []
-    complete = Compilation._complete_plan
+    complete = Traced._complete_plan
 
-    def look(self: Compilation, forward: torch.fx.GraphModule) -> None:
+    def look(self: Traced, forward: torch.fx.GraphModule) -> None:
         unread.extend(n for n in forward.graph.nodes if n.op == "call_function" and not n.users)
         complete(self, forward)
 
-    monkeypatch.setattr(Compilation, "_complete_plan", look)
+    monkeypatch.setattr(Traced, "_complete_plan", look)
     with functorch_config.patch(activation_memory_budget=budget):
         step(Blocks("plain"), torch.randn(ROWS, WIDTH), eager_backend("native", recipe="fp8", low_ratio=1.0))
     assert unread == []

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ import fxprec
 from fxprec.config import Settings
 from fxprec.driver import warm_start
 from fxprec.driver.capture import Captured
+from fxprec.numerics import cpp, kept_text
 
 
 class Layer(nn.Module):
@@ -110,6 +114,30 @@ def test_a_changed_file_changes_the_hash(tmp_path: Any) -> None:
     changed = warm_start._hash_of(warm_start._files(tmp_path))
     (tmp_path / "a.py").rename(tmp_path / "b.py")
     assert len({before, changed, warm_start._hash_of(warm_start._files(tmp_path))}) == 3
+
+
+def test_a_start_imports_no_pass_and_no_page() -> None:
+    code = "import sys, fxprec.driver.named; print(*(m for m in sys.modules if m.startswith('fxprec.')))"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "fxprec.driver.compilation" in modules
+    for late in ("passes.pipeline", "passes.lowering.lower", "report.folder", "driver.traced", "driver.verify"):
+        assert f"fxprec.{late}" not in modules
+
+
+def test_printed_text_is_kept_and_never_trusted_blindly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert kept_text.kept("text", lambda: "int x;\n\nint é;") == "int x;\n\nint é;"
+    assert kept_text.kept("text", lambda: "never") == "int x;\n\nint é;"
+    (file,) = (tmp_path / "fxprec").iterdir()
+    for damaged in (file.read_bytes()[1:], file.read_bytes()[:-1], b"\xff", b""):
+        file.write_bytes(damaged)
+        assert kept_text.kept("text", lambda: "anew") == "anew"
+        assert kept_text.kept("text", lambda: "never") == "anew"
+    monkeypatch.setattr(kept_text, "_sources", lambda: "others")
+    assert kept_text.kept("text", lambda: "of other sources") == "of other sources"
+    assert kept_text.kept("codec", cpp.printed) == kept_text.kept("codec", lambda: "never") == cpp.printed()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(file / "no folder"))
+    assert kept_text.kept("text", lambda: "nowhere to keep it") == "nowhere to keep it"
 
 
 def step(layer: nn.Module) -> list[Tensor]:

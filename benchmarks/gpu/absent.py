@@ -32,7 +32,7 @@ from fxprec.driver.capture import copied
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
-from fxprec.passes.lowering import lower
+from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.rows import WatchedRows
 
 CUDA = torch.device("cuda:0")

@@ -15,7 +15,7 @@ from benchmarks.gpu.suite import Setting
 from fxprec.ir.symbolic import AS_STORED
 from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import format_row
-from fxprec.passes.lowering import lower
+from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.rows import WatchedRows
 
 aten = torch.ops.aten

@@ -45,7 +45,7 @@ def dump(
         raise ConfigError("policy 'exact' measures a training step, and fxprec dump runs none; choose 'size'")
     from fxprec.driver.backend import Backend
     from fxprec.plan import Plan
-    from fxprec.report.folder import DumpFolder
+    from fxprec.report.dump_folder import DumpFolder
     from fxprec.report.target import find_factory, plan_under_fakes
 
     factory = find_factory(target)
@@ -61,7 +61,7 @@ def dump(
 
 def _peak_line(plan: Plan) -> str:
     """Return what a step holds, in words; of a graph without a backward half nothing is planned."""
-    from fxprec.passes.analysis.saved_bytes import readable
+    from fxprec.passes.notice import readable
 
     peak = plan.peak_bytes
     if peak is None:

@@ -18,7 +18,7 @@ from fxprec.diagnosis.substitutes import SUBSTITUTES
 from fxprec.diagnosis.weights import Gradients
 from fxprec.driver.recorder import RecordedHalf
 from fxprec.numerics.blocks import AnyFormat, find
-from fxprec.passes.analysis.joint import GraphInput
+from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.plan import Plan, Site
 
 

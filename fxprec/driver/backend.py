@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
@@ -21,18 +21,20 @@ from fxprec.driver.graph import PlannedGraph
 from fxprec.driver.loss_jumps import tell_of_jump
 from fxprec.driver.parameters import Parameters
 from fxprec.driver.ranks import tell_of_other_options
-from fxprec.driver.recorder import Recorder
 from fxprec.driver.shared_code import Layers
 from fxprec.driver.shared_peak import SharedPeak
 from fxprec.driver.skip_steps import StepSkipper
 from fxprec.errors import FxprecError, FxprecWarning, LoweringError, PlanError
 from fxprec.plan import Plan
 from fxprec.plan.edits import as_edited
-from fxprec.report.folder import DumpFolder
+from fxprec.report.dump_folder import DumpFolder
 from fxprec.runtime.controller import Controller
 from fxprec.runtime.events import Event
 from fxprec.runtime.losses import LossWatch
 from fxprec.runtime.nonfinite import Departure
+
+if TYPE_CHECKING:
+    from fxprec.driver.recorder import Recorder
 
 
 class Backend:
@@ -97,18 +99,25 @@ class Backend:
 
     def _planned(self, captured: capture.Captured, parameters: Parameters) -> PlannedGraph:
         """Compile a graph for the layer with these parameters; it takes over the state saved for it."""
-        old = next((g for g in self._dropped if g.captured.identity == captured.identity), None)
-        earlier = [g.captured.identity for g in self._graphs]
-        saved = self._waiting.find(captured.identity, earlier) or _state_of(old)
-        try:
-            graph = self._built(captured, parameters, saved)
-        except PlanError:
-            if saved is None or old is None:
-                raise
-            old = None  # another model with parameters of the same names
+        identity = captured.identity
+        dropped = saved_state.likeliest(identity, self._dropped, lambda g: g.captured.identity)
+        old = next(iter(dropped), None)
+        waiting = self._waiting.fitting(identity, [g.captured.identity for g in self._graphs])
+        kept, mismatch = _state_of(old), None
+        for saved in waiting or ([] if kept is None else [kept]):
+            try:
+                graph = self._built(captured, parameters, saved)
+            except PlanError as error:
+                mismatch = error
+            else:
+                self._waiting.take(saved)
+                break
+        else:
+            if mismatch is not None and old is None:
+                raise mismatch
+            if mismatch is not None:
+                old = None  # another model with parameters of the same names
             graph = self._built(captured, parameters, None)
-        if saved is not None:
-            self._waiting.take(saved)
         if old is not None:
             old.is_replaced = True
             self._dropped.remove(old)
@@ -283,6 +292,10 @@ class Backend:
         The keys are the same before and after compilation, as ``torch.distributed.checkpoint`` needs them. What was
         loaded for graphs that are not compiled yet is part of it.
         """
+        for controller in self._controllers():
+            controller.read(wait=True)
+        for graph in self._live:
+            graph.share_promotions()
         return saved_state.packed([*(g.state_dict() for g in self._live), *self._waiting.states])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -293,12 +306,10 @@ class Backend:
         waiting = saved_state.Waiting(saved_state.unpacked(state))
         found: list[tuple[PlannedGraph, saved_state.SavedGraph]] = []
         earlier: list[saved_state.Identity] = []
-        for graph in self._live:
-            saved = waiting.find(graph.captured.identity, earlier)
+        for graph in sorted(self._live, key=lambda g: waiting.distance(g.captured.identity)):
+            saved = graph.own_state(waiting.fitting(graph.captured.identity, earlier))
             if saved is not None:
                 found.append((graph, saved))
-                if graph.controller is not None:
-                    graph.controller.refuse_another(saved.state)  # before the first graph has taken its own
                 waiting.take(saved)
             earlier.append(graph.captured.identity)
         for graph, saved in found:

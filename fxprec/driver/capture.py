@@ -14,11 +14,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec import compat
 from fxprec.config.recipes import Recipe
-from fxprec.driver.saved_state import Identity
+from fxprec.driver.saved_state import Identity, Shape
 from fxprec.errors import ConfigError, LoweringError
 from fxprec.ir.symbolic import TABLE_COLUMNS
-from fxprec.passes.analysis.joint import GraphInput
-from fxprec.passes.analysis.operators import module_path
+from fxprec.passes.analysis.inputs import GraphInput, module_path
 
 SUPPORTED_DEVICES = ("cpu", "cuda")
 
@@ -42,7 +41,7 @@ class Captured:
         calls = sum(n.op not in ("placeholder", "output") for n in gm.graph.nodes)
         device = _device(examples)
         capacity = max(256, 1 << (4 * calls + 2 * len(examples)).bit_length())
-        identity = Identity(_is_training(examples), _parameters(gm.graph))
+        identity = Identity(_is_training(examples), _parameters(gm.graph), _shapes(gm.graph))
         return cls(
             copied(gm),
             list(examples),
@@ -132,6 +131,17 @@ def _is_training(examples: Sequence[Any]) -> bool:
 
 def _parameters(graph: Graph) -> tuple[str, ...]:
     return tuple(known.name for known in map(_describe, _placeholders(graph)) if known.kind == "param")
+
+
+def _shapes(graph: Graph) -> tuple[Shape, ...]:
+    """Return dtype and sizes of the inputs that are no parameters, -1 for a size that may vary."""
+    nodes = (node for node in _placeholders(graph) if _describe(node).kind == "input")
+    values = (node.meta.get("example_value") for node in nodes)
+    return tuple(
+        (str(v.dtype), *(size if type(size) is int else -1 for size in v.shape))
+        for v in values
+        if isinstance(v, torch.Tensor)
+    )
 
 
 def _fake_mode(graph: Graph) -> Any:

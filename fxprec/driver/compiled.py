@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fxprec.config import Settings
 from fxprec.config.grad_scaling import GradScaling
 from fxprec.driver.capture import Captured
 from fxprec.numerics.formats import parse
-from fxprec.passes.analysis.peak.other_sizes import OtherSizes
 from fxprec.passes.lowering.rows import WatchedRows
-from fxprec.passes.pipeline import PassReport
+from fxprec.passes.pass_report import PassReport
 from fxprec.plan import Plan, Site
 from fxprec.plan.scales import ScaleGraph
+
+if TYPE_CHECKING:
+    from fxprec.passes.analysis.peak.other_sizes import OtherSizes
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,34 @@ class CompiledGraph:
     """What it serves; None for a calibration step, and where nothing is planned."""
     scales: ScaleGraph | None
     is_training: bool
-    is_calibration: bool
     copied: tuple[int, ...]
     """Inputs that backward reads a stored copy of."""
-    passes: tuple[PassReport, ...]
-    seconds: float
+    is_calibration: bool = False
+    passes: tuple[PassReport, ...] = ()
+    seconds: float = 0.0
     peak_sizes: OtherSizes | None = None
     """What other sizes hold, under a peak budget and dynamic shapes."""
+
+    @classmethod
+    def of(
+        cls,
+        run: Callable[..., Any],
+        captured: Captured,
+        planned: Planned | None,
+        *,
+        is_training: bool,
+        copied: tuple[int, ...],
+    ) -> CompiledGraph:
+        plan, scales = (None, None) if planned is None else (planned.plan, planned.scales)
+        return cls(run, captured, plan, scales, is_training, copied)
+
+
+class TableFull(Exception):
+    """The plan wants more rows than the table has."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.rows = rows
 
 
 def rows_of(plan: Plan, scales: ScaleGraph | None, settings: Settings) -> WatchedRows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -13,11 +13,12 @@ from fxprec import compat
 from fxprec.config import Config
 from fxprec.driver.capture import copied
 from fxprec.driver.lowering_choice import LoweringChooser
-from fxprec.driver.verify import Fault, checked_cpu_run, checked_run, is_compared
 from fxprec.ir.symbolic_gemms import kernel_called
-from fxprec.numerics import ahead
-from fxprec.passes.base import Notice
-from fxprec.passes.lowering import Lowered
+from fxprec.passes.lowering.lowered import Lowered
+from fxprec.passes.notice import Notice
+
+if TYPE_CHECKING:
+    from fxprec.driver.verify import Fault
 
 Compiled = Callable[..., Any]
 INSTEAD = "Inductor expands its casts: the same numbers, a pass over memory more for each statistic"
@@ -80,7 +81,11 @@ class Lowering:
         return Half(self, lowered, run, None if kept is None else (plain, kept))
 
     def _tell_what_is_not_compared(self, gm: GraphModule) -> None:
-        if self.config.verify and self.verifies and self.name != "triton" and not is_compared(gm) and not self._told:
+        if not (self.config.verify and self.verifies) or self.name == "triton" or self._told:
+            return
+        from fxprec.driver.verify import is_compared
+
+        if not is_compared(gm):
             self._told = True
             detail = "nothing is compared of a graph half whose casts are part of Inductor's own loops"
             self.tell(Notice("verify=True", f"{detail}; compute='stored' has kernels to compare"))
@@ -120,6 +125,9 @@ class Lowering:
 
     def _drop_what_fails(self, lowered: Lowered, error: Exception) -> None:
         """Find the kernels that Triton cannot compile; where it compiles each by itself, drop all."""
+        from fxprec.driver.verify import Fault
+        from fxprec.numerics import ahead
+
         kernels = lowered.generated.kernels
         faults = []
         for k in kernels:
@@ -185,6 +193,8 @@ class Half:
             return self._checked(plain, gm, kept)
 
     def _checked(self, plain: GraphModule, gm: GraphModule, args: list[Any]) -> Any:
+        from fxprec.driver.verify import checked_cpu_run, checked_run
+
         taken = list(args)
         args.clear()
         if self.lowering.name == "triton":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,6 @@ from fxprec import compat
 from fxprec.config import Settings
 from fxprec.config.grad_scaling import LossScaling
 from fxprec.driver import capture, saved_state
-from fxprec.driver.calibration import Calibration
 from fxprec.driver.compilation import Compiler
 from fxprec.driver.compiled import CompiledGraph, CompileReport
 from fxprec.driver.event_log import EventLog
@@ -24,25 +23,28 @@ from fxprec.driver.modified import Versions, check_backward
 from fxprec.driver.parameters import Parameters
 from fxprec.driver.peak_budget import PeakBudget, beyond_machine
 from fxprec.driver.promotions import GivenUp, in_one_line
-from fxprec.driver.recorder import Recorder
 from fxprec.driver.saved_budget import SavedBudget
 from fxprec.driver.shared_peak import SharedPeak
 from fxprec.driver.skip_steps import StepSkipper
 from fxprec.driver.steps import Steps
-from fxprec.driver.tensor_dump import tensor_dump
-from fxprec.errors import LoweringError
+from fxprec.errors import LoweringError, PlanError
 from fxprec.passes.analysis.peak.part import Part
-from fxprec.passes.base import Notice
+from fxprec.passes.notice import Notice
 from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.compare import low_groups_with
 from fxprec.plan.plan import latest_of_gemms
 from fxprec.plan.scales import ScaleGraph
-from fxprec.report.folder import GraphDump
 from fxprec.runtime.controller import Controller, Nonfinite, Rules
 from fxprec.runtime.events import Event
 from fxprec.runtime.nonfinite import NonfiniteWatch
 from fxprec.runtime.scaling.keeper import Keeper, keeper_of
 from fxprec.runtime.stats import StatsQueue
+
+if TYPE_CHECKING:
+    from fxprec.driver.calibration import Calibration
+    from fxprec.driver.recorder import Recorder
+    from fxprec.driver.tensor_dump import TensorDump
+    from fxprec.report.folder import GraphDump
 
 
 class PlannedGraph:
@@ -80,6 +82,8 @@ class PlannedGraph:
         self._steps, self._in_flight, self._given_up = Steps(), InFlight(), GivenUp()
         self._is_given = False  # its plan was, by a file or a checkpoint
         self._followed: Plan | None = None  # the training plan an inference graph follows
+        self._same: dict[int, bool] = {}  # whether the graph of that index trains the same model
+        self._taken: dict[int, Plan] = {}  # by index, the plan of it whose promotions are taken over
         if self.settings.storage != settings.storage:
             self._tell(Notice("storage='native'", _PACKED.format(compat.no_native_fp8(captured.device))))
         if (dump is None or not dump.plan_only) and (
@@ -94,12 +98,19 @@ class PlannedGraph:
             log=self._log,
             queue=StatsQueue(),
             trained=self._plans_of_siblings,
-            calibration=Calibration() if settings.asked.policy == "exact" else None,
+            calibration=_calibration(settings),
             dump=dump,
             portable=portable,
             recorder=recorder,
-            tensors=tensor_dump(self.settings, dump, self._log, lambda: self.controller),
+            tensors=self._tensor_dump(dump),
         )
+
+    def _tensor_dump(self, dump: GraphDump | None) -> TensorDump | None:
+        if not self.settings.asked.dump_tensors:
+            return None
+        from fxprec.driver.tensor_dump import tensor_dump  # here and below: what few runs want is not imported by all
+
+        return tensor_dump(self.settings, dump, self._log, lambda: self.controller)
 
     def compile(self, given: Plan | None) -> PlannedGraph:
         """Compile for the first time: for a plan, or for one to be solved. Inside of Dynamo there are examples."""
@@ -195,6 +206,8 @@ class PlannedGraph:
         self.controller.settle()
         if self._dump is not None:
             self._dump.write_stats(self.controller, step=self.controller.step)
+        if self.is_training:
+            self.share_promotions()
         self.controller.step += steps
         if not self.is_training:
             self._follow_training(self.controller)
@@ -254,6 +267,31 @@ class PlannedGraph:
         if self._dump is not None:
             self._dump.write_plan(controller.plan)
 
+    def share_promotions(self) -> None:
+        """Promote what other training graphs of the model have promoted, those of other batch sizes above all."""
+        own = self.controller
+        if own is None or not self.is_training or own.rules.promote_above is None:
+            return
+        for graph in self._siblings:
+            theirs = graph.controller
+            if theirs is None or theirs is own or graph.is_replaced or not self._trains_the_same(graph):
+                continue
+            theirs.read(wait=False)
+            if self._taken.get(graph.index) is not theirs.plan:
+                self._taken[graph.index] = theirs.plan
+                own.promote_as(theirs.plan, f"promoted in graph {graph.index}, of the same model")
+
+    def _trains_the_same(self, other: PlannedGraph) -> bool:
+        if other.index not in self._same:
+            assert self.plan is not None
+            assert other.plan is not None
+            self._same[other.index] = (
+                other.is_training
+                and other.plan.gemms_by_name == self.plan.gemms_by_name
+                and not other.parameters.of_another(self.parameters)
+            )
+        return self._same[other.index]
+
     def _follow_training(self, controller: Controller) -> None:
         """Evaluate as training runs: the same groups low, the same tensors promoted."""
         trained = latest_of_gemms(self._plans_of_siblings(), controller.plan.gemms_by_name)
@@ -267,7 +305,7 @@ class PlannedGraph:
             except Exception as error:  # whatever Inductor raises
                 detail = f"evaluates with other tensors low than training has: compiling failed ({in_one_line(error)})"
                 self._tell(Notice(self._log.name, detail), step=controller.step)
-        controller.promote_as(trained)
+        controller.promote_as(trained, "promoted in training")
 
     @property
     def gradient_bytes(self) -> int:
@@ -306,6 +344,19 @@ class PlannedGraph:
         if self.controller is None:
             return None
         return {"graph": self.captured.identity.to_dict(), **self.controller.state_dict()}
+
+    def own_state(self, states: Sequence[saved_state.SavedGraph]) -> saved_state.SavedGraph | None:
+        """Return the first of these states that is of this graph. Raises the last one's `PlanError` where none is."""
+        for saved in states:
+            try:
+                if self.controller is not None:
+                    self.controller.refuse_another(saved.state)
+            except PlanError:
+                if saved is states[-1]:
+                    raise
+            else:
+                return saved
+        return None
 
     def load_plan(self, plan: Plan) -> None:
         """Take the place of calibration and solving by a plan from a checkpoint.
@@ -366,6 +417,14 @@ class PlannedGraph:
 
     def _tell(self, notice: Notice, step: int = 0) -> None:
         self._log.tell(notice.site, notice.detail, step=step)
+
+
+def _calibration(settings: Settings) -> Calibration | None:
+    if settings.asked.policy != "exact":
+        return None
+    from fxprec.driver.calibration import Calibration
+
+    return Calibration()
 
 
 _PACKED = "{}; stored as packed codes instead: the same numbers and bytes, cast in integer arithmetic"

@@ -7,26 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from fxprec import compat
+from fxprec.driver.appended import with_stats
 from fxprec.driver.calibration import interpreted
 from fxprec.driver.capture import copied
 from fxprec.driver.compiled import Planned
 from fxprec.driver.compiled_peak import CompiledPeak, PlainHalf
 from fxprec.driver.fallback import Compiled, Lowering, interpreted_kernels
-from fxprec.driver.ranges import interpreted_by_group as by_group
-from fxprec.driver.ranges import ranged
+from fxprec.driver.group_ranges import interpreted_by_group as by_group
+from fxprec.driver.ranges import range_name, ranged
 from fxprec.driver.recorder import RecordedHalf, Recorder
 from fxprec.driver.tensor_dump import TensorDump
 from fxprec.driver.warm_start import codegen_sources
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
-from fxprec.passes.lowering import Lowered, lower
+from fxprec.passes.lowering.lower import lower
+from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.report.folder import GraphDump
-from fxprec.runtime.cpu.codes import count_codes
 from fxprec.runtime.stats import StatsQueue
 
 
@@ -123,26 +123,3 @@ def in_saving_order(
     order = saving_order(found)
     is_better = peak_bytes(found, order, kept) < peak_bytes(found, range(len(found)), kept)
     return order if is_better else None
-
-
-def range_name(graph: str, half: str) -> str:
-    """Return what ``torch.profiler`` shows of a half."""
-    return f"fxprec {graph} {half}"
-
-
-def with_stats(run: Compiled, lowered: Lowered, num_outputs: int, queue: StatsQueue) -> Compiled:
-    """Return ``run``, but what lowering appended to its results goes to the queue."""
-    if not lowered.all_rows:
-        return run
-    compat.trim_output_strides(num_outputs)
-
-    def call(args: list[Any]) -> Any:
-        results = run(args)
-        if lowered.rows:
-            queue.push(lowered.rows, torch.cat(results[num_outputs:]), lowered.counted)
-        if lowered.coded and not queue.is_muted:
-            codes = [results[coded.position] for coded in lowered.coded]
-            queue.push(lowered.coded_rows, count_codes(codes, lowered.coded_formats))
-        return results[:num_outputs]
-
-    return compat.boxed(call)

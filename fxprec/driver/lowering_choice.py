@@ -14,14 +14,13 @@ from torch.fx import GraphModule
 
 from fxprec import compat
 from fxprec.driver.capture import copied
-from fxprec.passes.analysis import gemm_costs
-from fxprec.passes.analysis.gemm_costs import Costs
-from fxprec.passes.analysis.traffic.estimate import Traffic, traffic_of
-from fxprec.passes.lowering import Lowered
+from fxprec.passes.lowering.lowered import Lowered
 from fxprec.plan.rows import HalfLowering, LoweringChoice, LoweringEstimate, Moved
 
 if TYPE_CHECKING:
     from fxprec.driver.fallback import Lower
+    from fxprec.passes.analysis.gemm_costs import Costs
+    from fxprec.passes.analysis.traffic.estimate import Traffic
 
 Way = Literal["inductor", "triton"]
 _ON_CPU = "a CPU runs Inductor's loops and fxprec's C++ kernels; generated Triton kernels are for GPUs"
@@ -43,6 +42,8 @@ class LoweringChooser:
 
     def lower(self, gm: GraphModule, lower: Lower, without: frozenset[str], half: str) -> tuple[GraphModule, Lowered]:
         """Lower copies of ``gm`` both ways, and return the one that takes less."""
+        from fxprec.passes.analysis import gemm_costs  # a start from the cache lowers nothing
+
         gpu = gemm_costs.gpu_of(self.device)
         assert gpu is not None
         ways = {way: self._lowered(gm, lower, way, without) for way in _WAYS}
@@ -55,6 +56,8 @@ class LoweringChooser:
     def _lowered(
         self, gm: GraphModule, lower: Lower, way: Way, without: frozenset[str]
     ) -> tuple[GraphModule, Lowered, Traffic]:
+        from fxprec.passes.analysis.traffic.estimate import traffic_of
+
         twin = copied(gm)
         lowered = lower(twin, way, without)
         return twin, lowered, traffic_of(twin.graph)

@@ -6,8 +6,8 @@ from torch.fx import Graph
 
 from fxprec.ir.symbolic import Quantize
 from fxprec.passes.analysis.operators import module_of
-from fxprec.passes.analysis.saved_bytes import largest_saved, readable
-from fxprec.passes.base import Notice
+from fxprec.passes.analysis.saved_bytes import largest_saved
+from fxprec.passes.notice import Notice, readable
 
 SMALL = 64 * 1024  # bytes above the budget that are not worth a word: random seeds, statistics, one more small tensor
 

@@ -14,7 +14,7 @@ import torch
 
 from fxprec import compat
 from fxprec.errors import DoubleBackwardError, ModifiedInPlaceError
-from fxprec.passes.analysis.joint import GraphInput
+from fxprec.passes.analysis.inputs import GraphInput
 
 
 class Versions:

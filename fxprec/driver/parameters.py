@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from fxprec.passes.analysis.joint import GraphInput
+from fxprec.passes.analysis.inputs import GraphInput
 
 
 class Parameters:

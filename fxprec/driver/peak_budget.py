@@ -12,8 +12,7 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.saved_budget import PlanAgain
 from fxprec.errors import BudgetError
 from fxprec.passes.analysis.peak.part import Part
-from fxprec.passes.analysis.saved_bytes import readable
-from fxprec.passes.base import Notice
+from fxprec.passes.notice import Notice, readable
 from fxprec.plan import PeakBytes
 
 ATTEMPTS = 5  # plans made for one budget, each compiled; the second nearly always fits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from fxprec.passes.base import Notice
+from fxprec.passes.notice import Notice
 from fxprec.plan import Plan
 from fxprec.runtime.controller import Controller, describe
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from fxprec import compat
 from fxprec.driver.compiled import Planned
-from fxprec.passes.analysis.joint import GraphInput
+from fxprec.passes.analysis.inputs import GraphInput
 
 Compiled = Callable[..., Any]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fxprec.config import Settings
 from fxprec.driver.event_log import EventLog
-from fxprec.passes.analysis.assignment import over_budget
-from fxprec.passes.analysis.saved_bytes import readable
+from fxprec.passes.notice import readable
 
 ATTEMPTS = 4  # plans made for one budget; the second nearly always fits, since the first shows what is saved besides
 
@@ -29,6 +28,8 @@ class SavedBudget:
         if budget is None or saved <= budget:
             return
         if len(self._saved) + 1 == ATTEMPTS or any(saved >= before for before in self._saved):
+            from fxprec.passes.analysis.assignment import over_budget
+
             raise over_budget(self.settings, min(*self._saved, saved))
         self._saved.append(saved)
         self.fixed += saved - predicted

@@ -7,10 +7,10 @@ states of all graphs are one text, which every way of saving takes: ``torch.save
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from fxprec.driver.state_entries import check_graph
 from fxprec.errors import PlanError
@@ -22,6 +22,8 @@ VERSION = 3
 _READABLE = (2, VERSION)  # version 2 had a list of dicts in place of the text
 
 GraphState = Mapping[str, Any]
+T = TypeVar("T")
+Shape: TypeAlias = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Identity:
 
     is_training: bool
     parameters: tuple[str, ...] | None  # names in call order; None in a state of version 2
+    inputs: tuple[Shape, ...] = ()
+    """Dtype and sizes of what is no parameter, in call order, -1 for a size that may vary; none in older states."""
 
     @classmethod
     def of(cls, state: GraphState) -> Identity:
@@ -37,14 +41,25 @@ class Identity:
         found = state.get("graph")
         if found is None:
             return cls(is_of_training(plan_of(state)), None)
-        return cls(found["training"], tuple(found["parameters"]))
+        return cls(found["training"], tuple(found["parameters"]), tuple(map(tuple, found.get("inputs", ()))))
 
     def to_dict(self) -> dict[str, Any]:
-        return {"training": self.is_training, "parameters": list(self.parameters or ())}
+        found = {"training": self.is_training, "parameters": list(self.parameters or ())}
+        return found | {"inputs": [list(shape) for shape in self.inputs]}
 
     def fits(self, other: Identity) -> bool:
         known = None not in (self.parameters, other.parameters)
         return self.is_training == other.is_training and (not known or self.parameters == other.parameters)
+
+    def distance(self, other: Identity) -> int:
+        """Return how far the inputs are from another graph's: 0 the same, 1 where sizes vary, 2 of other sizes."""
+        if self.inputs == other.inputs:
+            return 0
+        return 1 if [*map(len, self.inputs)] == [*map(len, other.inputs)] and self._may_be(other) else 2
+
+    def _may_be(self, other: Identity) -> bool:
+        pairs = ((a, b) for x, y in zip(self.inputs, other.inputs, strict=True) for a, b in zip(x, y, strict=True))
+        return all(a == b or -1 in (a, b) for a, b in pairs)
 
 
 @dataclass(frozen=True)
@@ -68,15 +83,21 @@ class Waiting:
     def __init__(self, states: Iterable[GraphState | None] = ()) -> None:
         self._saved = [SavedGraph(state) for state in states if state is not None]
 
-    def find(self, wanted: Identity, earlier: Iterable[Identity]) -> SavedGraph | None:
-        """Return the state of a graph. A training graph that fits none gets the first, whose plan says what differs.
+    def fitting(self, wanted: Identity, earlier: Iterable[Identity]) -> list[SavedGraph]:
+        """Return the states that may be a graph's, the likeliest first; its plan says which one is.
 
-        That holds for a graph not seen before: one like the ``earlier`` ones is theirs, traced again.
+        A training graph that none fits gets the first, whose plan says what differs. That holds for a graph not seen
+        before: one like the ``earlier`` ones is theirs, traced again.
         """
-        fitting = next((saved for saved in self._saved if saved.identity.fits(wanted)), None)
-        if fitting is not None or not wanted.is_training or any(e.fits(wanted) for e in earlier):
-            return fitting
-        return next((saved for saved in self._saved if saved.identity.is_training), None)
+        found = likeliest(wanted, self._saved, lambda saved: saved.identity)
+        if found or not wanted.is_training or any(e.fits(wanted) for e in earlier):
+            return found
+        return [saved for saved in self._saved if saved.identity.is_training][:1]
+
+    def distance(self, wanted: Identity) -> int:
+        """Return the least `Identity.distance` of a state that may be a graph's: who has its sizes chooses first."""
+        fitting = (saved.identity for saved in self._saved if saved.identity.fits(wanted))
+        return min((identity.distance(wanted) for identity in fitting), default=3)
 
     def take(self, saved: SavedGraph) -> None:
         """Cross off a state its graph has taken."""
@@ -90,6 +111,12 @@ class Waiting:
     def training_plans(self) -> tuple[Plan, ...]:
         """Plans that evaluation follows until training compiles."""
         return tuple(saved.plan for saved in self._saved if saved.identity.is_training)
+
+
+def likeliest(wanted: Identity, given: Iterable[T], identity: Callable[[T], Identity]) -> list[T]:
+    """Return those ``given`` that fit a graph, the ones with its sizes first, else in their order."""
+    fitting = [x for x in given if identity(x).fits(wanted)]
+    return sorted(fitting, key=lambda x: identity(x).distance(wanted))
 
 
 def is_of_training(plan: Plan) -> bool:

@@ -16,7 +16,7 @@ from fxprec.config import Settings
 from fxprec.errors import BudgetError
 from fxprec.passes.analysis.peak.part import Part
 from fxprec.passes.analysis.peak.together import Together
-from fxprec.passes.analysis.saved_bytes import readable
+from fxprec.passes.notice import readable
 from fxprec.plan import PeakBytes
 
 _MARGIN = 0.98  # of the budget, where that much is enough: what is compiled differs a little from what is predicted

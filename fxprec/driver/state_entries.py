@@ -24,7 +24,7 @@ def check_graph(entry: Entry) -> None:
     )
     if "graph" in entry.value:
         wanted = {"training": _flag, "parameters": _each(_text)}
-        _known(entry.get("graph"), wanted, required=tuple(wanted))
+        _known(entry.get("graph"), {**wanted, "inputs": _each(_each(_text_or_size))}, required=tuple(wanted))
 
 
 def _known(entry: Entry, readers: Mapping[str, Callable[[Entry], Any]], required: tuple[str, ...]) -> None:
@@ -105,6 +105,11 @@ def _flag(entry: Entry) -> None:
 def _text(entry: Entry) -> None:
     if not isinstance(entry.value, str):
         raise entry.wrong("text")
+
+
+def _text_or_size(entry: Entry) -> None:
+    if type(entry.value) is not str and entry.value != -1:
+        _count(entry)
 
 
 _OF_EACH = ("exps", "measured", "amax", "margins", "saturating", "fresh", "due", "settling", "last_refresh")

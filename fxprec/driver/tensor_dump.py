@@ -206,10 +206,8 @@ def _recompiled(gm: GraphModule) -> GraphModule:
 
 def tensor_dump(
     settings: Settings, folder: GraphDump | None, log: EventLog, controller: Callable[[], Controller | None]
-) -> TensorDump | None:
-    """Return what writes the tensors asked for, or None. Raises `ConfigError` where there is no folder for them."""
-    if not settings.asked.dump_tensors:
-        return None
+) -> TensorDump:
+    """Return what writes the tensors asked for. Raises `ConfigError` where there is no folder for them."""
     if folder is None:
         raise ConfigError("dump_tensors has no folder to write to; give dump='DIR' too")
     return TensorDump(settings, folder, log, controller)

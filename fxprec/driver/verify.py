@@ -19,7 +19,7 @@ from fxprec.driver.seeded import draw_from_seeds
 from fxprec.ir import symbolic
 from fxprec.numerics.stats import WIDTH, finish
 from fxprec.passes.analysis.joint import results_of
-from fxprec.passes.lowering import Lowered
+from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.stats import watch
 from fxprec.passes.lowering.triton.kernel import Kernel
 

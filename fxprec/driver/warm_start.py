@@ -21,8 +21,7 @@ from fxprec.config import Settings
 from fxprec.driver.capture import Captured
 from fxprec.driver.compiled import Planned
 from fxprec.driver.event_log import EventLog, Said
-from fxprec.passes.analysis import kernel_order
-from fxprec.passes.lowering import Lowered
+from fxprec.passes.lowering.lowered import Lowered
 from fxprec.plan import Plan
 from fxprec.plan.files import dumps
 
@@ -92,7 +91,11 @@ def sources() -> str:
 def codegen_sources() -> str:
     """Return a hash of what decides, beside a lowered graph, which code Inductor makes of it."""
     return _hash_of(
-        [*_files(Path(compat.__file__).parent), Path(kernel_order.__file__), Path(__file__).with_name("halves.py")]
+        [
+            *_files(Path(compat.__file__).parent),
+            Path(passes.__path__[0], "analysis", "kernel_order.py"),
+            Path(__file__).with_name("halves.py"),
+        ]
     )
 
 

@@ -154,6 +154,15 @@ class Plan:
         """
         return first_difference(self, other, there=there, sizes=sizes)
 
+    def summary(self) -> str:
+        """Return what was decided, in one line."""
+        low, saved = len(self.low_groups), self.saved_bytes
+        bytes_saved = "" if saved is None else f", {saved.planned} of {saved.fp32} bytes saved for backward"
+        return (
+            f"recipe {self.recipe.name}, {self.storage} storage: {low} of {len(self.groups)} groups low, "
+            f"{self.achieved_low_ratio:.4f} of {self.total_elements} elements, {len(self.sites)} sites{bytes_saved}"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON data, keys in a fixed order."""
         return files.to_dict(self)

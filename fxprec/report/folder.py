@@ -1,22 +1,16 @@
-"""Dump folders: for each compiled graph one text per pass, the plan, and statistics while training runs."""
+"""The dump of one graph: for each compiled graph one text per pass, the plan, and statistics while training runs."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch
-
-from fxprec import compat
-from fxprec.config import Config
 from fxprec.errors import ConfigError, FxprecError
 from fxprec.passes.base import Work
 from fxprec.passes.lowering.triton.header import header
@@ -24,6 +18,7 @@ from fxprec.passes.lowering.triton.kernel import Kernel
 from fxprec.plan import Plan
 from fxprec.report.drawing import FILE as GRAPH
 from fxprec.report.drawing import Drawing
+from fxprec.report.dump_folder import DumpFolder
 from fxprec.report.history import FILE as STATS
 from fxprec.report.html import write_report
 from fxprec.report.tensors import FILE as TENSORS
@@ -31,49 +26,13 @@ from fxprec.report.tensors import FOLDER as TENSOR_FILES
 from fxprec.report.tensors import Dumped, TensorFolder
 from fxprec.runtime.controller import Controller
 
-VARIABLE = "FXPREC_DUMP"
 THIN_AFTER = 20_000  # lines of stats.jsonl; after each so many, half as many steps are recorded
 
 WHOLE = ("plan.json", GRAPH, "report.html")  # written once a compilation has come so far
 
-_claimed: Counter[Path] = Counter()
-
 
 class Planned(Exception):
     """Ends a compilation of which only the plan is wanted."""
-
-
-class DumpFolder:
-    """Where one backend dumps its graphs: ``DIR/graph-0``, ...; a process's next backend takes ``DIR/model-1``."""
-
-    def __init__(self, path: Path, *, plan_only: bool = False) -> None:
-        self.path, self.plan_only = path, plan_only
-
-    @classmethod
-    def of(cls, config: Config) -> DumpFolder | None:
-        """Return the folder that ``config.dump``, ``FXPREC_DUMP`` or ``TORCH_COMPILE_DEBUG=1`` means, or None."""
-        path = config.dump or os.environ.get(VARIABLE)
-        if not path and (debug := compat.debug_folder()):
-            path = os.path.join(debug, "fxprec")
-        return cls(Path(path)) if path else None
-
-    @cached_property
-    def root(self) -> Path:
-        """Claimed at the first graph, so that a backend which compiles nothing takes no name."""
-        root = self.path
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            root = root / f"rank-{torch.distributed.get_rank()}"
-        key = root.resolve()
-        _claimed[key] += 1
-        return root if _claimed[key] == 1 else root / f"model-{_claimed[key] - 1}"
-
-    def graph(self, index: int) -> GraphDump:
-        """Return the dump of one compiled graph. Nothing is written yet."""
-        return GraphDump(self, index)
-
-    def forget(self) -> None:
-        """Let this process use the folder once more: for a command that starts it anew."""
-        _claimed.pop(self.path.resolve(), None)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -16,7 +16,7 @@ import torch
 
 from fxprec.compat import FakeTensor, FakeTensorMode, tree_map_only
 from fxprec.errors import ConfigError, FxprecError, did_you_mean
-from fxprec.report.folder import DumpFolder
+from fxprec.report.dump_folder import DumpFolder
 
 Factory = Callable[..., Any]
 _FORM = "give path/file.py:factory or module:callable"

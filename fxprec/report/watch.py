@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from fxprec import compat
 from fxprec.passes import pipeline
 from fxprec.passes.base import Work
+from fxprec.passes.pass_report import PassReport
 from fxprec.plan import Plan
 from fxprec.plan.files import dumps
 from fxprec.report.folder import GraphDump
 from fxprec.report.graph_text import graph_text
 
 
-def run_passes(work: Work, dump: GraphDump | None) -> list[pipeline.PassReport]:
+def run_passes(work: Work, dump: GraphDump | None) -> list[PassReport]:
     """Run the pipeline; nothing is written, and no text made, where neither a dump nor a trace is wanted.
 
     Raises `ConfigError` where the dump cannot be written.
@@ -38,13 +39,13 @@ class _Watch:
     dump: GraphDump | None
     texts: int = 0
 
-    def run(self, work: Work) -> list[pipeline.PassReport]:
+    def run(self, work: Work) -> list[PassReport]:
         if self.dump is not None:
             self.dump.start()
         self.tell("joint", work, {})
         return pipeline.run(work, pipeline.PIPELINE, self.after)
 
-    def after(self, report: pipeline.PassReport, work: Work) -> None:
+    def after(self, report: PassReport, work: Work) -> None:
         self.tell(report.name, work, report.changed)
         if self.dump is not None:
             self.dump.draw(work)

@@ -14,9 +14,10 @@ from fxprec.config import Settings, policy_name
 from fxprec.config.recipes import Recipe
 from fxprec.errors import BudgetError
 from fxprec.passes.analysis.policies import POLICIES, Problem, from_function
-from fxprec.passes.analysis.saved_bytes import SavedBytes, bytes_in_float32, readable
+from fxprec.passes.analysis.saved_bytes import SavedBytes, bytes_in_float32
 from fxprec.passes.analysis.selection import kept_high
 from fxprec.passes.analysis.tensors import CountedTensor
+from fxprec.passes.notice import readable
 from fxprec.plan import ByteCount
 
 

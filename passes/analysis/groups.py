@@ -24,8 +24,6 @@ from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.analysis.values import is_differentiable, is_float_tensor, is_plain_float
 from fxprec.plan.plan import GemmNames
 
-GROUP_META = "fxprec_group"  # of a node: the group its operator lies in, for profiler ranges
-
 
 @dataclass(frozen=True)
 class Grouped:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import sympy
 import torch
@@ -14,17 +14,7 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import TABLE_COLUMNS
 from fxprec.passes.analysis import descriptors, ops
-
-InputKind = Literal["param", "buffer", "input", "table", "other"]
-
-
-@dataclass(frozen=True, slots=True)
-class GraphInput:
-    """One input of the graph Dynamo captured, in call order."""
-
-    name: str  # the user's name: "layer1.0.conv1.weight", "x"
-    kind: InputKind  # "other" is what AOTAutograd adds: effect tokens, random seeds
-    module: str  # the owning module's path, "" for inputs
+from fxprec.passes.analysis.inputs import GraphInput, InputKind
 
 
 def input_index(node: Node) -> int | None:

@@ -9,7 +9,8 @@ from torch.fx import GraphModule, Node
 
 from fxprec.passes.analysis.joint import value
 from fxprec.passes.analysis.operators import Operators
-from fxprec.passes.base import Notice, Work
+from fxprec.passes.base import Work
+from fxprec.passes.notice import Notice
 
 
 def left_alone(work: Work) -> Iterator[Notice]:

@@ -11,16 +11,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
 from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.inputs import module_path
 from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.values import is_differentiable
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(eq=False)
@@ -145,19 +142,6 @@ def module_of(node: Node) -> str:
     """Return the innermost module's path as the user writes it, ``layer1.0.conv1``."""
     stack = node.meta.get("nn_module_stack")
     return module_path(stack[next(reversed(stack))][0]) if stack else ""
-
-
-@lru_cache(maxsize=4096)
-def module_path(path: str) -> str:
-    """Turn Dynamo's ``L['self']._modules['layer1']._modules['0']`` (or ``L['self'].layer1[0]``) into ``layer1.0``.
-
-    A wrapper around ``forward`` (Accelerate's mixed precision) calls the model ``L['args'][0]``.
-    """
-    path = re.sub(r"^L\['args'\]\[0\]", "L['self']", path)
-    path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
-    path = re.sub(r"\['([^']*)'\]", r".\1", re.sub(r"\[(\d+)\]", r".\1", path))
-    parts = [part for part in path.split(".") if part]
-    return ".".join(parts[2:] if parts[:1] == ["L"] else parts)
 
 
 def source_of(node: Node) -> str:

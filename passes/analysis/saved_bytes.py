@@ -20,9 +20,8 @@ from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Quantize
 from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS, QUANTIZE_BLOCKS, TENSOR_SCALE, QuantizeBlocks
 from fxprec.ir.symbolic_gemms import TRANSPOSED
 from fxprec.numerics.formats import Format
-from fxprec.passes.analysis.groups import GROUP_META
+from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.passes.analysis.joint import (
-    GraphInput,
     JointGraph,
     input_index,
     is_backward,
@@ -33,7 +32,7 @@ from fxprec.passes.analysis.joint import (
     tensor_of,
     value,
 )
-from fxprec.passes.analysis.tensors import CountedTensor
+from fxprec.passes.analysis.tensors import GROUP_META, CountedTensor
 from fxprec.plan import ByteCount, Plan
 
 
@@ -191,11 +190,3 @@ def _copied(node: Node) -> Node:
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 _COPIES = (QUANTIZE, DEQUANTIZE, QUANTIZE_BLOCKS, DEQUANTIZE_BLOCKS, TRANSPOSED, _CONVERT)
-
-
-def readable(size: int) -> str:
-    """Return ``"1.50 GiB (1610612736 bytes)"``."""
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size >= 1024**power:
-            return f"{size / 1024**power:.2f} {unit} ({size} bytes)"
-    return f"{size} bytes"

@@ -10,6 +10,8 @@ from typing import Literal
 
 import sympy
 
+GROUP_META = "fxprec_group"  # of a node: the group its operator lies in, for profiler ranges
+
 Kind = Literal["output", "param", "grad_output", "grad_param"]
 KINDS: tuple[Kind, ...] = ("output", "param", "grad_output", "grad_param")
 

@@ -14,22 +14,13 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.passes.analysis.joint import results_of, tensor_of
+from fxprec.passes.lowering.lowered import CodedResult
 from fxprec.passes.lowering.rows import WatchedRows
 
 # Of what casts are stored in, the dtypes that Inductor's C++ has vectors of; one other makes a whole loop scalar.
 _VECTORIZED = frozenset(
     {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32}
 )
-
-
-@dataclass(frozen=True)
-class CodedResult:
-    """A result of a lowered graph that is a stored tensor: what was lost is counted from it."""
-
-    position: int
-    """Among the results."""
-    row: int
-    format: str
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from fxprec.ir import symbolic
 from fxprec.ir.symbolic import AS_STORED, QUANTIZE
 from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import format_row
-from fxprec.passes.lowering import Lowered, lower
+from fxprec.passes.lowering.lower import lower
+from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.rows import WatchedRows
 
 FORMAT = "1-4-3+4"

@@ -21,7 +21,7 @@ from fxprec.ir.symbolic import SideBySide
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
-from fxprec.passes.lowering import lower
+from fxprec.passes.lowering.lower import lower
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_kernels.py")
 aten = torch.ops.aten

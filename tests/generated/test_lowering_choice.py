@@ -27,11 +27,12 @@ from fxprec.errors import PlanError
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
 from fxprec.passes.analysis.traffic.estimate import Traffic
-from fxprec.passes.base import Notice
-from fxprec.passes.lowering import Lowered, lower
+from fxprec.passes.lowering.lower import lower
+from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.passes.lowering.triton.borders import untorn
 from fxprec.passes.lowering.triton.regions import find_regions
+from fxprec.passes.notice import Notice
 from fxprec.plan import Plan
 from fxprec.plan.rows import HalfLowering, LoweringChoice, LoweringEstimate, Moved
 from fxprec.report.explain import explain

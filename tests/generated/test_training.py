@@ -182,7 +182,8 @@ def test_a_kernel_that_does_not_compile_is_left_out(monkeypatch: pytest.MonkeyPa
 
     from generated.kernel_helpers import FORMAT, scale_table, stored, traced
 
-    from fxprec.passes.lowering import Lowered, lower
+    from fxprec.passes.lowering.lower import lower
+    from fxprec.passes.lowering.lowered import Lowered
     from fxprec.passes.lowering.rows import WatchedRows
 
     def f(x, w, table):

@@ -12,7 +12,8 @@ from fxprec.driver.fallback import Lowering
 from fxprec.driver.verify import checked_cpu_run
 from fxprec.ir import symbolic
 from fxprec.numerics.formats import parse
-from fxprec.passes.lowering import Lowered, lower
+from fxprec.passes.lowering.lower import lower
+from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.runtime.cpu import ops
 from fxprec.runtime.cpu.params import params_of

@@ -17,8 +17,9 @@ from fxprec.errors import BudgetError, ConfigError
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis.assignment import Assignment, assign, elements_needed
 from fxprec.passes.analysis.policies import POLICIES
-from fxprec.passes.analysis.saved_bytes import SavedBytes, bytes_per_element, readable
+from fxprec.passes.analysis.saved_bytes import SavedBytes, bytes_per_element
 from fxprec.passes.analysis.tensors import CountedTensor
+from fxprec.passes.notice import readable
 
 KINDS = ("output", "param", "grad_output", "grad_param")
 

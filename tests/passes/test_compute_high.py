@@ -19,7 +19,7 @@ from helpers import assert_bits_equal, compiled, eager_backend, gradients
 from one_pass import Ran, run_pass
 from test_casts_simulated import CNN, Program, Transformer
 
-from fxprec.driver import compilation
+from fxprec.driver import traced
 from fxprec.ir import symbolic
 from fxprec.numerics.codec import decode_bits, encode_bits
 from fxprec.numerics.formats import parse
@@ -137,13 +137,13 @@ def test_forward_never_waits_for_backward(name: str) -> None:
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Graph, int]]:
     """The forward halves as AOTAutograd cut them, and how many of their results are the model's."""
     found: list[tuple[Graph, int]] = []
-    complete = compilation.Compilation._complete_plan
+    complete = traced.Traced._complete_plan
 
     def keep(self: Any, forward: Any) -> None:
         found.append((forward.graph, self.planned.num_results))
         complete(self, forward)
 
-    monkeypatch.setattr(compilation.Compilation, "_complete_plan", keep)
+    monkeypatch.setattr(traced.Traced, "_complete_plan", keep)
     return found
 
 

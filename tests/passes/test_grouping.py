@@ -20,7 +20,8 @@ import cifar
 
 from fxprec.passes.analysis.grouping import by_dataflow, by_execution
 from fxprec.passes.analysis.groups import group_tensors
-from fxprec.passes.analysis.joint import GraphInput, JointGraph
+from fxprec.passes.analysis.inputs import GraphInput
+from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.operators import Operators, recover_operators
 
 aten = torch.ops.aten

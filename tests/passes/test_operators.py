@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import compiled, eager_backend, recorded_works
 
-from fxprec.passes.analysis.operators import module_path
+from fxprec.passes.analysis.inputs import module_path
 
 
 class Block(nn.Module):

@@ -22,9 +22,10 @@ from fxprec.config import Config
 from fxprec.driver.fallback import Lowering
 from fxprec.errors import FallbackError
 from fxprec.ir.symbolic_gemms import GemmKernel, kernel_called
-from fxprec.passes.base import Notice
-from fxprec.passes.lowering import Lowered, lower
+from fxprec.passes.lowering.lower import lower
+from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.rows import WatchedRows
+from fxprec.passes.notice import Notice
 
 kernels = pytest.importorskip("fxprec.runtime.gemm.kernels", reason="needs Triton")
 TABLE = table_of((0, "e4m3fn"), (5, "e5m2_sat"), (-4, "1-5-2"))

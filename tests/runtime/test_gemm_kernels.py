@@ -29,7 +29,7 @@ from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.reference import reference_decode, reference_encode, reference_stats
 from fxprec.numerics.rows import format_row
 from fxprec.numerics.stats import WIDTH, Counts, finish, gathered
-from fxprec.passes.lowering import lower_gemms
+from fxprec.passes.lowering.gemms import lower_gemms
 from fxprec.passes.lowering.stats import Counters, append_gathered, watch
 
 # Every family and overflow rule, no mantissa, one exponent bit, odd biases, and 16-bit codes.

@@ -13,8 +13,8 @@ from sympy import Poly, Symbol
 from torch.fx import Graph
 
 from fxprec.passes.analysis.peak.step import Held
-from fxprec.passes.analysis.saved_bytes import readable
 from fxprec.passes.analysis.sizes import Ranges, ranges_of, where_all_fit
+from fxprec.passes.notice import readable
 
 
 @dataclass

@@ -7,28 +7,17 @@ gradients of a norm's weight, batch norm's statistics), data movement and everyt
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
 from fxprec.ir.symbolic import Dequantize, Quantize, Rescale
+from fxprec.passes.lowering.lowered import Generated
 from fxprec.passes.lowering.triton.borders import untorn
-from fxprec.passes.lowering.triton.kernel import Kernel, Unprintable
+from fxprec.passes.lowering.triton.kernel import Unprintable
 from fxprec.passes.lowering.triton.launch import KernelCalls, Launches
 from fxprec.passes.lowering.triton.printer import Tables, print_kernel
 from fxprec.passes.lowering.triton.regions import find_regions, in_order
 from fxprec.passes.lowering.triton.shapes_in_graph import SizeNodes
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What `call_generated` did: the kernels, the rows they count for, and where."""
-
-    kernels: tuple[Kernel, ...] = ()
-    watched: tuple[int, ...] = ()
-    counters: Node | None = None
-    left: tuple[tuple[str, str], ...] = ()
-    """Regions left to Inductor: kernel or first node, and why."""
 
 
 def call_generated(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxprec.passes.analysis.groups import GROUP_META
+from fxprec.passes.analysis.tensors import GROUP_META
 from fxprec.passes.lowering.triton.kernel import Argument, Kernel
 from fxprec.passes.lowering.triton.sizes import shape_of
 from fxprec.plan import Site

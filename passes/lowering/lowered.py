@@ -1,0 +1,60 @@
+"""What lowering hands over: what a start from the cache needs of it is plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from fxprec.numerics.formats import Format, parse
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+    from fxprec.passes.lowering.triton.kernel import Kernel
+
+
+@dataclass(frozen=True)
+class CodedResult:
+    """A result of a lowered graph that is a stored tensor: what was lost is counted from it."""
+
+    position: int
+    """Among the results."""
+    row: int
+    format: str
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What `call_generated` did: the kernels, the rows they count for, and where."""
+
+    kernels: tuple[Kernel, ...] = ()
+    watched: tuple[int, ...] = ()
+    counters: Node | None = None
+    left: tuple[tuple[str, str], ...] = ()
+    """Regions left to Inductor: kernel or first node, and why."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What lowering appended to a graph's outputs, and the kernels it generated."""
+
+    rows: tuple[int, ...]
+    """Rows of the statistics, in order. They come as one vector, or as one a row."""
+    counted: tuple[int, ...]
+    """Rows of the histograms behind them."""
+    coded: tuple[CodedResult, ...] = ()
+    """Results whose rows are counted from the codes, by who runs the graph."""
+    generated: Generated = field(default_factory=Generated)
+
+    @cached_property
+    def coded_rows(self) -> tuple[int, ...]:
+        return tuple(result.row for result in self.coded)
+
+    @cached_property
+    def coded_formats(self) -> tuple[Format, ...]:
+        return tuple(parse(result.format) for result in self.coded)
+
+    @property
+    def all_rows(self) -> tuple[int, ...]:
+        return (*self.rows, *self.coded_rows)

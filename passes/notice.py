@@ -1,0 +1,21 @@
+"""What a user is told of: with nothing of the passes, which a start from the cache does not import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something the user asked for and did not get."""
+
+    site: str  # node, module and source line
+    detail: str
+
+
+def readable(size: int) -> str:
+    """Return ``"1.50 GiB (1610612736 bytes)"``."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            return f"{size / 1024**power:.2f} {unit} ({size} bytes)"
+    return f"{size} bytes"
