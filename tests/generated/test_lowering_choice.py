@@ -26,6 +26,7 @@ from fxprec.driver.fallback import Lowering
 from fxprec.errors import PlanError
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
+from fxprec.passes.analysis.traffic import estimate
 from fxprec.passes.analysis.traffic.estimate import Traffic
 from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.lowered import Lowered
@@ -106,7 +107,7 @@ def test_what_is_taken_is_what_is_lowered_and_what_the_plan_says(monkeypatch: py
 def test_an_estimate_that_fails_is_told_and_inductor_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Notice] = []
     lowering = on_gpu(monkeypatch, told.append)
-    monkeypatch.setattr(lowering_choice, "traffic_of", lambda graph: 1 // 0)
+    monkeypatch.setattr(estimate, "traffic_of", lambda graph: 1 // 0)
     gm = half(rounded_operands, X, W)
     same, lowered = lowering.lower(gm, lower_half, "forward")
     assert same is gm
