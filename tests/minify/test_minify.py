@@ -109,7 +109,7 @@ def test_wrong_use_is_one_line(net, capsys):
     for arguments, words in (
         (("--crash", "--error-above", 1), "choose the failure to reduce"),
         (("--error-above", 10, "--recipe", "bf16"), "does not fail: relative error of"),
-        (("--tensor", "nobody"), "'nobody' is none of the tensors compared: output, loss, a.weight.grad"),
+        (("--tensor", "nobody"), "'nobody' is none of the tensors compared; give one of output, loss, a.weight.grad"),
         (("--recipe", "fp32"), "holds everything in float32"),
     ):
         assert run("minify", f"{net}:make", *arguments) == 2
