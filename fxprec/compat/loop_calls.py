@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._inductor import ir, lowering
+from torch._inductor import ir, lowering, virtualized
 from torch._inductor.codegen import cpp as _cpp
-from torch._inductor.virtualized import V, ops
 
 LoopText = Callable[[str, str], str]
 """From the C++ types of float32 and int32, single or vectors, to a function of one of them to one of them."""
@@ -24,7 +23,7 @@ def call_in_loop(x: Any, name: str, text: LoopText, dtype: torch.dtype) -> Any:
     C++ it has no meaning but the one that `calls_in_loops` gives it.
     """
     _texts[name] = text
-    return ops.inline_asm_elementwise(x, asm=name, constraints="", dtype=dtype, is_pure=True, pack=1)
+    return virtualized.ops.inline_asm_elementwise(x, asm=name, constraints="", dtype=dtype, is_pure=True, pack=1)
 
 
 def converted_in_loop(x: Any, dtype: torch.dtype, source: torch.dtype) -> Any:
@@ -32,8 +31,8 @@ def converted_in_loop(x: Any, dtype: torch.dtype, source: torch.dtype) -> Any:
     if dtype == source:
         return x
     if dtype.itemsize == source.itemsize == 1:
-        return ops.to_dtype_bitcast(x, dtype, source)
-    return ops.to_dtype(x, dtype, src_dtype=source)
+        return virtualized.ops.to_dtype_bitcast(x, dtype, source)
+    return virtualized.ops.to_dtype(x, dtype, src_dtype=source)
 
 
 def lower_pointwise(target: Any, result: Callable[..., torch.dtype], element: Callable[..., Any]) -> None:
@@ -65,7 +64,7 @@ def calls_in_loops() -> Iterator[None]:
     def inline_asm_elementwise(x: Any, *, asm: str, **_: Any) -> str:
         types = "float", "int32_t"
         if x.is_vec:
-            types = tuple(V.kernel._get_vec_type(dtype) for dtype in (torch.float32, torch.int32))
+            types = tuple(virtualized.V.kernel._get_vec_type(dtype) for dtype in (torch.float32, torch.int32))
         return f"{_texts[asm](*types)}({x})"
 
     overrides: Any = _cpp.CppOverrides

@@ -170,11 +170,11 @@ def test_promotions_of_another_graph_are_taken_over_by_tensor_kind_and_group() -
     training, evaluation = controller(sites=6), controller(sites=6)
     feed(training, FORWARD, overflow=1.0)
     table = evaluation.table
-    evaluation.promote_as(training.plan)
+    evaluation.promote_as(training.plan, "promoted in training")
     assert [s.id for s in evaluation.plan.promoted] == [FORWARD]
     assert not torch.equal(evaluation.table[FORWARD], table[FORWARD])
     table = evaluation.table
-    evaluation.promote_as(training.plan)
+    evaluation.promote_as(training.plan, "promoted in training")
     assert evaluation.table is table
     assert [e.detail for e in evaluation.events] == ["1-4-3+4 -> 1-6-9: promoted in training"]
 
