@@ -172,7 +172,7 @@ class Exchange:
         if self.lost is not None:
             self._keep_residuals(self.lost)
         if whole is None:
-            _write(mean, self.bucket.low)
+            write_back(mean, self.bucket.low)
 
     @property
     def _aps(self) -> bool:
@@ -200,7 +200,7 @@ class Exchange:
         dist.all_reduce(flat, group=self.state.groups.payload)
         flat.div_(self.state.groups.size)
         if not whole:
-            _write(flat, high)
+            write_back(flat, high)
 
     def _add_residuals(self, layers: list[Tensor]) -> None:
         for layer, parameter in zip(layers, self.bucket.parameters, strict=True):
@@ -213,7 +213,7 @@ class Exchange:
             self.state.residuals[parameter] = torch.nan_to_num(layer, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _write(flat: Tensor, views: Sequence[Tensor]) -> None:
+def write_back(flat: Tensor, views: Sequence[Tensor]) -> None:
     """Copy a flat tensor back into the views it was made of."""
     for part, view in zip(torch.split(flat, [v.numel() for v in views]), views, strict=True):
         view.copy_(part.view_as(view))

@@ -41,6 +41,15 @@ class Groups:
         return dist.get_global_rank(self.members, 0)
 
 
+def parent_of(process_group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
+    """The group, or the default one. Raises `ConfigError` where there is none, naming what needs it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(f"{who} needs a process group and none is set up; call init_process_group before it")
+    parent = process_group if process_group is not None else dist.group.WORLD
+    assert parent is not None
+    return parent
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """The timeout a group was made with, None where it does not tell."""
     try:

@@ -30,7 +30,7 @@ def aps_hook(
     is_last = bucket.is_last()
     if state.groups.size == 1:
         state.step += is_last
-        return _done(buffer)
+        return done(buffer)
     with torch.no_grad():
         parts = split_bucket(state, bucket.index(), buffer, bucket.gradients(), bucket.parameters())
         exchanges = [Exchange(state, part) for part in parts]
@@ -41,11 +41,11 @@ def aps_hook(
             for exchange, name in product(exchanges, Exchange.STAGES):
                 getattr(exchange, name)()
         state.step += is_last
-        return _done(buffer)
+        return done(buffer)
     return _queue(state, exchanges, buffer, is_last)
 
 
-def _done(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
+def done(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
     devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     future.set_result(buffer)

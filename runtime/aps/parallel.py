@@ -7,6 +7,7 @@ All ranks get the same bits. Shapes are equal on all ranks. A tensor with an inf
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,13 +38,24 @@ def _unpack(messages: Tensor, c: Codec) -> Tensor:
     return codecs.decode_values(messages[:, _SCALE_BYTES:], c) * scales
 
 
+class _Gather:
+    """Every rank's tensor on its way here, coded."""
+
+    def __init__(self, x: Tensor, c: Codec, group: dist.ProcessGroup | None) -> None:
+        self.codec, self.group = c, group
+        self._message = _pack(x, c)  # kept until it is sent
+        self._out = self._message.new_empty(_world(group) * self._message.numel())
+        self._work = _all_gather_into(self._out, self._message, group=group, async_op=True)
+
+    def rows(self) -> Tensor:
+        """Wait for them; (world, elements)."""
+        self._work.wait()
+        return _unpack(self._out.view(_world(self.group), -1), self.codec)
+
+
 def _gather_rows(x: Tensor, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
     """Every rank's tensor, coded, as (world, elements)."""
-    message = _pack(x, c)
-    world = _world(group)
-    out = message.new_empty(world * message.numel())
-    _all_gather_into(out, message, group=group)
-    return _unpack(out.view(world, -1), c)
+    return _Gather(x, c, group).rows()
 
 
 def _exchange_rows(rows: Tensor, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
@@ -68,6 +80,13 @@ def _concatenate(x: Tensor, dim: int, c: Codec, group: dist.ProcessGroup | None)
     return torch.cat([row.view(x.shape).to(x.dtype) for row in rows.unbind()], dim)
 
 
+def _sum_of_parts(grad: Tensor, dim: int, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's part along `dim` of the sum of all ranks' tensors."""
+    parts = grad.float().chunk(_world(group), dim)
+    rows = torch.stack([part.reshape(-1) for part in parts])
+    return _exchange_rows(rows, c, group).sum(0).view(parts[0].shape).to(grad.dtype)
+
+
 def _swap(x: Tensor, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
     world = _world(group)
     return _exchange_rows(x.reshape(world, -1), c, group).view(x.shape).to(x.dtype)
@@ -81,11 +100,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        world = _world(ctx.group)
-        rows = torch.stack([part.reshape(-1) for part in grad.float().chunk(world, ctx.dim)])
-        shape = list(grad.shape)
-        shape[ctx.dim] //= world
-        return _exchange_rows(rows, ctx.codec, ctx.group).sum(0).view(shape).to(grad.dtype), None, None, None
+        return _sum_of_parts(grad, ctx.dim, ctx.codec, ctx.group), None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -111,6 +126,32 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _swap(grad.contiguous(), ctx.codec, ctx.group), None, None
+
+
+class _Arrive(torch.autograd.Function):
+    """The samples of a sub-batch, all ranks' in rank order; a rank's gradient is that of its own loss."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, gather: _Gather) -> Tensor:
+        ctx.codec, ctx.group = gather.codec, gather.group
+        return gather.rows().view(-1, *part.shape[1:]).to(part.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum_of_parts(grad, 0, ctx.codec, ctx.group) * _world(ctx.group), None
+
+
+class _OwnSamples(torch.autograd.Function):
+    """This rank's part of dimension 0; the gradient is that of the mean of all ranks' losses."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.codec, ctx.group = c, group
+        return y.chunk(_world(group))[dist.get_rank(group)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _concatenate(grad, 0, ctx.codec, ctx.group) / _world(ctx.group), None, None
 
 
 def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -152,3 +193,36 @@ def copy_to_group(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.Pro
 def reduce_from_group(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None) -> Tensor:
     """Sum of all ranks' tensors, at the exit of a row-parallel layer; each rank's gradient is the output's."""
     return _applied(_AllReduce, x, codec(data_type), group, True, False)
+
+
+def sub_batches(
+    layers: Callable[[Tensor], Tensor],
+    x: Tensor,
+    count: int | None = None,
+    *,
+    data_type: str = "dynamic-tree",
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """What `layers`, split over the ranks, make of this rank's samples x (batch, ...), in `count` sub-batches.
+
+    Source: Dettmers 2016, section 2.4. A sub-batch takes batch / count samples of every rank; while `layers` compute
+    it, the next one's activations are on the wire. `count` is the number of ranks where it is left out, so that a
+    sub-batch is as large as one rank's batch. `layers` map (samples, ...) to (samples, ...), end in
+    `reduce_from_group` and begin without `copy_to_group`: their input's gradients are added up here. Their weights get
+    the gradient of the mean of all ranks' losses, x that of this rank's, as DistributedDataParallel wants it. Raises
+    `ConfigError` where `count` does not divide the batch.
+    """
+    count = _world(group) if count is None else count
+    if x.dim() == 0 or count < 1 or x.shape[0] % count or not x.shape[0]:
+        raise ConfigError(
+            f"sub_batches of a tensor of shape {tuple(x.shape)} in {count}: dimension 0 is cut into equal parts; "
+            "choose a count that divides it"
+        )
+    kind, parts, found = codec(data_type), x.chunk(count), []
+    coming = _Gather(parts[0], kind, group)
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        arrived = _applied(_Arrive, part, coming)
+        if following is not None:
+            coming = _Gather(following, kind, group)
+        found.append(_applied(_OwnSamples, layers(arrived), kind, group))
+    return torch.cat(found)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxprec.errors import ConfigError
 from fxprec.numerics.formats import Format
 from fxprec.runtime.aps.codecs import Codec
-from fxprec.runtime.aps.groups import Groups, agree, make_groups
+from fxprec.runtime.aps.groups import Groups, agree, make_groups, parent_of
 from fxprec.runtime.aps.options import Accumulate, APSOptions, Rounding, Scaling
 from fxprec.runtime.aps.wire import wire_of
 
@@ -70,10 +70,7 @@ class APSState:
         self.workers: list[ThreadPoolExecutor] = []
 
     def _meet(self, process_group: dist.ProcessGroup | None) -> Groups:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ConfigError("APSState needs a process group and none is set up; call init_process_group before it")
-        parent = process_group if process_group is not None else dist.group.WORLD
-        assert parent is not None
+        parent = parent_of(process_group, "APSState")
         kept = [tuple(p.shape) for p in self._kept]
         agree(f"{self.options.text()}, keep_high={sorted(kept)}", parent)
         return make_groups(parent, self.options.group_size)

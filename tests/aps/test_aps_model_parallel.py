@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fxprec import aps
 from fxprec.errors import ConfigError
+from fxprec.runtime.aps import parallel
 from fxprec.runtime.aps.codec_tables import TABLES
 
 WORLD = 3
@@ -92,11 +94,58 @@ def odd(rank: int, world: int) -> dict[str, Any]:
     }
 
 
+def in_sub_batches(rank: int, world: int) -> dict[str, Any]:
+    """Split layers behind samples of this rank's own: errors against the whole batch on one rank, exact numbers, order."""
+    g = torch.Generator().manual_seed(5)
+    x, w1, w2 = (torch.randn(s, generator=g) for s in ((world, 6, 12), (12, 4 * world), (4 * world, 5)))
+    full = [t.clone().requires_grad_() for t in (x, w1, w2)]
+    wanted = torch.tanh(full[0] @ full[1]) @ full[2]
+    wanted.square().mean().backward()  # the mean of all ranks' losses
+    mine = slice(4 * rank, 4 * rank + 4)
+    part = [t.clone().requires_grad_() for t in (x[rank], w1[:, mine], w2[mine])]
+    order: list[str] = []
+
+    def layers(h: Tensor) -> Tensor:
+        order.append(f"compute {tuple(h.shape)}")
+        return aps.reduce_from_group(torch.tanh(h @ part[1]) @ part[2])
+
+    class Noted(parallel._Gather):
+        def __init__(self, *arguments: Any) -> None:
+            order.append("send")
+            super().__init__(*arguments)
+
+    with mock.patch.object(parallel, "_Gather", Noted):
+        y = aps.sub_batches(layers, part[0], 2)
+    y.square().mean().backward()
+    grads = [world * full[0].grad[rank], full[1].grad[:, mine], full[2].grad[mine]]
+    pairs = zip(("x", "w1", "w2"), part, grads, strict=True)
+    found: dict[str, Any] = {"errors": [error(y, wanted[rank]), *(error(p.grad, w) for _, p, w in pairs)]}
+
+    g = torch.Generator().manual_seed(6)
+    signs, grad = (torch.randint(-1, 2, (world, 6, 8), generator=g).float() for _ in range(2))  # exact in 8 bits
+    leaf, weight = signs[rank].clone().requires_grad_(), torch.eye(8)[torch.randperm(8, generator=g)].requires_grad_()
+    y = aps.sub_batches(lambda h: h @ weight, leaf)  # every rank has the whole layer, and a share of its gradient
+    y.backward(grad[rank])
+    found["exact"] = [
+        torch.equal(y, signs[rank] @ weight),
+        torch.allclose(leaf.grad, world * (grad[rank] @ weight.T), rtol=1e-6),
+        torch.allclose(weight.grad, signs.flatten(0, 1).T @ grad.flatten(0, 1) / world, atol=1e-6),
+    ]
+    try:
+        aps.sub_batches(layers, part[0], 4)
+        refusal = "no error"
+    except ConfigError as problem:
+        refusal = str(problem)
+    return {**found, "order": order, "refusal": refusal}
+
+
 @pytest.fixture(scope="module")
 def results(once: Callable[..., Any]) -> list[dict[str, Any]]:
     return once(
         "model_parallel",
-        lambda: run_ranks(WORLD, several, [(check, ()) for check in (tensor_parallel, collectives, odd)]),
+        lambda: run_ranks(
+            WORLD, several, [(check, ()) for check in (tensor_parallel, collectives, odd, in_sub_batches)]
+        ),
     )
 
 
@@ -113,6 +162,15 @@ def test_each_collective_and_its_gradient(results: list[dict[str, Any]]) -> None
         assert found.pop("reduce backward") < 1e-6  # equal numbers are exact
         assert found.pop("swap backward") < 0.02
         assert all(0 < e < 0.03 for e in found.values()), found
+
+
+def test_sub_batches_compute_one_while_the_next_is_sent(results: list[dict[str, Any]]) -> None:
+    for found in (r["in_sub_batches"] for r in results):
+        assert all(0 < e < 0.05 for e in found["errors"]), found
+        assert found["exact"] == [True, True, True]
+        computed = ["compute (9, 12)", "send"]  # the sum that the layers end in
+        assert found["order"] == ["send", "send", *computed, *computed]
+        assert "choose a count that divides it" in found["refusal"]
 
 
 def test_zeros_empties_and_nan(results: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from aps_buckets import SIZES, FakeBucket, exchange, gradients_of, mean_of_ranks
 from aps_ranks import run_ranks, several
 from torch import Tensor, nn
 
-from fxprec.aps import APSState, aps_hook
+from fxprec.aps import APSState, OneBitState, aps_hook
 from fxprec.errors import ConfigError
 from fxprec.runtime.aps.bucket import Exchange
 
@@ -207,6 +207,7 @@ def test_exponents_travel_beside_the_payload_of_the_bucket_before(results: list[
     assert all(r["overlap"] for r in results)
 
 
-def test_without_a_process_group_the_error_says_what_to_call() -> None:
-    with pytest.raises(ConfigError, match="call init_process_group before it"):
-        APSState()
+@pytest.mark.parametrize("state", [APSState, OneBitState])
+def test_without_a_process_group_the_error_says_what_to_call(state: type) -> None:
+    with pytest.raises(ConfigError, match=f"{state.__name__} needs .* call init_process_group before it"):
+        state()

@@ -12,7 +12,6 @@ from benchmarks.papers.claims import Claim, Verdict, mean_and_error, together
 from benchmarks.papers.eight_bit import TYPES, crossing, digits, same_as_float32, sent
 from benchmarks.papers.found import Found, Row
 from fxprec.demo.data import Digits
-from fxprec.runtime.aps.codecs import codec
 
 TITLE = "A CNN: 8-bit gradients of convolutions, 8-bit activations of dense layers"
 SOURCE = "section 3.4, CIFAR-10"
@@ -64,7 +63,7 @@ def one(seed: int, name: str | None) -> dict[str, float]:
             functional.cross_entropy(model(noisy), data.train_labels[chosen]).backward()
             if name is not None:
                 for p in model.convolutions.parameters():
-                    p.grad = sent(p.grad, codec(name))
+                    p.grad = sent(p.grad, name)
             optimizer.step()
     return tested(model, data)
 

@@ -82,7 +82,7 @@ def of_a_network() -> tuple[list[Tensor], list[Tensor]]:
     """Weight gradients and results of each of the three layers, after an epoch of training."""
     torch.manual_seed(0)
     model, data, activations = Network(), digits(), []
-    train(model, data, torch.optim.RMSprop(model.parameters(), lr=1e-3), {}, 1)
+    train(model, data, torch.optim.RMSprop(model.parameters(), lr=1e-3), 1)
     for layer in model.layers:
         layer.register_forward_hook(lambda _m, _i, out: activations.append(out.detach().relu()))
     functional.cross_entropy(model(data.train_images), data.train_labels).backward()

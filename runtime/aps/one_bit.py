@@ -1,0 +1,165 @@
+"""Gradients in one bit with error feedback: the baseline that Dettmers 2016 (section 4.2) holds 8 bits against.
+
+Source: Seide, Fu, Droppo, Li and Yu 2014, "1-Bit Stochastic Gradient Descent". A number travels as its sign; what
+arrives is the mean of the numbers of that sign in its row, and what that takes is added to the row's next gradient.
+The owner of a chunk adds what arrives, codes the sum in the same way with an error of its own, and sends it to all.
+"""
+
+# No postponed annotations here: DistributedDataParallel compares the hook's annotations as types.
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxprec.runtime.aps.bucket import write_back
+from fxprec.runtime.aps.exchange import all_gather, to_owners
+from fxprec.runtime.aps.groups import agree, parent_of
+from fxprec.runtime.aps.hook import done
+from fxprec.runtime.aps.layout import Layout, layout
+
+_VALUE_BYTES = 4
+
+
+def quantize(x: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Signs (bool, true from 0 on) of x (n,), and the mean of each sign in each of ``count`` slots (count, 2), float32.
+
+    ``slots`` (n,) int64 says where each number belongs. A sign that a slot lacks has mean 0.
+    """
+    positive = x >= 0
+    keys = 2 * slots + positive
+    sums = torch.zeros(2 * count, dtype=torch.float64, device=x.device).index_add_(0, keys, x.double())
+    numbers = torch.bincount(keys, minlength=2 * count).clamp_(min=1)
+    return positive, (sums / numbers).to(torch.float32).view(count, 2)
+
+
+def dequantize(positive: Tensor, slots: Tensor, means: Tensor) -> Tensor:
+    """Values (n,) of the signs."""
+    return means.view(-1)[2 * slots + positive]
+
+
+class _Rows:
+    """A bucket's rows cut at the borders of chunks, numbered within each chunk; the last number is the padding's."""
+
+    def __init__(self, lay: Layout) -> None:
+        self.lay = lay
+        self.count = lay.max_pieces + 1
+        self.bits = -(-lay.chunk // 8)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """(ranks, chunk) int64."""
+        owned = [list(enumerate(self.lay.owned(rank))) for rank in range(self.lay.num_ranks)]
+        numbers = [number for mine in owned for number, _ in mine] + [self.count - 1]
+        sizes = [piece.end - piece.start for mine in owned for _, piece in mine]
+        sizes.append(self.lay.padded - self.lay.total)
+        return torch.tensor(numbers).repeat_interleave(torch.tensor(sizes)).view(self.lay.num_ranks, -1)
+
+    def coded(self, chunk: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """The message of one rank's chunk (chunk,), and what arrives of it."""
+        slots = self.slots[rank].to(chunk.device)
+        positive, means = quantize(chunk, slots, self.count)
+        padded = torch.nn.functional.pad(positive.to(torch.uint8), (0, 8 * self.bits - len(positive)))
+        packed = (padded.view(-1, 8) << _shifts(chunk.device)).sum(1, dtype=torch.uint8)
+        return torch.cat([means.view(-1).view(torch.uint8), packed]), dequantize(positive, slots, means)
+
+    def decoded(self, message: Tensor, rank: int) -> Tensor:
+        """Values (chunk,) of a message of one rank's chunk."""
+        size = 2 * self.count * _VALUE_BYTES
+        means = message[:size].clone().view(torch.float32)
+        positive = (message[size:, None] >> _shifts(message.device) & 1).view(-1)[: self.lay.chunk].to(torch.int64)
+        return dequantize(positive, self.slots[rank].to(message.device), means)
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+@lru_cache(maxsize=1024)
+def _rows(sizes: tuple[int, ...], num_ranks: int) -> _Rows:
+    return _Rows(layout(sizes, num_ranks))
+
+
+class OneBitState:
+    """State for ``ddp.register_comm_hook(state, one_bit_hook)``: a bit a number and two float32 a row each way.
+
+    A row is what one output of a layer reads: index 0 of a weight; a vector is one row. Construct it after
+    ``init_process_group``, on every rank of ``process_group``; raises `ConfigError` without, and where ranks differ.
+    ``error_feedback=False`` forgets what rounding took, to show what the feedback is worth.
+    """
+
+    def __init__(self, *, error_feedback: bool = True, process_group: dist.ProcessGroup | None = None) -> None:
+        self.error_feedback = error_feedback
+        self.group = parent_of(process_group, "OneBitState")
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        agree(f"1-bit, error_feedback={error_feedback}", self.group)
+        self.lost: dict[str, WeakTensorKeyDictionary] = {
+            "gradients": WeakTensorKeyDictionary(),
+            "sums": WeakTensorKeyDictionary(),
+        }
+        """What rounding took, by parameter: of this rank's gradients, and of the sums of the rows it owns."""
+
+    def mean(self, layers: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+        """Mean over ranks of flat float32 gradients, as it arrives on all of them (elements,)."""
+        rows = _rows(tuple(size for p in parameters for size in row_sizes(p)), self.size)
+        flat = self._with_lost("gradients", torch.cat(list(layers)), parameters)
+        mine = slice(self.rank * rows.lay.chunk, (self.rank + 1) * rows.lay.chunk)
+        owed = self._with_lost("sums", torch.zeros_like(flat), parameters)
+        kept = _padded(owed, rows)[mine].clone()
+        owed[mine] = 0  # DDP forms its buckets anew after the first step: what others own now goes with the gradient
+        flat += owed
+        chunks = _padded(flat, rows).view(self.size, -1)
+        messages, arrived = zip(*(rows.coded(chunk, rank) for rank, chunk in enumerate(chunks)), strict=True)
+        self._keep("gradients", flat - torch.cat(arrived)[: len(flat)], parameters)
+        size = messages[0].numel()
+        received = to_owners(torch.cat(messages), layout((size * self.size,), self.size), 1, self.group)
+        total = kept
+        for message in received:
+            total = total + rows.decoded(message, self.rank)
+        message, sent = rows.coded(total, self.rank)
+        lost = torch.zeros(rows.lay.padded, dtype=torch.float32, device=flat.device)
+        lost[mine] = total - sent
+        self._keep("sums", lost[: len(flat)], parameters)
+        found = all_gather(message, self.group)
+        return torch.cat([rows.decoded(m, rank) for rank, m in enumerate(found)])[: len(flat)] / self.size
+
+    def _with_lost(self, kind: str, flat: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+        for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True):
+            if p in self.lost[kind]:
+                part += self.lost[kind][p]
+        return flat
+
+    def _keep(self, kind: str, lost: Tensor, parameters: Sequence[Tensor]) -> None:
+        if self.error_feedback:
+            finite = torch.nan_to_num(lost, nan=0.0, posinf=0.0, neginf=0.0)
+            for part, p in zip(finite.split([p.numel() for p in parameters]), parameters, strict=True):
+                self.lost[kind][p] = part
+
+
+def _padded(flat: Tensor, rows: _Rows) -> Tensor:
+    return torch.nn.functional.pad(flat, (0, rows.lay.padded - len(flat)))
+
+
+def row_sizes(parameter: Tensor) -> list[int]:
+    """Elements of each row of a parameter."""
+    if parameter.dim() < 2 or not parameter.numel():
+        return [parameter.numel()]
+    return [parameter.numel() // len(parameter)] * len(parameter)
+
+
+def one_bit_hook(
+    state: OneBitState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # absent from torch's annotations
+) -> torch.futures.Future[torch.Tensor]:
+    """Return a future of the bucket's mean gradient; for ``ddp.register_comm_hook(state, one_bit_hook)``.
+
+    A gradient with an inf or a NaN arrives with one. With one rank the gradient comes back as it is.
+    """
+    if state.size > 1 and bucket.buffer().numel():
+        with torch.no_grad():
+            views = bucket.gradients()
+            layers = [view.reshape(-1).to(torch.float32) for view in views]
+            write_back(state.mean(layers, bucket.parameters()), views)
+    return done(bucket.buffer())
