@@ -6,22 +6,39 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is not installed
 
 from benchmarks.architectures.__main__ import run, summary
-from benchmarks.architectures.modules import OWN
+from benchmarks.architectures.modules import OWN, Own
 from benchmarks.architectures.registry import architectures
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("name", ["graph_convolution", "rnn", "dlrm_sparse", "splines"])
+@pytest.mark.parametrize("name", ["graph_convolution", "rnn", "dlrm_sparse", "splines", "mixer", "routed_experts"])
 def test_it_trains_as_float32_does(name: str) -> None:
     (row,) = run(name, OWN[name], ["near"], "eager")
     assert row.error is None
     assert max(row.gradient_errors) < 1e-5
     assert row.promoted > 0
+
+
+def test_where_nothing_is_promoted_it_fails() -> None:
+    class Embedded(nn.Module):
+        """(4) to (4, 8): a table's rows, of which backward reads no value."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 8)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids).sum()
+
+    (row,) = run("embedded", Own("none", Embedded, lambda: (torch.arange(4),)), ["near"], "eager")
+    assert row.error == "no tensor is held low, so that none was promoted"
 
 
 def test_what_a_library_raises_is_a_row() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +73,17 @@ def test_strict_makes_it_an_error() -> None:
     for _ in range(2):
         with pytest.raises(fxprec.FallbackError, match=WORDS):
             train_step(model)
+
+
+def test_a_backend_object_is_enough_in_a_process_that_asked_for_no_other_name() -> None:
+    code = (
+        "import fxprec, test_uncompiled_frames as t\n"
+        "backend = fxprec.Backend(fxprec.Config.from_options(t.OPTIONS))\n"
+        "t.train_step(t.torch.compile(t.Net(breaks=True), backend=backend))\n"
+        "print([event.kind for event in backend.events if 'runs uncompiled' in event.detail])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "['fallback']"), done.stderr[-2000:]
 
 
 @pytest.fixture

@@ -190,12 +190,26 @@ class Clicks(nn.Module):
         return self.top(torch.cat([dense, (parts @ parts.mT)[:, rows, columns]], 1))
 
 
-class Experts(nn.Module):
-    """Tokens sorted to the expert of the largest score, each expert's share sliced by data: a graph break each."""
+class Expert(nn.Module):
+    """An MLP of one hidden layer; a class of its own, since Dynamo compiles no frame of torch's own modules."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.route, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(F.gelu(self.wide(x)))
+
+
+class Experts(nn.Module):
+    """Tokens sorted to the expert of the largest score, each expert's share sliced by data.
+
+    The sizes of the shares cut the graph inside the loop: routing runs uncompiled, the experts are compiled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.route, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(Expert() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         weight, chosen = self.route(x).softmax(-1).max(-1)
@@ -207,11 +221,12 @@ class Experts(nn.Module):
 
 
 class Mixer(nn.Module):
-    """MLPs over tokens and over channels in turn, each block a checkpoint."""
+    """MLPs over tokens and over channels in turn, each block a checkpoint, and a head, where tensors can be held low."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.channels = nn.Linear(12, 12), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 10)
 
     def block(self, x: Tensor) -> Tensor:
         x = x + self.tokens(F.layer_norm(x, (WIDTH,)).mT).mT
@@ -220,7 +235,7 @@ class Mixer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
             x = checkpoint(self.block, x, use_reentrant=False)
-        return x
+        return self.head(F.layer_norm(x, (WIDTH,)).mean(1))
 
 
 class Autoencoder(nn.Module):

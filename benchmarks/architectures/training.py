@@ -157,6 +157,8 @@ def _missed(row: Row, wanted: Trained, architecture: Buildable) -> str | None:
     losses = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(row.losses, wanted.losses, strict=True))
     gradients = max(row.gradient_errors)
     assert row.cosine is not None
+    if not row.promoted:
+        return "no tensor is held low, so that none was promoted"
     if not math.isfinite(losses) or not math.isfinite(gradients):
         return "a loss or a gradient is no number"
     if row.side == "near":

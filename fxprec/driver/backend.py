@@ -377,3 +377,26 @@ def _tell_what_is_missing(settings: Settings, log: EventLog) -> None:
 def _state_of(graph: PlannedGraph | None) -> saved_state.SavedGraph | None:
     state = None if graph is None else graph.state_dict()
     return None if state is None else saved_state.SavedGraph(state)
+
+
+class StandIn:
+    """What ``torch.compile`` is given in place of a `Backend`: it has one for each wrapper."""
+
+    def backend_of(self, wrapper: object) -> Backend:
+        raise NotImplementedError
+
+
+def called_by(wrapper: object) -> Backend | None:
+    """Return the backend that a ``torch.compile`` wrapper calls, or None where that is none of ours."""
+    function = getattr(wrapper, "compiler_fn", wrapper)
+    if isinstance(function, Backend):
+        return function
+    return function.backend_of(wrapper) if isinstance(function, StandIn) else None
+
+
+def _frames_of(wrapper: object) -> uncompiled.Frames | None:
+    backend = called_by(wrapper)
+    return None if backend is None else backend.frames
+
+
+uncompiled.watch(_frames_of)  # here, since a frame may be left uncompiled before any backend is called

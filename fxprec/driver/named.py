@@ -9,8 +9,7 @@ from torch.fx import GraphModule
 
 from fxprec import compat
 from fxprec.config import Config
-from fxprec.driver import uncompiled
-from fxprec.driver.backend import Backend
+from fxprec.driver.backend import Backend, StandIn, called_by
 from fxprec.errors import ConfigError, FxprecError
 
 
@@ -32,19 +31,10 @@ def backend_of(compiled: object) -> Backend:
 
 def find_backend(compiled: object) -> Backend | None:
     """Return what `backend_of` does, or None where fxprec did not compile it."""
-    return _calls(compat.wrapper_of(compiled))
+    return called_by(compat.wrapper_of(compiled))
 
 
-def _backend_of_wrapper(wrapper: object, named: _NamedBackend) -> Backend:
-    found = getattr(wrapper, "fxprec_backend", None)
-    if found is None:
-        given: Mapping[str, Any] = wrapper.kwargs  # type: ignore[attr-defined]
-        found = Backend(named.config(given.get("options"), given.get("mode")))
-        wrapper.fxprec_backend = found  # type: ignore[attr-defined]
-    return found
-
-
-class _NamedBackend:
+class _NamedBackend(StandIn):
     """The backend behind the string ``"fxprec"``, or behind a name that stands for some of its options.
 
     Options are the fields of `Config`; those that ``torch.compile`` is given go before those of the name.
@@ -63,10 +53,18 @@ class _NamedBackend:
     ) -> Callable[..., Any]:
         wrapper = compat.calling_wrapper()
         try:
-            backend = Backend(self.config(options, mode)) if wrapper is None else _backend_of_wrapper(wrapper, self)
+            backend = Backend(self.config(options, mode)) if wrapper is None else self.backend_of(wrapper)
         except FxprecError as error:
             raise compat.through_dynamo(error) from error
         return backend(gm, example_inputs)
+
+    def backend_of(self, wrapper: object) -> Backend:
+        found = getattr(wrapper, "fxprec_backend", None)
+        if found is None:
+            given: Mapping[str, Any] = wrapper.kwargs  # type: ignore[attr-defined]
+            found = Backend(self.config(given.get("options"), given.get("mode")))
+            wrapper.fxprec_backend = found  # type: ignore[attr-defined]
+        return found
 
     def config(self, options: Mapping[str, Any] | None, mode: str | None) -> Config:
         """Return the config of what ``torch.compile`` was given; it takes options or a mode, not both."""
@@ -110,19 +108,3 @@ def register_backend(name: str, options: Mapping[str, Any]) -> Callable[..., Any
         raise ConfigError(f"backend {name!r} is registered already, for something else; choose another name")
     _REGISTERED[name] = made
     return made
-
-
-def _calls(wrapper: object) -> Backend | None:
-    """Return the backend that a ``torch.compile`` wrapper calls, or None where that is none of ours."""
-    function = getattr(wrapper, "compiler_fn", wrapper)
-    if isinstance(function, Backend):
-        return function
-    return _backend_of_wrapper(wrapper, function) if isinstance(function, _NamedBackend) else None
-
-
-def _frames_of(wrapper: object) -> uncompiled.Frames | None:
-    backend = _calls(wrapper)
-    return None if backend is None else backend.frames
-
-
-uncompiled.watch(_frames_of)
