@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir import symbolic, symbolic_gemms
+from fxprec.ir import symbolic_cpu, symbolic_gemms
 from fxprec.ir.calls import Call
 from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, Rescale
 
@@ -55,7 +55,7 @@ def declared(base: type[Call] = Call) -> list[type[Call]]:
 
 def test_the_schema_is_printed_from_the_fields():
     assert str(Rescale.target._schema) == "fxprec::rescale(Tensor g, Tensor table, int row) -> Tensor"
-    assert {Quantize, symbolic.StoreOver, symbolic_gemms.MatmulToCodes} < set(declared())
+    assert {Quantize, symbolic_cpu.StoreOver, symbolic_gemms.MatmulToCodes} < set(declared())
     for operator in declared():
         assert [f.name for f in fields(operator)] == [a.name for a in operator.target._schema.arguments]
 

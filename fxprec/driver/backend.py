@@ -313,9 +313,7 @@ class Backend:
                 waiting.take(saved)
             earlier.append(graph.captured.identity)
         for graph, saved in found:
-            graph.load_plan(saved.plan)
-            assert graph.controller is not None
-            graph.controller.load_state_dict(saved.state)
+            graph.load_state(saved)
         self._waiting = waiting
 
     def _step(self) -> int:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from fxprec.errors import FallbackError, FxprecWarning
+from fxprec.passes.notice import Notice
 from fxprec.runtime.events import Event
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,10 @@ class EventLog:
         """Warn of what was left out, and note it. Raises `FallbackError` under ``strict``."""
         if self._strict or self.note("fallback", site, detail, step=step):
             self.warn_of_loss(f"{site}: {detail}")
+
+    def notice(self, notice: Notice, *, step: int = 0) -> None:
+        """Tell of a notice. Raises `FallbackError` under ``strict``."""
+        self.tell(notice.site, notice.detail, step=step)
 
     def warn_once(self, site: str, detail: str, *, step: int = 0) -> None:
         """Warn of what is no fault of the run, and note it, once whatever the step; also under ``strict``."""

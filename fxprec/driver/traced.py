@@ -98,7 +98,7 @@ class Traced:
         if work.memory_budget < 1 and self.is_training:
             self.ratio = work.memory_budget, read_by_backward(joint)
         for notice in work.notices:
-            self.compiler.log.tell(notice.site, notice.detail)
+            self.compiler.log.notice(notice)
         self._take(work)
 
     def after_torchs_passes(self, graph: Graph) -> None:
@@ -215,7 +215,7 @@ class Traced:
             return
         notice = over_ratio(*self.ratio, saved, forward, num_results)
         if notice is not None:
-            self.compiler.log.tell(notice.site, notice.detail, step=self.step)
+            self.compiler.log.notice(notice, step=self.step)
 
     def _with_budget_note(self, plan: Plan, forward: Graph) -> Plan:
         """Say in the plan for which sizes the budget holds, where not for all that the guards allow."""

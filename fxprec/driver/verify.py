@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from fxprec import compat
 from fxprec.driver.seeded import draw_from_seeds
-from fxprec.ir import symbolic
+from fxprec.ir import symbolic, symbolic_cpu
 from fxprec.numerics.stats import WIDTH, finish
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.lowering.lowered import Lowered
@@ -219,11 +219,11 @@ def _load(found: Any, x: Any, q: torch.Tensor, table: torch.Tensor, row: int, fm
     return [("its values", found, symbolic.DEQUANTIZE(q, table, row, fmt, storage, torch.float32))]
 
 
-_IN_PLACE = (symbolic.STORE_, symbolic.ROUND_)
+_IN_PLACE = (symbolic_cpu.STORE_, symbolic_cpu.ROUND_)
 _CPU_REFERENCES: Mapping[object, Callable[..., _Compared]] = {
-    symbolic.STORE: _store,
-    symbolic.STORE_: _store,
-    symbolic.ROUND: _round,
-    symbolic.ROUND_: _round,
-    symbolic.LOAD: _load,
+    symbolic_cpu.STORE: _store,
+    symbolic_cpu.STORE_: _store,
+    symbolic_cpu.ROUND: _round,
+    symbolic_cpu.ROUND_: _round,
+    symbolic_cpu.LOAD: _load,
 }

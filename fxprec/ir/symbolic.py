@@ -1,4 +1,4 @@
-"""The whole IR extension: symbolic ops that passes insert and lowering expands.
+"""Symbolic operators that passes insert and lowering expands: casts, counts, scales. See `docs/architecture.md`.
 
 ``quantize(x, table, row, format, storage) -> q``
     Round ``x * 2**table[row, 0]`` to ``format`` and store it. The row is the site's id; where a site is stored in
@@ -25,13 +25,6 @@
     Identity on the gradient of ``x``; marks where policy ``exact`` measures, with ``damage``, what rounding the
     counted tensor ``x`` and its gradient would cost.
 
-``matmul(a, b, *sums)``, ``convolution(x, weight, ..., *sums)``, ``convolution_backward(grad, x, weight, ..., *sums)``
-    A GEMM whose products and partial sums are rounded to formats of their own, for option ``accumulator``.
-
-On CPU, lowering turns them into three kernels: ``store`` (codes, rounded values, counts), ``round`` (the same
-without codes) and ``load``; ``store_`` and ``round_`` write the rounded values over ``x``. The values come at the scale
-they were stored with; ``keep`` keeps inf and NaN there.
-
 Passes see the declarations (`fxprec.ir.calls`) and the fake implementations here; `fxprec.runtime.reference_ops`
 registers the real ones, so a graph runs at every stage of compilation.
 """
@@ -40,12 +33,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.fx import Node
 
-from fxprec.ir.calls import Call, Flags, Overwritten, Size, Sizes, Tensors
+from fxprec.ir.calls import Call, Tensors
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.stats import CARRIED as CARRIED
 from fxprec.numerics.stats import WIDTH
@@ -58,11 +51,24 @@ TABLE_COLUMNS = MEASURE + 1
 
 HISTOGRAM_BINS = 64
 
-_KERNEL_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
+
+def stored_dtype(fmt: Format, storage: str) -> torch.dtype:
+    """Return the dtype a tensor of format ``fmt`` has in memory.
+
+    ``native`` uses the hardware dtype of the same bits, ``packed`` the native dtype of a 16-bit format that has
+    one (same bits, no codec) and integer codes otherwise, ``simulate`` float32 carriers.
+    """
+    if storage == "simulate":
+        return torch.float32
+    native = fmt.torch_dtype
+    if native is not None and (storage == "native" or fmt.bits > 8):
+        return native
+    assert storage == "packed", f"{fmt.name} has no native dtype"  # Config refuses this combination
+    return fmt.code_dtype
 
 
 @dataclass(frozen=True)
-class _Stored(Call):
+class Stored(Call):
     x: Node
     table: Node
     row: int
@@ -76,8 +82,13 @@ class _Stored(Call):
 
 
 @dataclass(frozen=True)
-class Quantize(_Stored, op="quantize"):
+class Quantize(Stored, op="quantize"):
     pass
+
+
+@Quantize.fake
+def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str) -> torch.Tensor:
+    return torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
 
 
 @dataclass(frozen=True)
@@ -100,10 +111,20 @@ class Dequantize(Call, op="dequantize"):
         return self.row == AS_STORED
 
 
+@Dequantize.fake
+def _(q: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(q, dtype=dtype)
+
+
 @dataclass(frozen=True)
 class KeepNonfinite(Call, op="keep_nonfinite"):
     rounded: Node
     x: Node
+
+
+@KeepNonfinite.fake
+def _(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(rounded)
 
 
 @dataclass(frozen=True)
@@ -111,6 +132,11 @@ class KeepCodes(Call, op="keep_codes"):
     rounded: Node
     x: Node
     format: str
+
+
+@KeepCodes.fake
+def _(rounded: torch.Tensor, x: torch.Tensor, format: str) -> torch.Tensor:
+    return torch.empty_like(rounded)
 
 
 @dataclass(frozen=True)
@@ -126,9 +152,19 @@ class Count(_Counted, op="counts"):
     pass
 
 
+@Count.fake
+def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+    return x.new_empty(WIDTH, dtype=torch.float64)
+
+
 @dataclass(frozen=True)
 class Histogram(_Counted, op="histogram"):
     pass
+
+
+@Histogram.fake
+def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+    return x.new_empty(2 * HISTOGRAM_BINS, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -138,15 +174,30 @@ class Rescale(Call, op="rescale"):
     row: int
 
 
+@Rescale.fake
+def _(g: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
+    return torch.empty_like(g)
+
+
 @dataclass(frozen=True)
 class Storing(Call, op="storing"):
     x: Node
     copies: Tensors
 
 
+@Storing.fake
+def _(x: torch.Tensor, copies: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 @dataclass(frozen=True)
 class SideBySide(Call, op="side_by_side"):
     pieces: Tensors
+
+
+@SideBySide.fake
+def _(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(pieces), -1)
 
 
 @dataclass(frozen=True)
@@ -163,173 +214,14 @@ class Observe(_Observed, op="observe"):
     pass
 
 
-@dataclass(frozen=True)
-class Damage(_Observed, op="damage"):
-    pass
-
-
-@dataclass(frozen=True)
-class Store(_Stored, op="store", returns="(Tensor, Tensor, Tensor)", tags=_KERNEL_TAGS):
-    value: bool
-    keep: bool
-
-
-@dataclass(frozen=True)
-class Round(_Stored, op="round", returns="(Tensor, Tensor)", tags=_KERNEL_TAGS):
-    keep: bool
-
-
-@dataclass(frozen=True)
-class _StoredOver(_Stored):
-    x: Overwritten
-    keep: bool
-
-
-@dataclass(frozen=True)
-class StoreOver(_StoredOver, op="store_", returns="(Tensor, Tensor)", tags=_KERNEL_TAGS):
-    pass
-
-
-@dataclass(frozen=True)
-class RoundOver(_StoredOver, op="round_", tags=_KERNEL_TAGS):
-    pass
-
-
-@dataclass(frozen=True)
-class Load(Call, op="load", tags=_KERNEL_TAGS):
-    q: Node
-    table: Node
-    row: int
-    format: str
-
-
-@dataclass(frozen=True)
-class Matmul(Call, op="matmul"):
-    a: Node
-    b: Node
-    products: str
-    sums: str
-    kahan: bool
-    chunk: int
-
-
-@dataclass(frozen=True)
-class Convolution(Call, op="convolution"):
-    x: Node
-    weight: Node
-    stride: Sizes
-    padding: Sizes
-    dilation: Sizes
-    transposed: bool
-    output_padding: Sizes
-    groups: Size
-    channels_last: bool
-    products: str
-    sums: str
-    kahan: bool
-    chunk: int
-
-
-@dataclass(frozen=True)
-class ConvolutionBackward(Call, op="convolution_backward", returns="(Tensor, Tensor)"):
-    grad: Node
-    x: Node
-    weight: Node
-    stride: Sizes
-    padding: Sizes
-    dilation: Sizes
-    transposed: bool
-    output_padding: Sizes
-    groups: Size
-    channels_last: bool
-    mask: Flags
-    products: str
-    sums: str
-    kahan: bool
-    chunk: int
-
-
-QUANTIZE = Quantize.target
-DEQUANTIZE = Dequantize.target
-KEEP_NONFINITE = KeepNonfinite.target
-HISTOGRAM = Histogram.target
-COUNTS = Count.target
-RESCALE = Rescale.target
-STORE = Store.target
-ROUND = Round.target
-STORE_ = StoreOver.target
-ROUND_ = RoundOver.target
-LOAD = Load.target
-MATMUL = Matmul.target
-CONVOLUTION = Convolution.target
-CONVOLUTION_BACKWARD = ConvolutionBackward.target
-OBSERVE = Observe.target
-DAMAGE = Damage.target
-
-
-def stored_dtype(fmt: Format, storage: str) -> torch.dtype:
-    """Return the dtype a tensor of format ``fmt`` has in memory.
-
-    ``native`` uses the hardware dtype of the same bits, ``packed`` the native dtype of a 16-bit format that has
-    one (same bits, no codec) and integer codes otherwise, ``simulate`` float32 carriers.
-    """
-    if storage == "simulate":
-        return torch.float32
-    native = fmt.torch_dtype
-    if native is not None and (storage == "native" or fmt.bits > 8):
-        return native
-    assert storage == "packed", f"{fmt.name} has no native dtype"  # Config refuses this combination
-    return fmt.code_dtype
-
-
-@Quantize.fake
-def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str) -> torch.Tensor:
-    return torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
-
-
-@Dequantize.fake
-def _(q: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(q, dtype=dtype)
-
-
-@Count.fake
-def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
-    return x.new_empty(WIDTH, dtype=torch.float64)
-
-
-@KeepNonfinite.fake
-def _(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(rounded)
-
-
-@Histogram.fake
-def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
-    return x.new_empty(2 * HISTOGRAM_BINS, dtype=torch.float64)
-
-
-@KeepCodes.fake
-def _(rounded: torch.Tensor, x: torch.Tensor, format: str) -> torch.Tensor:
-    return torch.empty_like(rounded)
-
-
-@Rescale.fake
-def _(g: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
-    return torch.empty_like(g)
-
-
-@Storing.fake
-def _(x: torch.Tensor, copies: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@SideBySide.fake
-def _(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(pieces), -1)
-
-
 @Observe.fake
 def _(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_format: str) -> torch.Tensor:
     return torch.empty_like(grad)
+
+
+@dataclass(frozen=True)
+class Damage(_Observed, op="damage"):
+    pass
 
 
 @Damage.fake
@@ -337,59 +229,9 @@ def _(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_format
     return grad.new_empty(2, dtype=torch.float32)
 
 
-@Store.fake
-def _(
-    x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, value: bool, keep: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    codes = torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
-    values = torch.empty_like(x, dtype=torch.float32) if value else x.new_empty(0, dtype=torch.float32)
-    return codes, values, x.new_empty(WIDTH, dtype=torch.float64)
-
-
-@Round.fake
-def _(
-    x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x, dtype=torch.float32), x.new_empty(WIDTH, dtype=torch.float64)
-
-
-@StoreOver.fake
-def _(
-    x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    codes = torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
-    return codes, x.new_empty(WIDTH, dtype=torch.float64)
-
-
-@RoundOver.fake
-def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool) -> torch.Tensor:
-    return x.new_empty(WIDTH, dtype=torch.float64)
-
-
-@Load.fake
-def _(q: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
-    return torch.empty_like(q, dtype=torch.float32)
-
-
-@Matmul.fake
-def _(a: torch.Tensor, b: torch.Tensor, *sums: object) -> torch.Tensor:
-    return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32)
-
-
-@Convolution.fake
-def _(x: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
-    *window, channels_last = options[:7]
-    shape = torch.ops.aten.convolution(x, weight, None, *window).shape
-    return _in_layout(x.new_empty(shape, dtype=torch.float32), channels_last)
-
-
-@ConvolutionBackward.fake
-def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    channels_last, mask = options[6:8]
-    wanted = (t if asked else t.new_empty(0) for t, asked in zip((x, weight), mask, strict=True))
-    first, second = (_in_layout(t.new_empty(t.shape, dtype=torch.float32), channels_last) for t in wanted)
-    return first, second
-
-
-def _in_layout(t: torch.Tensor, channels_last: bool) -> torch.Tensor:
-    return t.contiguous(memory_format=torch.channels_last) if channels_last and t.dim() == 4 else t
+QUANTIZE = Quantize.target
+DEQUANTIZE = Dequantize.target
+KEEP_NONFINITE = KeepNonfinite.target
+COUNTS = Count.target
+RESCALE = Rescale.target
+OBSERVE = Observe.target

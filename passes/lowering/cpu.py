@@ -14,7 +14,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Load, Quantize, Round, RoundOver, Store, StoreOver
+from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
+from fxprec.ir.symbolic_cpu import Load, Round, RoundOver, Store, StoreOver
 from fxprec.passes.lowering.layout import prefer_channels_last
 from fxprec.passes.lowering.reuse import is_ours_alone
 

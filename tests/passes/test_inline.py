@@ -15,9 +15,9 @@ from op_by_op import run_op_by_op
 
 import fxprec
 import fxprec.driver.compilation
-from fxprec.ir import symbolic
+from fxprec.ir import symbolic_cpu
 
-KERNELS = (symbolic.STORE, symbolic.STORE_, symbolic.ROUND, symbolic.ROUND_, symbolic.LOAD)
+KERNELS = (symbolic_cpu.STORE, symbolic_cpu.STORE_, symbolic_cpu.ROUND, symbolic_cpu.ROUND_, symbolic_cpu.LOAD)
 
 
 class Step:

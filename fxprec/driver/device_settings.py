@@ -1,0 +1,21 @@
+"""What a device can follow of the settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fxprec import compat
+from fxprec.config import Settings
+from fxprec.passes.notice import Notice
+
+
+def on_device(device: torch.device, settings: Settings) -> tuple[Settings, Notice | None]:
+    """Return settings that the device can follow: packed where its code has no 8-bit dtypes; and what to tell."""
+    has_8_bits = any(fmt.bits <= 8 for fmt in settings.recipe.formats)
+    reason = compat.no_native_fp8(device) if settings.storage == "native" and has_8_bits else None
+    if reason is None:
+        return settings, None
+    detail = f"{reason}; stored as packed codes instead: the same numbers and bytes, cast in integer arithmetic"
+    return replace(settings, storage="packed"), Notice("storage='native'", detail)
