@@ -1,6 +1,6 @@
 """Peak of a training step against its time, fxprec beside what stock PyTorch offers.
 
-    python -m benchmarks.memory                                            # all networks and sides, and the picture
+    python -m benchmarks.memory                                            # all networks and sides, to be resumed, and pictures
     python -m benchmarks.memory --networks unet --sides autocast "fxprec fp8"
     python -m benchmarks.memory --networks unet --sides autocast --one     # one row, in this process, as JSON
     python -m benchmarks.memory --pairs                                    # six networks x ten budgets, to be resumed
@@ -13,9 +13,12 @@ bytes, by the allocator's events, of one step: what it saves, its temporaries, i
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import machine
@@ -50,21 +53,33 @@ def main() -> None:
 
         print(json.dumps(measure(args.networks[0], args.sides[0])))
         return
-    rows = [row(name, side) for name in args.networks for side in args.sides]
-    whole = list(args.networks) == list(NAMES)
-    path = machine.save("memory" if whole else f"memory-{'-'.join(args.networks)}", {"rows": rows})
-    path.with_suffix(".svg").write_text(draw(rows), encoding="utf-8")
+    for name in args.networks:
+        compare(name, args.sides)
+
+
+def compare(name: str, sides: Sequence[str]) -> None:
+    """Measure the sides that today's result file of a network lacks; keep each as it is done, and the picture."""
+    result = f"memory-{name}"
+    path = machine.RESULTS / f"{datetime.date.today().isoformat()}-{result}.json"
+    rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    for side in sides:
+        if "peak_mb" not in rows.get(side, {}):
+            rows[side] = row(name, side)
+            path = machine.save(result, list(rows.values()))
+    path.with_suffix(".svg").write_text(draw(list(rows.values())), encoding="utf-8")
     print(f"written to {path.name} and {path.with_suffix('.svg').name}")
 
 
 def row(name: str, side: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.memory", "--one", "--networks", name, "--sides", side]
+    start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         found: dict[str, Any] = {"network": name, "side": side, "failed": last}
     else:
         found = json.loads(done.stdout.splitlines()[-1])
+    found["took_s"] = round(time.perf_counter() - start)
     print("  ".join(f"{key} {value}" for key, value in found.items() if key != "shape"), flush=True)
     return found
 
