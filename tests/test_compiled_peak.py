@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.peak_budget import ATTEMPTS, PeakBudget
 from fxprec.driver.saved_budget import PlanAgain
 from fxprec.errors import BudgetError, FxprecWarning
+from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.peak.part import Part
 from fxprec.passes.analysis.peak.workspace import workspace
 from fxprec.plan import PeakBytes
@@ -93,6 +95,14 @@ def allocated(run: Any) -> tuple[int, int]:
     return peak_bytes(profiled), sum(x.untyped_storage().nbytes() for x in found if isinstance(x, Tensor))
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def _library_calls() -> list[Any]:
     def last(x: Tensor) -> Tensor:
         return x.contiguous(memory_format=torch.channels_last)
@@ -109,17 +119,21 @@ def _library_calls() -> list[Any]:
         (aten._scaled_dot_product_flash_attention_for_cpu.default, (query, query, query, 0.0, True)),
         (aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
          (out, query, query, query, out, scale, 0.0, True)),
+        (aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+         (torch.randn(2, 256, 4, 32).transpose(1, 2), query, query, query, out, scale, 0.0, True)),
         (aten.mm.default, (gradient.t(), x)),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("call", _library_calls(), ids=lambda call: call[0].overloadpacket.__name__)
-def test_what_libraries_take_for_themselves_is_known(call: Any) -> None:
+def test_what_libraries_take_for_themselves_is_known(call: Any, one_thread: None) -> None:
     operator, args = call
     most, results = allocated(lambda: operator(*args))
     beside = workspace(operator.overloadpacket.__name__, [x for x in args if isinstance(x, Tensor)])
     own = beside if torch.ops.mkldnn._is_mkldnn_bf16_supported() or args[0].dtype != torch.bfloat16 else most - results
     assert 0.75 * (results + own) <= most <= 1.01 * (results + own)
+    if operator in ops.ATTENTION | ops.ATTENTION_BACKWARD:
+        assert most == results + own
 
 
 @pytest.mark.parametrize(

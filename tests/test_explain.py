@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxprec import Plan
 from fxprec.plan.edits import as_edited
+from fxprec.plan.rows import PeakBytes
 from fxprec.report.compare import differences
 from fxprec.report.explain import explain
 from tests.helpers import compiled, eager_backend
@@ -113,6 +114,20 @@ def test_codes_that_gemms_multiply_are_said(plan):
     site = replace(plan.sites[0], reads="gemm codes")
     words = explain(replace(plan, sites=(site, *plan.sites[1:])), site.tensor)
     assert "GEMMs multiply the codes of the stored copy, and backward reads it; all else reads" in words[3]
+
+
+def test_a_budget_that_graphs_share_is_said(plan):
+    peak = PeakBytes(budget=1_000_000, high=2_000_000, planned=700_000, compiled=690_000, graphs=2, beside=250_000)
+    sites = [replace(s, way=way) for s, way in zip(plan.sites, ("narrow", "narrow", "recompute", "keep"), strict=False)]
+    sites[1] = replace(sites[1], saved_as="int4")
+    held = replace(plan, peak_bytes=replace(peak, kept=("sum_1",)), sites=(*sites, *plan.sites[4:]))
+    first, second, third = explain(held, "peak_budget")
+    assert first == "peak_budget 1,000,000 bytes shared by 2 graphs of the step, 750,000 of it for this one"
+    assert "holds 700,000 bytes as predicted, 690,000 as compiled; 2,000,000 with everything kept" in second
+    assert third.endswith("1 are kept in int4, 1 are computed again, 1 are kept; 1 without a site are kept")
+    assert "shared by 2 graphs of the step, 750,000 of it for this one" in explain(held, sites[0].tensor)[1]
+    alone = replace(held, peak_bytes=replace(peak, graphs=1, beside=0))
+    assert not any("shared" in line for line in (*explain(alone, "peak_budget"), *explain(alone, sites[0].tensor)))
 
 
 def test_a_high_group_and_a_promotion_need_no_reason():

@@ -88,6 +88,22 @@ def test_a_step_within_its_budget_has_the_gradients_of_one_without(options: dict
     assert cosine(found, gradients(model, model, TOKENS)) > (0.9995 if low else 0.99995)
 
 
+def test_block_formats_are_ways_that_a_plan_file_keeps(tmp_path: Any) -> None:
+    model = transformer()
+    plan, found = trained(model, TOKENS, peak_budget="80%", ways=("int4",))
+    few = {site.tensor for site in plan.sites if (site.way, site.saved_as) == ("narrow", "int4")}
+    assert few
+    assert cosine(found, gradients(model, model, TOKENS)) > 0.999
+    plan.save(tmp_path / "plan.json")
+    again, _ = trained(model, TOKENS, plan=tmp_path / "plan.json")
+    assert [(s.way, s.saved_as) for s in again.sites] == [(s.way, s.saved_as) for s in plan.sites]
+    gelu = next(s for s in plan.sites if s.tensor == "addmm_2")
+    wrong = [replace(s, way="narrow", saved_as="int4") if s is gelu else s for s in plan.sites]
+    replace(plan, sites=tuple(wrong)).save(tmp_path / "wrong.json")
+    with pytest.raises(fxprec.PlanError, match=r"is .int4.: int4 is no choice: backward reads it"):
+        trained(model, TOKENS, plan=tmp_path / "wrong.json")
+
+
 def test_what_is_saved_is_what_was_chosen() -> None:
     """The partitioner adds nothing: where it did, the peak would be another than the planned one."""
     model = transformer()
@@ -246,9 +262,14 @@ def test_what_forward_decided_is_not_decided_again(monkeypatch: pytest.MonkeyPat
         ({"peak_budget": "0%"}, "peak_budget is '0%'; give it a share above 0% and up to 100%"),
         ({"peak_budget": "120%"}, "peak_budget is '120%'; give it a share above 0% and up to 100%"),
         ({"peak_budget": "x%"}, "peak_budget is 'x%'; give it a share above 0% and up to 100%"),
-        ({"ways": ()}, r"ways is \(\); give it a tuple of 'narrow' and 'recompute', or of one of them"),
+        ({"ways": ()}, r"ways is \(\); give it a tuple of some of 'narrow', 'int4', 'int2', 'recompute'"),
         ({"ways": ("shrink",)}, "unknown ways 'shrink'"),
-        ({"ways": ("narrow", "offload")}, "unknown ways 'offload'; allowed: 'narrow', 'recompute'"),
+        (
+            {"ways": ("narrow", "offload")},
+            "ways has 'offload': fxprec moves no saved tensor to the host, and a CPU has nowhere",
+        ),
+        ({"ways": ("int3", "recompute")}, "unknown ways 'int3'; did you mean 'int4'"),
+        ({"ways": ("int4",), "recipe": "bf16"}, "no tensor of recipe 'bf16' is low; use it with fp8, or leave it out"),
         ({"peak_budget": 9, "activation_budget": 9}, "peak_budget and activation_budget are both given, and"),
         ({"peak_budget": 9, "plan": "p.json"}, "peak_budget and plan are both given, and plan says of each value"),
         ({"peak_budget": 9, "storage": "simulate"}, "peak_budget bounds what a step holds where .*leave storage out"),

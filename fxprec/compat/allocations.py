@@ -34,6 +34,8 @@ class LiveBytes:
     """Gives the bytes that an operator of ``aten`` takes while it runs, beside its result."""
     peak: int = 0
     live: int = 0
+    seen: list[int] = field(default_factory=list)
+    """What lived each time something was made."""
     _holders: Counter[int] = field(default_factory=Counter)
 
     def hold(self, value: Any) -> None:
@@ -41,7 +43,7 @@ class LiveBytes:
             self._holders[storage] += 1
             if self._holders[storage] == 1 and storage not in self.free:
                 self.live += size
-        self.peak = max(self.peak, self.live)
+        self._see(self.live)
 
     def drop(self, value: Any) -> None:
         for storage, size in _storages(value):
@@ -50,7 +52,11 @@ class LiveBytes:
                 self.live -= size
 
     def run(self, name: str, operands: Sequence[Tensor]) -> None:
-        self.peak = max(self.peak, self.live + self.workspace(name, operands))
+        self._see(self.live + self.workspace(name, operands))
+
+    def _see(self, live: int) -> None:
+        self.seen.append(live)
+        self.peak = max(self.peak, live)
 
 
 def storages_of(values: Sequence[Any]) -> frozenset[int]:

@@ -29,7 +29,13 @@ GEMMS = ("auto", "low", "high")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GROUPINGS = ("execution", "dataflow")
 ON_NONFINITE = ("report", "raise", "ignore")
-WAYS = ("narrow", "recompute")
+BLOCK_WAYS = ("int4", "int2")
+WAYS = ("narrow", *BLOCK_WAYS, "recompute")
+DEFAULT_WAYS = ("narrow", "recompute")
+_NO_WAYS = {
+    "offload": "fxprec moves no saved tensor to the host, and a CPU has nowhere to move it; leave it out, or on a GPU "
+    "run the step under torch.autograd.graph.save_on_cpu(pin_memory=True)"
+}
 LOWERINGS = ("auto", "triton", "inductor", "eager")
 
 # Where every reader gets the rounded value, accuracy falls as the ratio grows: the middle of the paper's range (Lee et
@@ -78,7 +84,8 @@ class Config:
 
     ways: tuple[str, ...] | None = None
     """How a peak budget may be met: ``"narrow"`` keeps values in the low format, ``"recompute"`` computes them again in
-    backward. None: both. See docs/memory.md."""
+    backward, ``"int4"`` and ``"int2"`` keep in that block format what noise of mean 0 does no harm. None: narrow,
+    recompute, and the recipe's block format where it has one. See docs/memory.md."""
 
     plan: str | os.PathLike[str] | None = None
     """A plan file to follow instead of solving; excludes ``low_ratio`` and ``activation_budget``."""
@@ -155,7 +162,7 @@ class Config:
         put(self, "low_ratio", checks.ratio("low_ratio", self.low_ratio))
         put(self, "activation_budget", checks.byte_size("activation_budget", self.activation_budget))
         put(self, "peak_budget", checks.byte_size_or_share("peak_budget", self.peak_budget))
-        put(self, "ways", None if self.ways is None else checks.some_of("ways", self.ways, WAYS))
+        put(self, "ways", None if self.ways is None else checks.some_of("ways", self.ways, WAYS, _NO_WAYS))
         put(self, "keep_high", _patterns(self.keep_high))
         put(self, "promote_above", checks.ratio("promote_above", self.promote_above, above_zero=True))
         put(self, "plan", checks.path("plan", self.plan, "a plan file"))
@@ -237,7 +244,7 @@ ALLOWED: Mapping[str, str] = {
     "low_ratio": "a number from 0 to 1 or None",
     "activation_budget": "bytes as a positive int, or text such as '12GiB', or None",
     "peak_budget": "bytes as a positive int, text such as '12GiB' or '60%', or None",
-    "ways": "'narrow', 'recompute' or both, as a tuple, or None",
+    "ways": "a tuple of some of 'narrow', 'int4', 'int2' and 'recompute', or None",
     "plan": "the path of a plan file or None",
     "keep_high": "a tuple of module-name patterns, or 'ends'",
     "promote_above": "a number above 0 and up to 1, or None",
@@ -300,7 +307,13 @@ def _check_storage(storage: str, recipe: Recipe) -> None:
 
 
 def _refuse_blocks(config: Config, recipe: Recipe) -> None:
-    """Raise `ConfigError` where nothing could be stored in the recipe's block format."""
+    """Raise `ConfigError` where nothing could be stored in the recipe's block format, or one of ``ways``."""
+    asked = [way for way in config.ways or () if way in BLOCK_WAYS]
+    if asked and recipe.lo_forward == recipe.hi:
+        raise ConfigError(
+            f"ways has {asked[0]!r}, for copies of low tensors, and no tensor of recipe {recipe.name!r} is low; use it "
+            "with fp8, or leave it out"
+        )
     if recipe.saved is None:
         return
     said = f"recipe.saved is {recipe.saved.name}, for copies of low tensors that only backward reads, and "

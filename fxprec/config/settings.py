@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Self
 
 from fxprec.config.accumulator import Accumulator, find_accumulator
-from fxprec.config.config import DEFAULT_LOW_RATIO, WAYS, Compute, Config, Storage, without_dtype
+from fxprec.config.config import DEFAULT_LOW_RATIO, DEFAULT_WAYS, Compute, Config, Storage, without_dtype
 from fxprec.config.grad_scaling import NAMED, Scaling
 from fxprec.config.recipes import Recipe, find_recipe
 from fxprec.numerics.formats import Format
@@ -63,7 +63,7 @@ class Settings:
             low_ratio=_low_ratio(asked, recipe, compute),
             activation_budget=budget,
             peak_budget=None if asked.peak_budget is None else PeakBudget(asked.peak_budget),
-            ways=asked.ways or WAYS,
+            ways=asked.ways or DEFAULT_WAYS,
             grad_scaling=scaling if isinstance(scaling, Scaling) else NAMED[scaling],
             accumulator=accumulator,
         )

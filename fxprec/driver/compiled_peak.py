@@ -39,6 +39,8 @@ class CompiledPeak:
     """At the step's peak, once both halves are there."""
     waiting: int = 0
     """Between the halves."""
+    seen: tuple[int, ...] = ()
+    """What lived over the step, each time something was made."""
     unread: str = ""
     """Why it is not known."""
     _mode: compat.FakeTensorMode = field(default_factory=compat.FakeTensorMode)
@@ -64,6 +66,7 @@ class CompiledPeak:
         memory = compat.LiveBytes(self._free, workspace)
         self._results = compat.replayed(code, self._inputs, self._mode, memory)
         self._named = dict(zip(half.results, self._results, strict=False))  # statistics come after them
+        self.seen = tuple(memory.seen)
         self._forward, self.waiting = memory.peak, compat.storage_bytes(self._results, self._free)
 
     def _saw_backward(self, half: PlainHalf, code: Any) -> None:
@@ -72,4 +75,5 @@ class CompiledPeak:
         memory = compat.LiveBytes(self._free, workspace)
         memory.hold(self._results[: self.num_results])  # the model's own outputs: the caller has them
         compat.replayed(code, inputs, self._mode, memory)
+        self.seen += tuple(memory.seen)
         self.bytes = max(self._forward, memory.peak)

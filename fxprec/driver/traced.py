@@ -26,6 +26,7 @@ from fxprec.passes import pipeline
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.peak.other_sizes import OtherSizes
+from fxprec.passes.analysis.peak.step import drawn
 from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, read_by_backward
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
 from fxprec.passes.base import Work
@@ -257,6 +258,7 @@ class Traced:
             if self.given is None
             else peak.tell(plan.peak_bytes, found.bytes, self.step)
         )
+        held = replace(held, compiled_live=drawn(found.seen))
         self.planned = replace(self.planned, plan=replace(plan, peak_bytes=held))
         write_plan(self.planned.plan, self.compiler.dump)
 

@@ -166,6 +166,10 @@ def _record(cls: type[T], readers: Mapping[str, Reader], former: frozenset[str] 
     return read
 
 
+def _counts(entry: Entry) -> tuple[int, ...]:
+    return tuple(map(_count, entry.items()))
+
+
 def _moments(entry: Entry) -> tuple[tuple[int, ...], ...]:
     """Read rows of as many counts as there are kinds of bytes."""
     rows = tuple(tuple(_count(item) for item in row.items()) for row in entry.items())
@@ -275,7 +279,14 @@ _PLAN: Mapping[str, Reader] = {
         _record(
             PeakBytes,
             {"budget": _count, "high": _count, "planned": _count, "compiled": _or_null(_count)}
-            | {"live": _moments, "kept": _texts, "graphs": _count, "beside": _count, "waiting": _or_null(_count)}
+            | {
+                "compiled_live": _counts,
+                "live": _moments,
+                "kept": _texts,
+                "graphs": _count,
+                "beside": _count,
+                "waiting": _or_null(_count),
+            }
             | {"seconds": _finite, "points": _points},
         )
     ),

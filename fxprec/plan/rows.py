@@ -91,8 +91,8 @@ class Site:
     reads: Reads = "all"
     """Who reads what is stored: only backward; GEMMs that multiply its codes (and backward); every reader."""
     way: Way = ""
-    """How backward gets the value under a peak budget: kept in high precision, kept in 8 bits, computed again; ``""``
-    for what backward does not read, and without a peak budget."""
+    """How backward gets the value under a peak budget: kept in high precision, kept in 8 bits or in ``saved_as``,
+    computed again; ``""`` for what backward does not read, and without a peak budget."""
     why: str = ""
     """Why its format is not the one its group (or the policy) gives it: nobody would read a low copy, or 8 bits would
     spoil it (docs/compute.md); ``""`` where it is."""
@@ -165,7 +165,7 @@ class LoweringChoice:
     """None where there was no choice."""
 
 
-LIVE = ("kept", "kept in 8 bits", "computed again", "gradients returned", "all else")
+LIVE = ("kept", "kept in 8 bits", "kept in fewer bits", "computed again", "gradients returned", "all else")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +191,8 @@ class PeakBytes:
     planned: int
     compiled: int | None = None
     """As the compiled graphs allocate; None where that is not known (``lowering="eager"``)."""
+    compiled_live: tuple[int, ...] = ()
+    """Bytes at up to 100 moments of the compiled step, of each stretch the one that holds most."""
     live: tuple[tuple[int, ...], ...] = ()
     """At up to 100 moments of the step, of each stretch the one that holds most: bytes by `LIVE`."""
     kept: tuple[str, ...] = ()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from fxprec.errors import PlanError, did_you_mean
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.plan import Plan, Site
-from fxprec.plan.rows import HalfLowering, LoweringChoice, LoweringEstimate
+from fxprec.plan.rows import HalfLowering, LoweringChoice, LoweringEstimate, PeakBytes
 from fxprec.report.graph_text import one_line
 
 
 def explain(plan: Plan, tensor: str) -> list[str]:
     """Return the lines on every site of a tensor or, where no tensor is called so, a module or a site's number.
 
-    ``lowering`` says which lowering ``"auto"`` took, and why.
+    ``lowering`` says which lowering ``"auto"`` took, and why; ``peak_budget`` what the step holds under one.
 
     Raises `PlanError` for a name the plan does not have.
     """
@@ -24,6 +25,8 @@ def explain(plan: Plan, tensor: str) -> list[str]:
         found = [s for s in plan.sites if s.id == int(tensor)]
     if not found and tensor == "lowering" and plan.lowering is not None:
         return lowering_lines(plan.lowering)
+    if not found and tensor == "peak_budget" and plan.peak_bytes is not None:
+        return peak_lines(plan, plan.peak_bytes)
     if not found:
         known = {s.tensor for s in plan.sites} | {s.module for s in plan.sites if s.module}
         raise PlanError(
@@ -41,6 +44,31 @@ def lowering_lines(choice: LoweringChoice) -> list[str]:
         one_line(f"lowering {choice.asked!r} took {_TAKEN[choice.chosen]}: {choice.why}"),
         *(f"  {name}, {half.chosen}: {_estimated(half)}" for name, half in halves),
     ]
+
+
+def peak_lines(plan: Plan, peak: PeakBytes) -> list[str]:
+    """Return what a peak budget is, who shares it, what the step holds under it, and which way values go."""
+    ways = Counter(_way(site) for site in plan.sites if site.way)
+    compiled = "" if peak.compiled is None else f", {peak.compiled:,} as compiled"
+    return [
+        f"peak_budget {peak.budget:,} bytes{_shared(peak)}",
+        f"  at its peak the step holds {peak.planned:,} bytes as predicted{compiled}; {peak.high:,} with everything "
+        "kept in high precision",
+        f"  of values that backward needs, {', '.join(f'{count} are {way}' for way, count in ways.items()) or 'none'}"
+        f"; {len(peak.kept)} without a site are kept",
+    ]
+
+
+def _shared(peak: PeakBytes) -> str:
+    if peak.graphs == 1:
+        return ""
+    return f" shared by {peak.graphs} graphs of the step, {peak.room:,} of it for this one"
+
+
+def _way(site: Site) -> str:
+    if site.way != "narrow":
+        return {"keep": "kept", "recompute": "computed again"}.get(site.way, site.way)
+    return f"kept in {site.stored_as}"
 
 
 _TAKEN = {
@@ -72,7 +100,7 @@ def reasons(plan: Plan, site: Site) -> list[str]:
 def _of_group(plan: Plan, site: Site) -> str:
     group = plan.groups[site.group]
     asked = (
-        f"peak_budget {plan.peak_bytes.budget}"
+        f"peak_budget {plan.peak_bytes.budget}{_shared(plan.peak_bytes)}"
         if plan.peak_bytes is not None
         else f"activation_budget {plan.activation_budget}"
         if plan.activation_budget is not None
@@ -125,7 +153,7 @@ def _of_readers(plan: Plan, site: Site) -> list[str]:
         return ["every reader gets this one value: there is no second copy"]
     if site.saved_as:
         blocks = find_blocks(site.saved_as)
-        said = "makes gradients of weights of it, and nothing else" if blocks.bits < 8 else "reads it"
+        said = "reads it where noise of mean 0 keeps gradients' mean" if blocks.bits < 8 else "reads it"
         return [
             f"backward {said}: it is stored in {site.saved_as}, {blocks.bits_per_element:g} bits an element, scales "
             f"included{', rounded at random' if blocks.bits < 8 else ''}, and not in {site.format}"

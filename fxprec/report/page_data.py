@@ -75,11 +75,12 @@ def _peak(plan: Plan) -> dict[str, Any] | None:
     peak = plan.peak_bytes
     if peak is None:
         return None
-    sizes = {"room": peak.room, "beside": peak.beside, "high": peak.high, "planned": peak.planned}
+    sizes = {name: getattr(peak, name) for name in ("room", "beside", "high", "planned", "graphs")}
     points = [{"peak": p.peak, "seconds": float(f"{p.seconds:.4g}"), "live": _rows(p.live)} for p in peak.points]
     return sizes | {
         "budget": peak.budget,
         "compiled": peak.compiled,
+        "compiledLive": list(peak.compiled_live),
         "kinds": list(LIVE),
         "live": _rows(peak.live),
         "points": points,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,38 @@ def saving_order(kernels: Sequence[Kernel]) -> list[int]:
     for kernel in kernels:
         for i in kernel.after:
             waiting[i] += 1
-    ready = {i for i, readers in enumerate(waiting) if not readers}
+    readers: dict[str, list[int]] = {}
+    for i, kernel in enumerate(kernels):
+        for name in kernel.reads:
+            readers.setdefault(name, []).append(i)
+    growth = [sum(kernel.reads.values()) - sum(kernel.makes.values()) for kernel in kernels]
+    ready = {i for i, others in enumerate(waiting) if not others}
+    by_growth, by_place = [(growth[i], -i) for i in ready], [-i for i in ready]  # with some that are ready no more
+    heapify(by_growth)
+    heapify(by_place)
     live: set[str] = set()
     reverse: list[int] = []
     while ready:
-        growth = {i: _growth(kernels[i], live) for i in ready}
-        chosen = min(ready, key=lambda i: (growth[i], -i))
-        if growth[chosen] >= 0:
-            chosen = max(ready)
+        while by_growth[0] != (growth[-by_growth[0][1]], by_growth[0][1]) or -by_growth[0][1] not in ready:
+            heappop(by_growth)
+        while -by_place[0] not in ready:
+            heappop(by_place)
+        least, place = by_growth[0]
+        chosen = -place if least < 0 else -by_place[0]
         ready.remove(chosen)
         reverse.append(chosen)
-        live.update(kernels[chosen].reads)
+        for name in kernels[chosen].reads:
+            for i in () if name in live else readers[name]:  # it lives behind them anyway, by now
+                growth[i] -= kernels[i].reads[name]
+                if i in ready:
+                    heappush(by_growth, (growth[i], -i))
+            live.add(name)
         for i in kernels[chosen].after:
             waiting[i] -= 1
             if not waiting[i]:
                 ready.add(i)
+                heappush(by_growth, (growth[i], -i))
+                heappush(by_place, -i)
     assert len(reverse) == len(kernels), "kernels that wait for each other"
     return reverse[::-1]
 
@@ -62,8 +80,3 @@ def peak_bytes(kernels: Sequence[Kernel], order: Sequence[int], kept: frozenset[
         sizes = {**kernel.reads, **kernel.makes}
         live -= sum(size for name, size in sizes.items() if last[name] == step and name not in kept)
     return peak
-
-
-def _growth(kernel: Kernel, live: set[str]) -> int:
-    """Return how many bytes more are live before a kernel than after it, where ``live`` are read later."""
-    return sum(size for name, size in kernel.reads.items() if name not in live) - sum(kernel.makes.values())

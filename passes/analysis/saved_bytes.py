@@ -19,6 +19,7 @@ from fxprec.config.recipes import Recipe
 from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Quantize
 from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS, QUANTIZE_BLOCKS, TENSOR_SCALE, QuantizeBlocks
 from fxprec.ir.symbolic_gemms import TRANSPOSED
+from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.passes.analysis.joint import (
@@ -95,6 +96,13 @@ def _bytes(node: Node) -> int:
 def bytes_per_element(fmt: Format) -> int:
     """Return the bytes of one stored code: formats are held in 1, 2 or 4 bytes."""
     return 1 if fmt.bits <= 8 else 2 if fmt.bits <= 16 else 4
+
+
+def stored_bytes(fmt: AnyFormat | None, val: torch.Tensor) -> int:
+    """Return the bytes of a tensor's copy in a format, of blocks their scales included; None: in its own dtype."""
+    if isinstance(fmt, BlockFormat):
+        return fmt.num_bytes(numel_hint(val))
+    return numel_hint(val) * (val.dtype.itemsize if fmt is None else bytes_per_element(fmt))
 
 
 def bytes_in_float32(tensors: Sequence[CountedTensor]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -9,15 +10,16 @@ import pytest
 import torch
 from backend_helpers import eager_backend
 from torch import nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxprec.passes import fit_peak
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
+from fxprec.passes.analysis.peak.either import Either
 from fxprec.passes.analysis.peak.kernels import Kind, flops_of, kind_of
 from fxprec.passes.analysis.peak.part import Bound
-from fxprec.passes.analysis.peak.problem import KEEP, Problem
+from fxprec.passes.analysis.peak.problem import AGAIN, FEW, KEEP, NARROW, ROUNDED, Problem, is_kept
 from fxprec.passes.analysis.peak.timeline import Item, Timeline
 
 aten = torch.ops.aten
@@ -130,9 +132,8 @@ def test_a_number_written_over_a_constant_is_compared_instead() -> None:
         assert kind_of(node) is (Kind.FUSED if written.op == "call_function" else Kind.EXTERN)
 
 
-@pytest.fixture(scope="module")
-def chooser() -> Chooser:
-    """Of a small network in fp8."""
+def chooser_of(model: nn.Module, x: torch.Tensor, **options: Any) -> Chooser:
+    """Return what chooses for a network in fp8."""
     found: list[Chooser] = []
     solved = fit_peak._solved
 
@@ -141,13 +142,80 @@ def chooser() -> Chooser:
         found.append(Chooser(problem))
         return solved(work, needs)
 
-    torch.manual_seed(0)
-    block = [nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_peak, "_solved", watch)
-        backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%")
-        torch.compile(nn.Sequential(*block, *block), backend=backend)(torch.randn(512, 64, requires_grad=True))
+        backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%", **options)
+        torch.compile(model, backend=backend)(x)
     return found[0]
+
+
+@pytest.fixture(scope="module")
+def chooser() -> Chooser:
+    torch.manual_seed(0)
+    block = [nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)]
+    return chooser_of(nn.Sequential(*block, *block), torch.randn(512, 64, requires_grad=True))
+
+
+def completed(problem: Problem, kept: dict[Node, int]) -> dict[Node, int] | None:
+    """Return a choice that keeps ``kept`` and computes all else again that is needed; None where it cannot."""
+    exactly, roughly, ways = set(problem.needs.exactly), set(problem.needs.roughly), dict(kept)
+    sources = {AGAIN: exactly, ROUNDED: roughly}
+    of_others: set[Node] = set()  # what is computed again asks for
+    for node in reversed(problem.nodes):
+        way = kept.get(node)
+        if way is None and node in exactly | roughly:
+            way = ways[node] = AGAIN if node in exactly else ROUNDED
+            sources[way] |= problem.sources(node)
+            of_others |= problem.sources(node)
+        is_wrong = (way == NARROW and node in exactly) or (way is not None and way >= FEW and node in of_others)
+        if is_wrong or (way is not None and (node, way) not in problem.columns):
+            return None
+    return ways
+
+
+def test_of_all_choices_with_block_formats_it_finds_the_one_of_least_time() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
+    found = chooser_of(model, torch.randn(1024, 64), ways=("narrow", "int4", "int2", "recompute"))
+    slow = fit_peak.Rates(bytes_per_s=1e10, flop_per_s=1e9)  # to compute a GEMM again is no way out
+    either = Either.of(found.problem.needs, slow, ("narrow", "recompute"))
+    assert either.blocks is not None
+    found, problem = either.blocks, either.blocks.problem
+    assert {tuple(fmt.name for fmt in formats) for formats in problem.needs.few.values()} == {("int4", "int2")}
+    sited = [node for node in problem.nodes if node in problem.needs.rows]
+    ways = [[None, *(way for node, way in problem.columns if node is n and is_kept(way))] for n in sited]
+    picks = [{n: w for n, w in zip(sited, picked, strict=True) if w is not None} for picked in product(*ways)]
+    fits = [found.replayed(choice) for kept in picks if (choice := completed(problem, kept)) is not None]
+    assert len(fits) > 20
+    least, seen = min(fit.peak for fit in fits), set()
+    for share in (0.25, 0.5, 0.75, 1.0):  # at the least peak itself the search may end with nothing
+        budget = int(least + share * (found.unlimited.peak - least))
+        fit = either.within(Bound(budget))
+        assert fit is not None
+        assert fit.peak <= budget
+        assert fit.seconds <= 1.001 * min(rival.seconds for rival in fits if rival.peak <= budget)
+        seen |= {way for way in fit.ways.values() if way >= FEW}
+    assert seen
+
+
+def test_block_formats_never_make_a_choice_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the search among more ways finds: here nothing but what holds most."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
+    needs = chooser_of(model, torch.randn(1024, 64), ways=("narrow", "int4", "recompute")).problem.needs
+    either = Either.of(needs, fit_peak.Rates(bytes_per_s=1e10, flop_per_s=1e9), ("narrow", "recompute"))
+    plain = Chooser(either.plain.problem)
+    least = plain.least()
+    assert either.least().peak < least.peak, "4 bits are fewer than 8"
+    assert either.blocks is not None
+    monkeypatch.setattr(either.blocks.problem, "solve", lambda bounds, gap: None)
+    budget = Bound(least.peak + (plain.unlimited.peak - least.peak) / 4)
+    found, wanted = either.within(budget), plain.within(budget)
+    assert found is not None
+    assert wanted is not None
+    assert (found.seconds, found.peak) == (wanted.seconds, wanted.peak)
+    monkeypatch.setattr(either.blocks, "narrowed", lambda fit: fit)
+    assert either.least().peak == least.peak
 
 
 def test_what_is_converted_for_a_gemm_and_kept_in_that_dtype_is_one(chooser: Chooser) -> None:

@@ -36,10 +36,11 @@ function chart(series, { caption, x = plain, y = plain, now = null, dots = null,
   return el("figure", {}, picture, el("figcaption", {}, caption, names.length ? ": " : "", ...names));
 }
 
-// rows: for each moment its parts, stacked in the order of names; level: a line across, with its name; top: least height
-function areas(rows, names, classes, { caption, level, levelName, top: highest = 1 }) {
+// rows: for each moment its parts, stacked in the order of names; level: a line across, with its name; top: least height;
+// over: heights of another line over the same step
+function areas(rows, names, classes, { caption, level, levelName, top: highest = 1, over = [], overName = "" }) {
   const W = 860, H = 240, L = 62, R = 10, top = 18, bottom = 24;
-  const sums = rows.map(row => row.reduce((a, b) => a + b, 0)), y1 = Math.max(level, ...sums, highest);
+  const sums = rows.map(row => row.reduce((a, b) => a + b, 0)), y1 = Math.max(level, ...sums, ...over, highest);
   const X = i => L + (W - L - R) * i / Math.max(rows.length - 1, 1), Y = v => H - bottom - (H - top - bottom) * v / y1;
   const picture = svg("svg", { class: "chart", viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": caption });
   const unit = 1024 ** Math.floor(Math.log(y1) / Math.log(1024));
@@ -51,8 +52,13 @@ function areas(rows, names, classes, { caption, level, levelName, top: highest =
     picture.append(svg("path", { class: `area ${classes[k]}`, d: `M${edge.join("L")}L${back.join("L")}Z` }, svg("title", {}, name)));
     below = above;
   });
+  if (over.length) {
+    const at = i => L + (W - L - R) * i / Math.max(over.length - 1, 1);
+    picture.append(svg("path", { class: "over", d: `M${over.map((v, i) => `${at(i).toFixed(1)},${Y(v).toFixed(1)}`).join("L")}` }, svg("title", {}, overName)));
+  }
   picture.append(svg("line", { class: "now", x1: L, x2: W - R, y1: Y(level), y2: Y(level) }), svg("text", { x: W - R, y: Y(level) - 4, "text-anchor": "end" }, levelName));
   const legend = names.flatMap((name, k) => [el("span", { class: `swatch ${classes[k]}` }), name]);
+  if (over.length) legend.push(el("span", { class: "swatch over" }), overName);
   return el("figure", {}, picture, el("figcaption", {}, caption, ": ", ...legend));
 }
 

@@ -1,12 +1,13 @@
 // Live bytes over the step, and what it would hold and take under other budgets.
-const WAYS = ["b16", "b8", "again", "b32", "b0"];
+const WAYS = ["b16", "b8", "b4", "again", "b32", "b0"];
 const time = s => s >= 1 ? `${s.toPrecision(3)} s` : s >= 1e-3 ? `${(1e3 * s).toPrecision(3)} ms` : `${(1e6 * s).toPrecision(3)} µs`;
 
 function peakOver(peak) {
   const measured = peak.compiled === null ? "" : `; ${bytes(peak.compiled)} as compiled`;
+  const shared = peak.graphs > 1 ? `; the budget of ${bytes(peak.budget)} is shared by ${peak.graphs} graphs of the step` : "";
   const beside = peak.beside ? `, while ${bytes(peak.beside)} of other graphs live beside it` : "";
-  const caption = `forward, then backward; at most ${bytes(peak.planned)} predicted${measured}, and ${bytes(peak.high)} with everything kept high${beside}`;
-  const found = [el("h3", {}, "Live bytes over the step, as predicted"), areas(peak.live, peak.kinds, WAYS, { caption, level: peak.room, levelName: `budget ${bytes(peak.room)}` })];
+  const caption = `forward, then backward; at most ${bytes(peak.planned)} predicted${measured}, and ${bytes(peak.high)} with everything kept high${beside}${shared}`;
+  const found = [el("h3", {}, `Live bytes over the step, as predicted${peak.compiledLive.length ? "; the line is as compiled" : ""}`), areas(peak.live, peak.kinds, WAYS, { caption, level: peak.room, levelName: `budget ${bytes(peak.room)}`, over: peak.compiledLive, overName: "as compiled" })];
   return peak.points.length ? [...found, ...slider(peak)] : found;
 }
 

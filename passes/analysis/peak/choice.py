@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from fxprec.passes.analysis.peak.kernels import Kind, bytes_of, kind_of
 from fxprec.passes.analysis.peak.part import Bound
-from fxprec.passes.analysis.peak.problem import KEEP, NARROW, Problem, Row, Ways
+from fxprec.passes.analysis.peak.problem import EXACT, Problem, Row, Ways, is_kept
 from fxprec.passes.analysis.peak.step import Held, Saved
 
 _ROUNDS = 12
@@ -78,20 +78,27 @@ class Chooser:
         assert ways is not None, "what backward needs can be kept"
         return self.replayed(ways)
 
-    def within(self, bound: Bound) -> Fit | None:
-        """Return a choice within a bound, of the least time found; or None."""
-        fits = [fit for fit in self.approach(bound) if fit.excess(bound) <= 0]
-        return min(fits, key=lambda fit: fit.seconds, default=None)
+    def within(self, bound: Bound, known: Fit | None = None) -> Fit | None:
+        """Return a choice within a bound, of the least time found; or None. ``known`` is one of them."""
+        fits = [fit for fit in self.approach(bound, known=known) if fit.excess(bound) <= 0]
+        return min(fits if known is None else (known, *fits), key=lambda fit: fit.seconds, default=None)
 
-    def approach(self, bound: Bound, rounds: int = _ROUNDS) -> Iterator[Fit]:
-        """Yield choices, each better informed, until one is within a bound or none can be."""
+    def approach(
+        self, bound: Bound, rounds: int = _ROUNDS, known: Fit | None = None, gap: float = EXACT
+    ) -> Iterator[Fit]:
+        """Yield choices, each better informed, until one is within a bound or none can be.
+
+        With ``known``, a choice within it, those alone that take less time.
+        """
         fit, short, moments = self.unlimited, 0.0, list[Moment]()
         for _ in range(rounds):
             yield fit
             if fit.excess(bound) <= 0:
                 return
             moments += self._moments(fit, bound.less(short))
-            ways = self.problem.solve([moment.row(bound.less(short)) for moment in moments])
+            rows = [moment.row(bound.less(short)) for moment in moments]
+            rows += [] if known is None else [self.problem.faster_than(known.seconds)]
+            ways = self.problem.solve(rows, gap)
             if ways is None:
                 return
             found = self.replayed(ways)
@@ -100,9 +107,9 @@ class Chooser:
             fit = found
         yield fit
 
-    def least(self) -> Fit:
-        """Return the choice of the least peak that was found, in a few trials."""
-        best = self.unlimited
+    def least(self, known: Fit | None = None) -> Fit:
+        """Return the choice of the least peak that was found, in a few trials; ``known`` is one."""
+        best = self.unlimited if known is None else min(known, self.narrowed(known), key=lambda fit: fit.peak)
         low, high = 0.0, float(best.peak)
         for _ in range(_TRIALS):
             middle = (low + high) / 2
@@ -114,14 +121,26 @@ class Chooser:
                 high = float(best.peak)
         return best
 
+    def narrowed(self, fit: Fit) -> Fit:
+        """Return a choice with what is kept at its peak in the narrowest block formats, as long as that lowers it."""
+        best = fit
+        while True:
+            live = best.held.timeline.live
+            top = max(range(len(live)), key=live.__getitem__, default=0)
+            ways = dict(best.ways)
+            asked = {s for n, way in ways.items() if not is_kept(way) for s in self.problem.sources(n)}
+            for node, way in best.ways.items():
+                if is_kept(way) and node not in asked and best.held.lives(node, top, again=False):
+                    ways[node] = min(self.problem.ways_kept(node), key=lambda w, n=node: self.problem.size(n, w))
+            found = self.replayed(ways)
+            if found.peak >= best.peak:
+                return best
+            best = found
+
     def replayed(self, ways: Ways) -> Fit:
         """Return what a choice holds, and takes."""
         needs = self.problem.needs
-        saved: Saved = {
-            node: needs.low[node] if way == NARROW else needs.high[node]
-            for node, way in ways.items()
-            if way in (KEEP, NARROW)
-        }
+        saved: Saved = {node: self.problem.format(node, way) for node, way in ways.items() if is_kept(way)}
         return Fit(Held(needs.step, saved), ways, sum(self.problem.seconds(node, way) for node, way in ways.items()))
 
     def _wanted_when(self) -> tuple[dict[Node, int], dict[Node, int]]:
@@ -162,7 +181,7 @@ class Chooser:
     def _waiting(self, fit: Fit) -> Iterator[tuple[int, float]]:
         """Yield the columns of ways that wait for backward, or would, and their bytes."""
         for (node, way), column in self.problem.columns.items():
-            if way in (KEEP, NARROW):
+            if is_kept(way):
                 is_chosen = fit.ways.get(node) == way
                 if not is_chosen or fit.held.lives(node, fit.held.timeline.split, again=False):
                     yield column, float(self.problem.size(node, way))
@@ -171,21 +190,20 @@ class Chooser:
         """Yield the columns of ways that live at one time of a replayed step, or would, and their bytes."""
         anchor = fit.held.anchors[fit.held.timeline.order[time]]
         for (node, way), column in self.problem.columns.items():
-            is_kept = way in (KEEP, NARROW)
             if fit.ways.get(node) == way:
-                lives = fit.held.lives(node, time, again=not is_kept)
+                lives = fit.held.lives(node, time, again=not is_kept(way))
             else:
-                lives = self._would_live(node, anchor, is_kept=is_kept)
+                lives = self._would_live(node, anchor, kept=is_kept(way))
             if lives:
-                yield column, float(self.problem.size(node, way) if is_kept else bytes_of(node))
+                yield column, float(self.problem.size(node, way) if is_kept(way) else bytes_of(node))
 
-    def _would_live(self, node: Node, anchor: Node, *, is_kept: bool) -> bool:
+    def _would_live(self, node: Node, anchor: Node, *, kept: bool) -> bool:
         """Guess whether a value would live where ``anchor`` runs, were it kept, or computed again."""
         moment = self._order[anchor]
         if anchor not in self.problem.needs.step.behind:
-            return is_kept and self._order[node] <= moment
+            return kept and self._order[node] <= moment
         is_wanted = moment <= self._last.get(node, -1)
-        return is_wanted and (is_kept or (_lies(node) and self._first.get(node, moment + 1) <= moment))
+        return is_wanted and (kept or (_lies(node) and self._first.get(node, moment + 1) <= moment))
 
 
 def _lies(node: Node) -> bool:

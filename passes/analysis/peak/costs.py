@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from fxprec.numerics.blocks import AnyFormat, BlockFormat, Integer
+from fxprec.numerics.formats import E4M3FN, Format
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.joint import numel_hint, tensor_of, value
 from fxprec.passes.analysis.peak.kernels import Kind, bytes_of, flops_of, kind_of
 from fxprec.passes.analysis.peak.step import Step
+from fxprec.passes.casts.blocks import WHOLE_BITS
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,24 @@ class Rates:
         passes = 2 if kind_of(node) is Kind.FUSED else 1
         return passes * size / self.bytes_per_s
 
-    def rounding(self, node: Node) -> float:
-        """Return the seconds of encoding and decoding, and as many again: of equals, what rounds nothing wins."""
+    def rounding(self, node: Node, fmt: AnyFormat) -> float:
+        """Return the seconds of encoding and decoding, and of an error of e4m3's as many again, of others to match.
+
+        So of equals what rounds nothing wins, and 4 bits win over what takes longer than 8 passes over a value.
+        """
         val = value(node)
-        return 0.0 if val is None else 2 * numel_hint(tensor_of(node)) * _HIGH_BYTES / self.bytes_per_s
+        passes = 1 + _error(fmt) / _error(E4M3FN)
+        return 0.0 if val is None else passes * numel_hint(tensor_of(node)) * _HIGH_BYTES / self.bytes_per_s
+
+
+def _error(fmt: AnyFormat) -> float:
+    """Return a format's relative error, root mean square, of normal numbers: of integers random within 7 deviations."""
+    if isinstance(fmt, BlockFormat) and isinstance(fmt.element, Integer):
+        steps = 7 / fmt.element.largest
+        return float(steps / (6 if fmt.bits < WHOLE_BITS else 12) ** 0.5)
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    assert isinstance(element, Format)
+    return float(2.0 ** -(element.mantissa_bits + 1) / 3**0.5)
 
 
 _HIGH_BYTES = 2

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
 from fxprec.passes.analysis.peak.part import Bound
+from fxprec.passes.analysis.peak.problem import EXACT, ROUGHLY
 
 _SHARES = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 _OF_WAITING = (0.7, 0.45, 0.2)
@@ -13,26 +14,30 @@ _ROUNDS = 5
 _SHOWN = 7
 
 
-def curve(chooser: Chooser, *, waiting: bool = False) -> tuple[Fit, ...]:
+def curve(choosers: Sequence[Chooser], *, waiting: bool = False) -> tuple[Fit, ...]:
     """Return choices from the highest peak to the lowest, each of less time than the next.
 
-    With ``waiting`` what lives between the halves counts too: choices of which less waits are part of them.
+    The best of what several choosers find. With ``waiting`` what lives between the halves counts too: choices of which
+    less waits are part of them.
     """
-    top = chooser.unlimited
-    found = [top, *_descent(chooser, [Bound(share * top.peak) for share in _SHARES])]
-    if waiting:
-        found += _descent(chooser, [Bound(top.peak, share * top.waiting) for share in _OF_WAITING])
+    gap = EXACT if waiting else ROUGHLY
+    found: list[Fit] = []
+    for chooser in choosers:
+        top = chooser.unlimited
+        found += [top, *_descent(chooser, [Bound(share * top.peak) for share in _SHARES], gap)]
+        if waiting:
+            found += _descent(chooser, [Bound(top.peak, share * top.waiting) for share in _OF_WAITING], gap)
     best = _best_of(found, waiting=waiting)
     return best if waiting else _spread(best)
 
 
-def _descent(chooser: Chooser, bounds: Iterable[Bound]) -> Iterator[Fit]:
+def _descent(chooser: Chooser, bounds: Iterable[Bound], gap: float) -> Iterator[Fit]:
     """Yield every choice on the way to one bound after the other, until one is out of reach.
 
     Each search begins anew: what was guessed of moments that another choice has makes the next problem too tight.
     """
     for bound in bounds:
-        fits = list(chooser.approach(bound, _ROUNDS))
+        fits = list(chooser.approach(bound, _ROUNDS, gap=gap))
         yield from fits
         if all(fit.excess(bound) > 0 for fit in fits):
             return

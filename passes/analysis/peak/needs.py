@@ -6,12 +6,16 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from fxprec.config.config import BLOCK_WAYS
+from fxprec.ir.symbolic import Quantize
+from fxprec.numerics.blocks import AnyFormat, BlockFormat, find_blocks
 from fxprec.numerics.formats import Format, parse
-from fxprec.passes.analysis.joint import numel_hint, tensor_of, value
-from fxprec.passes.analysis.peak.kernels import Kind, bytes_of, kind_of
+from fxprec.passes.analysis.joint import tensor_of, value
+from fxprec.passes.analysis.peak.kernels import Kind, kind_of
 from fxprec.passes.analysis.peak.step import Step
-from fxprec.passes.analysis.saved_bytes import bytes_per_element
+from fxprec.passes.analysis.saved_bytes import bytes_per_element, stored_bytes
 from fxprec.passes.base import Work
+from fxprec.passes.casts.in_blocks import Refusals
 
 
 @dataclass(frozen=True)
@@ -25,14 +29,20 @@ class Needs:
     """Values of which it reads a low copy."""
     high: dict[Node, Format | None] = field(default_factory=dict)
     """The format in which a value may be kept; None: its own dtype."""
+    read_as_it_is: set[Node] = field(default_factory=set)
+    """Values that backward reads itself, not a copy."""
     low: dict[Node, Format] = field(default_factory=dict)
     """The format of a low copy, where one may be kept."""
+    few: dict[Node, tuple[BlockFormat, ...]] = field(default_factory=dict)
+    """Block formats in which it may be kept for those that read it in backward, and for nothing computed again."""
+    refused: dict[Node, str] = field(default_factory=dict)
+    """Why none of those that are allowed is one."""
     rows: dict[Node, int] = field(default_factory=dict)
     """The site of a value that has one."""
 
-    def size(self, node: Node, fmt: Format | None) -> int:
-        """Return what a value takes in a format."""
-        return bytes_of(node) if fmt is None else numel_hint(tensor_of(node)) * bytes_per_element(fmt)
+    def size(self, node: Node, fmt: AnyFormat | None) -> int:
+        """Return what a value takes in a format, with the mask that it needs beside blocks."""
+        return stored_bytes(fmt, tensor_of(node)) + self.step.mask_bytes(node, fmt)
 
 
 def needs_of(work: Work) -> Needs:
@@ -45,6 +55,7 @@ def needs_of(work: Work) -> Needs:
             cast = needs.step.casts.get(wanted)
             if cast is None:
                 needs.exactly.add(wanted)
+                needs.read_as_it_is.add(wanted)
                 needs.low.pop(wanted, None)
                 needs.high[wanted] = None
                 continue
@@ -55,12 +66,42 @@ def needs_of(work: Work) -> Needs:
             needs.high[cast.x] = _unless_own(cast.x, hi if is_low else fmt)
             if is_low:
                 needs.low[cast.x] = fmt
+    _add_few(needs, work, find_formats(work))
     for node in needs.step.forward:
         if _can_keep(node):
             needs.high.setdefault(node, None)
         else:
             needs.high.pop(node, None)
     return needs
+
+
+def find_formats(work: Work) -> list[BlockFormat]:
+    """Return the block formats that may be chosen: those of ``ways``, by default the recipe's; or of a given plan."""
+    if work.given is not None:
+        return [find_blocks(name) for name in sorted({site.saved_as for site in work.given.sites} - {""})]
+    saved, asked = work.settings.recipe.saved, [way for way in work.settings.ways if way in BLOCK_WAYS]
+    return [find_blocks(way) for way in asked] or (
+        [saved] if saved is not None and work.settings.asked.ways is None else []
+    )
+
+
+def _add_few(needs: Needs, work: Work, formats: list[BlockFormat]) -> None:
+    """Find the block formats in which each value may be kept that backward reads as one copy alone."""
+    if not formats:
+        return
+    refusals = Refusals(work)
+    copies: dict[Node, list[Node]] = {}
+    for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
+        if any(x in needs.step.casts for x in q.users):
+            copies.setdefault(cast.x, []).append(q)
+    for node, (q, *others) in copies.items():
+        if others or node in needs.read_as_it_is:
+            continue
+        site = work.book.sites[needs.rows[node]]
+        reasons = {fmt: refusals.of(site, q, fmt) for fmt in formats}
+        needs.few[node] = tuple(fmt for fmt, reason in reasons.items() if reason is None)
+        if not needs.few[node]:
+            needs.refused[node] = next((f"{f.name} is no choice: {why}" for f, why in reasons.items() if why), "")
 
 
 def _add_unread(needs: Needs, work: Work) -> None:

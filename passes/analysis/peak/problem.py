@@ -1,7 +1,8 @@
 """The ways that each value may go, and what they ask of each other, as a mixed-integer problem.
 
-Each value of forward that backward needs is there in one of four ways: kept, kept as a low copy, computed again from
-what is itself exact, or from what may be rounded. Computing it again asks for its operands. That is a minimum cut but
+Each value of forward that backward needs is there in one way: kept, kept as a low copy, kept in one of the block
+formats that its readers bear, computed again from what is itself exact, or from what may be rounded. Computing it again
+asks for its operands, and of those a copy in blocks is none. That is a minimum cut but
 for bounds on what lives at each moment, so the relaxed problem is nearly whole: HiGHS solves that, and then searches
 the few fractions that are left.
 """
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.fx import Node
 
+from fxprec.numerics.blocks import AnyFormat
 from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.kernels import Kind, can_repeat, kind_of
 from fxprec.passes.analysis.peak.needs import Needs
@@ -23,8 +25,15 @@ from fxprec.passes.analysis.peak.needs import Needs
 if TYPE_CHECKING:
     from scipy.optimize import LinearConstraint
 
-KEEP, NARROW, AGAIN, ROUNDED = range(4)
-"""Kept; kept as a low copy; computed again exactly; computed again from values that may be rounded."""
+KEEP, NARROW, AGAIN, ROUNDED, FEW = range(5)
+"""Kept; kept as a low copy; computed again exactly; computed again from values that may be rounded; from ``FEW`` on,
+kept in the block formats of `Needs.few`, by position."""
+
+
+def is_kept(way: int) -> bool:
+    """Say whether a way keeps a value, in whatever format."""
+    return way not in (AGAIN, ROUNDED)
+
 
 _EXACT, _ROUGH = (KEEP, AGAIN), (KEEP, NARROW, AGAIN, ROUNDED)
 # Repeated where nothing may be computed again, too: Inductor does so by itself.
@@ -32,6 +41,8 @@ _CHEAP = (Kind.FUSED, Kind.VIEW, Kind.FREE, Kind.PIECE)
 # The search ends by its size, so that every process finds the same.
 _SEARCHED = 30
 _SECONDS = 60.0
+EXACT, ROUGHLY = 1e-3, 0.05
+"""Relative gaps: of the choice that is made, and of those that are only shown."""
 _WHOLE = 1e-6
 _LITTLE = 1e-9  # seconds: of equals, the choice that does less
 
@@ -76,29 +87,51 @@ class Problem:
             yield KEEP
         if node in self.needs.low and "narrow" in self.allowed:
             yield NARROW
+        if node in self.needs.high:
+            yield from range(FEW, FEW + len(self._few(node)))
         if can_repeat(node) and ("recompute" in self.allowed or kind_of(node) in _CHEAP):
             yield AGAIN
             yield ROUNDED
 
+    def ways_kept(self, node: Node) -> Sequence[int]:
+        """Return the ways in which a value may be kept for those that read it, and for nothing computed again."""
+        found = [way for way in self._ways(node) if is_kept(way)]
+        return [way for way in found if way != NARROW] if node in self.needs.exactly else found
+
+    def faster_than(self, seconds: float) -> Row:
+        """Return the row of which choices are those that take less time."""
+        return dict(enumerate(self.cost.tolist())), -np.inf, seconds
+
     def size(self, node: Node, way: int) -> int:
         """Return the bytes of a value that is kept."""
-        return self.needs.size(node, self.needs.low[node] if way == NARROW else self.needs.high[node])
+        return self.needs.size(node, self.format(node, way))
+
+    def format(self, node: Node, way: int) -> AnyFormat | None:
+        """Return the format in which a value is kept; None: its own dtype."""
+        if way >= FEW:
+            return self._few(node)[way - FEW]
+        return self.needs.low[node] if way == NARROW else self.needs.high[node]
+
+    def _few(self, node: Node) -> Sequence[AnyFormat]:
+        return self.needs.few.get(node, ()) if self.allowed else ()
 
     def seconds(self, node: Node, way: int) -> float:
         """Return what a way of a value takes."""
         if way in (AGAIN, ROUNDED):
             return self.rates.again(node) + _LITTLE
-        rounding = self.rates.rounding(node) if way == NARROW else 0.0
+        fmt = self.format(node, way)
+        rounding = self.rates.rounding(node, fmt) if fmt is not None and way != KEEP else 0.0
         return self.rates.keeping(node, self.size(node, way)) + rounding + _LITTLE
 
     def _required(self) -> Iterator[Row]:
         """Yield what must be there, and what computing a value again asks for."""
         for node in self.nodes:
-            yield self._sum(node, _ROUGH), -np.inf, 1.0
+            few = range(FEW, FEW + len(self._few(node)))
+            yield self._sum(node, (*_ROUGH, *few)), -np.inf, 1.0
             if node in self.needs.exactly:
-                yield self._sum(node, _EXACT), 1.0, np.inf
+                yield self._sum(node, (*_EXACT, *few)), 1.0, np.inf
             elif node in self.needs.roughly:
-                yield self._sum(node, _ROUGH), 1.0, np.inf
+                yield self._sum(node, (*_ROUGH, *few)), 1.0, np.inf
             for way, wanted in ((AGAIN, _EXACT), (ROUNDED, _ROUGH)):
                 if (node, way) in self.columns:
                     for source in self.sources(node):
@@ -107,23 +140,25 @@ class Problem:
     def _sum(self, node: Node, ways: Collection[int]) -> dict[int, float]:
         return {self.columns[node, way]: 1.0 for way in ways if (node, way) in self.columns}
 
-    def solve(self, bounds: Sequence[Row]) -> Ways | None:
-        """Return the ways of least cost within ``bounds``, or None."""
+    def solve(self, bounds: Sequence[Row], gap: float = EXACT) -> Ways | None:
+        """Return the ways of least cost within ``bounds``, or None; ``gap``: how far from the least it may be."""
         if not self.columns:
             return {}
         constraints = _constraints([*self._rows, *bounds], len(self.columns))
         none, one = np.zeros(len(self.cost)), np.ones(len(self.cost))
-        relaxed = self._milp(constraints, none, one, whole=False)
+        relaxed = self._milp(constraints, none, one, gap, whole=False)
         if relaxed is None:
             return None
-        found = self._milp(constraints, np.floor(relaxed + _WHOLE), np.ceil(relaxed - _WHOLE), whole=True)
+        found = self._milp(constraints, np.floor(relaxed + _WHOLE), np.ceil(relaxed - _WHOLE), gap, whole=True)
         if found is None:  # not within what the relaxed problem leaves whole
-            found = self._milp(constraints, none, one, whole=True)
+            found = self._milp(constraints, none, one, gap, whole=True)
         if found is None:
             return None
         return {node: way for (node, way), column in self.columns.items() if found[column] > 0.5}
 
-    def _milp(self, constraints: LinearConstraint, least: _Vector, most: _Vector, *, whole: bool) -> _Vector | None:
+    def _milp(
+        self, constraints: LinearConstraint, least: _Vector, most: _Vector, gap: float, *, whole: bool
+    ) -> _Vector | None:
         from scipy.optimize import Bounds, milp
 
         scale = 1e3 / max(float(self.cost.sum()), 1e-30)  # to a size that HiGHS's tolerances are made for
@@ -132,7 +167,7 @@ class Problem:
             constraints=constraints,
             integrality=np.full(len(self.cost), int(whole)),
             bounds=Bounds(least, most),
-            options={"node_limit": _SEARCHED, "time_limit": _SECONDS, "mip_rel_gap": 1e-3},
+            options={"node_limit": _SEARCHED, "time_limit": _SECONDS, "mip_rel_gap": gap},
         )
         found: _Vector | None = answer.x
         return found

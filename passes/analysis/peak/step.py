@@ -6,25 +6,29 @@ computed again when backward first needs it, from what its operator reads, which
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TypeVar
 
 import sympy
 from torch.fx import Node
 
 from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Quantize
+from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.joint import JointGraph, numel_expr, numel_hint, tensor_of, value
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.peak.kernels import HEAVY, Kind, bytes_of, kind_of, workspace_of
 from fxprec.passes.analysis.peak.loops import Item
 from fxprec.passes.analysis.peak.timeline import Timeline
-from fxprec.passes.analysis.saved_bytes import bytes_per_element
+from fxprec.passes.analysis.saved_bytes import stored_bytes
+from fxprec.passes.casts.blocks import SIGNS, WHOLE_BITS, asking
 from fxprec.plan.rows import LIVE
 
 _MOMENTS = 100
-Saved = Mapping[Node, Format | None]
+_T = TypeVar("_T")
+Saved = Mapping[Node, AnyFormat | None]
 """What is saved for backward: None as it is, a format as a copy in it."""
 
 
@@ -38,6 +42,7 @@ class Step:
         put = object.__setattr__
         nodes = list(self.joint.graph.nodes)
         put(self, "casts", {x: cast for q, cast in Quantize.among(nodes) if self._is_cast(q) for x in q.users})
+        put(self, "asked", {cast.x for x, cast in self.casts.items() if asking(x)})
         casts = {*self.casts, *(q for q in nodes if q.target is QUANTIZE and self._is_cast(q))}
         decoded, behind = set(self.casts), set[Node]()
         halves: tuple[list[Node], list[Node]] = [], []
@@ -60,6 +65,8 @@ class Step:
 
     casts: Mapping[Node, Quantize] = field(init=False)
     """What each decoded copy is a copy of."""
+    asked: set[Node] = field(init=False)
+    """Values of which backward asks whether they are above 0."""
     decoded: set[Node] = field(init=False)
     """Decoded copies, and what only backward computes, without a gradient: it runs when a gradient asks for it."""
     forward: list[Node] = field(init=False)
@@ -76,6 +83,11 @@ class Step:
             elif source not in self.behind:
                 yield source
 
+    def mask_bytes(self, node: Node, fmt: AnyFormat | None) -> int:
+        """Return the bytes of the mask that stands beside a copy in blocks."""
+        is_coarse = isinstance(fmt, BlockFormat) and fmt.bits < WHOLE_BITS
+        return SIGNS.num_bytes(numel_hint(tensor_of(node))) if is_coarse and node in self.asked else 0
+
     def shown(self, node: Node) -> Node:
         """Return the value that a node is, or is the decoded copy of."""
         cast = self.casts.get(node)
@@ -89,6 +101,12 @@ class Step:
     def _is_cast(self, q: Node) -> bool:
         """Say whether a value of forward is stored to be decoded for backward, and nothing else reads its codes."""
         return not self.joint.in_backward(q) and all(user.target is DEQUANTIZE for user in q.users)
+
+
+def drawn(moments: Sequence[_T], most: int = _MOMENTS, key: Callable[[_T], int] | None = None) -> tuple[_T, ...]:
+    """Return up to so many moments of a step, of each stretch the one that holds most."""
+    stretch = -(-len(moments) // most) or 1
+    return tuple(max(moments[i : i + stretch], key=key) for i in range(0, len(moments), stretch))
 
 
 def _growth(node: Node) -> sympy.Expr:
@@ -131,13 +149,14 @@ class Held:
         self.at[node] = self._add(node, reads, node, is_stored=is_stored)
         fmt = self.saved.get(node)
         if fmt is not None:
-            size = numel_hint(tensor_of(node)) * bytes_per_element(fmt)
-            self.copies[node] = self._append(Item(Kind.FUSED, size, [self.at[node]], is_stored=True), node, node)
+            size = stored_bytes(fmt, tensor_of(node)) + self.step.mask_bytes(node, fmt)
+            kind = Kind.EXTERN if isinstance(fmt, BlockFormat) else Kind.FUSED
+            self.copies[node] = self._append(Item(kind, size, [self.at[node]], is_stored=True), node, node)
 
     def _is_copy(self, node: Node) -> bool:
         """Say whether a conversion makes what is stored of its operand anyway: Inductor finds the two equal."""
         fmt = self.saved.get(node.all_input_nodes[0]) if node.target in CASTS else None
-        return fmt is not None and fmt.bits > 8 and fmt.torch_dtype is tensor_of(node).dtype
+        return isinstance(fmt, Format) and fmt.bits > 8 and fmt.torch_dtype is tensor_of(node).dtype
 
     def _add(self, node: Node, reads: list[int], anchor: Node, *, is_stored: bool = False, again: bool = False) -> int:
         kind = Kind.PIECE if self.step.joint.is_tangent(node) else kind_of(node)
@@ -190,7 +209,8 @@ class Held:
         if source in self.saved:
             if self.saved[source] is None:
                 return self.at[source]
-            return self._append(Item(Kind.FUSED, bytes_of(node), [self.copies[source]]), reader, node)
+            kind = Kind.EXTERN if isinstance(self.saved[source], BlockFormat) else Kind.FUSED  # a kernel of its own
+            return self._append(Item(kind, bytes_of(node), [self.copies[source]]), reader, node)
         self.repeated.append((node, reader))
         return self._add(node, [self.again[n] for n in node.all_input_nodes], reader, again=True)
 
@@ -212,8 +232,7 @@ class Held:
             change[time][-1] += self.items[item].workspace
             change[time + 1][-1] -= self.items[item].workspace
         rows = list(accumulate(change[:-1], lambda row, delta: [a + b for a, b in zip(row, delta, strict=True)]))
-        stretch = -(-len(rows) // moments)
-        return tuple(tuple(max(rows[i : i + stretch], key=sum)) for i in range(0, len(rows), stretch or 1))
+        return tuple(map(tuple, drawn(rows, moments, key=sum)))
 
     def moments_in_sizes(self) -> list[sympy.Expr]:
         """Return what lives at each time as an expression in the dynamic dimensions.
@@ -232,7 +251,7 @@ class Held:
 
     def _kinds(self) -> list[int]:
         """Return which of `LIVE` each item is."""
-        kept, narrow, again, returned, others = range(len(LIVE))
+        kept, narrow, few, again, returned, others = range(len(LIVE))
         found = [others] * len(self.items)
         for item in range(self.border, len(self.items)):
             found[item] = returned if self.timeline.is_returned(item) else others
@@ -241,7 +260,8 @@ class Held:
                 found[item] = again
         for node, fmt in self.saved.items():
             item = self.copies.get(node, self.at[node])
-            found[item] = narrow if fmt is not None and bytes_per_element(fmt) == 1 else kept
+            is_few = isinstance(fmt, BlockFormat) and fmt.bits < WHOLE_BITS
+            found[item] = few if is_few else kept if fmt is None or fmt.bits > WHOLE_BITS else narrow
         return found
 
     @property

@@ -42,14 +42,19 @@ def workspace(name: str, operands: Sequence[Tensor]) -> int:
 
 
 def _attention(query: Tensor, key: Tensor, *, is_backward: bool) -> int:
-    """Scores of a block in float32 for each thread, in 16 bits too if the query is; backward has two, and a query."""
+    """Scores of a block in float32 for each thread, in 16 bits too if the query is; backward has two.
+
+    Backward copies the gradient of the result, ``query`` then, where its heads do not lie side by side.
+    """
     queries, keys, width = (dim_hint(n) for n in (query.shape[-2], key.shape[-2], query.shape[-1]))
     rows, columns = next(n for least, n in _ROWS if queries >= least), min(_KEYS, keys)
     scores = rows * columns * (6 if query.dtype.itemsize == 2 else 4)
     if not is_backward:
         return torch.get_num_threads() * (scores + rows * (4 * width + 8))
-    a_thread = 2 * scores + 4 * (rows + columns) * (width + 8)
-    return _bytes(query) + torch.get_num_threads() * a_thread
+    is_packed = query.dtype.itemsize == 2  # for GEMMs of 16 bits
+    a_thread = 2 * scores + 4 * rows + (4 * (rows + columns) * (min(width, 64) + 24) if is_packed else 0)
+    copied = 0 if query.transpose(1, 2).is_contiguous() else _bytes(query)
+    return copied + torch.get_num_threads() * a_thread
 
 
 def _bytes(x: Tensor) -> int:
