@@ -258,7 +258,7 @@ class Traced:
             if self.given is None
             else peak.tell(plan.peak_bytes, found.bytes, self.step)
         )
-        held = replace(held, compiled_live=drawn(found.seen))
+        held = replace(held, compiled_live=drawn(found.seen, int))
         self.planned = replace(self.planned, plan=replace(plan, peak_bytes=held))
         write_plan(self.planned.plan, self.compiler.dump)
 

@@ -131,7 +131,7 @@ class Chooser:
             asked = {s for n, way in ways.items() if not is_kept(way) for s in self.problem.sources(n)}
             for node, way in best.ways.items():
                 if is_kept(way) and node not in asked and best.held.lives(node, top, again=False):
-                    ways[node] = min(self.problem.ways_kept(node), key=lambda w, n=node: self.problem.size(n, w))
+                    ways[node] = self.problem.narrowest(node)
             found = self.replayed(ways)
             if found.peak >= best.peak:
                 return best

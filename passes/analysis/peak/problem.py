@@ -93,10 +93,11 @@ class Problem:
             yield AGAIN
             yield ROUNDED
 
-    def ways_kept(self, node: Node) -> Sequence[int]:
-        """Return the ways in which a value may be kept for those that read it, and for nothing computed again."""
-        found = [way for way in self._ways(node) if is_kept(way)]
-        return [way for way in found if way != NARROW] if node in self.needs.exactly else found
+    def narrowest(self, node: Node) -> int:
+        """Return the way of fewest bytes in which a value may be kept for what reads it, but for nothing repeated."""
+        is_exact = node in self.needs.exactly
+        found = [way for way in self._ways(node) if is_kept(way) and not (is_exact and way == NARROW)]
+        return min(found, key=lambda way: self.size(node, way))
 
     def faster_than(self, seconds: float) -> Row:
         """Return the row of which choices are those that take less time."""

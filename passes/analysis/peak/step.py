@@ -103,10 +103,10 @@ class Step:
         return not self.joint.in_backward(q) and all(user.target is DEQUANTIZE for user in q.users)
 
 
-def drawn(moments: Sequence[_T], most: int = _MOMENTS, key: Callable[[_T], int] | None = None) -> tuple[_T, ...]:
-    """Return up to so many moments of a step, of each stretch the one that holds most."""
+def drawn(moments: Sequence[_T], size: Callable[[_T], int], most: int = _MOMENTS) -> tuple[_T, ...]:
+    """Return up to so many moments of a step, of each stretch the one of the largest ``size``."""
     stretch = -(-len(moments) // most) or 1
-    return tuple(max(moments[i : i + stretch], key=key) for i in range(0, len(moments), stretch))
+    return tuple(max(moments[i : i + stretch], key=size) for i in range(0, len(moments), stretch))
 
 
 def _growth(node: Node) -> sympy.Expr:
@@ -232,7 +232,7 @@ class Held:
             change[time][-1] += self.items[item].workspace
             change[time + 1][-1] -= self.items[item].workspace
         rows = list(accumulate(change[:-1], lambda row, delta: [a + b for a, b in zip(row, delta, strict=True)]))
-        return tuple(map(tuple, drawn(rows, moments, key=sum)))
+        return tuple(map(tuple, drawn(rows, sum, moments)))
 
     def moments_in_sizes(self) -> list[sympy.Expr]:
         """Return what lives at each time as an expression in the dynamic dimensions.
