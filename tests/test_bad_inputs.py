@@ -142,7 +142,7 @@ OPTIONS: Mapping[str, Case] = {
         peak_budget="50%",
         storage="simulate",
     ),
-    "ways": option("unknown ways 'offload'; allowed: 'narrow', 'recompute'", ways=("offload",)),
+    "ways": option("ways has 'offload': fxprec moves no saved tensor to the host", ways=("offload",)),
     "ways alone": option("ways says how a peak budget is met, and none is given; give peak_budget too", ways="narrow"),
     "plan": option("plan is ''; give it the path of a plan file, or None", plan=""),
     "goals": option(

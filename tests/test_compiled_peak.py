@@ -207,7 +207,7 @@ def test_a_step_that_holds_more_as_compiled_is_planned_again(monkeypatch: pytest
 
     def replayed(num_results: int) -> Any:
         made.append(num_results)
-        return SimpleNamespace(bytes=None, waiting=0, unread="")
+        return SimpleNamespace(bytes=None, waiting=0, unread="", seen=())
 
     def hold(self: Any) -> None:
         peak = self.planned.plan.peak_bytes
