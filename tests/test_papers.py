@@ -17,10 +17,11 @@ from torch.nn import functional
 
 from benchmarks.papers import catalog, page, store
 from benchmarks.papers.__main__ import main, number_of_seeds, selected
-from benchmarks.papers.claims import Claim, Predicate, exactly, higher, lower, most, no_worse, together
+from benchmarks.papers.claims import Claim, Predicate, exactly, higher, lower, most, no_worse, none_worse, together
 from benchmarks.papers.eight_bit import TYPES
 from benchmarks.papers.found import Found, Row, spread
 from benchmarks.papers.sixteen_bit import WIDE, Training, rounded
+from benchmarks.papers.sweep import Network, demoted, exact
 from benchmarks.papers.workloads import workload
 from fxprec import quantize
 from fxprec.errors import FxprecWarning
@@ -167,6 +168,37 @@ def test_a_kept_result_whose_rows_were_renamed_asks_to_be_measured_again(
     assert "bf16.memory.svg" not in text
 
 
+def test_two_rows_are_compared_over_the_seeds_that_have_both() -> None:
+    found = Found(
+        {
+            0: {"a": {"loss": 1.0}, "b": {"loss": 3.0}},
+            1: {"a": {"loss": 2.0}, "b": {"loss": 4.5}},
+            2: {"a": {"loss": 9.0}},
+        }
+    )
+    assert found.pairs("a", "b", "loss") == [(1.0, 3.0), (2.0, 4.5)]
+    assert lower("a", "b", "loss")(found).detail == "a - b: -2.25 ± 0.5"
+    with pytest.raises(KeyError, match="no 'loss' of 'c'"):
+        none_worse([("a", "b"), ("a", "c")], "loss", 1.0, is_loss=True)(found)
+
+
+def test_a_network_keeps_its_graph_and_its_plans_when_others_are_compiled() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 4))
+
+    batches = [(torch.randn(8, 6), torch.randint(4, (8,))) for _ in range(4)]
+    first = Network(make, batches[0], low_ratio=1.0)
+    half = demoted(first.all_low, 0.5)
+    before = first.train(half, 0, batches, batches)
+    Network(make, batches[0], low_ratio=1.0)
+    least = exact(make, batches[0], first.all_low, half.achieved_low_ratio)
+    assert least.achieved_low_ratio >= half.achieved_low_ratio
+    assert first.train(half, 0, batches, batches) == before
+    assert before.low_ratio == pytest.approx(half.achieved_low_ratio)
+    assert 0 < half.achieved_low_ratio < 1
+
+
 def test_only_a_claim_that_fails_fails_and_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "load", lambda name: table_of(lambda seed, full: [("fp32", {"loss": 1.0})], False))
     assert main(["bf16", "--seeds", "1"]) == 0  # which has no spread
@@ -182,7 +214,7 @@ def test_names_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str])
 
 
 def test_all_asks_for_fewer_seeds_and_a_table_without_randomness_for_one() -> None:
-    assert number_of_seeds(10, None, is_all=True, is_full=False) == 2
+    assert number_of_seeds(10, None, is_all=True, is_full=False) == 3
     assert number_of_seeds(10, None, is_all=False, is_full=False) == 10
     assert number_of_seeds(10, 5, is_all=True, is_full=True) == 5
     assert number_of_seeds(1, 5, is_all=False, is_full=False) == 1

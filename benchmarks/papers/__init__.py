@@ -2,7 +2,7 @@
 
     python -m benchmarks.papers list
     python -m benchmarks.papers bf16.memory cpd.examples
-    python -m benchmarks.papers all --seeds 2
+    python -m benchmarks.papers all --seeds 3
     python -m benchmarks.papers page             # docs/papers.md from what was kept; settles a merge of it, too
 
 **To add a table**, add a file ``tables/PAPER_NAME.py`` (for the name ``PAPER.NAME``, which `catalog.PAPERS` lists)::
@@ -24,7 +24,7 @@
         return svg.curves({name: found.curve(name, "curve") for name in found.rows}, "steps", "loss")
 
     def parts(full: bool) -> Sequence[str]:    # where a seed takes minutes; may be left out
-        return networks                        # then `run` takes one more, and its rows begin with "part,"
+        return networks                        # then `run` takes one more, and its rows are "part" or begin with "part,"
 
     def unable() -> str:                       # why it cannot run on this machine, "" where it can; may be left out
 

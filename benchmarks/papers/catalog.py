@@ -23,7 +23,7 @@ PAPERS = {
     "assignments": Paper(
         "Training with Mixed-Precision Floating-Point Assignments",
         "Lee, Sharma and Aiken, TMLR 2023",
-        ("structure", "tradeoff", "order", "promotion", "choose"),
+        ("structure", "tradeoff", "beyond", "order", "promotion", "overflow", "choose"),
     ),
     "scaling": Paper(
         "Reducing Underflow in Mixed Precision Training by Gradient Scaling",

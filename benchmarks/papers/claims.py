@@ -83,6 +83,11 @@ def no_worse(ours: str, theirs: str, column: str, margin: float, *, is_loss: boo
     return judge
 
 
+def none_worse(pairs: Sequence[tuple[str, str]], column: str, margin: float, *, is_loss: bool) -> Predicate:
+    """`no_worse` of every pair (ours, theirs)."""
+    return lambda found: together(*(no_worse(a, b, column, margin, is_loss=is_loss)(found) for a, b in pairs))
+
+
 def most(parts: dict[str, Verdict], at_least: int) -> Verdict:
     """Holds where ``at_least`` of the parts do; fails where that can no longer be. The figures are those of the rest."""
     states = [v.state for v in parts.values()]
@@ -97,7 +102,7 @@ def most(parts: dict[str, Verdict], at_least: int) -> Verdict:
 
 def difference(found: Found, a: str, b: str, column: str) -> tuple[float, float]:
     """Mean of a - b over seeds where both are finite, and its standard error."""
-    pairs = zip(found.samples(a, column), found.samples(b, column), strict=True)
+    pairs = found.pairs(a, b, column)
     return mean_and_error([x - y for x, y in pairs if math.isfinite(x) and math.isfinite(y)])
 
 
@@ -120,7 +125,7 @@ def _ordered(found: Found, ours: str, theirs: str, column: str, sign: float) -> 
 
 def _diverged(found: Found, ours: str, theirs: str, column: str) -> Verdict | None:
     """A verdict by the count of diverged runs, where it differs or leaves no pair to compare."""
-    pairs = list(zip(found.samples(ours, column), found.samples(theirs, column), strict=True))
+    pairs = found.pairs(ours, theirs, column)
     mine = sum(not math.isfinite(x) for x, _ in pairs)
     other = sum(not math.isfinite(y) for _, y in pairs)
     detail = f"diverged: {ours} {mine}, {theirs} {other} of {len(pairs)}"

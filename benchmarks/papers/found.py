@@ -36,6 +36,15 @@ class Found:
             raise KeyError(f"no {column!r} of {row!r}")
         return values
 
+    def pairs(self, a: str, b: str, column: str) -> list[tuple[Any, Any]]:
+        """The values of two rows, for each seed that has both. Raises KeyError where none has."""
+        for row in (a, b):
+            self.samples(row, column)
+        both = [rows for rows in self.seeds.values() if column in rows.get(a, {}) and column in rows.get(b, {})]
+        if not both:
+            raise KeyError(f"no seed with {column!r} of both {a!r} and {b!r}")
+        return [(rows[a][column], rows[b][column]) for rows in both]
+
     def _values(self, row: str, column: str) -> list[Any]:
         return [rows[row][column] for rows in self.seeds.values() if column in rows.get(row, {})]
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from benchmarks.papers.claims import Claim, no_worse
 from fxprec.runtime.aps.coder import Coder
 from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, largest_magnitudes
 from fxprec.runtime.aps.options import Accumulate, Scaling
@@ -83,6 +84,30 @@ class Exchange:
 
 
 FP32 = Exchange()
+SIDES = ("float32", "1-4-3 APS", "1-4-3", "1-5-2 APS", "1-5-2")
+
+
+def exchange_of(side: str) -> Exchange:
+    """Of one of `SIDES`; without APS as the paper's emulator: neither scaled nor divided, overflow is inf."""
+    if side == "float32":
+        return FP32
+    fmt = side.removesuffix(" APS")
+    return Exchange(fmt) if side.endswith("APS") else Exchange(f"{fmt}:ieee", "raw")
+
+
+def aps_helps(loss: str, margin: float, published: Mapping[str, Mapping[str, float]]) -> list[Claim]:
+    """With APS no format is worse than without, with the paper's figures."""
+    column = next(iter(published["float32"]))
+    figures = {side: f"{cells[column]:.2f}" for side, cells in published.items()}
+    return [
+        Claim(
+            f"With APS {fmt} is no worse than without ({figures[f'{fmt} APS']} and {figures[fmt]})",
+            no_worse(f"{fmt} APS", fmt, loss, margin, is_loss=True),
+        )
+        for fmt in ("1-4-3", "1-5-2")
+    ]
+
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -95,6 +120,10 @@ class Run:
     """NaN where it is not finite or worse than chance."""
     accuracy: float = math.nan
     """Percent; of ten classes 10 where nothing is learned."""
+
+    def curve(self, steps: int) -> list[float]:
+        """Losses of all steps, the last one repeated where training broke off."""
+        return self.losses + [self.losses[-1]] * (steps - len(self.losses))
 
 
 class Ranks:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxprec
 from benchmarks.papers import images
-from benchmarks.papers.sweep import op_by_op
+from benchmarks.papers.sweep import compiled_beside, op_by_op
 from examples.models.small_cnn import SmallCNN
 from fxprec.config.grad_scaling import GradScaling, LossScaling
 from fxprec.runtime.scaling.keeper import keeper_of
@@ -52,11 +52,10 @@ class Trainer:
     """A model that returns (loss, detail), compiled once in fp16, storage ``simulate``."""
 
     def __init__(self, make: Callable[[], nn.Module], batch: Batch) -> None:
-        torch.compiler.reset()
         self.make, self.model = make, make()
         config = fxprec.Config(recipe="fp16", storage="simulate", grad_scaling=GRADIENT)
         self.backend = fxprec.Backend(config)
-        self.compiled = torch.compile(self.model, backend=self.backend)
+        self.compiled = compiled_beside(self.model, self.backend)
         with op_by_op():
             self.compiled(*batch)[0].backward()
         self._start = self.backend.controllers[0].state_dict() | {"step": 0}
@@ -77,6 +76,7 @@ class Trainer:
             if scaling is FP32 or self._is_good(scaling, run):
                 optimizer.step()
             schedule.step()
+        assert len(self.backend.controllers) == 1, "compiled again: the scaling was another graph's"
         return run
 
     def _begin(self, scaling: GradScaling | LossScaling) -> Callable[..., tuple[Tensor, Tensor]]:

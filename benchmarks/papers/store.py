@@ -75,7 +75,7 @@ def measure(
     parts: Sequence[str | None] = table.parts(is_full) if hasattr(table, "parts") else (None,)
     for seed, part in product(range(seeds), parts):
         rows = result.seeds.get(seed, {})
-        if rows if part is None else any(row.startswith(f"{part},") for row in rows):
+        if rows if part is None else any(row == part or row.startswith(f"{part},") for row in rows):
             continue
         start, found = time.process_time(), {}
         for row, cells in table.run(seed, is_full) if part is None else table.run(seed, is_full, part):

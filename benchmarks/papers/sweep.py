@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,6 +45,13 @@ def _interpreted(gm: torch.fx.GraphModule, examples: Sequence[Any], **options: A
     return interpreted(gm)
 
 
+def compiled_beside(model: nn.Module, backend: fxprec.Backend) -> nn.Module:
+    """The model compiled, those before it kept: a reset has them compiled again, into graphs that no table holds."""
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 1000  # one ``forward`` serves many networks
+    return torch.compile(model, backend=backend)
+
+
 @dataclass
 class Run:
     """What one training gave."""
@@ -67,10 +74,9 @@ class Network:
     """A classifier with fixed shapes, trained from given weights in float32 or under a plan."""
 
     def __init__(self, make: Callable[[], nn.Module], batch: Batch, **options: Any) -> None:
-        torch.compiler.reset()
         self.make, self.model = make, make()
         self.backend = fxprec.Backend(fxprec.Config(**{"recipe": "hfp8", "storage": "simulate", **options}))
-        self.compiled = torch.compile(self.model, backend=self.backend)
+        self.compiled = compiled_beside(self.model, self.backend)
         with op_by_op():
             self.loss(self.compiled(batch[0]), batch[1]).backward()
         self._start = self.backend.controllers[0].state_dict() | {"step": 0}
@@ -115,6 +121,7 @@ class Network:
             if plan is not None:
                 run.overflow.append(self._largest_overflow())
         if plan is not None:
+            assert len(self.backend.controllers) == 1, "compiled again: the plan was another graph's"
             run.low_ratio, run.promoted = self.backend.mean_low_ratio, self.backend.plans[0].promoted_ratio
         run.held_out_loss, run.accuracy = self._judge(call, held_out)
         return run
@@ -158,16 +165,33 @@ def demoted(plan: Plan, ratio: float, order: str = "size", seed: int = 0) -> Pla
             break
         low.add(group.id)
         reached += group.elements
+    return _with_low(plan, low)
+
+
+def _with_low(plan: Plan, low: Collection[int]) -> Plan:
     return as_edited(replace(plan, groups=tuple(replace(g, low=g.id in low) for g in plan.groups)))
+
+
+def exact(make: Callable[[], nn.Module], batch: Batch, plan: Plan, ratio: float) -> Plan:
+    """The plan with the groups low that do the least damage, by a calibration step on the batch, at that ratio."""
+    found = _planned(make, batch, plan, policy="exact", low_ratio=ratio)
+    return _with_low(plan, {group.id for group in found.groups if group.low})
 
 
 def by_policy(make: Callable[[], nn.Module], batch: Batch, policy: str, plan: Plan) -> Plan:
     """``plan`` with the formats and the ratio that another policy gives."""
-    torch.compiler.reset()
-    backend = fxprec.Backend(fxprec.Config(recipe=plan.recipe, storage="simulate", policy=policy))
-    with op_by_op():
-        Network.loss(torch.compile(make(), backend=backend)(batch[0]), batch[1])
-    found = backend.plans[0]
-    assert plan.first_difference(found) is None
+    found = _planned(make, batch, plan, policy=policy)
     sites = tuple(replace(site, format=other.format) for site, other in zip(plan.sites, found.sites, strict=True))
     return replace(plan, sites=sites, achieved_low_ratio=found.achieved_low_ratio, policy=policy)
+
+
+def _planned(make: Callable[[], nn.Module], batch: Batch, plan: Plan, **options: Any) -> Plan:
+    torch.manual_seed(0)
+    backend = fxprec.Backend(fxprec.Config(recipe=plan.recipe, storage="simulate", **options))
+    compiled = compiled_beside(make(), backend)
+    with op_by_op():
+        for _ in range(2 if options["policy"] == "exact" else 1):  # the first one measures
+            Network.loss(compiled(batch[0]), batch[1]).backward()
+    found = backend.plans[0]
+    assert plan.first_difference(found) is None
+    return found

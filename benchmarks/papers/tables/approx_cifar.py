@@ -82,9 +82,8 @@ def tested(model: nn.Module, data: Digits) -> dict[str, float]:
 def _two_percent(found: Found) -> Verdict:
     """Every type's relative difference, its uncertainty included, is at most 2 %."""
     verdicts = []
-    base = found.samples("32-bit", ERROR)
     for name in TYPES:
-        pairs = zip(found.samples(name, ERROR), base, strict=True)
+        pairs = found.pairs(name, "32-bit", ERROR)
         mean, error = mean_and_error([100 * (x / y - 1) for x, y in pairs])
         detail = f"{name} {mean:+.1f} ± {2 * error:.1f} %"
         state = (

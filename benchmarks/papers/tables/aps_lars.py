@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.papers import ranks
-from benchmarks.papers.claims import Claim, no_worse
 from benchmarks.papers.found import Row
-from benchmarks.papers.ranks import FP32, Exchange
 
 TITLE = "LARS on 8 ranks, with and without APS"
 SOURCE = "Table 5, Figure 9"
@@ -34,17 +32,9 @@ MARGIN = 0.05  # nats, set before anything was measured
 def run(seed: int, full: bool) -> Iterator[Row]:
     """Every side on the same batches."""
     batches = list(ranks.digits(seed, BATCH, STEPS * (4 if full else 1)))
-    for side in PUBLISHED:
-        fmt = side.removesuffix(" APS")
-        way = Exchange(fmt) if side.endswith("APS") else Exchange(f"{fmt}:ieee", "raw")
-        way = FP32 if side == "float32" else way
-        found = ranks.train(ranks.residual_cnn, seed, RANKS, batches, way, RATE, lars=TRUST)
+    for side in ranks.SIDES:
+        found = ranks.train(ranks.residual_cnn, seed, RANKS, batches, ranks.exchange_of(side), RATE, lars=TRUST)
         yield side, {ACCURACY: found.accuracy, LOSS: found.held_out_loss}
 
 
-CLAIMS = [
-    Claim(
-        f"With APS {fmt} is no worse than without ({theirs})", no_worse(f"{fmt} APS", fmt, LOSS, MARGIN, is_loss=True)
-    )
-    for fmt, theirs in (("1-4-3", "92.44 and 92.04"), ("1-5-2", "92.02 and 91.74"))
-]
+CLAIMS = ranks.aps_helps(LOSS, MARGIN, PUBLISHED)

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from benchmarks.papers.claims import Claim, no_worse
 from benchmarks.papers.found import Row
-from benchmarks.papers.ranks import FP32, Exchange, Ranks
+from benchmarks.papers.ranks import SIDES, Ranks, aps_helps, exchange_of
 from benchmarks.papers.scaled import CLASSES, mean_iou, shapes
 
 TITLE = "Segmentation on 8 ranks, with and without APS"
@@ -47,10 +46,8 @@ def run(seed: int, full: bool) -> Iterator[Row]:
     """Every side on the same batches."""
     generator = torch.Generator().manual_seed(seed)
     batches = [shapes(2 * RANKS, 24, generator) for _ in range(STEPS * (4 if full else 1))]
-    for side in PUBLISHED:
-        fmt = side.removesuffix(" APS")
-        way = Exchange(fmt) if side.endswith("APS") else Exchange(f"{fmt}:ieee", "raw")
-        way = FP32 if side == "float32" else way
+    for side in SIDES:
+        way = exchange_of(side)
         torch.manual_seed(seed)
         model = Ranks(fcn(), RANKS)
         model.train(batches, lambda step, name, way=way: way, RATE)
@@ -66,9 +63,4 @@ def _judge(model: Ranks) -> dict[str, float]:
     return {IOU: mean_iou(found, y), LOSS: loss if is_good else math.nan}
 
 
-CLAIMS = [
-    Claim(
-        f"With APS {fmt} is no worse than without ({theirs})", no_worse(f"{fmt} APS", fmt, LOSS, MARGIN, is_loss=True)
-    )
-    for fmt, theirs in (("1-4-3", "75.88 and 74.60"), ("1-5-2", "74.76 and 74.41"))
-]
+CLAIMS = aps_helps(LOSS, MARGIN, PUBLISHED)

@@ -54,7 +54,6 @@ def counted(
         found.extend(tensors)
         raise _Enough
 
-    torch.compiler.reset()
     backend = fxprec.Backend(fxprec.Config(recipe="hfp8", storage="simulate", policy=take))
     with FakeTensorMode(allow_non_fake_inputs=True):
         try:

@@ -50,7 +50,8 @@ CLAIMS = [
     Claim(
         "Kahan summation matches 32 bits on every application (0.1 lower to 0.2 points higher)",
         each(lambda task: close(KAHAN, FP32, task), len(TASKS), TASKS),
-        "What is not shown is resolution: the loss of a small test set varies from seed to seed.",
+        "What is not shown is resolution: the loss of a small test set varies from seed to seed, by more than the quarter of what "
+        "standard rounding loses that is allowed. From the other side, both differences are in Kahan summation's favour.",
     ),
     Claim(
         "stochastic rounding matches 32 bits on most (five of seven)",

@@ -100,7 +100,8 @@ CLAIMS = [
     Claim(
         "the share rises at a constant rate too, because gradients shrink (Kaggle)",
         _rises(CONSTANT),
-        "It falls, but so early in training gradients grow, so that the paper's cause is not there.",
+        "It falls, but so early in training gradients grow, so that the paper's cause is not there. From the other side: where "
+        "the step shrinks, by a decayed rate, the share rises, embeddings and linear layers alike.",
     ),
 ]
 

@@ -89,7 +89,8 @@ CLAIMS = [
     Claim(
         "float16 in place of bfloat16 trains worse, with either technique (Figure 12)",
         _half,
-        "Gradients of networks this small lie within float16's range: the paper's cause, underflow, does not arise.",
+        "Gradients of networks this small lie within float16's range: the paper's cause, underflow, does not arise. Tried on two "
+        "networks, a DLRM and a CNN, with both techniques: float16 has three more bits of mantissa, and nothing is lost to range.",
     ),
 ]
 

@@ -67,6 +67,9 @@ CLAIMS = [
     Claim(
         "Gradient scaling is as good as the best fixed scale found by a sweep (76.35 and 76.23)",
         no_worse("gradient", "best fixed", LOSS, MARGIN, is_loss=True),
+        "The margin, set before anything was measured, is a fourth of what seeds leave open, and the best of a sweep is picked "
+        "with hindsight, seed by seed. From other sides there is no sign of a loss, and no proof: against 2^8, the best on "
+        "average, gradient scaling is off by 0.006 ± 0.029 over the first three seeds, against float32 by 0.004 ± 0.031.",
     ),
     Claim("It is better than dynamic loss scaling (69.26)", lower("gradient", "dynamic", LOSS)),
     Claim("It is better than none (diverged)", lower("gradient", "none", LOSS)),
@@ -76,7 +79,8 @@ CLAIMS = [
         "Fixed scales differ: 2^8 is better than 2^20 (Figure 1a)",
         lower("2^8", "2^20", LOSS),
         "An overflow saturates here and is no inf, and Adam's step does not depend on the size of the gradient, so that a "
-        "scale that is too large costs little. A runaway needs both: the paper has inf and SGD.",
+        "scale that is too large costs little. A runaway needs both: the paper has inf and SGD. From 2^16 on the loss's own "
+        "gradient, 1 times the scale, saturates at 65,504: 2^16 and 2^20 end with the same weights to the last bit.",
     ),
 ]
 

@@ -20,7 +20,7 @@ DEVIATES = (
     "convolutions and linear layers only, and the softmax's cast (out). Exponents are of the whole scale that a layer's "
     "incoming gradient carries, mean over the second half of training."
 )
-SEEDS = 2
+SEEDS = 3
 TASKS = {"detector": scaling_detector, "segmentation": scaling_segmentation}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.papers import images
-from benchmarks.papers.claims import Claim, Verdict, exactly, no_worse, together
+from benchmarks.papers.claims import Claim, Verdict, exactly, none_worse
 from benchmarks.papers.found import Found, Row
 from benchmarks.papers.scaled import trained, with_weights
 
@@ -46,16 +46,19 @@ def _judge(weights: dict[str, torch.Tensor]) -> tuple[float, float]:
     return float(loss), 100 * float((guess == y).float().mean())
 
 
-def _all_alike(found: Found) -> Verdict:
-    return together(*(no_worse(side, "float32", LOSS, MARGIN, is_loss=True)(found) for side in list(PUBLISHED)[1:]))
-
-
 def _none_diverges(found: Found) -> Verdict:
     losses = [x for row in found.rows for x in found.samples(row, LOSS)]
     return exactly(all(x < 2.3 for x in losses), f"largest loss {max(losses):.3f}; chance is 2.303")
 
 
 CLAIMS = [
-    Claim("All ways to scale are within noise of float32 (71.24 to 71.44)", _all_alike),
+    Claim(
+        "All ways to scale are within noise of float32 (71.24 to 71.44)",
+        none_worse([(side, "float32") for side in list(PUBLISHED)[1:]], LOSS, MARGIN, is_loss=True),
+        "Three of the four are, off by less than 0.01. The dynamic scale leaves out the five steps in which it finds its size, of "
+        "120, and where seeds go from there differs by up to 0.07, either way. From the other side, a fixed 128 and none at all, "
+        "which leave no step out, show that it is those steps and not the rounding; of the paper's runs, a thousand times as "
+        "long, they are nothing.",
+    ),
     Claim("No way diverges", _none_diverges),
 ]
