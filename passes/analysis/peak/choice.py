@@ -18,7 +18,8 @@ from fxprec.passes.analysis.peak.part import Bound
 from fxprec.passes.analysis.peak.problem import EXACT, Problem, Row, Ways, is_kept
 from fxprec.passes.analysis.peak.step import Held, Saved
 
-_ROUNDS = 12
+_ROUNDS, _FEW_ROUNDS = 12, 5
+_TIGHTER = (0.95, 0.9)
 _MOMENTS = 12
 _NEAR = 8  # of moments this close, the one that holds most
 _TRIALS = 5
@@ -80,8 +81,13 @@ class Chooser:
 
     def within(self, bound: Bound, known: Fit | None = None) -> Fit | None:
         """Return a choice within a bound, of the least time found; or None. ``known`` is one of them."""
-        fits = [fit for fit in self.approach(bound, known=known) if fit.excess(bound) <= 0]
-        return min(fits if known is None else (known, *fits), key=lambda fit: fit.seconds, default=None)
+        fits = [] if known is None else [known]
+        fits += [fit for fit in self.approach(bound, known=known) if fit.excess(bound) <= 0]
+        for share in _TIGHTER:  # where a search ends with nothing, one for a tighter bound may not
+            if not fits:
+                tighter = Bound(share * bound.peak, bound.waiting)
+                fits = [fit for fit in self.approach(tighter, _FEW_ROUNDS) if fit.excess(bound) <= 0]
+        return min(fits, key=lambda fit: fit.seconds, default=None)
 
     def approach(
         self, bound: Bound, rounds: int = _ROUNDS, known: Fit | None = None, gap: float = EXACT
