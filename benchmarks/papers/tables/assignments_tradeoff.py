@@ -24,8 +24,9 @@ PUBLISHED = {
 SMALLER = (
     "width 0.1 (with --full also SqueezeNet and ShuffleNet at 0.25), 1,437 digits of 16x16 pixels, 120 steps of 32; the "
     "paper's drops are ShuffleNet's on ImageNet. Beside its CNNs two transformers of 2 layers, 32 wide: "
-    "*patches* over 16 patches of the same digits, *text* over 32 characters of source. "
-    "Networks without rows were not measured yet."
+    "*patches* over 16 patches of the same digits, *text* over 32 characters of source. ShuffleNet and MobileNet, whose "
+    "steps take three times as long, have fewer sides without --full. Networks without rows were not measured yet; of one "
+    "with a single seed nothing is judged."
 )
 DEVIATES = (
     "gradients have scales of their own (docs/scaling.md) in place of dynamic loss scaling. Held-out data is judged in the "
