@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 from helpers import compiled, eager_backend, recorded_works
@@ -20,7 +21,10 @@ from examples.models.mobilenet import mobilenet_v2
 from examples.models.resnet import resnet18
 from examples.models.shufflenet import shufflenet_v2
 from examples.models.squeezenet import squeezenet
+from fxprec.passes.analysis.groups import Grouped, group_tensors
 from fxprec.passes.analysis.tensors import CountedTensor
+from fxprec.passes.base import Work
+from fxprec.passes.group_tensors import GroupTensors
 from fxprec.plan import Plan
 
 # docs/algorithms.md, "Operators, tensors, groups".
@@ -32,17 +36,27 @@ BATCH = 128
 class Planned:
     plan: Plan
     tensors: Sequence[CountedTensor]
+    regions: Grouped
+    """The same operators grouped by data flow."""
 
 
-def plan(make: Callable[[], nn.Module], *, dynamic: bool = False, **options: object) -> Planned:
+def plan(make: Callable[[], nn.Module], *, dynamic: bool = False) -> Planned:
     """Plan one training step at batch 128 without allocating or computing anything."""
-    backend = eager_backend("hfp8", low_ratio=0.5, **options)
-    with recorded_works() as works, FakeTensorMode(allow_non_fake_inputs=True):
+    backend = eager_backend("hfp8", low_ratio=0.5)
+    by_flow: list[Grouped] = []
+    apply = GroupTensors.apply
+
+    def group_both_ways(self: GroupTensors, work: Work) -> None:
+        by_flow.append(group_tensors(work.operators, "dataflow", copies_parameters=not work.computes_high))
+        apply(self, work)
+
+    grouping = mock.patch.object(GroupTensors, "apply", group_both_ways)
+    with recorded_works() as works, grouping, FakeTensorMode(allow_non_fake_inputs=True):
         model, images = make(), torch.empty(BATCH, 3, 32, 32)
         if dynamic:
             torch._dynamo.mark_dynamic(images, 0)
         compiled(model, backend)(images)
-    return Planned(backend.plans[0], works[0].grouped.tensors)
+    return Planned(backend.plans[0], works[0].grouped.tensors, by_flow[0])
 
 
 VIEWS = {"flatten", "view", "transpose", "reshape", "chunk", "size", "dim", "__get__"}

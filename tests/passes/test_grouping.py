@@ -1,22 +1,14 @@
-"""Groups by data flow against a plain union-find: random graphs, and the functions the paper's networks call."""
+"""Groups by data flow against a plain union-find, on random graphs."""
 
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.fx import Graph, Node
-from torch.overrides import TorchFunctionMode
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import cifar
+from union_find import Classes
 
 from fxprec.passes.analysis.grouping import by_dataflow, by_execution
 from fxprec.passes.analysis.groups import group_tensors
@@ -26,26 +18,6 @@ from fxprec.passes.analysis.operators import Operators, recover_operators
 
 aten = torch.ops.aten
 SQUARE = torch.zeros(4, 4)
-
-
-class Classes:
-    """Union-find, as in a textbook."""
-
-    def __init__(self) -> None:
-        self.parent: dict[object, object] = {}
-
-    def add(self, item: object, *others: object) -> None:
-        self.parent.setdefault(item, item)
-        for other in others:
-            self.parent[self.root(other)] = self.root(item)
-
-    def root(self, item: object) -> object:
-        while self.parent[item] is not item:
-            item = self.parent[item]
-        return item
-
-    def __len__(self) -> int:
-        return len({self.root(item) for item in self.parent})
 
 
 class Drawn:
@@ -160,39 +132,3 @@ def test_what_depends_on_no_datum_joins_nothing():
     found = by_dataflow(operators)
     assert found.borders == [(0, 1), (1, 2)]
     assert found.of_operator[operators.of_node[zeros]] == 1
-
-
-class Regions(TorchFunctionMode):
-    """Puts the tensors a model makes into classes, from the torch functions it calls."""
-
-    def __init__(self, images: torch.Tensor) -> None:
-        super().__init__()
-        self.classes, self.name, self.keep = Classes(), {id(images): images}, [images]
-        self.classes.add(id(images))
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        flat = [t for a in args for t in (a if isinstance(a, list | tuple) else [a]) if isinstance(t, torch.Tensor)]
-        for r in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(r, torch.Tensor) and r.is_floating_point():
-                self.keep.append(r)
-                is_gemm = function.__name__ in cifar.CALLS_A_GEMM
-                self.classes.add(id(r), *(() if is_gemm else (id(t) for t in flat if id(t) in self.classes.parent)))
-        return result
-
-
-REGIONS = {cifar.squeezenet: 15, cifar.shufflenet_v2: 42, cifar.mobilenet_v2: 45, cifar.resnet18: 14}
-
-
-@pytest.mark.parametrize("make", REGIONS, ids=lambda make: make.__name__)
-def test_regions_of_the_papers_networks(make):
-    with torch.device("meta"):
-        model: nn.Module = make()
-        images = torch.empty(cifar.BATCH, 3, 32, 32)
-    with Regions(images) as counting:
-        model(images)
-    assert len(counting.classes) == REGIONS[make]
-    plan = cifar.plan(make, grouping="dataflow").plan
-    assert (len(plan.groups), len(plan.gemms)) == (REGIONS[make], cifar.GEMMS[make])
-    assert all(g.elements for g in plan.groups), "no empty group"
-    assert plan.total_elements == sum(sum(kinds.values()) for kinds in cifar.count(make).values())

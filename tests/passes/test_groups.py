@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
 import pytest
 import sympy
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from union_find import Classes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -23,6 +28,8 @@ from fxprec.passes.analysis.assignment import assign
 RATIOS = [i / 10 for i in range(11)]
 GOLDEN = Path(__file__).parents[1] / "golden"
 NETWORKS = pytest.mark.parametrize("make", GEMMS, ids=lambda make: make.__name__)
+
+REGIONS = {cifar.squeezenet: 15, cifar.shufflenet_v2: 42, cifar.mobilenet_v2: 45, cifar.resnet18: 14}
 
 planned = cache(cifar.plan)
 
@@ -96,6 +103,42 @@ def test_plan_equals_the_golden_file(make):
         path.write_text(text, encoding="utf-8")
         assert existed, f"{path.name} was missing and is written now: look at it, then run again"
     assert text == path.read_text(encoding="utf-8")
+
+
+class Regions(TorchFunctionMode):
+    """Puts the tensors a model makes into classes, from the torch functions it calls."""
+
+    def __init__(self, images: torch.Tensor) -> None:
+        super().__init__()
+        self.classes, self.name, self.keep = Classes(), {id(images): images}, [images]
+        self.classes.add(id(images))
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        flat = [t for a in args for t in (a if isinstance(a, list | tuple) else [a]) if isinstance(t, torch.Tensor)]
+        for r in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(r, torch.Tensor) and r.is_floating_point():
+                self.keep.append(r)
+                is_gemm = function.__name__ in cifar.CALLS_A_GEMM
+                self.classes.add(id(r), *(() if is_gemm else (id(t) for t in flat if id(t) in self.classes.parent)))
+        return result
+
+
+@NETWORKS
+def test_regions_are_those_of_the_functions_the_model_calls(make):
+    with torch.device("meta"):
+        model: nn.Module = make()
+        images = torch.empty(cifar.BATCH, 3, 32, 32)
+    with Regions(images) as counting:
+        model(images)
+    assert len(counting.classes) == REGIONS[make]
+    regions = planned(make).regions
+    sizes = Counter(dict.fromkeys(range(regions.grouping.num_groups), 0))
+    for tensor in regions.tensors:
+        sizes[tensor.group] += tensor.elements
+    assert (len(sizes), len(regions.gemms)) == (REGIONS[make], GEMMS[make])
+    assert all(sizes.values()), "no empty group"
+    assert sizes.total() == sum(sum(kinds.values()) for kinds in cifar.count(make).values())
 
 
 def test_one_plan_serves_every_batch_size_and_a_second_compile_gives_the_same_bytes(tmp_path):
