@@ -23,7 +23,7 @@ from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, Quantize, Rescale
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import linear
 from fxprec.passes.analysis.inputs import module_path
-from fxprec.passes.analysis.joint import input_at
+from fxprec.passes.analysis.joint import argument, input_at
 from fxprec.passes.analysis.producers import is_zero, producer_of
 from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.analysis.wanted import CARRIED_META, wanted_in
@@ -204,7 +204,7 @@ def _leaving(nodes: Iterable[Node]) -> set[Node]:
 
 def _pads_with_zero(node: Node) -> bool:
     position = linear.PAD_VALUE.get(node.target)
-    return position is None or len(node.args) <= position or bool(node.args[position] == 0)
+    return position is None or argument(node, position, 0) == 0
 
 
 def _arguments(arg: object) -> list[object]:
@@ -239,7 +239,7 @@ def _parts(node: Node, terms: linear.Terms, carried: Container[Node], zeros: Con
 
     parts: list[Node] = []
     for term in terms:
-        factors = [arg for p in term if p < len(node.args) for arg in _arguments(node.args[p]) if arg is not None]
+        factors = [arg for p in term for arg in _arguments(argument(node, p)) if arg is not None]
         if len(term) > 1:
             nodes = [arg for arg in factors if isinstance(arg, Node)]
             if not any(vanishes(arg) for arg in factors):

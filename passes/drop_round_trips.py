@@ -7,7 +7,6 @@ dtype it came in.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -17,10 +16,10 @@ from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import is_view, operator_of, value
+from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.base import Work
-from fxprec.passes.casts.sites import emit
+from fxprec.passes.casts.sites import emit, emit_on
 
-_CONVERT = torch.ops.prims.convert_element_type.default
 _CAT = torch.ops.aten.cat.default
 
 
@@ -36,7 +35,7 @@ class DropRoundTrips:
         graph = work.joint.graph
         for node in list(graph.nodes):
             cast = Quantize.match(node)
-            if node.target is _CONVERT:
+            if node.target is CONVERT:
                 _converted(graph, node)
             elif node.target is _CAT:
                 _joined(graph, node)
@@ -61,7 +60,7 @@ def _stored(graph: Graph, q: Node, cast: Quantize) -> None:
         new = narrow
         if read.dtype != narrow.meta["val"].dtype:
             with graph.inserting_before(x):
-                new = emit(graph, _CONVERT, (narrow, read.dtype), x, val=x.meta["val"])
+                new = emit(graph, CONVERT, (narrow, read.dtype), x, val=x.meta["val"])
             if regions.is_marked(x):  # a policy may save the value, not what is read from it
                 new.meta[regions.POLICY] = CheckpointPolicy.MUST_RECOMPUTE
         x.replace_all_uses_with(new)
@@ -73,7 +72,7 @@ def _stored(graph: Graph, q: Node, cast: Quantize) -> None:
 def _joined(graph: Graph, cat: Node) -> None:
     """Join what was widened as it was, and widen the whole for who reads it wide."""
     pieces = cat.all_input_nodes
-    source = value(_shown(pieces[0]).all_input_nodes[0]) if _shown(pieces[0]).target is _CONVERT else None
+    source = value(_shown(pieces[0]).all_input_nodes[0]) if _shown(pieces[0]).target is CONVERT else None
     if source is None:
         return
     narrow = {piece: _as_it_was(graph, cat, piece, source.dtype) for piece in pieces}
@@ -83,7 +82,7 @@ def _joined(graph: Graph, cat: Node) -> None:
         args = torch.fx.map_arg(cat.args, narrow.__getitem__)
         joined = emit(graph, operator_of(cat), args, cat, val=cat.meta["val"].to(source.dtype))
         joined.kwargs = dict(cat.kwargs)
-        wide = emit(graph, _CONVERT, (joined, cat.meta["val"].dtype), cat, val=cat.meta["val"])
+        wide = emit(graph, CONVERT, (joined, cat.meta["val"].dtype), cat, val=cat.meta["val"])
     cat.replace_all_uses_with(wide)
     graph.erase_node(cat)
 
@@ -101,7 +100,7 @@ def _as_it_was(graph: Graph, reader: Node, x: Node, dtype: torch.dtype) -> Node 
     while is_view(x) and len(x.all_input_nodes) == 1:
         views.append(x)
         x = x.all_input_nodes[0]
-    if x.target is not _CONVERT:
+    if x.target is not CONVERT:
         return None
     found, wide = x.all_input_nodes[0], value(x)
     source = value(found)
@@ -109,12 +108,8 @@ def _as_it_was(graph: Graph, reader: Node, x: Node, dtype: torch.dtype) -> Node 
         return None
     with graph.inserting_before(reader):
         for view in reversed(views):
-            operator, args, kwargs = operator_of(view), (found, *view.args[1:]), dict(view.kwargs)
-            # Not the wide value converted: of a part of a larger tensor that would have other strides.
-            fakes: Any = torch.fx.map_arg(args, lambda n: n.meta["val"])
-            val = operator(*fakes, **kwargs)
-            found = emit(graph, operator, args, view, val=val)
-            found.kwargs = kwargs
+            # Its value is not the wide one converted: of a part of a larger tensor that would have other strides.
+            found = emit_on(graph, view, found)
     return found
 
 

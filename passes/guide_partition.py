@@ -22,12 +22,12 @@ from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS, QUANTIZE_BLOCKS, TENSOR
 from fxprec.ir.symbolic_gemms import TRANSPOSED
 from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.joint import JointGraph, has_tag, is_backward, set_results, value
+from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.values import is_differentiable, is_float_tensor
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, emit_call
 
 _COPY_INTO = torch.ops.aten.copy_.default
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _add_repeated(marks: dict[Node, CheckpointPolicy], work: Work) -> None:
             continue
         behind = any(n in decoded for n in node.all_input_nodes)
         is_cheap = regions.POLICY not in node.meta and _is_cheap(node) and (behind or work.memory_budget == 1)
-        if is_cheap or (behind and (node.target in ops.VIEWS or node.target is _CONVERT)):
+        if is_cheap or (behind and (node.target in ops.VIEWS or node.target is CONVERT)):
             marks[node] = CheckpointPolicy.MUST_RECOMPUTE
             if behind:
                 decoded.add(node)
@@ -179,7 +179,7 @@ def _add_repeated(marks: dict[Node, CheckpointPolicy], work: Work) -> None:
 _BETWEEN = regions.CASTS | ops.VIEWS | ops.CASTS
 _ENCODES = (symbolic.QUANTIZE, QUANTIZE_BLOCKS, TENSOR_SCALE)
 _DECODES = (symbolic.DEQUANTIZE, DEQUANTIZE_BLOCKS)
-_COPIES = frozenset({symbolic.QUANTIZE, symbolic.DEQUANTIZE, TRANSPOSED, _CONVERT})
+_COPIES = frozenset({symbolic.QUANTIZE, symbolic.DEQUANTIZE, TRANSPOSED, CONVERT})
 
 
 def _is_cheap(node: Node) -> bool:

@@ -17,9 +17,9 @@ from fxprec.ir.symbolic import QUANTIZE, Dequantize, KeepCodes, KeepNonfinite
 from fxprec.ir.symbolic_gemms import TRANSPOSED, CodedGemm, Transposed
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.coded_gemms import PURE_VIEWS, Coded, Layout
-from fxprec.passes.analysis.joint import input_at, is_backward, operator_of, tensor_of
+from fxprec.passes.analysis.joint import input_at, is_backward, tensor_of
 from fxprec.passes.base import Work
-from fxprec.passes.casts.sites import emit, emit_call
+from fxprec.passes.casts.sites import emit, emit_call, emit_on
 from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
 
 aten = torch.ops.aten
@@ -141,9 +141,7 @@ class _Rewrite:
         if shown is decode:
             return x
         (source,) = shown.all_input_nodes[:1]
-        return emit(
-            self.graph, operator_of(shown), (self._as_shown(source, decode, x), *shown.args[1:]), shown, backward=True
-        )
+        return emit_on(self.graph, shown, self._as_shown(source, decode, x), backward=True)
 
     def _contiguous(self, x: Node, like: Node) -> Node:
         val: torch.Tensor = x.meta["val"]

@@ -15,12 +15,11 @@ from fxprec.ir import symbolic_sums
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import factors_of, input_at, item_of, value
 from fxprec.passes.analysis.operators import module_of, source_of
+from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
 from fxprec.passes.notice import Notice
-
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class _Emitter:
     def replace(self, old: Node, new: Node) -> None:
         val = value(old)
         if val is not None and val.dtype != torch.float32:
-            new = self.op(_CONVERT, new, val.dtype)
+            new = self.op(CONVERT, new, val.dtype)
         old.replace_all_uses_with(new)
 
     def scaled(self, x: Node, factor: object) -> Node:

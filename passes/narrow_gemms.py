@@ -24,12 +24,11 @@ from fxprec.passes.analysis.joint import (
     tensor_of,
     value,
 )
+from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.values import is_mask
 from fxprec.passes.base import Work
-from fxprec.passes.casts.sites import emit, emit_call
+from fxprec.passes.casts.sites import emit, emit_call, emit_on
 from fxprec.passes.notice import Notice
-
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
@@ -128,12 +127,12 @@ class _Convert:
         limits, dtype = torch.finfo(self.dtype), _dtype(node)
         assert dtype is not None
         if torch.finfo(dtype).max <= limits.max:
-            return emit(self.graph, _CONVERT, (node, self.dtype), node)
+            return emit(self.graph, CONVERT, (node, self.dtype), node)
         finite = emit(self.graph, ops.aten.clamp_min.default, (node, limits.min), node)
         finite = emit(self.graph, ops.aten.clamp_max.default, (finite, limits.max), node)
         is_inf = emit(self.graph, ops.aten.isinf.default, (node,), node)
         kept = emit(self.graph, ops.aten.where.self, (is_inf, node, finite), node)
-        return emit(self.graph, _CONVERT, (kept, self.dtype), node)
+        return emit(self.graph, CONVERT, (kept, self.dtype), node)
 
     def _operand(self, node: Node, gemm: Node) -> Node:
         read, kept = Dequantize.match(node) or DequantizeBlocks.match(node), KeepNonfinite.match(node)
@@ -142,10 +141,8 @@ class _Convert:
         if kept is not None:
             return emit_call(self.graph, replace(kept, rounded=self.operand(kept.rounded, gemm)), node)
         if node.target in ops.VIEWS and len(node.all_input_nodes) == 1 and not node.kwargs:
-            return emit(
-                self.graph, operator_of(node), (self.operand(node.all_input_nodes[0], gemm), *node.args[1:]), node
-            )
-        return emit(self.graph, _CONVERT, (node, self.dtype), node)
+            return emit_on(self.graph, node, self.operand(node.all_input_nodes[0], gemm))
+        return emit(self.graph, CONVERT, (node, self.dtype), node)
 
     def restore(self, node: Node, traced: object) -> None:
         """Give the users of a converted GEMM the dtype they were traced with."""
@@ -166,7 +163,7 @@ class _Convert:
             return
         users = list(node.users)
         with self.graph.inserting_before(node.next):
-            back = emit(self.graph, _CONVERT, (node, dtype), node)
+            back = emit(self.graph, CONVERT, (node, dtype), node)
         for user in users:
             user.replace_input_with(node, back)
 

@@ -16,12 +16,12 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.analysis import ops, regions
-from fxprec.passes.analysis.joint import is_backward, is_view, operator_of, tensor_of, value
+from fxprec.passes.analysis.joint import is_backward, is_view, tensor_of, value
+from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.base import Work
-from fxprec.passes.casts.sites import emit
+from fxprec.passes.casts.sites import emit, emit_on
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
 _SAME = ops.existing(aten, "alias detach")
 _COMPARISONS = ops.existing(aten, "le.Scalar lt.Scalar ge.Scalar gt.Scalar")
 
@@ -36,7 +36,7 @@ class SumNarrow:
         if not work.computes_high:
             return
         graph = work.joint.graph
-        for narrow in graph.find_nodes(op="call_function", target=_CONVERT):
+        for narrow in graph.find_nodes(op="call_function", target=CONVERT):
             wide, dtype = narrow.all_input_nodes[0], narrow.args[1]
             if dtype != torch.bfloat16 or tensor_of(wide).dtype != torch.float32:
                 continue
@@ -63,11 +63,9 @@ def _read_by_sums(graph: Graph, wide: Node, narrow: Node) -> None:
         read = narrow
         with graph.inserting_before(total):
             for view in shown:
-                val = view.meta["val"].to(torch.bfloat16)
-                read = emit(graph, operator_of(view), (read, *view.args[1:]), view, val=val)
-                read.kwargs = dict(view.kwargs)
+                read = emit_on(graph, view, read, val=view.meta["val"].to(torch.bfloat16))
             source = shown[-1] if shown else wide
-            read = emit(graph, _CONVERT, (read, torch.float32), total, val=source.meta["val"])
+            read = emit(graph, CONVERT, (read, torch.float32), total, val=source.meta["val"])
         total.replace_input_with(source, read)
 
 

@@ -51,6 +51,11 @@ def input_at(node: Node, position: int) -> Node:
     return arg
 
 
+def argument(node: Node, position: int, default: object = None) -> object:
+    """Return the argument at ``position``, or what stands for one that the call leaves out."""
+    return node.args[position] if position < len(node.args) else default
+
+
 def item_of(node: Node) -> tuple[Node, int] | None:
     """Return (operator with several results, which of them) where ``node`` takes one."""
     if node.target is not operator.getitem:

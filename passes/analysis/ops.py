@@ -11,6 +11,7 @@ from fxprec import compat
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+CONVERT = prims.convert_element_type.default
 
 
 def existing(namespace: object, names: str) -> frozenset[object]:

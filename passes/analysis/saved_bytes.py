@@ -33,6 +33,7 @@ from fxprec.passes.analysis.joint import (
     tensor_of,
     value,
 )
+from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.tensors import GROUP_META, CountedTensor
 from fxprec.plan import ByteCount, Plan
 
@@ -196,5 +197,4 @@ def _copied(node: Node) -> Node:
     return node
 
 
-_CONVERT = torch.ops.prims.convert_element_type.default
-_COPIES = (QUANTIZE, DEQUANTIZE, QUANTIZE_BLOCKS, DEQUANTIZE_BLOCKS, TRANSPOSED, _CONVERT)
+_COPIES = (QUANTIZE, DEQUANTIZE, QUANTIZE_BLOCKS, DEQUANTIZE_BLOCKS, TRANSPOSED, CONVERT)

@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import is_backward, value
+from fxprec.passes.analysis.joint import argument, input_at, is_backward, value
 
 aten = torch.ops.aten
 
@@ -117,15 +117,24 @@ def mark_values(graph: Graph, *, stored: bool = True) -> None:
     for target in ops.WAITS:
         for node in graph.find_nodes(op="call_function", target=target):
             _mark_under_way(node.args[0])
-    for node in graph.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar):
-        if isinstance(node.args[1], int | float) and node.args[1] < 1:
-            _mark_divisor(node.args[0])
-    for node in graph.find_nodes(op="call_function", target=aten.exp.default) if stored else ():
-        if str(node.meta.get("original_aten")) == "aten._log_softmax_backward_data.default":
-            _mark_divisor(node.args[0])
-    for target, position in _DIVIDES.items():
-        for node in graph.find_nodes(op="call_function", target=target):  # type: ignore[arg-type]
-            _mark_divisor(node.args[position])
+    for node in graph.nodes:
+        if (position := _DIVIDES.get(node.target)) is not None:
+            _mark_divisor(argument(node, position))
+        elif _is_root(node) or (stored and _is_of_log_softmax(node)):
+            _mark_divisor(input_at(node, 0))
+
+
+def _is_root(node: Node) -> bool:
+    """Say whether a node raises to a power whose derivative is infinite at 0, or that is so itself."""
+    power = argument(node, 1) if node.target is aten.pow.Tensor_Scalar else None
+    return isinstance(power, int | float) and power < 1
+
+
+def _is_of_log_softmax(node: Node) -> bool:
+    """Say whether a node makes shares of log-softmax's result, in its backward."""
+    return node.target is aten.exp.default and (
+        str(node.meta.get("original_aten")) == "aten._log_softmax_backward_data.default"
+    )
 
 
 def _mark_divisor(arg: object) -> None:
@@ -149,8 +158,9 @@ def _mark_under_way(arg: object) -> None:
 def _is_square(arg: object) -> bool:
     if not isinstance(arg, Node):
         return False
-    by_itself = arg.target in _PRODUCTS and arg.args[0] is arg.args[1]
-    return by_itself or (arg.target is aten.pow.Tensor_Scalar and bool(arg.args[1] == 2))
+    if arg.target is aten.pow.Tensor_Scalar:
+        return argument(arg, 1) == 2
+    return arg.target in _PRODUCTS and len({*arg.args}) == 1
 
 
 def mark_masks(graph: Graph) -> None:
@@ -169,16 +179,16 @@ def mark_masks(graph: Graph) -> None:
 
 def _holds_fill(node: Node, data: Collection[Node]) -> bool:
     position = _FILLS.get(node.target)
-    if position is not None and len(node.args) > position and _is_fill(node.args[position]):
+    if position is not None and _is_fill(argument(node, position)):
         return True
     if node.target in _PRODUCTS:
-        factors = [_constant(arg) for arg in node.args[:2]]
-        for factor, other in zip(factors, reversed(node.args[:2]), strict=True):
+        a, b = node.args
+        for factor, other in ((_constant(a), b), (_constant(b), a)):
             if factor is not None:
                 return (_is_fill(factor) and _makes_fills(factor, other, data)) or _was_mask(other)
     if node.target in _HANDING_ON:
         return any(is_mask(n) for n in node.all_input_nodes)
-    return node.target in _HANDING_ON_FIRST and _was_mask(node.args[0])
+    return node.target in _HANDING_ON_FIRST and _was_mask(argument(node, 0))
 
 
 def _was_mask(arg: object) -> bool:
@@ -189,20 +199,19 @@ def _is_fill(number: object) -> bool:
     return isinstance(number, int | float) and not isinstance(number, bool) and abs(number) >= MASK_FILL
 
 
-def _constant(arg: object) -> object:
+def _constant(arg: object) -> float | None:
     """Return the number an argument is everywhere, or None."""
     while isinstance(arg, Node) and (arg.target in ops.VIEWS or arg.target in ops.CASTS):
-        arg = arg.args[0]
+        arg = input_at(arg, 0)
     if isinstance(arg, Node):
         position = _CONSTANTS.get(arg.target)
-        arg = None if position is None or len(arg.args) <= position else arg.args[position]
+        arg = None if position is None else argument(arg, position)
     return arg if isinstance(arg, int | float) else None
 
 
-def _makes_fills(factor: object, other: object, data: Collection[Node]) -> bool:
+def _makes_fills(factor: float, other: object, data: Collection[Node]) -> bool:
     """Say whether a product is ``(1 - keep) * -1e9``: a large constant times what no data went into.
 
     Data times a large constant is a scale, unless the constant is infinite or a dtype's least number.
     """
-    assert isinstance(factor, int | float)
     return other not in data or math.isinf(factor) or abs(factor) in _LARGEST

@@ -14,8 +14,8 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Dequantize, Rescale
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import input_at, is_backward, item_of, numel_hint, operator_of, tensor_of
-from fxprec.passes.casts.sites import emit, emit_call
+from fxprec.passes.analysis.joint import input_at, is_backward, item_of, numel_hint, tensor_of
+from fxprec.passes.casts.sites import emit_call, emit_on
 
 _MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default})
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
@@ -97,6 +97,4 @@ def _decoded_with(graph: Graph, node: Node, row: int, table: Node) -> Node:
     if read is not None:
         return emit_call(graph, replace(read, table=table, row=row), node, backward=True, val=node.meta["val"])
     inner = _decoded_with(graph, input_at(node, 0), row, table)
-    view = emit(graph, operator_of(node), (inner, *node.args[1:]), node, backward=True, val=node.meta["val"])
-    view.kwargs = node.kwargs  # a clone's memory format
-    return view
+    return emit_on(graph, node, inner, backward=True, val=node.meta["val"])  # a clone's memory format too

@@ -17,9 +17,9 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.coded_gemms import MATMULS, PURE_VIEWS, layout_of
-from fxprec.passes.analysis.joint import operator_of, tensor_of
+from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.base import Work
-from fxprec.passes.casts.sites import emit, read_of
+from fxprec.passes.casts.sites import emit, emit_on, read_of
 
 aten = torch.ops.aten
 _COPIES = ops.existing(aten, "clone contiguous")
@@ -72,8 +72,7 @@ class _Moved:
         others = [user for user in read.users if user is not self.steps[0]]
         with self.graph.inserting_before(self.q):
             for step in self.steps:
-                value = emit(self.graph, operator_of(step), (value, *step.args[1:]), step, val=step.meta["val"])
-                value.kwargs = dict(step.kwargs)
+                value = emit_on(self.graph, step, value, val=step.meta["val"])
         shapes = [tensor_of(step.all_input_nodes[0]).shape for step in self.steps]
         self._cast(value)
         self.steps[-1].replace_all_uses_with(read)
@@ -105,7 +104,7 @@ class _Moved:
                 dims = [d % len(shape) for d in order]
                 read = emit(self.graph, step.target, (read, [dims.index(d) for d in range(len(dims))]), read)
             elif step.target in _TURNING:
-                read = emit(self.graph, operator_of(step), (read, *step.args[1:]), read)
+                read = emit_on(self.graph, step, read, like=read)
             elif step.target not in _COPIES:
                 read = emit(self.graph, aten.reshape.default, (read, list(shape)), read)
         return read

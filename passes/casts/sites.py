@@ -14,7 +14,7 @@ from fxprec.errors import PlanError
 from fxprec.ir.calls import Call
 from fxprec.ir.symbolic import AS_STORED, Dequantize, KeepNonfinite, Quantize, stored_dtype
 from fxprec.numerics.formats import Format, parse
-from fxprec.passes.analysis.joint import is_backward, tensor_of
+from fxprec.passes.analysis.joint import is_backward, operator_of, tensor_of
 from fxprec.passes.analysis.regions import REGION_META
 from fxprec.passes.analysis.sensitive import Kept
 from fxprec.passes.analysis.tensors import GROUP_META, CountedTensor
@@ -52,6 +52,25 @@ def emit(
     else:
         node.meta["partitioner_tag"] = "is_forward"
         node.meta |= {key: like.meta[key] for key in REGION_META if key in like.meta}
+    return node
+
+
+def emit_on(
+    graph: Graph,
+    step: Node,
+    x: Node,
+    like: Node | None = None,
+    *,
+    backward: bool | None = None,
+    val: torch.Tensor | None = None,
+) -> Node:
+    """`emit`, of what ``step`` calls, with ``x`` in place of its first argument."""
+    target, args = operator_of(step), (x, *step.args[1:])
+    if val is None:
+        fakes: Any = torch.fx.map_arg(args, lambda n: n.meta["val"])
+        val = target(*fakes, **step.kwargs)
+    node = emit(graph, target, args, like or step, backward=backward, val=val)
+    node.kwargs = dict(step.kwargs)
     return node
 
 

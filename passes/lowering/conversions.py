@@ -7,9 +7,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.ir.symbolic_gemms import TransposeCodes
 from fxprec.passes.analysis.joint import input_at, tensor_of
+from fxprec.passes.analysis.ops import CONVERT
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def share_conversions(graph: Graph) -> None:
@@ -18,7 +18,7 @@ def share_conversions(graph: Graph) -> None:
     For a graph without symbolic ops.
     """
     made: dict[tuple[object, ...], Node] = {}
-    for node in graph.find_nodes(op="call_function", target=_CONVERT):
+    for node in graph.find_nodes(op="call_function", target=CONVERT):
         first = made.setdefault(node.args, node)
         if first is not node:
             node.replace_all_uses_with(first)
@@ -59,7 +59,7 @@ def widen_products(gm: GraphModule) -> None:
 
     Its sums are float32 anyway; what is saved is a pass over them, and what is spared is a rounding.
     """
-    for wide in gm.graph.find_nodes(op="call_function", target=_CONVERT):
+    for wide in gm.graph.find_nodes(op="call_function", target=CONVERT):
         product = input_at(wide, 0)
         if wide.args[1] == torch.float32 and len(product.users) == 1 and all(u.op == "output" for u in wide.users):
             _widen(gm.graph, product, wide)

@@ -16,10 +16,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
 from fxprec.ir.symbolic_cpu import Load, Round, RoundOver, Store, StoreOver
+from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.layout import prefer_channels_last
 from fxprec.passes.lowering.reuse import is_ours_alone
-
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def call_kernels(
@@ -90,7 +89,7 @@ def _load(graph: Graph, x: Node, read: Dequantize) -> None:
 def _replace(graph: Graph, x: Node, dtype: torch.dtype, values: Node) -> None:
     """Put float32 ``values`` in the place of dequantize ``x``, which may want another dtype."""
     with graph.inserting_before(x):
-        new = values if dtype == torch.float32 else graph.call_function(_CONVERT, (values, dtype))
+        new = values if dtype == torch.float32 else graph.call_function(CONVERT, (values, dtype))
     new.meta.setdefault("val", x.meta["val"])  # what scales it is expanded after this
     x.replace_all_uses_with(new)
     graph.erase_node(x)

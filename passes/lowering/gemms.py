@@ -12,12 +12,12 @@ from fxprec import compat
 from fxprec.ir.symbolic import Dequantize
 from fxprec.ir.symbolic_gemms import CodedGemm, GemmKernel, MatmulCodes, TransposeCodes, Transposed
 from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.expand import insert
 from fxprec.passes.lowering.gemm_casts import call, codes_of_product, copy_with_codes, substitute
 from fxprec.passes.lowering.stats import Counters
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def runs_triton(device_type: str) -> bool:
@@ -110,7 +110,7 @@ def _native(graph: Graph, node: Node, gemm: CodedGemm, scales: _Scales) -> None:
     fused = None if dtype == torch.float32 else bias  # cuBLASLt adds no float32 bias
     with graph.inserting_before(node):
         if fused is not None and tensor_of(fused).dtype != dtype:
-            fused = call(graph, _CONVERT, fused, dtype)
+            fused = call(graph, CONVERT, fused, dtype)
         new = call(graph, aten._scaled_mm.default, gemm.a, gemm.b, *factors, fused, None, dtype, gemm.fast)
         if bias is not None and fused is None:
             new = call(graph, aten.add.Tensor, new, bias)
@@ -128,5 +128,5 @@ def _decoded(graph: Graph, node: Node, gemm: CodedGemm) -> None:
         if gemm.bias is not None:
             new = call(graph, aten.add.Tensor, new, gemm.bias)
         if gemm.dtype != torch.float32:
-            new = call(graph, _CONVERT, new, gemm.dtype)
+            new = call(graph, CONVERT, new, gemm.dtype)
     substitute(graph, node, new)

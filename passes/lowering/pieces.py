@@ -15,11 +15,11 @@ from torch.fx import Graph, Node
 from fxprec import compat
 from fxprec.ir.symbolic import Count, Quantize, SideBySide
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import input_at, tensor_of
+from fxprec.passes.analysis.joint import argument, input_at, tensor_of
+from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.gemm_casts import call, substitute
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
 _RESHAPING = ops.existing(aten, "view _unsafe_view")
 _SPLITS = ops.existing(aten, "split.Tensor split_with_sizes")
 
@@ -48,13 +48,13 @@ def narrow_in_pieces(graph: Graph) -> None:
     As a gated layer's gradient on GPUs without fp8. A kernel over the whole cannot hold what Inductor keeps of a piece
     on the way, since the decoding of a code is long: it is written out in float32 and read again.
     """
-    for node in graph.find_nodes(op="call_function", target=_CONVERT):
+    for node in graph.find_nodes(op="call_function", target=CONVERT):
         joined, dtype = input_at(node, 0), node.args[1]
         pieces = _joined_last(joined) if joined.target is aten.cat.default and len(joined.users) == 1 else []
         if not pieces or not all(_is_computed(piece) for piece in pieces):
             continue
         with graph.inserting_before(node):
-            narrow = [call(graph, _CONVERT, piece, dtype) for piece in pieces]
+            narrow = [call(graph, CONVERT, piece, dtype) for piece in pieces]
             for new, piece in zip(narrow, pieces, strict=True):
                 new.meta["val"] = tensor_of(piece).to(node.meta["val"].dtype)
             compat.writes_in_place(SideBySide.target)
@@ -64,8 +64,7 @@ def narrow_in_pieces(graph: Graph) -> None:
 
 def _joined_last(cat: Node) -> list[Node]:
     """Return what ``cat`` joins, if along the last dimension."""
-    rank, pieces = tensor_of(cat).ndim, cat.args[0]
-    dim = cat.args[1] if len(cat.args) > 1 else 0
+    rank, pieces, dim = tensor_of(cat).ndim, argument(cat, 0), argument(cat, 1, 0)
     assert isinstance(pieces, list | tuple)
     return [p for p in pieces if isinstance(p, Node)] if isinstance(dim, int) and dim % rank == rank - 1 else []
 
@@ -103,6 +102,5 @@ def _keeps_last(x: Node, shown: Node) -> bool:
 
 
 def _along_last(split: Node) -> bool:
-    rank = tensor_of(split.all_input_nodes[0]).ndim
-    dim = split.args[2] if len(split.args) > 2 else 0
+    rank, dim = tensor_of(split.all_input_nodes[0]).ndim, argument(split, 2, 0)
     return isinstance(dim, int) and dim % rank == rank - 1

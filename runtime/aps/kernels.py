@@ -50,7 +50,7 @@ def usable(*tensors: Tensor) -> bool:
 def _call(name: str, *arguments: object) -> int:
     loaded = library()
     assert loaded is not None
-    return getattr(loaded, name)(*arguments)  # type: ignore[no-any-return]
+    return getattr(loaded, name)(*arguments)
 
 
 def _floats(name: str, t: Tensor, numel: int) -> int:

@@ -15,7 +15,7 @@ from fxprec import compat
 from fxprec.ir.symbolic import SideBySide
 from fxprec.ir.symbolic_gemms import MatmulCodes, MatmulToCodes
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import dim_hint, numel_hint, operator_of, tensor_of, value
+from fxprec.passes.analysis.joint import argument, dim_hint, numel_hint, operator_of, tensor_of, value
 from fxprec.passes.analysis.peak.kernels import Kind, kind_of
 from fxprec.passes.analysis.peak.loops import Item, Loops
 
@@ -151,8 +151,9 @@ _SHORT, _FEW = 1024, 1024  # of a row; results
 
 def _is_innermost(node: Node, source: torch.Tensor, count: int) -> bool:
     """Say whether a reduction over ``count`` elements goes over what lies innermost in memory."""
-    dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], list | tuple) else range(source.ndim)
-    strides = [dim_hint(source.stride(int(d))) for d in dims if isinstance(d, int)]
+    dims = argument(node, 1)
+    over = dims if isinstance(dims, list | tuple) else range(source.ndim)
+    strides = [dim_hint(source.stride(int(d))) for d in over if isinstance(d, int)]
     return bool(strides) and min(strides) == 1 and count > 0
 
 

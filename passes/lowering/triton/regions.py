@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, RESCALE, Dequantize, KeepCodes, Quantize
-from fxprec.passes.analysis.joint import input_at, tensor_of
+from fxprec.passes.analysis.joint import argument, input_at, tensor_of
 from fxprec.passes.lowering.triton.sizes import Size, numel_of, product, shape_of
 from fxprec.passes.lowering.triton.table import (
     BYTES,
@@ -89,7 +89,7 @@ def is_supported(node: Node) -> bool:
     if node.target is VAR_MEAN:
         return _reduces_last(node) and tensor_of(input_at(node, 0)).dtype == torch.float32
     if node.target is operator.getitem:
-        return isinstance(node.args[0], Node) and node.args[0].target is VAR_MEAN
+        return input_at(node, 0).target is VAR_MEAN
     if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
         return False
     if node.target is QUANTIZE:
@@ -137,8 +137,7 @@ def _is_value(node: Node) -> bool:
 
 def _reduces_last(node: Node) -> bool:
     val = tensor_of(input_at(node, 0))
-    dims = node.args[1] if len(node.args) > 1 else None
-    keeps = (node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)) is True
+    dims, keeps = argument(node, 1), argument(node, 2, node.kwargs.get("keepdim", False)) is True
     if not isinstance(dims, list | tuple) or len(dims) != 1 or not keeps or val.ndim == 0:
         return False
     last = shape_of(val)[-1]
