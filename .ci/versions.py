@@ -2,7 +2,8 @@
 
 ``python .ci/versions.py [2.11 2.14 ...]`` runs the tests without Inductor. ``--smoke`` runs a few, one or two of each
 kind that depends on the version; with ``--by-date`` on one version that the date chooses, and where that cannot be
-installed (no network, no room) it says so and that is no failure. Standard library only.
+installed (no network, no room) it says so and that is no failure. ``--install`` does nothing else, and
+``--installed`` takes what it left. Standard library only.
 """
 
 from __future__ import annotations
@@ -86,11 +87,13 @@ def main(arguments: Sequence[str]) -> int:
     rows, missing = [], []
     for version in wanted:
         try:
-            rows.append(run(version, smoke=options.smoke))
+            python = kept(version) if options.installed else installed(version)
+            if not options.install:
+                rows.append(run(version, python, smoke=options.smoke))
         except NotInstalledError as error:
             missing.append(f"torch {version} was not tried: {error}")
         finally:
-            if options.by_date:  # a CI machine keeps no 6 GB of it
+            if options.by_date and not options.install:  # a CI machine keeps no 6 GB of it
                 shutil.rmtree(ENVIRONMENTS / version, ignore_errors=True)
     print_table(rows)
     print("\n".join(missing))
@@ -102,6 +105,9 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("versions", nargs="*", default=["2.11", DEFAULT, "2.14", "2.15"], help="such as 2.15")
     parser.add_argument("--smoke", action="store_true", help="a few tests, for a minute")
     parser.add_argument("--by-date", action="store_true", help="one version, another each day; may be missing")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--install", action="store_true", help="install only")
+    which.add_argument("--installed", action="store_true", help="run what --install installed")
     return parser.parse_args(arguments)
 
 
@@ -109,10 +115,9 @@ def of_today() -> str:
     return OTHERS[datetime.date.today().toordinal() % len(OTHERS)]
 
 
-def run(version: str, *, smoke: bool) -> Row:
-    """Install a version and run the tests on it."""
+def run(version: str, python: Path, *, smoke: bool) -> Row:
+    """Run the tests on an installed version."""
     print(f"== torch {version}", flush=True)
-    python = installed(version)
     began = time.monotonic()
     counts = tested(python, ENVIRONMENTS / version, smoke=smoke)
     return Row(version, found(python, "torch"), found(python, "triton"), counts, time.monotonic() - began)
@@ -137,6 +142,14 @@ def installed(version: str) -> Path:
     if done.returncode:
         told = [line.strip() for line in done.stderr.splitlines() if line.strip().startswith("ERROR:")]
         raise NotInstalledError(told[-1].removeprefix("ERROR: ") if told else f"pip ended with {done.returncode}")
+    return python
+
+
+def kept(version: str) -> Path:
+    """Return the Python of an environment that is there. Raises `NotInstalledError`."""
+    python = ENVIRONMENTS / version / "bin" / "python"
+    if found(python, "torch") == "-":
+        raise NotInstalledError("its installation, above, did not end well")
     return python
 
 
@@ -168,7 +181,10 @@ def tested(python: Path, folder: Path, *, smoke: bool) -> Counts:
 def found(python: Path, name: str) -> str:
     """Return the installed version of a package, or "-"."""
     code = f"from importlib import metadata; print(metadata.version({name!r}))"
-    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no environment
+        return "-"
     return done.stdout.strip() or "-"
 
 

@@ -21,7 +21,7 @@ from fxprec.ir import symbolic
 from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS, QUANTIZE_BLOCKS, TENSOR_SCALE
 from fxprec.ir.symbolic_gemms import TRANSPOSED
 from fxprec.passes.analysis import ops, regions
-from fxprec.passes.analysis.joint import JointGraph, has_tag, is_backward, set_results, value
+from fxprec.passes.analysis.joint import JointGraph, has_tag, input_at, is_backward, set_results, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.values import is_differentiable, is_float_tensor
 from fxprec.passes.base import Work
@@ -86,12 +86,13 @@ def copy_written_inputs(joint: Graph) -> None:
     For after torch's own passes, which take copies out.
     """
     for write in joint.find_nodes(op="call_function", target=_COPY_INTO):
-        written, new = write.args[:2]
+        written, new = input_at(write, 0), input_at(write, 1)
         if written.op == "placeholder" and not is_backward(new) and _is_wanted_by_backward(written):
             with joint.inserting_before(next(n for n in joint.nodes if n.op != "placeholder")):
                 kept = emit(joint, torch.ops.aten.clone.default, (written,), written)
             regions.mark(kept, CheckpointPolicy.MUST_SAVE)
-            written.replace_all_uses_with(kept, delete_user_cb=lambda user, w=write, k=kept: user not in (w, k))
+            for user in [user for user in written.users if user not in (write, kept)]:
+                user.replace_input_with(written, kept)
 
 
 def _is_wanted_by_backward(node: Node) -> bool:

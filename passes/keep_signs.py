@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import is_backward, readers
+from fxprec.passes.analysis.joint import argument, is_backward, readers
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
 
@@ -45,11 +45,11 @@ def asks_sign(read: Node) -> bool:
 
 def asks_above(reader: Node) -> bool:
     """Say whether a node asks whether, or where not, a value is above 0."""
-    return reader.target in _ASKS_ABOVE and reader.args[1:2] == (0,)
+    return reader.target in _ASKS_ABOVE and argument(reader, 1) == 0
 
 
 def _asking(read: Node) -> set[object]:
-    return {reader.target for _, reader in readers(read, through=ops.CASTS) if reader.args[1:2] == (0,)}
+    return {reader.target for _, reader in readers(read, through=ops.CASTS) if argument(reader, 1) == 0}
 
 
 def _keep_signs(graph: Graph, q: Node, cast: Quantize) -> None:

@@ -17,6 +17,7 @@ from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import (
     dim_hint,
     factors_of,
+    input_at,
     is_backward,
     item_of,
     numel_hint,
@@ -124,9 +125,8 @@ class _Convert:
 
         A dtype that holds them all needs no limits, which in turn the narrower one could not hold.
         """
-        limits, dtype = torch.finfo(self.dtype), _dtype(node)
-        assert dtype is not None
-        if torch.finfo(dtype).max <= limits.max:
+        limits = torch.finfo(self.dtype)
+        if torch.finfo(tensor_of(node).dtype).max <= limits.max:
             return emit(self.graph, CONVERT, (node, self.dtype), node)
         finite = emit(self.graph, ops.aten.clamp_min.default, (node, limits.min), node)
         finite = emit(self.graph, ops.aten.clamp_max.default, (finite, limits.max), node)
@@ -176,7 +176,7 @@ def _dtype(node: Node) -> torch.dtype | None:
 def _own_result(node: Node) -> list[Node]:
     """Return what attention's backward reads of its forward's result, which came out of it in that dtype."""
     names = [argument.name for argument in operator_of(node)._schema.arguments]  # type: ignore[attr-defined]
-    return [node.args[names.index("out")]] if node.target in ops.ATTENTION_BACKWARD else []  # type: ignore[list-item]
+    return [input_at(node, names.index("out"))] if node.target in ops.ATTENTION_BACKWARD else []
 
 
 def _is_logsumexp(node: Node) -> bool:

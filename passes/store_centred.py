@@ -80,10 +80,15 @@ def _subtractions(node: Node, *, backward: bool) -> list[Node] | None:
 
 def _is_centring(user: Node, shown: Node) -> bool:
     """Say whether a node subtracts from ``shown`` something smaller of the forward half."""
-    if user.target is not _SUB or user.kwargs or len(user.args) != 2 or user.args[0] is not shown:
+    if user.target is not _SUB or user.kwargs:
         return False
-    mean = user.args[1]
-    if not isinstance(mean, Node) or value(mean) is None or is_backward(_seen(mean, _OF_ONE_SHAPE)[0]):
+    x, mean = user.args
+    if (
+        x is not shown
+        or not isinstance(mean, Node)
+        or value(mean) is None
+        or is_backward(_seen(mean, _OF_ONE_SHAPE)[0])
+    ):
         return False
     return numel_hint(tensor_of(mean)) < numel_hint(tensor_of(shown))
 

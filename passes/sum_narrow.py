@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.analysis import ops, regions
-from fxprec.passes.analysis.joint import is_backward, is_view, tensor_of, value
+from fxprec.passes.analysis.joint import argument, input_at, is_backward, is_view, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, emit_on
@@ -37,8 +37,8 @@ class SumNarrow:
             return
         graph = work.joint.graph
         for narrow in graph.find_nodes(op="call_function", target=CONVERT):
-            wide, dtype = narrow.all_input_nodes[0], narrow.args[1]
-            if dtype != torch.bfloat16 or tensor_of(wide).dtype != torch.float32:
+            wide = input_at(narrow, 0)
+            if tensor_of(narrow).dtype != torch.bfloat16 or tensor_of(wide).dtype != torch.float32:
                 continue
             if work.joint.in_backward(wide):
                 _read_by_sums(graph, wide, narrow)
@@ -52,7 +52,7 @@ def _masks(x: Node) -> Iterator[tuple[Node, Node]]:
     for user in x.users:
         if user.target in _SAME:
             yield from _masks(user)
-        elif user.target in _COMPARISONS and user.args[1] == 0 and is_backward(user):
+        elif user.target in _COMPARISONS and argument(user, 1) == 0 and is_backward(user):
             yield x, user
 
 
@@ -79,5 +79,5 @@ def _sums_over_rows(x: Node, shown: tuple[Node, ...]) -> Iterator[tuple[Node, tu
 
 
 def _keeps_last(total: Node) -> bool:
-    rank, dims = tensor_of(total.all_input_nodes[0]).dim(), total.args[1]
+    rank, dims = tensor_of(input_at(total, 0)).dim(), argument(total, 1)
     return isinstance(dims, list | tuple) and bool(dims) and all(isinstance(d, int) and (d + 1) % rank for d in dims)

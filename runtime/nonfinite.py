@@ -90,11 +90,11 @@ class NonfiniteWatch:
     def first_moved(self, step: int, sites: Mapping[int, Site], cause: str) -> Departure | None:
         """Return the row that moved first up to a step in which the loss jumped, of equals the first to run."""
         moved = {row: self._series[row].moved_by(step) for row in sites}
-        found = [(at[0], sites[row].order, row) for row, at in moved.items() if at is not None]
+        found = [(at[0], sites[row].order, row, at[1]) for row, at in moved.items() if at is not None]
         if not found:
             return None
-        start, _, row = min(found)
-        return Departure(sites[row], start, step, moved[row][1], self._series[row].rows(), cause)  # type: ignore[index]
+        start, _, row, value = min(found)
+        return Departure(sites[row], start, step, value, self._series[row].rows(), cause)
 
     def _is_news(self, site: Site) -> bool:
         return site.direction == "forward" or self._gradients

@@ -18,7 +18,7 @@ from fxprec import GradScaling, LossScaling
 from fxprec.runtime.scaling.keeper import PATIENCE
 
 TINY = 1e-9
-STEPS = 100
+STEPS = 200
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*this CPU has no:fxprec.FxprecWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo does it

@@ -43,7 +43,7 @@ def find_accumulator(value: object) -> Accumulator | None:
     """Return the option in canonical form: None, or an `Accumulator` of the format given."""
     if value is None or isinstance(value, Accumulator):
         return value
-    return Accumulator(format=value)  # type: ignore[arg-type]  # checked there
+    return Accumulator(format=_format("format", value))
 
 
 def _format(name: str, value: object) -> Format:

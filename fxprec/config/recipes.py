@@ -84,8 +84,10 @@ FORMAT_ROLES = tuple(f.name for f in fields(Recipe) if f.name not in ("name", "p
 
 
 def _block_format(value: object) -> BlockFormat | None:
-    if value is None or value == "" or isinstance(value, BlockFormat):
-        return value or None  # type: ignore[return-value]
+    if isinstance(value, BlockFormat):
+        return value
+    if value is None or value == "":
+        return None
     if not isinstance(value, str):
         raise ConfigError(f"recipe.saved is {value!r}; give it a fxprec.BlockFormat or its name, such as 'int4'")
     try:
@@ -128,11 +130,11 @@ statistics in float32."""
 FP16 = _same("fp16")
 """16 bits everywhere, 11 significant bits: more accurate than bf16, but gradients need scaling."""
 
-FP8 = Recipe(name="fp8", hi="bf16", lo_forward="e4m3fn", lo_backward="e5m2_sat")  # type: ignore[arg-type]
+FP8 = Recipe(name="fp8", hi=parse("bf16"), lo_forward=parse("e4m3fn"), lo_backward=parse("e5m2_sat"))
 """Hardware FP8: low tensors take half of bf16's memory and run on FP8 tensor cores; the accuracy lost grows
 with ``low_ratio``. Gradients saturate: one beyond e5m2's range is counted and rescaled, not turned into inf."""
 
-HFP8 = Recipe(name="hfp8", hi="1-6-9", lo_forward="1-4-3+4", lo_backward="1-5-2")  # type: ignore[arg-type]
+HFP8 = Recipe(name="hfp8", hi=parse("1-6-9"), lo_forward=parse("1-4-3+4"), lo_backward=parse("1-5-2"))
 """The formats of Sun et al. 2019 as used by Lee et al. 2023: for comparison with the papers; no hardware has
 them, so it is simulated unless ``storage="packed"`` stores their codes."""
 
@@ -153,7 +155,7 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
     if plus and base in RECIPES and not saved.strip():
         raise ConfigError(f"recipe {recipe!r} names no block format after '+'; write for instance '{base}+int4'")
     if plus and base in RECIPES:
-        return replace(RECIPES[base], saved=saved.strip(), name=recipe)  # type: ignore[arg-type]  # a name is taken too
+        return replace(RECIPES[base], saved=_block_format(saved.strip()), name=recipe)
     if recipe not in RECIPES:
         hint = did_you_mean(recipe, RECIPES)
         raise ConfigError(f"unknown recipe {recipe!r}{hint}; allowed: {allowed}, or a fxprec.Recipe")

@@ -161,7 +161,7 @@ class _Walk(Interpreter):
             return args[0].reshape(args[1])  # what is read instead of a copy may lie otherwise in memory
         if n.target is KeepNonfinite.target:
             return keep_nonfinite(*args)
-        if n.target in MUTATIONS and n.args[0].op == "placeholder":  # type: ignore[union-attr]
+        if n.target in MUTATIONS and n.all_input_nodes[0].op == "placeholder":
             return args[1]  # a step that is run again leaves the model as it was
         if not self.differentiate:
             return super().run_node(n)
@@ -200,9 +200,12 @@ def _casts(*halves: GraphModule) -> list[Cast]:
 
 def _keeps_signs(x: Node) -> tuple[bool, bool]:
     clamps = set()
-    while x.target is aten.where.self and isinstance(x.args[1], Node) and isinstance(x.args[2], Node):
-        clamps.add(x.args[1].target)
-        x = x.args[2]
+    while x.target is aten.where.self:
+        _, clamp, rest = x.args
+        if not isinstance(clamp, Node) or not isinstance(rest, Node):
+            break
+        clamps.add(clamp.target)
+        x = rest
     return aten.clamp_min.default in clamps, aten.clamp_max.default in clamps
 
 

@@ -118,9 +118,8 @@ class InForce:
         A promotion never ends a run: where it does not compile, what runs goes on, with a warning and an event.
         Raises `FallbackError` for that under ``strict``.
         """
-        in_force = self.compiled.plan
-        assert in_force is not None
-        if not self.settings.is_simulated and controller.plan.formats != in_force.formats:
+        in_force, is_in_code = self.compiled.plan, not self.settings.is_simulated
+        if in_force is not None and is_in_code and controller.plan.formats != in_force.formats:
             try:
                 self.compile_again("for the changed plan", controller.plan)
             except Exception as error:  # whatever Inductor raises
@@ -151,9 +150,12 @@ class InForce:
     def recorded(self, recorder: Recorder) -> Iterator[None]:
         """Run the reference lowering of the plan in force meanwhile, which ``recorder`` sees; training goes on.
 
-        Raises what compiling raises, and `LoweringError` where the reference would carry other scales.
+        Raises what compiling raises, and `LoweringError` where the reference would carry other scales, or there is no
+        plan yet.
         """
-        assert self.controller is not None
+        controller = self.controller
+        if controller is None:
+            raise LoweringError(f"{self._log.name} is being calibrated and has no plan; run a step before this")
         asked = replace(self.settings.asked, lowering="eager", mode="default", verify=False)
         compiler = replace(
             self.compiler,
@@ -163,15 +165,15 @@ class InForce:
             recorder=recorder,
             tensors=None,
         )
-        usual, seen = self.compiled, compiler.anew(self.captured, self.controller.plan, self.controller.step)
-        if not self._carries_alike(seen, self.controller.keeper):
+        usual, seen = self.compiled, compiler.anew(self.captured, controller.plan, controller.step)
+        if not self._carries_alike(seen, controller.keeper):
             raise LoweringError(f"{self._log.name}: the reference lowering of its plan carries other scales")
-        self.compiled = replace(seen, plan=self.controller.plan)
+        self.compiled = replace(seen, plan=controller.plan)
         try:
             yield
         finally:
             if self.compiled.run is seen.run:  # else a promotion came, and what it compiled stays
-                self.compiled = replace(usual, plan=self.controller.plan)
+                self.compiled = replace(usual, plan=controller.plan)
 
     def _carries_alike(self, seen: CompiledGraph, keeper: Keeper | None) -> bool:
         same = seen.scales is None if keeper is None else keeper.graph == seen.scales

@@ -128,8 +128,8 @@ class TensorDump:
     def _origin(self, tensor: CountedTensor, site: Site | None, controller: Controller) -> Origin:
         recipe, keeper = self.settings.recipe, controller.keeper
         low = recipe.lo_backward if tensor.kind == "grad_output" else recipe.lo_forward
-        scaled = site is not None and keeper is not None and site.id in keeper.graph.casts
-        exponent = keeper.describe(site.id)["scale_exponent"] if scaled else 0  # type: ignore[union-attr]
+        is_scaled = keeper is not None and site is not None and site.id in keeper.graph.casts
+        exponent = keeper.describe(site.id)["scale_exponent"] if keeper and site and is_scaled else 0
         return Origin(
             tensor=tensor.name,
             kind=tensor.kind,

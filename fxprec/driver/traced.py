@@ -247,10 +247,10 @@ class Traced:
         if self.halves is None or self.halves.peak is None or self.planned is None:
             return
         plan, found = self.planned.plan, self.halves.peak
-        assert plan.peak_bytes is not None
-        if found.bytes is None:
-            if found.unread:
-                self._add_note(f"peak budget: not compared with what is compiled: {found.unread}")
+        if found.bytes is None and found.unread:
+            note = f"peak budget: not compared with what is compiled: {found.unread}"
+            self.planned = replace(self.planned, plan=replace(plan, notes=(*plan.notes, note)))
+        if found.bytes is None or plan.peak_bytes is None:
             return
         peak = self.compiler.peak
         held = (
@@ -261,11 +261,6 @@ class Traced:
         held = replace(held, compiled_live=drawn(found.seen, int))
         self.planned = replace(self.planned, plan=replace(plan, peak_bytes=held))
         write_plan(self.planned.plan, self.compiler.dump)
-
-    def _add_note(self, note: str) -> None:
-        assert self.planned is not None
-        plan = self.planned.plan
-        self.planned = replace(self.planned, plan=replace(plan, notes=(*plan.notes, note)))
 
 
 # A rounded second moment becomes 0, a rounded update is lost.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -114,7 +113,7 @@ class Call:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]  # subclasses are dataclasses
+        return tuple(getattr(self, name) for name in self.kinds)
 
     def insert(self, graph: Graph) -> Node:
         """Append this call at the graph's insertion point, without a fake value."""

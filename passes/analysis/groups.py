@@ -18,9 +18,9 @@ from fxprec.config.config import GroupingName
 from fxprec.errors import LoweringError
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.grouping import GROUPINGS, Grouping
-from fxprec.passes.analysis.joint import JointGraph, factors_of, numel_expr, numel_hint, shape_text, value
+from fxprec.passes.analysis.joint import JointGraph, factors_of, numel_expr, numel_hint, shape_text, tensor_of, value
 from fxprec.passes.analysis.operators import Operator, Operators
-from fxprec.passes.analysis.tensors import CountedTensor
+from fxprec.passes.analysis.tensors import CountedTensor, Kind
 from fxprec.passes.analysis.values import is_differentiable, is_float_tensor, is_plain_float
 from fxprec.plan.plan import GemmNames
 
@@ -145,16 +145,15 @@ class _Walk:
         if node in self.differentiable and is_float_tensor(node):  # of a mask, ordinary numbers
             self._count(node, "grad_output", group, module, source, of_gemm)
 
-    def _count(self, node: Node, kind: str, group: int, module: str, source: str, of_gemm: bool) -> None:
-        val = value(node)
-        assert val is not None
+    def _count(self, node: Node, kind: Kind, group: int, module: str, source: str, of_gemm: bool) -> None:
+        val = tensor_of(node)
         is_grad = kind.startswith("grad")
         feeds = node in self.gemm_operands
         name = self._name(node)
         tensor = CountedTensor(
             id=len(self.tensors),
             name=name,
-            kind=kind,  # type: ignore[arg-type]
+            kind=kind,
             group=group,
             elements=numel_hint(val),
             size=numel_expr(val),

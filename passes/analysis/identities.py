@@ -18,7 +18,7 @@ from typing import Self, TypeAlias
 from torch.fx import Node
 
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import value
+from fxprec.passes.analysis.joint import tensor_of, value
 from fxprec.passes.analysis.operators import Operator, Operators
 
 
@@ -173,7 +173,6 @@ def _identity_inputs(op: Operator | None) -> list[Node]:
     read = [n for node in op.nodes for n in node.args if isinstance(n, Node) and n in op.inputs]
     if not op.backward:
         return read or op.inputs
-    result = value(op.outputs[0])
-    assert result is not None
+    result = tensor_of(op.outputs[0])
     same = [n for n in read if (val := value(n)) is not None and val.shape == result.shape]
     return same[:1] if op.aten == "aten.sub" else same

@@ -99,7 +99,7 @@ def operator_of(node: Node) -> Callable[..., Any]:
 
 def results_of(graph: Graph) -> Sequence[object]:
     """Return what a graph returns."""
-    results = graph.output_node().args[0]
+    (results,) = graph.output_node().args
     assert isinstance(results, list | tuple)
     return results
 
@@ -111,7 +111,7 @@ def set_results(graph: Graph, results: list[Any]) -> None:
 
 def factors_of(gemm: Node) -> list[Node]:
     """Return what a GEMM multiplies; of an operator that is none, nothing."""
-    factors = (gemm.args[position] for position in ops.GEMM_OPERANDS.get(gemm.target, ()))
+    factors = (argument(gemm, position) for position in ops.GEMM_OPERANDS.get(gemm.target, ()))
     return [factor for factor in factors if isinstance(factor, Node)]
 
 
@@ -229,7 +229,7 @@ class JointGraph:
     def _overwritten(self) -> Iterator[Node]:
         """Iterate over the inputs of floating point that the graph writes over."""
         for node in self.graph.nodes:
-            into = node.args[0] if node.target in ops.MUTATIONS else None
+            into = argument(node, 0) if node.target in ops.MUTATIONS else None
             val = value(into) if isinstance(into, Node) and into.op == "placeholder" else None
             if isinstance(into, Node) and val is not None and val.dtype.is_floating_point:
                 yield into

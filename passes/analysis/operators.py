@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.inputs import module_path
-from fxprec.passes.analysis.joint import JointGraph
+from fxprec.passes.analysis.joint import JointGraph, input_at
 from fxprec.passes.analysis.values import is_differentiable
 
 
@@ -82,7 +82,7 @@ class Operators:
             if node.target is ops.aten.add.Tensor
             and str(node.meta.get("original_aten")) == "aten.add.Tensor"
             and node.meta.get("seq_nr") == last
-            and all(isinstance(arg, Node) and self.joint.in_backward(arg) for arg in node.args[:2])
+            and all(isinstance(arg, Node) and self.joint.in_backward(arg) for arg in node.args)
         )
 
 
@@ -103,7 +103,7 @@ def recover_operators(joint: JointGraph) -> Operators:
 
 def _continued_run(found: list[Operator], node: Node) -> Operator | None:
     if node.target is operator.getitem:
-        return next((op for op in reversed(found) if node.args[0] in op.nodes), None)
+        return next((op for op in reversed(found) if input_at(node, 0) in op.nodes), None)
     if not found or _is_whole(found[-1].nodes[0]):
         return None
     last = found[-1]

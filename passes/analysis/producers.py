@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from fxprec.ir.symbolic import KEEP_NONFINITE, Dequantize, Quantize
 from fxprec.passes.analysis import linear, ops
-from fxprec.passes.analysis.joint import dim_hint, input_at, is_backward, item_of, tensor_of
+from fxprec.passes.analysis.joint import argument, dim_hint, input_at, is_backward, item_of, tensor_of
 from fxprec.passes.analysis.operators import Operators
 from fxprec.plan.scales import GradientGemm, Producer
 
@@ -38,10 +38,12 @@ def _through(node: Node, *, masks: bool = False) -> Node:
     while True:
         if node.target in _LAYOUT or node.target is KEEP_NONFINITE:
             node = input_at(node, 0)
-        elif masks and node.target in _MASK and is_zero(node.args[1]):
-            node = input_at(node, 2)
-        elif masks and node.target in _MASK and is_zero(node.args[2]):
-            node = input_at(node, 1)
+        elif masks and node.target in _MASK:
+            _, a, b = node.args
+            shown = b if is_zero(a) else a if is_zero(b) else None
+            if not isinstance(shown, Node):
+                return node
+            node = shown
         else:
             return node
 
@@ -55,7 +57,7 @@ def is_zero(arg: object) -> bool:
     if arg.target in linear.ZEROS:
         return True
     position = linear.FILLS.get(arg.target)
-    return position is not None and bool(arg.args[position] == 0)
+    return position is not None and argument(arg, position) == 0
 
 
 def _gemm(node: Node, casts: Mapping[Node, int]) -> GradientGemm | None:

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.groups import Grouped
-from fxprec.passes.analysis.joint import has_tag, is_backward, numel_hint, readers, tensor_of, value
+from fxprec.passes.analysis.joint import argument, has_tag, is_backward, numel_hint, readers, tensor_of, value
 from fxprec.passes.analysis.operators import Operator, Operators
 from fxprec.passes.analysis.tensors import CountedTensor
 
@@ -134,12 +134,12 @@ def _exponentiated(operators: Operators) -> frozenset[Node]:
     found: set[Node] = set()
     for op in operators.all:
         for position in EXPONENTIATED_OPERANDS.get(op.nodes[0].target, ()):
-            arg = op.nodes[0].args[position]
+            arg = argument(op.nodes[0], position)
             if isinstance(arg, Node):
                 found.add(operators.base(arg))
     for node in operators.joint.backward_nodes():
         if node.target is ops.aten.exp.default:
-            found |= {operators.base(n) for n in _forward_sources(node.args[:1])}
+            found |= {operators.base(n) for n in _forward_sources(node.args)}
     return frozenset(found)
 
 
@@ -149,7 +149,7 @@ def _compared(operators: Operators) -> frozenset[Node]:
     for node in operators.joint.backward_nodes():
         op = operators.of_backward_node.get(node)
         if node.target is ops.aten.eq.Tensor and (op is None or op.aten not in _HALVED_AT_TIES):
-            found |= {operators.base(n) for n in _forward_sources(node.args[:2])}
+            found |= {operators.base(n) for n in _forward_sources(node.args)}
     return frozenset(found)
 
 
@@ -184,7 +184,7 @@ _PRODUCTS = ops.existing(ops.aten, "mul.Tensor div.Tensor")
 
 def _is_product_of_values(node: Node) -> bool:
     """Of a square, as in GELU's exp(-x^2 / 2), the exponential decays before its error counts."""
-    return node.target in _PRODUCTS and all(isinstance(arg, Node) for arg in node.args[:2])
+    return node.target in _PRODUCTS and all(isinstance(arg, Node) for arg in node.args)
 
 
 def _is_statistic(node: Node, tensor: CountedTensor) -> bool:

@@ -116,7 +116,7 @@ def mark_values(graph: Graph, *, stored: bool = True) -> None:
     mark_masks(graph)
     for target in ops.WAITS:
         for node in graph.find_nodes(op="call_function", target=target):
-            _mark_under_way(node.args[0])
+            _mark_under_way(input_at(node, 0))
     for node in graph.nodes:
         if (position := _DIVIDES.get(node.target)) is not None:
             _mark_divisor(argument(node, position))
@@ -142,17 +142,18 @@ def _mark_divisor(arg: object) -> None:
     while isinstance(arg, Node) and not arg.meta.get(_DIVISOR):
         if not is_backward(arg):
             arg.meta[_DIVISOR] = True
-        handed_on = arg.target in _SHIFTING and not any(isinstance(other, Node) for other in arg.args[1:])
+        first, *others = arg.args or (None,)
+        handed_on = arg.target in _SHIFTING and not any(isinstance(other, Node) for other in others)
         if arg.target in _REDUCING:
-            handed_on = _is_square(arg.args[0])
-        arg = arg.args[0] if handed_on else None
+            handed_on = _is_square(first)
+        arg = first if handed_on else None
 
 
 def _mark_under_way(arg: object) -> None:
     """Mark what is waited for: a collective's result, seen through views and as one of several."""
     while isinstance(arg, Node) and arg.op == "call_function":
         arg.meta[_UNDER_WAY] = True
-        arg = arg.args[0] if arg.target in ops.VIEWS or arg.target is operator.getitem else None
+        arg = input_at(arg, 0) if arg.target in ops.VIEWS or arg.target is operator.getitem else None
 
 
 def _is_square(arg: object) -> bool:

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Dequantize, Rescale
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import input_at, is_backward, item_of, numel_hint, tensor_of
+from fxprec.passes.analysis.joint import argument, input_at, is_backward, item_of, numel_hint, tensor_of
 from fxprec.passes.casts.sites import emit_call, emit_on
 
 _MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default})
@@ -57,14 +57,14 @@ def _operand(x: Node) -> tuple[Node, int] | None:
         gemm, candidates = x, [0, 1]
     else:
         return None
-    decoded = [p for p in candidates if _decode(gemm.args[p]) is not None]
+    decoded = [p for p in candidates if _decode(argument(gemm, p)) is not None]
     return (gemm, decoded[0]) if len(decoded) == 1 else None
 
 
 def _decode(arg: object) -> Node | None:
     """Return the dequantize of a stored forward value behind ``arg``'s views, or None."""
     while isinstance(arg, Node) and arg.target in ops.VIEWS:
-        arg = arg.args[0]
+        arg = input_at(arg, 0)
     read = Dequantize.match(arg)
     if not isinstance(arg, Node) or read is None or not read.is_as_stored or read.is_simulated:
         return None

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.ir.symbolic_gemms import TransposeCodes
-from fxprec.passes.analysis.joint import input_at, tensor_of
+from fxprec.passes.analysis.joint import argument, input_at, tensor_of
 from fxprec.passes.analysis.ops import CONVERT
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ def widen_products(gm: GraphModule) -> None:
     """
     for wide in gm.graph.find_nodes(op="call_function", target=CONVERT):
         product = input_at(wide, 0)
-        if wide.args[1] == torch.float32 and len(product.users) == 1 and all(u.op == "output" for u in wide.users):
+        if argument(wide, 1) == torch.float32 and len(product.users) == 1 and all(u.op == "output" for u in wide.users):
             _widen(gm.graph, product, wide)
     gm.recompile()
 

@@ -22,7 +22,7 @@ from fxprec.ir.symbolic_gemms import (
 from fxprec.numerics.stats import SITE_COUNTERS
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.coded_gemms import PURE_VIEWS
-from fxprec.passes.analysis.joint import input_at, is_view, tensor_of, value
+from fxprec.passes.analysis.joint import argument, input_at, is_view, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.stats import Counters
 
@@ -129,7 +129,7 @@ def _readers(node: Node) -> list[Node]:
 
 
 def _is_widened(x: Node) -> bool:
-    if x.target is not CONVERT or x.args[1] != torch.float32:
+    if x.target is not CONVERT or argument(x, 1) != torch.float32:
         return False
     val = value(input_at(x, 0))
     return val is not None and val.dtype in _HALVES

@@ -49,7 +49,7 @@ def narrow_in_pieces(graph: Graph) -> None:
     on the way, since the decoding of a code is long: it is written out in float32 and read again.
     """
     for node in graph.find_nodes(op="call_function", target=CONVERT):
-        joined, dtype = input_at(node, 0), node.args[1]
+        joined, dtype = input_at(node, 0), argument(node, 1)
         pieces = _joined_last(joined) if joined.target is aten.cat.default and len(joined.users) == 1 else []
         if not pieces or not all(_is_computed(piece) for piece in pieces):
             continue
@@ -90,7 +90,7 @@ def _pieces(x: Node) -> list[Node]:
             if pieces := _pieces(user):
                 return pieces
         elif user.target in _SPLITS and _along_last(user):
-            items = {item.args[1]: item for item in user.users if item.target is operator.getitem and item.users}
+            items = {argument(item, 1): item for item in user.users if item.target is operator.getitem and item.users}
             if len(items) == len(user.meta["val"]) > 1:
                 return [items[i] for i in range(len(items))]
     return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from fxprec.ir.symbolic_gemms import Gathered, MatmulCodes, MatmulToCodes, Quant
 from fxprec.ir.symbolic_stats import Totals
 from fxprec.numerics import stats
 from fxprec.numerics.formats import parse
+
+if TYPE_CHECKING:
+    from fxprec.runtime.gemm.matmul import Operand
 
 
 def quantize_transpose(
@@ -111,7 +114,7 @@ def gathered(counters: torch.Tensor) -> torch.Tensor:
     return totals.gathered(counters).flatten()
 
 
-def _operand(codes: torch.Tensor, format: str, table: torch.Tensor, row: int):  # type: ignore[no-untyped-def]
+def _operand(codes: torch.Tensor, format: str, table: torch.Tensor, row: int) -> Operand:
     from fxprec.runtime.gemm.matmul import Operand
 
     fmt = parse(format)

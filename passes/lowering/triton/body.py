@@ -14,7 +14,7 @@ from torch.fx import Node
 from fxprec.passes.analysis.joint import input_at, tensor_of
 from fxprec.passes.lowering.triton import codecs
 from fxprec.passes.lowering.triton.kernel import BLOCK, Argument, Unprintable
-from fxprec.passes.lowering.triton.regions import Region, is_constant, is_reduction
+from fxprec.passes.lowering.triton.regions import Region, constant, is_reduction
 from fxprec.passes.lowering.triton.sizes import (
     Size,
     aligned,
@@ -66,9 +66,14 @@ class Body:
         return self.region.columns
 
     @property
-    def padded(self) -> int:
+    def width(self) -> int:
+        """Columns of a region that has rows."""
         assert self.columns is not None
-        return 1 << (self.columns - 1).bit_length()
+        return self.columns
+
+    @property
+    def padded(self) -> int:
+        return 1 << (self.width - 1).bit_length()
 
     @property
     def per_program(self) -> int:
@@ -178,9 +183,7 @@ class Body:
         """Return ``source`` as ``reader`` sees it: from inside the region, as a literal, or loaded."""
         if source in self.values:
             return self.values[source]
-        if is_constant(source):
-            number = source.args[1]
-            assert isinstance(number, int | float)
+        if (number := constant(source)) is not None:
             return Value(literal(number, source.meta["val"].dtype), LITERAL, source.meta["val"].dtype)
         val: torch.Tensor = source.meta["val"]
         of_row = reader in self.region.rows and not is_reduction(reader)

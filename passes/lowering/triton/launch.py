@@ -78,9 +78,8 @@ class Launches:
 
     def finish(self) -> Node | None:
         """Give the counters their size; return them, if there are any."""
-        if self._zeros is None:
+        if self._zeros is None or self.counters is None:
             return None
-        assert self.counters is not None
         size = len(self.watched) * SITE_COUNTERS
         self._zeros.args = ([size], 0)
         self.counters.meta["val"] = self._zeros.meta["val"].new_empty(size)

@@ -171,14 +171,13 @@ class _Printer(Body):
             expression = f"{sign}{self.use('row_max')}({sign}{whole}, inside)"
             return self._rounded(name, expression, frozenset("r"), dtype, skip=True)
         self.is_exact = False
-        expression = self._sum(whole) if name == "sum" else self._mean(whole, self.columns)
+        expression = self._sum(whole) if name == "sum" else self._mean(whole, self.width)
         return self._rounded(name, expression, frozenset("r"), dtype)
 
     def _sum(self, text: str) -> str:
         return f"{self.use('row_sum')}({text}, inside)"
 
-    def _mean(self, text: str, count: float | None) -> str:
-        assert count is not None
+    def _mean(self, text: str, count: float) -> str:
         return f"tl.div_rn({self._sum(text)}, {float(count)!r})"
 
     def _var_mean(self, node: Node) -> tuple[Value, Value]:
@@ -186,11 +185,10 @@ class _Printer(Body):
         self.is_exact = False
         correction = node.kwargs.get("correction", 1)
         correction = 1 if correction is None else correction
-        assert self.columns is not None
         assert isinstance(correction, int | float)
-        mean = self.assign("mean", self._mean(x, self.columns), frozenset("r"), torch.float32)
+        mean = self.assign("mean", self._mean(x, self.width), frozenset("r"), torch.float32)
         off = self.assign("centred", f"{x} - {mean.name}", FULL, torch.float32)
-        count = max(self.columns - correction, 0)
+        count = max(self.width - correction, 0)
         var = self.assign("var", self._mean(f"{off.name} * {off.name}", count), frozenset("r"), torch.float32)
         return var, mean
 

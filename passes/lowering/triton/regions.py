@@ -107,7 +107,7 @@ def is_supported(node: Node) -> bool:
     if node.target in FLAT_VIEWS or node.target is aten.expand.default:
         return True
     if node.target is aten.pow.Tensor_Scalar:
-        return node.args[1] in POWERS
+        return argument(node, 1) in POWERS
     if node.kwargs.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
         return False
     return str(node.target) in EXPRESSIONS and not any(isinstance(a, list | tuple) for a in node.args)
@@ -125,9 +125,15 @@ def shows_codes(node: Node) -> bool:
     return tensor_of(node).dtype in BYTES and tensor_of(input_at(node, 0)).dtype in BYTES
 
 
+def constant(node: Node) -> int | float | None:
+    """Return the number that all of a tensor is by construction, which a kernel writes as a literal; or None."""
+    number = argument(node, 1) if node.target is aten.full.default else None
+    return number if isinstance(number, int | float) else None
+
+
 def is_constant(node: Node) -> bool:
-    """Say whether ``node`` is a tensor of one number, which a kernel writes as a literal."""
-    return node.target is aten.full.default and isinstance(node.args[1], int | float)
+    """Say whether ``node`` is a tensor of one number."""
+    return constant(node) is not None
 
 
 def _is_value(node: Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,8 +63,8 @@ class SizeNodes:
         more = self._call(operator.add, (found, per_program - 1), _value(found) + (per_program - 1))
         return self._call(operator.floordiv, (more, per_program), _value(more) // per_program)
 
-    def _call(self, target: object, args: tuple[object, ...], val: object) -> Node:
-        node = self.graph.call_function(target, args)  # type: ignore[arg-type]
+    def _call(self, target: Callable[..., Any], args: tuple[Any, ...], val: object) -> Node:
+        node = self.graph.call_function(target, args)
         node.meta["val"] = val
         return node
 
