@@ -11,7 +11,7 @@ from fxprec.diagnosis.adjoint import combined
 from fxprec.diagnosis.diagnosis import Diagnosis
 from fxprec.diagnosis.rows import Row, plain
 from fxprec.diagnosis.text import first_groups, free_groups, megabytes, modules
-from fxprec.report.html import filled, parts
+from fxprec.report.html import framed
 
 SCRIPTS = ("dom.js", "tables.js", "diagnosis.js")
 SHADES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
@@ -34,7 +34,7 @@ def page(found: Diagnosis) -> str:
         "heat": _heat(found),
         "ranking": [_row(row) for row in found.ranking],
     }
-    return filled("diagnosis.html", texts | parts(SCRIPTS, plain(tables)))
+    return framed("diagnosis.html", "fxprec doctor", texts, SCRIPTS, plain(tables), styles=["diagnosis.css"])
 
 
 def _advice(found: Diagnosis) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fxprec.report.compare_text import first_of, where
-from fxprec.report.html import filled, parts
+from fxprec.report.html import framed
 from fxprec.report.runs import HALVES, Track
 from fxprec.report.streams import Comparison, Pair, plain_or_text
 from fxprec.report.tensors import plain
@@ -20,7 +20,7 @@ _SHOWN = 200  # names that are in one run alone
 def page(found: Comparison) -> str:
     """Return the page: the same comparison gives the same bytes."""
     title = html.escape(f"{found.first} and {found.second}")
-    return filled("compare.html", {"title": title} | parts(SCRIPTS, page_data(found)))
+    return framed("compare.html", "fxprec compare", {"title": title}, SCRIPTS, page_data(found), styles=["compare.css"])
 
 
 def page_data(found: Comparison) -> dict[str, Any]:

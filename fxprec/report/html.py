@@ -53,22 +53,37 @@ def report_html(
 ) -> str:
     """Return the page: the same arguments give the same bytes."""
     values = page_data(plan, title, drawing, history) | {"dumped": list(dumped)}
-    return filled("page.html", {"title": html.escape(title)} | parts(SCRIPTS, values))
+    return framed("page.html", "fxprec", {"title": html.escape(title)}, SCRIPTS, values)
 
 
-def parts(scripts: Sequence[str], values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the style, the scripts and the data of a page of this folder."""
+def framed(
+    body: str,
+    name: str,
+    texts: Mapping[str, str],
+    scripts: Sequence[str],
+    values: Mapping[str, Any],
+    *,
+    styles: Sequence[str] = (),
+) -> str:
+    """Return a page of this folder in the frame of all: ``body`` with each ``{{name}}`` replaced by a text.
+
+    ``texts`` has the page's title; ``values`` are what its scripts show.
+    """
     data = json.dumps(values, allow_nan=False, separators=(",", ":"))
-    return {
-        "style": _read("style.css"),
+    parts = {
+        "name": name,
+        "title": texts["title"],
+        "style": "".join(map(_read, ("style.css", *styles))),
+        "body": _filled(body, texts),
         "script": "".join(map(_read, scripts)),
         "data": data.replace("<", r"\u003c"),  # in a script element, only "<" can end or comment anything
     }
+    return _filled("frame.html", parts)
 
 
-def filled(frame: str, parts: Mapping[str, str]) -> str:
-    """Return a frame of this folder with each ``{{name}}`` replaced; what is put in is not looked at again."""
-    before, *rest = _read(frame).split("{{")
+def _filled(file: str, parts: Mapping[str, str]) -> str:
+    """Return a file of this folder with each ``{{name}}`` replaced; what is put in is not looked at again."""
+    before, *rest = _read(file).split("{{")
     return before + "".join(parts[name] + after for name, _, after in (piece.partition("}}") for piece in rest))
 
 

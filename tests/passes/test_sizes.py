@@ -16,8 +16,8 @@ from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
+from counted_tensors import tensor
 from helpers import eager_backend
-from test_assignment import tensor
 
 from fxprec.errors import FallbackError, FxprecWarning
 from fxprec.passes.analysis.sizes import Range, budget_note, order_notes
