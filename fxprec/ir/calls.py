@@ -47,6 +47,7 @@ _HELD: dict[str, tuple[type, ...]] = {
     "SymInt[]": (list, tuple),
     "bool[]": (list, tuple),
 }
+_DECLARED: dict[object, type[Call]] = {}
 _library = torch.library.Library("fxprec", "DEF")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,6 +69,7 @@ class Call:
         arguments = ", ".join(f"{kind} {name}" for name, kind in cls.kinds.items())
         _library.define(f"{op}({arguments}) -> {returns}", tags=tuple(tags))
         cls.target = getattr(torch.ops.fxprec, op).default
+        _DECLARED[cls.target] = cls
 
     @classmethod
     def of(cls, node: Node) -> Self:
@@ -111,6 +113,11 @@ class Call:
     def nodes_among(cls, nodes: Iterable[Node]) -> list[Node]:
         return [node for node in nodes if node.target is cls.target]
 
+    @classmethod
+    def tensors(cls) -> Iterator[str]:
+        """Iterate over the names of the tensors it reads, but for the table."""
+        return (name for name, kind in cls.kinds.items() if kind == "Tensor" and name != "table")
+
     @property
     def args(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.kinds)
@@ -132,6 +139,11 @@ class Call:
         _check(cls, function)
         for key in keys or ("CompositeExplicitAutograd",):
             torch.library.impl(f"fxprec::{cls.op}", key, function)
+
+
+def call_of(node: Node) -> Call:
+    """Return the call a node makes, of whichever operator of ours."""
+    return _DECLARED[node.target].of(node)
 
 
 def _arguments(cls: type[object]) -> dict[str, str]:

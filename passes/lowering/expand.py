@@ -17,13 +17,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import compat
+from fxprec.ir.calls import call_of
 from fxprec.ir.symbolic import CARRIED, Count, Dequantize, KeepCodes, KeepNonfinite, Quantize, Rescale, stored_dtype
 from fxprec.ir.symbolic_gemms import Gathered
 from fxprec.numerics import codec, formats, stats
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.rows import INFINITY, MAGNITUDE, FormatRow, format_row, row_of
 from fxprec.numerics.trace import drop_aliases
-from fxprec.passes.analysis.joint import dim_hint, input_at, tensor_of
+from fxprec.passes.analysis.joint import dim_hint, tensor_of
 
 aten = torch.ops.aten
 
@@ -124,13 +125,10 @@ _RECIPES: dict[object, Callable[[Node, Rows], _Recipe]] = {
 }
 
 
-_OF_A_ROW = (Quantize, Dequantize, Count, Rescale)
-
-
 def _tensors(node: Node) -> tuple[Node, ...]:
     """Return what a symbolic node reads beside the table."""
-    kept = KeepNonfinite.match(node) or KeepCodes.match(node)
-    return (input_at(node, 0),) if kept is None else (kept.rounded, kept.x)
+    call = call_of(node)
+    return tuple(getattr(call, name) for name in call.tensors())
 
 
 def _dtype(node: Node) -> torch.dtype:
@@ -139,7 +137,7 @@ def _dtype(node: Node) -> torch.dtype:
 
 def _column(graph: Graph, node: Node, column: int) -> Node:
     """Read a column of the row of the table that a symbolic node names."""
-    (call,) = (c for kind in _OF_A_ROW if (c := kind.match(node)) is not None)
+    call: Any = call_of(node)  # with a table and a row
     return column_of(graph, call.table, call.row, column)
 
 
