@@ -19,12 +19,12 @@ from fxprec.driver.compiled import CompileReport
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.graph import PlannedGraph
 from fxprec.driver.loss_jumps import tell_of_jump
+from fxprec.driver.model_graphs import ModelGraphs
 from fxprec.driver.parameters import Parameters
 from fxprec.driver.ranks import tell_of_other_options
 from fxprec.driver.shared_code import Layers
-from fxprec.driver.shared_peak import SharedPeak
 from fxprec.driver.skip_steps import StepSkipper
-from fxprec.errors import FxprecError, FxprecWarning, LoweringError, PlanError
+from fxprec.errors import FxprecError, FxprecWarning, LoweringError
 from fxprec.plan import Plan
 from fxprec.plan.edits import as_edited
 from fxprec.report.dump_folder import DumpFolder
@@ -57,17 +57,20 @@ class Backend:
     ) -> None:
         self.config = config or Config()
         self._settings = Settings.of(self.config)
-        self.portable, self._recorder = portable, recorder
-        self._dump = dump or DumpFolder.of(self.config)
-        self._graphs: list[PlannedGraph] = []
-        self._dropped: list[PlannedGraph] = []  # by torch.compiler.reset(), and not traced again yet
+        self.portable = portable
         self._log = EventLog("fxprec", strict=self.config.strict)  # what concerns no graph
         self.frames = uncompiled.Frames(self._log, self._step)
-        self._waiting = saved_state.Waiting()
-        self._shared_peak = SharedPeak(self._settings)
         self._losses = LossWatch()
         self._skips = StepSkipper(self._controllers) if _skips_steps(self._settings) else None
-        self._given = None if self.config.plan is None else as_edited(Plan.load(self.config.plan))
+        self._model = ModelGraphs(
+            self._settings,
+            None if self.config.plan is None else as_edited(Plan.load(self.config.plan)),
+            self._skips,
+            dump or DumpFolder.of(self.config),
+            portable=portable,
+            recorder=recorder,
+        )
+        self._graphs: Sequence[PlannedGraph] = self._model.all
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
@@ -90,69 +93,10 @@ class Backend:
         if self._settings.recipe.pure:
             captured.refuse_wide_weights(self._settings.recipe)
         tell_of_other_options(self.config, captured.identity, self._log)
-        graph = self._planned(captured, Parameters(Parameters.names_of(captured.inputs), example_inputs))
+        graph = self._model.planned(captured, Parameters(Parameters.names_of(captured.inputs), example_inputs))
         captured.forget_examples()
-        layers = Layers(graph, lambda parameters: self._planned(graph.captured, parameters))
+        layers = Layers(graph, lambda parameters: self._model.planned(graph.captured, parameters))
         return layers.__call__  # a plain callable: debuggers such as depyf look at its code
-
-    def _planned(self, captured: capture.Captured, parameters: Parameters) -> PlannedGraph:
-        """Compile a graph for the layer with these parameters; it takes over the state saved for it."""
-        identity = captured.identity
-        dropped = saved_state.likeliest(identity, self._dropped, lambda g: g.captured.identity)
-        old = next(iter(dropped), None)
-        waiting = self._waiting.fitting(identity, [g.captured.identity for g in self._graphs])
-        kept, mismatch = _state_of(old), None
-        for saved in waiting or ([] if kept is None else [kept]):
-            try:
-                graph = self._built(captured, parameters, saved)
-            except PlanError as error:
-                mismatch = error
-            else:
-                self._waiting.take(saved)
-                break
-        else:
-            if mismatch is not None and old is None:
-                raise mismatch
-            if mismatch is not None:
-                old = None  # another model with parameters of the same names
-            graph = self._built(captured, parameters, None)
-        if old is not None:
-            old.is_replaced = True
-            self._dropped.remove(old)
-        self._graphs.append(graph)
-        return graph
-
-    def _built(
-        self, captured: capture.Captured, parameters: Parameters, saved: saved_state.SavedGraph | None
-    ) -> PlannedGraph:
-        given = self._given_to(captured) if saved is None else saved.plan
-        dump = None if self._dump is None else self._dump.graph(len(self._graphs))
-        graph = PlannedGraph(
-            captured,
-            parameters,
-            self._settings,
-            self._graphs,
-            self._skips,
-            dump,
-            portable=self.portable,
-            recorder=self._recorder,
-            waiting=self._plans_ahead,
-            shared=self._shared_peak,
-        ).compile(given)
-        if saved is not None and graph.controller is not None:
-            graph.controller.load_state_dict(saved.state)
-        return graph
-
-    def _given_to(self, captured: capture.Captured) -> Plan | None:
-        """Return the plan file, but not for evaluation where it is of a training graph: that follows its groups."""
-        if self._given is None or (saved_state.is_of_training(self._given) and not captured.identity.is_training):
-            return None
-        return self._given
-
-    def _plans_ahead(self) -> tuple[Plan, ...]:
-        """Return the plans of training graphs that are known before those compile, the latest last."""
-        given = () if self._given is None or not saved_state.is_of_training(self._given) else (self._given,)
-        return (*given, *self._waiting.training_plans)
 
     @property
     def controllers(self) -> tuple[Controller, ...]:
@@ -164,12 +108,11 @@ class Backend:
 
     @property
     def _live(self) -> list[PlannedGraph]:
-        return [graph for graph in self._graphs if not graph.is_replaced]
+        return self._model.live
 
     def reset(self) -> None:
         """Called by ``torch.compiler.reset()``: what is traced next takes over the state of the graph it replaces."""
-        self._dropped = self._live
-        self._shared_peak.forget()
+        self._model.drop()
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -292,27 +235,14 @@ class Backend:
         """
         for controller in self._controllers():
             controller.read(wait=True)
-        for graph in self._live:
-            graph.share_promotions()
-        return saved_state.packed([*(g.state_dict() for g in self._live), *self._waiting.states])
+        return saved_state.packed(self._model.states())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take `state_dict`'s result, before or after compilation. Raises `PlanError` for another model's state.
 
         Until training compiles, evaluation follows the loaded training plans.
         """
-        waiting = saved_state.Waiting(saved_state.unpacked(state))
-        found: list[tuple[PlannedGraph, saved_state.SavedGraph]] = []
-        earlier: list[saved_state.Identity] = []
-        for graph in sorted(self._live, key=lambda g: waiting.distance(g.captured.identity)):
-            saved = graph.own_state(waiting.fitting(graph.captured.identity, earlier))
-            if saved is not None:
-                found.append((graph, saved))
-                waiting.take(saved)
-            earlier.append(graph.captured.identity)
-        for graph, saved in found:
-            graph.load_state(saved)
-        self._waiting = waiting
+        self._model.load(saved_state.unpacked(state))
 
     def _step(self) -> int:
         return max((controller.step for controller in self._controllers()), default=0)
@@ -368,11 +298,6 @@ def _tell_what_is_missing(settings: Settings, log: EventLog) -> None:
         without_effect = [n for n, default in chosen.items() if asked.plan and getattr(asked, n) != default]
     for name in without_effect:
         log.warn_of_loss(f"{name}={getattr(asked, name)!r} has no effect: {why}")
-
-
-def _state_of(graph: PlannedGraph | None) -> saved_state.SavedGraph | None:
-    state = None if graph is None else graph.state_dict()
-    return None if state is None else saved_state.SavedGraph(state)
 
 
 class StandIn:
