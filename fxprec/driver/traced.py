@@ -39,6 +39,7 @@ from fxprec.plan import Plan
 from fxprec.report.watch import run_passes, write_plan
 
 if TYPE_CHECKING:
+    from fxprec.driver.calibration import Calibration
     from fxprec.driver.compilation import Compiler
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Traced:
     """What the code is stored under; None: it is not."""
     planned: Planned | None = None
     is_training: bool = False
-    is_calibration: bool = False
+    calibration: Calibration | None = None  # where this is the step that measures
     saves_memory: bool = False  # the user has tensors computed again
     ratio: tuple[float, int] | None = None  # torch's activation_memory_budget, and the bytes it is a share of
     passes: tuple[PassReport, ...] = ()
@@ -83,7 +84,7 @@ class Traced:
         work = self._work(joint)
         if self.is_training and self.given is None and (calibration := self.compiler.calibration) is not None:
             if not calibration.is_complete:
-                self.is_calibration = True
+                self.calibration = calibration
                 pipeline.run(work, pipeline.CALIBRATION)
                 return
             work.damage = calibration.by_tensor()
@@ -138,9 +139,8 @@ class Traced:
 
     def compile_half(self, gm: GraphModule, examples: Sequence[Any], **options: Any) -> Compiled:
         """Lower and compile the forward or the backward graph; strip its statistics from the results."""
-        if self.is_calibration:
-            assert self.compiler.calibration is not None
-            return self.compiler.calibration.watch(gm)
+        if self.calibration is not None:
+            return self.calibration.watch(gm)
         name = "backward" if options.get("is_backward") else "forward"
         with self.compiler.log.heard() as said:
             forget_order(gm.graph)
@@ -240,7 +240,9 @@ class Traced:
         """Return what both halves, or the forward one alone, were compiled to. Raises `PlanAgain`, `BudgetError`."""
         self._hold_peak()
         graph = CompiledGraph.of(run, self.captured, self.planned, is_training=self.is_training, copied=self.copied)
-        return replace(graph, is_calibration=self.is_calibration, passes=self.passes, peak_sizes=self.peak_sizes)
+        return replace(
+            graph, is_calibration=self.calibration is not None, passes=self.passes, peak_sizes=self.peak_sizes
+        )
 
     def _hold_peak(self) -> None:
         """Put into the plan what the compiled halves hold at their peak, and hold them to the budget."""

@@ -30,16 +30,14 @@ def empty_huge(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def _advised(new: torch.Tensor) -> torch.Tensor:
     size = new.numel() * new.element_size()
-    if new.device.type == "cpu" and size >= 2 * _HUGE_PAGE and _libc() is not None:
-        _advise(new.data_ptr(), size)
+    if new.device.type == "cpu" and size >= 2 * _HUGE_PAGE and (libc := _libc()) is not None:
+        _advise(libc, new.data_ptr(), size)
     return new
 
 
-def _advise(address: int, size: int) -> None:
+def _advise(libc: ctypes.CDLL, address: int, size: int) -> None:
     """Advice only: what the kernel refuses (no huge pages configured) costs time, not correctness."""
     start = -(-address // _PAGE) * _PAGE
-    libc = _libc()
-    assert libc is not None
     libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - (start - address)), _MADV_HUGEPAGE)
 
 

@@ -222,9 +222,7 @@ def _where_not_negative(p: Poly, sizes: Range) -> list[Interval]:
         {sizes.least, *(n for n in _breaks(p) if sizes.least < n and (sizes.most is None or n <= sizes.most))}
     )
     found: list[Interval] = []
-    for start, following in pairwise([*starts, None]):
-        assert start is not None
-        end = sizes.most if following is None else following - 1
+    for start, end in zip(starts, (*(n - 1 for n in starts[1:]), sizes.most), strict=True):
         if p(start) >= 0:
             if found and found[-1][1] == start - 1:
                 start = found.pop()[0]

@@ -122,8 +122,7 @@ def flops_of(node: Node) -> float:
         return 2.0 * gemms * numel_hint(query) * dim_hint(key.shape[-2])
     if node.target in (aten.convolution.default, aten.convolution_backward.default):
         weight = tensor_of(factors_of(node)[-1])
-        out = value(node) if node.target is aten.convolution.default else tensor_of(factors_of(node)[0])
-        assert out is not None
+        out = tensor_of(node if node.target is aten.convolution.default else factors_of(node)[0])
         per_output = numel_hint(weight) // max(dim_hint(weight.shape[0]), 1)
         return 2.0 * numel_hint(out) * per_output * (1 if node.target is aten.convolution.default else 2)
     if node.target in ops.GEMMS | ops.GEMMS_BACKWARD:
