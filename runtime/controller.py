@@ -94,13 +94,8 @@ class Controller:
         assert self.plan.storage == "simulate"
         self._held = dict(formats)
 
-    def begin_step(self) -> None:
-        """Act on the statistics that have arrived: afterwards ``plan`` and ``table`` are those of this step."""
-        self.settle()
-        self.step += 1
-
     def settle(self) -> None:
-        """Act on the statistics that have arrived, between two steps."""
+        """Act on the statistics that have arrived, between two steps: ``plan`` and ``table`` are then of the next."""
         self.read(wait=self.keeper is not None and self.step > 0 and self.keeper.waits)
         if self.keeper is not None:
             self.keeper.update(self.step, self._tell_scale)

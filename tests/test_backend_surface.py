@@ -117,7 +117,7 @@ def test_events_tell_step_kind_site_and_detail() -> None:
 
 
 def test_inspecting_between_steps_does_not_swallow_a_promotion() -> None:
-    """stats() and state_dict() read what begin_step would have read."""
+    """stats() and state_dict() read what the next step would have read."""
     x = torch.randn(8, 16) * 1e3
 
     def gradients(inspect: bool) -> list[Tensor]:

@@ -17,7 +17,6 @@ from fxprec.errors import ConfigError, did_you_mean
 from fxprec.numerics.formats import Format
 
 Storage = Literal["native", "packed", "simulate"]
-PolicyName = Literal["size", "size-ascending", "random", "uniform", "operator", "operator-io", "exact"]
 GroupingName = Literal["execution", "dataflow"]
 Compute = Literal["high", "stored"]
 Policy = Callable[[Sequence[Any], "Config"], Iterable[int]]

@@ -98,10 +98,8 @@ class MatmulToCodes(_Product, op="matmul_to_codes", returns="(Tensor, Tensor)"):
 GEMM = CodedGemm.target
 TRANSPOSED = Transposed.target
 GATHERED = Gathered.target
-QUANTIZE_TRANSPOSE = QuantizeTranspose.target
 TRANSPOSE_CODES = TransposeCodes.target
 MATMUL_CODES = MatmulCodes.target
-MATMUL_TO_CODES = MatmulToCodes.target
 
 
 @dataclass(frozen=True)

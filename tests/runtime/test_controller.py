@@ -51,7 +51,8 @@ def feed(target: Controller, which: int, overflow: float = 0.0, underflow: float
     measured = int(target.table[which, symbolic.MEASURE])
     moments = (amax, 1.0, math.log(amax) if amax > 0 else 0.0, 0.0) if measured else ()
     target.queue.push((which,), torch.tensor(as_counts(overflow, underflow, amax, *moments), dtype=torch.float64))
-    target.begin_step()
+    target.settle()
+    target.step += 1
 
 
 def scale(target: Controller, row: int = GRADIENT) -> int:
@@ -251,6 +252,3 @@ def test_a_state_round_trip_decides_the_same() -> None:
     assert second.keeper.exps == first.keeper.exps
     assert torch.equal(second.table, first.table)
     assert second.step == first.step
-
-
-# begin_step with nothing pending, 100 sites: 0.65 us (python -m timeit, one core).

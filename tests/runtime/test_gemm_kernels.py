@@ -194,8 +194,8 @@ def test_interpreted_graphs_do_casts_statistics_and_products_in_kernels(measure:
     append_gathered(gm.graph, counters.gathered(gm.graph))
     gm.recompile()
     names = [n.target for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
-    assert names.count(symbolic_gemms.QUANTIZE_TRANSPOSE) == 2
-    assert names.count(symbolic_gemms.MATMUL_TO_CODES) == 1
+    assert names.count(symbolic_gemms.QuantizeTranspose.target) == 2
+    assert names.count(symbolic_gemms.MatmulToCodes.target) == 1
     assert names.count(torch.ops.aten._scaled_mm.default) == 1
     assert names.count(symbolic_gemms.GATHERED) == 1
     assert not {symbolic.QUANTIZE, symbolic_gemms.TRANSPOSED} & set(names), "one read of each source"
