@@ -6,6 +6,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -97,6 +98,7 @@ class Count(TorchFunctionMode):
         return result
 
 
+@cache
 def count(make: Callable[[], nn.Module]) -> dict[int, Counter[str]]:
     """Count on the meta device, by hand of the functions called."""
     with torch.device("meta"):
