@@ -8,7 +8,7 @@
 
 ``faults`` plants 40 faults into six networks, one at a time, and asks the doctor which tensor is guilty. ``ranks``
 compares predicted with measured damage of every stored tensor of four networks in eight formats. ``time`` examines a
-transformer of twelve layers. ``recommended`` trains the recommended plan against policy ``size``, which saves no fewer bytes.
+transformer of twelve layers. ``recommended`` trains the recommended plan against policy ``size`` at equal bytes.
 ``callbacks`` measures what `fxprec.log_to` adds to a step.
 """
 

@@ -1,8 +1,9 @@
-"""The doctor's recommendation against policy ``size``, which saves no fewer bytes, digits and text, three seeds.
+"""The doctor's recommendation against policy ``size`` at equal saved bytes, digits and text, three seeds.
 
 In 8 bits both train as float32 does, so there is nothing to choose; so tensors are stored in a format coarse enough to
-tell plans apart. The tolerance is a share of the damage of storing everything so, the least at which the recommendation
-keeps some modules high and not all.
+tell plans apart. Tolerances are shares of the damage of storing everything so. Whole modules and whole groups do not fill a
+budget: of all recommendations and all plans of ``size``, two are trained that save the
+same bytes to a percent, the fewest, or else the two nearest.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from fxprec.numerics.formats import BF16
 from fxprec.plan import Plan
 
 WARM_UP = 30  # steps in float32 before the examination: at first all layers are alike
-SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+SHARES = tuple(i / 20 for i in range(4, 20))
+ALIKE = 0.01  # of the bytes
 LAST = 40  # steps whose mean training loss is told
 
 
@@ -49,10 +51,10 @@ def tasks() -> dict[str, Task]:
     }
 
 
-def recommended(task: Task, options: Mapping[str, Any], seed: int) -> tuple[dict[str, Any] | None, float]:
-    """Return what the doctor recommends after a few steps, and the damage that storing everything low does.
+def recommendations(task: Task, options: Mapping[str, Any], seed: int) -> tuple[list[dict[str, Any]], float]:
+    """Return what the doctor recommends after a few steps for each tolerance, and the damage of storing everything low.
 
-    None where no tolerance has it keep some modules high and not all.
+    Of those, the ones that keep some modules high and not all.
     """
     torch.manual_seed(seed)
     model, batches = task.make_model(), task.batches(seed)
@@ -67,26 +69,39 @@ def recommended(task: Task, options: Mapping[str, Any], seed: int) -> tuple[dict
     asked = {**options, "formats": ("bf16",), "reruns": 0}
     found = doctor(model, inputs, loss=lambda out: cross_entropy(out, targets), options=asked)
     whole = found.whole[0].predicted
-    for share in SHARES:
-        advice = advise(found.ranking, BF16, options, whole * share).options
-        if "keep_high" in advice:
-            return dict(advice), whole
-    return None, whole
+    advices = [dict(advise(found.ranking, BF16, options, whole * share).options) for share in SHARES]
+    return [a for i, a in enumerate(advices) if "keep_high" in a and a not in advices[:i]], whole
 
 
-def by_size(task: Task, options: Mapping[str, Any], seed: int, at_least: int) -> dict[str, Any]:
-    """Return options of policy ``size`` that save at least so many bytes: the fewest groups low less than within them.
+def by_size(task: Task, options: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
+    """Return the plans of policy ``size``, one for each number of groups held low, the largest first."""
+    everything = _plan(task, {**options, "policy": "size"}, seed)
+    low = [g.id for g in sorted((g for g in everything.groups if g.low), key=lambda g: (-g.elements, g.id))]
+    return [{**options, "policy": partial(_chosen, low[:count])} for count in range(1, len(low))]
 
-    Whole groups do not fill a budget; within it ``size`` would save less than the plan that it is compared with.
+
+def of_equal_bytes(task: Task, options: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Return a recommendation and a plan of ``size`` that save the same bytes, and the damage of all low.
+
+    Raises:
+        LookupError: if no tolerance has the doctor keep some modules high and not all.
     """
-    given: dict[str, Any] = {**options, "policy": "size", "activation_budget": at_least}
-    plan = _plan(task, given, seed)
-    low = [g.id for g in sorted((g for g in plan.groups if g.low), key=lambda g: (-g.elements, g.id))]
-    while low and plan.saved_bytes is not None and plan.saved_bytes.planned < at_least:
-        low.pop()  # some save nothing
-        given = {**options, "policy": partial(_chosen, list(low))}
-        plan = _plan(task, given, seed)
-    return given
+    advices, whole = recommendations(task, options, seed)
+    if not advices:
+        raise LookupError("no tolerance has the doctor keep some modules high and not all")
+    ours, sizes = (
+        [(given, _saved(_plan(task, given, seed))) for given in plans]
+        for plans in (advices, by_size(task, options, seed))
+    )
+    pairs = ((a, b) for a in ours for b in sizes)
+    (advice, _), (size, _) = min(pairs, key=lambda pair: _apart(pair[0][1], pair[1][1]))
+    return advice, size, whole
+
+
+def _apart(ours: int, theirs: int) -> tuple[float, int]:
+    """Sort pairs of bytes: equal to a percent before others, and of those the fewest."""
+    apart = abs(ours - theirs) / ours
+    return (0.0 if apart < ALIKE else apart), ours
 
 
 def _chosen(groups: list[int], tensors: object, config: object) -> list[int]:
@@ -99,6 +114,11 @@ def _plan(task: Task, options: Mapping[str, Any], seed: int) -> Plan:
     compiled = torch.compile(model, backend="fxprec", options=dict(options))
     compiled(next(task.batches(seed))[0])
     return backend_of(compiled).plans[0]
+
+
+def _saved(plan: Plan) -> int:
+    assert plan.saved_bytes is not None
+    return plan.saved_bytes.planned
 
 
 def nudged(task: Task) -> Task:
@@ -115,17 +135,10 @@ def nudged(task: Task) -> Task:
 
 
 def compare(name: str, task: Task, low: str, seed: int, lowering: str, has_noise: bool) -> Iterator[dict[str, Any]]:
-    """Yield the training as recommended, by size with no fewer bytes; with noise, both again with weights nudged."""
-    options = {**coarse(low), "lowering": lowering}
-    advice, whole = recommended(task, options, seed)
-    row = {"task": name, "low": low, "seed": seed, "damage of all low": whole}
-    if advice is None:
-        yield row | {"kept high": None}
-        return
-    row |= {"kept high": list(advice["keep_high"])}
-    found = trained(task, advice, seed)
-    yield row | {"side": "recommended"} | found
-    size = by_size(task, options, seed, found["bytes"])
+    """Yield the training as recommended and by size at equal bytes; with noise, both again with weights nudged."""
+    advice, size, whole = of_equal_bytes(task, {**coarse(low), "lowering": lowering}, seed)
+    row = {"task": name, "low": low, "seed": seed, "damage of all low": whole, "kept high": list(advice["keep_high"])}
+    yield row | {"side": "recommended"} | trained(task, advice, seed)
     yield row | {"side": "size"} | trained(task, size, seed)
     if not has_noise:
         return
@@ -138,9 +151,6 @@ def trained(task: Task, options: Mapping[str, Any], seed: int) -> dict[str, Any]
     losses: list[float] = []
     start = time.process_time()
     got = train(task, "", options, seed=seed, on_step=lambda _, loss: losses.append(loss))
-    saved = got.plans[0].saved_bytes
-    assert saved is not None
     return {
-        "held out": got.score, "training": sum(losses[-LAST:]) / LAST, "bytes": saved.planned,
-        "fp32 bytes": saved.fp32, "cpu": time.process_time() - start,
+        "held out": got.score, "training": sum(losses[-LAST:]) / LAST, "bytes": _saved(got.plans[0]), "cpu": time.process_time() - start,
     }  # fmt: skip
