@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxprec
 from benchmarks.memory.networks import network
 from benchmarks.memory.sides import SIDES, Side, offloading
+from fxprec.runtime.cpu import compact
 
 STEPS = 9
 RATE = 0.05
@@ -64,6 +65,7 @@ def measure(name: str, side: str) -> dict[str, Any]:
     similar = cosine(step, name)
     step.clear()
     ctypes.CDLL(None).malloc_trim(0)
+    compact.trim()
     resident = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     seconds = []

@@ -35,6 +35,7 @@ _NO_WAYS = {
     "offload": "fxprec moves no saved tensor to the host, and a CPU has nowhere to move it; leave it out, or on a GPU "
     "run the step under torch.autograd.graph.save_on_cpu(pin_memory=True)"
 }
+ALLOCATORS = ("compact", "system")
 LOWERINGS = ("auto", "triton", "inductor", "eager")
 
 # Where every reader gets the rounded value, accuracy falls as the ratio grows: the middle of the paper's range (Lee et
@@ -85,6 +86,11 @@ class Config:
     """How a peak budget may be met: ``"narrow"`` keeps values in the low format, ``"recompute"`` computes them again in
     backward, ``"int4"`` and ``"int2"`` keep in that block format what noise of mean 0 does no harm. None: narrow,
     recompute, and the recipe's block format where it has one. See docs/memory.md."""
+
+    allocator: Literal["compact", "system"] | None = None
+    """Where this process's CPU tensors lie. ``"compact"``: close together, so that resident memory follows what is
+    live; for the whole process, since torch has one allocator. ``"system"``: where torch's own puts them. None:
+    compact with a ``peak_budget``, else system. See docs/memory.md."""
 
     plan: str | os.PathLike[str] | None = None
     """A plan file to follow instead of solving; excludes ``low_ratio`` and ``activation_budget``."""
@@ -182,6 +188,8 @@ class Config:
         one_of("lowering", self.lowering, LOWERINGS)
         if self.on_nonfinite is not None:
             one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE, "or None")
+        if self.allocator is not None:
+            one_of("allocator", self.allocator, ALLOCATORS, "or None")
         one_of("gemms", self.gemms, GEMMS)
         one_of("mode", self.mode, MODES)
         one_of("grouping", self.grouping, GROUPINGS)
@@ -244,6 +252,7 @@ ALLOWED: Mapping[str, str] = {
     "activation_budget": "bytes as a positive int, or text such as '12GiB', or None",
     "peak_budget": "bytes as a positive int, text such as '12GiB' or '60%', or None",
     "ways": "a tuple of some of 'narrow', 'int4', 'int2' and 'recompute', or None",
+    "allocator": "'compact', 'system' or None",
     "plan": "the path of a plan file or None",
     "keep_high": "a tuple of module-name patterns, or 'ends'",
     "promote_above": "a number above 0 and up to 1, or None",

@@ -9,6 +9,7 @@ import torch
 from fxprec import compat
 from fxprec.config import Settings
 from fxprec.passes.notice import Notice
+from fxprec.runtime.cpu import compact
 
 
 def on_device(device: torch.device, settings: Settings) -> tuple[Settings, Notice | None]:
@@ -19,3 +20,21 @@ def on_device(device: torch.device, settings: Settings) -> tuple[Settings, Notic
         return settings, None
     detail = f"{reason}; stored as packed codes instead: the same numbers and bytes, cast in integer arithmetic"
     return replace(settings, storage="packed"), Notice("storage='native'", detail)
+
+
+def place_tensors(device: torch.device, settings: Settings) -> Notice | None:
+    """Have CPU tensors lie where the settings say; say why not, where they cannot."""
+    if not settings.is_compact:
+        return None
+    if device.type == "cpu":
+        why = compact.install()
+    else:
+        why = f"it is for CPUs; on {device.type} torch's own allocator keeps blocks together"
+    if why is None or (device.type != "cpu" and settings.asked.allocator is None):
+        return None
+    left = (
+        "set PYTORCH_CUDA_ALLOC_CONF instead"
+        if device.type != "cpu"
+        else "resident memory may be more than what is live"
+    )
+    return Notice("allocator='compact'", f"{why}; {left}")

@@ -12,7 +12,7 @@ from fxprec.config import Settings
 from fxprec.driver import capture, saved_state
 from fxprec.driver.compilation import Compiler
 from fxprec.driver.compiled import CompileReport
-from fxprec.driver.device_settings import on_device
+from fxprec.driver.device_settings import on_device, place_tensors
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.fallback import Lowering
 from fxprec.driver.in_flight import InFlight, Version
@@ -72,6 +72,8 @@ class PlannedGraph:
         self._steps, self._in_flight = Steps(), InFlight()
         held, notice = on_device(captured.device, settings)
         if notice is not None:
+            self._log.notice(notice)
+        if (notice := place_tensors(captured.device, held)) is not None:
             self._log.notice(notice)
         if not self._is_planned_alone and (notice := beyond_machine(held, captured.device)) is not None:
             self._log.notice(notice)
