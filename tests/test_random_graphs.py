@@ -71,6 +71,20 @@ KEPT = {
         "v0 = x0.as_strided((2, 2), (2, 1)); v1 = torch.stack([v0, v0])", {"x0": Shape((2, 3, 6))}, "v1",
         dynamic=True, peak_budget="70%",
     ),
+    "a view made again behind a graph under a peak budget": Program(
+        {"x0": Shape((3, 4))},
+        (
+            Statement("checkpoint", (Statement("v0 = torch.mv(x0, x0.flatten()[:x0.shape[1]])"),)),
+            Statement("v1 = v0.unsqueeze(0)"), Statement("v2 = v1[..., 0]"), Statement("v3 = v2.repeat_interleave(2, 0)"),
+            Statement("checkpoint", (
+                Statement("v4 = v3 + len(str(v3.detach().sum().item() > 1e9)) * 0.1"), Statement("v5 = v0.clone()"),
+                Statement("v6 = F.elu(v4)"), Statement("v7 = -v0"),
+            )),
+            Statement("v8 = torch.cat([v2, v2], 0)"),
+        ),
+        ("v8",),
+        {"storage": "packed", "low_ratio": None, "dynamic": False, "promotes": True, "batches": 2, "peak_budget": "70%"},
+    ),
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from fxprec.config import Settings
 from fxprec.errors import BudgetError
@@ -58,13 +59,13 @@ class SharedPeak:
         """Note that a training graph ran forward."""
         if self._asked is None:
             return
-        first = next((r for r in _tensors(results) if r.grad_fn is not None), None)
-        if first is None:
+        found = next(((r, node) for r in _tensors(results) if (node := _compiled_node(r)) is not None), None)
+        if found is None:
             return
         self._waits()
         self._graphs[graph.index] = graph
-        self._calls.append((graph.index, weakref.ref(first.grad_fn)))
-        first.register_hook(self._saw_backward)
+        self._calls.append((graph.index, weakref.ref(found[1])))
+        found[0].register_hook(self._saw_backward)
 
     def forget(self) -> None:
         """What was compiled is no longer called."""
@@ -117,6 +118,14 @@ class SharedPeak:
                 "compile the model without graph breaks"
             )
         return together.parts(chosen, budget)
+
+
+def _compiled_node(result: torch.Tensor) -> Any:
+    """Return the compiled function's node behind a result, or None; views that AOTAutograd makes again lie between."""
+    node: Any = result.grad_fn
+    while node is not None and not isinstance(node, BackwardCFunction):
+        node = next((before for before, _ in node.next_functions if before is not None), None)
+    return node
 
 
 def _tensors(results: Any) -> list[torch.Tensor]:

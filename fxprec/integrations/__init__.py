@@ -1,7 +1,7 @@
 """Trainers and tools: what each needs beside ``torch.compile`` to save, resume and log (docs/integrations.md).
 
-``fxprec.integrations.huggingface`` and ``.lightning`` hold a callback each and import their package; nothing else here
-does.
+``fxprec.integrations.huggingface`` and ``.lightning`` hold a callback each, ``.torchtitan`` a converter. These import
+their package, and nothing else here does.
 """
 
 from __future__ import annotations

@@ -84,6 +84,26 @@ def test_other_loggers_get_one_dict(model: nn.Module) -> None:
     assert logger.seen == {**summary(model), "step": 5}
 
 
+def test_tensorboards_own_reader_finds_what_its_writer_got(model: nn.Module, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path) as writer:
+        log_statistics(model, writer, 5)
+    read = EventAccumulator(str(tmp_path)).Reload()
+    found = {name: (read.Scalars(name)[0].value, read.Scalars(name)[0].step) for name in read.Tags()["scalars"]}
+    assert found == {name: (pytest.approx(value), 5) for name, value in summary(model).items()}
+
+
+def test_wandbs_run_offline_has_the_numbers(model: nn.Module, tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb", reason="W&B is not installed")
+    with wandb.init(mode="offline", dir=tmp_path, settings=wandb.Settings(silent=True, console="off")) as run:
+        log_statistics(model, run, 5)
+        found = dict(run.summary)
+    assert {name: found[name] for name in summary(model)} == summary(model)
+
+
 def test_anything_else_is_one_line_with_the_way_out(model: nn.Module) -> None:
     with pytest.raises(fxprec.ConfigError, match=r"to=int takes no statistics; give .*SummaryWriter.*CSV file"):
         log_statistics(model, 3, 1)
@@ -123,7 +143,10 @@ def test_layers_are_compiled_by_class_or_name_and_a_wrong_name_lists_the_right_o
         compile_layers(model, "Block")
 
 
-@pytest.mark.parametrize(("module", "package"), [("huggingface", "transformers"), ("lightning", "lightning")])
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("huggingface", "transformers"), ("lightning", "lightning"), ("torchtitan", "torchtitan")],
+)
 def test_a_missing_package_is_one_line_with_the_way_out(
     module: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
