@@ -340,6 +340,29 @@ def test_the_largest_size_that_keeps_the_budget_is_in_the_notes_and_a_larger_cal
     assert within <= 20_000 < above
 
 
+class HalvesRows(nn.Module):
+    """One more row than is even is no polynomial in the rows: a chunk's size is a floor division."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = F.gelu(self.up(x)).chunk(2, 0)
+        return self.down(first).sum() + self.down(second.sin()).square().sum()
+
+
+def test_sizes_of_a_chunk_are_counted_at_other_sizes() -> None:
+    torch.manual_seed(0)
+    run, _ = dynamic(HalvesRows(), "90%", torch.randn(30, 16), 0)
+    run(torch.randn(30, 16)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxprec.FxprecWarning)
+        run(torch.randn(29, 16)).backward()
+    with pytest.warns(fxprec.FxprecWarning, match=r"a step of s\d+ = 301 is predicted to hold"):
+        run(torch.randn(301, 16)).backward()
+
+
 def test_with_two_sizes_each_has_its_bound() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 64, 16)

@@ -32,7 +32,6 @@ class OtherSizes:
     def __post_init__(self) -> None:
         self._worst = self.room
         self._symbols = sorted(self.places, key=str)
-        self._bytes = [sympy.lambdify(self._symbols, moment, modules="math") for moment in self.moments]
 
     def note(self) -> str:
         """Say up to which sizes the budget holds."""
@@ -46,12 +45,17 @@ class OtherSizes:
         """Say that a call's sizes take more than the budget, and more than those before."""
         sizes = tuple(_size(args, *self.places[s]) for s in self._symbols)
         if sizes not in self._seen:
-            self._seen[sizes] = max(math.ceil(each(*sizes)) for each in self._bytes)
+            self._seen[sizes] = self._bytes(sizes)
         if self._seen[sizes] <= self._worst:
             return None
         self._worst = self._seen[sizes]
         shown = ", ".join(f"{s} = {n}" for s, n in zip(self._symbols, sizes, strict=True))
         return f"a step of {shown} is predicted to hold {readable(self._worst)}, above {readable(self.room)}"
+
+    def _bytes(self, sizes: tuple[int, ...]) -> int:
+        """Replace symbols, which evaluates torch's own functions (floor divisions of a chunk) too."""
+        found = dict(zip(self._symbols, map(sympy.Integer, sizes), strict=True))
+        return max(math.ceil(moment.xreplace(found)) for moment in self.moments)
 
 
 def other_sizes(held: Held, graph: Graph, room: int) -> OtherSizes | None:
