@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fxprec import compat
 from fxprec.ir import symbolic
 from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS, QUANTIZE_BLOCKS, TENSOR_SCALE
 from fxprec.ir.symbolic_gemms import TRANSPOSED
@@ -82,17 +83,25 @@ def forget_order(forward: Graph) -> None:
 def copy_written_inputs(joint: Graph) -> None:
     """Let backward compute again from a copy of an input that forward writes into, not from what it then holds.
 
-    AOTAutograd's partition repeats what is cheap, and takes such an input for one that stays as it was (torch 2.13).
-    For after torch's own passes, which take copies out.
+    AOTAutograd's partition repeats what is cheap, and takes such an input for one that stays as it was (torch 2.13),
+    whether it is written in the graph or behind it. For after torch's own passes, which take copies out.
     """
     for write in joint.find_nodes(op="call_function", target=_COPY_INTO):
         written, new = input_at(write, 0), input_at(write, 1)
-        if written.op == "placeholder" and not is_backward(new) and _is_wanted_by_backward(written):
-            with joint.inserting_before(next(n for n in joint.nodes if n.op != "placeholder")):
-                kept = emit(joint, torch.ops.aten.clone.default, (written,), written)
-            regions.mark(kept, CheckpointPolicy.MUST_SAVE)
-            for user in [user for user in written.users if user not in (write, kept)]:
-                user.replace_input_with(written, kept)
+        if written.op == "placeholder" and not is_backward(new):
+            _copy_for_backward(joint, written, write)
+    for written in compat.inputs_written_behind(joint):
+        _copy_for_backward(joint, written, joint.output_node())
+
+
+def _copy_for_backward(joint: Graph, written: Node, write: Node) -> None:
+    """Have all but ``write`` read a copy of an input, where backward wants it."""
+    if _is_wanted_by_backward(written):
+        with joint.inserting_before(next(n for n in joint.nodes if n.op != "placeholder")):
+            kept = emit(joint, torch.ops.aten.clone.default, (written,), written)
+        regions.mark(kept, CheckpointPolicy.MUST_SAVE)
+        for user in [user for user in written.users if user not in (write, kept)]:
+            user.replace_input_with(written, kept)
 
 
 def _is_wanted_by_backward(node: Node) -> bool:

@@ -57,6 +57,10 @@ KEPT = {
         "F.silu(x0, inplace=True); v3 = F.batch_norm(v1, None, None, w0, w1, training=True)",
         {"x0": Shape((3, 4), **FREE), "w0": Shape((1,)), "w1": Shape((1,))}, "v2 v3", promotes=True, batches=2,
     ),
+    "an input that AOTAutograd writes into behind forward": program(
+        "v0 = x0.roll(1, -1); v1 = v0 + p0; x0.add_(v1); v2 = x0 / (1 + x0.square()); v3 = v1.swapaxes(0, -1).contiguous()",
+        {"x0": Shape((2, 4, 4, 4), **FREE), "p0": Shape((2, 4, 4, 4), "zero")}, "v3 v2 x0", low_ratio=0.5,
+    ),
     "a slice held over a graph break": program(
         "rows = slice(0, 2); v0 = torch.tanh(x0 @ w0); torch._dynamo.graph_break(); v1 = v0[rows] @ w0",
         {"x0": Shape((4, 4), **FREE), "w0": Shape((4, 4))}, "v1",

@@ -20,7 +20,7 @@ from fxprec.numerics.stats import UNMEASURED
 
 NEAR = fxprec.Recipe(hi="1-8-22", lo_forward="1-8-18", lo_backward="1-8-18", name="nearly exact")
 HARDWARE = fxprec.Recipe(hi="fp32", lo_forward="bf16", lo_backward="bf16", name="in bf16")  # for storage="native"
-OTHERS = ("aot_eager", "aot_eager_decomp_partition")
+OTHERS = ("aot_eager", "aot_eager_decomp_partition", "inductor")
 OWN = ("dynamic", "promotes", "batches")  # options of a program that are not fxprec's
 SAMPLES, TIMES = 3, 30.0
 """A difference is explained where it is below ``TIMES`` the largest of ``SAMPLES`` runs with noise."""

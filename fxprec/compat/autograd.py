@@ -8,6 +8,9 @@ from collections.abc import Callable, Hashable, Iterator
 
 import torch
 import torch._functorch.config
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _CheckpointFrame
 
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
@@ -19,6 +22,15 @@ def backward_at_once() -> Iterator[None]:
     name = "force_non_lazy_backward_lowering"
     with torch._functorch.config.patch({name: True} if hasattr(torch._functorch.config, name) else {}):
         yield
+
+
+def inputs_written_behind(joint: Graph) -> list[Node]:
+    """Return the inputs of a traced step that AOTAutograd writes into once forward has run: what they hold then is one
+    of the results.
+    """
+    results = pytree.arg_tree_leaves(joint.output_node().meta.get("desc", ()))
+    written = [d.mutated_input for d in results if isinstance(d, InputMutationAOTOutput)]
+    return [node for node in joint.find_nodes(op="placeholder") if node.meta.get("desc") in written]
 
 
 def in_backward() -> bool:
