@@ -119,7 +119,7 @@ def test_what_is_not_used_goes_back_to_the_system() -> None:
 
 
 def test_the_profiler_sees_memory() -> None:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         tensor = block(100)
         del tensor
     kineto = profiled.profiler.kineto_results  # type: ignore[union-attr]
