@@ -22,7 +22,7 @@ def _callback(compiled: object) -> object | None:
         return getattr(context, "callback", None)
     for cell in getattr(compiled, "__closure__", None) or ():  # a compiled function
         if hasattr(cell.cell_contents, "_torchdynamo_orig_backend"):
-            return cell.cell_contents
+            return cell.cell_contents  # type: ignore[no-any-return]
     return None
 
 
@@ -57,4 +57,4 @@ def through_dynamo(error: Exception) -> Exception:
     raised = passing.__new__(passing, *error.args)
     raised.args = error.args
     raised.first_useful_frame = None
-    return raised
+    return raised  # type: ignore[no-any-return]

@@ -35,7 +35,7 @@ def find_factory(target: str) -> Factory:
     if not callable(found):
         near = did_you_mean(name, [n for n, v in vars(module).items() if callable(v)])
         raise ConfigError(f"target {target!r}: {place} has no callable {name!r}{near}; {_FORM}")
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 def _import(place: str) -> Any:

@@ -18,7 +18,7 @@ _SEARCH_STEPS = 7  # 127 borders
 
 
 @triton.jit
-def _encode_kernel(x_ptr, borders_ptr, out_ptr, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+def _encode_kernel(x_ptr, borders_ptr, out_ptr, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
@@ -35,7 +35,7 @@ def _encode_kernel(x_ptr, borders_ptr, out_ptr, n, BLOCK: tl.constexpr, STEPS: t
 
 
 @triton.jit
-def _decode_kernel(codes_ptr, table_ptr, out_ptr, n, BLOCK: tl.constexpr):
+def _decode_kernel(codes_ptr, table_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     code = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.int32)

@@ -50,7 +50,7 @@ def usable(*tensors: Tensor) -> bool:
 def _call(name: str, *arguments: object) -> int:
     loaded = library()
     assert loaded is not None
-    return getattr(loaded, name)(*arguments)
+    return getattr(loaded, name)(*arguments)  # type: ignore[no-any-return]
 
 
 def _floats(name: str, t: Tensor, numel: int) -> int:

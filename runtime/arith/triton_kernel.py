@@ -17,7 +17,7 @@ _ROWS, _COLUMNS = 32, 32
 
 
 @triton.jit
-def _to_odd(near, error):
+def _to_odd(near, error):  # type: ignore[no-untyped-def]
     bits = near.to(tl.int32, bitcast=True)
     zero = (bits & 0x7FFFFFFF) == 0
     base = tl.where(zero, tl.where(error > 0, 0, -0x80000000), bits)
@@ -27,7 +27,7 @@ def _to_odd(near, error):
 
 
 @triton.jit
-def _product(a, b, ROUND: tl.constexpr, ODD: tl.constexpr):
+def _product(a, b, ROUND: tl.constexpr, ODD: tl.constexpr):  # type: ignore[no-untyped-def]
     near = a * b
     if ODD:
         exact = a.to(tl.float64) * b.to(tl.float64)
@@ -37,7 +37,7 @@ def _product(a, b, ROUND: tl.constexpr, ODD: tl.constexpr):
 
 
 @triton.jit
-def _plus(a, b, ROUND: tl.constexpr, ODD: tl.constexpr):
+def _plus(a, b, ROUND: tl.constexpr, ODD: tl.constexpr):  # type: ignore[no-untyped-def]
     total = a + b
     if ODD:
         other = total - a
@@ -46,7 +46,7 @@ def _plus(a, b, ROUND: tl.constexpr, ODD: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(s, c, p, ROUND: tl.constexpr, ODD: tl.constexpr, KAHAN: tl.constexpr):
+def _accumulate(s, c, p, ROUND: tl.constexpr, ODD: tl.constexpr, KAHAN: tl.constexpr):  # type: ignore[no-untyped-def]
     if KAHAN:
         y = _plus(p, -c, ROUND, ODD)
         t = _plus(s, y, ROUND, ODD)
@@ -58,7 +58,7 @@ def _accumulate(s, c, p, ROUND: tl.constexpr, ODD: tl.constexpr, KAHAN: tl.const
 
 
 @triton.jit
-def _matmul_kernel(
+def _matmul_kernel(  # type: ignore[no-untyped-def]
     a_ptr, b_ptr, out_ptr, m, depth, n, chunk, PRODUCT: tl.constexpr, SUM: tl.constexpr,
                    ODD_PRODUCT: tl.constexpr, ODD_SUM: tl.constexpr, KAHAN: tl.constexpr, CHUNKED: tl.constexpr,
                    ROWS: tl.constexpr, COLUMNS: tl.constexpr

@@ -13,6 +13,7 @@
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
 
 namespace {
@@ -207,4 +208,11 @@ extern "C" void fxprec_compact_trim() {
   if (compact == nullptr) return;
   std::lock_guard<std::mutex> guard(compact->lock);
   compact->return_above(compact->end());
+}
+
+// Holds the lock as a thread in the middle of a call would.
+extern "C" void fxprec_compact_hold(double seconds) {
+  if (compact == nullptr) return;
+  std::lock_guard<std::mutex> guard(compact->lock);
+  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }

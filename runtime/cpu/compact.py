@@ -25,6 +25,7 @@ _SIGNATURES = {
     "fxprec_compact_sizes": (None, ctypes.c_void_p),
     "fxprec_compact_window": (None, ctypes.c_double),
     "fxprec_compact_trim": (None,),
+    "fxprec_compact_hold": (None, ctypes.c_double),
 }
 _WHY_NOT = {
     0: "another allocator has taken the place of torch's",
@@ -81,6 +82,11 @@ def trim() -> None:
 def set_window(seconds: float) -> None:
     """Set after how many seconds without use what lies above the highest tensor is given back."""
     _library().fxprec_compact_window(seconds)
+
+
+def hold(seconds: float) -> None:
+    """Hold the region's lock, as a thread in the middle of a call does: for tests of what a fork meets."""
+    _library().fxprec_compact_hold(seconds)
 
 
 @cache

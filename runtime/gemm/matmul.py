@@ -31,7 +31,7 @@ count_lost, note_facts = map(device_function, ("count_lost", "note_facts"))
 
 
 @triton.jit
-def _read(at, inside, DECODE: tl.constexpr, DTYPE: tl.constexpr):
+def _read(at, inside, DECODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """A tile of an operand as the tensor cores take it; zeros outside."""
     value = tl.load(at, mask=inside, other=0.0 if DECODE is None else 0)
     if DECODE is not None:
@@ -40,7 +40,7 @@ def _read(at, inside, DECODE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _nearest(x, DTYPE: tl.constexpr):
+def _nearest(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Convert float32 to ``DTYPE``, to the nearest: Triton's interpreter cuts bfloat16 off, which hardware rounds."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         x = tl.where(x == x, as_bfloat16(x), x)
@@ -48,7 +48,7 @@ def _nearest(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def matmul_kernel(
+def matmul_kernel(  # type: ignore[no-untyped-def]
     a_ptr, b_ptr, bias_ptr, exp_a_ptr, exp_b_ptr, row_ptr, out_ptr, counts_ptr, m, n, k, stride_am, stride_ak,
     stride_bk, stride_bn, bucket, DECODE_A: tl.constexpr, DECODE_B: tl.constexpr, ENCODE: tl.constexpr,
     LIMITS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, MIDDLE: tl.constexpr, SCALED_A: tl.constexpr,

@@ -16,7 +16,7 @@ BLOCK, WARPS = 1024, 8
 
 
 @triton.jit
-def totals_kernel(
+def totals_kernel(  # type: ignore[no-untyped-def]
     lost_ptr, amax_ptr, moments_ptr, table_ptr, out_ptr, pitch, moments_pitch, outer, FACTS: tl.constexpr,
     COLUMNS: tl.constexpr, CARRIED: tl.constexpr, FIELD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def totals(lost: Tensor, amax: Tensor, moments: Tensor, table: Tensor, constants
 
 
 @triton.jit
-def gather_kernel(
+def gather_kernel(  # type: ignore[no-untyped-def]
     counters_ptr, out_ptr, STRIPES: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     mine = counters_ptr + tl.program_id(0) * (STRIPES + 1) * COLUMNS

@@ -26,7 +26,7 @@ count_lost, count_moments, note_facts = map(device_function, ("count_lost", "cou
 
 
 @triton.jit
-def quantize_transpose_kernel(
+def quantize_transpose_kernel(  # type: ignore[no-untyped-def]
     x_ptr, row_ptr, q_ptr, t_ptr, counts_ptr, m, n, stride_m, stride_n, ENCODE: tl.constexpr, LIMITS: tl.constexpr,
     ROW_MAJOR: tl.constexpr, STATS: tl.constexpr, CARRIED: tl.constexpr, MEASURE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr
@@ -53,7 +53,7 @@ def quantize_transpose_kernel(
 
 
 @triton.jit
-def transpose_kernel(
+def transpose_kernel(  # type: ignore[no-untyped-def]
     q_ptr, t_ptr, m, n, stride_m, stride_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     tiles = tl.cdiv(n, COLUMNS)

@@ -9,7 +9,7 @@ from fxprec import compat
 
 
 @triton.jit
-def _emulated(a, b, c):
+def _emulated(a, b, c):  # type: ignore[no-untyped-def]
     """As `fma._emulated`: the interpreter's own ``tl.fma`` rounds twice."""
     product = a.to(tl.float64) * b.to(tl.float64)
     addend = c.to(tl.float64)
@@ -23,7 +23,7 @@ def _emulated(a, b, c):
 
 
 @triton.jit
-def _fused(a, b, c):
+def _fused(a, b, c):  # type: ignore[no-untyped-def]
     return tl.fma(a, b, c)
 
 

@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,25 +154,16 @@ def _in_a_child() -> None:
 
 def test_a_fork_goes_on() -> None:
     """While another thread allocates: the child's lock must not be held by a thread that it has not."""
-    done = threading.Event()
-
-    def busy() -> None:
-        while not done.is_set():
-            block(16)
-
-    thread = threading.Thread(target=busy)
+    thread = threading.Thread(target=compact.hold, args=(1.0,))
     thread.start()
-    try:
-        for _ in range(5):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads
-                child = multiprocessing.get_context("fork").Process(target=_in_a_child)
-                child.start()
-            child.join(60)
-            assert child.exitcode == 0
-    finally:
-        done.set()
-        thread.join()
+    time.sleep(0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads
+        child = multiprocessing.get_context("fork").Process(target=_in_a_child)
+        child.start()
+    child.join(60)
+    thread.join()
+    assert child.exitcode == 0
 
 
 def test_uninstalled_new_tensors_are_the_systems_and_old_ones_stay(region: int) -> None:

@@ -55,7 +55,7 @@ class OtherSizes:
     def _bytes(self, sizes: tuple[int, ...]) -> int:
         """Replace symbols, which evaluates torch's own functions (floor divisions of a chunk) too."""
         found = dict(zip(self._symbols, map(sympy.Integer, sizes), strict=True))
-        return max(math.ceil(moment.xreplace(found)) for moment in self.moments)
+        return int(max(math.ceil(moment.xreplace(found)) for moment in self.moments))
 
 
 def other_sizes(held: Held, graph: Graph, room: int) -> OtherSizes | None:
