@@ -20,6 +20,7 @@ from torch._inductor.output_code import OutputCode
 from torch.fx import GraphModule
 
 from fxprec.compat.autograd import backward_at_once
+from fxprec.compat.units import loops_share_files
 
 Run = Callable[[list[Any]], Any]
 Load = Callable[[Any, Run], Run]
@@ -52,7 +53,9 @@ class StoredHalf(OutputCode):
         if load is None or self._fx_graph_cache_key is None:
             raise autograd_cache.BypassAOTAutogradCache("an entry of fxprec's, and not its backend asks for it")
         stored = FxGraphCacheLoadable((self._fx_graph_cache_key, []), self.guards)
-        self.run = load(self.known, stored.post_compile(stored.load(example_inputs), graph_kwargs))
+        with loops_share_files():
+            code = stored.post_compile(stored.load(example_inputs), graph_kwargs)
+        self.run = load(self.known, code)
 
     def set_triton_bundle(self, triton_bundle: object) -> None:
         """Inductor's entry has it."""

@@ -107,8 +107,9 @@ class Halves:
         key = codegen_sources()
         saving = compat.saving_memory(in_saving_order, key) if self.saves_memory else contextlib.nullcontext()
         on_cpu = self.device_type == "cpu"
+        files = compat.loops_share_files() if on_cpu else contextlib.nullcontext()
         loops = compat.calls_in_loops() if on_cpu else compat.only_tensors_are_loads(self.scales(name))
-        with compat.code_keyed_by(key), compat.tiles_for_bytes(), compat.bitcasts_in_loops(), loops, saving:
+        with compat.code_keyed_by(key), compat.tiles_for_bytes(), compat.bitcasts_in_loops(), files, loops, saving:
             code: Compiled = compat.compile_fx_inner(gm, plain.examples, **options)
         if self.peak is not None:
             self.peak.saw(plain, code)

@@ -1,0 +1,189 @@
+"""Inductor's C++ loops compiled several to a file.
+
+Inductor writes a file for each loop, and each costs a compiler half a second for the headers and a library of its own
+before it reads the loop, about as much as the loop. Here the loops of a graph that are not compiled yet share files, as
+many as Inductor compiles at once. Which library has which loop is kept beside Inductor's code, so that a loop of
+another graph, or of the same after a promotion, is found as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+Loop = Callable[..., None]
+
+_MOST = 16  # loops of a file, so that a large graph's compile side by side
+_DIRECTIVE = re.compile(r"^\s*#(?!pragma\b)", re.MULTILINE)  # knows no namespace
+_ENTRY = re.compile(r'extern "C"\s+void\s+kernel\(')
+
+log = logging.getLogger(__name__)
+_alone: Callable[..., Any] = AsyncCompile.cpp_pybinding
+_wait: Callable[..., None] = AsyncCompile.wait
+
+
+class _NotShared(Exception):
+    """A loop's text, or torch's for its binding, is not what was expected."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A loop in the scope of Inductor's code, until that waits for them all."""
+
+    types: tuple[str, ...]
+    source: str
+
+    def __call__(self, *args: Any) -> None:
+        """Run it, where nobody has waited: another thread's code, written before it could see that loops are shared."""
+        self.alone()(*args)
+
+    def alone(self) -> Loop:
+        return Bindings.load_pybinding(self.types, self.source)  # type: ignore[no-any-return]
+
+    def key(self, settings: str) -> str:
+        return hashlib.sha256(repr((settings, self.types, self.source)).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def loops_share_files() -> Iterator[None]:
+    """Let Inductor compile the C++ loops of a graph several to a file; their bits are the same."""
+    if AsyncCompile.cpp_pybinding is not _alone or AsyncCompile.wait is not _wait:  # within another, or replaced
+        yield
+        return
+    replaced: Any = AsyncCompile
+    replaced.cpp_pybinding = lambda self, types, source: _Wanted(tuple(types), source)
+    replaced.wait = _wait_for_all
+    try:
+        yield
+    finally:
+        replaced.cpp_pybinding, replaced.wait = _alone, _wait
+
+
+def _wait_for_all(self: AsyncCompile, scope: dict[str, Any]) -> None:
+    wanted = {name: value for name, value in scope.items() if isinstance(value, _Wanted)}
+    loops = _compiled(list(dict.fromkeys(wanted.values())), self)
+    scope.update((name, loops[value]) for name, value in wanted.items())
+    _wait(self, scope)
+
+
+def _compiled(wanted: Sequence[_Wanted], compiler: AsyncCompile) -> dict[_Wanted, Loop]:
+    settings = _settings()
+    places = {loop: Path(cache_dir(), "fxprec-loops", loop.key(settings)) for loop in wanted}
+    found = {loop: known for loop in wanted if (known := _stored(places[loop])) is not None}
+    files = [(unit, _begun(unit, compiler)) for unit in _units([loop for loop in wanted if loop not in found])]
+    for unit, finish in files:
+        try:
+            library = finish()
+        except Exception as error:  # any failure of a foreign compiler: another loop's text may be the cause
+            log.warning("%d loops compile one by one: %s", len(unit), str(error).partition("\n")[0])
+            found.update((loop, loop.alone()) for loop in unit)
+            continue
+        for i, loop in enumerate(unit):
+            found[loop] = getattr(library, f"kernel_{i}")
+            _store(places[loop], library, i)
+    return found
+
+
+def _settings() -> str:
+    """What decides about a library beside the text."""
+    options = {name: value for name, value in config.get_config_copy().items() if name.startswith("cpp.")}
+    return repr((torch.__version__, str(pick_vec_isa()), sorted(options.items(), key=str)))
+
+
+def _units(loops: Sequence[_Wanted]) -> list[list[_Wanted]]:
+    """Share loops out among files of about equal length."""
+    count = min(len(loops), max(get_compile_threads(), -(-len(loops) // _MOST)))
+    units: list[list[_Wanted]] = [[] for _ in range(count)]
+    lengths = [0] * count
+    for loop in sorted(loops, key=lambda loop: -len(loop.source)):
+        shortest = lengths.index(min(lengths))
+        units[shortest].append(loop)
+        lengths[shortest] += len(loop.source)
+    return units
+
+
+def _begun(unit: Sequence[_Wanted], compiler: AsyncCompile) -> Callable[[], ModuleType]:
+    """Begin to compile a file; the result waits for it, and raises `_NotShared` or what the compiler raises."""
+    several = get_compile_threads() > 1  # where there is one, submitting is running, under a lock that it takes too
+    try:
+        finish = Bindings.load_async(_text(unit), submit_fn=compiler.submit if several else None)
+    except _NotShared as error:
+        return _raising(error)
+    return finish  # type: ignore[no-any-return]
+
+
+def _raising(error: Exception) -> Callable[[], ModuleType]:
+    def finish() -> ModuleType:
+        raise error
+
+    return finish
+
+
+def _text(unit: Sequence[_Wanted]) -> str:
+    """Each loop in a namespace, then torch's binding with a function for each."""
+    includes: dict[str, None] = {}
+    loops, functions, rows = [], [], []
+    for i, loop in enumerate(unit):
+        lines = loop.source.split("\n")
+        includes |= dict.fromkeys(line for line in lines if line.startswith("#include"))
+        body, count = _ENTRY.subn(
+            f'extern "C" void kernel_{i}(', "\n".join(x for x in lines if not x.startswith("#include"))
+        )
+        if count != 1 or _DIRECTIVE.search(body):
+            raise _NotShared("a loop's text is not of the expected form")
+        loops.append(f"namespace loop_{i} {{\n{body}\n}}\nusing loop_{i}::kernel_{i};")
+        head, function, row, _ = _binding(loop.types, f"kernel_{i}")
+        functions.append(function)
+        rows.append(row)
+    *_, tail = _binding((), Bindings.entry_function)
+    return "\n".join([*includes, *loops, head, *functions, "static PyMethodDef py_methods[] = {", *rows, tail])
+
+
+def _binding(types: Sequence[str], name: str) -> tuple[str, str, str, str]:
+    """Torch's text that binds a function: helpers, the function Python calls, its row among the methods, the module."""
+    args = ", ".join(f"parse_arg<{kind.replace('const ', '')}>(args, {i})" for i, kind in enumerate(types))
+    text = Bindings.suffix_template.format(
+        arg_len=len(types),
+        call_entry_func=name + Bindings.call_entry_function.removeprefix(Bindings.entry_function).format(args),
+        entry_func=name,
+        extra_parse_arg=Bindings.extra_parse_arg.format(array_len=-1),
+    )
+    head, function, rest = text.partition(f"static PyObject* {name}_py(")
+    body, table, rest = rest.partition("static PyMethodDef py_methods[] = {")
+    row, end, rest = rest.partition("{NULL, NULL, 0, NULL}")
+    if not (function and table and end):
+        raise _NotShared("torch binds C++ in another way")
+    return head, function + body, row, end + rest
+
+
+def _stored(place: Path) -> Loop | None:
+    """Return a loop that another file has; None where it was never compiled, or its library is gone."""
+    try:
+        path, key, i = json.loads(place.read_text(encoding="utf-8"))
+        return getattr(Bindings._load_library(path, key), f"kernel_{i:d}")  # type: ignore[no-any-return]
+    except (OSError, ValueError, TypeError, ImportError, AttributeError):
+        return None
+
+
+def _store(place: Path, library: ModuleType, i: int) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
+        json.dump([library.__file__, library.key, i], file)
+    os.replace(file.name, place)
