@@ -119,6 +119,20 @@ def test_statistics_are_the_reference(fmt: Format) -> None:
         np.testing.assert_equal(float(got.amax), want.amax)
 
 
+@pytest.mark.parametrize("fmt", FORMATS, ids=ids)
+def test_the_references_statistics_are_what_its_rounding_does(fmt: Format) -> None:
+    x = samples(fmt)
+    rounded = reference.reference_round(x, reference.Grid.of(fmt))
+    assert reference.reference_stats(x, fmt).underflow == int(((rounded == 0) & (x != 0)).sum())
+
+
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.bits <= 12], ids=ids)
+def test_the_reference_decodes_many_codes_as_few(fmt: Format) -> None:
+    codes = torch.arange(1 << fmt.bits).to(torch.int32).to(fmt.code_dtype)
+    few, many = (reference.reference_decode(c, fmt, torch.float64) for c in (codes, codes.repeat(5, 2).t()))
+    assert torch.equal(many.view(torch.int64), few.repeat(5, 2).t().view(torch.int64))
+
+
 def test_statistics_by_hand() -> None:
     x = torch.tensor([30.0, 30.99, 31.0, -400.0, torch.inf, torch.nan, 0.0, -0.0, 2.0**-14, -(2.0**-15), 2.0**-13])
     stats = codec.round_stats(x, format_row(HFP8_143))

@@ -55,24 +55,27 @@ def reference_encode(x: torch.Tensor, fmt: Format | str) -> torch.Tensor:
     NaN becomes the NaN code, or the largest number where the format has none.
     """
     fmt = parse(fmt)
-    magnitude = x.double().abs()
-    code = _rounded_code(torch.where(magnitude.isfinite(), magnitude, 0.0), Grid.of(fmt))
-    beyond = (code > fmt.largest_code) | magnitude.isinf()
-    code = torch.where(beyond, fmt.overflow_code, code)
-    nan_code = fmt.largest_code if fmt.nan_code is None else fmt.nan_code
-    code = torch.where(x.isnan(), nan_code, code)
-    code = code + torch.signbit(x).long() * (1 << (fmt.bits - 1))
+    units, binade = _rounded(x.double().abs(), Grid.of(fmt))
+    code = units.long() + ((binade - fmt.min_exponent) << fmt.mantissa_bits)
+    code = _with(code, code > fmt.largest_code, fmt.overflow_code)
+    code = _with(code, x.isnan(), fmt.largest_code if fmt.nan_code is None else fmt.nan_code)
+    code = code + (torch.signbit(x).long() << (fmt.bits - 1))
     return code.to(fmt.code_dtype)
 
 
 def reference_decode(code: torch.Tensor, fmt: Format | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the numbers of integer codes as ``dtype``, shape of ``code``."""
     fmt = parse(fmt)
-    bits = code.long()
-    magnitude = bits & ((1 << (fmt.bits - 1)) - 1)
-    value = _value(magnitude, fmt)
-    value = torch.where(bits >> (fmt.bits - 1) & 1 == 1, -value, value)
-    return value.to(dtype)
+    bits = code.long() & ((1 << fmt.bits) - 1)
+    if bits.numel() <= 4 << fmt.bits:
+        return _decoded(bits, fmt).to(dtype)
+    every = _decoded(torch.arange(1 << fmt.bits, device=code.device), fmt)
+    return every.index_select(0, bits.flatten()).view(bits.shape).to(dtype)
+
+
+def _decoded(bits: torch.Tensor, fmt: Format) -> torch.Tensor:
+    value = _value(bits & ((1 << (fmt.bits - 1)) - 1), fmt)
+    return torch.where(bits >> (fmt.bits - 1) == 1, -value, value)
 
 
 def reference_quantize(x: torch.Tensor, fmt: Format | str) -> torch.Tensor:
@@ -83,37 +86,51 @@ def reference_quantize(x: torch.Tensor, fmt: Format | str) -> torch.Tensor:
 
 def reference_round(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Return ``x`` rounded to the nearest number of a grid, ties to even, in the dtype of ``x``; NaN stays NaN."""
-    magnitude = x.double().abs()
-    code = _rounded_code(torch.where(magnitude.isfinite(), magnitude, 0.0), grid)
-    exponent, mantissa = code >> grid.mantissa_bits, code & ((1 << grid.mantissa_bits) - 1)
-    fraction = mantissa.double() / (1 << grid.mantissa_bits)
-    normal = torch.ldexp(1 + fraction, exponent - 1 + grid.min_exponent)
-    value = torch.where(exponent > 0, normal, torch.ldexp(fraction, torch.tensor(grid.min_exponent, dtype=torch.int64)))
-    value = torch.where((value > grid.largest) | magnitude.isinf(), grid.beyond, value)
-    return torch.where(x.isnan(), x, torch.where(torch.signbit(x), -value, value).to(x.dtype))
+    units, binade = _rounded(x.double().abs(), grid)
+    value = units * _power_of_2(binade - grid.mantissa_bits)
+    value = _with(value, value > grid.largest, grid.beyond)
+    value = torch.copysign(value, x).to(x.dtype)
+    return _with(value, x.isnan(), x)
 
 
 def reference_stats(x: torch.Tensor, fmt: Format | str | Grid) -> Stats:
-    """Count the values that overflow (|x| >= largest + half a unit, inf, NaN) and underflow (non-zero to zero)."""
+    """Count the values that overflow (|x| >= largest + half a unit, inf, NaN) and underflow (non-zero to zero).
+
+    To zero goes what is at most half of the smallest number: a tie goes to zero, whose code is even.
+    """
     grid = fmt if isinstance(fmt, Grid) else Grid.of(parse(fmt))
     magnitude = x.double().abs()
     half_unit = 2.0 ** (grid.max_exponent - grid.mantissa_bits - 1)
+    half_smallest = 2.0 ** (grid.min_exponent - grid.mantissa_bits - 1)
     overflow = int((~(magnitude < grid.largest + half_unit)).sum())
-    finite = magnitude[magnitude.isfinite()]
-    underflow = int(((_rounded_code(finite, grid) == 0) & (finite > 0)).sum())
+    underflow = int(((magnitude > 0) & (magnitude <= half_smallest)).sum())
     return Stats(overflow, underflow, float(magnitude.max()) if magnitude.numel() else 0.0)
 
 
-def _rounded_code(magnitude: torch.Tensor, fmt: Grid) -> torch.Tensor:
-    """Codes of finite, non-negative float64 magnitudes as if the exponent had no upper end."""
-    _, exponent = torch.frexp(magnitude)
-    binade = torch.where(magnitude > 0, exponent.long() - 1, fmt.min_exponent).clamp(min=fmt.min_exponent)
-    units = torch.ldexp(magnitude, fmt.mantissa_bits - binade)  # in units of the last place
+def _rounded(magnitude: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round float64 magnitudes as if the exponent had no upper end.
+
+    Returns them in units of the last place (float64) and their binade before rounding (int64), that of the smallest
+    normal number for smaller ones. NaN counts as 0, inf as float64's largest number, which is beyond every format's.
+    """
+    magnitude = magnitude.nan_to_num(0.0)
+    binade = (magnitude.clamp(min=2.0**grid.min_exponent).view(torch.int64) >> 52) - 1023
+    units = magnitude / _power_of_2(binade - grid.mantissa_bits)
+    if grid.mantissa_bits:
+        return units.round(), binade  # a tie goes to the even number of units, whose code is even
     down = units.floor()
-    code = down.long() + (binade - fmt.min_exponent) * (1 << fmt.mantissa_bits)
-    remainder = units - down
-    up = (remainder > 0.5) | ((remainder == 0.5) & (code % 2 == 1))
-    return code + up.long()
+    odd = (down.long() + binade - grid.min_exponent) & 1 == 1
+    return down + ((units - down > 0.5) | ((units - down == 0.5) & odd)), binade
+
+
+def _power_of_2(exponent: torch.Tensor) -> torch.Tensor:
+    """Return 2 to the power of int64 exponents from -1022 to 1023: float64 with that exponent field."""
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+def _with(x: torch.Tensor, condition: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """Return ``value`` where the condition holds, else ``x``; it seldom holds, and `torch.where` takes its time."""
+    return torch.where(condition, value, x) if condition.any() else x
 
 
 def _value(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
