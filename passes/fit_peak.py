@@ -22,6 +22,8 @@ from fxprec.passes.analysis.peak.other_sizes import other_sizes
 from fxprec.passes.analysis.peak.problem import FEW, KEEP, NARROW, Problem
 from fxprec.passes.analysis.peak.step import Held
 from fxprec.passes.base import Work
+from fxprec.passes.casts.apart import lay_apart
+from fxprec.passes.casts.two_gradients import part_gradients
 from fxprec.passes.casts.ways import Rewrite
 from fxprec.passes.notice import Notice, readable
 from fxprec.plan.rows import PeakBytes, PeakPoint, Site
@@ -38,6 +40,8 @@ class FitPeak:
     def apply(self, work: Work) -> None:
         if not work.fits_peak:
             return
+        lay_apart(work)
+        part_gradients(work.joint.graph)
         needs = needs_of(work)
         fit = _solved(work, needs) if work.given is None else _given(work, needs)
         assert work.peak is not None

@@ -15,6 +15,7 @@ from fxprec.ir.symbolic import (
     Damage,
     Dequantize,
     Histogram,
+    InMemory,
     KeepCodes,
     KeepNonfinite,
     Observe,
@@ -134,6 +135,10 @@ def _scaled(x: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
     return x.to(torch.float32) * 2.0 ** _scale_exp(table, row)
 
 
+def in_memory(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
 def side_by_side(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(pieces), -1)
 
@@ -147,4 +152,5 @@ Observe.implement(observe)
 Damage.implement(damage)
 Count.implement(counts)
 Histogram.implement(histogram)
+InMemory.implement(in_memory)
 SideBySide.implement(side_by_side)

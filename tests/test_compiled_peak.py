@@ -109,6 +109,7 @@ def _library_calls() -> list[Any]:
 
     image, weight = last(torch.randn(8, 64, 8, 8).bfloat16()), last(torch.randn(128, 64, 3, 3).bfloat16())
     window = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    wide = [last(torch.randn(*shape).bfloat16()) for shape in ((8, 16, 64, 64), (8, 48, 64, 64), (16, 48, 3, 3))]
     query = torch.randn(2, 4, 256, 32)
     out, scale = aten._scaled_dot_product_flash_attention_for_cpu(query, query, query, 0.0, True)
     x, gradient = torch.randn(2048, 256).bfloat16(), torch.randn(2048, 512).bfloat16()
@@ -116,6 +117,8 @@ def _library_calls() -> list[Any]:
         (aten.convolution.default, (image, weight, None, *window)),
         (aten.convolution_backward.default,
          (last(torch.randn(8, 128, 8, 8).bfloat16()), image, weight, None, *window, [True, True, False])),
+        (aten.convolution_backward.default, (*wide, None, *window, [False, True, False])),
+        (aten.convolution_backward.default, (*(x.float() for x in wide), None, *window, [False, True, False])),
         (aten._scaled_dot_product_flash_attention_for_cpu.default, (query, query, query, 0.0, True)),
         (aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
          (out, query, query, query, out, scale, 0.0, True)),

@@ -51,6 +51,7 @@ from fxprec.compat.inductor import compile_fx as compile_fx
 from fxprec.compat.inductor import compile_fx_inner as compile_fx_inner
 from fxprec.compat.inductor import decompositions as decompositions
 from fxprec.compat.inductor import hand_on_inputs as hand_on_inputs
+from fxprec.compat.inductor import lies_in_memory as lies_in_memory
 from fxprec.compat.inductor import mode_settings as mode_settings
 from fxprec.compat.inductor import trim_output_strides as trim_output_strides
 from fxprec.compat.inductor import unwritable_cache as unwritable_cache

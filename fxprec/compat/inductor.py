@@ -43,6 +43,23 @@ def writes_in_place(joins: Any) -> None:
         lowering.register_lowering(joins, type_promotion_kind=None)(join)
 
 
+def lies_in_memory(keeps: Any) -> None:
+    """Let Inductor's code have what ``keeps`` returns, ``keeps(x)``, in a buffer that is no part of another."""
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+
+    def realized(x: Any) -> Any:
+        copy = lowering.clone(x)
+        copy.realize()
+        buffer = copy.data.data
+        buffer.decide_layout()  # a concat takes what has none for a part of itself
+        V.graph.no_fuse_buffer_names.add(buffer.get_name())  # nor does a loop that reads it begin with it
+        return copy
+
+    if keeps not in lowering.lowerings:
+        lowering.register_lowering(keeps, type_promotion_kind=None)(realized)
+
+
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return Inductor's decompositions."""
     from torch._inductor.decomposition import select_decomp_table

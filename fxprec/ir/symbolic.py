@@ -19,6 +19,8 @@
 ``storing(x, copies) -> x``
     ``x``, once the copies are stored: makes what only backward reads a part of the forward half, where AOTAutograd
     would compute it in backward, from the wide values. It is gone once the graph is partitioned.
+``in_memory(x) -> x``
+    ``x`` in memory of its own, where a compiler would lay it into a larger tensor's, or keep that one for it.
 ``side_by_side(pieces) -> x``
     The pieces joined along the last dimension, each written by the kernel that makes it.
 ``observe(grad, x, tensor, format, grad_format) -> grad``
@@ -187,6 +189,16 @@ class Storing(Call, op="storing"):
 
 @Storing.fake
 def _(x: torch.Tensor, copies: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@dataclass(frozen=True)
+class InMemory(Call, op="in_memory"):
+    x: Node
+
+
+@InMemory.fake
+def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Collection
 
 from torch.fx import GraphModule
 
+from fxprec import compat
+from fxprec.ir.symbolic import InMemory
 from fxprec.ir.symbolic_gemms import GATHERED, GemmKernel
 from fxprec.passes.lowering.blocks import lower_blocks
 from fxprec.passes.lowering.conversions import share_conversions, show_bytes_in_memory, widen_products
@@ -45,6 +47,7 @@ def lower(
     left = frozenset[object]({GATHERED} if adds_up else ())
     generated, counters = Generated(), Counters(rows.watched, rows.measured, histograms)
     if lowering != "eager":
+        compat.lies_in_memory(InMemory.target)
         lower_blocks(gm, lowering, device_type, calls)
         lower_gemms(gm, device_type, rows.scaled, counters, without)
     if lowering == "triton":

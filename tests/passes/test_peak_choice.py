@@ -100,6 +100,11 @@ def _calls() -> list[Any]:
             aten.convolution_backward.default,
             (torch.randn(2, 4, 8, 8), image, kernel, None, *window, [True, True, False]),
         ),
+        (
+            aten.convolution_backward.default,
+            (torch.randn(2, 4, 8, 8), image, kernel, None, *window, [False, True, False]),
+        ),
+        (aten.convolution.default, (image, torch.randn(3, 4, 3, 3), None, [2, 2], *window[1:3], True, [1, 1], 1)),
         (aten._scaled_dot_product_flash_attention_for_cpu.default, (q, q, q)),
     ]
 

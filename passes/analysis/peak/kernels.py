@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -11,7 +12,17 @@ from torch.fx import Node
 
 from fxprec.ir import symbolic
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import dim_hint, factors_of, has_tag, is_view, made_by, numel_hint, tensor_of, value
+from fxprec.passes.analysis.joint import (
+    argument,
+    dim_hint,
+    factors_of,
+    has_tag,
+    is_view,
+    made_by,
+    numel_hint,
+    tensor_of,
+    value,
+)
 from fxprec.passes.analysis.peak.workspace import workspace
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -31,7 +42,8 @@ class Kind(Enum):
 _REDUCED = ops.existing(
     aten,
     "sum sum.dim_IntList mean mean.dim amax amin var.correction var_mean.correction std.correction any any.dim all"
-    " all.dim argmax argmin prod prod.dim_int max.dim min.dim cumsum logcumsumexp cat stack linalg_vector_norm",
+    " all.dim argmax argmin prod prod.dim_int max.dim min.dim cumsum logcumsumexp cat stack linalg_vector_norm"
+    " index_put _unsafe_index_put",
 )
 _FUSED = (
     ops.existing(
@@ -61,7 +73,7 @@ def kind_of(node: Node) -> Kind:
         return Kind.FREE
     if node.target in ops.VIEWS and node.target not in _COPIES:
         return Kind.VIEW
-    if node.target in _REDUCED:
+    if node.target in _REDUCED or node.target is symbolic.InMemory.target:
         return Kind.REDUCED
     if node.target in _FUSED or has_tag(node, torch.Tag.pointwise) or _writes_on_constant(node):
         return Kind.FUSED
@@ -121,12 +133,20 @@ def flops_of(node: Node) -> float:
         gemms = 2 if node.target in ops.ATTENTION else 5
         return 2.0 * gemms * numel_hint(query) * dim_hint(key.shape[-2])
     if node.target in (aten.convolution.default, aten.convolution_backward.default):
-        weight = tensor_of(factors_of(node)[-1])
-        out = tensor_of(node if node.target is aten.convolution.default else factors_of(node)[0])
-        per_output = numel_hint(weight) // max(dim_hint(weight.shape[0]), 1)
-        return 2.0 * numel_hint(out) * per_output * (1 if node.target is aten.convolution.default else 2)
+        return _flops_of_convolution(node)
     if node.target in ops.GEMMS | ops.GEMMS_BACKWARD:
         first: Any = tensor_of(factors_of(node)[0])
         val = value(node)
         return 0.0 if val is None else 2.0 * numel_hint(val) * dim_hint(first.shape[-1])
     return 0.0
+
+
+def _flops_of_convolution(node: Node) -> float:
+    source, weight = (tensor_of(factor) for factor in factors_of(node)[-2:])
+    is_forward = node.target is aten.convolution.default
+    is_transposed = bool(argument(node, 6 if is_forward else 7))
+    out = tensor_of(node if is_forward else factors_of(node)[0])
+    each = numel_hint(weight) // max(dim_hint(weight.shape[0]), 1)
+    mask = (True,) if is_forward else argument(node, 10)
+    assert isinstance(mask, Sequence)
+    return 2.0 * numel_hint(source if is_transposed else out) * each * sum(mask[:2])

@@ -16,7 +16,8 @@ from fxprec.passes.analysis.joint import dim_hint, numel_hint
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm")
 _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
-_CONVOLUTION, _CONVOLUTION_BACKWARD = 16_384, 98_304  # bytes
+_CONVOLUTION, _CONVOLUTION_BACKWARD = 16_384, 20_992  # bytes, of a thread
+_CHANNELS = 16  # at once
 _GEMM = 132_096  # bytes, of a 16-bit GEMM: packed panels
 _TRANSPOSED, _PER_COLUMN = 345_216, 1_024  # bytes, where its first factor is transposed
 _ROWS = ((768, 256), (192, 64), (0, 32))  # of queries at once, from how many on
@@ -30,7 +31,7 @@ def workspace(name: str, operands: Sequence[Tensor]) -> int:
     if name == "convolution":
         return _bytes(operands[1]) + _CONVOLUTION  # the weight, reordered
     if name == "convolution_backward":
-        return 2 * _bytes(operands[2]) + _CONVOLUTION_BACKWARD  # its gradient in float32, or it and another
+        return _convolution_backward(*operands[:3])
     if name in (_FORWARD, _BACKWARD):
         return _attention(operands[0], operands[1 if name == _FORWARD else 2], is_backward=name == _BACKWARD)
     if name in _GEMMS and operands[-1].dtype.itemsize == 2:
@@ -39,6 +40,17 @@ def workspace(name: str, operands: Sequence[Tensor]) -> int:
         most = _TRANSPOSED + _PER_COLUMN * dim_hint(second.shape[-1]) if is_transposed else _GEMM
         return min(most, _bytes(first) + _bytes(second))
     return 0
+
+
+def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> int:
+    """Return the weight's gradient in float32, or it and another; of 16 bits, an image and its gradient a thread."""
+    own = 2 * _bytes(weight)
+    if weight.dtype.itemsize != 2:
+        return own + _CONVOLUTION_BACKWARD
+    channels = max(dim_hint(gradient.shape[1]), 1)
+    padded = _bytes(gradient) * (-(-channels // _CHANNELS) * _CHANNELS) // channels
+    images = (padded + _bytes(x)) // max(dim_hint(x.shape[0]), 1)
+    return own + torch.get_num_threads() * (images + _CONVOLUTION_BACKWARD)
 
 
 def _attention(query: Tensor, key: Tensor, *, is_backward: bool) -> int:

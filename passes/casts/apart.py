@@ -1,0 +1,160 @@
+"""Let parts of a joined tensor lie in memory of their own where they wait long, not in that of the whole.
+
+What a network skips to a later block is a part of a concat there. Inductor has a part lie in the memory of the whole
+from the beginning, before the other parts are made; in backward the whole gradient waits for whoever reads the part
+of it. With ``in_memory`` the part alone waits, and is copied.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch.fx import Node
+
+from fxprec.ir.symbolic import InMemory, Quantize
+from fxprec.passes.analysis.joint import numel_hint, tensor_of, value
+from fxprec.passes.analysis.ops import CONVERT
+from fxprec.passes.analysis.peak.kernels import Kind, kind_of
+from fxprec.passes.analysis.peak.step import Step
+from fxprec.passes.base import Work
+from fxprec.passes.casts.sites import emit, emit_call, emit_on, insertion_point_after
+
+_CAT, _SLICE = torch.ops.aten.cat.default, torch.ops.aten.slice.Tensor
+
+
+def lay_apart(work: Work) -> None:
+    """Edit the joint graph; what a GEMM and the copies for backward read of a concat is joined in the GEMM's dtype."""
+    step = Step(work.joint)
+    joined = Joined(work, Waits.of(step.forward))
+    for node in step.forward:
+        if node.target is _CAT:
+            joined.lay(node)
+    waits = Waits.of(step.backward)
+    for node in step.backward:
+        for part in _read_late(node, waits):
+            _copy_out(part)
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Which nodes of a half have libraries' kernels between them: what waits for those lies in memory."""
+
+    at: dict[Node, int]
+    before: list[int]
+    """How many of those kernels come before each position."""
+
+    @classmethod
+    def of(cls, half: list[Node]) -> Waits:
+        kernels = (kind_of(node) is Kind.EXTERN for node in half)
+        return cls({node: i for i, node in enumerate(half)}, list(accumulate(kernels, initial=0)))
+
+    def between(self, first: Node, last: Node) -> bool:
+        """Say whether there is one, ``first`` and ``last`` left out."""
+        return self.before[self.at[last]] > self.before[self.at[first] + 1]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Concats of forward."""
+
+    work: Work
+    waits: Waits
+    apart: dict[tuple[Node, torch.dtype], Node] = field(default_factory=dict)
+
+    def lay(self, cat: Node) -> None:
+        """Join in the dtype that is read, and let the pieces that are there long before the others lie apart."""
+        early = {x for x in cat.all_input_nodes if not _lies_apart(x) and self.waits.between(x, cat)}
+        dtype = _read_as(cat)
+        if dtype is None or (not early and dtype == tensor_of(cat).dtype):
+            return
+        graph = self.work.joint.graph
+        pieces = {x: self._piece(x, dtype, cat, is_early=x in early) for x in cat.all_input_nodes}
+        with graph.inserting_before(cat):
+            args = torch.fx.map_arg(cat.args, pieces.__getitem__)
+            new = emit(graph, _CAT, args, cat, val=tensor_of(cat).to(dtype))
+        for user in list(cat.users):
+            if user.target is CONVERT and tensor_of(user).dtype == dtype:
+                user.replace_all_uses_with(new)
+                graph.erase_node(user)
+        cat.replace_all_uses_with(new)
+        graph.erase_node(cat)
+        self.waits.at[new] = self.waits.at[cat]  # other concats may read it
+        values = self.work.book.values
+        values.update({site: new for site, node in values.items() if node is cat})
+
+    def _piece(self, x: Node, dtype: torch.dtype, cat: Node, *, is_early: bool) -> Node:
+        if not is_early:
+            return self._converted(x, dtype, cat)
+        if (x, dtype) not in self.apart:
+            with self.work.joint.graph.inserting_after(insertion_point_after(x)):
+                after = self.work.joint.graph.call_function(operator.pos, (x,))  # a place
+            narrow = self._converted(x, dtype, after)
+            with self.work.joint.graph.inserting_before(after):
+                val = torch.empty_like(tensor_of(narrow))
+                self.apart[x, dtype] = emit_call(self.work.joint.graph, InMemory(narrow), x, val=val)
+            self.work.joint.graph.erase_node(after)
+        return self.apart[x, dtype]
+
+    def _converted(self, x: Node, dtype: torch.dtype, before: Node) -> Node:
+        if tensor_of(x).dtype == dtype:
+            return x
+        with self.work.joint.graph.inserting_before(before):
+            return emit(self.work.joint.graph, CONVERT, (x, dtype), x, val=tensor_of(x).to(dtype))
+
+
+def _lies_apart(x: Node) -> bool:
+    """Say whether a value, or what it shows or converts, lies by itself anyway: an input, a library's result."""
+    while x.target is CONVERT or kind_of(x) is Kind.VIEW:
+        x = x.all_input_nodes[0]
+    return kind_of(x) in (Kind.FREE, Kind.EXTERN, Kind.PIECE)
+
+
+def _read_as(cat: Node) -> torch.dtype | None:
+    """Return the dtype in which a concat may be joined: rounding the pieces rounds the whole."""
+    own, rest = tensor_of(cat).dtype, [user for user in cat.users if Quantize.match(user) is None]
+    read = {tensor_of(user).dtype for user in rest if user.target is CONVERT}
+    is_rounded = len(read) == 1 and all(user.target is CONVERT for user in rest)
+    narrow = next(iter(read)) if is_rounded else own
+    is_same = all(tensor_of(x).dtype == own for x in cat.all_input_nodes)
+    return narrow if is_same and narrow.is_floating_point and narrow.itemsize <= own.itemsize else None
+
+
+def _read_late(whole: Node, waits: Waits) -> Iterator[Node]:
+    """Yield the slices of a tensor of backward that are read when all else has long been read of it."""
+    slices = {s: reads for s in whole.users if s.target is _SLICE and (reads := _reads(s, waits))}
+    others = [read for user in whole.users if user not in slices for read in _reads(user, waits)]
+    ends = {part: max(reads, key=waits.at.__getitem__) for part, reads in slices.items()}
+    for part, reads in slices.items():
+        first_of_rest = sorted((end for other, end in ends.items() if other is not part), key=waits.at.__getitem__)[:1]
+        rest = max([*others, *first_of_rest], key=waits.at.__getitem__, default=None)
+        first = min(reads, key=waits.at.__getitem__)
+        is_part = numel_hint(tensor_of(part)) < numel_hint(tensor_of(whole))
+        if rest is not None and is_part and waits.at[rest] < waits.at[first] and waits.between(rest, first):
+            yield part
+
+
+def _reads(node: Node, waits: Waits) -> list[Node]:
+    """Return who reads a node, seen through views."""
+    if kind_of(node) is not Kind.VIEW:
+        return [node] if node in waits.at else []
+    return [read for user in node.users for read in _reads(user, waits)]
+
+
+def _copy_out(part: Node) -> None:
+    """Let a slice lie apart, in the dtype that the whole was widened from."""
+    graph, whole = part.graph, part.all_input_nodes[0]
+    source = whole.all_input_nodes[0] if whole.target is CONVERT else whole
+    narrow = value(source)
+    if narrow is None or narrow.dtype.itemsize > tensor_of(whole).dtype.itemsize:
+        source = whole
+    with graph.inserting_before(part):
+        shown = emit_on(graph, part, source)
+        lies = emit_call(graph, InMemory(shown), part, val=torch.empty_like(tensor_of(shown)))
+        if source is not whole:
+            lies = emit(graph, CONVERT, (lies, tensor_of(part).dtype), part, val=torch.empty_like(tensor_of(part)))
+    part.replace_all_uses_with(lies)
+    graph.erase_node(part)

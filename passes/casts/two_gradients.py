@@ -1,0 +1,59 @@
+"""Compute a convolution's two gradients one after the other: its input is gone when the gradient of it is made.
+
+One call makes both, so the input, its gradient and the output's live at once. The gradient of the input is a transposed
+convolution of the output's, by the same kernel of oneDNN or cuDNN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from fxprec.passes.analysis.joint import item_of, tensor_of
+from fxprec.passes.casts.sites import emit
+
+_BACKWARD, _CONVOLUTION = torch.ops.aten.convolution_backward.default, torch.ops.aten.convolution.default
+
+
+def part_gradients(graph: Graph) -> None:
+    """Edit a joint graph, where both gradients are asked for."""
+    for node in graph.find_nodes(op="call_function", target=_BACKWARD):
+        args: Any = node.args
+        gradient, x, weight, _, stride, padding, dilation, is_transposed, _, groups, mask = args
+        items = {item[1]: user for user in node.users if (item := item_of(user)) is not None}
+        if is_transposed or not mask[1] or 0 not in items:
+            continue
+        beyond = _output_padding(tensor_of(x), tensor_of(gradient), tensor_of(weight), stride, padding, dilation)
+        if beyond is None:
+            continue
+        node.args = (*args[:-1], [False, *mask[1:]])
+        node.meta["val"] = (None, *node.meta["val"][1:])
+        with graph.inserting_before(items[0]):
+            transposed = (gradient, weight, None, stride, padding, dilation, True, beyond, groups)
+            new = emit(graph, _CONVOLUTION, transposed, items[0], val=tensor_of(items[0]))
+        items[0].replace_all_uses_with(new)
+        graph.erase_node(items[0])
+
+
+def _output_padding(
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[int] | None:
+    """Return by how much an input is larger than the least that gives such an output; None where it is not known."""
+    found = []
+    for i, step in enumerate(stride):
+        wide, made, kernel = x.shape[2 + i], gradient.shape[2 + i], weight.shape[2 + i]
+        if step == 1:
+            found.append(0)
+        elif all(isinstance(size, int) for size in (wide, made, kernel)):
+            found.append(wide - (made - 1) * step + 2 * padding[i] - dilation[i] * (kernel - 1) - 1)
+        else:
+            return None
+    return found
