@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import logging
 import os
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,8 @@ with warnings.catch_warnings():
 
     from fxprec.driver import warm_start
 
+from interpreted import InterpretedTests, files_of, run_interpreted, select
+
 # pytest records every logger's messages; torch would serialise each graph it traces for that.
 logging.getLogger("torch.__trace").disabled = True
 
@@ -31,6 +35,10 @@ logging.getLogger("torch.__trace").disabled = True
 def pytest_configure(config: pytest.Config) -> None:
     # Dynamo looks at .grad of every input, and the input of a graph after a break is no leaf.
     config.addinivalue_line("filterwarnings", "ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    select(items)
 
 
 def pytest_collection_finish() -> None:
@@ -58,3 +66,30 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
     torch.set_default_dtype(_DEFAULT_DTYPE)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+Once = Callable[[str, Callable[[], Any]], Any]
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """once(name, make): what make() returned, in this worker or in another, which is waited for."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def once(name: str, make: Callable[[], Any]) -> Any:
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path = folder / f"{name}.pt"
+            if not path.exists():
+                torch.save(make(), path)
+            return torch.load(path, weights_only=True)
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def interpreted_tests(request: pytest.FixtureRequest, once: Once) -> InterpretedTests:
+    """The tests of the session's files that are marked ``interpreted``, run."""
+    pytest.importorskip("triton")
+    return InterpretedTests(**once("interpreted", lambda: run_interpreted(files_of(request.session.items))))

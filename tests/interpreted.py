@@ -1,4 +1,8 @@
-"""Tests of Triton kernels on the CPU: Triton's interpreter must be chosen before a kernel is decorated."""
+"""Tests of Triton kernels on the CPU, in one process for all files of a session.
+
+Triton's interpreter must be chosen before a kernel is decorated, so a process of its own; and each costs seconds of
+imports. ``@interpreted`` marks what runs there; a test that takes the fixture ``interpreted_tests`` starts it.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,58 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run in a process of its own, below")
-
+interpreted = pytest.mark.interpreted
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+STARTS = "interpreted_tests"
 
 OLD_INTERPRETER = "only 0-dimensional arrays can be converted to Python scalars"
 
 
-def run_interpreted(file: str, names: str = "triton_kernels_give") -> int:
-    """Run those tests of ``file`` in a process of its own, under the interpreter; return how many passed."""
-    pytest.importorskip("triton")
+def select(items: list[pytest.Item]) -> None:
+    """Leave what is marked to the interpreter's process, and nothing else."""
+    marked = [i for i in items if i.get_closest_marker("interpreted") and STARTS not in getattr(i, "fixturenames", ())]
+    if INTERPRETING:
+        items[:] = marked
+    for item in marked if not INTERPRETING else ():
+        item.add_marker(pytest.mark.skip(reason="run in a process of its own, below"))
+
+
+def files_of(items: Sequence[pytest.Item]) -> list[str]:
+    """Return the files of a session with a test that starts the interpreter."""
+    return sorted({str(i.path) for i in items if STARTS in getattr(i, "fixturenames", ())})
+
+
+@dataclass(frozen=True)
+class InterpretedTests:
+    """What a run of marked tests printed."""
+
+    output: str
+    returncode: int
+
+    def passed(self, path: str) -> int:
+        """Return how many tests of a file passed. Fails where one failed, skips where the interpreter is too old."""
+        name = re.escape(Path(path).name)
+        if self.returncode not in (0, 1) or re.search(rf"^(FAILED|ERROR) .*/{name}\b", self.output, re.MULTILINE):
+            if OLD_INTERPRETER in self.output:
+                pytest.skip("the interpreter of this Triton (3.6) takes no NumPy 2.4 arrays as bounds of a loop")
+            pytest.fail(re.sub(r"^PASSED .*\n", "", self.output, flags=re.MULTILINE)[-3000:])
+        return len(re.findall(rf"^PASSED .*/{name}::", self.output, re.MULTILINE))
+
+
+def run_interpreted(files: Sequence[str]) -> dict[str, str | int]:
+    """Run the marked tests of those files in one process, under the interpreter."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", names],
+        [sys.executable, "-m", "pytest", "-q", "-rA", "--show-capture=no", "-p", "no:cacheprovider", *files],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=570,
         check=False,
     )
-    if OLD_INTERPRETER in run.stdout:
-        pytest.skip("the interpreter of this Triton (3.6) takes no NumPy 2.4 arrays as bounds of a loop")
-    assert run.returncode == 0, run.stdout[-3000:]
-    found = re.search(r"(\d+) passed", run.stdout)
-    assert found is not None, run.stdout[-3000:]
-    return int(found[1])
+    return {"output": run.stdout + run.stderr, "returncode": run.returncode}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from aps_reference import nearest_in_table
-from interpreted import interpreted, run_interpreted
+from interpreted import InterpretedTests, interpreted
 
 from fxprec.errors import FormatError
 from fxprec.runtime.aps import codecs
@@ -122,8 +122,8 @@ def test_triton_kernels_give_the_same_codes(name: str) -> None:
     assert torch.equal(codec_triton.decode_values(codes, c), codecs.decode_values(codes, c))
 
 
-def test_triton_kernels_in_the_interpreter() -> None:
-    assert run_interpreted(__file__) == len(NAMES)
+def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
+    assert interpreted_tests.passed(__file__) == len(NAMES)
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 100])

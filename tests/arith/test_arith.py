@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from interpreted import interpreted, run_interpreted
+from interpreted import InterpretedTests, interpreted
 from torch import Tensor
 
 import fxprec
@@ -184,8 +184,8 @@ def test_triton_kernels_give_the_bits(fmt: str, accumulate: str, kahan: bool, ch
     assert torch.equal(found.view(torch.int32), reference.matmul(a, b, spec).view(torch.int32))
 
 
-def test_triton_kernels_in_the_interpreter() -> None:
-    assert run_interpreted(__file__) == len(CASES)
+def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
+    assert interpreted_tests.passed(__file__) == len(CASES)
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 100])

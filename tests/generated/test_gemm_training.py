@@ -1,15 +1,15 @@
 """Training steps as a GPU would run them, GEMMs over codes included: lowered for one, run in Triton's interpreter.
 
-Inductor's own kernels are left out: what it would fuse runs op by op. Run by ``test_kernels.py`` in its own process.
+Inductor's own kernels are left out: what it would fuse runs op by op. Run in a process of its own.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
+from interpreted import InterpretedTests, interpreted
 from op_by_op import run_op_by_op
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
 from fxprec.passes.lowering.lower import lower
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_kernels.py")
+pytestmark = interpreted
 aten = torch.ops.aten
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0))
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0))
@@ -119,3 +119,7 @@ def test_steps_for_a_gpu_have_the_references_bits(
         assert "totals" in kinds
         joins = [n for gm in lowered for n in gm.graph.nodes if n.target is SideBySide.target]
         assert len(joins) == 1, "what the gated layer's product is saved as"
+
+
+def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
+    assert interpreted_tests.passed(__file__) == 6

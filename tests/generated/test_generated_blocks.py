@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from block_samples import numbers
-from interpreted import interpreted, run_interpreted
+from interpreted import InterpretedTests, interpreted
 from torch.fx import Graph, GraphModule
 
 pytest.importorskip("triton")
@@ -71,8 +69,8 @@ def test_triton_kernels_give_the_references_bits(name: str) -> None:
     check(name, "triton", "cpu")
 
 
-def test_the_interpreter_gives_the_references_bits() -> None:
-    assert run_interpreted(str(Path(__file__)), "triton_kernels_give") == len(NAMES)
+def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
+    assert interpreted_tests.passed(__file__) == len(NAMES)
 
 
 @pytest.mark.parametrize("arch", ahead.ARCHITECTURES)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bit_patterns import NAMED, NATIVE, WIDE, bit_patterns, random_formats
 from generated.kernel_helpers import EXPONENT, FORMAT, generated, run, scale_table, stored, traced
 from helpers import assert_bits_equal, finished
-from interpreted import interpreted, run_interpreted
+from interpreted import InterpretedTests, interpreted
 
 from fxprec.ir import symbolic
 from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE
@@ -287,10 +287,6 @@ def test_arithmetic_in_16_bits_is_rounded_as_in_the_graph() -> None:
         assert_bits_equal(found[1], wanted[1])
 
 
-@pytest.mark.parametrize(
-    ("name", "tests"),
-    [pytest.param("kernels", 19, marks=pytest.mark.cpu_dependent), ("training", 9), ("gemm_training", 6)],
-)
-def test_in_the_interpreter(name: str, tests: int) -> None:
-    file = Path(__file__).with_name(f"test_{name}.py")
-    assert run_interpreted(str(file), "not in_the_interpreter") == tests
+@pytest.mark.cpu_dependent
+def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
+    assert interpreted_tests.passed(__file__) == 19

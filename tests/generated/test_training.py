@@ -1,19 +1,19 @@
 """Whole training steps with generated kernels in Triton's interpreter: the reference's numbers, its faults, its files.
 
-Run by ``test_kernels.py`` in a process of its own.
+Run in a process of its own.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from backend_helpers import Cnn, mlp
+from interpreted import InterpretedTests, interpreted
 from torch import Tensor, nn
 
 import fxprec
@@ -22,7 +22,7 @@ from fxprec.driver.fallback import Lowering
 from fxprec.numerics import ahead, device
 from fxprec.numerics.formats import Format
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_kernels.py")
+pytestmark = interpreted
 
 
 class Block(nn.Module):
@@ -213,3 +213,7 @@ def test_what_a_machine_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert compat.no_triton(torch.device("cuda")) == "compute capability 7.5 is below 8.0"
     monkeypatch.setattr(triton, "__version__", "3.5.1")
     assert compat.no_triton(torch.device("cuda")) == "Triton 3.5.1 is older than 3.6"
+
+
+def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
+    assert interpreted_tests.passed(__file__) == 9

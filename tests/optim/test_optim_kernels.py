@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from interpreted import interpreted, run_interpreted
+from interpreted import InterpretedTests, interpreted
 from optim.rules import RULES, numbers_of, row_of, same_bits
 
 from fxprec.runtime.optim import cpp, reference
@@ -74,8 +74,8 @@ def test_triton_kernels_give_the_bits_of_the_reference(rule: Rule) -> None:
         check_kernel(rule, triton_step.run, (3_000, 0, 7))
 
 
-def test_triton_kernels_in_the_interpreter() -> None:
-    assert run_interpreted(__file__) == len(RULES)
+def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
+    assert interpreted_tests.passed(__file__) == len(RULES)
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 100])

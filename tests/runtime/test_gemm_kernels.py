@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gemm_helpers import half_graph, table_of
 from helpers import UNMEASURED
-from interpreted import interpreted, run_interpreted
+from interpreted import InterpretedTests, interpreted
 
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops
@@ -252,8 +252,8 @@ def test_interpreted_striped_counters_are_added_up() -> None:
     assert torch.allclose(totals.gathered(counters), stats.gathered(counters), rtol=1e-12, atol=1e-12)
 
 
-def test_in_the_interpreter() -> None:
-    assert run_interpreted(__file__, "test_interpreted") == len(FORMATS) + len(PAIRS) + len(KEPT) + 8
+def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
+    assert interpreted_tests.passed(__file__) == len(FORMATS) + len(PAIRS) + len(KEPT) + 8
 
 
 def test_without_a_device_the_kernels_say_so() -> None:
