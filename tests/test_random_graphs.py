@@ -65,6 +65,10 @@ KEPT = {
         "rows = slice(0, 2); v0 = torch.tanh(x0 @ w0); torch._dynamo.graph_break(); v1 = v0[rows] @ w0",
         {"x0": Shape((4, 4), **FREE), "w0": Shape((4, 4))}, "v1",
     ),
+    "a result written into behind a graph break, in the graph a view of a copy": program(
+        "v1 = (w0 @ x0.mT).mT; v2 = torch.cat([v1, v1], -1); torch._dynamo.graph_break(); v2.mul_(x0); v3 = v1[x2]",
+        {"x0": Shape((6, 6), **FREE), "x2": Shape((4,), "int"), "w0": Shape((3, 6))}, "v3",
+    ),
     "groups by dataflow where all is empty": program(
         "v0 = torch.einsum('...i,ij->...j', x0, w0)", {"x0": Shape((0, 6)), "w0": Shape((6, 1))}, "v0", grouping="dataflow",
     ),

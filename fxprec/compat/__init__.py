@@ -16,6 +16,7 @@ from fxprec.compat.ambient import fake_mode_of as fake_mode_of
 from fxprec.compat.ambient import tracing_with as tracing_with
 from fxprec.compat.autograd import backward_at_once as backward_at_once
 from fxprec.compat.autograd import backward_id as backward_id
+from fxprec.compat.autograd import below_autograd as below_autograd
 from fxprec.compat.autograd import checkpoint_around as checkpoint_around
 from fxprec.compat.autograd import in_backward as in_backward
 from fxprec.compat.autograd import inputs_written_behind as inputs_written_behind

@@ -16,6 +16,10 @@ from torch.utils.checkpoint import _CheckpointFrame
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
+below_autograd: Callable[[], contextlib.AbstractContextManager[object]] = torch._C._AutoDispatchBelowADInplaceOrView
+"""Within it operators record nothing: no graph, and not that their result is a view."""
+
+
 @contextlib.contextmanager
 def backward_at_once() -> Iterator[None]:
     """Compile the backward half with the forward half and let its errors out; else the first backward meets them."""

@@ -22,7 +22,8 @@ def _callback(compiled: object) -> object | None:
         return getattr(context, "callback", None)
     for cell in getattr(compiled, "__closure__", None) or ():  # a compiled function
         if hasattr(cell.cell_contents, "_torchdynamo_orig_backend"):
-            return cell.cell_contents  # type: ignore[no-any-return]
+            result: object | None = cell.cell_contents
+            return result
     return None
 
 
@@ -54,7 +55,7 @@ def through_dynamo(error: Exception) -> Exception:
     message = str(error)  # Dynamo appends advice on its own debugging to args
     space = {"__module__": kind.__module__, "__str__": lambda self: message}
     passing = type(kind.__name__, (kind, ShortenTraceback), space)
-    raised = passing.__new__(passing, *error.args)
+    raised: Exception = passing.__new__(passing, *error.args)
     raised.args = error.args
-    raised.first_useful_frame = None
-    return raised  # type: ignore[no-any-return]
+    raised.first_useful_frame = None  # type: ignore[attr-defined]
+    return raised

@@ -55,7 +55,8 @@ class _Wanted:
         self.alone()(*args)
 
     def alone(self) -> Loop:
-        return Bindings.load_pybinding(self.types, self.source)  # type: ignore[no-any-return]
+        result: Loop = Bindings.load_pybinding(self.types, self.source)
+        return result
 
     def key(self, settings: str) -> str:
         return hashlib.sha256(repr((settings, self.types, self.source)).encode()).hexdigest()
@@ -122,11 +123,12 @@ def _units(loops: Sequence[_Wanted]) -> list[list[_Wanted]]:
 def _begun(unit: Sequence[_Wanted], compiler: AsyncCompile) -> Callable[[], ModuleType]:
     """Begin to compile a file; the result waits for it, and raises `_NotShared` or what the compiler raises."""
     several = get_compile_threads() > 1  # where there is one, submitting is running, under a lock that it takes too
+    finish: Callable[[], ModuleType]
     try:
         finish = Bindings.load_async(_text(unit), submit_fn=compiler.submit if several else None)
     except _NotShared as error:
-        return _raising(error)
-    return finish  # type: ignore[no-any-return]
+        finish = _raising(error)
+    return finish
 
 
 def _raising(error: Exception) -> Callable[[], ModuleType]:
@@ -177,7 +179,8 @@ def _stored(place: Path) -> Loop | None:
     """Return a loop that another file has; None where it was never compiled, or its library is gone."""
     try:
         path, key, i = json.loads(place.read_text(encoding="utf-8"))
-        return getattr(Bindings._load_library(path, key), f"kernel_{i:d}")  # type: ignore[no-any-return]
+        result: Loop | None = getattr(Bindings._load_library(path, key), f"kernel_{i:d}")
+        return result
     except (OSError, ValueError, TypeError, ImportError, AttributeError):
         return None
 

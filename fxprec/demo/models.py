@@ -45,7 +45,8 @@ class SmallCNN(nn.Module):
         x = self.block1(F.relu(self.stem(images)))
         x = torch.cat([F.relu(self.narrow(x)), F.relu(self.wide(x))], dim=1)
         x = self.block2(F.relu(self.down(x)))
-        return self.classifier(x.mean(dim=(2, 3)))  # type: ignore[no-any-return]
+        result: Tensor = self.classifier(x.mean(dim=(2, 3)))
+        return result
 
 
 class _Block(nn.Module):
@@ -66,11 +67,13 @@ class _Block(nn.Module):
         shape = (batch, seq, self.heads, width // self.heads)
         q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, seq, width))  # type: ignore[no-any-return]
+        result: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, width))
+        return result
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return result
 
 
 class CharTransformer(nn.Module):
@@ -108,4 +111,5 @@ class CharTransformer(nn.Module):
         x = self.embed(codes) + self.position[: codes.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.logits(self.norm(x))  # type: ignore[no-any-return]
+        result: Tensor = self.logits(self.norm(x))
+        return result

@@ -85,7 +85,8 @@ class Lab:
         for half in (self.forward, self.backward):
             names = [n.name for n in half.gm.graph.find_nodes(op="placeholder")]
             for _, call in Quantize.among(Quantize.nodes(half.gm.graph)):
-                return self._args(half)[names.index(call.table.name)]  # type: ignore[no-any-return]
+                result: Tensor = self._args(half)[names.index(call.table.name)]
+                return result
         return torch.zeros(0, 0, dtype=torch.int32)  # all is in blocks, which have their own scales
 
     def run(self, read: Read = exact, *, differentiate: bool = False) -> list[Any]:
@@ -141,7 +142,8 @@ class _Walk(Interpreter):
 
     def run(self, *args: Any) -> Sequence[Any]:  # type: ignore[override]
         with torch.set_grad_enabled(self.differentiate):
-            return super().run(*args)  # type: ignore[no-any-return]
+            result: Sequence[Any] = super().run(*args)
+            return result
 
     def run_node(self, n: Node) -> Any:
         if n.op != "call_function":

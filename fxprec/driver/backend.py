@@ -87,7 +87,10 @@ class Backend:
         _tell_of_new_versions(self._log)
         _tell_what_is_missing(self._settings, self._log)
         if not self._settings.changes_anything or not example_inputs:
-            return compat.compile_fx(gm, example_inputs, config_patches=compat.mode_settings(self.config.mode))  # type: ignore[no-any-return]
+            result: Callable[..., Any] = compat.compile_fx(
+                gm, example_inputs, config_patches=compat.mode_settings(self.config.mode)
+            )
+            return result
         _want_it_whole()
         captured = capture.Captured.take(gm, example_inputs)
         if self._settings.recipe.pure:

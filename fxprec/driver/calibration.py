@@ -63,7 +63,10 @@ def interpreted(gm: GraphModule) -> Callable[..., Any]:
     def call(args: list[Any]) -> Any:
         taken = list(args)
         args.clear()
-        with torch.no_grad():
+        with (
+            torch.no_grad(),
+            compat.below_autograd(),
+        ):  # results that are views of the graph's own are no views to a user
             return gm(*taken)
 
     return compat.boxed(call)

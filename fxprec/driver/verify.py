@@ -197,7 +197,8 @@ _Compared = list[tuple[str, torch.Tensor, torch.Tensor]]
 def _values(x: torch.Tensor, table: torch.Tensor, row: int, fmt: str, storage: str, keep: bool) -> torch.Tensor:
     q = symbolic.QUANTIZE(x, table, row, fmt, storage)
     values = symbolic.DEQUANTIZE(q, table, symbolic.AS_STORED, fmt, storage, torch.float32)
-    return symbolic.KEEP_NONFINITE(values, x) if keep else values  # type: ignore[no-any-return]
+    result: torch.Tensor = symbolic.KEEP_NONFINITE(values, x) if keep else values
+    return result
 
 
 def _store(found: Any, x: Any, *args: Any) -> _Compared:

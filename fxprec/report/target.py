@@ -31,11 +31,11 @@ def find_factory(target: str) -> Factory:
         module = _import(place)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"target {target!r}: cannot import {place}: {_line(error)}; {_FORM}") from error
-    found = getattr(module, name, None)
+    found: Factory | None = getattr(module, name, None)
     if not callable(found):
         near = did_you_mean(name, [n for n, v in vars(module).items() if callable(v)])
         raise ConfigError(f"target {target!r}: {place} has no callable {name!r}{near}; {_FORM}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _import(place: str) -> Any:

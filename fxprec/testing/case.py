@@ -211,7 +211,8 @@ def squared_distance(outputs: Sequence[Any]) -> Tensor:
     if not outputs:
         raise ConfigError("the model returned no floating-point tensor; give a loss")
     if len(outputs) == 1 and outputs[0].ndim == 0:
-        return outputs[0]  # type: ignore[no-any-return]
+        result: Tensor = outputs[0]
+        return result
     generator = torch.Generator().manual_seed(0)
     targets = [torch.randn(o.shape, generator=generator, dtype=torch.float32).to(o) for o in outputs]
     parts = [(o - target).square().mean() / 2 for o, target in zip(outputs, targets, strict=True)]

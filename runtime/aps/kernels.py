@@ -50,7 +50,8 @@ def usable(*tensors: Tensor) -> bool:
 def _call(name: str, *arguments: object) -> int:
     loaded = library()
     assert loaded is not None
-    return getattr(loaded, name)(*arguments)  # type: ignore[no-any-return]
+    result: int = getattr(loaded, name)(*arguments)
+    return result
 
 
 def _floats(name: str, t: Tensor, numel: int) -> int:

@@ -132,7 +132,8 @@ class Stepper(Optimizer):
 
     @property
     def _history(self) -> History:
-        return self.__dict__.setdefault("_cancelled_history", History())  # type: ignore[no-any-return]
+        result: History = self.__dict__.setdefault("_cancelled_history", History())
+        return result
 
     def _counts(self) -> Counts:
         """Return the counts of the groups with ``count_cancelled``, by group and position."""
