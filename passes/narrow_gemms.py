@@ -7,6 +7,7 @@ so only the GEMM itself is narrower. Sums inside a GEMM stay float32 on every ba
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -175,7 +176,8 @@ def _dtype(node: Node) -> torch.dtype | None:
 
 def _own_result(node: Node) -> list[Node]:
     """Return what attention's backward reads of its forward's result, which came out of it in that dtype."""
-    names = [argument.name for argument in operator_of(node)._schema.arguments]  # type: ignore[attr-defined]
+    operator: Any = operator_of(node)
+    names = [argument.name for argument in operator._schema.arguments]
     return [input_at(node, names.index("out"))] if node.target in ops.ATTENTION_BACKWARD else []
 
 

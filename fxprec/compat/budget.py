@@ -43,10 +43,11 @@ def keep_random_numbers(graph: Graph) -> None:
 
 def _draws(node: Node) -> bool:
     """Say whether a node draws random numbers: attention is tagged so, and draws none where it drops nothing."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
     arguments: dict[str, Any] = {}
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for i, argument in enumerate(target._schema.arguments):
         given = node.args[i] if i < len(node.args) else argument.default_value
         arguments[argument.name] = node.kwargs.get(argument.name, given)
     return arguments.get("dropout_p") != 0

@@ -18,7 +18,9 @@ _SEARCH_STEPS = 7  # 127 borders
 
 
 @triton.jit
-def _encode_kernel(x_ptr, borders_ptr, out_ptr, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _encode_kernel(
+    x_ptr: tl.tensor, borders_ptr: tl.tensor, out_ptr: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr, STEPS: tl.constexpr
+) -> None:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
@@ -35,7 +37,9 @@ def _encode_kernel(x_ptr, borders_ptr, out_ptr, n, BLOCK: tl.constexpr, STEPS: t
 
 
 @triton.jit
-def _decode_kernel(codes_ptr, table_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decode_kernel(
+    codes_ptr: tl.tensor, table_ptr: tl.tensor, out_ptr: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     code = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.int32)

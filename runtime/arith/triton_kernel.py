@@ -17,7 +17,7 @@ _ROWS, _COLUMNS = 32, 32
 
 
 @triton.jit
-def _to_odd(near, error):  # type: ignore[no-untyped-def]
+def _to_odd(near: tl.tensor, error: tl.tensor) -> tl.tensor:
     bits = near.to(tl.int32, bitcast=True)
     zero = (bits & 0x7FFFFFFF) == 0
     base = tl.where(zero, tl.where(error > 0, 0, -0x80000000), bits)
@@ -27,7 +27,7 @@ def _to_odd(near, error):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _product(a, b, ROUND: tl.constexpr, ODD: tl.constexpr):  # type: ignore[no-untyped-def]
+def _product(a: tl.tensor, b: tl.tensor, ROUND: tl.constexpr, ODD: tl.constexpr) -> tl.tensor:
     near = a * b
     if ODD:
         exact = a.to(tl.float64) * b.to(tl.float64)
@@ -37,7 +37,7 @@ def _product(a, b, ROUND: tl.constexpr, ODD: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit
-def _plus(a, b, ROUND: tl.constexpr, ODD: tl.constexpr):  # type: ignore[no-untyped-def]
+def _plus(a: tl.tensor, b: tl.tensor, ROUND: tl.constexpr, ODD: tl.constexpr) -> tl.tensor:
     total = a + b
     if ODD:
         other = total - a
@@ -46,7 +46,9 @@ def _plus(a, b, ROUND: tl.constexpr, ODD: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit
-def _accumulate(s, c, p, ROUND: tl.constexpr, ODD: tl.constexpr, KAHAN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _accumulate(
+    s: tl.tensor, c: tl.tensor, p: tl.tensor, ROUND: tl.constexpr, ODD: tl.constexpr, KAHAN: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     if KAHAN:
         y = _plus(p, -c, ROUND, ODD)
         t = _plus(s, y, ROUND, ODD)
@@ -58,11 +60,23 @@ def _accumulate(s, c, p, ROUND: tl.constexpr, ODD: tl.constexpr, KAHAN: tl.const
 
 
 @triton.jit
-def _matmul_kernel(  # type: ignore[no-untyped-def]
-    a_ptr, b_ptr, out_ptr, m, depth, n, chunk, PRODUCT: tl.constexpr, SUM: tl.constexpr,
-                   ODD_PRODUCT: tl.constexpr, ODD_SUM: tl.constexpr, KAHAN: tl.constexpr, CHUNKED: tl.constexpr,
-                   ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def _matmul_kernel(
+    a_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    m: tl.tensor,
+    depth: tl.tensor,
+    n: tl.tensor,
+    chunk: tl.tensor,
+    PRODUCT: tl.constexpr,
+    SUM: tl.constexpr,
+    ODD_PRODUCT: tl.constexpr,
+    ODD_SUM: tl.constexpr,
+    KAHAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     s = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)

@@ -31,7 +31,7 @@ count_lost, note_facts = map(device_function, ("count_lost", "note_facts"))
 
 
 @triton.jit
-def _read(at, inside, DECODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _read(at: tl.tensor, inside: tl.tensor, DECODE: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
     """A tile of an operand as the tensor cores take it; zeros outside."""
     value = tl.load(at, mask=inside, other=0.0 if DECODE is None else 0)
     if DECODE is not None:
@@ -40,7 +40,7 @@ def _read(at, inside, DECODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def _nearest(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _nearest(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """Convert float32 to ``DTYPE``, to the nearest: Triton's interpreter cuts bfloat16 off, which hardware rounds."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         x = tl.where(x == x, as_bfloat16(x), x)
@@ -48,13 +48,40 @@ def _nearest(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def matmul_kernel(  # type: ignore[no-untyped-def]
-    a_ptr, b_ptr, bias_ptr, exp_a_ptr, exp_b_ptr, row_ptr, out_ptr, counts_ptr, m, n, k, stride_am, stride_ak,
-    stride_bk, stride_bn, bucket, DECODE_A: tl.constexpr, DECODE_B: tl.constexpr, ENCODE: tl.constexpr,
-    LIMITS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, MIDDLE: tl.constexpr, SCALED_A: tl.constexpr,
-    SCALED_B: tl.constexpr, BIAS: tl.constexpr, STATS: tl.constexpr, CARRIED: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
-):  # fmt: skip
+def matmul_kernel(
+    a_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    exp_a_ptr: tl.tensor,
+    exp_b_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    stride_am: tl.tensor,
+    stride_ak: tl.tensor,
+    stride_bk: tl.tensor,
+    stride_bn: tl.tensor,
+    bucket: tl.tensor,
+    DECODE_A: tl.constexpr,
+    DECODE_B: tl.constexpr,
+    ENCODE: tl.constexpr,
+    LIMITS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    SCALED_A: tl.constexpr,
+    SCALED_B: tl.constexpr,
+    BIAS: tl.constexpr,
+    STATS: tl.constexpr,
+    CARRIED: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> None:
     program = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
     first = program // (GROUP * tiles_n) * GROUP

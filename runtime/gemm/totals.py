@@ -16,10 +16,22 @@ BLOCK, WARPS = 1024, 8
 
 
 @triton.jit
-def totals_kernel(  # type: ignore[no-untyped-def]
-    lost_ptr, amax_ptr, moments_ptr, table_ptr, out_ptr, pitch, moments_pitch, outer, FACTS: tl.constexpr,
-    COLUMNS: tl.constexpr, CARRIED: tl.constexpr, FIELD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def totals_kernel(
+    lost_ptr: tl.tensor,
+    amax_ptr: tl.tensor,
+    moments_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    pitch: tl.tensor,
+    moments_pitch: tl.tensor,
+    outer: tl.tensor,
+    FACTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CARRIED: tl.constexpr,
+    FIELD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     site = tl.program_id(0)
     row, start, size, moments, scaled = 0, 0, 0, -1, 0
     elements = tl.full((), 0, tl.int64)
@@ -95,9 +107,14 @@ def totals(lost: Tensor, amax: Tensor, moments: Tensor, table: Tensor, constants
 
 
 @triton.jit
-def gather_kernel(  # type: ignore[no-untyped-def]
-    counters_ptr, out_ptr, STRIPES: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+def gather_kernel(
+    counters_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    STRIPES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
     mine = counters_ptr + tl.program_id(0) * (STRIPES + 1) * COLUMNS
     at = mine + tl.arange(0, STRIPES) * COLUMNS
     facts = mine + STRIPES * COLUMNS

@@ -26,11 +26,25 @@ count_lost, count_moments, note_facts = map(device_function, ("count_lost", "cou
 
 
 @triton.jit
-def quantize_transpose_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, row_ptr, q_ptr, t_ptr, counts_ptr, m, n, stride_m, stride_n, ENCODE: tl.constexpr, LIMITS: tl.constexpr,
-    ROW_MAJOR: tl.constexpr, STATS: tl.constexpr, CARRIED: tl.constexpr, MEASURE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr
-):  # fmt: skip
+def quantize_transpose_kernel(
+    x_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    q_ptr: tl.tensor,
+    t_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    stride_m: tl.tensor,
+    stride_n: tl.tensor,
+    ENCODE: tl.constexpr,
+    LIMITS: tl.constexpr,
+    ROW_MAJOR: tl.constexpr,
+    STATS: tl.constexpr,
+    CARRIED: tl.constexpr,
+    MEASURE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
     tiles = tl.cdiv(n, COLUMNS)
     program = tl.program_id(0)
     i = (program // tiles) * ROWS + tl.arange(0, ROWS)
@@ -53,9 +67,16 @@ def quantize_transpose_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def transpose_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, t_ptr, m, n, stride_m, stride_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def transpose_kernel(
+    q_ptr: tl.tensor,
+    t_ptr: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    stride_m: tl.tensor,
+    stride_n: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
     tiles = tl.cdiv(n, COLUMNS)
     i = (tl.program_id(0) // tiles) * ROWS + tl.arange(0, ROWS)
     j = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)

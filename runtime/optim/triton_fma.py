@@ -9,7 +9,7 @@ from fxprec import compat
 
 
 @triton.jit
-def _emulated(a, b, c):  # type: ignore[no-untyped-def]
+def _emulated(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
     """As `fma._emulated`: the interpreter's own ``tl.fma`` rounds twice."""
     product = a.to(tl.float64) * b.to(tl.float64)
     addend = c.to(tl.float64)
@@ -23,7 +23,7 @@ def _emulated(a, b, c):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fused(a, b, c):  # type: ignore[no-untyped-def]
+def _fused(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
     return tl.fma(a, b, c)
 
 
