@@ -19,7 +19,7 @@ from fxprec.passes.analysis.peak.choice import Chooser, Fit
 from fxprec.passes.analysis.peak.either import Either
 from fxprec.passes.analysis.peak.kernels import Kind, flops_of, kind_of
 from fxprec.passes.analysis.peak.part import Bound
-from fxprec.passes.analysis.peak.problem import AGAIN, FEW, KEEP, NARROW, ROUNDED, Problem, is_kept
+from fxprec.passes.analysis.peak.problem import AGAIN, FEW, KEEP, NARROW, ROUNDED, Problem, Ways, is_kept
 from fxprec.passes.analysis.peak.timeline import Item, Timeline
 
 aten = torch.ops.aten
@@ -203,6 +203,38 @@ def test_of_all_choices_with_block_formats_it_finds_the_one_of_least_time() -> N
     assert seen
 
 
+def test_no_value_kept_at_the_least_peak_could_go_another_way(chooser: Chooser) -> None:
+    best = chooser.lowered(chooser.unlimited)
+    assert best.peak < 0.8 * chooser.unlimited.peak
+    live, kept = best.held.timeline.live, {node: way for node, way in best.ways.items() if is_kept(way)}
+    at_peak = [node for node in kept if best.held.lives(node, live.index(max(live)), again=False)]
+    without = [{node: way for node, way in kept.items() if node is not left} for left in at_peak]
+    low = [kept | {node: NARROW} for node in at_peak if (node, NARROW) in chooser.problem.columns]
+    rivals = [ways for tried in (*without, *low) if (ways := chooser.problem.completed(tried)) is not None]
+    assert rivals
+    assert all(chooser.replayed(ways).peak >= best.peak for ways in rivals)
+    tried = [best.ways, *rivals, *chooser._neighbours(chooser.unlimited)]
+    assert len(tried) > 10
+    assert all(obeys(chooser.problem, ways) for ways in tried)
+
+
+def obeys(problem: Problem, ways: Ways) -> bool:
+    """Say whether a choice is one that the solver might find."""
+    chosen = {problem.columns[key] for key in ways.items()}
+    sums = (sum(weight for c, weight in row.items() if c in chosen) for row, _, _ in problem._rows)
+    return all(least <= total <= most for total, (_, least, most) in zip(sums, problem._rows, strict=True))
+
+
+def test_where_the_solver_finds_nothing_one_value_after_the_other_is_let_go(
+    chooser: Chooser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = Bound(0.8 * chooser.unlimited.peak)
+    monkeypatch.setattr(chooser.problem, "solve", lambda bounds, gap: None)
+    found = chooser.within(budget)
+    assert found is not None
+    assert found.excess(budget) <= 0
+
+
 def test_block_formats_never_make_a_choice_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the search among more ways finds: here nothing but what holds most."""
     torch.manual_seed(0)
@@ -220,6 +252,7 @@ def test_block_formats_never_make_a_choice_worse(monkeypatch: pytest.MonkeyPatch
     assert wanted is not None
     assert (found.seconds, found.peak) == (wanted.seconds, wanted.peak)
     monkeypatch.setattr(either.blocks, "narrowed", lambda fit: fit)
+    monkeypatch.setattr(either.blocks, "lowered", lambda fit, enough=0.0: fit)
     assert either.least().peak == least.peak
 
 

@@ -6,16 +6,17 @@ What lives when depends on the choice. So the bounds are made one by one: choose
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 from torch.fx import Node
 
 from fxprec.passes.analysis.peak.kernels import Kind, bytes_of, kind_of
 from fxprec.passes.analysis.peak.part import Bound
-from fxprec.passes.analysis.peak.problem import EXACT, Problem, Row, Ways, is_kept
+from fxprec.passes.analysis.peak.problem import AGAIN, EXACT, Problem, Row, Ways, is_kept
 from fxprec.passes.analysis.peak.step import Held, Saved
 
 _ROUNDS, _FEW_ROUNDS = 12, 5
@@ -23,6 +24,7 @@ _TIGHTER = (0.95, 0.9)
 _MOMENTS = 12
 _NEAR = 8  # of moments this close, the one that holds most
 _TRIALS = 5
+_REPLAYS, _REPLAYED = 400, 600_000  # choices, and items of them, that are replayed to lower a peak
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,14 @@ class Chooser:
 
     def within(self, bound: Bound, known: Fit | None = None) -> Fit | None:
         """Return a choice within a bound, of the least time found; or None. ``known`` is one of them."""
-        fits = [] if known is None else [known]
-        fits += [fit for fit in self.approach(bound, known=known) if fit.excess(bound) <= 0]
+        found = [] if known is None else [known]
+        found += self.approach(bound, known=known)
         for share in _TIGHTER:  # where a search ends with nothing, one for a tighter bound may not
-            if not fits:
-                tighter = Bound(share * bound.peak, bound.waiting)
-                fits = [fit for fit in self.approach(tighter, _FEW_ROUNDS) if fit.excess(bound) <= 0]
-        return min(fits, key=lambda fit: fit.seconds, default=None)
+            if not _within(found, bound):
+                found += self.approach(Bound(share * bound.peak, bound.waiting), _FEW_ROUNDS)
+        if not _within(found, bound):
+            found.append(self.lowered(min(found, key=lambda fit: fit.peak), bound.peak))
+        return min(_within(found, bound), key=lambda fit: fit.seconds, default=None)
 
     def approach(
         self, bound: Bound, rounds: int = _ROUNDS, known: Fit | None = None, gap: float = EXACT
@@ -125,7 +128,39 @@ class Chooser:
                 low = middle
             else:
                 high = float(best.peak)
+        return self.lowered(best)
+
+    def lowered(self, fit: Fit, enough: float = 0.0) -> Fit:
+        """Return a choice that holds less: one value after the other that is kept at the peak goes another way.
+
+        The largest first, as long as that lowers the peak, down to ``enough``. What a problem says of a moment is a
+        guess for choices far from the one it was replayed for; this goes by the replay alone.
+        """
+        best, left = fit, min(_REPLAYS, _REPLAYED // max(len(fit.held.items), 1))
+        while best.peak > enough:
+            for ways in islice(self._neighbours(best), left):
+                left -= 1
+                if (found := self.replayed(ways)).peak < best.peak:
+                    best = found
+                    break
+            else:
+                return best
         return best
+
+    def _neighbours(self, fit: Fit) -> Iterator[Ways]:
+        """Yield choices in which one value that lives at the peak is not kept, or in another format."""
+        live = fit.held.timeline.live
+        top = max(range(len(live)), key=live.__getitem__, default=0)
+        kept = {node: way for node, way in fit.ways.items() if is_kept(way)}
+        living = [node for node in kept if fit.held.lives(node, top, again=False)]
+        for node in sorted(living, key=lambda n: -self.problem.size(n, kept[n])):
+            others = [way for n, way in self.problem.columns if n is node and is_kept(way) and way != kept[node]]
+            narrower = [way for way in others if self.problem.size(node, way) < self.problem.size(node, kept[node])]
+            for way in (AGAIN, *narrower):
+                tried = kept | {node: way} if is_kept(way) else {n: w for n, w in kept.items() if n is not node}
+                ways = self.problem.completed(tried)
+                if ways is not None and ways != fit.ways:
+                    yield ways
 
     def narrowed(self, fit: Fit) -> Fit:
         """Return a choice with what is kept at its peak in the narrowest block formats, as long as that lowers it."""
@@ -210,6 +245,10 @@ class Chooser:
             return kept and self._order[node] <= moment
         is_wanted = moment <= self._last.get(node, -1)
         return is_wanted and (kept or (_lies(node) and self._first.get(node, moment + 1) <= moment))
+
+
+def _within(fits: Iterable[Fit], bound: Bound) -> list[Fit]:
+    return [fit for fit in fits if fit.excess(bound) <= 0]
 
 
 def _lies(node: Node) -> bool:

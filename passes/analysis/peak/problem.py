@@ -99,6 +99,28 @@ class Problem:
         found = [way for way in self._ways(node) if is_kept(way) and not (is_exact and way == NARROW)]
         return min(found, key=lambda way: self.size(node, way))
 
+    def completed(self, kept: Mapping[Node, int]) -> Ways | None:
+        """Return a choice that keeps what it can of ``kept`` in these ways, and computes again all else that is needed.
+
+        What is needed exactly, or cannot be computed again, is kept as it is; None where that cannot be.
+        """
+        exactly, roughly, ways = set(self.needs.exactly), set(self.needs.roughly), dict[Node, int]()
+        of_others: set[Node] = set()
+        for node in reversed(self.nodes):
+            if node not in exactly and node not in roughly:
+                continue
+            way = kept.get(node, AGAIN if node in exactly else ROUNDED)
+            is_wrong = (way == NARROW and node in exactly) or (way >= FEW and node in of_others)
+            if is_wrong or (node, way) not in self.columns:
+                way = KEEP
+            if (node, way) not in self.columns:
+                return None
+            ways[node] = way
+            if not is_kept(way):
+                (exactly if way == AGAIN else roughly).update(self.sources(node))
+                of_others |= self.sources(node)
+        return ways
+
     def faster_than(self, seconds: float) -> Row:
         """Return the row of which choices are those that take less time."""
         return dict(enumerate(self.cost.tolist())), -np.inf, seconds
