@@ -274,3 +274,9 @@ def test_gradient_is_straight_through() -> None:
 def test_bad_input(call: object, words: str) -> None:
     with pytest.raises(FormatError, match=words):
         call(torch.ones(4))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("length", [4, 4000])
+def test_decoded_values_lie_in_memory_as_their_codes(length: int) -> None:
+    codes = torch.randint(0, 256, (3, length), dtype=torch.uint8).t()
+    assert reference.reference_decode(codes, "e4m3fn").stride() == codes.stride()

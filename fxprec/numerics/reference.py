@@ -64,13 +64,14 @@ def reference_encode(x: torch.Tensor, fmt: Format | str) -> torch.Tensor:
 
 
 def reference_decode(code: torch.Tensor, fmt: Format | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the numbers of integer codes as ``dtype``, shape of ``code``."""
+    """Return the numbers of integer codes as ``dtype``, shape and order of dimensions in memory of ``code``."""
     fmt = parse(fmt)
     bits = code.long() & ((1 << fmt.bits) - 1)
     if bits.numel() <= 4 << fmt.bits:
         return _decoded(bits, fmt).to(dtype)
     every = _decoded(torch.arange(1 << fmt.bits, device=code.device), fmt)
-    return every.index_select(0, bits.flatten()).view(bits.shape).to(dtype)
+    found = every.index_select(0, bits.flatten()).view(bits.shape).to(dtype)
+    return found if code.is_contiguous() else torch.empty_like(code, dtype=dtype).copy_(found)
 
 
 def _decoded(bits: torch.Tensor, fmt: Format) -> torch.Tensor:
