@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -58,6 +59,12 @@ def trained(model: nn.Module, x: Tensor, **options: Any) -> tuple[Plan, Tensor]:
     return backend.plans[0], found
 
 
+@cache
+def fitted(**options: Any) -> tuple[Plan, Tensor]:
+    """Return the plan and the gradients of the transformer: a search of seconds, once for all tests that ask for it."""
+    return trained(transformer(), TOKENS, **options)
+
+
 def cosine(a: Tensor, b: Tensor) -> float:
     return float(a @ b / a.norm() / b.norm())
 
@@ -75,7 +82,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 )
 def test_a_step_within_its_budget_has_the_gradients_of_one_without(options: dict[str, Any], low: bool) -> None:
     model = transformer()
-    plan, found = trained(model, TOKENS, **options)
+    plan, found = fitted(**options)
     assert plan.peak_bytes is not None
     share = int(options["peak_budget"].rstrip("%")) / 100
     assert plan.peak_bytes.budget == int(share * plan.peak_bytes.high)
@@ -106,8 +113,7 @@ def test_block_formats_are_ways_that_a_plan_file_keeps(tmp_path: Any) -> None:
 
 def test_what_is_saved_is_what_was_chosen() -> None:
     """The partitioner adds nothing: where it did, the peak would be another than the planned one."""
-    model = transformer()
-    saved = {share: trained(model, TOKENS, peak_budget=share)[0].saved_bytes for share in ("100%", "80%", "65%")}
+    saved = {share: fitted(peak_budget=share)[0].saved_bytes for share in ("100%", "80%", "65%")}
     planned = [saved[share].planned for share in saved]  # type: ignore[union-attr]
     assert planned[0] > 1.3 * planned[1] > 1.3 * planned[2]
 
@@ -129,7 +135,7 @@ def test_statistics_are_written_once_and_a_mask_is_drawn_once() -> None:
 
 def test_a_plan_brings_its_ways(tmp_path: Any) -> None:
     model, path = transformer(), tmp_path / "plan.json"
-    plan, found = trained(model, TOKENS, peak_budget="65%")
+    plan, found = fitted(peak_budget="65%")
     plan.save(path)
     again, same = trained(model, TOKENS, plan=path)
     assert [site.way for site in again.sites] == [site.way for site in plan.sites]
@@ -156,7 +162,7 @@ def test_ways_that_leave_out_what_cannot_be_computed_again_are_refused(tmp_path:
 
 def test_a_promotion_keeps_the_value_high_and_goes_on() -> None:
     model = transformer()
-    plan, _ = trained(model, TOKENS, peak_budget="65%")
+    plan, _ = fitted(peak_budget="65%")
     site = next(s for s in plan.sites if s.way == "narrow")
     torch._dynamo.reset()
     backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="65%")
