@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -62,11 +62,20 @@ def interpreted(gm: GraphModule) -> Callable[..., Any]:
 
     def call(args: list[Any]) -> Any:
         taken = list(args)
+        given = {id(t) for x in taken if isinstance(x, torch.Tensor) for t in (x, x._base)}
         args.clear()
-        with (
-            torch.no_grad(),
-            compat.below_autograd(),
-        ):  # results that are views of the graph's own are no views to a user
-            return gm(*taken)
+        with torch.no_grad():
+            return [_own(x, given) for x in gm(*taken)]
 
     return compat.boxed(call)
+
+
+def _own(x: Any, given: Collection[int]) -> Any:
+    """Return a result that is no view of the graph's own tensors to a user, who may write into it.
+
+    A view of what was given stays one: autograd counts writes into the tensor that backward reads through it.
+    """
+    if not isinstance(x, torch.Tensor) or x._base is None or id(x._base) in given:
+        return x
+    with compat.below_autograd():
+        return x.view_as(x)
