@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch._inductor import config
-from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads, kernel_code_log
 from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -69,12 +69,16 @@ def loops_share_files() -> Iterator[None]:
         yield
         return
     replaced: Any = AsyncCompile
-    replaced.cpp_pybinding = lambda self, types, source: _Wanted(tuple(types), source)
-    replaced.wait = _wait_for_all
+    replaced.cpp_pybinding, replaced.wait = _want, _wait_for_all
     try:
         yield
     finally:
         replaced.cpp_pybinding, replaced.wait = _alone, _wait
+
+
+def _want(self: AsyncCompile, types: Sequence[str], source: str) -> _Wanted:
+    kernel_code_log.info("CPP+Bindings Kernel:\n%s", source)
+    return _Wanted(tuple(types), source)
 
 
 def _wait_for_all(self: AsyncCompile, scope: dict[str, Any]) -> None:
