@@ -7,7 +7,6 @@ of it. With ``in_memory`` the part alone waits, and is copied.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -90,13 +89,10 @@ class Joined:
         if not is_early:
             return self._converted(x, dtype, cat)
         if (x, dtype) not in self.apart:
-            with self.work.joint.graph.inserting_after(insertion_point_after(x)):
-                after = self.work.joint.graph.call_function(operator.pos, (x,))  # a place
-            narrow = self._converted(x, dtype, after)
-            with self.work.joint.graph.inserting_before(after):
-                val = torch.empty_like(tensor_of(narrow))
-                self.apart[x, dtype] = emit_call(self.work.joint.graph, InMemory(narrow), x, val=val)
-            self.work.joint.graph.erase_node(after)
+            graph, following = self.work.joint.graph, insertion_point_after(x).next
+            narrow = self._converted(x, dtype, following)
+            with graph.inserting_before(following):
+                self.apart[x, dtype] = emit_call(graph, InMemory(narrow), x, val=torch.empty_like(tensor_of(narrow)))
         return self.apart[x, dtype]
 
     def _converted(self, x: Node, dtype: torch.dtype, before: Node) -> Node:
