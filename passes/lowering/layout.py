@@ -14,10 +14,11 @@ from torch.fx import Graph, Node
 
 from fxprec import compat
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
-from fxprec.passes.analysis.joint import made_by
+from fxprec.passes.analysis.joint import made_by, value
 
 aten = torch.ops.aten
-_CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
+_BACKWARD = aten.convolution_backward.default
+_CONVOLUTIONS = frozenset({aten.convolution.default, _BACKWARD})
 
 
 def prefer_channels_last(graph: Graph, inlined: Collection[Node] = ()) -> None:
@@ -39,6 +40,28 @@ def prefer_channels_last(graph: Graph, inlined: Collection[Node] = ()) -> None:
             if kept.x is x:
                 guard.args = replace(kept, x=forced[x]).args
         q.args = replace(cast, x=forced[x]).args
+
+
+def share_channels_last(graph: Graph) -> None:
+    """Let convolutions that read a value beside a ``convolution_backward`` read it channels-last, from one buffer.
+
+    Of such a value, one that is computed again in backward say, Inductor makes a copy in the strides that the graph
+    says, contiguous ones, and copies that once more for each convolution.
+    """
+    for node in list(graph.nodes):
+        readers = [user for user in node.users if user.target in _CONVOLUTIONS]
+        is_shared = len(node.users) > 1 and any(user.target is _BACKWARD for user in readers)
+        if node.op != "call_function" or not is_shared:
+            continue
+        val = value(node)
+        strides = None if val is None else _channels_last(val)
+        if strides is None:
+            continue
+        with graph.inserting_after(node):
+            forced = graph.call_function(compat.FORCE_STRIDES, (node, strides))
+        forced.meta["val"] = val
+        for reader in readers:
+            reader.replace_input_with(node, forced)
 
 
 def _is_convolved(x: Node, q: Node) -> bool:

@@ -16,6 +16,7 @@ from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.gemms import lower_gemms
 from fxprec.passes.lowering.in_loops import casts_in_loops
 from fxprec.passes.lowering.inline import inlined_casts
+from fxprec.passes.lowering.layout import share_channels_last
 from fxprec.passes.lowering.lowered import CodedResult, Generated, Lowered
 from fxprec.passes.lowering.pieces import cast_in_pieces, narrow_in_pieces
 from fxprec.passes.lowering.rows import WatchedRows
@@ -79,5 +80,7 @@ def lower(
         if rows.inlines or device_type == "cuda":
             share_conversions(gm.graph)
     gm.graph.eliminate_dead_code()
+    if lowering != "eager" and device_type == "cpu":
+        share_channels_last(gm.graph)
     gm.recompile()
     return Lowered((*counters.rows, *found), counted_rows, coded, generated)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -25,7 +26,7 @@ from fxprec.numerics.reference import reference_decode, reference_encode, refere
 from fxprec.numerics.rows import format_row
 from fxprec.passes.lowering.conversions import share_conversions, show_bytes_in_memory, widen_products
 from fxprec.passes.lowering.expand import _keep_nonfinite, _quantize, expand
-from fxprec.passes.lowering.layout import prefer_channels_last
+from fxprec.passes.lowering.layout import prefer_channels_last, share_channels_last
 from fxprec.passes.lowering.reuse import is_ours_alone
 
 aten = torch.ops.aten
@@ -349,3 +350,35 @@ def test_what_a_convolution_touches_is_stored_channels_last():
     prefer_channels_last(graph)
     assert q.args[0].target is FORCE
     assert not is_ours_alone(q.args[0]), "it may be the input itself"
+
+
+def _convolved_twice(x, kernel, w, gradient):
+    """A concat that a convolution and a weight's gradient read, as where backward computes it again."""
+    window = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    made = aten.convolution.default(x, kernel, None, *window)
+    joined = aten.cat.default([made, aten.relu.default(made)], 1)
+    again = aten.convolution.default(joined, w, None, *window)
+    both = aten.convolution_backward.default(
+        aten.mul.Tensor(gradient, again), joined, w, [0], *window, [False, True, False]
+    )
+    return both[1]
+
+
+def test_what_convolutions_share_lies_channels_last_once():
+    shapes = (2, 16, 8, 8), (16, 16, 3, 3), (4, 32, 3, 3), (2, 4, 8, 8)
+    inputs = tuple(torch.randn(shape).bfloat16() for shape in shapes)
+    plain, shared = make_fx(_convolved_twice)(*inputs), make_fx(_convolved_twice)(*inputs)
+    share_channels_last(shared.graph)
+    shared.recompile()
+    (joined,) = shared.graph.find_nodes(op="call_function", target=aten.cat.default)
+    (forced,) = joined.users
+    assert (forced.target, forced.args[1], len(forced.users)) == (FORCE, [2048, 1, 256, 32], 2)
+    assert not shared.graph.find_nodes(op="placeholder")[2].users.keys() & {forced}, "inputs are left as they lie"
+    assert_bits_equal(shared(*inputs), plain(*inputs))
+    whole = "empty_strided_cpu((2, 32, 8, 8)"
+    copies = []
+    for gm in (plain, shared):
+        found, (code,) = run_and_get_code(torch.compile(gm), *inputs)
+        assert_bits_equal(found, _convolved_twice(*inputs))
+        copies.append(code.partition("def call")[2].count(whole))
+    assert copies[1] == 1 < copies[0], "the concat itself"
