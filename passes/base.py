@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from fxprec.config import Settings
 from fxprec.config.config import Compute
+from fxprec.config.settings import PeakBudget
 from fxprec.passes.analysis.assignment import Assignment
 from fxprec.passes.analysis.gemm_costs import Answer
 from fxprec.passes.analysis.groups import Grouped
@@ -19,7 +20,7 @@ from fxprec.passes.analysis.operators import Operators
 from fxprec.passes.analysis.peak.part import Part
 from fxprec.passes.casts.sites import SiteBook
 from fxprec.passes.notice import Notice
-from fxprec.plan import PeakBytes, Plan
+from fxprec.plan import PeakBytes, Plan, Site
 from fxprec.plan.scales import ScaleGraph
 
 if TYPE_CHECKING:  # it reads `Work`
@@ -44,6 +45,14 @@ class Filled(Generic[T]):
 
     def __set__(self, work: object, value: T) -> None:
         vars(work)[self.name] = value
+
+
+@dataclass(frozen=True)
+class GivenPeak:
+    """What a plan to follow says of how backward gets each value."""
+
+    sites: tuple[Site, ...]
+    peak: PeakBytes
 
 
 @dataclass
@@ -87,10 +96,17 @@ class Work:
         return self.compute == "high"
 
     @property
+    def peak_goal(self) -> PeakBudget | GivenPeak | None:
+        """The peak budget, or the plan made for one, that says how backward gets each value; None without either."""
+        if not self.joint.tangents:
+            return None
+        if self.given is None:
+            return self.settings.peak_budget
+        return None if self.given.peak_bytes is None else GivenPeak(self.given.sites, self.given.peak_bytes)
+
+    @property
     def fits_peak(self) -> bool:
-        """Whether a peak budget, or a plan made for one, says how backward gets each value."""
-        asked = self.settings.peak_budget if self.given is None else self.given.peak_bytes
-        return asked is not None and bool(self.joint.tangents)
+        return self.peak_goal is not None
 
     def has(self, name: str) -> bool:
         """Say whether the pass that fills a field has run."""

@@ -64,8 +64,9 @@ class _Readers:
                 reads, fmt, reason = "all", parse(site.format), ""  # held in that dtype already
             why = site.why or (reason if parse(site.format).bits < fmt.bits else self._given_why(site.id, fmt))
             self.work.book.sites[site.id] = replace(site, reads=reads, format=fmt.name, why=why)
-            if reason and fmt != parse(site.format) and self._is_chosen_by_hand(site):
-                self._tell_unfollowed(site, fmt, reason)
+            chosen = self._chosen_by_hand(site) if reason and fmt != parse(site.format) else None
+            if chosen is not None:
+                self._tell_unfollowed(site, chosen, fmt, reason)
         self._name_unknown()
 
     def _name_unknown(self) -> None:
@@ -79,19 +80,19 @@ class _Readers:
                 "no table says how it bears it; hold it high with keep_high if training suffers"
             )
 
-    def _is_chosen_by_hand(self, site: Site) -> bool:
-        """Say whether the given plan holds a tensor in a format that is neither its group's nor high."""
+    def _chosen_by_hand(self, site: Site) -> str | None:
+        """Return the format that the given plan holds a tensor in, where it is neither its group's nor high."""
         if self.work.given is None or site.promoted_at is not None or not self.work.joint.tangents:
-            return False
+            return None
         group = self.work.settings.recipe.format_of(site.kind, low=site.group in self.work.assignment.low_groups)
         chosen = parse(site.format)
-        return not any(chosen.has_numbers_of(fmt) for fmt in (group, self.hi))
+        is_theirs = any(chosen.has_numbers_of(fmt) for fmt in (group, self.hi))
+        return None if is_theirs else self.work.given.sites[site.id].format
 
-    def _tell_unfollowed(self, site: Site, fmt: Format, reason: str) -> None:
-        assert self.work.given is not None
+    def _tell_unfollowed(self, site: Site, chosen: str, fmt: Format, reason: str) -> None:
         place = ", ".join(part for part in (site.module, site.source) if part)
         detail = (
-            f"sites[{site.id}].format of the given plan is {self.work.given.sites[site.id].format!r}, and it stays in "
+            f"sites[{site.id}].format of the given plan is {chosen!r}, and it stays in "
             f"{fmt.name}, since {reason}; compute='stored' would round it for every reader"
         )
         self.work.notices.append(Notice(f"{site.tensor} ({place})" if place else site.tensor, detail))

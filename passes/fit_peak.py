@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Node
 
 from fxprec.config.config import BLOCK_WAYS
+from fxprec.config.settings import PeakBudget
 from fxprec.errors import BudgetError, PlanError
 from fxprec.numerics.blocks import AnyFormat, BlockFormat, find_blocks
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
@@ -21,7 +22,7 @@ from fxprec.passes.analysis.peak.needs import Needs, find_formats, needs_of
 from fxprec.passes.analysis.peak.other_sizes import other_sizes
 from fxprec.passes.analysis.peak.problem import FEW, KEEP, NARROW, Problem
 from fxprec.passes.analysis.peak.step import Held
-from fxprec.passes.base import Work
+from fxprec.passes.base import GivenPeak, Work
 from fxprec.passes.casts.apart import lay_apart
 from fxprec.passes.casts.two_gradients import part_gradients
 from fxprec.passes.casts.ways import Rewrite
@@ -38,13 +39,14 @@ class FitPeak:
     name: str = "fit-peak"
 
     def apply(self, work: Work) -> None:
-        if not work.fits_peak:
+        goal = work.peak_goal
+        if goal is None:
             return
         lay_apart(work)
         part_gradients(work.joint.graph)
         needs = needs_of(work)
-        fit = _solved(work, needs) if work.given is None else _given(work, needs)
-        assert work.peak is not None
+        found = _given(work, needs, goal) if isinstance(goal, GivenPeak) else _solved(work, needs, goal)
+        fit, work.peak = found
         work.peak_sizes = other_sizes(fit.held, work.joint.graph, work.peak.room - work.peak_part.beyond)
         Rewrite(work, needs, fit).run()
         work.remarks.append(_remark(needs, fit))
@@ -63,8 +65,7 @@ def _tell_of_graphs(work: Work) -> None:
         )
     elif part.is_cut:
         work.remarks.append("peak budget: a graph break ends this graph, and what follows, not planned here, shares it")
-    elif part.num_graphs > 1:
-        assert part.budget is not None
+    elif part.budget is not None and part.num_graphs > 1:
         work.remarks.append(
             f"peak budget: {readable(part.budget)} are shared by {part.num_graphs} graphs of the step; while this one "
             f"runs, {readable(part.beside)} of others wait or are gradients, and of it at most "
@@ -83,16 +84,15 @@ def _tell_unused(work: Work, needs: Needs) -> None:
             )
 
 
-def _solved(work: Work, needs: Needs) -> Fit:
+def _solved(work: Work, needs: Needs, asked: PeakBudget) -> tuple[Fit, PeakBytes]:
     """Choose for the budget. Raises `BudgetError` where none is found."""
-    assert work.settings.peak_budget is not None
     part, rates = work.peak_part, Rates.of(work.joint.table.meta["val"].device)
     high = Chooser(Problem(needs, rates, ())).unlimited
     chooser = Either.of(needs, rates, work.settings.ways)
-    budget = work.settings.peak_budget.bytes_of(high.peak) if part.budget is None else part.budget
+    budget = asked.bytes_of(high.peak) if part.budget is None else part.budget
     offers = part.shares or part.wants_curve  # to other graphs
     fits = chooser.curve(waiting=offers) if offers or work.looks_at_budgets else ()
-    if part.is_provisional and work.settings.peak_budget.is_share:
+    if part.is_provisional and asked.is_share:
         budget = max(budget, fits[-1].peak)  # of all graphs' together it will be a share
     fit = fits[-1] if part.is_provisional else chooser.within(part.bound(budget))
     if fit is None or fit.excess(part.bound(budget)) > 0:
@@ -102,7 +102,7 @@ def _solved(work: Work, needs: Needs) -> Fit:
     sited = needs.rows.keys()
     kept = tuple(node.name for node in fit.held.saved if node not in sited)
     seconds = rates.step(needs.step)
-    work.peak = PeakBytes(
+    peak = PeakBytes(
         budget=budget,
         high=high.peak,
         planned=fit.peak + part.beyond,
@@ -114,7 +114,7 @@ def _solved(work: Work, needs: Needs) -> Fit:
         seconds=seconds + fit.seconds,
         points=tuple(_point(found, seconds) for found in (high, *fits)) if fits else (),
     )
-    return fit
+    return fit, peak
 
 
 def _point(fit: Fit, seconds: float) -> PeakPoint:
@@ -122,20 +122,18 @@ def _point(fit: Fit, seconds: float) -> PeakPoint:
     return PeakPoint(peak=fit.peak, waiting=fit.waiting, seconds=seconds + fit.seconds, live=live)
 
 
-def _given(work: Work, needs: Needs) -> Fit:
+def _given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes]:
     """Follow a plan's ways. Raises `PlanError` where they leave out what backward needs."""
-    assert work.given is not None
-    assert work.given.peak_bytes is not None
     saved: dict[Node, AnyFormat | None] = {}
     nodes = {row: node for node, row in needs.rows.items()}
-    for site in work.given.sites:
+    for site in given.sites:
         node = nodes.get(site.id, work.book.values.get(site.id))
         if node in needs.high and site.way in ("keep", "narrow"):
             is_low = site.way == "narrow" and site.promoted_at is None
             saved[node] = needs.low.get(node, needs.high[node]) if is_low else needs.high[node]
             if is_low and site.saved_as:
                 saved[node] = _given_blocks(needs, node, site)
-    kept = frozenset(work.given.peak_bytes.kept)
+    kept = frozenset(given.peak.kept)
     saved |= dict.fromkeys(node for node in needs.high if node.name in kept)
     held = Held(needs.step, saved)
     for node, _ in held.repeated:
@@ -145,8 +143,8 @@ def _given(work: Work, needs: Needs) -> Fit:
                 "its site the way 'keep', or plan again"
             )
         _refuse_sources_in_blocks(needs, node, saved)
-    work.peak = replace(work.given.peak_bytes, planned=held.peak, live=held.live_by_kind())
-    return Fit(held, {node: _way_of(needs, node, fmt) for node, fmt in saved.items()}, 0.0)
+    fit = Fit(held, {node: _way_of(needs, node, fmt) for node, fmt in saved.items()}, 0.0)
+    return fit, replace(given.peak, planned=held.peak, live=held.live_by_kind())
 
 
 def _way_of(needs: Needs, node: Node, fmt: AnyFormat | None) -> int:

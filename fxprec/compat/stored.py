@@ -27,12 +27,15 @@ Load = Callable[[Any, Run], Run]
 _load: ContextVar[Load | None] = ContextVar("fxprec_load", default=None)
 
 
+def _without_code(inputs: Sequence[Any]) -> Any:
+    raise RuntimeError("a half that was stored runs once its code is taken from Inductor's cache")
+
+
 @dataclass
 class StoredHalf(OutputCode):
     """A compiled half that AOTAutograd's cache can store, if Inductor's has its code."""
 
-    run: Run | None
-    """None as it is stored."""
+    run: Run
     known: Any
     """What the driver needs to run it again: dataclasses of plain data, no code."""
     guards: str | None = None
@@ -40,12 +43,11 @@ class StoredHalf(OutputCode):
     _boxed_call: bool = True
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        assert self.run is not None
         return self.run(inputs)  # type: ignore[arg-type]
 
     def prepare_for_serialization(self) -> None:
         """Called for the copy that is stored."""
-        self.run = None
+        self.run = _without_code
 
     def post_compile(self, example_inputs: Sequence[Any], constants: object, graph_kwargs: Any) -> None:
         """Called for what was stored: take the code from Inductor's cache. Raises torch's exceptions for a miss."""

@@ -46,9 +46,10 @@ class Calibration:
 
         return compat.boxed(call)
 
-    def by_tensor(self) -> dict[int, float]:
-        """Return the damage of each counted tensor: the gradient of tensor ``i`` is tensor ``i + 1``."""
-        assert self._measured is not None
+    def by_tensor(self) -> dict[int, float] | None:
+        """Return the damage of each counted tensor, once measured: the gradient of tensor ``i`` is ``i + 1``."""
+        if self._measured is None:
+            return None
         found: dict[int, float] = {}
         for tensor, (value, gradient) in zip(self._tensors, self._measured.tolist(), strict=True):
             found[tensor] = value

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from fxprec.config import Settings
+from fxprec.config.settings import PeakBudget
 from fxprec.errors import BudgetError
 from fxprec.passes.analysis.peak.part import Part
 from fxprec.passes.analysis.peak.together import Together
@@ -85,7 +86,8 @@ class SharedPeak:
 
         Raises `BudgetError` where all do not fit.
         """
-        if not self._is_backward:
+        asked = self._asked
+        if asked is None or not self._is_backward:
             return
         calls = tuple(index for index, _ in self._calls)
         self._calls, self._is_backward = [], False
@@ -93,22 +95,23 @@ class SharedPeak:
             return
         self._known.append(calls)
         if len(calls) > 1 or self._graphs[calls[0]].is_provisional:
-            self._share()
+            self._share(asked)
 
-    def _share(self) -> None:
+    def _share(self, asked: PeakBudget) -> None:
         numbers = dict.fromkeys(index for calls in self._known for index in calls)
         graphs = {index: self._graphs[index] for index in numbers}
         peaks = {index: peak for index, graph in graphs.items() if (peak := graph.peak_with_points()) is not None}
         if len(peaks) < len(graphs):  # of one the plan came with a checkpoint: it stays, and so do the others
             return
-        for index, part in self._parts(graphs, peaks).items():
+        for index, part in self._parts(asked, graphs, peaks).items():
             graphs[index].take_part(part)
 
-    def _parts(self, graphs: Mapping[int, SharingGraph], peaks: Mapping[int, PeakBytes]) -> Mapping[int, Part]:
-        assert self._asked is not None
+    def _parts(
+        self, asked: PeakBudget, graphs: Mapping[int, SharingGraph], peaks: Mapping[int, PeakBytes]
+    ) -> Mapping[int, Part]:
         gradients = {index: graph.gradient_bytes for index, graph in graphs.items()}
         together = Together({i: peak.points for i, peak in peaks.items()}, self._known, gradients)
-        budget = self._asked.bytes_of(together.peak({i: peak.points[0] for i, peak in peaks.items()}))
+        budget = asked.bytes_of(together.peak({i: peak.points[0] for i, peak in peaks.items()}))
         chosen = together.within(_MARGIN * budget) or together.within(budget)
         if chosen is None:
             least = together.least()

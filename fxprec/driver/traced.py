@@ -83,11 +83,11 @@ class Traced:
             return
         work = self._work(joint)
         if self.is_training and self.given is None and (calibration := self.compiler.calibration) is not None:
-            if not calibration.is_complete:
+            work.damage = calibration.by_tensor()
+            if work.damage is None:
                 self.calibration = calibration
                 pipeline.run(work, pipeline.CALIBRATION)
                 return
-            work.damage = calibration.by_tensor()
         known = frozenset(graph.nodes)
         self.saves_memory = self.is_training and (work.memory_budget < 1 or regions.are_in(graph) or work.fits_peak)
         self.passes = tuple(run_passes(work, self.compiler.dump))
@@ -125,7 +125,6 @@ class Traced:
 
     def _take(self, work: Work) -> None:
         plan, scales, self.peak_sizes = work.plan, work.scales, work.peak_sizes
-        assert plan is not None
         rows = len(plan.sites) if scales is None else scales.num_rows(len(plan.sites))
         if rows > self.captured.capacity:
             raise TableFull(rows)
@@ -195,15 +194,13 @@ class Traced:
         plan, num_results = self.planned.plan, self.planned.num_results
         if self.is_training:
             predicted = plan.saved_bytes
-            plan = as_partitioned(plan, forward.graph, num_results, self.captured.inputs)
+            plan, saved = as_partitioned(plan, forward.graph, num_results, self.captured.inputs)
             self.copied = copied_inputs(forward.graph, num_results, self.captured.inputs)
-            assert predicted is not None
-            assert plan.saved_bytes is not None
-            if self._saves_codes and self.given is None:
-                self.compiler.budget.hold(predicted.planned, plan.saved_bytes.planned)
+            if self._saves_codes and self.given is None and predicted is not None:
+                self.compiler.budget.hold(predicted.planned, saved)
             elif self._saves_codes:
-                self.compiler.budget.tell(plan.saved_bytes.planned, self.step)
-            self._tell_of_ratio(plan.saved_bytes.planned, forward.graph, num_results)
+                self.compiler.budget.tell(saved, self.step)
+            self._tell_of_ratio(saved, forward.graph, num_results)
             plan = self._with_budget_note(plan, forward.graph)
         chooser = self.compiler.lowering.chooser
         plan = replace(plan, lowering=None if chooser is None else chooser.for_plan())

@@ -50,9 +50,10 @@ def checked_run(
         wanted.run(*map(_copied, args))
         checker = _GeneratedChecker(draw_from_seeds(lowered_gm), lowered.generated.kernels, wanted)
         results = list(checker.run(*args))
-    if wanted.statistics is not None:
-        checker.compare_statistics(results[num_outputs], lowered)
-        results[num_outputs] = torch.cat([wanted.statistics, results[num_outputs][wanted.statistics.numel() :]])
+    statistics = wanted.statistics
+    if statistics is not None:
+        checker.compare_statistics(statistics, results[num_outputs], lowered)
+        results[num_outputs] = torch.cat([statistics, results[num_outputs][statistics.numel() :]])
     return results, checker.faults
 
 
@@ -124,14 +125,12 @@ class _GeneratedChecker(Interpreter):
                 break
         return found | expected
 
-    def compare_statistics(self, found: torch.Tensor, lowered: Lowered) -> None:
+    def compare_statistics(self, wanted: torch.Tensor, found: torch.Tensor, lowered: Lowered) -> None:
         """Ratios and largest magnitudes must agree to the last bit; moments are sums in another order."""
-        assert self.wanted.statistics is not None
-        size = self.wanted.statistics.numel()
-        pair = (self.wanted.statistics, found[:size])
-        wanted, rows = (torch.tensor(finish(v.cpu().view(-1, WIDTH)), dtype=torch.float64) for v in pair)
+        pair = (wanted, found[: wanted.numel()])
+        reference, rows = (torch.tensor(finish(v.cpu().view(-1, WIDTH)), dtype=torch.float64) for v in pair)
         owner = {row: kernel.name for kernel in lowered.generated.kernels for row in kernel.watched}
-        for row, mine, theirs in zip(lowered.generated.watched, rows, wanted, strict=True):
+        for row, mine, theirs in zip(lowered.generated.watched, rows, reference, strict=True):
             same = torch.equal(mine[:3].nan_to_num(), theirs[:3].nan_to_num())
             near = torch.allclose(mine[3:], theirs[3:], rtol=1e-3, atol=1e-4, equal_nan=True)
             if not (same and near) and owner[row] not in {fault.kernel for fault in self.faults}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fxprec.report.graph_text import aligned, one_line
 from fxprec.report.runs import HALVES, Half
-from fxprec.report.streams import Comparison, Pair
+from fxprec.report.streams import Comparison, Pair, PartedPair
 
 _SHOWN = 12
 
@@ -20,9 +20,9 @@ def text(found: Comparison) -> str:
     parted = found.partings
     if not parted:
         return "\n".join([*lines, "they do not part" + (": every hash is equal" if found.bitwise else "")])
-    lines.append(f"they part first at step {_step(parted[0])}, {first_of(parted[0])}")
+    lines.append(f"they part first at step {parted[0].parting.step}, {first_of(parted[0])}")
     others = [pair for half in HALVES if (pair := found.first_in(half)) is not None and pair is not parted[0]]
-    lines += [f"  then at step {_step(pair)}, {first_of(pair)}" for pair in sorted(others, key=lambda p: p.order)]
+    lines += [f"  then at step {pair.parting.step}, {first_of(pair)}" for pair in sorted(others, key=lambda p: p.order)]
     lines.append(
         aligned(
             [("step", "tensor", "kind", "module", "formats", "what", "first", "second"), *map(_row, parted[:_SHOWN])]
@@ -49,14 +49,8 @@ def first_of(pair: Pair) -> str:
     return f"{where(pair.half)}: {one_line(t.tensor)}" + (f" ({place})" if place else "")
 
 
-def _step(pair: Pair) -> int:
-    assert pair.parting is not None
-    return pair.parting.step
-
-
-def _row(pair: Pair) -> tuple[str, ...]:
+def _row(pair: PartedPair) -> tuple[str, ...]:
     t, p = pair.ours, pair.parting
-    assert p is not None
     formats = t.format if t.format == pair.theirs.format else f"{t.format} / {pair.theirs.format}"
     return (str(p.step), t.tensor, t.kind, t.module, formats, p.what, _shown(p.ours), _shown(p.theirs))
 

@@ -70,6 +70,13 @@ class Pair:
         }
 
 
+@dataclass(frozen=True)
+class PartedPair(Pair):
+    """One that differs by more than is allowed."""
+
+    parting: Parting
+
+
 def plain_or_text(value: float | str) -> float | str:
     return value if isinstance(value, str) else plain(value)
 
@@ -92,10 +99,10 @@ class Comparison:
     """The first thing in which the models of each graph differ, and settings that differ."""
 
     @property
-    def partings(self) -> tuple[Pair, ...]:
-        return tuple(pair for pair in self.pairs if pair.parting is not None)
+    def partings(self) -> tuple[PartedPair, ...]:
+        return tuple(pair for pair in self.pairs if isinstance(pair, PartedPair))
 
-    def first_in(self, half: Half) -> Pair | None:
+    def first_in(self, half: Half) -> PartedPair | None:
         """Return the pair that parts first in a half, or None."""
         return next((pair for pair in self.partings if pair.half == half), None)
 
@@ -164,7 +171,7 @@ def _pair(ours: Track, theirs: Track, tolerance: float, *, bitwise: bool) -> Pai
         steps = sorted(ours.dumps.keys() & theirs.dumps.keys())
         hashes = [(ours.dumps[s].hash, theirs.dumps[s].hash) for s in steps]
         differ = [Parting(s, "hash", x[:12], y[:12], 1.0) for s, (x, y) in zip(steps, hashes, strict=True) if x != y]
-        return Pair(ours, theirs, tuple(steps), next(iter(differ), None), tuple(float(x != y) for x, y in hashes))
+        return _made(ours, theirs, steps, differ, tuple(float(x != y) for x, y in hashes))
     in_points, in_dumps = ours.points.keys() & theirs.points.keys(), ours.dumps.keys() & theirs.dumps.keys()
     steps, found, apart = sorted(in_points | in_dumps), list[Parting](), list[float | None]()
     for step in steps:
@@ -172,7 +179,15 @@ def _pair(ours: Track, theirs: Track, tolerance: float, *, bitwise: bool) -> Pai
         at += _of_statistics(ours, theirs, step) if step in in_points else []
         apart.append(at[0].difference if at else None)
         found += [p for p in at if _counts(p, tolerance)]
-    return Pair(ours, theirs, tuple(steps), next(iter(found), None), tuple(apart))
+    return _made(ours, theirs, steps, found, tuple(apart))
+
+
+def _made(
+    ours: Track, theirs: Track, steps: Sequence[int], found: Sequence[Parting], apart: tuple[float | None, ...]
+) -> Pair:
+    if not found:
+        return Pair(ours, theirs, tuple(steps), None, apart)
+    return PartedPair(ours, theirs, tuple(steps), found[0], apart)
 
 
 def _of_values(ours: Track, theirs: Track, step: int) -> Iterator[Parting]:

@@ -45,8 +45,8 @@ def _import(place: str) -> Any:
         return importlib.import_module(place)
     path = Path(place).resolve()
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ImportError("no module can be loaded from it")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
     spec.loader.exec_module(module)

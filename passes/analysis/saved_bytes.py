@@ -111,8 +111,8 @@ def bytes_in_float32(tensors: Sequence[CountedTensor]) -> int:
     return sum(4 * t.elements for t in tensors if t.saved)
 
 
-def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequence[GraphInput]) -> Plan:
-    """Return the plan with the bytes a partitioned forward half saves, in all and by group.
+def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequence[GraphInput]) -> tuple[Plan, int]:
+    """Return the plan with the bytes a partitioned forward half saves, in all and by group; and those in all.
 
     ``num_outputs`` of its outputs are the model's own, the others are for backward.
     """
@@ -131,7 +131,7 @@ def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequenc
             elements[group] += _elements(node, in_blocks)
     groups = tuple(replace(g, saved_bytes=planned[g.id], saved_elements=elements[g.id]) for g in plan.groups)
     total = ByteCount(fp32=4 * sum(elements.values()) + others, planned=sum(planned.values()))
-    return replace(plan, groups=groups, saved_bytes=total)
+    return replace(plan, groups=groups, saved_bytes=total), total.planned
 
 
 def copied_inputs(forward: Graph, num_outputs: int, inputs: Sequence[GraphInput]) -> tuple[int, ...]:

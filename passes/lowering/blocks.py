@@ -22,7 +22,7 @@ from fxprec.passes.lowering.triton.launch import KernelCalls
 aten = torch.ops.aten
 
 
-def lower_blocks(gm: GraphModule, lowering: str, device_type: str, calls: KernelCalls | None) -> None:
+def lower_blocks(gm: GraphModule, lowering: str, device_type: str, calls: KernelCalls) -> None:
     """Replace casts to block formats: by Triton's kernels, a CPU's, or on a GPU by what Inductor generates."""
     graph = gm.graph
     for node, scale in TensorScale.among(TensorScale.nodes(graph)):
@@ -92,7 +92,7 @@ def _expand(graph: Graph, node: Node, function: Any) -> None:
 # Generated kernels.
 
 
-def _launch_store(graph: Graph, q: Node, cast: QuantizeBlocks, calls: KernelCalls | None) -> None:
+def _launch_store(graph: Graph, q: Node, cast: QuantizeBlocks, calls: KernelCalls) -> None:
     fmt = find_blocks(cast.format)
     kernel = block_device.store_kernel(fmt, stochastic=cast.seed is not None)
     with graph.inserting_before(q):
@@ -106,7 +106,7 @@ def _launch_store(graph: Graph, q: Node, cast: QuantizeBlocks, calls: KernelCall
         _put(graph, q, _launch(graph, q, kernel, arguments, tensor_of(x).numel(), fmt, calls))
 
 
-def _launch_load(graph: Graph, x: Node, read: DequantizeBlocks, calls: KernelCalls | None) -> None:
+def _launch_load(graph: Graph, x: Node, read: DequantizeBlocks, calls: KernelCalls) -> None:
     fmt = find_blocks(read.format)
     with graph.inserting_before(x):
         arguments: dict[str, object] = {"q": read.q, "whole": read.whole}
@@ -121,9 +121,8 @@ def _launch(
     arguments: dict[str, object],
     elements: int,
     fmt: BlockFormat,
-    calls: KernelCalls | None,
+    calls: KernelCalls,
 ) -> Node:
-    assert calls is not None
     val = tensor_of(node)
     options: dict[str, Any] = {"dtype": val.dtype, "device": val.device}
     out = graph.call_function(aten.empty_strided.default, (list(val.shape), list(val.stride())), options)

@@ -32,7 +32,7 @@ def lower(
     device_type: str,
     rows: WatchedRows,
     *,
-    calls: KernelCalls | None = None,
+    calls: KernelCalls = compat.TritonCalls(),  # noqa: B008  # it holds nothing
     without: Collection[str] = (),
 ) -> Lowered:
     """Lower one partitioned graph in place and append its statistics.
@@ -52,7 +52,6 @@ def lower(
         lower_blocks(gm, lowering, device_type, calls)
         lower_gemms(gm, device_type, rows.scaled, counters, without)
     if lowering == "triton":
-        assert calls is not None
         generated = call_generated(
             gm, calls, watched=counters.left, scaled=rows.scaled, without=without, tears=not on_gpu
         )

@@ -128,7 +128,7 @@ class Exchange:
         groups = self.state.groups
         if self.bucket.high:
             self._reduce_high()
-        if self.work is not None and groups.members is None:
+        if self.work is not None and groups.parts is None:
             self.message = to_owners(self.message, self.layout, self.state.wire.code_bytes, groups.payload)
 
     def reduce(self) -> None:
@@ -142,14 +142,14 @@ class Exchange:
             if self.lost is not None and lost is not None:
                 scale_by_powers(self.layout.layers(lost), -self.exponents)
                 self.lost += lost
-        elif groups.members is None:
+        elif groups.parts is None:
             self.message = sum_in_format(self.message, self.coder, groups.rank, kahan=mode == "kahan")
         else:
-            self.message = exchange_hierarchical(self.message, self.coder, groups, kahan=mode == "kahan")
+            self.message = exchange_hierarchical(self.message, self.coder, groups.parts, kahan=mode == "kahan")
 
     def gather(self) -> None:
         """Collect the codes of the sum from their owners."""
-        if self.work is not None and self.state.groups.members is None:
+        if self.work is not None and self.state.groups.parts is None:
             self.message = all_gather(self.message, self.state.groups.gather)
 
     def finish(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxprec.runtime.aps.coder import Coder
 from fxprec.runtime.aps.exponents import ceil_log2, largest_magnitudes
-from fxprec.runtime.aps.groups import Groups
+from fxprec.runtime.aps.groups import SubGroups
 from fxprec.runtime.aps.layout import Layout, layout
 
 _HEADER = torch.int16
@@ -68,9 +68,8 @@ def sum_in_format(rows: Tensor, coder: Coder, rank: int, kahan: bool) -> Tensor:
     return coder.codes_of(accumulate(order, coder, kahan))
 
 
-def exchange_hierarchical(codes: Tensor, coder: Coder, groups: Groups, kahan: bool) -> Tensor:
+def exchange_hierarchical(codes: Tensor, coder: Coder, groups: SubGroups, kahan: bool) -> Tensor:
     """Codes of the sum: members send to their master, which adds in rank order; the masters form a ring; broadcast."""
-    assert groups.members is not None
     if groups.masters is None:
         dist.gather(codes, None, dst=groups.master, group=groups.members)
         result = torch.empty_like(codes)

@@ -18,11 +18,24 @@ from fxprec.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class SubGroups:
+    """Of the hierarchical all-reduce: the one this rank is in, and that of all masters, None on other ranks."""
+
+    members: dist.ProcessGroup
+    masters: dist.ProcessGroup | None
+
+    @property
+    def master(self) -> int:
+        """Global rank of the master of this rank's sub-group."""
+        return dist.get_global_rank(self.members, 0)
+
+
+@dataclass(frozen=True)
 class Groups:
     """Process groups of one exchange.
 
     Exponents, payload and results have a group each, so none of a bucket waits for another of the bucket before.
-    `members` and `masters` are the sub-groups of the hierarchical all-reduce; `masters` is None on other ranks.
+    `parts` are those of the hierarchical all-reduce, None without one.
     """
 
     rank: int
@@ -30,23 +43,15 @@ class Groups:
     exponents: dist.ProcessGroup
     payload: dist.ProcessGroup
     gather: dist.ProcessGroup
-    members: dist.ProcessGroup | None = None
-    masters: dist.ProcessGroup | None = None
-    group_size: int | None = None
-
-    @property
-    def master(self) -> int:
-        """Global rank of the master of this rank's sub-group."""
-        assert self.members is not None
-        return dist.get_global_rank(self.members, 0)
+    parts: SubGroups | None = None
 
 
 def parent_of(process_group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
     """The group, or the default one. Raises `ConfigError` where there is none, naming what needs it."""
-    if not (dist.is_available() and dist.is_initialized()):
+    is_set_up = dist.is_available() and dist.is_initialized()
+    parent = process_group if process_group is not None else dist.group.WORLD if is_set_up else None
+    if parent is None or not is_set_up:
         raise ConfigError(f"{who} needs a process group and none is set up; call init_process_group before it")
-    parent = process_group if process_group is not None else dist.group.WORLD
-    assert parent is not None
     return parent
 
 
@@ -82,9 +87,8 @@ def make_groups(parent: dist.ProcessGroup, group_size: int | None) -> Groups:
     heads = ranks[::group_size]
     others = [[r] for r in ranks if r not in heads]
     masters = _own_group([heads, *others], ranks[rank], timeout)
-    return Groups(
-        rank, size, exponents, payload, gather, members, masters if ranks[rank] in heads else None, group_size
-    )
+    own = SubGroups(members, masters if ranks[rank] in heads else None)
+    return Groups(rank, size, exponents, payload, gather, own)
 
 
 def _own_group(parts: list[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup:

@@ -6,6 +6,7 @@ process group still sees its collectives in bucket order on every rank.
 """
 
 # No postponed annotations here: DistributedDataParallel compares the hook's annotations as types.
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -61,19 +62,18 @@ def _queue(
     ended: torch.futures.Future[BaseException | None] = torch.futures.Future()
     finished: list[Future[None]] = []
     for exchange in exchanges:
-        previous: Future[None] | None = None
+        stages: list[Future[None]] = []
         for worker, name in zip(state.workers, Exchange.STAGES, strict=True):
-            previous = worker.submit(_run_stage, exchange, name, previous)
-        assert previous is not None
-        finished.append(previous)
+            stages.append(worker.submit(_run_stage, exchange, name, stages[-1:]))
+        finished.append(stages[-1])
     finished[-1].add_done_callback(lambda _: _deliver(state, is_last, ended, finished))
     return ended.then(partial(_result, buffer))
 
 
-def _run_stage(exchange: Exchange, name: str, previous: "Future[None] | None") -> None:
-    """One stage, after the bucket's stage before it; raises what that one raised."""
-    if previous is not None:
-        previous.result()
+def _run_stage(exchange: Exchange, name: str, before: "Sequence[Future[None]]") -> None:
+    """One stage, after the bucket's stage before it, if any; raises what that one raised."""
+    for stage in before:
+        stage.result()
     with torch.no_grad():
         getattr(exchange, name)()
 

@@ -59,7 +59,7 @@ class Launches:
             if kernel.rows:
                 arguments["table"] = self.table
             if kernel.watched:
-                arguments["counters"] = self._counters()
+                arguments["counters"] = self._counters(tensor_of(first))
             outputs = {a.name: self._empty(a, near) for a in kernel.outputs}
             arguments |= outputs
             arguments |= {name: self.sizes.of(size, near) for name, size in kernel.sizes}
@@ -116,13 +116,12 @@ class Launches:
         node.meta["val"] = val if val.dtype == argument.dtype else val.view(argument.dtype)
         return node
 
-    def _counters(self) -> Node:
+    def _counters(self, val: torch.Tensor) -> Node:
+        """Return the counters, on the device of ``val``."""
         if self.counters is None:
-            assert self.table is not None
-            val = self.table.meta["val"]
-            options = {"dtype": torch.int32, "device": val.device}
+            options: dict[str, Any] = {"dtype": torch.int32, "device": val.device}
             self._zeros = self.graph.call_function(aten.full.default, ([SITE_COUNTERS], 0), options)
-            self._zeros.meta["val"] = val.new_empty(SITE_COUNTERS)
+            self._zeros.meta["val"] = val.new_empty(SITE_COUNTERS, dtype=torch.int32)
             self.counters = self._zeros
         return self.counters
 
