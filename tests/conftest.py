@@ -28,8 +28,11 @@ with warnings.catch_warnings():
 
 from interpreted import InterpretedTests, files_of, run_interpreted, select
 
-# pytest records every logger's messages; torch would serialise each graph it traces for that.
-logging.getLogger("torch.__trace").disabled = True
+# pytest listens to every logger that does not propagate. Torch's structured trace then has a reader, and each graph is
+# printed for it; as in a user's process it has none, until TORCH_TRACE asks for one.
+structured_trace = logging.getLogger("torch.__trace")
+structured_trace.handlers.clear()
+structured_trace.addHandler = lambda handler: None  # type: ignore[method-assign]
 
 
 def pytest_configure(config: pytest.Config) -> None:
