@@ -40,9 +40,9 @@ class Convolutions(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def transformer() -> nn.Module:
+def transformer(layers: int = 3) -> nn.Module:
     torch.manual_seed(0)
-    return CharTransformer(vocab=32, context=64, layers=3, heads=2, width=64)
+    return CharTransformer(vocab=32, context=64, layers=layers, heads=2, width=64)
 
 
 def gradients(model: nn.Module, run: Any, x: Tensor) -> Tensor:
@@ -199,9 +199,9 @@ def test_a_budget_out_of_reach_names_the_least_and_what_holds_it() -> None:
         r"raise it to .* or take a smaller batch$"
     )
     with pytest.raises(fxprec.BudgetError, match=words):
-        trained(transformer(), TOKENS, peak_budget="10KiB")
+        trained(transformer(layers=1), TOKENS, peak_budget="10KiB")
     with pytest.raises(fxprec.BudgetError, match=r"add 'narrow' to ways$"):
-        trained(transformer(), TOKENS, peak_budget="10KiB", ways="recompute")
+        trained(transformer(layers=1), TOKENS, peak_budget="10KiB", ways="recompute")
 
 
 class Masked(nn.Module):

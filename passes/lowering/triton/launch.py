@@ -59,7 +59,7 @@ class Launches:
             if kernel.rows:
                 arguments["table"] = self.table
             if kernel.watched:
-                arguments["counters"] = self._counters(tensor_of(first))
+                arguments["counters"] = self._counters(tensor_of(kernel.outputs[0].node))
             outputs = {a.name: self._empty(a, near) for a in kernel.outputs}
             arguments |= outputs
             arguments |= {name: self.sizes.of(size, near) for name, size in kernel.sizes}
