@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule
 
 import fxprec.runtime.arith.gemm_ops
 import fxprec.runtime.cpu.blocks
+import fxprec.runtime.cpu.layout
 import fxprec.runtime.cpu.ops
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops

@@ -42,6 +42,8 @@ class Planned:
     rows: WatchedRows
     num_results: int
     """Of the forward half, before what it saves for backward."""
+    contiguous: tuple[int, ...] = ()
+    """Positions among the results of the backward half: gradients of contiguous parameters."""
 
 
 @dataclass(frozen=True)

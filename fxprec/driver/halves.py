@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule
@@ -81,7 +82,7 @@ class Halves:
             code = self._built(gm, plain, options, name)
             return ranged(code, range_name(self.graph, name))
 
-        half = self.lowering.compile(gm, self._lower, build, name)
+        half = self.lowering.compile(gm, partial(self._lower, name), build, name)
         if name == "forward":
             self.seen_by_forward = frozenset(half.lowered.all_rows)
         kernels = half.lowered.generated.kernels
@@ -90,9 +91,11 @@ class Halves:
         run = half if half.has_first_run else half.run
         return CompiledHalf(with_stats(run, half.lowered, num_outputs, self.queue), code, half.lowered, num_outputs)
 
-    def _lower(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
+    def _lower(self, name: str, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
         rows = WatchedRows() if self.planned is None else self.planned.rows.without(self.seen_by_forward)
-        return lower(gm, lowering, self.device_type, rows, calls=compat.TritonCalls(), without=without)
+        contiguous = () if self.planned is None or name == "forward" else self.planned.contiguous
+        calls = compat.TritonCalls()
+        return lower(gm, lowering, self.device_type, rows, calls=calls, without=without, contiguous=contiguous)
 
     def scales(self, name: str) -> bool:
         """Say whether the half of that name reads scales of gradients."""

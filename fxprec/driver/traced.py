@@ -128,8 +128,8 @@ class Traced:
         rows = len(plan.sites) if scales is None else scales.num_rows(len(plan.sites))
         if rows > self.captured.capacity:
             raise TableFull(rows)
-        watched = rows_of(plan, scales, self.compiler.settings)
-        self.planned = Planned(plan, scales, watched, work.joint.num_forward_outputs)
+        watched, joint = rows_of(plan, scales, self.compiler.settings), work.joint
+        self.planned = Planned(plan, scales, watched, joint.num_forward_outputs, joint.contiguous_gradients)
         if self.is_training and not plan.sites and not plan.gemms:
             self._note_unplanned("nothing to hold low: no GEMM, and nothing of it is stored for backward")
 

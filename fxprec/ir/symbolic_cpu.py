@@ -2,7 +2,8 @@
 
 ``store`` gives codes, rounded values and counts, ``round`` the same without codes; ``store_`` and ``round_`` write the
 rounded values over ``x``; ``load`` reads codes. The values come at the scale they were stored with; ``keep`` keeps inf
-and NaN there.
+and NaN there. ``laid_out`` converts a convolution's weights, or their gradient, to float32 or bfloat16, and lays them
+out as they are read next: ``channels_last``, or contiguous.
 """
 
 from __future__ import annotations
@@ -87,6 +88,23 @@ class Load(Call, op="load", tags=_TAGS):
 @Load.fake
 def _(q: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
     return torch.empty_like(q, dtype=torch.float32)
+
+
+LAID_OUT_DTYPES = frozenset({torch.float32, torch.bfloat16})
+"""What a compiled kernel converts between."""
+
+
+@dataclass(frozen=True)
+class LaidOut(Call, op="laid_out", tags=_TAGS):
+    x: Node
+    dtype: torch.dtype
+    channels_last: bool
+
+
+@LaidOut.fake
+def _(x: torch.Tensor, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty_like(x, dtype=dtype, memory_format=layout)
 
 
 STORE = Store.target

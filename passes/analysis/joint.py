@@ -264,6 +264,12 @@ class JointGraph:
         of_input = self._gradients_by_desc(descs) if descs else self._gradients_by_position()
         return {p: (at, g) for p, (at, g) in of_input if isinstance(g, Node) and value(g) is not None}
 
+    @property
+    def contiguous_gradients(self) -> tuple[int, ...]:
+        """Positions, among the results of backward, of gradients whose inputs are contiguous."""
+        first = self.num_forward_outputs
+        return tuple(at - first for node, (at, _) in self.gradients.items() if tensor_of(node).is_contiguous())
+
     def _gradients_by_desc(self, descs: Sequence[object]) -> Iterator[tuple[Node, tuple[int, object]]]:
         found = {descriptors.gradient_of(desc): (i, self.results[i]) for i, desc in enumerate(descs)}
         for node in self.placeholders:

@@ -24,6 +24,7 @@ from fxprec.passes.lowering.stats import Counters, append_gathered, append_outpu
 from fxprec.passes.lowering.totals import add_up, cast_where_read
 from fxprec.passes.lowering.triton import call_generated
 from fxprec.passes.lowering.triton.launch import KernelCalls
+from fxprec.passes.lowering.weights import lay_out_weights
 
 
 def lower(
@@ -34,12 +35,14 @@ def lower(
     *,
     calls: KernelCalls = compat.TritonCalls(),  # noqa: B008  # it holds nothing
     without: Collection[str] = (),
+    contiguous: Collection[int] = (),
 ) -> Lowered:
     """Lower one partitioned graph in place and append its statistics.
 
     ``eager`` leaves the symbolic ops to their reference implementations; ``triton`` generates kernels, which ``calls``
     puts into the graph; a CPU gets kernel calls where statistics want them; everything else ATen ops that Inductor
-    fuses. ``without`` names kernels not to use, since they do not work.
+    fuses. ``without`` names kernels not to use, since they do not work; ``contiguous`` are
+    the results that are gradients of contiguous parameters.
     """
     on_gpu = device_type == "cuda" and lowering != "eager"
     adds_up = on_gpu and GemmKernel("totals").name not in without
@@ -78,6 +81,8 @@ def lower(
             show_bytes_in_memory(gm)
         if rows.inlines or device_type == "cuda":
             share_conversions(gm.graph)
+    if lowering not in ("eager", "triton") and device_type == "cpu":
+        lay_out_weights(gm.graph, contiguous)
     gm.graph.eliminate_dead_code()
     if lowering != "eager" and device_type == "cpu":
         share_channels_last(gm.graph)
