@@ -119,6 +119,8 @@ class _Copies:
         is_activation = op.aten in _ACTIVATIONS and has_tag(node, torch.Tag.pointwise)
         if node.target not in _AFFINE and not is_activation:
             return None
+        if node.target is ops.aten.mul.Tensor and node.args[0] is node.args[1]:
+            return None  # a square: an error in its input counts twice
         steps: list[Node] = []
         large = [n for n in node.all_input_nodes if not self._is_small(n, node)]
         for n in large:

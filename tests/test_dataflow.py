@@ -10,7 +10,7 @@ from backend_helpers import Cnn, assert_close, compare, eager_backend
 from torch import Tensor, nn
 
 import fxprec
-from fxprec import Plan, cli
+from fxprec import Plan, PlanError, cli
 from fxprec.report.explain import explain
 from fxprec.report.load import plans_of
 
@@ -109,6 +109,17 @@ class Block(nn.Module):
 def make():
     return nn.Sequential(Block(), Block()), torch.ones(3, 4)
 """
+
+
+def test_a_folder_that_changes_while_it_is_searched_is_an_error_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def vanished(path: Path, pattern: str) -> list[Path]:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(Path, "glob", vanished)
+    with pytest.raises(PlanError, match=r"cannot be searched \(No such file or directory\); give a folder that dump="):
+        plans_of(tmp_path)
 
 
 def test_dump_and_report(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,7 +36,17 @@ class Network(nn.Module):
         return x.square().mean()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """A product in 16 bits allocates a workspace for each thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.inductor
+@pytest.mark.usefixtures("one_thread")
 def test_two_of_the_three_wide_tensors_of_a_recomputed_block_live_at_once() -> None:
     """`up`, `gelu` and a gradient are as wide: `gelu` has been read when the gradient of it is computed."""
     model, x = Network(), torch.randn(ROWS, WIDTH)

@@ -92,18 +92,27 @@ def _compiled(wanted: Sequence[_Wanted], compiler: AsyncCompile) -> dict[_Wanted
     settings = _settings()
     places = {loop: Path(cache_dir(), "fxprec-loops", loop.key(settings)) for loop in wanted}
     found = {loop: known for loop in wanted if (known := _stored(places[loop])) is not None}
-    files = [(unit, _begun(unit, compiler)) for unit in _units([loop for loop in wanted if loop not in found])]
+    files = list[tuple[Sequence[_Wanted], Callable[[], ModuleType]]]()
+    for unit in _units([loop for loop in wanted if loop not in found]):
+        try:
+            files.append((unit, _begun(unit, compiler)))
+        except _NotShared as error:
+            found |= _one_by_one(unit, error)
     for unit, finish in files:
         try:
             library = finish()
         except Exception as error:  # any failure of a foreign compiler: another loop's text may be the cause
-            log.warning("%d loops compile one by one: %s", len(unit), str(error).partition("\n")[0])
-            found.update((loop, loop.alone()) for loop in unit)
+            found |= _one_by_one(unit, error)
             continue
         for i, loop in enumerate(unit):
             found[loop] = getattr(library, f"kernel_{i}")
             _store(places[loop], library, i)
     return found
+
+
+def _one_by_one(unit: Sequence[_Wanted], error: Exception) -> dict[_Wanted, Loop]:
+    log.warning("%d loops compile one by one: %s", len(unit), str(error).partition("\n")[0])
+    return {loop: loop.alone() for loop in unit}
 
 
 def _settings() -> str:
@@ -125,20 +134,9 @@ def _units(loops: Sequence[_Wanted]) -> list[list[_Wanted]]:
 
 
 def _begun(unit: Sequence[_Wanted], compiler: AsyncCompile) -> Callable[[], ModuleType]:
-    """Begin to compile a file; the result waits for it, and raises `_NotShared` or what the compiler raises."""
+    """Begin to compile a file; the result waits for it, and raises what the compiler raises. Raises `_NotShared`."""
     several = get_compile_threads() > 1  # where there is one, submitting is running, under a lock that it takes too
-    finish: Callable[[], ModuleType]
-    try:
-        finish = Bindings.load_async(_text(unit), submit_fn=compiler.submit if several else None)
-    except _NotShared as error:
-        finish = _raising(error)
-    return finish
-
-
-def _raising(error: Exception) -> Callable[[], ModuleType]:
-    def finish() -> ModuleType:
-        raise error
-
+    finish: Callable[[], ModuleType] = Bindings.load_async(_text(unit), submit_fn=compiler.submit if several else None)
     return finish
 
 

@@ -9,22 +9,27 @@ from fxprec.errors import PlanError
 from fxprec.plan import Plan
 
 
+_GIVE = "give a folder that dump= or fxprec dump wrote"
+
+
 def plans_of(path: Path) -> dict[str, Plan]:
     """Return plans by graph name: of a plan file or a ``graph-N`` folder one, named ``""``.
 
-    Raises `PlanError` for a path that does not exist, holds no dump, or a dump that was not finished.
+    Raises `PlanError` for a path that does not exist, cannot be searched, holds no dump, or one that was not finished.
     """
     if not path.is_dir():
         return {"": Plan.load(path)}
     if (path / "plan.json").exists():
         return {"": Plan.load(path / "plan.json")}
-    folders = sorted(
-        filter(Path.is_dir, path.glob("**/graph-*")), key=lambda p: [int(n) for n in re.findall(r"\d+", str(p))]
-    )
+    try:
+        found = [p for p in path.glob("**/graph-*") if p.is_dir()]
+    except OSError as error:  # a folder inside is gone by the time it is read, as those of processes in /proc
+        raise PlanError(f"{path}: cannot be searched ({error.strerror}); {_GIVE}") from error
+    folders = sorted(found, key=lambda p: [int(n) for n in re.findall(r"\d+", str(p))])
     if not folders:
-        if any(path.glob("00-joint.txt")):
+        if (path / "00-joint.txt").exists():
             raise _unfinished(path)
-        raise PlanError(f"{path}: holds no dump (no graph-0); give a folder that dump= or fxprec dump wrote")
+        raise PlanError(f"{path}: holds no dump (no graph-0); {_GIVE}")
     for folder in folders:
         if not (folder / "plan.json").exists():
             raise _unfinished(folder)

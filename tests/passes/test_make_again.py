@@ -66,3 +66,29 @@ def test_an_activation_is_made_again_from_a_piece_of_what_is_stored(activation, 
     model(x).square().sum().backward()
     for got, p in zip(found, model.parameters(), strict=True):
         assert F.cosine_similarity(got.flatten(), p.grad.flatten(), 0) > 0.995
+
+
+class Squared(nn.Module):
+    """Twice the relative error of what is squared: no affine image."""
+
+    def __init__(self, as_product):
+        super().__init__()
+        self.up, self.down, self.as_product = nn.Linear(64, 256), nn.Linear(256, 64), as_product
+
+    def forward(self, x):
+        y = self.up(x).relu()
+        return self.down(y * y if self.as_product else y + y)
+
+
+@pytest.mark.parametrize(("as_product", "is_made_again"), [(True, False), (False, True)], ids=["y * y", "y + y"])
+def test_a_square_is_stored_and_not_made_again(as_product: bool, is_made_again: bool):
+    torch.manual_seed(0)
+    model, x = Squared(as_product), torch.randn(512, 64)
+    step = compiled(model, backend := eager_backend("fp8", low_ratio=1.0))
+    step(x).sum().backward()
+    assert (MADE_AGAIN in [s.why for s in backend.plans[0].sites]) == is_made_again
+    found = model.down.weight.grad.clone()
+    model.zero_grad()
+    model(x).sum().backward()
+    wanted = model.down.weight.grad
+    assert float((found - wanted).norm() / wanted.norm()) < 0.0045
