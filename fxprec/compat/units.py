@@ -92,7 +92,7 @@ def _compiled(wanted: Sequence[_Wanted], compiler: AsyncCompile) -> dict[_Wanted
     settings = _settings()
     places = {loop: Path(cache_dir(), "fxprec-loops", loop.key(settings)) for loop in wanted}
     found = {loop: known for loop in wanted if (known := _stored(places[loop])) is not None}
-    files = list[tuple[Sequence[_Wanted], Callable[[], ModuleType]]]()
+    files = list[tuple[list[_Wanted], Callable[[], ModuleType]]]()
     for unit in _units([loop for loop in wanted if loop not in found]):
         try:
             files.append((unit, _begun(unit, compiler)))

@@ -8,7 +8,6 @@ from pathlib import Path
 from fxprec.errors import PlanError
 from fxprec.plan import Plan
 
-
 _GIVE = "give a folder that dump= or fxprec dump wrote"
 
 
