@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxprec
 from benchmarks.memory.measure import peak_bytes
+from benchmarks.memory.pairs import loops_left_out
 from fxprec.driver import traced
 from fxprec.driver.compiled_peak import CompiledPeak, PlainHalf
 from fxprec.driver.event_log import EventLog
@@ -229,6 +230,33 @@ def test_a_step_that_holds_more_as_compiled_is_planned_again(monkeypatch: pytest
     assert peak is not None
     assert len(made) == 2
     assert peak.compiled == peak.planned <= peak.budget, "what the first held beyond its prediction counts from then on"
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(("share", "is_input_read"), [("100%", False), ("80%", True)])
+def test_what_waits_of_images_and_of_a_pooling_is_predicted(
+    share: str, is_input_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the input, unless backward computes from the input again; of a maximum's place an offset in 8 bits."""
+    seen: list[tuple[int | None, int]] = []
+    held = PeakBudget.hold
+
+    def hold(self: PeakBudget, planned: PeakBytes, peak: int, waiting: int) -> PeakBytes:
+        seen.append((planned.waiting, waiting))
+        return held(self, planned, peak, waiting)
+
+    monkeypatch.setattr(PeakBudget, "hold", hold)
+    torch.manual_seed(0)
+    first, second = (nn.Conv2d(a, 16, 3, padding=1, bias=False) for a in (8, 16))
+    model = nn.Sequential(first, nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), second, nn.BatchNorm2d(16), nn.ReLU())
+    backend, images = fxprec.Backend(fxprec.Config(recipe="fp8", peak_budget=share)), torch.randn(8, 8, 32, 32)
+    with loops_left_out():
+        torch.compile(model, backend=backend)(images)  # compiles both halves
+    (planned, compiled), *_ = seen
+    assert planned is not None
+    assert abs(planned - compiled) < images.numel() // 16, "neither a copy of the images nor 64 bits a place"
+    repeated = [site for site in backend.plans[0].sites if site.way == "recompute"]
+    assert bool(repeated) == is_input_read
 
 
 def test_a_budget_of_more_than_the_machine_has_is_told() -> None:

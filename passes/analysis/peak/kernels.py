@@ -52,7 +52,7 @@ _FUSED = (
         " _unsafe_index.Tensor embedding index_select constant_pad_nd clone contiguous _to_copy repeat flip roll"
         " select_scatter slice_scatter expand slice_backward select_backward",
     )
-    | ops.existing(prims, "convert_element_type iota rev")
+    | ops.existing(prims, "convert_element_type iota rev _low_memory_max_pool_offsets_to_indices")
     | {symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, symbolic.KeepCodes.target, symbolic.RESCALE}
 )
 HEAVY = ops.existing(aten, "exp sigmoid")  # what Inductor does not repeat on a CPU

@@ -16,13 +16,13 @@ from torch.fx import Node
 
 from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Quantize
 from fxprec.numerics.blocks import AnyFormat, BlockFormat
-from fxprec.numerics.formats import Format
+from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.joint import JointGraph, numel_expr, numel_hint, tensor_of, value
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.peak.kernels import HEAVY, Kind, bytes_of, kind_of, workspace_of
 from fxprec.passes.analysis.peak.loops import Item
 from fxprec.passes.analysis.peak.timeline import Timeline
-from fxprec.passes.analysis.saved_bytes import stored_bytes
+from fxprec.passes.analysis.saved_bytes import bytes_per_element, stored_bytes
 from fxprec.passes.casts.blocks import SIGNS, WHOLE_BITS, asking
 from fxprec.plan.rows import LIVE
 
@@ -42,6 +42,7 @@ class Step:
         put = object.__setattr__
         nodes = list(self.joint.graph.nodes)
         put(self, "casts", {x: cast for q, cast in Quantize.among(nodes) if self._is_cast(q) for x in q.users})
+        put(self, "copied", {c.x: fmt for c in self.casts.values() if (fmt := self._copied(c)) is not None})
         put(self, "asked", {cast.x for x, cast in self.casts.items() if asking(x)})
         casts = {*self.casts, *(q for q in nodes if q.target is QUANTIZE and self._is_cast(q))}
         decoded, behind = set(self.casts), set[Node]()
@@ -65,6 +66,8 @@ class Step:
 
     casts: Mapping[Node, Quantize] = field(init=False)
     """What each decoded copy is a copy of."""
+    copied: Mapping[Node, Format] = field(init=False)
+    """Inputs that backward reads as a copy in some format: it waits, though they are there anyway."""
     asked: set[Node] = field(init=False)
     """Values of which backward asks whether they are above 0."""
     decoded: set[Node] = field(init=False)
@@ -97,6 +100,12 @@ class Step:
         """Say whether backward has a value anyway: an input, a constant, or a number."""
         holds_nothing = value(node) is None and not isinstance(node.meta.get("val"), list | tuple)
         return node.op != "call_function" or holds_nothing
+
+    def _copied(self, cast: Quantize) -> Format | None:
+        """Return the format of the copy that is made of an input; None of any other value."""
+        fmt = parse(cast.format)
+        is_narrower = bytes_per_element(fmt) < tensor_of(cast.x).dtype.itemsize
+        return fmt if is_narrower and self.is_there(cast.x) else None
 
     def _is_cast(self, q: Node) -> bool:
         """Say whether a value of forward is stored to be decoded for backward, and nothing else reads its codes."""
@@ -137,6 +146,8 @@ class Held:
             sources = node.all_input_nodes
             reads = [self.at[n] if n in self.step.behind else self._find(n, node) for n in sources]
             self.at[node] = self._add(node, reads, node)
+        for x in {x for node, _ in self.repeated for x in node.all_input_nodes} & self.step.copied.keys():
+            self.items[self.copies[x]].bytes = 0  # the input waits itself, for what is computed again from it
         self.timeline = Timeline(self.items, self.border)
 
     def _run_forward(self, node: Node) -> None:
@@ -147,15 +158,19 @@ class Held:
         reads = [self.at[source] for source in shown if source in self.at]  # all; but a size may be a decoded copy's
         is_stored = node in self.saved and self.saved[node] is None
         self.at[node] = self._add(node, reads, node, is_stored=is_stored)
-        fmt = self.saved.get(node)
+        fmt = self._format(node)
         if fmt is not None:
             size = stored_bytes(fmt, tensor_of(node)) + self.step.mask_bytes(node, fmt)
             kind = Kind.EXTERN if isinstance(fmt, BlockFormat) else Kind.FUSED
             self.copies[node] = self._append(Item(kind, size, [self.at[node]], is_stored=True), node, node)
 
+    def _format(self, node: Node) -> AnyFormat | None:
+        """Return the format of the copy of a value that waits for backward, if one does."""
+        return self.saved.get(node, self.step.copied.get(node))
+
     def _is_copy(self, node: Node) -> bool:
         """Say whether a conversion makes what is stored of its operand anyway: Inductor finds the two equal."""
-        fmt = self.saved.get(node.all_input_nodes[0]) if node.target in CASTS else None
+        fmt = self._format(node.all_input_nodes[0]) if node.target in CASTS else None
         return isinstance(fmt, Format) and fmt.bits > 8 and fmt.torch_dtype is tensor_of(node).dtype
 
     def _add(self, node: Node, reads: list[int], anchor: Node, *, is_stored: bool = False, again: bool = False) -> int:
@@ -197,6 +212,8 @@ class Held:
 
     def _supply(self, node: Node, reader: Node) -> int:
         source = self.step.shown(node)
+        if source is not node and source in self.step.copied:
+            return self._append(Item(Kind.FUSED, bytes_of(node), [self.copies[source]]), reader, node)
         if source is not node and self.saved.get(source) is None:
             is_same = tensor_of(node).dtype == tensor_of(source).dtype
             return (
