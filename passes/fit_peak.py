@@ -14,13 +14,14 @@ from fxprec.config.config import BLOCK_WAYS
 from fxprec.config.settings import PeakBudget
 from fxprec.errors import BudgetError, PlanError
 from fxprec.numerics.blocks import AnyFormat, BlockFormat, find_blocks
+from fxprec.numerics.formats import parse
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
 from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.either import Either
 from fxprec.passes.analysis.peak.kernels import can_repeat
 from fxprec.passes.analysis.peak.needs import Needs, find_formats, needs_of
 from fxprec.passes.analysis.peak.other_sizes import other_sizes
-from fxprec.passes.analysis.peak.problem import FEW, KEEP, NARROW, Problem
+from fxprec.passes.analysis.peak.problem import FEW, HOST, HOST_LOW, KEEP, NARROW, Problem, is_on_host
 from fxprec.passes.analysis.peak.step import Held
 from fxprec.passes.base import GivenPeak, Work
 from fxprec.passes.casts.apart import lay_apart
@@ -100,7 +101,8 @@ def _solved(work: Work, needs: Needs, asked: PeakBudget) -> tuple[Fit, PeakBytes
         if fit.excess(part.bound(budget)) > 0:
             raise _out_of_reach(budget, fit.peak + part.beside + part.beyond, work, fit)
     sited = needs.rows.keys()
-    kept = tuple(node.name for node in fit.held.saved if node not in sited)
+    moved = fit.held.moved
+    kept = tuple(node.name for node in fit.held.saved if node not in sited and node not in moved)
     seconds = rates.step(needs.step)
     peak = PeakBytes(
         budget=budget,
@@ -108,6 +110,7 @@ def _solved(work: Work, needs: Needs, asked: PeakBudget) -> tuple[Fit, PeakBytes
         planned=fit.peak + part.beyond,
         live=fit.held.live_by_kind(),
         kept=kept,
+        offloaded=tuple(node.name for node in fit.held.saved if node not in sited and node in moved),
         graphs=part.num_graphs,
         beside=part.beside,
         waiting=fit.waiting + part.beyond_waiting,
@@ -125,17 +128,26 @@ def _point(fit: Fit, seconds: float) -> PeakPoint:
 def _given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes]:
     """Follow a plan's ways. Raises `PlanError` where they leave out what backward needs."""
     saved: dict[Node, AnyFormat | None] = {}
+    moved, hi = set[Node](), work.settings.recipe.hi
     nodes = {row: node for node, row in needs.rows.items()}
     for site in given.sites:
         node = nodes.get(site.id, work.book.values.get(site.id))
-        if node in needs.high and site.way in ("keep", "narrow"):
-            is_low = site.way == "narrow" and site.promoted_at is None
+        if node in needs.high and site.way in ("keep", "narrow", "offload"):
+            is_low = site.way == "narrow" or (site.way == "offload" and parse(site.format).bits < hi.bits)
+            is_low = is_low and site.promoted_at is None
             saved[node] = needs.low.get(node, needs.high[node]) if is_low else needs.high[node]
             if is_low and site.saved_as:
                 saved[node] = _given_blocks(needs, node, site)
-    kept = frozenset(given.peak.kept)
-    saved |= dict.fromkeys(node for node in needs.high if node.name in kept)
-    held = Held(needs.step, saved)
+            if site.way == "offload":
+                _refuse_moved(needs, node, saved[node], f"sites[{site.id}].way ({site.tensor})")
+                moved.add(node)
+    kept, offloaded = (frozenset(names) for names in (given.peak.kept, given.peak.offloaded))
+    saved |= dict.fromkeys(node for node in needs.high if node.name in kept | offloaded)
+    for node in needs.high:
+        if node.name in offloaded:
+            _refuse_moved(needs, node, None, f"peak_bytes.offloaded ({node.name})")
+            moved.add(node)
+    held = Held(needs.step, saved, moved)
     for node, _ in held.repeated:
         if node not in needs.step.decoded and not can_repeat(node):
             raise PlanError(
@@ -143,14 +155,26 @@ def _given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes]:
                 "its site the way 'keep', or plan again"
             )
         _refuse_sources_in_blocks(needs, node, saved)
-    fit = Fit(held, {node: _way_of(needs, node, fmt) for node, fmt in saved.items()}, 0.0)
+    fit = Fit(held, {node: _way_of(needs, node, fmt, node in moved) for node, fmt in saved.items()}, 0.0)
     return fit, replace(given.peak, planned=held.peak, live=held.live_by_kind())
 
 
-def _way_of(needs: Needs, node: Node, fmt: AnyFormat | None) -> int:
+def _way_of(needs: Needs, node: Node, fmt: AnyFormat | None, is_moved: bool) -> int:
     if isinstance(fmt, BlockFormat):
         return FEW + needs.few[node].index(fmt)
-    return NARROW if fmt is not None and fmt is needs.low.get(node) else KEEP
+    is_low = fmt is not None and fmt is needs.low.get(node)
+    return (HOST_LOW if is_low else HOST) if is_moved else NARROW if is_low else KEEP
+
+
+def _refuse_moved(needs: Needs, node: Node, fmt: AnyFormat | None, entry: str) -> None:
+    """Raise `PlanError` where a given plan has a value wait in host memory that cannot, or in a block format."""
+    if node in needs.movable and not isinstance(fmt, BlockFormat):
+        return
+    why = f"in {fmt.name} it stays on the device" if isinstance(fmt, BlockFormat) else _STAYS
+    raise PlanError(f"{entry} of the given plan is 'offload', and {why}; give it the way 'keep', or plan again")
+
+
+_STAYS = "a value stays on the device whose size is dynamic, which is an output, or which lies with gaps"
 
 
 def _given_blocks(needs: Needs, node: Node, site: Site) -> BlockFormat:
@@ -181,7 +205,9 @@ def _refuse_sources_in_blocks(needs: Needs, repeated: Node, saved: Mapping[Node,
 def _remark(needs: Needs, fit: Fit) -> str:
     repeated = sum(n in needs.high for n, _ in fit.held.repeated)
     narrow, few = (sum(way == NARROW for way in fit.ways.values()), sum(way >= FEW for way in fit.ways.values()))
-    kept, blocks = len(fit.held.saved) - narrow - few, f"{few} in blocks, " if few else ""
+    moved = sum(is_on_host(way) for way in fit.ways.values())
+    kept, blocks = len(fit.held.saved) - narrow - few - moved, f"{few} in blocks, " if few else ""
+    blocks += f"{moved} in host memory, " if moved else ""
     return (
         f"peak budget: {kept} values are kept, {narrow} kept in 8 bits, {blocks}{repeated} computed again in backward"
     )

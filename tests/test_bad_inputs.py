@@ -142,7 +142,13 @@ OPTIONS: Mapping[str, Case] = {
         peak_budget="50%",
         storage="simulate",
     ),
-    "ways": option("ways has 'offload': fxprec moves no saved tensor to the host", ways=("offload",)),
+    "ways": option("unknown ways 'ofload'; did you mean 'offload'?", peak_budget="50%", ways=("ofload",)),
+    "ways in CUDA graphs": option(
+        "ways has 'offload', and mode='reduce-overhead' records CUDA graphs, which copies to host memory are no part of",
+        peak_budget="50%",
+        ways=("offload",),
+        mode="reduce-overhead",
+    ),
     "ways alone": option("ways says how a peak budget is met, and none is given; give peak_budget too", ways="narrow"),
     "plan": option("plan is ''; give it the path of a plan file, or None", plan=""),
     "goals": option(

@@ -29,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 import fxprec.driver.compilation
 import fxprec.driver.halves
 from fxprec.driver.capture import copied
+from fxprec.ir.symbolic_host import RELOAD
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
@@ -75,12 +76,15 @@ def plan_for(patch: pytest.MonkeyPatch, arch: int) -> None:
 
 
 def moved_to_cuda(gm: GraphModule) -> GraphModule:
-    """Give a graph traced on the CPU values on a GPU, with nothing behind them; what the model makes moves too."""
+    """Give a graph traced on the CPU values on a GPU, with nothing behind them; what the model makes moves too.
+
+    What comes from host memory stays there.
+    """
     mode = next(n.meta["val"].fake_mode for n in gm.graph.nodes if isinstance(n.meta.get("val"), FakeTensor))
     for node in gm.graph.nodes:
         if str(node.kwargs.get("device")) == "cpu":
             node.kwargs = {**node.kwargs, "device": CUDA}
-        if node.op == "placeholder":
+        if node.op == "placeholder" and not any(user.target is RELOAD and user.args[0] is node for user in node.users):
             node.meta["val"] = _on_cuda(node.meta["val"], mode)
     gm.recompile()
     propagate(gm)

@@ -22,6 +22,7 @@ def dump(
     low_ratio: Annotated[float | None, typer.Option(help="Share of elements held low, 0 to 1.")] = None,
     budget: Annotated[str, typer.Option(help="Instead: bytes saved for backward, for instance 12GiB.")] = "",
     peak_budget: Annotated[str, typer.Option(help="Bytes a step may hold: 40GiB, or 60%.")] = "",
+    ways: Annotated[str, typer.Option(help="How it may be met: narrow,recompute,offload (on GPUs).")] = "",
     policy: Annotated[str, typer.Option(help="Which groups go first.")] = "size",
     grouping: Annotated[str, typer.Option(help="execution, or dataflow: regions between GEMMs.")] = "execution",
 ) -> None:
@@ -34,6 +35,7 @@ def dump(
         low_ratio=low_ratio,
         activation_budget=budget or None,
         peak_budget=peak_budget or None,
+        ways=tuple(ways.split(",")) if ways else None,
         policy=policy,
         grouping=grouping,  # type: ignore[arg-type]
         lowering="eager",

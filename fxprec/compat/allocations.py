@@ -30,6 +30,8 @@ class LiveBytes:
 
     free: Collection[int] = ()
     """Storages that are there anyway."""
+    device: str = "cpu"
+    """Of which type: what a GPU's step has in host memory is not counted."""
     workspace: Callable[[str, Sequence[Tensor]], int] = lambda name, operands: 0
     """Gives the bytes that an operator of ``aten`` takes while it runs, beside its result."""
     peak: int = 0
@@ -39,14 +41,14 @@ class LiveBytes:
     _holders: Counter[int] = field(default_factory=Counter)
 
     def hold(self, value: Any) -> None:
-        for storage, size in _storages(value):
+        for storage, size in _storages(value, self.device):
             self._holders[storage] += 1
             if self._holders[storage] == 1 and storage not in self.free:
                 self.live += size
         self._see(self.live)
 
     def drop(self, value: Any) -> None:
-        for storage, size in _storages(value):
+        for storage, size in _storages(value, self.device):
             self._holders[storage] -= 1
             if not self._holders[storage] and storage not in self.free:
                 self.live -= size
@@ -64,18 +66,20 @@ def storages_of(values: Sequence[Any]) -> frozenset[int]:
     return frozenset(storage for storage, _ in _storages(values))
 
 
-def storage_bytes(values: Sequence[Any], free: Collection[int]) -> int:
-    """Return the bytes of the storages of fake tensors, each once, those that are there anyway left out."""
-    return sum(size for storage, size in dict(_storages(values)).items() if storage not in free)
+def storage_bytes(values: Sequence[Any], free: Collection[int], device: str = "cpu") -> int:
+    """Return the bytes of the storages of fake tensors on a device, each once, those there anyway left out."""
+    return sum(size for storage, size in dict(_storages(values, device)).items() if storage not in free)
 
 
-def _storages(value: Any) -> Iterator[tuple[int, int]]:
+def _storages(value: Any, device: str | None = None) -> Iterator[tuple[int, int]]:
     if isinstance(value, Tensor):
+        if device not in (None, value.device.type):
+            return
         storage = value.untyped_storage()
         yield storage._cdata, storage.nbytes()
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _storages(each)
+            yield from _storages(each, device)
 
 
 def fakes_like(values: Sequence[Any], mode: FakeTensorMode) -> list[Any]:

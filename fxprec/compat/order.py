@@ -60,9 +60,16 @@ class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraph
 
 
 def _as_kernel(node: Any, at: Mapping[Any, int]) -> tuple[dict[str, int], dict[str, int], frozenset[int]]:
-    makes = {b.get_name(): int(b.mpi_buffer.size_alloc) for b in node.get_outputs()}
-    reads = {b.get_name(): int(b.mpi_buffer.size_free) for b in node.mpi_node.pred_buffers}
+    makes = {b.get_name(): int(b.mpi_buffer.size_alloc) for b in node.get_outputs() if not _is_on_host(b)}
+    reads = {b.get_name(): int(b.mpi_buffer.size_free) for b in node.mpi_node.pred_buffers if not _is_on_host(b)}
     return makes, reads, frozenset(at[n] for n in node.mpi_node.pred_nodes)
+
+
+def _is_on_host(buffer: Any) -> bool:
+    """Say whether a GPU's graph has a buffer in host memory."""
+    made: Any = getattr(buffer, "node", None) or V.graph.graph_inputs.get(buffer.get_name())
+    device = made.get_device() if hasattr(made, "get_device") else None
+    return device is not None and device.type == "cpu" and len(V.graph.device_types - {"cpu", "meta"}) > 0
 
 
 def _chain(nodes: Sequence[Any], kept: Collection[str]) -> None:

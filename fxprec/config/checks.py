@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, Field
 from fractions import Fraction
 from numbers import Integral, Real
-from types import MappingProxyType
 from typing import Self, SupportsFloat, SupportsInt, cast
 
 from fxprec.errors import ConfigError, did_you_mean
@@ -128,17 +127,13 @@ def byte_size_or_share(field: str, value: object) -> int | str | None:
     return f"{number[1]}%"
 
 
-def some_of(
-    field: str, value: object, allowed: Sequence[str], refused: Mapping[str, str] = MappingProxyType({})
-) -> tuple[str, ...]:
-    """Return some of the allowed words, at least one, each once, in their own order; ``refused``: why not others."""
+def some_of(field: str, value: object, allowed: Sequence[str]) -> tuple[str, ...]:
+    """Return some of the allowed words, at least one, each once, in their own order."""
     words = (value,) if isinstance(value, str) else value
     choices = f"a tuple of some of {', '.join(map(repr, allowed))}"
     if not isinstance(words, list | tuple) or not words:
         raise ConfigError(f"{field} is {value!r}; give it {choices}")
     for word in words:
-        if isinstance(word, str) and word in refused:
-            raise ConfigError(f"{field} has {word!r}: {refused[word]}")
         one_of(field, word, allowed)
     return tuple(word for word in allowed if word in words)
 

@@ -29,12 +29,8 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 GROUPINGS = ("execution", "dataflow")
 ON_NONFINITE = ("report", "raise", "ignore")
 BLOCK_WAYS = ("int4", "int2")
-WAYS = ("narrow", *BLOCK_WAYS, "recompute")
+WAYS = ("narrow", *BLOCK_WAYS, "recompute", "offload")
 DEFAULT_WAYS = ("narrow", "recompute")
-_NO_WAYS = {
-    "offload": "fxprec moves no saved tensor to the host, and a CPU has nowhere to move it; leave it out, or on a GPU "
-    "run the step under torch.autograd.graph.save_on_cpu(pin_memory=True)"
-}
 ALLOCATORS = ("compact", "system")
 LOWERINGS = ("auto", "triton", "inductor", "eager")
 
@@ -167,7 +163,7 @@ class Config:
         put(self, "low_ratio", checks.ratio("low_ratio", self.low_ratio))
         put(self, "activation_budget", checks.byte_size("activation_budget", self.activation_budget))
         put(self, "peak_budget", checks.byte_size_or_share("peak_budget", self.peak_budget))
-        put(self, "ways", None if self.ways is None else checks.some_of("ways", self.ways, WAYS, _NO_WAYS))
+        put(self, "ways", None if self.ways is None else checks.some_of("ways", self.ways, WAYS))
         put(self, "keep_high", _patterns(self.keep_high))
         put(self, "promote_above", checks.ratio("promote_above", self.promote_above, above_zero=True))
         put(self, "plan", checks.path("plan", self.plan, "a plan file"))
@@ -251,7 +247,7 @@ ALLOWED: Mapping[str, str] = {
     "low_ratio": "a number from 0 to 1 or None",
     "activation_budget": "bytes as a positive int, or text such as '12GiB', or None",
     "peak_budget": "bytes as a positive int, text such as '12GiB' or '60%', or None",
-    "ways": "a tuple of some of 'narrow', 'int4', 'int2' and 'recompute', or None",
+    "ways": "a tuple of some of 'narrow', 'int4', 'int2', 'recompute' and 'offload', or None",
     "allocator": "'compact', 'system' or None",
     "plan": "the path of a plan file or None",
     "keep_high": "a tuple of module-name patterns, or 'ends'",
@@ -373,6 +369,11 @@ def _refuse_with_peak(config: Config) -> None:
             raise ConfigError(
                 f"peak_budget and {name} are both given, and {name} {why}; keep one of them, drop the other"
             )
+    if "offload" in (config.ways or ()) and config.mode in ("reduce-overhead", "max-autotune"):
+        raise ConfigError(
+            f"ways has 'offload', and mode={config.mode!r} records CUDA graphs, which copies to host memory are no "
+            "part of; choose mode='default' or 'max-autotune-no-cudagraphs', or leave 'offload' out"
+        )
     for name, value in (("storage", "simulate"), ("compute", "stored")):
         if getattr(config, name) == value:
             raise ConfigError(

@@ -17,6 +17,7 @@ import fxprec.runtime.cpu.layout
 import fxprec.runtime.cpu.ops
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops
+import fxprec.runtime.host
 import fxprec.runtime.reference_blocks
 import fxprec.runtime.reference_ops  # noqa: F401  all register implementations
 from fxprec import compat

@@ -35,6 +35,8 @@ class CompiledPeak:
 
     num_results: int
     """Of the forward half, before what it saves for backward."""
+    device: str = "cpu"
+    """Its type."""
     bytes: int | None = None
     """At the step's peak, once both halves are there."""
     waiting: int = 0
@@ -63,16 +65,16 @@ class CompiledPeak:
     def _saw_forward(self, half: PlainHalf, code: Any) -> None:
         self._inputs = compat.fakes_like(half.examples, self._mode)
         self._free = compat.storages_of(self._inputs)
-        memory = compat.LiveBytes(self._free, workspace)
+        memory = compat.LiveBytes(self._free, self.device, workspace)
         self._results = compat.replayed(code, self._inputs, self._mode, memory)
         self._named = dict(zip(half.results, self._results, strict=False))  # statistics come after them
         self.seen = tuple(memory.seen)
-        self._forward, self.waiting = memory.peak, compat.storage_bytes(self._results, self._free)
+        self._forward, self.waiting = memory.peak, compat.storage_bytes(self._results, self._free, self.device)
 
     def _saw_backward(self, half: PlainHalf, code: Any) -> None:
         new = compat.fakes_like(half.examples, self._mode)
         inputs = [self._named.get(name, x) for name, x in zip(half.inputs, new, strict=True)]
-        memory = compat.LiveBytes(self._free, workspace)
+        memory = compat.LiveBytes(self._free, self.device, workspace)
         memory.hold(self._results[: self.num_results])  # the model's own outputs: the caller has them
         compat.replayed(code, inputs, self._mode, memory)
         self.seen += tuple(memory.seen)

@@ -8,7 +8,9 @@ import torch
 
 from fxprec import compat
 from fxprec.config import Settings
+from fxprec.errors import ConfigError, PlanError
 from fxprec.passes.notice import Notice
+from fxprec.plan import Plan
 from fxprec.runtime.cpu import compact
 
 
@@ -20,6 +22,24 @@ def on_device(device: torch.device, settings: Settings) -> tuple[Settings, Notic
         return settings, None
     detail = f"{reason}; stored as packed codes instead: the same numbers and bytes, cast in integer arithmetic"
     return replace(settings, storage="packed"), Notice("storage='native'", detail)
+
+
+def refuse_offload(device: torch.device, settings: Settings, given: Plan | None) -> None:
+    """Raise `ConfigError` or `PlanError` where saved tensors are to wait in host memory, and never are elsewhere."""
+    if device.type != "cpu":
+        return
+    if settings.peak_budget is not None and "offload" in settings.ways:
+        raise ConfigError(
+            "ways has 'offload', which moves saved tensors to host memory, and a model on a CPU has them there; leave "
+            "it out, or move the model to a GPU"
+        )
+    moved = next((s for s in (given.sites if given is not None else ()) if s.way == "offload"), None)
+    if moved is not None or (given is not None and given.peak_bytes is not None and given.peak_bytes.offloaded):
+        where = f"sites[{moved.id}].way ({moved.tensor})" if moved is not None else "peak_bytes.offloaded"
+        raise PlanError(
+            f"{where} of the given plan says 'offload', to host memory, and a model on a CPU has it there; give it the "
+            "way 'keep', plan again, or move the model to a GPU"
+        )
 
 
 def place_tensors(device: torch.device, settings: Settings) -> Notice | None:

@@ -12,7 +12,7 @@ from fxprec.config import Settings
 from fxprec.driver import capture, saved_state
 from fxprec.driver.compilation import Compiler
 from fxprec.driver.compiled import CompileReport
-from fxprec.driver.device_settings import on_device, place_tensors
+from fxprec.driver.device_settings import on_device, place_tensors, refuse_offload
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.fallback import Lowering
 from fxprec.driver.in_flight import InFlight, Version
@@ -102,6 +102,8 @@ class PlannedGraph:
 
     def compile(self, given: Plan | None) -> PlannedGraph:
         """Compile for the first time: for a plan, or for one to be solved."""
+        if not self._is_planned_alone:
+            refuse_offload(self.captured.device, self._in_force.settings, given)
         is_cut = self.captured.is_cut
         part = Part(is_cut=is_cut) if self._is_planned_alone else self._shared.first_part(is_cut=is_cut)
         self._in_force.compile(given, part)

@@ -185,7 +185,9 @@ class Traced:
 
     def _new_peak(self) -> CompiledPeak | None:
         planned = self.planned
-        return None if planned is None or planned.plan.peak_bytes is None else CompiledPeak(planned.num_results)
+        if planned is None or planned.plan.peak_bytes is None:
+            return None
+        return CompiledPeak(planned.num_results, self.captured.device.type)
 
     def _complete_plan(self, forward: GraphModule) -> None:
         """Put into the plan what the partitioned graph really saves, and hold it to the budget."""

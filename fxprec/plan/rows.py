@@ -63,7 +63,7 @@ class Group:
     """Elements of the floating-point tensors among them, copies of parameters left out."""
 
 
-Way = Literal["", "keep", "narrow", "recompute"]
+Way = Literal["", "keep", "narrow", "recompute", "offload"]
 Reads = Literal["backward", "gemm codes", "all"]
 UNREAD = "nobody would read a low copy"
 """How the reason begins why a site of a low group is high, where in another compilation somebody may read it."""
@@ -92,7 +92,8 @@ class Site:
     """Who reads what is stored: only backward; GEMMs that multiply its codes (and backward); every reader."""
     way: Way = ""
     """How backward gets the value under a peak budget: kept in high precision, kept in 8 bits or in ``saved_as``,
-    computed again; ``""`` for what backward does not read, and without a peak budget."""
+    computed again, kept in ``format`` in host memory; ``""`` for what backward does not read, and without a peak
+    budget."""
     why: str = ""
     """Why its format is not the one its group (or the policy) gives it: nobody would read a low copy, or 8 bits would
     spoil it (docs/compute.md); ``""`` where it is."""
@@ -119,8 +120,8 @@ class Site:
 class ByteCount:
     """Bytes saved for backward, each storage once, the graph's inputs and parameters left out.
 
-    ``planned`` is what the partitioned graph saves; ``fp32`` what the same tensors take in float32, where a parameter's
-    copy takes nothing, since backward would read the parameter.
+    ``planned`` is what the partitioned graph saves, host memory left out; ``fp32`` what the same tensors take in
+    float32, where a parameter's copy takes nothing, since backward would read the parameter.
     """
 
     fp32: int
@@ -197,6 +198,8 @@ class PeakBytes:
     """At up to 100 moments of the step, of each stretch the one that holds most: bytes by `LIVE`."""
     kept: tuple[str, ...] = ()
     """Values without a site that are kept as they are (masks, statistics, what only fusion holds), by node."""
+    offloaded: tuple[str, ...] = ()
+    """Values without a site that wait in host memory, by node."""
     graphs: int = 1
     """How many training graphs of one step share the budget."""
     beside: int = 0

@@ -55,7 +55,8 @@ def peak_lines(plan: Plan, peak: PeakBytes) -> list[str]:
         f"  at its peak the step holds {peak.planned:,} bytes as predicted{compiled}; {peak.high:,} with everything "
         "kept in high precision",
         f"  of values that backward needs, {', '.join(f'{count} are {way}' for way, count in ways.items()) or 'none'}"
-        f"; {len(peak.kept)} without a site are kept",
+        f"; {len(peak.kept)} without a site are kept"
+        + (f", {len(peak.offloaded)} are in host memory" if peak.offloaded else ""),
     ]
 
 
@@ -66,9 +67,9 @@ def _shared(peak: PeakBytes) -> str:
 
 
 def _way(site: Site) -> str:
-    if site.way != "narrow":
-        return {"keep": "kept", "recompute": "computed again"}.get(site.way, site.way)
-    return f"kept in {site.stored_as}"
+    if site.way in ("keep", "recompute"):
+        return "kept" if site.way == "keep" else "computed again"
+    return f"in host memory in {site.stored_as}" if site.way == "offload" else f"kept in {site.stored_as}"
 
 
 _TAKEN = {

@@ -63,6 +63,8 @@ class Costs:
     launch_s: float
     own_launch_s: float
     """Of a kernel of ours, which compiled code calls through Python."""
+    host_bytes_per_s: float = 2.5e10
+    """Between the device and pinned host memory, each way."""
 
     def product(self, m: int, n: int, k: int, rate: float, operand_bytes: float, out_bytes: float = 2) -> float:
         """Seconds of one GEMM at ``rate`` operations a second, operands of so many bytes an element; no launch."""

@@ -105,7 +105,9 @@ class SiteBook:
             refuse_another_site(site.id, site, self.given)
             given = self.given[site.id]
             promoted_at = given.promoted_at
-            is_settled = given.promoted_at is None and (given.is_unread or given.way in ("keep", "recompute"))
+            is_settled = given.promoted_at is None and (
+                given.is_unread or given.way in ("keep", "recompute", "offload")
+            )
             if not (is_settled and given.format == self.recipe.hi.name):
                 site = replace(site, format=given.format, why=site.why if given.format == site.format else "")
         fmt = parse(site.format)

@@ -14,7 +14,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fxprec.ir.calls import Call
 from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, Storing, stored_dtype
+from fxprec.ir.symbolic_host import Offload, Reload
 from fxprec.numerics.blocks import BlockFormat
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
@@ -52,17 +54,21 @@ class Rewrite:
         for node, fmt in self.fit.held.saved.items():
             if not isinstance(fmt, BlockFormat):
                 self._keep(node, fmt)
+        for node, reader in self.fit.held.reloaded:
+            self._move(node, reader)
         for node, reader in self.fit.held.repeated:
             self._repeat(node, reader)
         for reader in self.needs.step.backward:
             self._read_new(reader)
         for value, casts in self.casts.items():
-            if value not in self.fit.held.saved:
+            if value not in self.fit.held.saved or self._is_moved_itself(value):
                 self._erase(q for q, _ in casts)
         self._tell_sites()
 
     def _keep(self, node: Node, fmt: Format | None) -> None:
         """Save a value as it is, or in a format."""
+        if self._is_moved_itself(node):
+            return
         if fmt is None:
             regions.mark(node, CheckpointPolicy.MUST_SAVE)
             for q, _ in self.casts.get(node, ()):
@@ -94,6 +100,29 @@ class Rewrite:
             q = emit_call(self.graph, Quantize(node, book.table, row, fmt.name, book.storage), node, val=narrow)
             read = Dequantize(q, book.table, AS_STORED, fmt.name, book.storage, val.dtype)
             return emit_call(self.graph, read, node, val=val)
+
+    def _move(self, node: Node, reader: Node) -> None:
+        """Have a value, or its copy, wait in host memory, and come back before ``reader``."""
+        decoded = self.decoded.get(node)
+        copy = node if decoded is None else decoded.all_input_nodes[0]
+        with self.graph.inserting_before(insertion_point_after(copy).next):
+            host = emit_call(self.graph, Offload(copy), node)
+        regions.mark(host, CheckpointPolicy.MUST_SAVE)
+        with self.graph.inserting_before(reader):
+            back = self._in_backward(Reload(host, self.work.book.table), node, tensor_of(copy))
+            for x, read in Dequantize.among(list(copy.users)) if decoded is not None else ():
+                self.new[x] = self.decoded[node] = self._in_backward(replace(read, q=back), node, tensor_of(x))
+        if decoded is None:
+            self.new[node] = back
+
+    def _in_backward(self, call: Call, like: Node, val: torch.Tensor) -> Node:
+        node = emit_call(self.graph, call, like, backward=True, val=val)
+        node.meta["partitioner_tag"] = "must_be_in_backward"
+        return node
+
+    def _is_moved_itself(self, value: Node) -> bool:
+        held = self.fit.held
+        return value in held.moved and held.saved[value] is None
 
     def _as(self, node: Node, dtype: torch.dtype, before: Node) -> Node:
         if tensor_of(node).dtype == dtype:
@@ -135,8 +164,7 @@ class Rewrite:
         if not isinstance(node.meta.get("val"), torch.Tensor) or self._is_parameter(node):
             return node
         with self.graph.inserting_before(reader):
-            kept = emit_call(self.graph, Storing(node, ()), node, backward=True, val=tensor_of(node))
-        kept.meta["partitioner_tag"] = "must_be_in_backward"
+            kept = self._in_backward(Storing(node, ()), node, tensor_of(node))
         self.new[node] = kept
         return kept
 
@@ -144,8 +172,9 @@ class Rewrite:
         return node.op == "placeholder" and self.work.joint.describe(node).kind in ("param", "table")
 
     def _read_new(self, reader: Node) -> None:
+        held = self.fit.held
         for source in reader.all_input_nodes:
-            is_kept = source.op == "placeholder" or source in self.fit.held.saved
+            is_kept = source.op == "placeholder" or (source in held.saved and source not in held.moved)
             if source not in self.needs.step.behind and not is_kept and self._changed(source):
                 reader.replace_input_with(source, self._there(source, reader))
 
@@ -168,8 +197,10 @@ class Rewrite:
                     low, saved_as = self.needs.low.get(node, hi), SIGNS if node in self.masks else fmt
                     self.work.book.sites[row] = replace(_on(site, "narrow", low.name), saved_as=saved_as.name)
                     continue
-                way: Way = "narrow" if fmt.bits < hi.bits else "keep"
-                self.work.book.sites[row] = _on(site, way, fmt.name, self.needs.refused.get(node, ""))
+                is_low = fmt.bits < hi.bits
+                way: Way = "offload" if node in self.fit.held.moved else "narrow" if is_low else "keep"
+                said = _on(site, way, fmt.name, self.needs.refused.get(node, ""))
+                self.work.book.sites[row] = replace(said, reads="backward") if is_low else said
             elif node in repeated:
                 self.work.book.sites[row] = _on(site, "recompute", hi.name)
 
@@ -183,6 +214,7 @@ def _on(site: Site, way: Way, fmt: str, narrow_why: str = "") -> Site:
 _WHY = {
     "keep": "the peak budget leaves room to keep it",
     "recompute": "the peak budget has it computed again in backward",
+    "offload": "the peak budget has it wait in host memory",
 }
 
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from fxprec.passes.analysis.peak.kernels import Kind, bytes_of, kind_of
 from fxprec.passes.analysis.peak.part import Bound
-from fxprec.passes.analysis.peak.problem import AGAIN, EXACT, Problem, Row, Ways, is_kept
+from fxprec.passes.analysis.peak.problem import AGAIN, EXACT, Problem, Row, Ways, is_kept, is_on_host
 from fxprec.passes.analysis.peak.step import Held, Saved
 
 _ROUNDS, _FEW_ROUNDS = 12, 5
@@ -73,6 +73,7 @@ class Chooser:
         step = self.problem.needs.step
         self._order = {n: i for half in (step.forward, step.backward) for i, n in enumerate(half)}
         self._first, self._last = self._wanted_when()
+        self._left = self._left_when()
 
     @cached_property
     def unlimited(self) -> Fit:
@@ -155,7 +156,8 @@ class Chooser:
         living = [node for node in kept if fit.held.lives(node, top, again=False)]
         for node in sorted(living, key=lambda n: -self.problem.size(n, kept[n])):
             others = [way for n, way in self.problem.columns if n is node and is_kept(way) and way != kept[node]]
-            narrower = [way for way in others if self.problem.size(node, way) < self.problem.size(node, kept[node])]
+            size = self.problem.size(node, kept[node])
+            narrower = [way for way in others if is_on_host(way) or self.problem.size(node, way) < size]
             for way in (AGAIN, *narrower):
                 tried = kept | {node: way} if is_kept(way) else {n: w for n, w in kept.items() if n is not node}
                 ways = self.problem.completed(tried)
@@ -182,7 +184,10 @@ class Chooser:
         """Return what a choice holds, and takes."""
         needs = self.problem.needs
         saved: Saved = {node: self.problem.format(node, way) for node, way in ways.items() if is_kept(way)}
-        return Fit(Held(needs.step, saved), ways, sum(self.problem.seconds(node, way) for node, way in ways.items()))
+        moved = {node for node, way in ways.items() if is_on_host(way)}
+        return Fit(
+            Held(needs.step, saved, moved), ways, sum(self.problem.seconds(node, way) for node, way in ways.items())
+        )
 
     def _wanted_when(self) -> tuple[dict[Node, int], dict[Node, int]]:
         """Return when backward first and last reads a value, by position among backward's nodes.
@@ -201,6 +206,15 @@ class Chooser:
                 last[source] = max(last.get(source, 0), first[node])
                 first.setdefault(source, first[node])
         return first, last
+
+    def _left_when(self) -> dict[Node, int]:
+        """Return when forward last reads a value, a view of it included, by position among forward's nodes."""
+        left = dict[Node, int]()
+        for position, node in reversed([*enumerate(self.problem.needs.step.forward)]):
+            left.setdefault(node, position)
+            for source in map(self.problem.needs.step.shown, node.all_input_nodes):
+                left[source] = max(left.get(source, 0), left[node] if kind_of(node) is Kind.VIEW else position)
+        return left
 
     def _moments(self, fit: Fit, bound: Bound) -> Iterator[Moment]:
         """Yield the moments at which a choice holds most, of those above a bound."""
@@ -222,7 +236,7 @@ class Chooser:
     def _waiting(self, fit: Fit) -> Iterator[tuple[int, float]]:
         """Yield the columns of ways that wait for backward, or would, and their bytes."""
         for (node, way), column in self.problem.columns.items():
-            if is_kept(way):
+            if is_kept(way) and not is_on_host(way):
                 is_chosen = fit.ways.get(node) == way
                 if not is_chosen or fit.held.lives(node, fit.held.timeline.split, again=False):
                     yield column, float(self.problem.size(node, way))
@@ -234,17 +248,21 @@ class Chooser:
             if fit.ways.get(node) == way:
                 lives = fit.held.lives(node, time, again=not is_kept(way))
             else:
-                lives = self._would_live(node, anchor, kept=is_kept(way))
+                lives = self._would_live(node, anchor, way)
             if lives:
                 yield column, float(self.problem.size(node, way) if is_kept(way) else bytes_of(node))
 
-    def _would_live(self, node: Node, anchor: Node, *, kept: bool) -> bool:
-        """Guess whether a value would live where ``anchor`` runs, were it kept, or computed again."""
+    def _would_live(self, node: Node, anchor: Node, way: int) -> bool:
+        """Guess whether a value would live where ``anchor`` runs, were it to go a way."""
         moment = self._order[anchor]
         if anchor not in self.problem.needs.step.behind:
-            return kept and self._order[node] <= moment
-        is_wanted = moment <= self._last.get(node, -1)
-        return is_wanted and (kept or (_lies(node) and self._first.get(node, moment + 1) <= moment))
+            is_left = is_on_host(way) and moment > self._left[node]
+            return is_kept(way) and self._order[node] <= moment and not is_left
+        if moment > self._last.get(node, -1):
+            return False
+        if is_kept(way) and not is_on_host(way):
+            return True
+        return (is_on_host(way) or _lies(node)) and self._first.get(node, moment + 1) <= moment
 
 
 def _within(fits: Iterable[Fit], bound: Bound) -> list[Fit]:

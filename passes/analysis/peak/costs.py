@@ -22,6 +22,10 @@ class Rates:
 
     bytes_per_s: float
     flop_per_s: float
+    host_bytes_per_s: float
+    """To host memory, and back."""
+    call_s: float
+    """Of starting a copy there."""
 
     @classmethod
     def of(cls, device: torch.device) -> Rates:
@@ -29,7 +33,7 @@ class Rates:
         if gpu is None:
             return _CPU
         costs = gemm_costs.costs_of(gpu)
-        return cls(costs.bytes_per_s, costs.bf16_flop_per_s)
+        return cls(costs.bytes_per_s, costs.bf16_flop_per_s, costs.host_bytes_per_s, costs.own_launch_s)
 
     def again(self, node: Node) -> float:
         """Return the seconds of running a node once more."""
@@ -47,6 +51,10 @@ class Rates:
         """Return the seconds of writing and reading ``size`` bytes; a kernel's own result is written anyway."""
         passes = 2 if kind_of(node) is Kind.FUSED else 1
         return passes * size / self.bytes_per_s
+
+    def moving(self, size: int) -> float:
+        """Return the seconds of copying ``size`` bytes to host memory and back, in which nothing else is computed."""
+        return 2 * (size / self.host_bytes_per_s + self.call_s)
 
     def rounding(self, node: Node, fmt: AnyFormat) -> float:
         """Return the seconds of encoding and decoding, and of an error of e4m3's as many again, of others to match.
@@ -70,4 +78,4 @@ def _error(fmt: AnyFormat) -> float:
 
 _HIGH_BYTES = 2
 # One core with AVX-512 and bf16 instructions; what runs on two cores has both twice.
-_CPU = Rates(bytes_per_s=1e10, flop_per_s=1.2e11)
+_CPU = Rates(bytes_per_s=1e10, flop_per_s=1.2e11, host_bytes_per_s=5e9, call_s=1e-6)

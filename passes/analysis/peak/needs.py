@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import Node
 
 from fxprec.config.config import BLOCK_WAYS
@@ -35,6 +36,8 @@ class Needs:
     """The format of a low copy, where one may be kept."""
     few: dict[Node, tuple[BlockFormat, ...]] = field(default_factory=dict)
     """Block formats in which it may be kept for those that read it in backward, and for nothing computed again."""
+    movable: set[Node] = field(default_factory=set)
+    """Values that may wait in host memory."""
     refused: dict[Node, str] = field(default_factory=dict)
     """Why none of those that are allowed is one."""
     rows: dict[Node, int] = field(default_factory=dict)
@@ -72,6 +75,7 @@ def needs_of(work: Work) -> Needs:
             needs.high.setdefault(node, None)
         else:
             needs.high.pop(node, None)
+    _add_movable(needs)
     return needs
 
 
@@ -102,6 +106,19 @@ def _add_few(needs: Needs, work: Work, formats: list[BlockFormat]) -> None:
         needs.few[node] = tuple(fmt for fmt, reason in reasons.items() if reason is None)
         if not needs.few[node]:
             needs.refused[node] = next((f"{f.name} is no choice: {why}" for f, why in reasons.items() if why), "")
+
+
+def _add_movable(needs: Needs) -> None:
+    """Find what may wait in host memory: of fixed size, dense, no output of the model, stored as one copy at most."""
+    copies: dict[Node, set[Node]] = {}
+    for x, cast in needs.step.casts.items():
+        copies.setdefault(cast.x, set()).update(x.all_input_nodes[:1])
+    for node in needs.high:
+        val = tensor_of(node)
+        is_fixed = all(isinstance(n, int) for n in (*val.shape, *val.stride()))
+        is_one = len(copies.get(node, ())) <= 1 and node not in needs.step.returned
+        if is_fixed and is_one and torch.empty_like(val).stride() == val.stride():
+            needs.movable.add(node)
 
 
 def _add_unread(needs: Needs, work: Work) -> None:

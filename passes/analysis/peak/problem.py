@@ -1,7 +1,8 @@
 """The ways that each value may go, and what they ask of each other, as a mixed-integer problem.
 
-Each value of forward that backward needs is there in one way: kept, kept as a low copy, kept in one of the block
-formats that its readers bear, computed again from what is itself exact, or from what may be rounded. Computing it again
+Each value of forward that backward needs is there in one way: kept, kept as a low copy, either of them in host memory,
+kept in one of the block formats that its readers bear, computed again from what is itself exact, or from what may be
+rounded. Computing it again
 asks for its operands, and of those a copy in blocks is none. That is a minimum cut but
 for bounds on what lives at each moment, so the relaxed problem is nearly whole: HiGHS solves that, and then searches
 the few fractions that are left.
@@ -25,17 +26,22 @@ from fxprec.passes.analysis.peak.needs import Needs
 if TYPE_CHECKING:
     from scipy.optimize import LinearConstraint
 
-KEEP, NARROW, AGAIN, ROUNDED, FEW = range(5)
-"""Kept; kept as a low copy; computed again exactly; computed again from values that may be rounded; from ``FEW`` on,
-kept in the block formats of `Needs.few`, by position."""
+KEEP, NARROW, AGAIN, ROUNDED, HOST, HOST_LOW, FEW = range(7)
+"""Kept; kept as a low copy; computed again exactly; computed again from values that may be rounded; kept in host
+memory; kept there as a low copy; from ``FEW`` on, kept in the block formats of `Needs.few`, by position."""
 
 
 def is_kept(way: int) -> bool:
-    """Say whether a way keeps a value, in whatever format."""
+    """Say whether a way keeps a value, in whatever format, wherever."""
     return way not in (AGAIN, ROUNDED)
 
 
-_EXACT, _ROUGH = (KEEP, AGAIN), (KEEP, NARROW, AGAIN, ROUNDED)
+def is_on_host(way: int) -> bool:
+    """Say whether a way keeps a value in host memory while it waits for backward."""
+    return way in (HOST, HOST_LOW)
+
+
+_EXACT, _ROUGH = (KEEP, AGAIN, HOST), (KEEP, NARROW, AGAIN, ROUNDED, HOST, HOST_LOW)
 # Repeated where nothing may be computed again, too: Inductor does so by itself.
 _CHEAP = (Kind.FUSED, Kind.VIEW, Kind.FREE, Kind.PIECE)
 # The search ends by its size, so that every process finds the same.
@@ -87,6 +93,10 @@ class Problem:
             yield KEEP
         if node in self.needs.low and "narrow" in self.allowed:
             yield NARROW
+        if "offload" in self.allowed and node in self.needs.movable:
+            yield HOST
+            if node in self.needs.low and "narrow" in self.allowed:
+                yield HOST_LOW
         if node in self.needs.high:
             yield from range(FEW, FEW + len(self._few(node)))
         if can_repeat(node) and ("recompute" in self.allowed or kind_of(node) in _CHEAP):
@@ -96,7 +106,8 @@ class Problem:
     def narrowest(self, node: Node) -> int:
         """Return the way of fewest bytes in which a value may be kept for what reads it, but for nothing repeated."""
         is_exact = node in self.needs.exactly
-        found = [way for way in self._ways(node) if is_kept(way) and not (is_exact and way == NARROW)]
+        ways = [way for way in self._ways(node) if is_kept(way) and not is_on_host(way)]
+        found = [way for way in ways if not (is_exact and way == NARROW)]
         return min(found, key=lambda way: self.size(node, way))
 
     def completed(self, kept: Mapping[Node, int]) -> Ways | None:
@@ -110,7 +121,7 @@ class Problem:
             if node not in exactly and node not in roughly:
                 continue
             way = kept.get(node, AGAIN if node in exactly else ROUNDED)
-            is_wrong = (way == NARROW and node in exactly) or (way >= FEW and node in of_others)
+            is_wrong = (way in (NARROW, HOST_LOW) and node in exactly) or (way >= FEW and node in of_others)
             if is_wrong or (node, way) not in self.columns:
                 way = KEEP
             if (node, way) not in self.columns:
@@ -126,14 +137,14 @@ class Problem:
         return dict(enumerate(self.cost.tolist())), -np.inf, seconds
 
     def size(self, node: Node, way: int) -> int:
-        """Return the bytes of a value that is kept."""
+        """Return the bytes of a value that is kept, of one in host memory while it is on the device."""
         return self.needs.size(node, self.format(node, way))
 
     def format(self, node: Node, way: int) -> AnyFormat | None:
         """Return the format in which a value is kept; None: its own dtype."""
         if way >= FEW:
             return self._few(node)[way - FEW]
-        return self.needs.low[node] if way == NARROW else self.needs.high[node]
+        return self.needs.low[node] if way in (NARROW, HOST_LOW) else self.needs.high[node]
 
     def _few(self, node: Node) -> Sequence[AnyFormat]:
         return self.needs.few.get(node, ()) if self.allowed else ()
@@ -143,8 +154,10 @@ class Problem:
         if way in (AGAIN, ROUNDED):
             return self.rates.again(node) + _LITTLE
         fmt = self.format(node, way)
-        rounding = self.rates.rounding(node, fmt) if fmt is not None and way != KEEP else 0.0
-        return self.rates.keeping(node, self.size(node, way)) + rounding + _LITTLE
+        rounding = self.rates.rounding(node, fmt) if fmt is not None and way not in (KEEP, HOST) else 0.0
+        size = self.size(node, way)
+        moving = self.rates.moving(size) if is_on_host(way) else 0.0
+        return self.rates.keeping(node, size) + rounding + moving + _LITTLE
 
     def _required(self) -> Iterator[Row]:
         """Yield what must be there, and what computing a value again asks for."""

@@ -6,7 +6,7 @@ computed again when backward first needs it, from what its operator reads, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeVar
@@ -130,9 +130,14 @@ class Held:
 
     step: Step
     saved: Saved
+    moved: Collection[Node] = ()
+    """What of it waits in host memory."""
     items: list[Item] = field(default_factory=list)
     at: dict[Node, int] = field(default_factory=dict)  # node -> its item, in its own half
     copies: dict[Node, int] = field(default_factory=dict)  # value -> its stored copy
+    hosts: dict[Node, int] = field(default_factory=dict)  # value -> what moves it to host memory
+    back: dict[Node, int] = field(default_factory=dict)  # value -> what of it comes back
+    reloaded: list[tuple[Node, Node]] = field(default_factory=list)  # (value, backward node before which it comes back)
     again: dict[Node, int] = field(default_factory=dict)  # value -> where backward has it from
     repeated: list[tuple[Node, Node]] = field(default_factory=list)  # (node, backward node before which it runs again)
     made: list[Node] = field(default_factory=list)  # the value that each item is, or is a copy of
@@ -156,13 +161,18 @@ class Held:
             return
         shown = [self.step.shown(source) for source in node.all_input_nodes]
         reads = [self.at[source] for source in shown if source in self.at]  # all; but a size may be a decoded copy's
-        is_stored = node in self.saved and self.saved[node] is None
+        is_moved = node in self.moved
+        is_stored = node in self.saved and self.saved[node] is None and not is_moved
         self.at[node] = self._add(node, reads, node, is_stored=is_stored)
         fmt = self._format(node)
         if fmt is not None:
             size = stored_bytes(fmt, tensor_of(node)) + self.step.mask_bytes(node, fmt)
             kind = Kind.EXTERN if isinstance(fmt, BlockFormat) else Kind.FUSED
-            self.copies[node] = self._append(Item(kind, size, [self.at[node]], is_stored=True), node, node)
+            copy = Item(kind, size, [self.at[node]], is_stored=not is_moved)
+            self.copies[node] = self._append(copy, node, node)
+        if is_moved:
+            leaves = Item(Kind.EXTERN, 0, [self.copies.get(node, self.at[node])], is_stored=True)
+            self.hosts[node] = self._append(leaves, node, node)
 
     def _format(self, node: Node) -> AnyFormat | None:
         """Return the format of the copy of a value that waits for backward, if one does."""
@@ -224,18 +234,26 @@ class Held:
         if self.step.is_there(source):
             return self.at[source]
         if source in self.saved:
+            copy = self._come_back(source, reader) if source in self.moved else self.copies.get(source, self.at[source])
             if self.saved[source] is None:
-                return self.at[source]
+                return copy
             kind = Kind.EXTERN if isinstance(self.saved[source], BlockFormat) else Kind.FUSED  # a kernel of its own
-            return self._append(Item(kind, bytes_of(node), [self.copies[source]]), reader, node)
+            return self._append(Item(kind, bytes_of(node), [copy]), reader, node)
         self.repeated.append((node, reader))
         return self._add(node, [self.again[n] for n in node.all_input_nodes], reader, again=True)
 
+    def _come_back(self, value: Node, reader: Node) -> int:
+        if value not in self.back:
+            self.reloaded.append((value, reader))
+            size = stored_bytes(self.saved[value], tensor_of(value))
+            self.back[value] = self._append(Item(Kind.EXTERN, size, [self.hosts[value]]), reader, value)
+        return self.back[value]
+
     def lives(self, node: Node, time: int, *, again: bool) -> bool:
         """Say whether a value lies in memory at a time: what is kept of it, or what backward computes ``again``."""
-        item = self.again.get(node) if again else self.copies.get(node, self.at[node])
-        born = None if item is None else self.timeline.born.get(item)
-        return item is not None and born is not None and born <= time <= self.timeline.dies[item]
+        items = [self.again.get(node)] if again else [self.copies.get(node, self.at[node]), self.back.get(node)]
+        born, dies = self.timeline.born, self.timeline.dies
+        return any(born[item] <= time <= dies[item] for item in items if item is not None and item in born)
 
     def live_by_kind(self, moments: int = _MOMENTS) -> tuple[tuple[int, ...], ...]:
         """Return the bytes at up to so many moments as `PeakBytes.live` has them."""
@@ -276,9 +294,9 @@ class Held:
             if item >= self.border:
                 found[item] = again
         for node, fmt in self.saved.items():
-            item = self.copies.get(node, self.at[node])
             is_few = isinstance(fmt, BlockFormat) and fmt.bits < WHOLE_BITS
-            found[item] = few if is_few else kept if fmt is None or fmt.bits > WHOLE_BITS else narrow
+            for item in {self.copies.get(node, self.at[node]), self.back.get(node, self.at[node])}:
+                found[item] = few if is_few else kept if fmt is None or fmt.bits > WHOLE_BITS else narrow
         return found
 
     @property

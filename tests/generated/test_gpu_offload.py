@@ -1,0 +1,122 @@
+"""What Inductor writes for a GPU where saved tensors wait in host memory: its own code, replayed on fake CUDA tensors."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not installed
+
+import fxprec.driver.graph
+from benchmarks.gpu.absent import inductor_code, lowered_halves, pretend
+from fxprec import Backend, Config, Plan, compat
+from fxprec.driver.compiled_peak import CompiledPeak, PlainHalf
+from fxprec.driver.halves import in_saving_order
+from fxprec.ir.symbolic_host import OFFLOAD, RELOAD
+
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION", "ignore:weigh-gemms", "ignore:storage=")
+
+
+class Block(nn.Module):
+    """(rows, 64) to the same: layer norm, two linear layers, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+@dataclass
+class Code:
+    """Of one plan."""
+
+    plan: Plan
+    halves: list[torch.fx.GraphModule]
+    texts: list[str]
+    peak: CompiledPeak
+
+    def calls(self, half: int, name: str) -> int:
+        return self.texts[half].count(f"torch.ops.fxprec.{name}.default(")
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, lowering: str, **options: Any) -> Code:
+    """Return what an H100 would run of a training step, and what it holds by its own allocations."""
+    plans: list[Plan] = []
+
+    def step() -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        backend = Backend(Config(recipe="fp8", lowering="eager", promote_above=None, **options))
+        model = nn.Sequential(*(Block() for _ in range(3)))
+        torch.compile(model, backend=backend)(torch.randn(256, 64)).square().mean().backward()
+        plans.extend(backend.plans)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fxprec.driver.graph, "refuse_offload", lambda device, settings, given: None)
+        halves = lowered_halves(patch, step, lowering, 90)
+        pretend(patch, 90)
+        peak, texts = CompiledPeak(1, "cuda"), list[str]()
+        for gm, name in zip(halves, ("forward", "backward"), strict=True):
+            examples = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+            plain = PlainHalf.of(gm, examples, is_backward=name == "backward")
+            with torch._inductor.config.patch(force_disable_caches=True), compat.saving_memory(in_saving_order, "test"):
+                texts.append(inductor_code(gm, name))
+            peak.saw(plain, SimpleNamespace(source_code=texts[-1], constants=None))
+    return Code(plans[0], halves, texts, peak)
+
+
+def moved_bytes(half: torch.fx.GraphModule) -> int:
+    hosts = [n.meta["val"] for n in half.graph.find_nodes(op="call_function", target=OFFLOAD)]
+    assert all(host.device.type == "cpu" for host in hosts)
+    return sum(host.nbytes for host in hosts)
+
+
+@pytest.mark.parametrize(("ways", "share"), [(("offload",), "65%"), (("narrow", "offload"), "52%")])
+@pytest.mark.parametrize("lowering", ["inductor", "triton"])
+def test_the_device_is_free_of_what_waits_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ways: tuple[str, ...], share: str, lowering: str
+) -> None:
+    found = compiled(monkeypatch, lowering, peak_budget=share, ways=ways)
+    moved = [s for s in found.plan.sites if s.way == "offload"]
+    assert moved
+    assert found.plan.peak_bytes is not None
+    count = len(moved) + len(found.plan.peak_bytes.offloaded)
+    assert (found.calls(0, "offload"), found.calls(0, "reload")) == (count, 0)
+    assert (found.calls(1, "offload"), found.calls(1, "reload")) == (0, count)
+    sites = [
+        replace(s, way="narrow" if s.format == "e4m3fn" else "keep") if s in moved else s for s in found.plan.sites
+    ]
+    kept = found.plan.peak_bytes.kept + found.plan.peak_bytes.offloaded
+    peak = replace(found.plan.peak_bytes, kept=kept, offloaded=())
+    replace(found.plan, sites=tuple(sites), peak_bytes=peak).save(tmp_path / "plan.json")
+    staying = compiled(monkeypatch, lowering, plan=tmp_path / "plan.json")
+    assert not staying.calls(0, "offload")
+    assert staying.peak.waiting - found.peak.waiting == moved_bytes(found.halves[0]) > 0
+    assert found.peak.bytes is not None
+    assert staying.peak.bytes is not None
+    assert found.peak.bytes < staying.peak.bytes
+
+
+def test_it_comes_back_right_before_what_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compiled(monkeypatch, "inductor", peak_budget="52%", ways=("narrow", "offload"))
+    for node in found.halves[1].graph.find_nodes(op="call_function", target=RELOAD):
+        host = node.args[0]
+        assert (host.op, host.meta["val"].device.type, node.meta["val"].device.type) == ("placeholder", "cpu", "cuda")
+        assert list(host.users) == [node]
+    lines = found.texts[1].splitlines()
+    for at, line in enumerate(lines):
+        if "fxprec.reload.default(" in line:
+            alias = next(later.split()[0] for later in lines[at:] if later.split()[1:3] == ["=", line.split()[0]])
+            calls = [later for later in lines[at + 1 :] if ".run(" in later or "extern_kernels." in later]
+            assert alias in calls[0] or alias in calls[1], "at most one kernel between, of what is read beside it"
