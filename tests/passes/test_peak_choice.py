@@ -19,7 +19,19 @@ from fxprec.passes.analysis.peak.choice import Chooser, Fit
 from fxprec.passes.analysis.peak.either import Either
 from fxprec.passes.analysis.peak.kernels import Kind, flops_of, kind_of
 from fxprec.passes.analysis.peak.part import Bound
-from fxprec.passes.analysis.peak.problem import AGAIN, FEW, KEEP, NARROW, ROUNDED, Problem, Ways, is_kept
+from fxprec.passes.analysis.peak.problem import (
+    AGAIN,
+    FEW,
+    HOST,
+    HOST_LOW,
+    KEEP,
+    NARROW,
+    ROUNDED,
+    Problem,
+    Ways,
+    is_kept,
+    is_on_host,
+)
 from fxprec.passes.analysis.peak.timeline import Item, Timeline
 
 aten = torch.ops.aten
@@ -172,7 +184,9 @@ def completed(problem: Problem, kept: dict[Node, int]) -> dict[Node, int] | None
             way = ways[node] = AGAIN if node in exactly else ROUNDED
             sources[way] |= problem.sources(node)
             of_others |= problem.sources(node)
-        is_wrong = (way == NARROW and node in exactly) or (way is not None and way >= FEW and node in of_others)
+        is_wrong = (way in (NARROW, HOST_LOW) and node in exactly) or (
+            way is not None and way >= FEW and node in of_others
+        )
         if is_wrong or (way is not None and (node, way) not in problem.columns):
             return None
     return ways
@@ -201,6 +215,31 @@ def test_of_all_choices_with_block_formats_it_finds_the_one_of_least_time() -> N
         assert fit.seconds <= 1.001 * min(rival.seconds for rival in fits if rival.peak <= budget)
         seen |= {way for way in fit.ways.values() if way >= FEW}
     assert seen
+
+
+def test_of_all_choices_with_host_memory_it_finds_the_one_of_least_time() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
+    needs = chooser_of(model, torch.randn(1024, 64)).problem.needs
+    slow = fit_peak.Rates(bytes_per_s=1e10, flop_per_s=1e9, host_bytes_per_s=1e9)
+    found = Chooser(Problem(needs, slow, ("narrow", "recompute", "offload")))
+    problem = found.problem
+    sited = [node for node in problem.nodes if node in needs.rows]
+    ways = [[None, *(way for node, way in problem.columns if node is n and is_kept(way))] for n in sited]
+    picks = [{n: w for n, w in zip(sited, picked, strict=True) if w is not None} for picked in product(*ways)]
+    fits = [found.replayed(choice) for kept in picks if (choice := completed(problem, kept)) is not None]
+    assert len(fits) > 20
+    least, seen = min(fit.peak for fit in fits), set()
+    for share in (0.25, 0.5, 0.75, 1.0):
+        budget = int(least + share * (found.unlimited.peak - least))
+        fit = found.within(Bound(budget))
+        assert fit is not None
+        assert fit.peak <= budget
+        assert fit.seconds <= 1.001 * min(rival.seconds for rival in fits if rival.peak <= budget)
+        seen |= {way for way in fit.ways.values() if is_on_host(way)}
+    assert seen
+    moved = found.replayed({n: HOST if w == KEEP and (n, HOST) in problem.columns else w for n, w in fit.ways.items()})
+    assert moved.waiting < fit.waiting, "what is in host memory does not wait on the device"
 
 
 def test_no_value_kept_at_the_least_peak_could_go_another_way(chooser: Chooser) -> None:

@@ -22,9 +22,9 @@ class Rates:
 
     bytes_per_s: float
     flop_per_s: float
-    host_bytes_per_s: float
+    host_bytes_per_s: float = 5e9
     """To host memory, and back."""
-    call_s: float
+    call_s: float = 1e-6
     """Of starting a copy there."""
 
     @classmethod
@@ -78,4 +78,4 @@ def _error(fmt: AnyFormat) -> float:
 
 _HIGH_BYTES = 2
 # One core with AVX-512 and bf16 instructions; what runs on two cores has both twice.
-_CPU = Rates(bytes_per_s=1e10, flop_per_s=1.2e11, host_bytes_per_s=5e9, call_s=1e-6)
+_CPU = Rates(bytes_per_s=1e10, flop_per_s=1.2e11)

@@ -170,7 +170,7 @@ class Problem:
                 yield self._sum(node, (*_ROUGH, *few)), 1.0, np.inf
             for way, wanted in ((AGAIN, _EXACT), (ROUNDED, _ROUGH)):
                 if (node, way) in self.columns:
-                    for source in self.sources(node):
+                    for source in sorted(self.sources(node)):  # of equal choices, the same one every time
                         yield self._sum(source, wanted) | {self.columns[node, way]: -1.0}, 0.0, np.inf
 
     def _sum(self, node: Node, ways: Collection[int]) -> dict[int, float]:
