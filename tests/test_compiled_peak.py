@@ -209,7 +209,7 @@ def test_a_given_plan_above_its_budget_is_told_once() -> None:
 def test_a_step_that_holds_more_as_compiled_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def replayed(num_results: int) -> Any:
+    def replayed(num_results: int, device: str) -> Any:
         made.append(num_results)
         return SimpleNamespace(bytes=None, waiting=0, unread="", seen=())
 
