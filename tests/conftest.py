@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import gc
 import logging
@@ -45,13 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # 400,000 objects of the libraries stay: the collector need not walk them, nor look for cycles at every 700th object.
+    # 400,000 objects of the libraries stay: the collector need not walk them, nor look for cycles at every 700th object,
+    # nor several times as pytest ends.
     gc.freeze()
     gc.set_threshold(20_000, 10, 20)
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # the interpreter frees what is left when it ends
+    atexit.register(gc.unfreeze)  # the interpreter frees what is left when it ends
 
 
 _SESSION = uuid.uuid4().hex
