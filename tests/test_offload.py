@@ -19,7 +19,7 @@ from torch.fx import Graph
 import fxprec
 import fxprec.driver.graph
 import fxprec.driver.traced
-from fxprec import Plan
+from fxprec import Plan, cli
 from fxprec.ir.symbolic_host import OFFLOAD
 from fxprec.passes import fit_peak
 from fxprec.passes.analysis.joint import results_of
@@ -254,3 +254,23 @@ def test_a_model_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         fxprec.PlanError, match=r"of the given plan says 'offload', to host memory, and a model on a CPU"
     ):
         trained(transformer(), TOKENS, plan=tmp_path / "plan.json")
+
+
+FACTORY = """
+import torch
+from torch import nn
+def make():
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    return nn.Sequential(*blocks), (torch.randn(512, 64),)
+"""
+
+
+def test_a_dump_plans_what_a_run_on_a_cpu_is_refused(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(FACTORY)
+    asked = f"dump {tmp_path / 'model.py'}:make --out {tmp_path / 'out'} --peak-budget 45% --ways narrow,offload"
+    with pytest.raises(SystemExit) as end:
+        cli.main(asked.split())
+    assert end.value.code in (0, None)
+    plan = Plan.load(tmp_path / "out" / "graph-0" / "plan.json")
+    assert moved(plan)
+    assert "at its peak, within" in capsys.readouterr().out

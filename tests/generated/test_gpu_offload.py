@@ -120,3 +120,16 @@ def test_it_comes_back_right_before_what_reads_it(monkeypatch: pytest.MonkeyPatc
             alias = next(later.split()[0] for later in lines[at:] if later.split()[1:3] == ["=", line.split()[0]])
             calls = [later for later in lines[at + 1 :] if ".run(" in later or "extern_kernels." in later]
             assert alias in calls[0] or alias in calls[1], "at most one kernel between, of what is read beside it"
+
+
+def test_planned_again_by_what_the_code_allocates_the_budget_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the driver does where a plan holds more as compiled: on a GPU weights' gradients are float32 from the start."""
+    first = compiled(monkeypatch, "inductor", peak_budget="60%", ways=("offload",))
+    planned = first.plan.peak_bytes
+    assert planned is not None
+    assert first.peak.bytes is not None
+    excess = max(first.peak.bytes - planned.planned, 0)
+    second = compiled(monkeypatch, "inductor", peak_budget=planned.budget - excess, ways=("offload",))
+    assert second.calls(1, "reload")
+    assert second.peak.bytes is not None
+    assert second.peak.bytes <= planned.budget < planned.high
