@@ -207,6 +207,11 @@ def test_a_plan_file_says_what_waits_in_host_memory_and_can_be_edited(tmp_path: 
     more, bits = trained(model, TOKENS, plan=tmp_path / "edited.json")
     assert set(moved(more)) == {*moved(plan), edited.tensor}
     assert torch.equal(found, bits)
+    low = next(s for s in more.sites if s.way == "offload" and s.format == "e4m3fn")
+    promoted = tuple(replace(s, format="bf16", promoted_at=7) if s is low else s for s in more.sites)
+    replace(more, sites=promoted).save(tmp_path / "promoted.json")
+    higher, _ = trained(model, TOKENS, plan=tmp_path / "promoted.json")
+    assert [(s.way, s.format) for s in higher.sites if s.id == low.id] == [("offload", "bf16")]
     assert any("offload" in line and edited.tensor in line for line in differences(plan, more))
     assert plan.peak_bytes is not None
     assert "in host memory" in " ".join(peak_lines(plan, plan.peak_bytes))

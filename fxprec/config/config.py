@@ -80,8 +80,9 @@ class Config:
 
     ways: tuple[str, ...] | None = None
     """How a peak budget may be met: ``"narrow"`` keeps values in the low format, ``"recompute"`` computes them again in
-    backward, ``"int4"`` and ``"int2"`` keep in that block format what noise of mean 0 does no harm. None: narrow,
-    recompute, and the recipe's block format where it has one. See docs/memory.md."""
+    backward, ``"offload"`` moves them to host memory (on a GPU), ``"int4"`` and ``"int2"`` keep in that block format
+    what noise of mean 0 does no harm. None: narrow, recompute, and the recipe's block format where it has one. See
+    docs/memory.md."""
 
     allocator: Literal["compact", "system"] | None = None
     """Where this process's CPU tensors lie. ``"compact"``: close together, so that resident memory follows what is
