@@ -77,6 +77,7 @@ class Step:
     behind: set[Node] = field(init=False)
     """Backward's nodes: what depends on an output's gradient."""
     returned: set[Node] = field(init=False)
+    _traits: dict[Node, tuple[Kind, int, bool, int]] = field(init=False, default_factory=dict, repr=False)
 
     def wanted_by(self, node: Node) -> Iterator[Node]:
         """Yield what a backward node reads of the forward half: values, and decoded copies."""
@@ -85,6 +86,13 @@ class Step:
                 yield from self.wanted_by(source)
             elif source not in self.behind:
                 yield source
+
+    def traits_of(self, node: Node) -> tuple[Kind, int, bool, int]:
+        """Return a node's kind, bytes, whether it is too much to repeat, and workspace: the same in each replay."""
+        if node not in self._traits:
+            kind = Kind.PIECE if self.joint.is_tangent(node) else kind_of(node)
+            self._traits[node] = (kind, bytes_of(node), node.target in HEAVY, workspace_of(node))
+        return self._traits[node]
 
     def mask_bytes(self, node: Node, fmt: AnyFormat | None) -> int:
         """Return the bytes of the mask that stands beside a copy in blocks."""
@@ -184,9 +192,9 @@ class Held:
         return isinstance(fmt, Format) and fmt.bits > 8 and fmt.torch_dtype is tensor_of(node).dtype
 
     def _add(self, node: Node, reads: list[int], anchor: Node, *, is_stored: bool = False, again: bool = False) -> int:
-        kind = Kind.PIECE if self.step.joint.is_tangent(node) else kind_of(node)
+        kind, size, is_heavy, workspace = self.step.traits_of(node)
         is_returned = not again and node in self.step.returned
-        item = Item(kind, bytes_of(node), reads, is_stored, is_returned, node.target in HEAVY, workspace_of(node))
+        item = Item(kind, size, reads, is_stored, is_returned, is_heavy, workspace)
         return self._append(item, anchor, node)
 
     def _append(self, item: Item, anchor: Node, made: Node) -> int:
