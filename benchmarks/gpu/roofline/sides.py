@@ -178,9 +178,9 @@ def _fxprec(found: Halves, patch: pytest.MonkeyPatch, options: Mapping[str, Any]
         twin = moved_to_cuda(copied(gm))
         on_gpu = replace(self, device_type="cuda")
         if self.lowering.name == "auto":
-            twin, lowered = found.chooser.lower(twin, on_gpu._lower, frozenset(), name)
+            twin, lowered = found.chooser.lower(twin, partial(on_gpu._lower, name), frozenset(), name)
         else:
-            lowered = on_gpu._lower(twin, self.lowering.name, frozenset())
+            lowered = on_gpu._lower(name, twin, self.lowering.name, frozenset())
         if name == "forward":
             self.seen_by_forward = frozenset(lowered.rows)
         found.take(twin, name == "backward")
