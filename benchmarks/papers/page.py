@@ -19,8 +19,8 @@ fxprec stands on five papers. Here their tables and figures are run again by thi
 figure beside ours: mean ± standard deviation over seeds. Every claim *holds*, is *not shown* (the difference is within
 twice its standard error) or *fails*. Where how a claim is
 judged changed after its first figures were seen, its table says so. One command makes this page
-(`python -m benchmarks.papers all`; [how to add a table](../benchmarks/papers/__init__.py)); `--full` runs the longer
-sweeps. Not repeated: accuracies on ImageNet, CIFAR, MNLI, Criteo, LibriSpeech and PASCAL, times on GPUs, and costs of
+(`python -m benchmarks.papers all --jobs 2`, 41 minutes of processor time on two cores; [how to add a
+table](../benchmarks/papers/__init__.py)); `--full` runs the longer sweeps. Not repeated: accuracies on ImageNet, CIFAR, MNLI, Criteo, LibriSpeech and PASCAL, times on GPUs, and costs of
 multiply-accumulate units.
 
 ![claims and results](papers/overview.svg)
