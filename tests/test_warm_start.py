@@ -116,6 +116,15 @@ def test_a_changed_file_changes_the_hash(tmp_path: Any) -> None:
     assert len({before, changed, warm_start._hash_of(warm_start._files(tmp_path))}) == 3
 
 
+def test_bytecode_that_another_process_is_writing_is_not_read(tmp_path: Any) -> None:
+    (tmp_path / "a.py").write_text("x = 1")
+    cache = tmp_path / "__pycache__"
+    cache.mkdir()
+    (cache / "a.cpython-311.pyc").touch()
+    (cache / "a.cpython-311.pyc.140004625793072").touch()
+    assert [*warm_start._files(tmp_path)] == [tmp_path / "a.py"]
+
+
 def test_a_start_imports_no_pass_and_no_page() -> None:
     code = "import sys, fxprec.driver.named; print(*(m for m in sys.modules if m.startswith('fxprec.')))"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

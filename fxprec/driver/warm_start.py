@@ -100,7 +100,8 @@ def codegen_sources() -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    """Iterate over what was written by hand: another process may be writing bytecode, under names that pass."""
+    return (path for path in folder.rglob("*") if path.parent.name != "__pycache__" and path.is_file())
 
 
 def _hash_of(paths: Iterable[Path]) -> str:
