@@ -66,7 +66,8 @@ def _tell_of_graphs(work: Work) -> None:
         )
     elif part.is_cut:
         work.remarks.append("peak budget: a graph break ends this graph, and what follows, not planned here, shares it")
-    elif part.budget is not None and part.num_graphs > 1:
+    elif part.num_graphs > 1:
+        assert part.budget is not None, "graphs that share have a budget to share"
         work.remarks.append(
             f"peak budget: {readable(part.budget)} are shared by {part.num_graphs} graphs of the step; while this one "
             f"runs, {readable(part.beside)} of others wait or are gradients, and of it at most "

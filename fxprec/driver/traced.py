@@ -198,7 +198,8 @@ class Traced:
             predicted = plan.saved_bytes
             plan, saved = as_partitioned(plan, forward.graph, num_results, self.captured.inputs)
             self.copied = copied_inputs(forward.graph, num_results, self.captured.inputs)
-            if self._saves_codes and self.given is None and predicted is not None:
+            if self._saves_codes and self.given is None:
+                assert predicted is not None, "a plan made here says what it saves"
                 self.compiler.budget.hold(predicted.planned, saved)
             elif self._saves_codes:
                 self.compiler.budget.tell(saved, self.step)
