@@ -26,6 +26,8 @@ from fxprec.passes.lowering.triton import call_generated
 from fxprec.passes.lowering.triton.launch import KernelCalls
 from fxprec.passes.lowering.weights import lay_out_weights
 
+_CALLS: KernelCalls = compat.TritonCalls()
+
 
 def lower(
     gm: GraphModule,
@@ -33,7 +35,7 @@ def lower(
     device_type: str,
     rows: WatchedRows,
     *,
-    calls: KernelCalls = compat.TritonCalls(),  # noqa: B008  # it holds nothing
+    calls: KernelCalls = _CALLS,
     without: Collection[str] = (),
     contiguous: Collection[int] = (),
 ) -> Lowered:
@@ -41,8 +43,8 @@ def lower(
 
     ``eager`` leaves the symbolic ops to their reference implementations; ``triton`` generates kernels, which ``calls``
     puts into the graph; a CPU gets kernel calls where statistics want them; everything else ATen ops that Inductor
-    fuses. ``without`` names kernels not to use, since they do not work; ``contiguous`` are
-    the results that are gradients of contiguous parameters.
+    fuses. ``without`` names kernels not to use, since they do not work; ``contiguous`` are the positions among the
+    results of gradients whose parameters are contiguous.
     """
     on_gpu = device_type == "cuda" and lowering != "eager"
     adds_up = on_gpu and GemmKernel("totals").name not in without
@@ -59,7 +61,8 @@ def lower(
             gm, calls, watched=counters.left, scaled=rows.scaled, without=without, tears=not on_gpu
         )
         counters.add_first(generated.watched, generated.counters)
-    if lowering not in ("eager", "triton") and device_type == "cpu":
+    in_cpu_loops = lowering not in ("eager", "triton") and device_type == "cpu"
+    if in_cpu_loops:
         inlined = inlined_casts(gm.graph, counters.left, rows)
         coded, left = inlined.counted, casts_in_loops(inlined.nodes)
         found, counts = call_kernels(gm, set(counters.left) - set(inlined.rows), inlined.nodes)
@@ -81,10 +84,9 @@ def lower(
             show_bytes_in_memory(gm)
         if rows.inlines or device_type == "cuda":
             share_conversions(gm.graph)
-    if lowering not in ("eager", "triton") and device_type == "cpu":
-        lay_out_weights(gm.graph, contiguous)
     gm.graph.eliminate_dead_code()
-    if lowering != "eager" and device_type == "cpu":
+    if in_cpu_loops:
+        lay_out_weights(gm.graph, contiguous)
         share_channels_last(gm.graph)
     gm.recompile()
     return Lowered((*counters.rows, *found), counted_rows, coded, generated)

@@ -41,7 +41,7 @@ def lay_out_weights(graph: Graph, gradients: Collection[int]) -> None:
 
 def _is_weight_gradient(node: Node) -> bool:
     """Say whether backward returns, and nothing else reads, what a convolution makes, converted perhaps."""
-    item = item_of(input_at(node, 0) if node.target is CONVERT else node)
+    item = item_of(_unconverted(node))
     return item is not None and item[0].target is _BACKWARD and item[1] == _WEIGHT_GRADIENT and len(node.users) == 1
 
 
@@ -52,17 +52,21 @@ def _weights(graph: Graph) -> dict[Node, list[Node]]:
         weight = input_at(node, _WEIGHT[node.target]) if node.target in _WEIGHT else None
         if weight is None or weight in found:
             continue
-        given = input_at(weight, 0) if weight.target is CONVERT else weight
+        given = _unconverted(weight)
         if given.op == "placeholder" and tensor_of(given).is_contiguous() and _is_turned(weight):
             # Others read a parameter as it lies; what is converted is made for convolutions, backward's among them.
             found[weight] = [user for user in weight.users if user.target in _WEIGHT or weight is not given]
     return found
 
 
+def _unconverted(node: Node) -> Node:
+    """Return what a node converts, or the node itself."""
+    return input_at(node, 0) if node.target is CONVERT else node
+
+
 def _is_turned(node: Node) -> bool:
     """Say whether a tensor is large, and contiguous and channels-last are two things."""
-    val = tensor_of(node)
-    x = tensor_of(input_at(node, 0)) if node.target is CONVERT else val
+    x, val = tensor_of(_unconverted(node)), tensor_of(node)
     if val.ndim != 4 or not all(isinstance(size, int) for size in val.shape):
         return False
     if not {x.dtype, val.dtype} <= LAID_OUT_DTYPES:
@@ -72,10 +76,12 @@ def _is_turned(node: Node) -> bool:
 
 def _replace(graph: Graph, node: Node, readers: list[Node], *, channels_last: bool, at: Node) -> None:
     """Have ``readers`` read a kernel's result, made in front of ``at``, in the place of ``node``."""
-    x, val = input_at(node, 0) if node.target is CONVERT else node, tensor_of(node)
+    val = tensor_of(node)
     with graph.inserting_before(at):
-        laid = LaidOut(x, val.dtype, channels_last).insert(graph)
+        laid = LaidOut(_unconverted(node), val.dtype, channels_last).insert(graph)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     laid.meta = {**node.meta, "val": torch.empty_like(val, memory_format=layout)}
     for reader in readers:
         reader.replace_input_with(node, laid)
+    if node.target is CONVERT and not node.users:
+        graph.erase_node(node)
