@@ -45,7 +45,9 @@ class _Gather:
         self.codec, self.group = c, group
         self._message = _pack(x, c)  # kept until it is sent
         self._out = self._message.new_empty(_world(group) * self._message.numel())
-        self._work = _all_gather_into(self._out, self._message, group=group, async_op=True)
+        self._work: Any = _all_gather_into(  # a `Work`, since it is asynchronous
+            self._out, self._message, group=group, async_op=True
+        )
 
     def rows(self) -> Tensor:
         """Wait for them; (world, elements)."""
