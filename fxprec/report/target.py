@@ -44,11 +44,14 @@ def _import(place: str) -> Any:
             sys.path.insert(0, str(Path.cwd()))
         return importlib.import_module(place)
     path = Path(place).resolve()
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # as Python does for a script, whose neighbours it may import
+    name = f"_fxprec_target_{path.stem}"  # its own: another module.py of the process stays what it is
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError("no module can be loaded from it")
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
