@@ -88,5 +88,6 @@ from fxprec.compat.triton import runs_in_interpreter as runs_in_interpreter
 from fxprec.compat.triton import triton_interprets as triton_interprets
 from fxprec.compat.triton import triton_tool as triton_tool
 from fxprec.compat.units import loops_share_files as loops_share_files
+from fxprec.compat.versions import MAXIMUM_KEEPS_NAN as MAXIMUM_KEEPS_NAN
 from fxprec.compat.versions import newer_than_tried as newer_than_tried
 from fxprec.compat.versions import torch_version as torch_version

@@ -23,6 +23,10 @@ def version_of(text: str) -> Version:
     return int(major), int(minor)
 
 
+MAXIMUM_KEEPS_NAN = torch_version() >= (2, 14)
+"""Whether Inductor's minima and maxima on a GPU keep NaN in the instruction itself."""
+
+
 def words(version: Version) -> str:
     return ".".join(map(str, version))
 

@@ -174,9 +174,9 @@ def counted_parts(
     return parts
 
 
-def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node) -> Node:
-    """Insert ``function(x, ())``, decomposed as Inductor wants it, at the graph's insertion point."""
-    return inline(graph, _traced(function, (_dtype(x),), (), 0), (x,), x.meta["val"].device)
+def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node, *static: Any) -> Node:
+    """Insert ``function(x, (), *static)``, decomposed as Inductor wants it, at the graph's insertion point."""
+    return inline(graph, _traced(function, (_dtype(x),), static, 0), (x,), _device(graph))
 
 
 @lru_cache(maxsize=1024)

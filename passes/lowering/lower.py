@@ -10,6 +10,7 @@ from fxprec import compat
 from fxprec.ir.symbolic import InMemory
 from fxprec.ir.symbolic_gemms import GATHERED, GemmKernel
 from fxprec.passes.lowering.blocks import lower_blocks
+from fxprec.passes.lowering.clamps import compare_to_clamp
 from fxprec.passes.lowering.conversions import share_conversions, show_bytes_in_memory, widen_products
 from fxprec.passes.lowering.cpu import call_kernels
 from fxprec.passes.lowering.expand import expand
@@ -82,6 +83,8 @@ def lower(
             narrow_in_pieces(gm.graph)
             widen_products(gm)
             show_bytes_in_memory(gm)
+            if compat.MAXIMUM_KEEPS_NAN:
+                compare_to_clamp(gm.graph)
         if rows.inlines or device_type == "cuda":
             share_conversions(gm.graph)
     gm.graph.eliminate_dead_code()

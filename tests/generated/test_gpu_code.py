@@ -83,12 +83,7 @@ def risks_bytes(ptx: str) -> bool:
     return keeps_nan and (not KEEPS_NAN or re.search(r"\bst\.[.\w]*\.[bsu]8\b", ptx) is not None)
 
 
-KNOWN = pytest.mark.xfail(
-    KEEPS_NAN, strict=True, reason="Inductor's ReLU and amax beside codes of blocks: docs/limits.md"
-)
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, marks=KNOWN if c.startswith("blocks") else ()) for c in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_both_halves_become_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
     make, shape, options, lowering, arch = CASES[case]
     monkeypatch.setattr("fxprec.passes.lowering.triton.untorn", lambda graph, regions: regions)  # all that can be made

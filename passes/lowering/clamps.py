@@ -1,0 +1,46 @@
+"""Write ReLUs and clamps as comparisons, where Inductor's minima and maxima keep NaN in the instruction itself.
+
+Beside transposed stores of bytes some GPUs get such an instruction wrong (triton issue 11111), and Inductor fuses what
+bounds a value with the cast that stores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph
+
+from fxprec.passes.analysis.joint import argument, input_at
+from fxprec.passes.lowering.expand import insert
+
+aten = torch.ops.aten
+
+
+def compare_to_clamp(graph: Graph) -> None:
+    """Replace each ReLU and one-sided clamp of a lowered graph: the bound where a value is beyond it; NaN stays."""
+    for operator, compared in _COMPARED.items():
+        for node in graph.find_nodes(op="call_function", target=operator):
+            bound = () if operator is aten.relu.default else (argument(node, 1),)
+            with graph.inserting_before(node):
+                clamped = insert(graph, compared, input_at(node, 0), *bound)
+            clamped.meta = dict(node.meta)
+            node.replace_all_uses_with(clamped)
+            graph.erase_node(node)
+
+
+def _at_least(x: Tensor, _: Any, least: float = 0) -> Tensor:
+    return torch.where(x < least, least, x)
+
+
+def _at_most(x: Tensor, _: Any, most: float) -> Tensor:
+    return torch.where(x > most, most, x)
+
+
+_COMPARED: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    aten.relu.default: _at_least,
+    aten.clamp_min.default: _at_least,
+    aten.clamp_max.default: _at_most,
+}
