@@ -5,7 +5,7 @@
 
 Every side is compiled with cold caches, in turn (A B C, A B C); the least disturbed, shortest compilation counts.
 Steps are timed in turn too (A B C, A B C, ...); the ratio is the median of the ratios of neighbours, to the first of
-the sides. One thread is timed by its processor time, which other work on the machine disturbs least; several by the
+the sides. torch's sides get their memory from torch's own allocator, fxprec's from the one that it brings (docs/memory.md). One thread is timed by its processor time, which other work on the machine disturbs least; several by the
 wall clock.
 """
 
@@ -27,6 +27,7 @@ from torch import nn
 
 import fxprec
 from benchmarks import machine
+from fxprec.runtime.cpu import compact
 
 SIDES: dict[str, dict[str, object] | None] = {
     "inductor": None,
@@ -90,11 +91,16 @@ def compile_side(row: Row, model: nn.Module, loss: Callable[[nn.Module], torch.T
     compiled = torch.compile(model, backend=backend)
     context = partial(torch.autocast, "cpu", torch.bfloat16) if row.side == "autocast" else nullcontext
     saved: dict[int, int] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in parameters:  # they are there anyway
+            saved[storage.data_ptr()] = storage.nbytes()
         return t
 
+    allocate = compact.uninstall if options is None else compact.install
+    allocate()
     start = time.perf_counter()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), context():
         value = loss(compiled)
@@ -110,13 +116,14 @@ def compile_side(row: Row, model: nn.Module, loss: Callable[[nn.Module], torch.T
             value = loss(compiled)
         value.backward()
 
-    return partial(_timed, row, step)
+    return partial(_timed, row, step, allocate)
 
 
 SHORTEST_S = 0.02  # of what is timed at once: short steps are repeated
 
 
-def _timed(row: Row, step: Callable[[], None]) -> None:
+def _timed(row: Row, step: Callable[[], None], allocate: Callable[[], object]) -> None:
+    allocate()
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     count, seconds = 0, 0.0
     begin = clock()

@@ -87,7 +87,7 @@ class Config:
     allocator: Literal["compact", "system"] | None = None
     """Where this process's CPU tensors lie. ``"compact"``: close together, so that resident memory follows what is
     live; for the whole process, since torch has one allocator. ``"system"``: where torch's own puts them. None:
-    compact with a ``peak_budget``, else system. See docs/memory.md."""
+    compact, where the system has what it takes. See docs/memory.md."""
 
     plan: str | os.PathLike[str] | None = None
     """A plan file to follow instead of solving; excludes ``low_ratio`` and ``activation_budget``."""

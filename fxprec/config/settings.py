@@ -45,7 +45,7 @@ class Settings:
     ways: tuple[str, ...]
     """How a peak budget may be met."""
     is_compact: bool
-    """Whether CPU tensors lie close together."""
+    """Whether CPU tensors are to lie close together, where they can."""
     grad_scaling: Scaling | None
     accumulator: Accumulator | None
 
@@ -66,7 +66,7 @@ class Settings:
             activation_budget=budget,
             peak_budget=None if asked.peak_budget is None else PeakBudget(asked.peak_budget),
             ways=asked.ways or DEFAULT_WAYS,
-            is_compact=asked.allocator == "compact" or (asked.allocator is None and asked.peak_budget is not None),
+            is_compact=asked.allocator != "system",
             grad_scaling=scaling if isinstance(scaling, Scaling) else NAMED[scaling],
             accumulator=accumulator,
         )

@@ -43,18 +43,15 @@ def refuse_offload(device: torch.device, settings: Settings, given: Plan | None)
 
 
 def place_tensors(device: torch.device, settings: Settings) -> Notice | None:
-    """Have CPU tensors lie where the settings say; say why not, where they cannot."""
-    if not settings.is_compact:
+    """Have CPU tensors lie where the settings say; say why not, where they cannot and somebody counts on it."""
+    asked = settings.asked
+    if not settings.is_compact or (device.type != "cpu" and asked.allocator is None):
         return None
     if device.type == "cpu":
-        why = compact.install()
+        why, left = compact.install(), "resident memory may be more than what is live"
     else:
         why = f"it is for CPUs; on {device.type} torch's own allocator keeps blocks together"
-    if why is None or (device.type != "cpu" and settings.asked.allocator is None):
+        left = "set PYTORCH_CUDA_ALLOC_CONF instead"
+    if why is None or (asked.allocator is None and asked.peak_budget is None):
         return None
-    left = (
-        "set PYTORCH_CUDA_ALLOC_CONF instead"
-        if device.type != "cpu"
-        else "resident memory may be more than what is live"
-    )
     return Notice("allocator='compact'", f"{why}; {left}")

@@ -62,6 +62,7 @@ class Places {
   }
 
   size_t end() const { return end_; }
+  const std::map<size_t, size_t>& holes() const { return holes_; }
 
  private:
   std::map<size_t, size_t> holes_;  // by start
@@ -99,6 +100,14 @@ class Compact final : public c10::Allocator {
     start = up(start, page_);
     if (start < touched_) madvise(base_ + start, touched_ - start, MADV_DONTNEED);
     touched_ = std::min(touched_, start);
+  }
+
+  void return_free() {
+    for (auto [start, size] : places_.holes()) {
+      const size_t first = up(start, page_), last = (start + size) / page_ * page_;
+      if (first < last) madvise(base_ + first, last - first, MADV_DONTNEED);
+    }
+    return_above(places_.end());
   }
 
   std::mutex lock;
@@ -175,8 +184,13 @@ extern "C" int fxprec_compact_install() {
       return -1;
     }
     compact = made;
-    // A child of fork has one thread: the lock must not be another's.
-    pthread_atfork([] { compact->lock.lock(); }, [] { compact->lock.unlock(); }, [] { compact->lock.unlock(); });
+    // A child of fork has one thread: the lock must not be another's. Nor does it keep free pages: the parent, which
+    // writes them next, would have to copy each.
+    auto in_child = [] {
+      compact->return_free();
+      compact->lock.unlock();
+    };
+    pthread_atfork([] { compact->lock.lock(); }, [] { compact->lock.unlock(); }, in_child);
   }
   c10::SetAllocator(c10::DeviceType::CPU, compact, kPriority);
   return c10::GetAllocator(c10::DeviceType::CPU) == compact;

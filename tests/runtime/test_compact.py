@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,6 +167,32 @@ def test_a_fork_goes_on() -> None:
     assert child.exitcode == 0
 
 
+def anonymous() -> int:
+    """Bytes of this process in memory that no file backs."""
+    pages = [int(n) for n in Path("/proc/self/statm").read_text().split()]
+    return (pages[1] - pages[2]) * os.sysconf("SC_PAGESIZE")
+
+
+def _anonymous_in_a_child(send: Any) -> None:
+    send.send(anonymous())
+    os._exit(0)
+
+
+def test_a_child_of_fork_keeps_no_free_pages() -> None:
+    """Or the parent would have to copy each of them before its next step writes it."""
+    kept, free = block(32 * KIB, 1), block(64 * KIB, 1)
+    del free
+    before = anonymous()
+    receive, send = multiprocessing.Pipe(duplex=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = multiprocessing.get_context("fork").Process(target=_anonymous_in_a_child, args=(send,))
+        child.start()
+    assert receive.recv() < before - 56 * KIB * KIB
+    child.join(60)
+    assert bool((kept == 1).all())
+
+
 def test_uninstalled_new_tensors_are_the_systems_and_old_ones_stay(region: int) -> None:
     old = block(64, 3)
     compact.uninstall()
@@ -188,19 +215,20 @@ def trained(**options: object) -> torch.Tensor:
 
 def test_it_is_in_force_where_asked_for_and_changes_no_bit(region: int) -> None:
     compact.uninstall()
-    plain = trained()
+    plain = trained(allocator="system")
     assert compact.sizes().live == region
     assert torch.equal(trained(allocator="compact"), plain)
     held = block(64)
     assert compact.sizes().live >= region + held.nbytes
 
 
-def test_a_peak_budget_brings_it_unless_the_system_is_asked_for(region: int) -> None:
+@pytest.mark.parametrize("options", [{}, {"peak_budget": "90%"}])
+def test_a_model_on_a_cpu_brings_it_unless_the_system_is_asked_for(region: int, options: dict[str, object]) -> None:
     compact.uninstall()
-    trained(peak_budget="90%", allocator="system")
+    trained(allocator="system", **options)
     held = block(64)
     assert compact.sizes().live == region
-    trained(peak_budget="90%")
+    trained(**options)
     more = block(64)
     assert compact.sizes().live >= region + more.nbytes
     del held
@@ -212,6 +240,9 @@ def test_why_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         FxprecWarning, match=r"allocator='compact'.*did not compile \(no compiler\); resident memory may"
     ):
         trained(allocator="compact")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxprecWarning)
+        trained()  # nobody asked for it
     monkeypatch.undo()
 
 
