@@ -97,7 +97,7 @@ def copy_written_inputs(joint: Graph) -> None:
 
 def _copy_for_backward(joint: Graph, written: Node, write: Node) -> None:
     """Have all but ``write`` read a copy of an input, where backward wants it."""
-    if _is_wanted_by_backward(written):
+    if written in _wanted_by_backward(joint):
         with joint.inserting_before(next(n for n in joint.nodes if n.op != "placeholder")):
             kept = emit(joint, torch.ops.aten.clone.default, (written,), written)
         regions.mark(kept, CheckpointPolicy.MUST_SAVE)
@@ -105,17 +105,13 @@ def _copy_for_backward(joint: Graph, written: Node, write: Node) -> None:
             user.replace_input_with(written, kept)
 
 
-def _is_wanted_by_backward(node: Node) -> bool:
-    """Say whether backward reads a value, or what forward computes from it."""
-    stack, seen = [node], {node}
-    while stack:
-        for user in stack.pop().users:
-            if is_backward(user):
-                return True
-            if user not in seen:
-                seen.add(user)
-                stack.append(user)
-    return False
+def _wanted_by_backward(joint: Graph) -> set[Node]:
+    """Return what backward reads, and what forward computes that from."""
+    wanted: set[Node] = set()
+    for node in reversed(joint.nodes):
+        if any(is_backward(user) or user in wanted for user in node.users):
+            wanted.add(node)
+    return wanted
 
 
 def _erase_unread(graph: Graph, node: Node) -> None:
@@ -175,10 +171,12 @@ def _add_repeated(marks: dict[Node, CheckpointPolicy], work: Work) -> None:
     """Repeat what is as wide as a decoded tensor and free, lest it be saved in the place of the copy.
 
     Under a memory budget only behind a decoded tensor: the mark forces what a node reads to be there for backward.
+    So does that of a node which backward does not want, and an input that forward writes into cannot be (torch 2.15).
     """
     decoded = {n for n in marks if n.target in _DECODES}
+    wanted = _wanted_by_backward(work.joint.graph)
     for node in _forward(work.joint):
-        if node in marks:
+        if node in marks or node not in wanted:
             continue
         behind = any(n in decoded for n in node.all_input_nodes)
         is_cheap = regions.POLICY not in node.meta and _is_cheap(node) and (behind or work.memory_budget == 1)

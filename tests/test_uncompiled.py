@@ -43,13 +43,20 @@ class Interrupted(nn.Module):
         return self.last(x)
 
 
+IN_PIECES = torch.torch_version.TorchVersion(torch.__version__) >= (
+    2,
+    15,
+)  # around an LSTM; older torch skips all of it
 WORDS = (
-    r"forward \(.*test_uncompiled.py:\d+\): runs uncompiled, in the model's own precision, with first, lstm, last: "
+    r"forward \(.*test_uncompiled.py:\d+\): leaves lstm uncompiled, in its own precision: Dynamo does not support RNN, GRU, "
+    r"or LSTM\. Set torch._dynamo.config.allow_rnn=True"
+    if IN_PIECES
+    else r"forward \(.*test_uncompiled.py:\d+\): runs uncompiled, in the model's own precision, with first, lstm, last: "
     r"Attempted to wrap RNN, GRU, or LSTM \(Set torch._dynamo.config.allow_rnn=True"
 )
 
 
-def test_a_model_dynamo_skips_is_one_warning_with_the_module_and_the_way_out() -> None:
+def test_a_recurrent_model_is_one_warning_with_the_module_and_the_way_out() -> None:
     backend = eager_backend("simulate", recipe="fp8")
     compiled = torch.compile(Recurrent(), backend=backend)
     with pytest.warns(fxprec.FxprecWarning, match=WORDS) as told:
@@ -58,8 +65,8 @@ def test_a_model_dynamo_skips_is_one_warning_with_the_module_and_the_way_out() -
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled(torch.randn(3, 5, 16)).sum().backward()
-    assert [e.kind for e in backend.events] == ["fallback"]
-    assert backend.plans == ()
+    assert [e.kind for e in backend.events if e.kind != "scale"] == ["fallback"]
+    assert len(backend.plans) == (2 if IN_PIECES else 0)
 
 
 def test_under_strict_it_is_an_error() -> None:

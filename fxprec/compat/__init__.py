@@ -34,6 +34,7 @@ from fxprec.compat.callers import TraceAgain as TraceAgain
 from fxprec.compat.callers import calling_wrapper as calling_wrapper
 from fxprec.compat.callers import ends_in_break as ends_in_break
 from fxprec.compat.callers import widen_ddp_buckets as widen_ddp_buckets
+from fxprec.compat.frames import LEAVES_RECURRENT as LEAVES_RECURRENT
 from fxprec.compat.frames import count_recompiles_per_model as count_recompiles_per_model
 from fxprec.compat.frames import watch_frames_left_uncompiled as watch_frames_left_uncompiled
 from fxprec.compat.frames import watch_graph_breaks as watch_graph_breaks

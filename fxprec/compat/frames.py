@@ -64,28 +64,33 @@ def watch_frames_left_uncompiled(tell: Callable[[object, str, object, str], None
         except (Unsupported, UserError) as error:
             reason = _reason_of(error)
             if not frame.f_code.co_flags & _GENERATORS and _LIMIT not in reason:  # a generator is never compiled
-                owner = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
-                tell(innermost_backend(self._torchdynamo_orig_backend), _named(frame.f_code), owner, reason)
+                tell(innermost_backend(self._torchdynamo_orig_backend), _named(frame.f_code), _owner(frame), reason)
             raise
 
     ConvertFrameAssert.__call__ = convert_and_watch  # type: ignore[method-assign]
 
 
-def watch_graph_breaks(tell: Callable[[object, str, str], None]) -> None:
-    """Call ``tell(backend, code, reason)`` for a frame that Dynamo compiles in pieces, once a break."""
+def watch_graph_breaks(tell: Callable[[object, str, object, str], None]) -> None:
+    """Call ``tell(backend, code, owner, reason)`` for a frame that Dynamo compiles in pieces, once a break.
+
+    ``owner`` is the frame's first argument. At a recurrent module of torch's the reason is `LEAVES_RECURRENT` (torch
+    2.15; an older one gives up the frame).
+    """
     convert, counters = ConvertFrameAssert.__call__, torch._dynamo.utils.counters
 
     def convert_and_watch(self: Any, *args: Any, **options: Any) -> Any:
         before = Counter(counters["graph_break"])
         result = convert(self, *args, **options)
+        frame = args[0]
         for reason in counters["graph_break"] - before:
-            heading = reason.strip().partition("\n")[0]
-            tell(innermost_backend(self._torchdynamo_orig_backend), _named(args[0].f_code), heading)
+            heading = LEAVES_RECURRENT if LEAVES_RECURRENT in reason else reason.strip().partition("\n")[0]
+            tell(innermost_backend(self._torchdynamo_orig_backend), _named(frame.f_code), _owner(frame), heading)
         return result
 
     ConvertFrameAssert.__call__ = convert_and_watch  # type: ignore[method-assign]
 
 
+LEAVES_RECURRENT = "Dynamo does not support RNN, GRU, or LSTM"
 _LIMIT = "recompile limit exceeded"
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -101,6 +106,10 @@ def _reason_of(error: Exception) -> str:
         (line.partition("Hint: ")[2] for line in str(error).splitlines() if "Hint: Set torch._dynamo" in line), ""
     )
     return f"{reason} ({hint})" if hint else reason
+
+
+def _owner(frame: Any) -> object:
+    return frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
 
 
 def _named(code: CodeType) -> str:

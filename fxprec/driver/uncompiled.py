@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from torch.nn import Module, ModuleDict, ModuleList
+from torch.nn import Module, ModuleDict, ModuleList, RNNBase
 
 from fxprec import compat
 from fxprec.driver.event_log import EventLog
@@ -61,8 +61,10 @@ def watch(frames_of: Callable[[object], Frames | None]) -> None:
     def tell_of_frame(wrapper: object, code: str, owner: object, reason: str) -> None:
         tell(wrapper, code, f"runs uncompiled, in the model's own precision{_left_out(owner)}: {reason}. {_MEND}")
 
-    def note_break(wrapper: object, code: str, reason: str) -> None:
-        if (frames := known(wrapper)) is not None:
+    def note_break(wrapper: object, code: str, owner: object, reason: str) -> None:
+        if reason == compat.LEAVES_RECURRENT:
+            tell(wrapper, code, f"leaves {_recurrent(owner)} uncompiled, in its own precision: {reason}. {_ALLOW}")
+        elif (frames := known(wrapper)) is not None:
             frames.note_break(code, reason)
 
     def tell_of_limit(wrapper: object, code: str, limit: str) -> None:
@@ -78,10 +80,17 @@ _LIMIT = (
     "torch._dynamo.config.{}, and Dynamo compiles this code for no model any more; see "
     'TORCH_LOGS="recompiles" for what changes from call to call, make it a tensor, or raise the limit'
 )
+_ALLOW = "Set torch._dynamo.config.allow_rnn=True to have it compiled"
 _MEND = (
     'Your own modules that it calls are compiled one by one; TORCH_LOGS="graph_breaks" shows where Dynamo stopped: '
     "take that out of the loop, or compile the parts"
 )
+
+
+def _recurrent(owner: object) -> str:
+    """Name the recurrent modules that a method may call."""
+    named = owner.named_modules() if isinstance(owner, Module) else ()
+    return ", ".join(name for name, module in named if isinstance(module, RNNBase)) or "a recurrent module"
 
 
 def _left_out(owner: object) -> str:
