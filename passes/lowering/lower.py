@@ -1,10 +1,12 @@
-"""Make the symbolic ops of a partitioned graph real."""
+"""Make the symbolic ops of a partitioned graph real: what is to run it decides which steps do."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Literal
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from fxprec import compat
 from fxprec.ir.symbolic import InMemory
@@ -47,49 +49,137 @@ def lower(
     fuses. ``without`` names kernels not to use, since they do not work; ``contiguous`` are the positions among the
     results of gradients whose parameters are contiguous.
     """
-    on_gpu = device_type == "cuda" and lowering != "eager"
-    adds_up = on_gpu and GemmKernel("totals").name not in without
-    counted_rows, histograms = count(gm, rows.counted)
-    coded: tuple[CodedResult, ...] = ()
-    left = frozenset[object]({GATHERED} if adds_up else ())
-    generated, counters = Generated(), Counters(rows.watched, rows.measured, histograms)
-    if lowering != "eager":
-        compat.lies_in_memory(InMemory.target)
-        lower_blocks(gm, lowering, device_type, calls)
-        lower_gemms(gm, device_type, rows.scaled, counters, without)
-    if lowering == "triton":
-        generated = call_generated(
-            gm, calls, watched=counters.left, scaled=rows.scaled, without=without, tears=not on_gpu
-        )
-        counters.add_first(generated.watched, generated.counters)
-    in_cpu_loops = lowering not in ("eager", "triton") and device_type == "cpu"
-    if in_cpu_loops:
-        inlined = inlined_casts(gm.graph, counters.left, rows)
-        coded, left = inlined.counted, casts_in_loops(inlined.nodes)
-        found, counts = call_kernels(gm, set(counters.left) - set(inlined.rows), inlined.nodes)
-        append_outputs(gm.graph, [*counters.gathered(gm.graph), *counts, *histograms])  # a cat costs a C++ kernel each
-    else:
-        if on_gpu:
-            cast_where_read(gm.graph)
-        found, counts = watch(gm, counters.left)
-        if adds_up:
-            order, counts = add_up(gm.graph, counts, rows, cast_in_pieces(gm.graph, counts))
-            found = tuple(found[i] for i in order)
-        append_gathered(gm.graph, [*counters.gathered(gm.graph), *counts, *histograms])
-    # Triton runs on a CPU in its interpreter only, beside the reference.
-    if lowering != "eager" and not (lowering == "triton" and device_type == "cpu"):
-        expand(gm, rows.scaled, rows.measured, left)
-        if device_type == "cuda":
-            narrow_in_pieces(gm.graph)
-            widen_products(gm)
-            show_bytes_in_memory(gm)
-            if compat.MAXIMUM_KEEPS_NAN:
-                compare_to_clamp(gm.graph)
-        if rows.inlines or device_type == "cuda":
-            share_conversions(gm.graph)
+    counted, histograms = count(gm, rows.counted)
+    counters = Counters(rows.watched, rows.measured, histograms)
+    half = _Half(gm, lowering, device_type, rows, calls, without, contiguous, counters, histograms)
+    for step in _STEPS[_runner(lowering, device_type)]:
+        step(half)
     gm.graph.eliminate_dead_code()
-    if in_cpu_loops:
-        lay_out_weights(gm.graph, contiguous)
-        share_channels_last(gm.graph)
     gm.recompile()
-    return Lowered((*counters.rows, *found), counted_rows, coded, generated)
+    return Lowered((*counters.rows, *half.found), counted, half.coded, half.generated)
+
+
+@dataclass
+class _Half:
+    """A half of a training step on its way down."""
+
+    gm: GraphModule
+    lowering: str
+    device_type: str
+    rows: WatchedRows
+    calls: KernelCalls
+    without: Collection[str]
+    contiguous: Collection[int]
+    counters: Counters
+    histograms: list[Node]
+    found: tuple[int, ...] = ()
+    """Watched rows that no kernel counts for, in the order of ``counts``, which count for them."""
+    counts: list[Node] = field(default_factory=list)
+    kept: frozenset[object] = frozenset()
+    """Operators and nodes that are not expanded."""
+    coded: tuple[CodedResult, ...] = ()
+    generated: Generated = field(default_factory=Generated)
+
+    @property
+    def graph(self) -> Graph:
+        return self.gm.graph
+
+    def statistics(self) -> list[Node]:
+        return [*self.counters.gathered(self.graph), *self.counts, *self.histograms]
+
+
+_Runner = Literal["reference", "interpreter", "loops", "gpu", "gpu, generated"]
+
+
+def _runner(lowering: str, device_type: str) -> _Runner:
+    if lowering == "eager":
+        return "reference"
+    if device_type == "cuda":
+        return "gpu, generated" if lowering == "triton" else "gpu"
+    return "interpreter" if lowering == "triton" else "loops"
+
+
+def _lower_blocks(half: _Half) -> None:
+    compat.lies_in_memory(InMemory.target)
+    lower_blocks(half.gm, half.lowering, half.device_type, half.calls)
+
+
+def _lower_gemms(half: _Half) -> None:
+    lower_gemms(half.gm, half.device_type, half.rows.scaled, half.counters, half.without)
+
+
+def _generate(half: _Half) -> None:
+    half.generated = call_generated(
+        half.gm,
+        half.calls,
+        watched=half.counters.left,
+        scaled=half.rows.scaled,
+        without=half.without,
+        tears=half.device_type != "cuda",
+    )
+    half.counters.add_first(half.generated.watched, half.generated.counters)
+
+
+def _cast_in_loops(half: _Half) -> None:
+    """Leave to Inductor's loops what can be cast there, and call kernels for the rest."""
+    inlined = inlined_casts(half.graph, half.counters.left, half.rows)
+    half.coded, half.kept = inlined.counted, casts_in_loops(inlined.nodes)
+    watched = set(half.counters.left) - set(inlined.rows)
+    half.found, half.counts = call_kernels(half.gm, watched, inlined.nodes)
+    append_outputs(half.graph, half.statistics())  # a cat costs a C++ kernel each
+
+
+def _cast_where_read(half: _Half) -> None:
+    cast_where_read(half.graph)
+
+
+def _watch(half: _Half) -> None:
+    half.found, half.counts = watch(half.gm, half.counters.left)
+
+
+def _add_up(half: _Half) -> None:
+    if GemmKernel("totals").name in half.without:
+        return
+    half.kept = frozenset({GATHERED})
+    pieces = cast_in_pieces(half.graph, half.counts)
+    order, half.counts = add_up(half.graph, half.counts, half.rows, pieces)
+    half.found = tuple(half.found[i] for i in order)
+
+
+def _append(half: _Half) -> None:
+    append_gathered(half.graph, half.statistics())
+
+
+def _expand(half: _Half) -> None:
+    expand(half.gm, half.rows.scaled, half.rows.measured, half.kept)
+
+
+def _shape_for_gpu(half: _Half) -> None:
+    """Write what Inductor would make a worse kernel of in the form it makes a good one of."""
+    narrow_in_pieces(half.graph)
+    widen_products(half.gm)
+    show_bytes_in_memory(half.gm)
+    if compat.MAXIMUM_KEEPS_NAN:
+        compare_to_clamp(half.graph)
+    share_conversions(half.graph)
+
+
+def _lay_out_for_cpu(half: _Half) -> None:
+    if half.rows.inlines:
+        share_conversions(half.graph)
+    half.graph.eliminate_dead_code()
+    lay_out_weights(half.graph, half.contiguous)
+    share_channels_last(half.graph)
+
+
+_Steps = tuple[Callable[[_Half], None], ...]
+_COMPILED: _Steps = (_lower_blocks, _lower_gemms)
+_ON_GPU: _Steps = (_cast_where_read, _watch, _add_up, _append, _expand, _shape_for_gpu)
+_STEPS: dict[_Runner, _Steps] = {
+    "reference": (_watch, _append),
+    # Triton runs on a CPU in its interpreter only, beside the reference.
+    "interpreter": (*_COMPILED, _generate, _watch, _append),
+    "loops": (*_COMPILED, _cast_in_loops, _expand, _lay_out_for_cpu),
+    "gpu": (*_COMPILED, *_ON_GPU),
+    "gpu, generated": (*_COMPILED, _generate, *_ON_GPU),
+}
