@@ -11,6 +11,7 @@ from torch._inductor import config, custom_graph_pass, memory
 from torch._inductor.codegen import cpp
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.dependencies import WeakDep
+from torch._inductor.ir import FallbackKernel, MultiOutput
 from torch._inductor.scheduler import FusedSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
@@ -43,11 +44,12 @@ class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraph
         memory.prepare_planning_info(
             nodes, scheduler.name_to_buf, scheduler.name_to_fused_node, OrderedSet(V.graph.graph_inputs), kept
         )
-        at = {node: i for i, node in enumerate(nodes)}
-        order = self.ordered([_as_kernel(node, at) for node in nodes], frozenset(kept))
+        kernels = _with_pieces(nodes)
+        at = {node: i for i, pieces in enumerate(kernels) for node in pieces}
+        order = self.ordered([_as_kernel(pieces, at) for pieces in kernels], frozenset(kept))
         if order is None:
             return nodes
-        scheduler.nodes = ordered = [nodes[i] for i in order]
+        scheduler.nodes = ordered = [node for i in order for node in kernels[i]]
         _chain(ordered, kept)
         scheduler.compute_ancestors()
         return ordered
@@ -59,10 +61,35 @@ class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraph
         return (self.key, None if self.before is None else self.before.uuid())  # type: ignore[attr-defined]
 
 
-def _as_kernel(node: Any, at: Mapping[Any, int]) -> tuple[dict[str, int], dict[str, int], frozenset[int]]:
-    makes = {b.get_name(): int(b.mpi_buffer.size_alloc) for b in node.get_outputs() if not _is_on_host(b)}
-    reads = {b.get_name(): int(b.mpi_buffer.size_free) for b in node.mpi_node.pred_buffers if not _is_on_host(b)}
-    return makes, reads, frozenset(at[n] for n in node.mpi_node.pred_nodes)
+def _with_pieces(nodes: Sequence[Any]) -> list[list[Any]]:
+    """Return each kernel, and behind it what takes one of several results out of it: all are there at once."""
+    kernels, kernel_of = list[list[Any]](), dict[Any, list[Any]]()
+    for node in nodes:
+        before = list(node.mpi_node.pred_nodes)
+        is_piece = isinstance(node.node, MultiOutput) and len(before) == 1
+        kernel_of[node] = kernel_of[before[0]] if is_piece else []
+        if not is_piece:
+            kernels.append(kernel_of[node])
+        kernel_of[node].append(node)
+    return kernels
+
+
+def _as_kernel(nodes: Sequence[Any], at: Mapping[Any, int]) -> tuple[dict[str, int], dict[str, int], frozenset[int]]:
+    makes, reads, after = dict[str, int](), dict[str, int](), set[int]()
+    for node in nodes:
+        makes |= {b.get_name(): _bytes(b) for b in node.get_outputs() if not _is_on_host(b)}
+        reads |= {b.get_name(): _bytes(b) for b in node.mpi_node.pred_buffers if not _is_on_host(b)}
+        after |= {at[n] for n in node.mpi_node.pred_nodes}
+    return makes, {name: size for name, size in reads.items() if name not in makes}, frozenset(after - {at[nodes[0]]})
+
+
+def _bytes(buffer: Any) -> int:
+    """Return what is free when a buffer is; nothing where it shows an input."""
+    made: Any = getattr(buffer, "node", None)
+    while isinstance(made, MultiOutput):
+        (made,) = made.inputs
+    shown = made.get_inputs_that_alias_output() if isinstance(made, FallbackKernel) else ()
+    return 0 if any(name in V.graph.graph_inputs for name in shown) else int(buffer.mpi_buffer.size_free)
 
 
 def _is_on_host(buffer: Any) -> bool:

@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from fxprec.passes.analysis.joint import item_of, tensor_of
+from fxprec import compat
+from fxprec.passes.analysis.joint import input_at, item_of, tensor_of, value
+from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.casts.sites import emit
 
 _BACKWARD, _CONVOLUTION = torch.ops.aten.convolution_backward.default, torch.ops.aten.convolution.default
+
+_SHOWN = torch.ops.aten.as_strided.default
 
 
 def part_gradients(graph: Graph) -> None:
@@ -29,13 +33,30 @@ def part_gradients(graph: Graph) -> None:
         beyond = _output_padding(tensor_of(x), tensor_of(gradient), tensor_of(weight), stride, padding, dilation)
         if beyond is None:
             continue
-        node.args = (*args[:-1], [False, *mask[1:]])
+        node.args = (gradient, x, _shape_of(weight, gradient), *args[3:-1], [False, *mask[1:]])
         node.meta["val"] = (None, *node.meta["val"][1:])
         with graph.inserting_before(items[0]):
             transposed = (gradient, weight, None, stride, padding, dilation, True, beyond, groups)
             new = emit(graph, _CONVOLUTION, transposed, items[0], val=tensor_of(items[0]))
         items[0].replace_all_uses_with(new)
         graph.erase_node(items[0])
+
+
+def _shape_of(weight: Node, gradient: Node) -> Node:
+    """Return what a weight's gradient is given for the weight, of which it has the shape alone.
+
+    On a CPU the parameter's memory as if it lay channels-last, which oneDNN would copy it to: so the weight in 16 bits
+    is made after its gradient, not before it. Else the weight.
+    """
+    given = input_at(weight, 0) if weight.target is CONVERT else weight
+    val, shown = tensor_of(weight), value(given)
+    if given.op != "placeholder" or shown is None or val.ndim != 4 or val.device.type != "cpu":
+        return weight
+    if not all(isinstance(size, int) for size in val.shape) or not shown.is_contiguous():
+        return weight
+    strides = compat.channels_last_strides(val.shape)
+    with gradient.graph.inserting_before(gradient.next):
+        return emit(gradient.graph, _SHOWN, (given, list(val.shape), strides), gradient)
 
 
 def _output_padding(

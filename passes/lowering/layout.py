@@ -14,10 +14,12 @@ from torch.fx import Graph, Node
 
 from fxprec import compat
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
-from fxprec.passes.analysis.joint import made_by, value
+from fxprec.passes.analysis.joint import input_at, made_by, tensor_of, value
 
 aten = torch.ops.aten
 _BACKWARD = aten.convolution_backward.default
+_AS_STRIDED = aten.as_strided.default
+_WEIGHT = 2  # position among the arguments
 _CONVOLUTIONS = frozenset({aten.convolution.default, _BACKWARD})
 
 
@@ -62,6 +64,23 @@ def share_channels_last(graph: Graph) -> None:
         forced.meta["val"] = val
         for reader in readers:
             reader.replace_input_with(node, forced)
+
+
+def show_shapes_alike(graph: Graph) -> None:
+    """Show a parameter that gives a ``convolution_backward`` its shape in the dtype of the others.
+
+    Inductor converts what a kernel reads to one dtype: that of the widest.
+    """
+    for node in graph.find_nodes(op="call_function", target=_BACKWARD):
+        shown, dtype = input_at(node, _WEIGHT), tensor_of(input_at(node, 0)).dtype
+        if shown.target is not _AS_STRIDED or tensor_of(shown).dtype == dtype:
+            continue
+        with graph.inserting_before(node):
+            bits = graph.call_function(aten.view.dtype, (input_at(shown, 0), dtype))
+            alike = graph.call_function(_AS_STRIDED, (bits, *shown.args[1:]))
+            bits.meta["val"] = tensor_of(input_at(shown, 0)).view(dtype)
+            alike.meta["val"] = tensor_of(shown).to(dtype)
+        node.replace_input_with(shown, alike)
 
 
 def _is_convolved(x: Node, q: Node) -> bool:

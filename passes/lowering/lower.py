@@ -19,7 +19,7 @@ from fxprec.passes.lowering.expand import expand
 from fxprec.passes.lowering.gemms import lower_gemms
 from fxprec.passes.lowering.in_loops import casts_in_loops
 from fxprec.passes.lowering.inline import inlined_casts
-from fxprec.passes.lowering.layout import share_channels_last
+from fxprec.passes.lowering.layout import share_channels_last, show_shapes_alike
 from fxprec.passes.lowering.lowered import CodedResult, Generated, Lowered
 from fxprec.passes.lowering.pieces import cast_in_pieces, narrow_in_pieces
 from fxprec.passes.lowering.rows import WatchedRows
@@ -172,14 +172,18 @@ def _lay_out_for_cpu(half: _Half) -> None:
     share_channels_last(half.graph)
 
 
+def _show_shapes(half: _Half) -> None:
+    show_shapes_alike(half.graph)
+
+
 _Steps = tuple[Callable[[_Half], None], ...]
 _COMPILED: _Steps = (_lower_blocks, _lower_gemms)
 _ON_GPU: _Steps = (_cast_where_read, _watch, _add_up, _append, _expand, _shape_for_gpu)
 _STEPS: dict[_Runner, _Steps] = {
     "reference": (_watch, _append),
     # Triton runs on a CPU in its interpreter only, beside the reference.
-    "interpreter": (*_COMPILED, _generate, _watch, _append),
-    "loops": (*_COMPILED, _cast_in_loops, _expand, _lay_out_for_cpu),
+    "interpreter": (*_COMPILED, _generate, _watch, _append, _show_shapes),
+    "loops": (*_COMPILED, _cast_in_loops, _expand, _lay_out_for_cpu, _show_shapes),
     "gpu": (*_COMPILED, *_ON_GPU),
     "gpu, generated": (*_COMPILED, _generate, *_ON_GPU),
 }

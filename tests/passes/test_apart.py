@@ -1,4 +1,4 @@
-"""Skips into a concat, and the gradients of their parts, wait by themselves; two gradients of a convolution are two calls."""
+"""What waits in a step lies as small as it can: parts of concats, sums of gradients; a convolution's gradients are two calls."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from fxprec import Backend, Config
 from fxprec.ir.symbolic import InMemory
 from fxprec.passes import fit_peak
 from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.analysis.peak.choice import Fit
+from fxprec.passes.casts import two_gradients
 from fxprec.passes.casts.two_gradients import part_gradients
 
 aten = torch.ops.aten
@@ -39,10 +41,14 @@ class Skips(nn.Module):
         return self.last(torch.cat([skip, F.interpolate(inner, scale_factor=2)], 1))
 
 
-def gradients(model: nn.Module, run: Any) -> Tensor:
+def train(model: nn.Module, run: Any) -> None:
     model.zero_grad()
     x = torch.randn(IMAGES, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
     run(x).square().mean().backward()
+
+
+def gradients(model: nn.Module, run: Any) -> Tensor:
+    train(model, run)
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
@@ -138,10 +144,108 @@ def test_the_allocator_sees_a_part_wait_and_not_the_whole(monkeypatch: pytest.Mo
 def peak_of(model: nn.Module) -> int:
     with loops_left_out():
         run = compiled(model, Backend(Config(recipe="fp8", peak_budget="100%")))
-        gradients(model, run)
+        train(model, run)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            gradients(model, run)
+            train(model, run)
     return peak_bytes(profiled)
+
+
+class Rounded(torch.autograd.Function):
+    """The identity; its gradient has 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.bfloat16().float()
+
+
+class Residual(nn.Module):
+    """Three blocks with a skip: gradients of what they return wait for the block's own."""
+
+    def __init__(self, rounds: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 4, 3, padding=1)
+        widths = (WIDTH, 2 * WIDTH) * 3
+        self.blocks = nn.ModuleList(nn.Conv2d(w, 3 * WIDTH - w, 3, padding=1) for w in widths)
+        self.rounds = rounds
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        for i in range(0, 6, 2):
+            x = Rounded.apply(x) if self.rounds and i else x
+            x = F.relu(x + self.blocks[i + 1](F.relu(self.blocks[i](x))))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_sums_of_gradients_that_wait_lie_in_16_bits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[torch.Size, torch.dtype]] = []
+    narrow = fit_peak.narrow_sums
+
+    def watch(work: Any) -> None:
+        narrow(work)
+        found.extend((tensor_of(n).shape, tensor_of(n).dtype) for n in InMemory.nodes(work.joint.graph))
+
+    monkeypatch.setattr(fit_peak, "narrow_sums", watch)
+    model = Residual()
+    gradients(model, compiled(model, recipe=recipe))
+    assert found == [((IMAGES, WIDTH, SIDE, SIDE), torch.bfloat16)] * 3
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own
+def test_a_sum_of_gradients_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, rounding = Residual(), Residual(rounds=True)
+    rounding.load_state_dict(model.state_dict())
+    found = gradients(model, compiled(model, recipe="bf16"))
+    monkeypatch.setattr(fit_peak, "narrow_sums", lambda work: None)
+    assert torch.equal(found, gradients(rounding, compiled(rounding, recipe="bf16")))
+    assert not torch.equal(found, gradients(model, compiled(model, recipe="bf16")))
+
+
+def test_a_sum_waits_and_not_its_addends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def most_of_backward() -> int:
+        fits: list[Fit] = []
+        monkeypatch.setattr(fit_peak, "_remark", lambda needs, fit: fits.append(fit) or "")
+        gradients(model, compiled(model))
+        timeline = fits[-1].held.timeline
+        return max(timeline.live[timeline.split :])
+
+    model = Residual()
+    narrow = most_of_backward()
+    monkeypatch.setattr(fit_peak, "narrow_sums", lambda work: None)
+    assert narrow <= most_of_backward() - 2 * IMAGES * WIDTH * SIDE * SIDE
+
+
+class Narrowing(nn.Sequential):
+    """Convolutions of large images, whose activations wait while the gradients of large weights are made."""
+
+    def __init__(self) -> None:
+        layers: list[nn.Module] = []
+        for before, after, stride in ((3, 16, 1), *[(16, 16, 1)] * 5, (16, 128, 8), (128, 128, 1), (128, 128, 1)):
+            layers += [nn.Conv2d(before, after, 3, stride, 1), nn.ReLU()]
+        super().__init__(*layers)
+
+
+@pytest.mark.inductor
+def test_a_gradient_larger_than_what_it_is_made_of_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Narrowing()
+    late = peak_of(model)
+    monkeypatch.setattr(two_gradients, "_shape_of", lambda weight, gradient: weight)
+    copy = 2 * 128 * 128 * 9  # of the weight: the gradient itself is there at the end anyway
+    assert late < peak_of(model) - copy / 3
+
+
+@pytest.mark.inductor
+def test_a_parameter_that_lends_its_shape_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1))
+    lent = gradients(model, compiled(model, Backend(Config(recipe="bf16", peak_budget="100%"))))
+    monkeypatch.setattr(two_gradients, "_shape_of", lambda weight, gradient: weight)
+    assert torch.equal(lent, gradients(model, compiled(model, Backend(Config(recipe="bf16", peak_budget="100%")))))
 
 
 WINDOWS = [

@@ -44,8 +44,8 @@ def workspace(name: str, operands: Sequence[Tensor]) -> int:
 
 def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> int:
     """Return the weight's gradient in float32, or it and another; of 16 bits, an image and its gradient a thread."""
-    own = 2 * _bytes(weight)
-    if weight.dtype.itemsize != 2:
+    own = 2 * numel_hint(weight) * gradient.dtype.itemsize
+    if gradient.dtype.itemsize != 2:
         return own + _CONVOLUTION_BACKWARD
     channels = max(dim_hint(gradient.shape[1]), 1)
     padded = _bytes(gradient) * (-(-channels // _CHANNELS) * _CHANNELS) // channels

@@ -1,0 +1,81 @@
+"""Sums of 16-bit gradients that wait for a later kernel lie in these 16 bits, not in float32 or as their addends.
+
+Where a tensor is read twice, its gradient is the sum of two that convolutions, or GEMMs, made in 16 bits. The sum is
+float32: it waits in four bytes an element, or Inductor adds anew where it is read, and all addends wait, with the copy
+that says where a ReLU let them through. Autograd's own sum under autocast has 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from fxprec.ir.symbolic import InMemory
+from fxprec.passes.analysis.joint import numel_hint, tensor_of, value
+from fxprec.passes.analysis.ops import CONVERT
+from fxprec.passes.analysis.peak.step import Step
+from fxprec.passes.base import Work
+from fxprec.passes.casts.apart import Waits
+from fxprec.passes.casts.sites import emit, emit_call
+
+_ADD, _WHERE = torch.ops.aten.add.Tensor, torch.ops.aten.where.self
+_RANGE = torch.finfo(torch.bfloat16).max
+"""Of a dtype in which no sum overflows that float32 holds."""
+
+
+def narrow_sums(work: Work) -> None:
+    """Edit the joint graph's backward half."""
+    step = Step(work.joint)
+    waits = Waits.of(step.backward)
+    for node in step.backward:
+        if not any(user in waits.at and waits.between(node, user) for user in node.users):
+            continue
+        dtype = _sum_of(node, step)
+        if dtype is not None:
+            _lie(node, dtype)
+
+
+def _sum_of(node: Node, step: Step) -> torch.dtype | None:
+    """Return the 16-bit dtype of what a float32 node adds up, or masks; None where it is no such sum."""
+    if value(node) is None or tensor_of(node).dtype != torch.float32:
+        return None
+    addends = [*_addends(node, step)]
+    found = {tensor_of(x).dtype for x in addends}
+    is_made = len(addends) > 1 or node.target is _WHERE
+    if not is_made or len(found) != 1:
+        return None
+    dtype = found.pop()
+    is_narrow = dtype.is_floating_point and dtype.itemsize == 2 and torch.finfo(dtype).max >= _RANGE
+    is_whole = all(numel_hint(tensor_of(x)) == numel_hint(tensor_of(node)) for x in addends)
+    return dtype if is_narrow and is_whole else None
+
+
+def _addends(node: Node, step: Step) -> Iterator[Node]:
+    """Yield the gradients that a sum is made of, before they were widened; masked ones are the same."""
+    if node.target is _ADD and not node.kwargs:
+        for x in node.all_input_nodes:
+            yield from _addends(x, step)
+    elif node.target is _WHERE:
+        for x in node.all_input_nodes[1:]:
+            if x in step.behind:
+                yield from _addends(x, step)
+    elif node.target is CONVERT:
+        yield node.all_input_nodes[0]
+    else:
+        yield node
+
+
+def _lie(node: Node, dtype: torch.dtype) -> None:
+    graph, readers, val = node.graph, list(node.users), tensor_of(node)
+    with graph.inserting_before(node.next):
+        narrow = emit(graph, CONVERT, (node, dtype), node, val=val.to(dtype))
+        lies = emit_call(graph, InMemory(narrow), node, val=torch.empty_like(tensor_of(narrow)))
+        wide = emit(graph, CONVERT, (lies, val.dtype), node, val=val)
+    for reader in readers:
+        if reader.target is CONVERT and tensor_of(reader).dtype == dtype:
+            reader.replace_all_uses_with(lies)
+            graph.erase_node(reader)
+        else:
+            reader.replace_input_with(node, wide)
