@@ -10,6 +10,8 @@ import torch
 from torch._inductor import ir, lowering, virtualized
 from torch._inductor.codegen import cpp as _cpp
 
+from fxprec.compat.avx2 import bytes_in_registers
+
 LoopText = Callable[[str, str], str]
 """From the C++ types of float32 and int32, single or vectors, to a function of one of them to one of them."""
 
@@ -71,7 +73,8 @@ def calls_in_loops() -> Iterator[None]:
     before = vars(overrides).get("inline_asm_elementwise")
     overrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)
     try:
-        yield
+        with bytes_in_registers():
+            yield
     finally:
         if before is None:
             del overrides.inline_asm_elementwise

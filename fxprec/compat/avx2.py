@@ -1,0 +1,66 @@
+"""Bytes in Inductor's loops on a CPU with AVX2, which ATen's vectors of that size move through memory.
+
+A loop over float32 has 8 elements, a vector of bytes has 32. ``loadu`` writes the 8 into an array of 32 and reads that
+whole, which waits until the writes have left the processor: that took longer than all arithmetic of a norm's backward.
+So it is with 8 of 16 numbers of 16 bits. A conversion of int32 takes every element into a register of its own. ATen's
+vectors for AVX-512 do none of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._inductor.codegen import cpp as _cpp
+from torch._inductor.cpu_vec_isa import VecAVX2
+
+
+@contextlib.contextmanager
+def bytes_in_registers() -> Iterator[None]:
+    """Let Inductor's C++ for AVX2 load 8 elements of one or two bytes, and make bytes of int32, in registers."""
+    kernel: Any = _cpp.CppVecKernel
+    load, convert = kernel._get_vec_load_line, kernel.get_to_dtype_expr
+
+    def get_vec_load_line(self: Any, *args: Any, **kwargs: Any) -> Any:
+        line = load(self, *args, **kwargs)
+        found = _LOAD.fullmatch(str(line)) if isinstance(self.vec_isa, VecAVX2) else None
+        return line if found is None else _loaded(*found.groups())
+
+    def get_to_dtype_expr(self: Any, x: Any, dtype: torch.dtype, source: torch.dtype, *args: Any) -> Any:
+        if source == torch.int32 and dtype == torch.uint8 and x.is_vec and isinstance(self.vec_isa, VecAVX2):
+            ints, narrow = self._get_vec_type(source), self._get_vec_type(dtype)
+            if ints == _INTS:
+                return f"[]({ints} x) {{ {_NARROW} return {narrow}(_mm256_castsi128_si256(bytes)); }}({x})"
+        return convert(self, x, dtype, source, *args)
+
+    kernel._get_vec_load_line, kernel.get_to_dtype_expr = get_vec_load_line, get_to_dtype_expr
+    try:
+        yield
+    finally:
+        kernel._get_vec_load_line, kernel.get_to_dtype_expr = load, convert
+
+
+_LOAD = re.compile(
+    r"(at::vec::Vectorized<(uint8_t|at::Float8_\w+|at::BFloat16|at::Half)>)::loadu\((.*), static_cast<int64_t>\(8L?\)\)"
+)
+_INTS = "at::vec::Vectorized<int32_t>"
+_LOWEST = "0, 4, 8, 12" + 12 * ", -1"  # of the bytes of four int32
+_NARROW = (
+    f"const __m256i fours = _mm256_shuffle_epi8(x, _mm256_setr_epi8({_LOWEST}, {_LOWEST}));"
+    " const __m128i bytes = _mm_unpacklo_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));"
+)
+
+
+def _loaded(vector: str, element: str, place: str) -> str:
+    """Load 8 elements. What lies beyond them is left as it comes: where Inductor divides, it puts 1 there itself."""
+    low = f"_mm_{'loadu_si128' if element in _TWO_BYTES else 'loadl_epi64'}(static_cast<const __m128i*>(p))"
+    return (
+        f"[](const void* p) {{ {vector} v; const __m256i all = _mm256_castsi128_si256({low});"
+        f" std::memcpy(&v, &all, sizeof v); return v; }}({place})"
+    )
+
+
+_TWO_BYTES = frozenset({"at::BFloat16", "at::Half"})
