@@ -75,10 +75,10 @@ def test_under_strict_it_is_an_error() -> None:
         compiled(torch.randn(3, 5, 16))
 
 
-def test_an_lstm_that_dynamo_is_let_to_trace_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "allow_rnn", True)
+def test_an_lstm_that_dynamo_is_let_to_trace_is_planned() -> None:
     backend = eager_backend("packed", recipe="fp8")
-    torch.compile(Recurrent(), backend=backend)(torch.randn(3, 5, 16)).sum().backward()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        torch.compile(Recurrent(), backend=backend)(torch.randn(3, 5, 16)).sum().backward()
     assert len(backend.plans[0].gemms) > 2
     assert {e.kind for e in backend.events} <= {"scale", "unscaled"}
 
