@@ -27,6 +27,7 @@ from fxprec.passes.base import GivenPeak, Work
 from fxprec.passes.casts.apart import lay_apart
 from fxprec.passes.casts.narrow_sums import narrow_sums
 from fxprec.passes.casts.two_gradients import part_gradients
+from fxprec.passes.casts.upsampled import sum_upsampled
 from fxprec.passes.casts.ways import Rewrite
 from fxprec.passes.notice import Notice, readable
 from fxprec.plan.rows import PeakBytes, PeakPoint, Site
@@ -46,6 +47,7 @@ class FitPeak:
             return
         lay_apart(work)
         part_gradients(work.joint.graph)
+        sum_upsampled(work.joint.graph)
         narrow_sums(work)
         needs = needs_of(work)
         found = _given(work, needs, goal) if isinstance(goal, GivenPeak) else _solved(work, needs, goal)

@@ -13,6 +13,7 @@ from fxprec.compat.ambient import FakeTensor as FakeTensor
 from fxprec.compat.ambient import FakeTensorMode as FakeTensorMode
 from fxprec.compat.ambient import current_fake_mode as current_fake_mode
 from fxprec.compat.ambient import fake_mode_of as fake_mode_of
+from fxprec.compat.ambient import real_tensors as real_tensors
 from fxprec.compat.ambient import tracing_with as tracing_with
 from fxprec.compat.autograd import backward_at_once as backward_at_once
 from fxprec.compat.autograd import backward_id as backward_id

@@ -10,6 +10,7 @@ import torch
 import torch._guards
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ def current_fake_mode() -> FakeTensorMode | None:
 def fake_mode_of(value: object) -> FakeTensorMode | None:
     """Return the mode a fake tensor belongs to, or None for anything else."""
     return value.fake_mode if isinstance(value, FakeTensor) else None
+
+
+def real_tensors() -> contextlib.AbstractContextManager[object]:
+    """Compute with numbers while a graph is traced with fake tensors."""
+    return unset_fake_temporarily()
 
 
 @contextlib.contextmanager
