@@ -23,7 +23,7 @@ from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS, QUANTIZE_BLOCKS, TENSOR
 from fxprec.ir.symbolic_gemms import TRANSPOSED
 from fxprec.ir.symbolic_host import OFFLOAD
 from fxprec.passes.analysis import ops, regions
-from fxprec.passes.analysis.joint import JointGraph, has_tag, input_at, is_backward, set_results, value
+from fxprec.passes.analysis.joint import JointGraph, has_tag, input_at, is_backward, set_results, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.values import is_differentiable, is_float_tensor
 from fxprec.passes.base import Work
@@ -131,7 +131,7 @@ def _forward(joint: JointGraph) -> list[Node]:
 def _copy_of_parameter(node: Node, work: Work) -> CheckpointPolicy | None:
     """A parameter's copy is made again where it would count: the parameter itself is there anyway.
 
-    A recipe without a low format asks for no memory: the copy in 16 bits is kept, as autocast keeps it.
+    A recipe without a low format asks for no memory: a narrower copy is kept, as autocast keeps it.
     """
     source = node
     while source.target in _COPIES:
@@ -142,7 +142,9 @@ def _copy_of_parameter(node: Node, work: Work) -> CheckpointPolicy | None:
         return CheckpointPolicy.MUST_RECOMPUTE
     if not work.computes_high:
         return None
-    return CheckpointPolicy.MUST_RECOMPUTE if work.settings.recipe.has_low else CheckpointPolicy.MUST_SAVE
+    is_narrower = tensor_of(node).dtype.itemsize < tensor_of(source).dtype.itemsize
+    keeps = is_narrower and not work.settings.recipe.has_low
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _stored(node: Node, work: Work) -> CheckpointPolicy | None:
