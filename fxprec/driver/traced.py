@@ -30,6 +30,7 @@ from fxprec.passes.analysis.peak.step import drawn
 from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, read_by_backward
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
 from fxprec.passes.base import Work
+from fxprec.passes.casts.upsampled import sum_upsampled
 from fxprec.passes.guide_partition import copy_written_inputs, forget_order
 from fxprec.passes.lowering.lowered import Generated
 from fxprec.passes.lowering.nonfinite import keep_nonfinite
@@ -107,6 +108,7 @@ class Traced:
         regions.restore(self.policies)
         self.policies = {}
         copy_written_inputs(graph)
+        sum_upsampled(graph)
         compat.keep_random_numbers(graph)
 
     def _work(self, joint: JointGraph) -> Work:

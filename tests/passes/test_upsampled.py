@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from backend_helpers import eager_backend
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxprec.driver import traced as traced_steps
 from fxprec.passes import fit_peak
 from fxprec.passes.casts.upsampled import sum_upsampled
 
@@ -89,24 +91,29 @@ class Upsampled(nn.Module):
         return self.last(F.interpolate(F.relu(self.first(x)), scale_factor=2))
 
 
-def test_a_step_under_a_budget_scatters_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("budget", [None, "100%"])
+def test_a_step_scatters_nothing(monkeypatch: pytest.MonkeyPatch, budget: str | None) -> None:
     def gradients() -> Tensor:
         torch._dynamo.reset()
         model.zero_grad()
-        backend = eager_backend("native", recipe="bf16", low_ratio=None, peak_budget="100%")
+        backend = eager_backend("native", recipe="bf16", low_ratio=None, peak_budget=budget)
         torch.compile(model, backend=backend)(x).square().mean().backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     scatters: list[int] = []
 
-    def watch(graph: Any) -> None:
+    def watch(graph: Graph) -> None:
         sum_upsampled(graph)
         scatters.append(len(graph.find_nodes(op="call_function", target=aten.index_put.default)))
 
+    def put(sums: Callable[[Graph], None]) -> None:
+        for module in (fit_peak, traced_steps):
+            monkeypatch.setattr(module, "sum_upsampled", sums)
+
     torch.manual_seed(0)
     model, x = Upsampled(), torch.randn(2, 3, 8, 8)
-    monkeypatch.setattr(fit_peak, "sum_upsampled", watch)
+    put(watch)
     summed = gradients()
-    assert scatters == [0]
-    monkeypatch.setattr(fit_peak, "sum_upsampled", lambda graph: None)
+    assert set(scatters) == {0}
+    put(lambda graph: None)
     assert torch.equal(summed, gradients())
