@@ -90,7 +90,7 @@ def test_both_halves_are_replayed_buffer_by_buffer() -> None:
 def allocated(run: Any) -> tuple[int, int]:
     """Return the most bytes that live while something runs, and the bytes of its results."""
     run()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         results = run()
     found = results if isinstance(results, tuple) else (results,)
     return peak_bytes(profiled), sum(x.untyped_storage().nbytes() for x in found if isinstance(x, Tensor))

@@ -57,7 +57,7 @@ def test_two_of_the_three_wide_tensors_of_a_recomputed_block_live_at_once() -> N
     for a, b in zip(found, reference, strict=True):
         assert F.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.999
     model.zero_grad()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         compiled(x).backward()
     wide, narrow = 2 * ROWS * HIDDEN, 2 * ROWS * WIDTH
     gradients = 4 * sum(p.numel() for p in model.parameters())

@@ -298,7 +298,7 @@ def test_the_allocator_sees_no_more_than_the_budget() -> None:
     reference = gradients(model, model, tokens)
     assert cosine(gradients(model, compiled, tokens), reference) > 0.9995
     model.zero_grad(set_to_none=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         compiled(tokens).float().square().mean().backward()
     plan = backend.plans[0].peak_bytes
     assert plan is not None

@@ -139,7 +139,7 @@ def test_the_allocator_sees_no_more_than_the_budget_in_all_graphs_together(break
         backend.stop_promoting()  # for what is left of numbers
         gradients(model, run)
         model.zero_grad(set_to_none=True)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             run(X).backward()
     (budget,) = {plan.peak_bytes.budget for plan in backend.plans if plan.peak_bytes}
     assert 0.75 * budget < peak_bytes(profiled) <= budget

@@ -95,7 +95,7 @@ def measure(name: str, side: str) -> dict[str, Any]:
 def live_peak(step: Step) -> int:
     """Return the most bytes live at once that one step allocates."""
     step.clear()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         step()
     return peak_bytes(profiled)
 

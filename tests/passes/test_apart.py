@@ -145,7 +145,7 @@ def peak_of(model: nn.Module) -> int:
     with loops_left_out():
         run = compiled(model, Backend(Config(recipe="fp8", peak_budget="100%")))
         train(model, run)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             train(model, run)
     return peak_bytes(profiled)
 
