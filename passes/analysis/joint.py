@@ -51,6 +51,11 @@ def input_at(node: Node, position: int) -> Node:
     return arg
 
 
+def unconverted(node: Node) -> Node:
+    """Return what a node converts to another dtype, or the node itself."""
+    return input_at(node, 0) if node.target is ops.CONVERT else node
+
+
 def argument(node: Node, position: int, default: object = None) -> object:
     """Return the argument at ``position``, or what stands for one that the call leaves out."""
     return node.args[position] if position < len(node.args) else default

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.ir.symbolic import InMemory, Quantize
-from fxprec.passes.analysis.joint import numel_hint, tensor_of, value
+from fxprec.passes.analysis.joint import numel_hint, tensor_of, unconverted, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.peak.kernels import Kind, kind_of
 from fxprec.passes.analysis.peak.step import Step
@@ -143,7 +143,7 @@ def _reads(node: Node, waits: Waits) -> list[Node]:
 def _copy_out(part: Node) -> None:
     """Let a slice lie apart, in the dtype that the whole was widened from."""
     graph, whole = part.graph, part.all_input_nodes[0]
-    source = whole.all_input_nodes[0] if whole.target is CONVERT else whole
+    source = unconverted(whole)
     narrow = value(source)
     if narrow is None or narrow.dtype.itemsize > tensor_of(whole).dtype.itemsize:
         source = whole

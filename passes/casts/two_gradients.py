@@ -13,8 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec import compat
-from fxprec.passes.analysis.joint import input_at, item_of, tensor_of, value
-from fxprec.passes.analysis.ops import CONVERT
+from fxprec.passes.analysis.joint import item_of, tensor_of, unconverted, value
 from fxprec.passes.casts.sites import emit
 
 _BACKWARD, _CONVOLUTION = torch.ops.aten.convolution_backward.default, torch.ops.aten.convolution.default
@@ -48,7 +47,7 @@ def _shape_of(weight: Node, gradient: Node) -> Node:
     On a CPU the parameter's memory as if it lay channels-last, which oneDNN would copy it to: so the weight in 16 bits
     is made after its gradient, not before it. Else the weight.
     """
-    given = input_at(weight, 0) if weight.target is CONVERT else weight
+    given = unconverted(weight)
     val, shown = tensor_of(weight), value(given)
     if given.op != "placeholder" or shown is None or val.ndim != 4 or val.device.type != "cpu":
         return weight

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic_cpu import LAID_OUT_DTYPES, LaidOut
-from fxprec.passes.analysis.joint import input_at, item_of, results_of, tensor_of
+from fxprec.passes.analysis.joint import input_at, item_of, results_of, tensor_of, unconverted
 from fxprec.passes.analysis.ops import CONVERT
 
 _CONVOLUTION, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
@@ -41,7 +41,7 @@ def lay_out_weights(graph: Graph, gradients: Collection[int]) -> None:
 
 def _is_weight_gradient(node: Node) -> bool:
     """Say whether backward returns, and nothing else reads, what a convolution makes, converted perhaps."""
-    item = item_of(_unconverted(node))
+    item = item_of(unconverted(node))
     return item is not None and item[0].target is _BACKWARD and item[1] == _WEIGHT_GRADIENT and len(node.users) == 1
 
 
@@ -52,21 +52,16 @@ def _weights(graph: Graph) -> dict[Node, list[Node]]:
         weight = input_at(node, _WEIGHT[node.target]) if node.target in _WEIGHT else None
         if weight is None or weight in found:
             continue
-        given = _unconverted(weight)
+        given = unconverted(weight)
         if given.op == "placeholder" and tensor_of(given).is_contiguous() and _is_turned(weight):
             # Others read a parameter as it lies; what is converted is made for convolutions, backward's among them.
             found[weight] = [user for user in weight.users if user.target in _WEIGHT or weight is not given]
     return found
 
 
-def _unconverted(node: Node) -> Node:
-    """Return what a node converts, or the node itself."""
-    return input_at(node, 0) if node.target is CONVERT else node
-
-
 def _is_turned(node: Node) -> bool:
     """Say whether a tensor is large, and contiguous and channels-last are two things."""
-    x, val = tensor_of(_unconverted(node)), tensor_of(node)
+    x, val = tensor_of(unconverted(node)), tensor_of(node)
     if val.ndim != 4 or not all(isinstance(size, int) for size in val.shape):
         return False
     if not {x.dtype, val.dtype} <= LAID_OUT_DTYPES:
@@ -78,7 +73,7 @@ def _replace(graph: Graph, node: Node, readers: list[Node], *, channels_last: bo
     """Have ``readers`` read a kernel's result, made in front of ``at``, in the place of ``node``."""
     val = tensor_of(node)
     with graph.inserting_before(at):
-        laid = LaidOut(_unconverted(node), val.dtype, channels_last).insert(graph)
+        laid = LaidOut(unconverted(node), val.dtype, channels_last).insert(graph)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     laid.meta = {**node.meta, "val": torch.empty_like(val, memory_format=layout)}
     for reader in readers:
