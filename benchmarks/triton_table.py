@@ -32,7 +32,6 @@ with warnings.catch_warnings():
     from fxprec import compat
     from fxprec.numerics import ahead
     from fxprec.numerics.ahead import ARCHITECTURES
-    from fxprec.passes import narrow_gemms
 
 
 class Block(nn.Module):
@@ -94,12 +93,11 @@ def generate(
     torch.compiler.reset()
     with (
         mock.patch.object(compat, "no_triton", return_value=None),
-        mock.patch.object(narrow_gemms, "_has_gemm", return_value=True),
         FakeTensorMode(allow_non_fake_inputs=True),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        backend = fxprec.Backend(fxprec.Config(lowering="triton", dump=folder, **config))
+        backend = fxprec.Backend(fxprec.Config(lowering="triton", dump=folder, cpu="avx512+bf16", **config))
         torch.compile(make(), backend=backend)(data()).sum().backward()
 
 

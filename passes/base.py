@@ -63,7 +63,6 @@ class Work:
     settings: Settings
     given: Plan | None = None  # a plan to follow instead of solving
     siblings: tuple[Plan, ...] = ()  # plans of the model's training graphs compiled before
-    portable: bool = False  # the same arithmetic on every CPU: nothing that only some have
     memory_budget: float = 1.0  # the user's activation_memory_budget: what the partitioner may save, 1 all it likes
     fixed_bytes: int = 0  # saved for backward beyond what is predicted of the counted tensors
     may_exceed_budget: bool = False  # it is held to once the graph is partitioned
@@ -81,6 +80,7 @@ class Work:
     scales: ScaleGraph | None = None  # carry-scales, where a gradient needs one
     remarks: list[str] = field(default_factory=list)  # what the plan should say; nothing was left out
     notices: list[Notice] = field(default_factory=list)
+    facts: list[Notice] = field(default_factory=list)  # of the machine: what it lacks, and what is done instead
 
     @property
     def compute(self) -> Compute:

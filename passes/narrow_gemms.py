@@ -45,10 +45,8 @@ class NarrowGemms:
             return
         device_type = work.joint.table.meta["val"].device.type
         on_cpu, everything = device_type == "cpu", dtype == torch.bfloat16
-        if on_cpu and (work.portable or not _has_gemm(dtype, device_type)):
-            if not work.portable:
-                detail = f"this CPU has no {dtype} GEMM: GEMMs compute in float32 on {dtype} values"
-                work.notices.append(Notice("narrow-gemms", detail))
+        if on_cpu and dtype not in work.settings.processor.gemms:
+            _tell(work, dtype)
             dtype, everything = torch.float32, True  # those of a 16-bit model too: emulated ones are 15 times slower
         # An unscaled gradient keeps its range in bfloat16 and underflows in float16.
         targets = ops.GEMMS | ops.GEMMS_BACKWARD if everything else ops.GEMMS
@@ -82,11 +80,14 @@ def _is_small(node: Node) -> bool:
     return val.dtype == torch.float32 and numel_hint(val) * dim_hint(first.shape[1]) < SMALL
 
 
-def _has_gemm(dtype: torch.dtype, device_type: str) -> bool:
-    if device_type != "cpu":
-        return True
-    supported = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
-    return bool(getattr(torch.ops.mkldnn, supported)())
+def _tell(work: Work, dtype: torch.dtype) -> None:
+    """Say in the plan that GEMMs stay float32; and in the log, where that is this machine's doing and not as asked."""
+    if not any(node.target in ops.GEMMS | ops.GEMMS_BACKWARD for node in work.joint.graph.nodes):
+        return
+    detail = f"the CPU has no {dtype} GEMM, so GEMMs compute in float32 on {dtype} values"
+    work.remarks.append(f"narrow-gemms: {detail}")
+    if work.settings.asked.cpu is None:
+        work.facts.append(Notice("narrow-gemms", detail))
 
 
 class _Convert:

@@ -28,6 +28,9 @@ with warnings.catch_warnings():
     from fxprec.driver import warm_start
 
 from interpreted import InterpretedTests, files_of, run_interpreted, select
+from processors import AT_HAND, PINNED, plan_on
+
+plan_on(pytest.MonkeyPatch(), PINNED)  # now: fixtures of modules and of the session plan too
 
 # pytest listens to every logger that does not propagate. Torch's structured trace then has a reader, and each graph is
 # printed for it; as in a user's process it has none, until TORCH_TRACE asks for one.
@@ -62,6 +65,8 @@ _DEFAULT_DTYPE: torch.dtype = getattr(torch, os.environ.get("FXPREC_TEST_DEFAULT
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     torch.compiler.reset()
+    if request.node.get_closest_marker("cpu_dependent"):
+        plan_on(monkeypatch, AT_HAND)
     # No test takes what another, or the same one yesterday, has put into AOTAutograd's cache.
     monkeypatch.setattr(warm_start, "sources", lambda: f"{_SESSION} {request.node.nodeid}")
     torch.manual_seed(0)

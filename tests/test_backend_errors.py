@@ -194,7 +194,6 @@ def test_a_state_of_another_model_is_refused() -> None:
         other.load_state_dict({"plans": []})
 
 
-@pytest.mark.filterwarnings("ignore:narrow-gemms")
 def test_a_gpu_without_8_bit_floats_stores_packed_codes_and_says_so(monkeypatch):
     """The same numbers and bytes: e4m3fn as integers."""
     why = "compute capability 8.0 has no casts to 8-bit floats"

@@ -14,7 +14,6 @@ from fxprec import ConfigError, Recipe
 
 pytestmark = [
     pytest.mark.cpu_dependent,
-    pytest.mark.filterwarnings("ignore:.*this CPU has no:fxprec.FxprecWarning"),
 ]
 VOCAB, CONTEXT = 32, 24
 NEW_ENOUGH = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)

@@ -27,8 +27,6 @@ from examples.models import shufflenet
 from examples.models.squeezenet import squeezenet
 from fxprec.demo.models import CharTransformer
 
-pytestmark = pytest.mark.filterwarnings("ignore:narrow-gemms")
-
 PICTURES = (4, 3, 32, 32)
 
 

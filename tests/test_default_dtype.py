@@ -224,7 +224,6 @@ def train(model: nn.Module, x: Tensor, recipe: str, storage: str, lowering: str)
     return made, backend.stats()
 
 
-@pytest.mark.filterwarnings("ignore:narrow-gemms")
 @pytest.mark.parametrize("lowering", ["eager", "auto"])
 @pytest.mark.parametrize(("recipe", "storage"), CASES)
 def test_training_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, recipe: str, storage: str, lowering: str) -> None:

@@ -30,7 +30,6 @@ CASES = ("float32", "autocast", "bf16", "dynamic", "checkpoint", "graph break", 
 WITH_INDUCTOR = (("bf16", "native"), ("dynamic", "packed"))
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:narrow-gemms"),  # a CPU without bfloat16 GEMMs
     pytest.mark.filterwarnings("ignore:.*DDP optimizer is off"),
 ]
 

@@ -17,7 +17,6 @@ from fxprec.runtime.scaling.keeper import PATIENCE
 
 STEPS = 200
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*this CPU has no:fxprec.FxprecWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo does it
 ]
 

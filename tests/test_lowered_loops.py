@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-pytestmark = [pytest.mark.inductor, pytest.mark.filterwarnings("ignore:narrow-gemms")]
+pytestmark = pytest.mark.inductor
 
 
 class Compiled(NamedTuple):

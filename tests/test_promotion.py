@@ -14,9 +14,6 @@ from torch import Tensor, nn
 import fxprec
 from fxprec import FxprecWarning, compat
 
-pytestmark = pytest.mark.filterwarnings("ignore:narrow-gemms")  # a CPU without bfloat16 GEMMs
-
-
 # Under "high" forward computes with values: nothing saturates but what backward reads.
 WAYS = pytest.mark.parametrize(
     ("storage", "compute"), [("packed", "high"), ("packed", "stored"), ("native", "high"), ("simulate", None)]

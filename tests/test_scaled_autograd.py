@@ -16,7 +16,6 @@ import fxprec
 from fxprec import GradScaling
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*this CPU has no:fxprec.FxprecWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo does it
 ]
 

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from benchmarks.doctor.networks import Network
 from fxprec import Backend, Config, Plan
+from fxprec.config.processor import PORTABLE
 from fxprec.diagnosis.doctor import Request, recorded
 from fxprec.diagnosis.examine import Examined
 from fxprec.diagnosis.subject import Subject
@@ -69,7 +70,7 @@ class Fault:
 def plan_of(network: Network) -> Plan:
     """Return the plan of a network without a fault."""
     model, x, loss = network.make()
-    backend = Backend(Config(**OPTIONS, lowering="eager", promote_above=None), portable=True)
+    backend = Backend(Config(**OPTIONS, lowering="eager", promote_above=None, cpu=PORTABLE))
     torch.compiler.reset()
     loss(torch.compile(model, backend=backend)(x)).backward()
     return backend.plans[0]

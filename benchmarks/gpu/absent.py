@@ -28,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 
 import fxprec.driver.compilation
 import fxprec.driver.halves
+from fxprec.config.processor import Processor
 from fxprec.driver.capture import copied
 from fxprec.ir.symbolic_host import RELOAD
 from fxprec.passes import narrow_gemms
@@ -70,7 +71,7 @@ def plan_for(patch: pytest.MonkeyPatch, arch: int) -> None:
     refusal = "no casts" if arch < 89 else None
     patch.setattr(gemm_costs, "gpu_of", lambda device: GPUS[arch])
     patch.setattr(fxprec.driver.compilation.compat, "no_native_fp8", lambda device: refusal)
-    patch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
+    patch.setattr(Processor, "here", lambda: Processor.parse("avx512+bf16+fp16"))
     patch.setattr(narrow_gemms, "SMALL", 0)  # what a CPU, on which the graph is traced, would keep in float32
     patch.setattr(narrow_gemms, "SHORT", 0)
 

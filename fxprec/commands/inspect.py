@@ -25,6 +25,9 @@ def dump(
     ways: Annotated[str, typer.Option(help="How it may be met: narrow,recompute,offload (on GPUs).")] = "",
     policy: Annotated[str, typer.Option(help="Which groups go first.")] = "size",
     grouping: Annotated[str, typer.Option(help="execution, or dataflow: regions between GEMMs.")] = "execution",
+    cpu: Annotated[
+        str, typer.Option(help="Plan for this processor: avx2 or avx512+bf16. Default: the one at hand.")
+    ] = "",
 ) -> None:
     """Plan a model under fake tensors (no weights, no run) and dump every pass, the plan and a report."""
     from fxprec.config import Config, Settings
@@ -38,6 +41,7 @@ def dump(
         ways=tuple(ways.split(",")) if ways else None,
         policy=policy,
         grouping=grouping,  # type: ignore[arg-type]
+        cpu=cpu or None,
         lowering="eager",
         dump=out,
     )

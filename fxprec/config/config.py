@@ -11,6 +11,7 @@ from fxprec.config import checks
 from fxprec.config.accumulator import Accumulator, find_accumulator
 from fxprec.config.checks import one_of
 from fxprec.config.grad_scaling import NAMED, GradScaling, LossScaling, Scaling
+from fxprec.config.processor import EXAMPLES, Processor
 from fxprec.config.recipes import Recipe, find_recipe
 from fxprec.config.tensor_patterns import tensor_patterns
 from fxprec.errors import ConfigError, did_you_mean
@@ -88,6 +89,10 @@ class Config:
     """Where this process's CPU tensors lie. ``"compact"``: close together, so that resident memory follows what is
     live; for the whole process, since torch has one allocator. ``"system"``: where torch's own puts them. None:
     compact, where the system has what it takes. See docs/memory.md."""
+
+    cpu: str | None = None
+    """Processor that models on a CPU are planned for: instruction set and 16-bit GEMMs, ``"avx2"``, ``"avx512+bf16"``.
+    Plans for one processor are equal on every machine. None: the processor at hand. See docs/limits.md."""
 
     plan: str | os.PathLike[str] | None = None
     """A plan file to follow instead of solving; excludes ``low_ratio`` and ``activation_budget``."""
@@ -167,6 +172,7 @@ class Config:
         put(self, "ways", None if self.ways is None else checks.some_of("ways", self.ways, WAYS))
         put(self, "keep_high", _patterns(self.keep_high))
         put(self, "promote_above", checks.ratio("promote_above", self.promote_above, above_zero=True))
+        put(self, "cpu", None if self.cpu is None else str(Processor.parse(self.cpu)))
         put(self, "plan", checks.path("plan", self.plan, "a plan file"))
         put(self, "dump", checks.path("dump", self.dump, "a folder"))
         put(self, "dump_tensors", tensor_patterns("dump_tensors", self.dump_tensors))
@@ -250,6 +256,7 @@ ALLOWED: Mapping[str, str] = {
     "peak_budget": "bytes as a positive int, text such as '12GiB' or '60%', or None",
     "ways": "a tuple of some of 'narrow', 'int4', 'int2', 'recompute' and 'offload', or None",
     "allocator": "'compact', 'system' or None",
+    "cpu": f"a text such as {EXAMPLES}, or None",
     "plan": "the path of a plan file or None",
     "keep_high": "a tuple of module-name patterns, or 'ends'",
     "promote_above": "a number above 0 and up to 1, or None",

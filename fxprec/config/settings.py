@@ -9,6 +9,7 @@ from typing import Self
 from fxprec.config.accumulator import Accumulator, find_accumulator
 from fxprec.config.config import DEFAULT_LOW_RATIO, DEFAULT_WAYS, Compute, Config, Storage, without_dtype
 from fxprec.config.grad_scaling import NAMED, Scaling
+from fxprec.config.processor import Processor
 from fxprec.config.recipes import Recipe, find_recipe
 from fxprec.numerics.formats import Format
 
@@ -48,6 +49,8 @@ class Settings:
     """Whether CPU tensors are to lie close together, where they can."""
     grad_scaling: Scaling | None
     accumulator: Accumulator | None
+    processor: Processor
+    """What runs a model that is on a CPU: the one asked for, or the one at hand."""
 
     @classmethod
     def of(cls, asked: Config) -> Self:
@@ -69,6 +72,7 @@ class Settings:
             is_compact=asked.allocator != "system",
             grad_scaling=scaling if isinstance(scaling, Scaling) else NAMED[scaling],
             accumulator=accumulator,
+            processor=Processor.here() if asked.cpu is None else Processor.parse(asked.cpu),
         )
 
     @property

@@ -13,6 +13,7 @@ import torch
 
 from fxprec.config import Config, Settings
 from fxprec.config.checks import above_zero, integer
+from fxprec.config.processor import PORTABLE
 from fxprec.diagnosis.advice import TOLERANCE, Advice, advise
 from fxprec.diagnosis.diagnosis import Diagnosis
 from fxprec.diagnosis.examine import Examined
@@ -135,7 +136,7 @@ STEPS = 3  # statistics of the first choose the scales of gradients, and arrive 
 def recorded(subject: Subject, request: Request, tell: Tell) -> tuple[float, list[Callable[[], Examined]], list[str]]:
     """Run a step, or a few where gradients have scales; return its loss, its training graphs, and notes."""
     settings, recorder = Settings.of(request.config), Recorder()
-    backend = Backend(request.config, portable=True, recorder=recorder)
+    backend = Backend(replace(request.config, cpu=request.config.cpu or PORTABLE), recorder=recorder)
     whole = settings.compute == "stored"
     model = WithLoss(subject.fresh(), subject.loss) if whole else subject.fresh()
     with warnings.catch_warnings(record=True) as caught:

@@ -43,8 +43,7 @@ class Backend:
     One backend serves every graph of one model: Dynamo calls it once per captured graph. Equal layers that are compiled
     with one backend share a capture, and each has a graph of its own, in the order of their first calls.
 
-    With ``portable`` GEMMs on a CPU compute in float32 on every CPU, whether or not it has narrower ones. A
-    ``recorder`` sees every half that runs.
+    A ``recorder`` sees every half that runs.
     """
 
     def __init__(
@@ -52,12 +51,10 @@ class Backend:
         config: Config | None = None,
         *,
         dump: DumpFolder | None = None,
-        portable: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
         self.config = config or Config()
         self._settings = Settings.of(self.config)
-        self.portable = portable
         self._log = EventLog("fxprec", strict=self.config.strict)  # what concerns no graph
         self.frames = uncompiled.Frames(self._log, self._step)
         self._losses = LossWatch()
@@ -67,7 +64,6 @@ class Backend:
             None if self.config.plan is None else as_edited(Plan.load(self.config.plan)),
             self._skips,
             dump or DumpFolder.of(self.config),
-            portable=portable,
             recorder=recorder,
         )
         self._graphs: Sequence[PlannedGraph] = self._model.all
@@ -251,11 +247,11 @@ class Backend:
         return max((controller.step for controller in self._controllers()), default=0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "portable": self.portable, "state": self.state_dict()}
+        return {"config": self.config, "state": self.state_dict()}
 
     def __setstate__(self, saved: Mapping[str, Any]) -> None:
         """A copy, or what comes out of a pickle, compiles anew: same config, and the plans and scales as they were."""
-        self.__init__(saved["config"], portable=saved["portable"])  # type: ignore[misc]
+        self.__init__(saved["config"])  # type: ignore[misc]
         self.load_state_dict(saved["state"])
 
 

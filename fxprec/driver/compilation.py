@@ -59,7 +59,6 @@ class Compiler:
     """Gives the plans of the model's training graphs, the latest last."""
     calibration: Calibration | None
     dump: GraphDump | None
-    portable: bool
     recorder: Recorder | None = None
     tensors: TensorDump | None = None
 
@@ -86,7 +85,7 @@ class Compiler:
         held = self.settings.peak_budget is not None or (given is not None and given.peak_bytes is not None)
         if callable(self.settings.asked.policy) or held:  # a plan held to its peak may be refused once it is compiled
             return None
-        more = (self.portable, self.budget.fixed, self.lowering.name, sorted(self.lowering.without))
+        more = (self.budget.fixed, self.lowering.name, sorted(self.lowering.without))
         return plan_key(self.settings, captured, given, self.trained(), more)
 
     def look(self, captured: Captured, step: int) -> PeakBytes | None:

@@ -42,6 +42,13 @@ def refuse_offload(device: torch.device, settings: Settings, given: Plan | None)
         )
 
 
+def unused_processor(device: torch.device, settings: Settings) -> Notice | None:
+    """Say that the option ``cpu`` has no effect on a model that is elsewhere."""
+    if settings.asked.cpu is None or device.type == "cpu":
+        return None
+    return Notice(f"cpu={settings.asked.cpu!r}", f"it has no effect: the model is on {device.type}; leave it out")
+
+
 def place_tensors(device: torch.device, settings: Settings) -> Notice | None:
     """Have CPU tensors lie where the settings say; say why not, where they cannot and somebody counts on it."""
     asked = settings.asked

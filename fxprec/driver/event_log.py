@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TypeAlias
 
 from fxprec.errors import FallbackError, FxprecWarning
@@ -51,6 +52,11 @@ class EventLog:
         if self._strict or self.note("fallback", site, detail, step=step):
             self.warn_of_loss(f"{site}: {detail}")
 
+    def fact(self, notice: Notice, *, step: int = 0) -> None:
+        """Note what the machine lacks, and log it once a process. It is no error under ``strict``."""
+        if self.note("machine", notice.site, notice.detail, step=step):
+            _log_once(f"{notice.site}: {notice.detail}")
+
     def notice(self, notice: Notice, *, step: int = 0) -> None:
         """Tell of a notice. Raises `FallbackError` under ``strict``."""
         self.tell(notice.site, notice.detail, step=step)
@@ -70,3 +76,8 @@ class EventLog:
     def warn(self, message: str) -> None:
         """Warn, whether or not ``strict``."""
         warnings.warn(message, FxprecWarning, stacklevel=4)
+
+
+@cache
+def _log_once(message: str) -> None:
+    log.warning(message)

@@ -12,7 +12,7 @@ from fxprec.config import Settings
 from fxprec.driver import capture, saved_state
 from fxprec.driver.compilation import Compiler
 from fxprec.driver.compiled import CompileReport
-from fxprec.driver.device_settings import on_device, place_tensors, refuse_offload
+from fxprec.driver.device_settings import on_device, place_tensors, refuse_offload, unused_processor
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.fallback import Lowering
 from fxprec.driver.in_flight import InFlight, Version
@@ -58,7 +58,6 @@ class PlannedGraph:
         skips: StepSkipper | None = None,
         dump: GraphDump | None = None,
         *,
-        portable: bool = False,
         recorder: Recorder | None = None,
         waiting: Callable[[], tuple[Plan, ...]] = tuple,
         shared: SharedPeak | None = None,
@@ -73,8 +72,9 @@ class PlannedGraph:
         held, notice = on_device(captured.device, settings)
         if notice is not None:
             self._log.notice(notice)
-        if (notice := place_tensors(captured.device, held)) is not None:
-            self._log.notice(notice)
+        for notice in (unused_processor(captured.device, held), place_tensors(captured.device, held)):
+            if notice is not None:
+                self._log.notice(notice)
         if not self._is_planned_alone and (notice := beyond_machine(held, captured.device)) is not None:
             self._log.notice(notice)
         compiler = Compiler(
@@ -87,7 +87,6 @@ class PlannedGraph:
             trained=self._model.plans,
             calibration=_calibration(settings),
             dump=dump,
-            portable=portable,
             recorder=recorder,
             tensors=self._tensor_dump(held, dump),
         )

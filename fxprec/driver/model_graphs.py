@@ -29,11 +29,10 @@ class ModelGraphs:
         skips: StepSkipper | None,
         dump: DumpFolder | None,
         *,
-        portable: bool,
         recorder: Recorder | None,
     ) -> None:
         self._settings, self._given, self._skips, self._dump = settings, given, skips, dump
-        self._portable, self._recorder = portable, recorder
+        self._recorder = recorder
         self.all: list[PlannedGraph] = []
         self._dropped: list[PlannedGraph] = []  # by torch.compiler.reset(), and not traced again yet
         self._waiting = saved_state.Waiting()
@@ -87,7 +86,6 @@ class ModelGraphs:
             self.all,
             self._skips,
             dump,
-            portable=self._portable,
             recorder=self._recorder,
             waiting=self._plans_ahead,
             shared=self._shared_peak,

@@ -102,6 +102,8 @@ class Traced:
             self.ratio = work.memory_budget, read_by_backward(joint)
         for notice in work.notices:
             self.compiler.log.notice(notice)
+        for fact in work.facts:
+            self.compiler.log.fact(fact)
         self._take(work)
 
     def after_torchs_passes(self, graph: Graph) -> None:
@@ -117,7 +119,6 @@ class Traced:
             self.compiler.settings,
             given=self.given,
             siblings=self.compiler.trained(),
-            portable=self.compiler.portable,
             memory_budget=compat.memory_budget(joint.graph),
             fixed_bytes=self.compiler.budget.fixed,
             peak_part=self.compiler.peak.part,

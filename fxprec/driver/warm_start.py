@@ -18,10 +18,12 @@ import torch
 
 from fxprec import compat, passes, runtime
 from fxprec.config import Settings
+from fxprec.config.processor import Processor
 from fxprec.driver.capture import Captured
 from fxprec.driver.compiled import Planned
 from fxprec.driver.event_log import EventLog, Said
 from fxprec.passes.lowering.lowered import Lowered
+from fxprec.passes.notice import Notice
 from fxprec.plan import Plan
 from fxprec.plan.files import dumps
 
@@ -74,10 +76,9 @@ def _text(fact: object) -> str:
 
 def machine(device: torch.device) -> str:
     """Return what a plan or its code may depend on and torch's key leaves out."""
-    narrow = [str(getattr(torch.ops.mkldnn, f"_is_mkldnn_{t}_supported", bool)()) for t in ("bf16", "fp16")]
     gpu = str(torch.cuda.get_device_properties(device)) if device.type == "cuda" else ""
-    versions = (platform.python_version(), np.__version__, torch.backends.cpu.get_cpu_capability())
-    return " ".join((*versions, platform.machine(), *narrow, gpu))
+    versions = (platform.python_version(), np.__version__, str(Processor.here()))
+    return " ".join((*versions, platform.machine(), gpu))
 
 
 @cache
@@ -116,5 +117,7 @@ def say_again(log: EventLog, said: Sequence[Said], step: int) -> None:
     for kind, site, detail in said:
         if kind == "fallback":
             log.tell(site, detail, step=step)
+        elif kind == "machine":
+            log.fact(Notice(site, detail), step=step)
         else:
             log.note(kind, site, detail, step=step)

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fxprec.compat import keystr, tree_flatten_with_path, tree_leaves, tree_map_only, untraced
 from fxprec.config import Config
+from fxprec.config.processor import PORTABLE
 from fxprec.driver.backend import Backend
 from fxprec.errors import ConfigError, FxprecError, ReferenceRunError
 
@@ -107,7 +108,8 @@ class Compiled:
     """A case compiled by fxprec. ``torch.compile`` starts afresh, so that earlier models leave no trace."""
 
     def __init__(self, case: Case, config: Config) -> None:
-        self.case, self.model, self.backend = case, case.fresh(), Backend(config, portable=config.lowering == "eager")
+        self.case, self.model = case, case.fresh()
+        self.backend = Backend(replace(config, cpu=config.cpu or PORTABLE) if config.lowering == "eager" else config)
         self.inputs = _own(case.inputs)
         torch.compiler.reset()
         with quiet():

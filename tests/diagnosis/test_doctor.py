@@ -10,6 +10,7 @@ from torch import nn
 import fxprec
 from benchmarks.doctor import faults
 from benchmarks.doctor.networks import NETWORKS
+from fxprec.config.processor import PORTABLE
 from fxprec.diagnosis.doctor import Request, recorded
 from fxprec.diagnosis.rows import Row
 from fxprec.diagnosis.subject import Subject
@@ -24,7 +25,7 @@ def silent(line: str) -> None:
 
 
 def compiled_gradients(model: nn.Module, x: torch.Tensor, loss, options) -> list[torch.Tensor]:
-    backend = fxprec.Backend(fxprec.Config(**options, lowering="eager", promote_above=None), portable=True)
+    backend = fxprec.Backend(fxprec.Config(**options, lowering="eager", promote_above=None, cpu=PORTABLE))
     loss(torch.compile(model, backend=backend)(x)).backward()
     return [p.grad for p in model.parameters()]
 

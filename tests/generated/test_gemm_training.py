@@ -11,6 +11,7 @@ import pytest
 import torch
 from interpreted import InterpretedTests, interpreted
 from op_by_op import run_op_by_op
+from processors import plan_on
 from torch import Tensor, nn
 
 import fxprec.driver.compilation
@@ -18,7 +19,6 @@ import fxprec.driver.halves
 from fxprec import Backend, Config, GradScaling
 from fxprec.ir import symbolic_gemms
 from fxprec.ir.symbolic import SideBySide
-from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
 from fxprec.passes.lowering.lower import lower
@@ -52,7 +52,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
         assert device == "cpu"
         return lower(gm, lowering, "cuda" if lowering == "auto" else device, *args, **options)
 
-    monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
+    plan_on(monkeypatch, "avx512+bf16+fp16")
     monkeypatch.setattr(fxprec.driver.compilation.compat, "compile_fx_inner", run_op_by_op(seen))
     monkeypatch.setattr(fxprec.driver.halves, "lower", for_a_gpu)
     return seen

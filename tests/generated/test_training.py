@@ -70,7 +70,7 @@ def assert_same_training(make, data: list[Tensor], **options) -> Backend:
     """Equal bits, statistics among them, and kernels that did it."""
     found, backend = train(make, data, "triton", **options)
     wanted, reference = train(make, data, "eager", **{k: v for k, v in options.items() if k not in ("verify", "dump")})
-    assert {e.site for e in backend.events if e.kind == "fallback"} <= {"narrow-gemms"}
+    assert not [e for e in backend.events if e.kind == "fallback"]
     for got, right in zip(found, wanted, strict=True):
         assert torch.equal(got, right)
     for got, right in zip(backend.stats(), reference.stats(), strict=True):
@@ -95,7 +95,6 @@ def test_storage_simulate_reads_formats_from_the_table() -> None:
     assert_same_training(mlp, batches(16, sizes=(4,)), storage="simulate")
 
 
-@pytest.mark.filterwarnings("ignore:narrow-gemms")
 def test_a_transformer_block_passes_its_own_check() -> None:
     """Functions and row sums are not ATen's to the bit; at this size no rounding shows it."""
     assert_same_training(Block, batches(6, 16, sizes=(2,)), recipe="fp8", storage="native", verify=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from cifar import resnet18
 from helpers import compiled, eager_backend
 
-from fxprec.errors import FxprecWarning
 from fxprec.ir import symbolic
 from fxprec.passes import pipeline
 
@@ -45,9 +43,7 @@ def resnet_saves(recipe: str, storage: str | None, low_ratio: float | None):
         torch._dynamo.reset()
         return saved_for_backward(torch.compile(model, backend="aot_eager_decomp_partition"), model, images), None
     backend = eager_backend(recipe, storage=storage, low_ratio=low_ratio)
-    with warnings.catch_warnings():  # that this CPU has no 16-bit GEMM
-        warnings.simplefilter("ignore", FxprecWarning)
-        tensors = saved_for_backward(compiled(model, backend), model, images)
+    tensors = saved_for_backward(compiled(model, backend), model, images)
     return tensors, backend.plans[0]
 
 

@@ -17,13 +17,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from helpers import assert_bits_equal, compiled, eager_backend, gradients
 from one_pass import Ran, run_pass
+from processors import plan_on
 from test_casts_simulated import CNN, Program, Transformer
 
 from fxprec.driver import traced
 from fxprec.ir import symbolic
 from fxprec.numerics.codec import decode_bits, encode_bits
 from fxprec.numerics.formats import parse
-from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis.joint import is_backward, is_view
 from fxprec.passes.analysis.saved_bytes import _saved_storages, _storage
 
@@ -156,7 +156,6 @@ def source(node: Node) -> Node:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.filterwarnings("ignore:.*this CPU has no:fxprec.FxprecWarning")
 def test_no_tensor_crosses_to_backward_in_two_formats(forwards: Any, name: str) -> None:
     model, args = models()[name]
     step = compiled(model, eager_backend("fp8", low_ratio=0.6))
@@ -179,7 +178,7 @@ def test_outputs_are_those_of_the_high_format_whatever_is_low(
     monkeypatch: pytest.MonkeyPatch, name: str, recipe: str, storage: str
 ) -> None:
     """Bit for bit; of evaluation too. A model's output is among what forward reads."""
-    monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
+    plan_on(monkeypatch, "avx512+bf16+fp16")
     model, args = models()[name]
     wanted = outputs(model, args, recipe=recipe, storage=storage, low_ratio=0.0)
     for ratio, training in ((1.0, True), (1.0, False)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from one_pass import run_pass
+from processors import plan_on
 from test_conversions import BF16, CONVERT, F32, _Graph, _Work
 from torch import nn
 from torch.fx import Node
@@ -73,7 +74,7 @@ def test_arithmetic_between_is_no_view(graph: _Graph) -> None:
 
 def test_between_two_gemms_nothing_is_converted_or_stored_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bf16 GEMM's result is the stored copy, and the next GEMM's operand."""
-    monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
+    plan_on(monkeypatch, "avx512+bf16+fp16")
     monkeypatch.setattr(narrow_gemms, "SMALL", 0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Unflatten(1, (4, 4)), nn.Flatten(), nn.Linear(16, 4))
     ran = run_pass("drop-round-trips", model, torch.randn(32, 8), recipe="bf16", low_ratio=None)

@@ -47,7 +47,6 @@ class Step:
         return {row["tensor"]: row for row in self.backend.stats() if row["amax"] is not None}
 
 
-@pytest.mark.filterwarnings("ignore:narrow-gemms")
 @pytest.mark.parametrize(("recipe", "storage"), [("fp8", "native"), ("hfp8", "packed")])
 def test_casts_for_backward_need_no_kernel_and_are_counted(monkeypatch, recipe, storage):
     found = Step(monkeypatch, recipe=recipe, storage=storage)
@@ -69,7 +68,6 @@ def test_what_every_reader_gets_rounded_is_counted_by_the_kernel_that_rounds(mon
     assert all(row["underflow_ratio"] is not None for row in found.rows.values())
 
 
-@pytest.mark.filterwarnings("ignore:narrow-gemms")
 def test_overflow_counted_from_codes_promotes(monkeypatch):
     step = Step(monkeypatch, factor=1e4, recipe="fp8")
     over = [name for name, row in step.rows.items() if row["overflow_ratio"] > 0.01]

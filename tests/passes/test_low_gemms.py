@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import assert_bits_equal, recorded_works
 from op_by_op import run_op_by_op
+from processors import plan_on
 
 import fxprec.driver.compilation
 from fxprec.ir import symbolic_gemms
 from fxprec.ir.symbolic_gemms import CodedGemm
-from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Costs, Gpu, Product
 from fxprec.passes.weigh_gemms import weigh
@@ -38,7 +35,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     seen: list[torch.fx.GraphModule] = []
 
     monkeypatch.setattr(gemm_costs, "gpu_of", lambda device: H100)
-    monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
+    plan_on(monkeypatch, "avx512+bf16+fp16")
     monkeypatch.setattr(fxprec.driver.compilation.compat, "compile_fx_inner", run_op_by_op(seen))
     return seen
 
@@ -279,25 +276,9 @@ def test_what_cannot_be_had_is_said(graphs) -> None:
 
 
 @pytest.mark.cpu_dependent
-@pytest.mark.parametrize("has", [True, False, None], ids=["with", "without", "as it is"])
-def test_on_a_cpu_nobody_asks_and_nothing_changes(monkeypatch: pytest.MonkeyPatch, has: bool | None) -> None:
-    """A CPU without bf16 GEMMs is told of; this one may be either."""
-    if has is not None:
-        monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: has)
-    with warnings.catch_warnings(record=True) as told, recorded_works() as works:
-        warnings.simplefilter("always", fxprec.FxprecWarning)
-        _, backend = step(network(), lowering="eager", gemms="auto")
-    said = ["narrow-gemms: this CPU has no torch.bfloat16 GEMM" in str(w.message) for w in told]
-    assert said == ([] if narrow_gemms._has_gemm(torch.bfloat16, "cpu") else [True])
+@pytest.mark.parametrize("cpu", ["avx512+bf16", "avx2", None])
+def test_on_a_cpu_nobody_asks_and_nothing_changes(cpu: str | None) -> None:
+    with recorded_works() as works:
+        _, backend = step(network(), lowering="eager", gemms="auto", cpu=cpu)
     assert {(g.pays, g.why) for g in backend.plans[0].gemms} == {(None, "not asked on cpu")}
     assert not [n for n in works[0].joint.graph.nodes if n.target is symbolic_gemms.GEMM]
-
-
-@pytest.mark.cpu_dependent
-def test_what_a_cpu_can_follows_the_variables_that_hold_it_back() -> None:
-    """So one machine stands for both; see `./dev avx2`."""
-    ask = "import torch; from fxprec.passes import narrow_gemms as n; print(n._has_gemm(torch.bfloat16, 'cpu'))"
-    held = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    command = [sys.executable, "-W", "ignore", "-c", ask]
-    run = subprocess.run(command, env={**os.environ, **held}, capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["False"]

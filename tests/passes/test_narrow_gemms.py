@@ -12,9 +12,11 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from backend_helpers import eager_backend
+from processors import plan_on
 
 import fxprec.driver.halves
 from fxprec.demo.models import CharTransformer
+from fxprec.driver import event_log
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import ops
 
@@ -31,7 +33,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
         seen.append(gm)
         return lower(gm, *args, **options)
 
-    monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: True)
+    plan_on(monkeypatch, "avx512+bf16+fp16")
     monkeypatch.setattr(narrow_gemms, "SMALL", 0)
     monkeypatch.setattr(narrow_gemms, "SHORT", 0)
     monkeypatch.setattr(fxprec.driver.halves, "lower", spy)
@@ -101,9 +103,8 @@ def test_every_gemm_of_a_transformer_is_narrow_and_gradients_stay_right(graphs, 
     assert error < (0.02 if recipe == "bf16" else 0.3)
 
 
-@pytest.mark.filterwarnings("ignore:.*this CPU has no:fxprec.FxprecWarning")
 def test_where_a_cpu_has_no_16_bit_gemm_a_16_bit_model_computes_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: False)
+    plan_on(monkeypatch, "avx512")
     model = CharTransformer(vocab=31, context=16, layers=1, width=32, heads=2).bfloat16()
     codes = torch.randint(0, 31, (4, 16))
     wanted = torch.autograd.grad(model(codes).square().mean(), list(model.parameters()))
@@ -123,21 +124,50 @@ def test_fp16_narrows_the_forward_half_only(graphs) -> None:
     assert [operand_dtypes(gm) for gm in graphs] == [[{torch.float16}] * 2, [{torch.float32}] * 3]
 
 
-def test_a_cpu_without_16_bit_gemms_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: False)
-    backend = eager_backend("native", recipe="bf16", low_ratio=None)
-    with pytest.warns(fxprec.FxprecWarning, match=r"narrow-gemms: this CPU has no torch\.bfloat16 GEMM"):
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What is logged in a process that has not said anything yet."""
+    event_log._log_once.cache_clear()
+    return caplog
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_cpu_without_16_bit_gemms_is_no_failure_and_is_said_once(graphs, monkeypatch, logged, strict: bool) -> None:
+    """In each plan, as an event of each backend, and in the log of the process."""
+    plan_on(monkeypatch, "avx512")
+    words = "the CPU has no torch.bfloat16 GEMM, so GEMMs compute in float32 on torch.bfloat16 values"
+    for _ in range(2):
+        torch.compiler.reset()
+        backend = eager_backend("native", recipe="bf16", low_ratio=None, strict=strict)
         torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(2, 4)).sum().backward()
-    assert [e.kind for e in backend.events] == ["fallback"]
+        assert [(e.kind, e.site, e.detail) for e in backend.events] == [("machine", "narrow-gemms", words)]
+        assert backend.plans[0].notes == (f"narrow-gemms: {words}",)
+    warned = [r.getMessage() for r in logged.records if r.levelname == "WARNING"]
+    assert warned == [f"narrow-gemms: {words}"]
+
+
+def test_a_cpu_that_was_asked_for_is_a_note_of_the_plan_alone(graphs, logged) -> None:
+    backend = eager_backend("native", recipe="bf16", low_ratio=None, cpu="avx2")
+    torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(2, 4)).sum().backward()
+    assert [operand_dtypes(gm) for gm in graphs] == [[{torch.float32}], [{torch.float32}]]
+    assert not backend.events
+    assert not [r for r in logged.records if r.levelname == "WARNING"]
+    assert "the CPU has no torch.bfloat16 GEMM" in backend.plans[0].notes[0]
+
+
+def test_a_graph_without_gemms_says_nothing(graphs, monkeypatch) -> None:
+    plan_on(monkeypatch, "avx2")
+    backend = eager_backend("native", recipe="bf16", low_ratio=None)
+    torch.compile(nn.GELU(), backend=backend)(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert not backend.events
 
 
 def test_a_bf16_model_computes_its_gemms_in_float32_there(graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(narrow_gemms, "_has_gemm", lambda dtype, device: False)
+    plan_on(monkeypatch, "avx512")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 8, bias=False)).bfloat16()
     x = torch.randn(16, 24, dtype=torch.bfloat16)
-    with pytest.warns(fxprec.FxprecWarning, match=r"GEMMs compute in float32 on torch\.bfloat16 values"):
-        out = torch.compile(model, backend=eager_backend("native", recipe="bf16-pure", low_ratio=None))(x)
+    out = torch.compile(model, backend=eager_backend("native", recipe="bf16-pure", low_ratio=None))(x)
     out.backward(torch.ones_like(out))
     wide = [p.detach().float() for p in model.parameters()]
     hidden = torch.addmm(wide[1], x.float(), wide[0].t()).bfloat16().relu()

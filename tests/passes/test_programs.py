@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +18,6 @@ from test_casts_simulated import Program, seed_gradient
 
 from fxprec.config import Settings
 from fxprec.config.recipes import Recipe, find_recipe
-from fxprec.errors import FxprecWarning
 
 FEW = settings(max_examples=4, deadline=None, derandomize=True, database=None)
 CASES = [("hfp8", "simulate"), ("hfp8", "packed"), ("fp8", "native")]
@@ -39,9 +37,7 @@ def program(seed: int) -> Program:
 
 
 def compiled_step(model: Program, recipe, **options):
-    with warnings.catch_warnings():  # that this CPU has no 16-bit GEMM
-        warnings.simplefilter("ignore", FxprecWarning)
-        return step(compiled(model, eager_backend(recipe, promote_above=None, **options)), model)
+    return step(compiled(model, eager_backend(recipe, promote_above=None, **options)), model)
 
 
 @pytest.mark.parametrize(("recipe", "storage"), CASES)

@@ -1,0 +1,52 @@
+"""`Processor`: what passes know of a CPU. It is data, so a plan can be made for another machine's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from fxprec import compat
+from fxprec.errors import ConfigError, did_you_mean
+
+VECTORS = ("default", "avx2", "avx512", "sve256", "vsx", "zvector")
+"""Instruction sets of torch's CPU kernels; ``"default"`` is the compiler's baseline."""
+
+GEMMS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Processor:
+    """Instruction set, and the 16-bit dtypes whose matrices it multiplies by instructions of its own."""
+
+    vectors: str
+    gemms: frozenset[torch.dtype] = frozenset()
+
+    @classmethod
+    def here(cls) -> Self:
+        """Return the processor of this process, as torch uses it."""
+        return cls(compat.cpu_vectors(), frozenset(t for t in GEMMS.values() if compat.has_cpu_gemm(t)))
+
+    @classmethod
+    def parse(cls, text: object) -> Self:
+        """Return the processor of a text such as ``"avx2"`` or ``"avx512+bf16"``. Raises `ConfigError`."""
+        if not isinstance(text, str):
+            raise ConfigError(f"cpu is {text!r}; give it a text such as {EXAMPLES}, or None for the CPU at hand")
+        vectors, *gemms = text.split("+")
+        for word, known in ((vectors, VECTORS), *((gemm, tuple(GEMMS)) for gemm in gemms)):
+            if word not in known:
+                raise ConfigError(
+                    f"cpu is {text!r}, and {word!r} is none of {', '.join(known)}{did_you_mean(word, known)}; give an "
+                    f"instruction set and the 16-bit formats whose GEMMs it has, such as {EXAMPLES}"
+                )
+        return cls(vectors, frozenset(GEMMS[gemm] for gemm in gemms))
+
+    def __str__(self) -> str:
+        return "+".join((self.vectors, *(name for name, dtype in GEMMS.items() if dtype in self.gemms)))
+
+
+EXAMPLES = "'avx2' or 'avx512+bf16'"
+PORTABLE = "avx2"
+"""A processor whose plans any CPU follows with the same arithmetic: no GEMM is narrower than float32."""
