@@ -47,7 +47,6 @@ class NarrowGemms:
         on_cpu, everything = device_type == "cpu", dtype == torch.bfloat16
         if on_cpu and dtype not in work.settings.processor.gemms:
             _tell(work, dtype)
-            dtype, everything = torch.float32, True  # those of a 16-bit model too: emulated ones are 15 times slower
         # An unscaled gradient keeps its range in bfloat16 and underflows in float16.
         targets = ops.GEMMS | ops.GEMMS_BACKWARD if everything else ops.GEMMS
         # Under a memory budget the partitioner may save results of GEMMs: narrow ones.
@@ -81,10 +80,10 @@ def _is_small(node: Node) -> bool:
 
 
 def _tell(work: Work, dtype: torch.dtype) -> None:
-    """Say in the plan that GEMMs stay float32; and in the log, where that is this machine's doing and not as asked."""
+    """Say in the plan how GEMMs are computed; and in the log, where that is this machine's doing and not as asked."""
     if not any(node.target in ops.GEMMS | ops.GEMMS_BACKWARD for node in work.joint.graph.nodes):
         return
-    detail = f"the CPU has no {dtype} GEMM, so GEMMs compute in float32 on {dtype} values"
+    detail = f"the CPU has no {dtype} GEMM: GEMMs read and write {dtype}, and multiply in float32, block by block"
     work.remarks.append(f"narrow-gemms: {detail}")
     if work.settings.asked.cpu is None:
         work.facts.append(Notice("narrow-gemms", detail))

@@ -33,7 +33,7 @@ class LiveBytes:
     device: str = "cpu"
     """Of which type: what a GPU's step has in host memory is not counted."""
     workspace: Callable[[str, Sequence[Tensor]], int] = lambda name, operands: 0
-    """Gives the bytes that an operator of ``aten`` takes while it runs, beside its result."""
+    """Gives the bytes that an operator, ``"aten::mm"``, takes while it runs, beside its result."""
     peak: int = 0
     live: int = 0
     seen: list[int] = field(default_factory=list)
@@ -173,11 +173,10 @@ class _Run:
     def _run(self, expression: ast.expr) -> None:
         """Count what a library's kernel takes while it runs."""
         path = ast.unparse(expression.func) if isinstance(expression, ast.Call) else ""
-        if not path.startswith(("extern_kernels.", "torch.ops.aten.", "aten.")):
+        if (name := _library_call(path)) is None:
             return
         assert isinstance(expression, ast.Call)
         operands = [self._value(each) for each in expression.args]
-        name = path.removesuffix(".default").rpartition(".")[2]
         self.memory.run(name, [x for x in operands if isinstance(x, Tensor)])
 
     def _value(self, expression: ast.expr) -> Any:
@@ -185,6 +184,14 @@ class _Run:
             return eval(compile(ast.Expression(expression), "<compiled graph>", "eval"), self.names)
         except Exception as error:  # whatever an operator raises of fake tensors
             raise NotReplayedError(f"{ast.unparse(expression)}: {error}") from error
+
+
+def _library_call(path: str) -> str | None:
+    """Return the operator that an expression calls, as its schema names it; None where it is none of a library."""
+    *namespaces, name = path.removesuffix(".default").split(".")
+    if namespaces in (["extern_kernels"], ["aten"]):
+        return f"aten::{name}"
+    return f"{namespaces[2]}::{name}" if namespaces[:2] == ["torch", "ops"] and len(namespaces) == 3 else None
 
 
 def _empty(device: str) -> Any:

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxprec.compat import tree_map_only
+from fxprec.ir.wide_gemms import WIDE
+
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
@@ -48,9 +51,25 @@ def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def in_float32(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a 16-bit GEMM that is computed in float32 and rounded, as `fxprec.ir.wide_gemms`."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        wide = tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, (args, options))
+        results = operator(*wide[0], **wide[1])
+        if isinstance(results, Tensor):
+            return results.to(args[0].dtype)
+        is_attention = operator is aten._scaled_dot_product_flash_attention_for_cpu.default
+        kept = 1 if is_attention else len(results)  # logarithms of sums stay float32
+        return tuple(None if x is None else x.to(args[0].dtype) if i < kept else x for i, x in enumerate(results))
+
+    return run
+
+
+_OWN: Mapping[object, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
+    prims.convert_element_type.default: convert,
+}
 SUBSTITUTES: Mapping[object, Callable[..., Any]] = MappingProxyType(
-    {
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
-        prims.convert_element_type.default: convert,
-    }
+    {**_OWN, **{wide: in_float32(_OWN.get(operator, operator)) for operator, wide in WIDE.items()}}
 )

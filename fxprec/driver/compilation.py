@@ -15,6 +15,7 @@ import fxprec.runtime.arith.gemm_ops
 import fxprec.runtime.cpu.blocks
 import fxprec.runtime.cpu.layout
 import fxprec.runtime.cpu.ops
+import fxprec.runtime.cpu.wide_gemms
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.host

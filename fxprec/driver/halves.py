@@ -11,6 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxprec import compat
+from fxprec.config.processor import Processor
 from fxprec.driver.appended import with_stats
 from fxprec.driver.calibration import interpreted
 from fxprec.driver.capture import copied
@@ -27,6 +28,7 @@ from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
 from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.rows import WatchedRows
+from fxprec.passes.lowering.wide_gemms import widen_gemms
 from fxprec.report.folder import GraphDump
 from fxprec.runtime.stats import StatsQueue
 
@@ -52,6 +54,7 @@ class Halves:
     queue: StatsQueue
     dump: GraphDump | None
     device_type: str
+    processor: Processor
     planned: Planned | None
     """None where nothing is rounded."""
     saves_memory: bool = False
@@ -65,6 +68,7 @@ class Halves:
 
     def compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any], name: str) -> CompiledHalf:
         """Lower and compile the half of that name; its statistics go to the queue and not into the results."""
+        widen_gemms(gm.graph, self.processor)  # first: whoever watches sees what runs
         watchers = [watcher for watcher in (self.recorder, self.tensors) if watcher is not None]
         symbolic = [RecordedHalf(copied(gm), self.planned) for _ in watchers]  # lowering edits the graph
         half = self._compile(gm, examples, options, name)

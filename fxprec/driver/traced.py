@@ -179,6 +179,7 @@ class Traced:
             compiler.queue,
             compiler.dump,
             device.type,
+            compiler.settings.processor,
             self.planned,
             saves_memory=self.saves_memory,
             recorder=compiler.recorder,

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxprec.config.processor import Processor
 from fxprec.ir import symbolic
+from fxprec.ir.wide_gemms import WIDE
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import (
     argument,
@@ -24,6 +26,7 @@ from fxprec.passes.analysis.joint import (
     value,
 )
 from fxprec.passes.analysis.peak.workspace import workspace
+from fxprec.passes.analysis.wide_gemms import is_widened
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -92,12 +95,13 @@ def bytes_of(node: Node) -> int:
     return 0 if val is None else numel_hint(val) * val.dtype.itemsize
 
 
-def workspace_of(node: Node) -> int:
-    """Return the bytes a node's kernel takes while it runs, beside its result."""
+def workspace_of(node: Node, processor: Processor) -> int:
+    """Return the bytes a node's kernel takes while it runs on a processor, beside its result."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return 0
     vals = (value(arg) for arg in node.args if isinstance(arg, Node))
-    return workspace(node.target.overloadpacket.__name__, [val for val in vals if val is not None])
+    target = WIDE[node.target] if is_widened(node, processor) else node.target
+    return workspace(target._schema.name, [val for val in vals if val is not None])
 
 
 def can_repeat(node: Node) -> bool:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import sympy
 from torch.fx import Node
 
+from fxprec.config.processor import Processor
 from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Quantize
 from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format, parse
@@ -37,6 +38,7 @@ class Step:
     """The nodes of both halves, casts left out: who wants which value of forward in backward."""
 
     joint: JointGraph
+    processor: Processor = field(default_factory=Processor.here)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -91,7 +93,7 @@ class Step:
         """Return a node's kind, bytes, whether it is too much to repeat, and workspace: the same in each replay."""
         if node not in self._traits:
             kind = Kind.PIECE if self.joint.is_tangent(node) else kind_of(node)
-            self._traits[node] = (kind, bytes_of(node), node.target in HEAVY, workspace_of(node))
+            self._traits[node] = (kind, bytes_of(node), node.target in HEAVY, workspace_of(node, self.processor))
         return self._traits[node]
 
     def mask_bytes(self, node: Node, fmt: AnyFormat | None) -> int:

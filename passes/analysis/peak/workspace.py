@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxprec.ir.wide_gemms import BLOCK, ELEMENTS, NAMESPACE
 from fxprec.passes.analysis.joint import dim_hint, numel_hint
 
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm")
@@ -25,9 +26,16 @@ _KEYS = 512  # at once
 
 
 def workspace(name: str, operands: Sequence[Tensor]) -> int:
-    """Return the bytes an operator of ``aten`` allocates beside its results; 0 where nothing is known."""
+    """Return the bytes an operator, ``"aten::mm"``, allocates beside its results; 0 where nothing is known."""
+    namespace, _, name = name.partition("::")
     if not operands or operands[0].device.type != "cpu":
         return 0
+    if namespace == NAMESPACE:
+        return _widened(name, operands)
+    return _of_aten(name, operands) if namespace == "aten" else 0
+
+
+def _of_aten(name: str, operands: Sequence[Tensor]) -> int:
     if name == "convolution":
         return _bytes(operands[1]) + _CONVOLUTION  # the weight, reordered
     if name == "convolution_backward":
@@ -40,6 +48,41 @@ def workspace(name: str, operands: Sequence[Tensor]) -> int:
         most = _TRANSPOSED + _PER_COLUMN * dim_hint(second.shape[-1]) if is_transposed else _GEMM
         return min(most, _bytes(first) + _bytes(second))
     return 0
+
+
+def _widened(name: str, operands: Sequence[Tensor]) -> int:
+    """Return what `fxprec_wide` takes: float32 copies of the piece at work, and what ATen takes for it in float32."""
+    if name in _GEMMS:
+        return _product(*operands[-2:], has_bias=len(operands) > 2)
+    wide = [torch.empty_like(x, dtype=torch.float32) for x in operands[:3]]
+    if name in ("convolution", "convolution_backward"):
+        is_backward = name == "convolution_backward"
+        source, weight = wide[1:3] if is_backward else wide[:2]
+        pieces = _piece(source) + (_piece(wide[0]) + _piece(source) if is_backward else ELEMENTS)
+        return 4 * pieces + _bytes(weight) * (2 if is_backward else 1) + _of_aten(name, wide)
+    if name in (_FORWARD, _BACKWARD):
+        return 4 * _heads(operands[1]) * (4 if name == _FORWARD else 8) + _of_aten(name, wide)
+    return 0
+
+
+def _product(a: Tensor, b: Tensor, *, has_bias: bool) -> int:
+    """Return the bytes of a block of each factor and of their product, or of some small matrices of a batch."""
+    m, k, n = (min(dim_hint(size), BLOCK) for size in (a.shape[-2], a.shape[-1], b.shape[-1]))
+    elements, batch = m * k + k * n + m * n * (2 if has_bias else 1), dim_hint(a.shape[0]) if a.dim() == 3 else 1
+    largest = max(dim_hint(x) * dim_hint(y) for x, y in (a.shape[-2:], b.shape[-2:], (a.shape[-2], b.shape[-1])))
+    return 4 * elements * max(1, min(batch, ELEMENTS // max(largest, 1)))
+
+
+def _piece(x: Tensor) -> int:
+    """Return the elements of as many images as are converted at once."""
+    image = numel_hint(x) // max(dim_hint(x.shape[0]), 1)
+    return min(numel_hint(x), max(ELEMENTS, image))
+
+
+def _heads(query: Tensor) -> int:
+    """Return the elements of as many heads as are converted at once."""
+    head = dim_hint(query.shape[-2]) * dim_hint(query.shape[-1])
+    return min(numel_hint(query), max(ELEMENTS, head))
 
 
 def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> int:

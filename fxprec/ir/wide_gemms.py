@@ -1,0 +1,83 @@
+"""GEMMs of 16-bit tensors on a CPU without instructions for them: ATen's schemas, computed in float32 by blocks.
+
+``fxprec_wide::mm(Tensor self, Tensor mat2) -> Tensor`` is ``aten::mm`` of bfloat16 or float16 tensors. Each block of
+the operands is converted to float32 and multiplied there, and each result is rounded once. So operands and results lie
+in 16 bits, as on a CPU that has the instructions, and a float32 copy lives for one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+NAMESPACE = "fxprec_wide"
+BLOCK = 256
+"""Rows and columns of a matrix that are converted at once: 256 KiB in float32."""
+ELEMENTS = 1 << 17
+"""Elements that attention and convolutions convert at once, of one operand, and at least a head or an image."""
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+_OPERATORS = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.mv.default,
+    aten.addmv.default,
+    aten.dot.default,
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+
+
+def _declare(operator: Any) -> Any:
+    """Define the operator of the same name and schema; return it."""
+    name = operator._schema.name.removeprefix("aten::")
+    _library.define(str(operator._schema).removeprefix("aten::"))
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _FAKES.get(operator, partial(_as_in_aten, operator)))
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _as_in_aten(operator: Any, *args: Any, **options: Any) -> Any:
+    return operator(*args, **options)
+
+
+def convolution_layout(x: Tensor, weight: Tensor) -> torch.memory_format:
+    """Return how the results of a convolution lie: channels last where its input or its weight does.
+
+    ATen's own answer depends on the processor.
+    """
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is not None and any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, weight)):
+        return last
+    return torch.contiguous_format
+
+
+def _convolution(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+    out: Tensor = aten.convolution.default(x, weight, *options)
+    return torch.empty_like(out, memory_format=convolution_layout(x, weight))
+
+
+def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor | None, ...]:
+    layout, mask = convolution_layout(x, weight), options[-1]
+    of_x = torch.empty_like(x, memory_format=layout) if mask[0] else None
+    of_weight = torch.empty_like(weight, memory_format=layout) if mask[1] else None
+    return of_x, of_weight, gradient.new_empty(gradient.shape[1]) if mask[2] else None
+
+
+_FAKES: Mapping[Any, Callable[..., Any]] = {
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+}
+
+
+WIDE: Mapping[Any, Any] = MappingProxyType({operator: _declare(operator) for operator in _OPERATORS})
+"""ATen's operator -> the one of ours that computes it in float32."""
