@@ -106,10 +106,10 @@ class _Convert:
             new = {
                 a: self.mask(a) if is_mask(a) or (attention and a not in factors) else self.operand(a, node)
                 for a in floats
-                if not (attention and _is_logsumexp(a))
+                if not (attention and (_is_logsumexp(a) or _is_float32_mask(a, node)))
             }
         traced = node.meta["val"]
-        node.args = torch.fx.map_arg(node.args, lambda a: new.get(a, a))
+        node.args, node.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda a: new.get(a, a))
         fakes, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
         node.meta["val"] = operator_of(node)(*fakes, **kwargs)
         self.restore(node, traced)
@@ -185,3 +185,8 @@ def _is_logsumexp(node: Node) -> bool:
     """Attention's saved softmax statistics stay float32."""
     item = item_of(node)
     return item is not None and item[0].target in ops.ATTENTION and item[1] != 0
+
+
+def _is_float32_mask(node: Node, attention: Node) -> bool:
+    """Say whether ``node`` is the mask of a CPU's attention, which may be float32 beside operands of any dtype."""
+    return node in attention.kwargs.values() and _dtype(node) == torch.float32

@@ -181,3 +181,51 @@ def test_a_bf16_model_computes_its_gemms_in_float32_there(graphs, monkeypatch: p
     assert torch.equal(out, (hidden.float() @ wide[2].t()).bfloat16())
     assert torch.equal(model[2].weight.grad, (torch.ones(8, 16) @ hidden.float()).bfloat16())
     assert [widened(gm) for gm in graphs] == [2, 3]
+
+
+@pytest.mark.parametrize("has_gemm", [True, False])
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.bfloat16])
+def test_attention_reads_its_mask_in_the_dtype_it_computes_in(graphs, monkeypatch, has_gemm, mask_dtype) -> None:
+    """The mask of a CPU's attention is a keyword; bfloat16 autocast makes it bfloat16."""
+    plan_on(monkeypatch, "avx512+bf16" if has_gemm else "avx512")
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 16, 8, dtype=torch.bfloat16, requires_grad=True)
+    allowed = torch.rand(2, 1, 16, 16) > 0.3
+    allowed[..., 0] = True
+    added = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min).bfloat16()
+    mask = allowed if mask_dtype == torch.bool else added
+
+    def attend(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, q * 2, q + 1, attn_mask=mask)
+
+    out = torch.compile(attend, backend=eager_backend("native", recipe="bf16", low_ratio=None))(q, mask)
+    (grad,) = torch.autograd.grad(out.float().square().sum(), q)
+    plain, exact = (_output_and_gradient(attend, q.detach().to(d), allowed) for d in (torch.bfloat16, torch.float64))
+    for got, eager, wanted in zip((out, grad), plain, exact, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got.double() - wanted).norm() < 1.1 * (eager.double() - wanted).norm()
+    if has_gemm:
+        assert [operand_dtypes(gm) for gm in graphs] == [[{torch.bfloat16}]] * 2
+    else:
+        assert [widened(gm) for gm in graphs] == [1, 1]
+
+
+def _output_and_gradient(attend, q: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out = attend(q.requires_grad_(), mask)
+    return out, torch.autograd.grad(out.to(torch.promote_types(out.dtype, torch.float32)).square().sum(), q)[0]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+def test_a_float32_mask_is_not_rounded(graphs, recipe: str) -> None:
+    """A distance added to scores (ALiBi) keeps its bits, and float32's least number is no number of float16."""
+    q = torch.randn(2, 4, 16, 8)
+    distance = -torch.arange(16.0)[:, None].sub(torch.arange(16.0)).abs() / 3
+
+    def attend(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, q * 2, q + 1, attn_mask=mask)
+
+    torch.compile(attend, backend=eager_backend("native", recipe=recipe, low_ratio=None))(q, distance)
+    (attention,) = [n for n in graphs[0].graph.nodes if n.target in ops.ATTENTION]
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}[recipe]
+    assert attention.args[0].meta["val"].dtype == narrow
+    assert attention.kwargs["attn_mask"].meta["val"].dtype == torch.float32
