@@ -21,7 +21,7 @@ from torch.fx import Graph
 
 from fxprec.passes.analysis.tensors import CountedTensor
 
-# Upper ends from here on are torch's way of saying that there is none.
+# Ends this far from 0 are torch's way of saying that there is none: an int that is no tensor's size has neither.
 _UNBOUNDED = 2**48
 # Pairs of groups that get a note of their own.
 MAX_NOTES = 8
@@ -41,7 +41,7 @@ Interval = tuple[int, int | None]
 
 
 def ranges_of(graph: Graph) -> Ranges:
-    """Return the symbols that are sizes of a graph's inputs."""
+    """Return the symbols that are sizes of a graph's inputs, or ints among them."""
     found: dict[Symbol, Range] = {}
     for node in graph.find_nodes(op="placeholder"):
         val = node.meta.get("val")
@@ -50,8 +50,9 @@ def ranges_of(graph: Graph) -> Ranges:
             if isinstance(size, torch.SymInt) and isinstance(size.node.expr, Symbol) and size.node.hint is not None:
                 environment: Any = size.node.shape_env
                 bounds = environment.var_to_range[size.node.expr]
+                least = int(bounds.lower) if bounds.lower > -_UNBOUNDED else -_UNBOUNDED
                 most = int(bounds.upper) if bounds.upper < _UNBOUNDED else None
-                found[size.node.expr] = Range(int(bounds.lower), most, int(size.node.hint))
+                found[size.node.expr] = Range(least, most, int(size.node.hint))
     return found
 
 
@@ -63,7 +64,7 @@ def order_notes(
     ``order`` goes from the largest group to the smallest (``ascending``: the other way round). Neighbours are compared:
     where each pair's order holds, so does that of all.
     """
-    ranges = _of_use(ranges, (t.size for g in order for t in groups[g]))
+    ranges = used_in((t.size for g in order for t in groups[g]), ranges)
     if not ranges:
         return []
     sizes = _polynomials({g: [t.size for t in groups[g]] for g in order}, ranges)
@@ -99,7 +100,7 @@ def budget_note(budget: int, shown: str, size: sympy.Expr, ranges: Ranges) -> Bu
 
     ``shown`` is the budget as people read it.
     """
-    ranges = _of_use(ranges, [size])
+    ranges = used_in([size], ranges)
     if not ranges:
         return None
     (exact,) = _polynomials({0: [size]}, ranges).values()
@@ -124,7 +125,7 @@ def where_all_fit(rooms: Sequence[sympy.Expr], ranges: Ranges) -> str | None:
 
     With several dimensions, along each, the others as they were traced.
     """
-    ranges = _of_use(ranges, rooms)
+    ranges = used_in(rooms, ranges)
     if not ranges:
         return ""
     exact = [room.as_poly(*_sorted(ranges)) for room in rooms]
@@ -155,7 +156,7 @@ def _common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
     return found
 
 
-def _of_use(ranges: Ranges, sizes: Iterable[sympy.Expr]) -> Ranges:
+def used_in(sizes: Iterable[sympy.Expr], ranges: Ranges) -> Ranges:
     """Return the ranges of the symbols that occur in ``sizes``."""
     used = {symbol for size in dict.fromkeys(sizes) for symbol in size.free_symbols}
     return {s: r for s, r in ranges.items() if s in used}

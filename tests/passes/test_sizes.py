@@ -191,3 +191,44 @@ def test_the_budget_of_a_simulation_is_that_of_what_codes_would_take():
     assert int(re.search(r"holds up to s\d+ = (\d+)$", note)[1]) >= 12
     with pytest.warns(FxprecWarning, match=r"activation_budget .* holds up to"):
         train(low_ratio=None, activation_budget=budget, storage="simulate", most=1000)
+
+
+class Warm(nn.Module):
+    """Two layers, and a factor made of an int that changes from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x))) * (step * 0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"peak_budget": "100%"}, {"activation_budget": 40_000}])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_an_int_that_changes_is_no_size(recipe: str, options: dict[str, object]) -> None:
+    """torch gives the int of forward no bounds, neither above nor below."""
+    torch._dynamo.reset()
+    model, backend = Warm(), eager_backend(recipe, **options)
+    step = torch.compile(model, backend=backend)
+    for i in (1, 2, 5, -3):
+        x = torch.randn(64, 64)
+        out = step(x, i)
+        out.sum().backward()
+        assert torch.allclose(out, model(x, i), atol=0.02)
+    assert len(backend.plans) == 2, "one for the int as a constant, one for all others"
+    assert not [note for plan in backend.plans for note in plan.notes if "depends on" in note or "traced" in note]
+
+
+def test_a_slice_up_to_an_int_has_a_size_without_bounds() -> None:
+    endless = {s0: Range(-(2**48), None, -2)}
+    assert notes([0, 1], 256 * s0 + 24704, 128 * s0 + 8194, ranges=endless) == [
+        "order of groups 0 and 1 depends on s0: group 1 is larger up to s0 = -129"
+    ]
+    assert notes([0, 1], s0**2 + 1, 0, ranges=endless) == []
+    model, backend = Warm(), eager_backend("fp8", activation_budget=10_000)
+    torch._dynamo.reset()
+    step = torch.compile(lambda x, n: model(x[:n], 1).sum(), backend=backend)
+    step(torch.randn(64, 64), 3).backward()
+    with pytest.warns(FxprecWarning, match=r"activation_budget .* holds up to s\d+ = \d+$"):
+        step(torch.randn(64, 64), 20).backward()

@@ -13,7 +13,7 @@ from sympy import Poly, Symbol
 from torch.fx import Graph
 
 from fxprec.passes.analysis.peak.step import Held
-from fxprec.passes.analysis.sizes import Ranges, ranges_of, where_all_fit
+from fxprec.passes.analysis.sizes import Ranges, ranges_of, used_in, where_all_fit
 from fxprec.passes.notice import readable
 
 
@@ -59,12 +59,12 @@ class OtherSizes:
 
 
 def other_sizes(held: Held, graph: Graph, room: int) -> OtherSizes | None:
-    """Return what a choice holds at other sizes; None where all are fixed."""
-    ranges = ranges_of(graph)
+    """Return what a choice holds at other sizes; None where no size in them is dynamic."""
+    moments = held.moments_in_sizes()
+    ranges = used_in(moments, ranges_of(graph))
     if not ranges:
         return None
-    moments = _highest(held.moments_in_sizes(), ranges)
-    return OtherSizes(room, ranges, moments, _places(graph, ranges))
+    return OtherSizes(room, ranges, _highest(moments, ranges), _places(graph, ranges))
 
 
 def _highest(moments: Sequence[sympy.Expr], ranges: Ranges) -> list[sympy.Expr]:
