@@ -29,11 +29,11 @@ _OF_FIRST = (
         aten,
         "neg sum sum.dim_IntList mean mean.dim cumsum flip roll repeat tril triu"
         " index.Tensor _unsafe_index.Tensor index_select gather take"
-        " constant_pad_nd _to_copy convolution_backward convolution_overrideable_backward"
+        " constant_pad_nd _to_copy convolution_backward"
         " max_pool2d_with_indices_backward max_pool3d_with_indices_backward"
         " avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward"
         " adaptive_max_pool2d_backward upsample_nearest1d_backward upsample_nearest2d_backward"
-        " upsample_nearest3d_backward upsample_bilinear2d_backward upsample_bilinear2d_backward.vec"
+        " upsample_nearest3d_backward upsample_bilinear2d_backward"
         " upsample_linear1d_backward upsample_bicubic2d_backward reflection_pad2d_backward"
         " reflection_pad1d_backward replication_pad2d_backward grid_sampler_2d_backward"
         " native_batch_norm_backward native_layer_norm_backward native_group_norm_backward"
@@ -44,7 +44,7 @@ _OF_FIRST = (
         " slice_backward select_backward unfold_backward diagonal_backward mse_loss_backward"
         " smooth_l1_loss_backward binary_cross_entropy_backward glu_backward"
         " col2im im2col pixel_shuffle pixel_unshuffle diagonal_copy unbind_copy.int split_copy.Tensor"
-        " view_copy permute_copy transpose_copy.int expand_copy as_strided_copy fft_r2c fft_c2r fft_c2c",
+        " view_copy permute_copy transpose_copy.int expand_copy as_strided_copy",
     )
     | existing(prims, "convert_element_type broadcast_in_dim sum transpose view_of rev")
     | ops.ATTENTION_BACKWARD
@@ -56,9 +56,7 @@ _SUMS: Mapping[object, Terms] = {
     **dict.fromkeys(existing(aten, "where.self where.ScalarSelf where.ScalarOther where.Scalar"), ((1,), (2,))),
     **dict.fromkeys(existing(aten, "masked_fill.Scalar masked_fill.Tensor"), ((0,), (2,))),
     **dict.fromkeys(existing(aten, "cat stack"), _FIRST),  # the list of its parts
-    **dict.fromkeys(
-        existing(aten, "slice_scatter select_scatter.int as_strided_scatter diagonal_scatter"), ((0,), (1,))
-    ),
+    **dict.fromkeys(existing(aten, "slice_scatter select_scatter as_strided_scatter diagonal_scatter"), ((0,), (1,))),
     **dict.fromkeys(existing(aten, "index_put _unsafe_index_put"), ((0,), (2,))),
     **dict.fromkeys(existing(aten, "scatter.src scatter_add index_add scatter.value"), ((0,), (3,))),
     **dict.fromkeys(existing(aten, "addmm baddbmm addmv addcmul"), ((0,), (1, 2))),

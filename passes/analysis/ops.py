@@ -5,24 +5,29 @@ Data only; the walks that use it live with the passes.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
 from fxprec import compat
+from fxprec.compat.versions import NEWEST_TORCH, torch_version
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 CONVERT = prims.convert_element_type.default
 
 
-def existing(namespace: object, names: str) -> frozenset[object]:
-    """Resolve ``op.overload`` names; ones this torch lacks are left out."""
-    found = []
-    for name in names.split():
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(namespace, packet, None), overload or "default", None)
-        if op is not None:
-            found.append(op)
-    return frozenset(found)
+def existing(namespace: ModuleType, names: str) -> frozenset[object]:
+    """Resolve ``op.overload`` names. Raises `LookupError` for a name that a supported torch lacks."""
+    found = {name: _overload(namespace, *name.split(".")) for name in names.split()}
+    missing = [name for name, op in found.items() if op is None]
+    if missing and torch_version() <= NEWEST_TORCH:
+        raise LookupError(f"torch {torch.__version__} has no operator {', '.join(missing)} in {namespace.__name__}")
+    return frozenset(op for op in found.values() if op is not None)
+
+
+def _overload(namespace: ModuleType, packet: str, overload: str = "default") -> object:
+    return getattr(getattr(namespace, packet, None), overload, None)
 
 
 # Scaled-dot-product attention contains GEMMs and is one operator (docs/algorithms.md, "Operators, tensors, groups").
@@ -38,10 +43,7 @@ ATTENTION_BACKWARD = existing(
     " _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward"
     " _scaled_dot_product_fused_attention_overrideable_backward",
 )
-GEMMS = (
-    existing(aten, "convolution convolution_overrideable mm addmm bmm baddbmm linear _scaled_mm addmv mv dot")
-    | ATTENTION
-)
+GEMMS = existing(aten, "convolution mm addmm bmm baddbmm linear _scaled_mm addmv mv dot") | ATTENTION
 GEMMS_BACKWARD = existing(aten, "convolution_backward mm addmm bmm baddbmm mv addmv dot") | ATTENTION_BACKWARD
 
 # Positions of the tensor operands that a GEMM multiplies; the rest (bias, statistics) is not an operand.
@@ -59,9 +61,8 @@ VIEWS = existing(
     "view _unsafe_view reshape _reshape_alias permute transpose.int t expand slice.Tensor select.int split.Tensor"
     " split_with_sizes unbind.int squeeze squeeze.dim squeeze.dims unsqueeze clone contiguous alias detach"
     " as_strided diagonal unfold narrow chunk flatten.using_ints unflatten.int movedim.int swapaxes"
-    " lift_fresh_copy lift_fresh expand_as view_as ravel swapdims"
-    " _to_copy numpy_T matrix_H mT mH T",
-) - existing(aten, "_to_copy")
+    " lift_fresh_copy lift_fresh expand_as view_as ravel swapdims numpy_T matrix_H mT mH",
+)
 
 # Operators whose backward is the identity towards an input that was not broadcast; ``sub`` towards its first.
 LINEAR_SUMS = frozenset({"aten.add", "aten.sub"})

@@ -20,7 +20,7 @@ from fxprec.ir import symbolic
 from fxprec.passes.analysis import linear, ops
 from fxprec.passes.analysis.joint import is_view, made_by, numel_hint, value
 
-_CONVOLUTION_BACKWARD = ops.existing(ops.aten, "convolution_backward convolution_overrideable_backward")
+_CONVOLUTION_BACKWARD = ops.existing(ops.aten, "convolution_backward")
 _SUMS = ops.existing(ops.aten, "sum sum.dim_IntList mean mean.dim") | ops.existing(ops.prims, "sum")
 # Casts of gradients, guards of inf and NaN: they pass on what they are given.
 _CASTS = frozenset(

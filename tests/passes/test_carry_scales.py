@@ -332,3 +332,41 @@ def test_wide_gradients_need_no_scale(recipe) -> None:
         joint = joint_of(model, torch.randn(4, 8), recipe=recipe)
     assert joint.scales is None
     assert joint.scaled.find_nodes(op="call_function", target=symbolic.RESCALE) == []
+
+
+class Indexed(nn.Module):
+    """A layer, ``take`` of what it returns, and a layer."""
+
+    def __init__(self, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.take = nn.Linear(8, 8), nn.Linear(8, 4), take
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.take(self.first(x)))
+
+
+@pytest.mark.parametrize("take", [lambda x: x[:, 0], lambda x: x[:, -1:], lambda x: x.select(0, 1)])
+def test_the_gradient_of_a_part_keeps_its_scale(take: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """That of a class token above all: it is written into zeros."""
+    model, x = in_float32(lambda: (Indexed(take), torch.randn(3, 5, 8)))
+    with scaled_identity():
+        joint = joint_of(model, x)
+    assert joint.remarks == []
+    assert {n.name for n in joint.scaled.nodes if "scatter" in str(n.target)} <= joint.carried.keys()
+    assert check_every_gradient(joint, model, (x,), seed=0) > 6
+
+
+def test_a_gradient_in_frequencies_carries_no_scale() -> None:
+    """Complex numbers have none; the real gradient that comes out of them has one again."""
+    model, x = in_float32(lambda: (Indexed(lambda x: torch.fft.fft(x, norm="ortho").real), torch.randn(4, 8)))
+    with scaled_identity():
+        joint = joint_of(model, x)
+    assert joint.remarks == []
+    complex_nodes = [n for n in joint.scaled.nodes if "val" in n.meta and _is_complex(n.meta["val"])]
+    assert complex_nodes
+    assert not {n.name for n in complex_nodes} & joint.carried.keys()
+    assert check_every_gradient(joint, model, (x,), seed=0) > 6
+
+
+def _is_complex(val: object) -> bool:
+    return isinstance(val, torch.Tensor) and val.dtype.is_complex

@@ -51,9 +51,9 @@ _REDUCED = ops.existing(
 _FUSED = (
     ops.existing(
         aten,
-        "full full_like scalar_tensor empty empty_like zeros_like ones_like arange iota where.self gather index.Tensor"
-        " _unsafe_index.Tensor embedding index_select constant_pad_nd clone contiguous _to_copy repeat flip roll"
-        " select_scatter slice_scatter expand slice_backward select_backward",
+        "full full_like scalar_tensor empty.memory_format empty_like zeros_like ones_like arange where.self gather"
+        " index.Tensor _unsafe_index.Tensor embedding index_select constant_pad_nd clone contiguous _to_copy repeat"
+        " flip roll select_scatter slice_scatter expand slice_backward select_backward",
     )
     | ops.existing(prims, "convert_element_type iota rev _low_memory_max_pool_offsets_to_indices")
     | {symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, symbolic.KeepCodes.target, symbolic.RESCALE}
