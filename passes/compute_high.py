@@ -23,15 +23,18 @@ from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, read_of, store_as
 from fxprec.passes.notice import Notice
 from fxprec.passes.weigh_gemms import over_codes
-from fxprec.plan.rows import UNREAD, Reads, Site
+from fxprec.plan import Site
+from fxprec.plan.rows import Reads
 
 # Why a tensor that should be low is high, for the plan.
 BOUNDARY = "it is the boundary of a checkpointed region: forward and its recomputation read the one value that is saved"
+UNREAD = "nobody would read a low copy"
 RECOMPUTED = f"{UNREAD}: checkpointing computes it again in backward"
 GRADIENT = f"{UNREAD}: no GEMM multiplies the codes of this gradient"
 HALF_GRADIENT = "it is narrowed to float16, in which GEMMs multiply it, and no GEMM multiplies its codes"
 PARAMETER = f"{UNREAD}: no GEMM multiplies its codes, and backward reads the parameter itself"
 UNSAVED = f"{UNREAD}: backward does not read it, and no GEMM multiplies its codes"
+_UNREAD = frozenset({RECOMPUTED, GRADIENT, PARAMETER, UNSAVED})
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,12 @@ class _Readers:
                 reads, fmt, reason = self._settle(stored[site.id], parse(site.format))
             else:
                 reads, fmt, reason = "all", parse(site.format), ""  # held in that dtype already
-            why = site.why or (reason if parse(site.format).bits < fmt.bits else self._given_why(site.id, fmt))
-            self.work.book.sites[site.id] = replace(site, reads=reads, format=fmt.name, why=why)
+            settled = replace(site, reads=reads, format=fmt.name)
+            if not site.why and parse(site.format).bits < fmt.bits:
+                settled = replace(settled, why=reason, unread=reason in _UNREAD)
+            elif not site.why:
+                settled = self._as_given(settled)
+            self.work.book.sites[site.id] = settled
             chosen = self._chosen_by_hand(site) if reason and fmt != parse(site.format) else None
             if chosen is not None:
                 self._tell_unfollowed(site, chosen, fmt, reason)
@@ -97,10 +104,12 @@ class _Readers:
         )
         self.work.notices.append(Notice(f"{site.tensor} ({place})" if place else site.tensor, detail))
 
-    def _given_why(self, site: int, fmt: Format) -> str:
-        """Return what the given plan, whose formats are followed, says of its own."""
-        given = None if self.work.given is None else self.work.given.sites[site]
-        return given.why if given is not None and parse(given.format).bits == fmt.bits else ""
+    def _as_given(self, site: Site) -> Site:
+        """Return the site with the reason of the given plan's, where that holds it in as many bits."""
+        given = None if self.work.given is None else self.work.given.sites[site.id]
+        if given is None or parse(given.format).bits != parse(site.format).bits:
+            return site
+        return replace(site, why=given.why, unread=given.unread)
 
     def _settle(self, q: Node, fmt: Format) -> tuple[Reads, Format, str]:
         """Settle who reads one stored tensor; return that, the format it is stored in, and why if it is another."""

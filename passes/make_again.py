@@ -30,8 +30,8 @@ from fxprec.passes.base import Work
 from fxprec.passes.casts.blocks import WHOLE_BITS
 from fxprec.passes.casts.sites import emit
 from fxprec.passes.casts.stored import STATISTIC
+from fxprec.passes.compute_high import UNREAD
 from fxprec.plan import Site
-from fxprec.plan.rows import UNREAD
 
 # Of slope 1.2 at most: an error in the input grows no larger. Near 0 it may be the larger beside the result, which
 # does not matter to a product.
@@ -83,7 +83,8 @@ class _Copies:
     def _made_again(self, site: Site) -> Site:
         hi = self.work.settings.recipe.hi
         was_high = parse(site.format).bits >= hi.bits
-        return replace(site, reads="all", format=hi.name, why=site.why if was_high else MADE_AGAIN)
+        made = replace(site, reads="all", format=hi.name)
+        return made if was_high else replace(made, why=MADE_AGAIN, unread=True)
 
     def _source_bits(self, chain: list[Node]) -> int:
         return min(self.bits[n] for node in chain for n in node.all_input_nodes if n in self.bits and n not in chain)

@@ -238,3 +238,34 @@ def test_evaluation_keeps_high_what_training_keeps_high() -> None:
     assert evaluation
     for plan in (training, evaluation):
         assert {s.format for s in plan.sites if s.module == "2" and s.direction == "forward"} == {"bf16"}
+
+
+def test_no_reason_is_read_as_data(saved: Data, followed: Any) -> None:
+    """A group that another compilation holds low takes its sites along, whatever words say why they are high."""
+    is_low = [g["low"] for g in saved["groups"]]
+    unread = [s["id"] for s in saved["sites"] if s.get("unread")]
+    assert unread
+    assert all(is_low[saved["sites"][i]["group"]] for i in unread)
+
+    def reworded(data: Data) -> None:
+        for site in data["sites"]:
+            site["why"] = "hand-edited" if site.get("unread") else "nobody would read a low copy"
+            site.setdefault("unread", False)
+
+    plan = followed(reworded)
+    assert [s.id for s in plan.sites if s.is_unread] == unread
+    assert {s.id: s.format for s in plan.sites} == {s["id"]: s["format"] for s in saved["sites"]}
+    stored = followed(reworded, compute="stored")
+    assert all(stored.sites[i].format in ("e4m3fn", "e5m2_sat") for i in unread if stored.sites[i].kind != "grad_param")
+
+
+def test_a_plan_of_before_reasons_had_a_field_says_in_words_who_is_unread(saved: Data, tmp_path: Path) -> None:
+    now, path = json.dumps(saved), tmp_path / "before.json"
+    path.write_text(now)
+    loaded = fxprec.Plan.load(path)
+    before = json.loads(now)
+    for site in before["sites"]:
+        site.pop("unread", None)
+    path.write_text(json.dumps(before))
+    assert fxprec.Plan.load(path) == loaded
+    assert any(s.is_unread for s in loaded.sites)

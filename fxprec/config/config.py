@@ -101,7 +101,8 @@ class Config:
     """Module-name patterns (`fnmatch`) whose tensors stay high, or ``"ends"``: first GEMM and last group."""
 
     promote_above: float | None = 0.01
-    """Overflow ratio from which a forward tensor is promoted to high for good, above 0 up to 1; None: never."""
+    """Overflow ratio, above 0 up to 1, from which a forward tensor is promoted to high for good, and from which a
+    gradient's scale is lowered at once instead of at its next refresh. None: no promotion, and 0.01 for scales."""
 
     grad_scaling: Literal["auto", "none", "fixed", "dynamic"] | Scaling = "auto"
     """How gradients are scaled into formats of a narrow range: ``"auto"`` or a `GradScaling`, each by itself;
@@ -113,7 +114,8 @@ class Config:
 
     lowering: Literal["auto", "triton", "inductor", "eager"] = "auto"
     """How casts become code: ``"inductor"`` expands them for Inductor (on CPUs: compiled kernels), ``"triton"``
-    generates kernels for NVIDIA GPUs (docs/triton.md), ``"eager"`` is the slow reference. ``"auto"``: inductor."""
+    generates kernels for NVIDIA GPUs (docs/triton.md), ``"eager"`` is the slow reference. ``"auto"``: on a GPU, for
+    each half of a graph, inductor or triton, whichever is estimated to take less time; on a CPU inductor."""
 
     gemms: Literal["auto", "low", "high"] = "auto"
     """Which GEMMs multiply stored codes on a GPU: ``"auto"`` where the cost model says it pays (the plan's ``pays``),

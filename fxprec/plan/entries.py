@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -237,10 +237,21 @@ SITE = _record(
         "reads": _word("backward", "gemm codes", "all"),
         "way": _word("keep", "narrow", "recompute", "offload"),
         "why": _reason,
+        "unread": _flag,
         "saved_as": _block_format,
     },
     former=frozenset({"stats"}),
 )
+_FORMER_UNREAD = "nobody would read a low copy"
+"""How ``why`` began in plan files from before there was ``unread``."""
+
+
+def _site(entry: Entry) -> Site:
+    """Read a site. One of an older file has no ``unread``: its ``why`` says whether it is."""
+    site = SITE(entry)
+    if "unread" in entry.value:
+        return site
+    return replace(site, unread=site.why.startswith(_FORMER_UNREAD))
 
 
 MOVED = _record(Moved, {"launches": _count, "bytes": _count, "seconds": _finite})
@@ -305,7 +316,7 @@ _PLAN: Mapping[str, Reader] = {
     "notes": _texts,
     "gemms": partial(_rows, GEMM),
     "groups": partial(_rows, GROUP),
-    "sites": partial(_rows, SITE),
+    "sites": partial(_rows, _site),
 }
 _REQUIRED = ("recipe", "policy", "requested_low_ratio", "achieved_low_ratio", "gemms", "groups", "sites")
 

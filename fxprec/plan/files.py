@@ -25,8 +25,8 @@ def to_dict(plan: Any) -> dict[str, Any]:
     """Return the plan as JSON data: what is said of the whole first, then the tables.
 
     ``grouping`` is written where it is not the default, ``compute`` and ``reads`` where there is a choice, a site's
-    ``why`` and ``saved_as`` where there is something to say, ``peak_bytes`` and a site's ``way`` under a peak budget,
-    ``lowering`` where it was chosen.
+    ``why``, ``unread`` and ``saved_as`` where there is something to say, ``peak_bytes`` and a site's ``way`` under a
+    peak budget, ``lowering`` where it was chosen.
     """
     head = {
         "schema": plan.schema,
@@ -74,7 +74,7 @@ def _list(values: tuple[Any, ...]) -> list[Any]:
 
 
 def _site(row: Any, *, simulated: bool) -> dict[str, Any]:
-    empty = {key for key in ("why", "saved_as", "way") if not getattr(row, key)}
+    empty = {key for key in ("why", "unread", "saved_as", "way") if not getattr(row, key)}
     left_out = ({"reads"} if simulated else set()) | empty
     return {key: value for key, value in _row(row).items() if key not in left_out}
 

@@ -65,8 +65,6 @@ class Group:
 
 Way = Literal["", "keep", "narrow", "recompute", "offload"]
 Reads = Literal["backward", "gemm codes", "all"]
-UNREAD = "nobody would read a low copy"
-"""How the reason begins why a site of a low group is high, where in another compilation somebody may read it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +94,9 @@ class Site:
     budget."""
     why: str = ""
     """Why its format is not the one its group (or the policy) gives it: nobody would read a low copy, or 8 bits would
-    spoil it (docs/compute.md); ``""`` where it is."""
+    spoil it (docs/compute.md); ``""`` where it is. For people: nothing decides by it."""
+    unread: bool = False
+    """Whether ``why`` is that nobody would read a low copy: its group is low, and another compilation may read one."""
     saved_as: str = ""
     """Name of the block format in which backward's copy is stored instead; ``""`` where it is in ``format``."""
 
@@ -113,7 +113,7 @@ class Site:
     @property
     def is_unread(self) -> bool:
         """Whether it is high only because nobody would read a low copy: no choice of format."""
-        return self.promoted_at is None and self.why.startswith(UNREAD)
+        return self.promoted_at is None and self.unread
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from fxprec.report.graph_text import one_line
 
 _VERSIONS = {"fxprec", "torch", "schema"}
 _TABLES = ("gemms", "groups", "sites")
-_SAID = {"format", "saved_as", "promoted_at", "why"}  # of a site; those have a line of their own
+_SAID = {"format", "saved_as", "promoted_at", "why", "unread"}  # of a site; those have a line of their own
 _SHOWN = 20
 _Row = dict[str, Any]
 _NAMES: dict[str, Callable[[_Row], str]] = {

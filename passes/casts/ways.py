@@ -208,7 +208,7 @@ class Rewrite:
 def _on(site: Site, way: Way, fmt: str, narrow_why: str = "") -> Site:
     why = narrow_why if way == "narrow" else _WHY[way]
     reads = "backward" if way == "narrow" else site.reads
-    return replace(site, way=way, format=fmt, reads=reads, why=why, saved_as="")
+    return replace(site, way=way, format=fmt, reads=reads, why=why, unread=False, saved_as="")
 
 
 _WHY = {
