@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,15 +136,64 @@ def test_a_float64_model_is_refused_with_tensor_module_and_line() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(16, 4)
+            self.gain = nn.Parameter(torch.ones(4, dtype=torch.float64))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x).double()
+            return self.inner(x) * self.gain
 
-    words = r"\(test_backend_errors\.py:\d+\) is float64: fxprec holds .*convert it with \.float\(\), or compile"
+    words = r"gain \(.*test_backend_errors\.py:\d+\) is float64: fxprec holds .*convert the model with \.float\(\), or"
     assert_refused(fxprec.LoweringError, words, model=Inside(), recipe="hfp8")
     torch.compiler.reset()
     with pytest.raises(fxprec.LoweringError, match=r"is float64"):
         compile_and_run(model=mlp().double(), x=torch.randn(8, 16, dtype=torch.float64), recipe="hfp8")
+
+
+class InFloat64(nn.Module):
+    """Two layers, and between them what a function makes of the first one's output."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(8, 8), nn.Linear(8, 4), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.function(self.first(x)))
+
+
+IN_FLOAT64 = {
+    "values": lambda h: h.double().mul(2.0 + 2.0**-40).float(),
+    "statistic": lambda h: h / (1 + h.double().var(-1, keepdim=True)).float(),
+    "constant": lambda h: h * torch.linspace(0, 1, 8, dtype=torch.float64).float(),
+    "gemm": lambda h: (h.double() @ torch.eye(8, dtype=torch.float64)).float(),
+}
+
+
+def test_a_float64_tensor_inside_of_an_operator_is_no_warning() -> None:
+    """A range with a floating end counts its steps in float64."""
+    model = InFloat64(lambda h: h * torch.arange(8.0).sin())
+    compile_and_run(model=model, x=torch.randn(16, 8), recipe="bf16", strict=True)
+
+
+def test_a_float64_input_is_left_alone_with_a_warning() -> None:
+    model = InFloat64(lambda h: h)
+    step = torch.compile(lambda x: model(x.float()), backend=eager_backend("native", recipe="bf16", low_ratio=None))
+    with pytest.warns(fxprec.FxprecWarning, match=r"^x: is torch\.float64: float64 values are not planned"):
+        step(torch.randn(16, 8, dtype=torch.float64)).sum().backward()
+
+
+@pytest.mark.parametrize("storage", ["native", "simulate"])
+@pytest.mark.parametrize("function", IN_FLOAT64.values(), ids=IN_FLOAT64)
+def test_a_float64_tensor_between_others_is_left_alone_with_a_warning(function: Any, storage: str) -> None:
+    model, x, backend = InFloat64(function), torch.randn(16, 8), eager_backend(storage, recipe="bf16", low_ratio=None)
+    wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    words = (
+        r"^\w+, test_backend_errors\.py:\d+: is torch\.float64: float64 values are not planned and keep their precision"
+    )
+    with pytest.warns(fxprec.FxprecWarning, match=words):
+        out = torch.compile(model, backend=backend)(x)
+    found = torch.autograd.grad(out.square().sum(), list(model.parameters()))
+    assert all((a - b).norm() < 0.02 * b.norm() for a, b in zip(found, wanted, strict=True))
+    assert backend.plans[0].sites
+    assert_refused(fxprec.FallbackError, "is torch.float64", model=model, x=x, recipe="bf16", strict=True)
 
 
 def test_a_float64_scalar_is_left_alone() -> None:

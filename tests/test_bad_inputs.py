@@ -403,7 +403,7 @@ MODELS: Mapping[str, Case] = {
     "plan": case(PlanError, "none.json: cannot be read: No such file or directory; give", train, plan="none.json"),
     "float64": case(
         LoweringError,
-        "is float64: fxprec holds float32, bfloat16 and float16 only; convert it with .float()",
+        "is float64: fxprec holds float32, bfloat16 and float16 only; convert the model with .float()",
         train,
         torch.ones(2, 4).double(),
         net().double(),

@@ -18,7 +18,7 @@ from fxprec.config.config import GroupingName
 from fxprec.errors import LoweringError
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.grouping import GROUPINGS, Grouping
-from fxprec.passes.analysis.joint import JointGraph, factors_of, numel_expr, numel_hint, shape_text, tensor_of, value
+from fxprec.passes.analysis.joint import JointGraph, factors_of, numel_expr, numel_hint, shape_text, tensor_of
 from fxprec.passes.analysis.operators import Operator, Operators
 from fxprec.passes.analysis.tensors import CountedTensor, Kind
 from fxprec.passes.analysis.values import is_differentiable, is_float_tensor, is_plain_float
@@ -139,7 +139,6 @@ class _Walk:
         return self.grouping.of_operator[op]
 
     def _count_value(self, node: Node, group: int, module: str, source: str, of_gemm: bool) -> None:
-        self._refuse_float64(node, module, source)
         if is_plain_float(node):
             self._count(node, "output", group, module, source, of_gemm)
         if node in self.differentiable and is_float_tensor(node):  # of a mask, ordinary numbers
@@ -167,11 +166,10 @@ class _Walk:
         self.tensors.append(tensor)
         (self.grads if is_grad else self.values)[node] = tensor
 
-    def _refuse_float64(self, node: Node, module: str, source: str) -> None:
-        """Raise `LoweringError` for a float64 tensor; a single number is a constant or a metric."""
-        val = value(node)
-        if val is not None and val.dtype == torch.float64 and numel_hint(val) > 1:
-            raise LoweringError(_no_float64(self._name(node), module, source))
+    def _refuse_float64(self, param: Node, module: str, source: str) -> None:
+        """Raise `LoweringError` for a float64 parameter: of a float64 model nothing would be planned."""
+        if tensor_of(param).dtype == torch.float64:
+            raise LoweringError(_no_float64(self._name(param), module, source))
 
     def _name(self, node: Node) -> str:
         return self.joint.describe(node).name if node.op == "placeholder" else node.name
@@ -181,7 +179,7 @@ def _no_float64(name: str, module: str, source: str) -> str:
     where = ", ".join(part for part in (module, source) if part)
     return (
         f"{name}{f' ({where})' if where else ''} is float64: fxprec holds float32, bfloat16 and float16 only; "
-        'convert it with .float(), or compile this part with backend="inductor"'
+        'convert the model with .float(), or compile this part with backend="inductor"'
     )
 
 

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch.fx import GraphModule, Node
 
-from fxprec.passes.analysis.joint import value
+from fxprec.passes.analysis.joint import numel_hint, value
 from fxprec.passes.analysis.operators import Operators
 from fxprec.passes.base import Work
 from fxprec.passes.notice import Notice
 
 
 def left_alone(work: Work) -> Iterator[Notice]:
-    """Yield a notice for the first complex value, each nested graph, and each sparse gradient that stays unrounded."""
+    """Yield a notice for the first complex and float64 value, each nested graph, and each sparse unrounded gradient."""
     yield from _complex_values(work.operators)
+    yield from _float64_values(work)
     yield from _nested_graphs(work.operators)
     if work.settings.is_simulated:  # elsewhere a parameter's gradient is not rounded in any case
         yield from _sparse_gradients(work)
@@ -29,6 +30,22 @@ def _complex_values(operators: Operators) -> Iterator[Notice]:
                 where = _place(node, op.module, op.source)
                 yield Notice(where, f"is {val.dtype}: complex values are not planned and keep their precision")
                 return
+
+
+def _float64_values(work: Work) -> Iterator[Notice]:
+    """What an operator computes with inside of itself (``arange``'s steps) is its own affair."""
+    inputs = [(work.joint.describe(node).name, node) for node in work.joint.used_inputs]
+    results = [(_place(node, op.module, op.source), node) for op in work.operators.all for node in op.outputs]
+    for where, node in (*inputs, *results):
+        val = value(node)
+        if val is not None and _is_float64(val):
+            yield Notice(where, "is torch.float64: float64 values are not planned and keep their precision")
+            return
+
+
+def _is_float64(val: torch.Tensor) -> bool:
+    """Say whether a tensor is float64; a single number is a constant or a metric."""
+    return val.dtype == torch.float64 and numel_hint(val) > 1
 
 
 def _nested_graphs(operators: Operators) -> Iterator[Notice]:
