@@ -5,8 +5,9 @@
 
 Every side is compiled with cold caches, in turn (A B C, A B C); the least disturbed, shortest compilation counts.
 Steps are timed in turn too (A B C, A B C, ...); the ratio is the median of the ratios of neighbours, to the first of
-the sides. torch's sides get their memory from torch's own allocator, fxprec's from the one that it brings (docs/memory.md). One thread is timed by its processor time, which other work on the machine disturbs least; several by the
-wall clock.
+the sides. torch's sides get their memory from torch's own allocator, fxprec's from that which ``--allocator`` names
+(docs/memory.md). One thread is timed by its processor time, which other work on the machine disturbs least; several by
+the wall clock.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import nn
 
 import fxprec
 from benchmarks import machine
+from fxprec.config.config import ALLOCATORS
 from fxprec.runtime.cpu import compact
 
 SIDES: dict[str, dict[str, object] | None] = {
@@ -84,7 +86,9 @@ def _layers(width: int) -> nn.Module:
     return nn.Sequential(*chain(*layers))
 
 
-def compile_side(row: Row, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> Callable[[], None]:
+def compile_side(
+    row: Row, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], allocator: str
+) -> Callable[[], None]:
     """Compile one side, fill in what its first step shows, and return a function that times steps."""
     options = SIDES[row.side]
     backend = "inductor" if options is None else fxprec.Backend(fxprec.Config.from_options(options))
@@ -99,7 +103,7 @@ def compile_side(row: Row, model: nn.Module, loss: Callable[[nn.Module], torch.T
             saved[storage.data_ptr()] = storage.nbytes()
         return t
 
-    allocate = compact.uninstall if options is None else compact.install
+    allocate = compact.install if options is not None and allocator == "compact" else compact.uninstall
     allocate()
     start = time.perf_counter()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), context():
@@ -144,7 +148,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         for row in rows:
             torch.manual_seed(0)
             print(f"compiling {row.side}, {i + 1} of {compiles} ...", flush=True)
-            step_functions.append(compile_side(row, factory(), loss))
+            step_functions.append(compile_side(row, factory(), loss, args.allocator))
     for i in range(steps + 2):
         print(f"step {i + 1} of {steps + 2}", end="\r", flush=True)
         for step in step_functions:
@@ -170,6 +174,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--compiles", type=int, default=2)
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--allocator", choices=ALLOCATORS, default="system", help="of fxprec's sides")
     args = parser.parse_args()
     warnings.simplefilter("ignore", fxprec.FxprecWarning)
     torch._inductor.config.force_disable_caches = True

@@ -11,10 +11,10 @@ class Event:
 
     ``kind`` is "promotion", "fallback", "relowering", "replanned" (a plan that holds more than its budget as compiled),
     "unplanned" (a graph left as it is), "uncompiled" (code Dynamo leaves to Python), "machine" (the processor lacks an
-    instruction) or "untried" (a torch or Triton newer than this release knows); "nonfinite" or "nan" where an inf or a
-    NaN of the forward pass was stored as a number, "left-range" for the tensor that was the first to leave its range;
-    of gradients' scales "scale" (changed), "unscaled" (what the first step lost, which has no scales yet) or "clamp"
-    (float32 cannot hold the scale wanted).
+    instruction), "allocator" (the process has another from now on) or "untried" (a torch or Triton newer than this
+    release knows); "nonfinite" or "nan" where an inf or a NaN of the forward pass was stored as a number, "left-range"
+    for the tensor that was the first to leave its range; of gradients' scales "scale" (changed), "unscaled" (what the
+    first step lost, which has no scales yet) or "clamp" (float32 cannot hold the scale wanted).
     """
 
     step: int

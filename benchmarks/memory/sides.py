@@ -53,7 +53,9 @@ _QUANTIZED = {
         "exclude_primals": True,
     }
 }
-_FP8, _BF16, _PACKED = {"recipe": "fp8"}, {"recipe": "bf16"}, {"recipe": "hfp8", "storage": "packed"}
+_COMPACT = {"allocator": "compact"}
+_FP8, _BF16 = {"recipe": "fp8", **_COMPACT}, {"recipe": "bf16", **_COMPACT}
+_PACKED = {"recipe": "hfp8", "storage": "packed", **_COMPACT}
 
 SIDES: dict[str, Side] = {
     "float32": Side(),
@@ -68,7 +70,7 @@ SIDES: dict[str, Side] = {
     "fxprec fp8, system": Side({**_FP8, "allocator": "system"}),
     "fxprec hfp8 packed": Side(_PACKED),
     "fxprec hfp8 packed, system": Side({**_PACKED, "allocator": "system"}),
-    "fxprec fp8+int4": Side({"recipe": "fp8+int4"}),
+    "fxprec fp8+int4": Side({"recipe": "fp8+int4", **_COMPACT}),
     "fxprec fp8, budget 0.2": Side(_FP8, budget=0.2),
     "fxprec bf16, checkpointed": Side(_BF16, checkpointed=True),
     "fxprec fp8, checkpointed": Side(_FP8, checkpointed=True),

@@ -86,9 +86,9 @@ class Config:
     docs/memory.md."""
 
     allocator: Literal["compact", "system"] | None = None
-    """Where this process's CPU tensors lie. ``"compact"``: close together, so that resident memory follows what is
-    live; for the whole process, since torch has one allocator. ``"system"``: where torch's own puts them. None:
-    compact, where the system has what it takes. See docs/memory.md."""
+    """Which allocator holds this process's CPU tensors: torch has one for all models. ``"system"``: torch's own.
+    ``"compact"``: tensors lie close together, so that resident memory follows what is live. None: compact under a
+    ``peak_budget``, else nothing changes. See docs/memory.md."""
 
     cpu: str | None = None
     """Processor that models on a CPU are planned for: instruction set and 16-bit GEMMs, ``"avx2"``, ``"avx512+bf16"``.

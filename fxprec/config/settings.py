@@ -46,7 +46,7 @@ class Settings:
     ways: tuple[str, ...]
     """How a peak budget may be met."""
     is_compact: bool
-    """Whether CPU tensors are to lie close together, where they can."""
+    """Whether the compact allocator is to hold CPU tensors, where it can."""
     grad_scaling: Scaling | None
     accumulator: Accumulator | None
     processor: Processor
@@ -69,7 +69,7 @@ class Settings:
             activation_budget=budget,
             peak_budget=None if asked.peak_budget is None else PeakBudget(asked.peak_budget),
             ways=asked.ways or DEFAULT_WAYS,
-            is_compact=asked.allocator != "system",
+            is_compact=asked.allocator == "compact" or (asked.allocator is None and asked.peak_budget is not None),
             grad_scaling=scaling if isinstance(scaling, Scaling) else NAMED[scaling],
             accumulator=accumulator,
             processor=Processor.here() if asked.cpu is None else Processor.parse(asked.cpu),

@@ -8,6 +8,7 @@ import torch
 
 from fxprec import compat
 from fxprec.config import Settings
+from fxprec.driver.event_log import EventLog
 from fxprec.errors import ConfigError, PlanError
 from fxprec.passes.notice import Notice
 from fxprec.plan import Plan
@@ -49,16 +50,42 @@ def unused_processor(device: torch.device, settings: Settings) -> Notice | None:
     return Notice(f"cpu={settings.asked.cpu!r}", f"it has no effect: the model is on {device.type}; leave it out")
 
 
-def place_tensors(device: torch.device, settings: Settings) -> Notice | None:
-    """Have CPU tensors lie where the settings say; say why not, where they cannot and somebody counts on it."""
+def place_tensors(device: torch.device, settings: Settings, log: EventLog) -> None:
+    """Give CPU tensors the allocator that the settings ask for; tell of what was asked for and cannot be."""
     asked = settings.asked
-    if not settings.is_compact or (device.type != "cpu" and asked.allocator is None):
-        return None
-    if device.type == "cpu":
-        why, left = compact.install(), "resident memory may be more than what is live"
-    else:
+    if asked.allocator == "system":
+        _process.has_asked_for_system = True
+        if compact.is_installed():
+            log.notice(Notice("allocator='system'", f"{_COMPACT_ALREADY}; {_APART}"))
+    elif settings.is_compact and device.type == "cpu":
+        _install_compact(settings, log)
+    elif asked.allocator == "compact":
         why = f"it is for CPUs; on {device.type} torch's own allocator keeps blocks together"
-        left = "set PYTORCH_CUDA_ALLOC_CONF instead"
-    if why is None or (asked.allocator is None and asked.peak_budget is None):
-        return None
-    return Notice("allocator='compact'", f"{why}; {left}")
+        log.notice(Notice("allocator='compact'", f"{why}; set PYTORCH_CUDA_ALLOC_CONF instead"))
+
+
+def _install_compact(settings: Settings, log: EventLog) -> None:
+    if compact.is_installed():
+        return
+    why = compact.install()
+    if why is not None:
+        log.notice(Notice("allocator='compact'", f"{why}; resident memory may be more than what is live"))
+        return
+    cause = "" if settings.asked.allocator else " (for peak_budget)"
+    log.note("allocator", "allocator='compact'", f"holds new CPU tensors of 16 KiB and more of this process{cause}")
+    if _process.has_asked_for_system:
+        log.warn_once("allocator='compact'", f"{_SYSTEM_BEFORE}; {_APART}")
+
+
+class _Process:
+    has_asked_for_system = False
+    """Whether a model asked for torch's own allocator by name."""
+
+
+_process = _Process()
+_COMPACT_ALREADY = (
+    "not in force: this process has the compact allocator already, which a model with allocator='compact' or a "
+    "peak_budget brought"
+)
+_SYSTEM_BEFORE = "holds the tensors of a model with allocator='system' too from now on: a process has one allocator"
+_APART = "give the models one allocator, or train them in processes of their own"

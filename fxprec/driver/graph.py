@@ -72,9 +72,9 @@ class PlannedGraph:
         held, notice = on_device(captured.device, settings)
         if notice is not None:
             self._log.notice(notice)
-        for notice in (unused_processor(captured.device, held), place_tensors(captured.device, held)):
-            if notice is not None:
-                self._log.notice(notice)
+        if (notice := unused_processor(captured.device, held)) is not None:
+            self._log.notice(notice)
+        place_tensors(captured.device, held, self._log)
         if not self._is_planned_alone and (notice := beyond_machine(held, captured.device)) is not None:
             self._log.notice(notice)
         compiler = Compiler(

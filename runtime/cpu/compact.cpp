@@ -1,83 +1,196 @@
 // A CPU allocator of torch that keeps live tensors close together: one region of addresses, the lowest free place that
-// fits. What lies above the highest place used in a while goes back to the system. See compact.py.
+// fits. Pages without a tensor go back to the system when they are more than what is live. See compact.py.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
 #include <sys/mman.h>
-#include <unistd.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <iterator>
-#include <map>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 namespace {
 
 constexpr size_t kAlignment = 64;
 constexpr size_t kLeast = 16384;  // bytes; what is smaller stays with the system
 constexpr size_t kLargestSpan = size_t{1} << 40, kSmallestSpan = size_t{1} << 34;
-constexpr uint8_t kPriority = 1;  // torch's own has 0
-
-using Clock = std::chrono::steady_clock;
+constexpr size_t kPage = size_t{1} << 21;  // what is given back at once: a whole huge page
+constexpr size_t kKept = size_t{1} << 26;  // bytes of free pages that the next step may find in place
+constexpr uint8_t kPriority = 1;           // torch's own has 0
+constexpr size_t kNowhere = ~size_t{0};
 
 size_t up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+// Free places in the order of their addresses: a treap whose nodes know the longest place below them, so that the lowest
+// place that fits is found in logarithmic time.
+class Holes {
+ public:
+  // Cuts the lowest place of that size out; kNowhere where none fits.
+  size_t take(size_t size) {
+    if (longest(root_) < size) return kNowhere;
+    const Node* found = root_;
+    while (longest(found->left) >= size || found->length < size)
+      found = longest(found->left) >= size ? found->left : found->right;
+    const size_t start = found->start, length = remove(start);
+    if (length > size) insert(start + size, length - size);
+    return start;
+  }
+
+  // Adds a place that touches no other.
+  void insert(size_t start, size_t length) {
+    auto [below, above] = split(root_, start);
+    root_ = join(join(below, new Node{start, length, length, next_rank()}), above);
+  }
+
+  // Removes the place that begins there; returns its length, 0 where none does.
+  size_t remove(size_t start) {
+    auto [below, rest] = split(root_, start);
+    auto [found, above] = split(rest, start + 1);
+    root_ = join(below, above);
+    const size_t length = found == nullptr ? 0 : found->length;
+    delete found;
+    return length;
+  }
+
+  // The start of the last place that begins below; kNowhere where none does.
+  size_t last_below(size_t start) const {
+    size_t last = kNowhere;
+    for (const Node* node = root_; node != nullptr;) {
+      if (node->start < start) last = node->start, node = node->right;
+      else node = node->left;
+    }
+    return last;
+  }
+
+ private:
+  struct Node {
+    size_t start, length, longest;
+    uint64_t rank;
+    Node *left = nullptr, *right = nullptr;
+  };
+
+  static size_t longest(const Node* node) { return node == nullptr ? 0 : node->longest; }
+
+  static Node* refreshed(Node* node) {
+    node->longest = std::max({node->length, longest(node->left), longest(node->right)});
+    return node;
+  }
+
+  // Nodes below ``start``, and those from it on.
+  static std::pair<Node*, Node*> split(Node* node, size_t start) {
+    if (node == nullptr) return {nullptr, nullptr};
+    if (node->start < start) {
+      auto [left, right] = split(node->right, start);
+      node->right = left;
+      return {refreshed(node), right};
+    }
+    auto [left, right] = split(node->left, start);
+    node->left = right;
+    return {left, refreshed(node)};
+  }
+
+  static Node* join(Node* below, Node* above) {
+    if (below == nullptr || above == nullptr) return below == nullptr ? above : below;
+    if (below->rank > above->rank) {
+      below->right = join(below->right, above);
+      return refreshed(below);
+    }
+    above->left = join(below, above->left);
+    return refreshed(above);
+  }
+
+  uint64_t next_rank() {  // xorshift: ranks need no other quality than to be in no order
+    state_ ^= state_ << 13, state_ ^= state_ >> 7, state_ ^= state_ << 17;
+    return state_;
+  }
+
+  Node* root_ = nullptr;
+  uint64_t state_ = 0x9e3779b97f4a7c15;
+};
 
 // Where tensors lie, as offsets; it touches no memory.
 class Places {
  public:
   size_t take(size_t size) {
-    for (auto it = holes_.begin(); it != holes_.end(); ++it) {
-      auto [start, length] = *it;
-      if (length < size) continue;
-      holes_.erase(it);
-      if (length > size) holes_.emplace(start + size, length - size);
-      return start;
-    }
-    const size_t start = end_;
+    const size_t start = holes_.take(size);
+    if (start != kNowhere) return start;
     end_ += size;
-    return start;
+    return end_ - size;
   }
 
   void give(size_t start, size_t size) {
-    auto after = holes_.upper_bound(start);
-    if (after != holes_.end() && start + size == after->first) {
-      size += after->second;
-      after = holes_.erase(after);
-    }
-    if (after != holes_.begin()) {
-      auto before = std::prev(after);
-      if (before->first + before->second == start) {
-        start = before->first;
-        size += before->second;
-        holes_.erase(before);
-      }
+    size += holes_.remove(start + size);
+    const size_t before = holes_.last_below(start);
+    if (before != kNowhere) {
+      const size_t length = holes_.remove(before);
+      if (before + length == start) start = before, size += length;
+      else holes_.insert(before, length);
     }
     if (start + size == end_) end_ = start;
-    else holes_.emplace(start, size);
+    else holes_.insert(start, size);
   }
 
   size_t end() const { return end_; }
-  const std::map<size_t, size_t>& holes() const { return holes_; }
 
  private:
-  std::map<size_t, size_t> holes_;  // by start
-  size_t end_ = 0;                  // of the highest tensor
+  Holes holes_;
+  size_t end_ = 0;  // of the highest tensor
+};
+
+// Which huge pages hold a tensor, and which are idle: they held one, and may be resident.
+class Pages {
+ public:
+  void enter(size_t start, size_t size) {
+    const size_t end = up(start + size, kPage) / kPage;
+    if (end > tensors_.size()) tensors_.resize(end);
+    for (size_t page = start / kPage; page < end; ++page)
+      if (tensors_[page]++ == 0) idle_.erase(page);
+  }
+
+  void leave(size_t start, size_t size) {
+    const size_t end = up(start + size, kPage) / kPage;
+    for (size_t page = start / kPage; page < end; ++page)
+      if (--tensors_[page] == 0) idle_.insert(page);
+  }
+
+  size_t idle() const { return idle_.size() * kPage; }
+
+  // Gives idle pages back to the system, the highest first, until no more than ``kept`` bytes are left.
+  void give_back(char* base, size_t kept) {
+    while (idle() > kept) {
+      const auto highest = std::prev(idle_.end());
+      madvise(base + *highest * kPage, kPage, MADV_DONTNEED);
+      idle_.erase(highest);
+    }
+  }
+
+ private:
+  std::vector<uint32_t> tensors_;  // of each page
+  std::set<size_t> idle_;
 };
 
 class Compact final : public c10::Allocator {
  public:
-  explicit Compact(c10::Allocator* system) : system_(system), page_(sysconf(_SC_PAGESIZE)) {}
+  explicit Compact(c10::Allocator* system) : system_(system) {}
 
+  // Takes addresses and no memory: half of those that a limited process may have.
   bool reserve() {
+    rlimit limit{};
+    getrlimit(RLIMIT_AS, &limit);
     for (span_ = kLargestSpan; span_ >= kSmallestSpan; span_ /= 2) {
-      void* found = mmap(nullptr, span_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (limit.rlim_cur != RLIM_INFINITY && span_ > limit.rlim_cur / 2) continue;
+      void* found = mmap(nullptr, span_ + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (found == MAP_FAILED) continue;
-      base_ = static_cast<char*>(found);
+      base_ = reinterpret_cast<char*>(up(reinterpret_cast<size_t>(found), kPage));
       madvise(base_, span_, MADV_HUGEPAGE);  // advice: what the kernel refuses costs time alone
       return true;
     }
@@ -86,7 +199,7 @@ class Compact final : public c10::Allocator {
 
   c10::DataPtr allocate(size_t size) override {
     void* data = size < kLeast ? nullptr : place(size);
-    if (data == nullptr) data = system_->raw_allocate(size);
+    if (data == nullptr) data = system_->raw_allocate(size);  // which raises where the system has no memory
     return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
   }
 
@@ -96,72 +209,64 @@ class Compact final : public c10::Allocator {
 
   static void release(void* data);
 
-  void return_above(size_t start) {
-    start = up(start, page_);
-    if (start < touched_) madvise(base_ + start, touched_ - start, MADV_DONTNEED);
-    touched_ = std::min(touched_, start);
-  }
-
-  void return_free() {
-    for (auto [start, size] : places_.holes()) {
-      const size_t first = up(start, page_), last = (start + size) / page_ * page_;
-      if (first < last) madvise(base_ + first, last - first, MADV_DONTNEED);
-    }
-    return_above(places_.end());
-  }
+  void give_back(size_t kept) { pages_.give_back(base_, kept); }
 
   std::mutex lock;
-  Clock::duration window = std::chrono::seconds(10);
   size_t live = 0;
 
   size_t end() const { return places_.end(); }
-  size_t touched() const { return touched_; }
+  size_t idle() const { return pages_.idle(); }
   c10::Allocator* system() const { return system_; }
 
  private:
   void* place(size_t size) {
+    if (size > span_) return nullptr;
     const size_t rounded = up(size, kAlignment);
     char* data;
     {
       std::lock_guard<std::mutex> guard(lock);
-      if (places_.end() + rounded > span_) return nullptr;
-      tidy();
       const size_t start = places_.take(rounded);
+      if (!open(places_.end())) {
+        places_.give(start, rounded);
+        return nullptr;
+      }
       data = base_ + start;
+      pages_.enter(start, rounded);
       sizes_.emplace(data, rounded);
       live += rounded;
-      reached_ = std::max(reached_, start + rounded);
-      touched_ = std::max(touched_, start + rounded);
     }
     c10::profiledCPUMemoryReporter().New(data, size);
     return data;
+  }
+
+  // Makes addresses usable up to ``end``, and so asks the system for the memory, as malloc does; false where it refuses.
+  bool open(size_t end) {
+    if (end <= opened_) return true;
+    end = up(end, kPage);
+    if (end > span_ || mprotect(base_ + opened_, end - opened_, PROT_READ | PROT_WRITE) != 0) return false;
+    opened_ = end;
+    return true;
   }
 
   void free(char* data) {
     c10::profiledCPUMemoryReporter().Delete(data);
     std::lock_guard<std::mutex> guard(lock);
     auto found = sizes_.find(data);
-    places_.give(data - base_, found->second);
-    live -= found->second;
+    const size_t start = data - base_, size = found->second;
+    places_.give(start, size);
+    pages_.leave(start, size);
+    live -= size;
     sizes_.erase(found);
-  }
-
-  void tidy() {
-    const auto now = Clock::now();
-    if (now - since_ < window) return;
-    return_above(std::max(reached_, places_.end()));
-    reached_ = places_.end();
-    since_ = now;
+    const size_t most = std::max(kKept, live);
+    if (idle() > most) give_back(most / 2);
   }
 
   c10::Allocator* system_;
-  size_t page_, span_ = 0;
+  size_t span_ = 0, opened_ = 0;
   char* base_ = nullptr;
   Places places_;
+  Pages pages_;
   std::unordered_map<char*, size_t> sizes_;
-  size_t reached_ = 0;  // the highest end since the window began
-  size_t touched_ = 0;  // pages below may be resident
-  Clock::time_point since_ = Clock::now();
 };
 
 Compact* compact = nullptr;  // never freed: tensors may outlive everything else
@@ -187,7 +292,7 @@ extern "C" int fxprec_compact_install() {
     // A child of fork has one thread: the lock must not be another's. Nor does it keep free pages: the parent, which
     // writes them next, would have to copy each.
     auto in_child = [] {
-      compact->return_free();
+      compact->give_back(0);
       compact->lock.unlock();
     };
     pthread_atfork([] { compact->lock.lock(); }, [] { compact->lock.unlock(); }, in_child);
@@ -196,32 +301,31 @@ extern "C" int fxprec_compact_install() {
   return c10::GetAllocator(c10::DeviceType::CPU) == compact;
 }
 
+extern "C" int fxprec_compact_is_installed() {
+  return compact != nullptr && c10::GetAllocator(c10::DeviceType::CPU) == compact;
+}
+
 // New tensors come from the system again; those there are stay.
 extern "C" void fxprec_compact_uninstall() {
-  if (compact != nullptr && c10::GetAllocator(c10::DeviceType::CPU) == compact)
+  if (fxprec_compact_is_installed())
     c10::SetAllocator(c10::DeviceType::CPU, compact->system(), kPriority);
 }
 
-// Live bytes, bytes up to the end of the highest tensor, bytes up to the end of what may be resident.
+// Live bytes, bytes up to the end of the highest tensor, bytes of pages that hold no tensor and may be resident.
 extern "C" void fxprec_compact_sizes(int64_t* out) {
   out[0] = out[1] = out[2] = 0;
   if (compact == nullptr) return;
   std::lock_guard<std::mutex> guard(compact->lock);
   out[0] = compact->live;
   out[1] = compact->end();
-  out[2] = compact->touched();
+  out[2] = compact->idle();
 }
 
-extern "C" void fxprec_compact_window(double seconds) {
-  if (compact == nullptr) return;
-  std::lock_guard<std::mutex> guard(compact->lock);
-  compact->window = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-}
-
+// Gives every page back that holds no tensor.
 extern "C" void fxprec_compact_trim() {
   if (compact == nullptr) return;
   std::lock_guard<std::mutex> guard(compact->lock);
-  compact->return_above(compact->end());
+  compact->give_back(0);
 }
 
 // Holds the lock as a thread in the middle of a call would.

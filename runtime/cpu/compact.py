@@ -2,13 +2,13 @@
 
 malloc places a tensor into any hole that fits, among all that a compiler left behind: a step with 28 MB live at its
 peak made a process grow by 92 MB. Here tensors of 16 KiB and more come from one region of addresses, each at the lowest
-place that fits; what lies above the highest place used within 10 seconds goes back to the system.
+place that fits. Pages that hold no tensor stay for the next step up to the bytes that are live, or up to 64 MiB; when
+they are more, the highest of them go back to the system as a tensor is freed.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import sys
 from functools import cache
 from pathlib import Path
@@ -21,18 +21,16 @@ from fxprec.numerics import native
 _SOURCE = Path(__file__).with_name("compact.cpp")
 _SIGNATURES = {
     "fxprec_compact_install": (ctypes.c_int,),
+    "fxprec_compact_is_installed": (ctypes.c_int,),
     "fxprec_compact_uninstall": (None,),
     "fxprec_compact_sizes": (None, ctypes.c_void_p),
-    "fxprec_compact_window": (None, ctypes.c_double),
     "fxprec_compact_trim": (None,),
     "fxprec_compact_hold": (None, ctypes.c_double),
 }
 _WHY_NOT = {
     0: "another allocator has taken the place of torch's",
-    -1: "the system gives this process no 16 GiB of addresses (ulimit -v)",
+    -1: "the system gives this process no 32 GiB of addresses (ulimit -v), half of which it takes",
 }
-
-log = logging.getLogger(__name__)
 
 
 class Sizes(NamedTuple):
@@ -41,14 +39,19 @@ class Sizes(NamedTuple):
     live: int
     end: int
     """Up to the end of the highest tensor: what is above ``live`` are holes."""
-    touched: int
-    """Up to the highest place that may still be resident."""
+    idle: int
+    """In pages that hold no tensor and may still be resident."""
+
+
+def is_installed() -> bool:
+    """Say whether new CPU tensors of the process lie close together."""
+    return _library.cache_info().currsize > 0 and bool(_library().fxprec_compact_is_installed())
 
 
 def install() -> str | None:
     """Have new CPU tensors of the whole process lie close together; return why that cannot be, or None.
 
-    Once done it does nothing. A child of ``fork`` keeps it.
+    Once done it does nothing. A child of ``fork`` keeps the allocator.
     """
     if sys.platform != "linux":
         return f"it is written for Linux, and this is {sys.platform}"
@@ -56,10 +59,7 @@ def install() -> str | None:
         library = _library()
     except Exception as error:  # any failure of a foreign compiler
         return f"it did not compile ({str(error).partition(chr(10))[0]})"
-    why = _WHY_NOT.get(library.fxprec_compact_install())
-    if why is None:
-        log.info("CPU tensors of 16 KiB and more lie in one region of addresses from now on")
-    return why
+    return _WHY_NOT.get(library.fxprec_compact_install())
 
 
 def uninstall() -> None:
@@ -75,13 +75,8 @@ def sizes() -> Sizes:
 
 
 def trim() -> None:
-    """Give the system back what lies above the highest tensor, now."""
+    """Give the system every page back that holds no tensor."""
     _library().fxprec_compact_trim()
-
-
-def set_window(seconds: float) -> None:
-    """Set after how many seconds without use what lies above the highest tensor is given back."""
-    _library().fxprec_compact_window(seconds)
 
 
 def hold(seconds: float) -> None:

@@ -6,11 +6,13 @@ import gc
 import multiprocessing
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +22,25 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import fxprec
-from fxprec.errors import ConfigError, FxprecWarning
+from fxprec.driver import device_settings
+from fxprec.errors import ConfigError, FallbackError, FxprecWarning
 from fxprec.runtime.cpu import compact
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the compact allocator is written for Linux")
 
-KIB = 1024
+KIB, MIB = 1024, 1024 * 1024
 
 
 @pytest.fixture(autouse=True)
-def region() -> Iterator[int]:
+def region(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Install it; give the bytes that are live in it already. Afterwards new tensors come from the system again."""
+    monkeypatch.setattr(device_settings, "_process", device_settings._Process())
     assert compact.install() is None
     gc.collect()
-    compact.set_window(1e9)
     filled = _fill_holes()  # that other tests left
     compact.trim()
     yield compact.sizes().live
     del filled
-    compact.set_window(10)
     compact.uninstall()
 
 
@@ -108,7 +110,7 @@ def test_no_tensor_overwrites_another(seed: int, region: int) -> None:
 def test_steps_of_mixed_sizes_stay_close_to_what_is_live() -> None:
     chance, start = random.Random(0), compact.sizes().end
     sizes = [chance.choice((64, 100, 256, 300, 512, 1000, 1024, 2048)) for _ in range(120)]
-    peak = 0
+    peak = highest = 0
     for _ in range(5):
         saved = list[torch.Tensor]()
         for kib in sizes:  # forward: one of three is saved, the others are temporaries
@@ -116,24 +118,131 @@ def test_steps_of_mixed_sizes_stay_close_to_what_is_live() -> None:
             if chance.random() < 1 / 3:
                 saved.append(temporary)
             peak = max(peak, sum(t.nbytes for t in saved) + temporary.nbytes)
-        highest = compact.sizes().touched
+            highest = max(highest, compact.sizes().end)
         while saved:
             block(chance.choice(sizes))
             saved.pop()
     assert highest - start < 1.2 * peak
 
 
-def test_what_is_not_used_goes_back_to_the_system() -> None:
+def test_the_lowest_place_that_fits_is_taken_among_many() -> None:
+    """Against a search of every hole, in the order of addresses."""
+    chance, end = random.Random(1), compact.sizes().end
+    live, holes = dict[int, torch.Tensor](), list[tuple[int, int]]()
+    base = block(16).data_ptr()
+    for _ in range(2000):
+        if live and chance.random() < 0.5:
+            at = chance.choice(list(live))
+            holes = _joined([*holes, (at, live.pop(at).nbytes)])
+            continue
+        tensor = torch.empty(chance.choice((16, 17, 40, 100, 333)) * KIB, dtype=torch.uint8)
+        last = max((a + t.nbytes for a, t in live.items()), default=base)
+        expected, room = next(((a, n) for a, n in holes if n >= tensor.nbytes and a < last), (last, 0))
+        assert tensor.data_ptr() == expected
+        holes = [hole for hole in holes if hole[0] != expected]
+        if room > tensor.nbytes:
+            holes = _joined([*holes, (expected + tensor.nbytes, room - tensor.nbytes)])
+        live[expected] = tensor
+        del tensor
+    live.clear()
+    assert compact.sizes().end == end
+
+
+def _joined(holes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    found = list[tuple[int, int]]()
+    for start, size in sorted(holes):
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + size)
+        else:
+            found.append((start, size))
+    return found
+
+
+def test_many_small_tensors_cost_as_much_as_few() -> None:
+    """Holes that fit nothing are no longer passed one by one."""
+    few, many = _seconds(holes=500), _seconds(holes=30_000)
+    assert many < 20 * few
+
+
+def _seconds(holes: int) -> float:
+    kept = [torch.empty(16 * KIB, dtype=torch.uint8) for _ in range(2 * holes)]
+    del kept[::2]  # every other one is a hole that the tensors timed do not fit
+    start = time.process_time()
+    timed = [torch.empty(32 * KIB, dtype=torch.uint8) for _ in range(200)]
+    seconds = time.process_time() - start
+    del timed
+    return seconds
+
+
+def test_as_much_as_is_live_stays_for_the_next_step() -> None:
     compact.trim()
-    before = resident()
-    large = torch.ones(64 * KIB * KIB, dtype=torch.uint8)
-    assert resident() - before > 60 * KIB * KIB
-    del large
-    assert resident() - before > 60 * KIB * KIB  # the next step will want it
-    compact.set_window(0)
-    block(16), block(16)  # the first ends the window in which it was used, the second one without
-    assert resident() - before < 8 * KIB * KIB
-    assert compact.sizes().touched < 60 * KIB * KIB + compact.sizes().end
+    before, kept = resident(), block(100 * KIB)
+    freed = block(90 * KIB)
+    del freed
+    assert resident() - before > 180 * MIB
+    assert compact.sizes().idle > 80 * MIB
+    assert kept.nbytes == 100 * MIB
+
+
+_FREED = """
+import os, torch
+from fxprec.runtime.cpu import compact
+assert compact.install() is None
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE") // 2**20
+before, large = resident(), torch.ones(400 << 20, dtype=torch.uint8)
+above = torch.full((4 << 20,), 7, dtype=torch.uint8)
+assert large.data_ptr() < above.data_ptr()
+held = resident()
+del large
+freed = resident()
+compact.trim()
+print(held - before, freed - before, resident() - before, bool((above == 7).all()))
+"""
+
+
+def test_memory_freed_below_a_live_tensor_goes_back_at_once() -> None:
+    """Where the tensor above keeps the end of the region up, and nothing is allocated afterwards; in MiB."""
+    done = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, check=True)
+    held, freed, trimmed, kept = done.stdout.split()
+    assert int(held) >= 404
+    assert int(freed) < 80
+    assert int(trimmed) < 16
+    assert kept == "True"
+
+
+def test_a_tensor_beyond_the_memory_is_torchs_error(region: int) -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "1":
+        pytest.skip("this system promises any memory")
+    for size in (4 * memory, 2**45):
+        with pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate memory"):
+            torch.empty(size, dtype=torch.uint8)
+    assert compact.sizes().live == region
+    assert bool((block(64, 3) == 3).all())
+
+
+_LIMITED = """
+import resource, torch
+from fxprec.runtime.cpu import compact
+compact._library()  # a compiler is a process of its own, under the same limit
+limit = {gib} << 30
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+print(compact.install())
+print(torch.ones(1 << 20).sum().item(), compact.is_installed())
+rest = torch.empty(4 << 30, dtype=torch.uint8)  # as much as any process of that limit has beside
+"""
+
+
+@pytest.mark.parametrize(
+    ("gib", "said", "installs"),
+    [(20, "the system gives this process no 32 GiB of addresses (ulimit -v), half of which it takes", False),
+     (40, "None", True)],
+)  # fmt: skip
+def test_half_of_limited_addresses_are_taken_or_none(gib: int, said: str, installs: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", _LIMITED.format(gib=gib)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [said, f"1048576.0 {installs}"]
 
 
 def test_the_profiler_sees_memory() -> None:
@@ -220,42 +329,96 @@ def test_uninstalled_new_tensors_are_the_systems_and_old_ones_stay(region: int) 
     assert compact.sizes().live == region
 
 
-def trained(**options: object) -> torch.Tensor:
+def run(**options: object) -> tuple[torch.Tensor, fxprec.Backend]:
+    """Return the gradients of one step, and the backend."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    compiled = torch.compile(model, backend="fxprec", options={"recipe": "fp8", "lowering": "eager", **options})
-    compiled(torch.randn(128, 64)).square().mean().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    backend = fxprec.Backend(fxprec.Config.from_options({"recipe": "fp8", "lowering": "eager", **options}))
+    torch.compile(model, backend=backend)(torch.randn(128, 64)).square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), backend
+
+
+def trained(**options: object) -> torch.Tensor:
+    return run(**options)[0]
 
 
 def test_it_is_in_force_where_asked_for_and_changes_no_bit(region: int) -> None:
     compact.uninstall()
-    plain = trained(allocator="system")
+    plain = trained()
     assert compact.sizes().live == region
     assert torch.equal(trained(allocator="compact"), plain)
     held = block(64)
     assert compact.sizes().live >= region + held.nbytes
 
 
-@pytest.mark.parametrize("options", [{}, {"peak_budget": "90%"}])
-def test_a_model_on_a_cpu_brings_it_unless_the_system_is_asked_for(region: int, options: dict[str, object]) -> None:
+ASKED = [{"allocator": "compact"}, {"peak_budget": "90%"}]
+
+
+def test_a_process_keeps_its_allocator_unasked(region: int) -> None:
     compact.uninstall()
-    trained(allocator="system", **options)
+    trained()
     held = block(64)
     assert compact.sizes().live == region
-    trained(**options)
-    more = block(64)
-    assert compact.sizes().live >= region + more.nbytes
+    trained(peak_budget="90%", allocator="system")
+    assert not compact.is_installed()
     del held
 
 
-def test_why_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact, "_library", lambda: (_ for _ in ()).throw(RuntimeError("no compiler\nfound")))
+@pytest.mark.parametrize("options", ASKED)
+def test_a_model_that_asks_brings_it_and_says_so_once(region: int, options: dict[str, object]) -> None:
+    compact.uninstall()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        said = events(**options)
+        again = events(**options)
+    held = block(64)
+    assert compact.sizes().live >= region + held.nbytes
+    (detail,) = said
+    assert detail.startswith("holds new CPU tensors of 16 KiB and more of this process")
+    assert detail.endswith("(for peak_budget)") == ("peak_budget" in options)
+    assert not again
+
+
+def events(**options: object) -> list[str]:
+    return [e.detail for e in run(**options)[1].events if e.kind == "allocator"]
+
+
+@pytest.mark.parametrize("options", ASKED)
+def test_a_model_that_comes_too_late_for_torchs_own_is_told(region: int, options: dict[str, object]) -> None:
+    trained(**options)
+    with pytest.warns(FxprecWarning, match=r"allocator='system': not in force: this process has the compact allocator"):
+        trained(allocator="system")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxprecWarning)
+        trained()  # nobody asked for torch's own
+
+
+def test_a_model_that_takes_torchs_own_from_another_says_so() -> None:
+    compact.uninstall()
+    trained(allocator="system")
     with pytest.warns(
-        FxprecWarning, match=r"allocator='compact'.*did not compile \(no compiler\); resident memory may"
+        FxprecWarning, match=r"allocator='compact': holds the tensors of a model with allocator='system'"
     ):
         trained(allocator="compact")
+
+
+def test_strict_refuses_what_is_not_in_force() -> None:
+    with pytest.raises(FallbackError, match="not in force: this process has the compact allocator"):
+        trained(allocator="system", strict=True)
+
+
+def test_why_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("no compiler\nfound")
+
+    compact.uninstall()
+    monkeypatch.setattr(compact, "_library", cache(fails))
+    for options in ASKED:
+        with pytest.warns(
+            FxprecWarning, match=r"allocator='compact'.*did not compile \(no compiler\); resident memory may"
+        ):
+            trained(**options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FxprecWarning)
         trained()  # nobody asked for it
