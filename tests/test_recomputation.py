@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from backend_helpers import FINE_TOLERANCE, eager_backend, relative_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxprec import Backend, FxprecWarning
+from fxprec import Backend, FxprecWarning, LoweringError
 
 
 class Masked(nn.Module):
@@ -178,13 +180,15 @@ class Block(nn.Module):
         return x + self.b(F.gelu(self.a(x)))
 
 
-def train_blocks(reentrant: bool | None, *, steps: int = 4) -> tuple[list[Tensor], Backend]:
+def train_blocks(
+    reentrant: bool | None, *, steps: int = 4, saving: Callable[[], Any] = nullcontext
+) -> tuple[list[Tensor], Backend]:
     """Two micro-batches in flight, three compiled blocks, each with a plan of its own, loud in step 2: promotions come between the two forwards."""
     torch.compiler.reset()
     torch.manual_seed(0)
     backend = eager_backend("native", recipe="fp8", low_ratio=1.0)
     blocks = nn.ModuleList(Block() for _ in range(3))
-    compiled = [torch.compile(block, backend=backend) for block in blocks]
+    compiled = [_under(saving, torch.compile(block, backend=backend)) for block in blocks]
     for i in range(steps):
         outputs = []
         for _ in range(2):
@@ -197,11 +201,24 @@ def train_blocks(reentrant: bool | None, *, steps: int = 4) -> tuple[list[Tensor
     return [p.grad for p in blocks.parameters()], backend
 
 
+def _under(saving: Callable[[], Any], block: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def call(x: Tensor) -> Tensor:
+        with saving():
+            x = block(x)
+        return F.leaky_relu(x)  # whose input the checkpoint itself keeps
+
+    return call
+
+
 @pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")
-def test_a_checkpoint_around_compiled_blocks_repeats_what_forward_did() -> None:
-    """The same gradients, steps, promotions and scales as without: a recomputation takes part in nothing."""
+@pytest.mark.parametrize("saving", [nullcontext, torch.autograd.graph.save_on_cpu])
+def test_a_checkpoint_around_compiled_blocks_repeats_what_forward_did(saving: Callable[[], Any]) -> None:
+    """The same gradients, steps, promotions and scales as without: a recomputation takes part in nothing.
+
+    Also where other hooks on saved tensors are between the checkpoint and the block.
+    """
     wanted, plain = train_blocks(None)
-    found, backend = train_blocks(False)
+    found, backend = train_blocks(False, saving=saving)
     assert [c.step for c in backend.controllers] == [c.step for c in plain.controllers] == [4 * 2] * 3
     assert all(len(plan.promoted) > 0 for plan in backend.plans)
     assert [plan.sites for plan in backend.plans] == [plan.sites for plan in plain.plans]
@@ -209,6 +226,33 @@ def test_a_checkpoint_around_compiled_blocks_repeats_what_forward_did() -> None:
     assert [c.latest for c in backend.controllers] == [c.latest for c in plain.controllers]
     for a, b in zip(found, wanted, strict=True):
         assert torch.equal(a, b)
+
+
+class _OfAnotherTorch(torch.autograd.graph.saved_tensors_hooks):
+    """A checkpoint's hook whose variables have other names."""
+
+    def __init__(self, holder: object) -> None:
+        def pack_hook(x: Tensor) -> Tensor:
+            assert holder is not None
+            return x
+
+        pack_hook.__module__ = torch.utils.checkpoint.__name__
+        super().__init__(pack_hook, lambda x: x)
+
+
+def test_a_checkpoint_that_torch_keeps_in_another_way_is_refused() -> None:
+    """Without the forward's version a recomputation would run with newer scales, and nobody would see."""
+    backend = eager_backend("native", recipe="fp8", low_ratio=1.0)
+    block = torch.compile(Block(), backend=backend)
+    with _OfAnotherTorch(object()), pytest.raises(LoweringError) as told:
+        block(torch.randn(8, 16))
+    assert str(told.value).startswith(
+        f"torch {torch.__version__} keeps a checkpoint in a way that this fxprec does not"
+    )
+    assert "(holder)" in str(told.value)
+    assert str(told.value).endswith("checkpoint inside of the compiled module")
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    assert hooks is None
 
 
 @pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import torch
 import torch._functorch.config
+import torch.utils.checkpoint
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import _CheckpointFrame
+
+from fxprec.compat.versions import NEWEST_TORCH, OLDEST_TORCH, words
+from fxprec.errors import LoweringError
 
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
@@ -51,14 +55,39 @@ def checkpoint_around() -> tuple[object, Hashable | None] | None:
     """Return what stands for the non-reentrant checkpoint around a call, and which recomputation of it this is.
 
     The same object in forward, where the second is None, and in recomputation. None outside of such a checkpoint.
+    Raises `LoweringError` where torch keeps a checkpoint in a way that is not known: its recomputation could then run
+    with newer scales than its forward.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack = None if hooks is None else inspect.unwrap(hooks[0])
-    code, cells = getattr(pack, "__code__", None), getattr(pack, "__closure__", None)
-    if code is None or cells is None:
-        return None
-    known = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
-    if isinstance(known.get("frame"), _CheckpointFrame):
+    return next((found for pack in _saving() if (found := _checkpoint_of(pack)) is not None), None)
+
+
+def _saving() -> Iterator[Callable[..., object]]:
+    """Yield what packs saved tensors, the innermost first; a checkpoint's may have others inside."""
+    autograd, taken = torch._C._autograd, []
+    try:
+        while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
+            yield inspect.unwrap(hooks[0])
+            taken.append(hooks)
+            autograd._pop_saved_tensors_default_hooks()
+    finally:
+        for hooks in reversed(taken):
+            autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def _checkpoint_of(pack: Callable[..., object]) -> tuple[object, Hashable | None] | None:
+    code, cells = getattr(pack, "__code__", None), getattr(pack, "__closure__", None) or ()
+    names = () if code is None else code.co_freevars
+    known = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+    frame_type: Any = getattr(torch.utils.checkpoint, "_CheckpointFrame", None)
+    if frame_type is not None and isinstance(known.get("frame"), frame_type):
         return known["frame"], None
-    frame = known["target_frame_ref"]() if "target_frame_ref" in known else None
-    return None if frame is None else (frame, known["gid"])
+    if "target_frame_ref" in known and "gid" in known:
+        frame = known["target_frame_ref"]()
+        return None if frame is None else (frame, known["gid"])
+    if getattr(pack, "__module__", "") != torch.utils.checkpoint.__name__:
+        return None
+    raise LoweringError(
+        f"torch {torch.__version__} keeps a checkpoint in a way that this fxprec does not know ({', '.join(names)}), "
+        f"and a recomputation could run with newer scales than its forward; install a newer fxprec, or torch "
+        f"{words(OLDEST_TORCH)} to {words(NEWEST_TORCH)}, or checkpoint inside of the compiled module"
+    )
