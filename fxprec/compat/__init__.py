@@ -24,10 +24,12 @@ from fxprec.compat.autograd import inputs_written_behind as inputs_written_behin
 from fxprec.compat.autograd import is_profiling as is_profiling
 from fxprec.compat.backends import cause_of_no_code as cause_of_no_code
 from fxprec.compat.backends import compile_lock as compile_lock
+from fxprec.compat.backends import forget_name as forget_name
+from fxprec.compat.backends import is_looking_up_a_backend as is_looking_up_a_backend
 from fxprec.compat.backends import name_backend as name_backend
+from fxprec.compat.backends import one_at_a_time as one_at_a_time
 from fxprec.compat.backends import through_dynamo as through_dynamo
 from fxprec.compat.backends import wrapper_of as wrapper_of
-from fxprec.compat.bitcasts import bitcasts_in_loops as bitcasts_in_loops
 from fxprec.compat.budget import annotate_budget as annotate_budget
 from fxprec.compat.budget import keep_random_numbers as keep_random_numbers
 from fxprec.compat.budget import memory_budget as memory_budget
@@ -36,9 +38,7 @@ from fxprec.compat.callers import calling_wrapper as calling_wrapper
 from fxprec.compat.callers import ends_in_break as ends_in_break
 from fxprec.compat.callers import widen_ddp_buckets as widen_ddp_buckets
 from fxprec.compat.frames import LEAVES_RECURRENT as LEAVES_RECURRENT
-from fxprec.compat.frames import count_recompiles_per_model as count_recompiles_per_model
-from fxprec.compat.frames import watch_frames_left_uncompiled as watch_frames_left_uncompiled
-from fxprec.compat.frames import watch_graph_breaks as watch_graph_breaks
+from fxprec.compat.frames import LIMITS_LOST as LIMITS_LOST
 from fxprec.compat.groups import process_group_store as process_group_store
 from fxprec.compat.inductor import FORCE_STRIDES as FORCE_STRIDES
 from fxprec.compat.inductor import ROUNDED_AT_EVERY_OPERATOR as ROUNDED_AT_EVERY_OPERATOR
@@ -61,18 +61,18 @@ from fxprec.compat.inductor import unwritable_cache as unwritable_cache
 from fxprec.compat.inductor import waits_for_collectives as waits_for_collectives
 from fxprec.compat.inductor import whole_gemms as whole_gemms
 from fxprec.compat.inductor import writes_in_place as writes_in_place
-from fxprec.compat.loads import only_tensors_are_loads as only_tensors_are_loads
 from fxprec.compat.loop_calls import call_in_loop as call_in_loop
 from fxprec.compat.loop_calls import calls_in_loops as calls_in_loops
 from fxprec.compat.loop_calls import converted_in_loop as converted_in_loop
 from fxprec.compat.loop_calls import lower_pointwise as lower_pointwise
 from fxprec.compat.order import saving_memory as saving_memory
+from fxprec.compat.patches import optional as optional
 from fxprec.compat.processor import cpu_vectors as cpu_vectors
 from fxprec.compat.processor import has_cpu_gemm as has_cpu_gemm
+from fxprec.compat.stored import loops_share_files as loops_share_files
 from fxprec.compat.stored import storable as storable
 from fxprec.compat.stored import stored_autograd as stored_autograd
 from fxprec.compat.stored import traced_facts as traced_facts
-from fxprec.compat.tiling import tiles_for_bytes as tiles_for_bytes
 from fxprec.compat.trace import debug_folder as debug_folder
 from fxprec.compat.trace import trace_artifact as trace_artifact
 from fxprec.compat.trace import traces_artifacts as traces_artifacts
@@ -91,7 +91,16 @@ from fxprec.compat.triton import no_triton as no_triton
 from fxprec.compat.triton import runs_in_interpreter as runs_in_interpreter
 from fxprec.compat.triton import triton_interprets as triton_interprets
 from fxprec.compat.triton import triton_tool as triton_tool
-from fxprec.compat.units import loops_share_files as loops_share_files
 from fxprec.compat.versions import MAXIMUM_KEEPS_NAN as MAXIMUM_KEEPS_NAN
 from fxprec.compat.versions import newer_than_tried as newer_than_tried
 from fxprec.compat.versions import torch_version as torch_version
+
+bitcasts_in_loops = optional("fxprec.compat.bitcasts", "bitcasts_in_loops", "bits are read one by one, slower")
+only_tensors_are_loads = optional("fxprec.compat.loads", "only_tensors_are_loads", "a GPU's kernels are fused less")
+saving_memory = optional("fxprec.compat.order", "saving_memory", "Inductor orders kernels, at a higher peak")
+tiles_for_bytes = optional("fxprec.compat.tiling", "tiles_for_bytes", "loops over 8-bit codes on a CPU are slower")
+recompiles_per_model = optional("fxprec.compat.frames", "recompiles_per_model", LIMITS_LOST)
+frames_left_uncompiled = optional(
+    "fxprec.compat.frames", "frames_left_uncompiled", "nothing is said of code that runs uncompiled"
+)
+graph_breaks = optional("fxprec.compat.frames", "graph_breaks", "nothing is said of code compiled in pieces")

@@ -29,12 +29,14 @@ def bytes_in_registers() -> Iterator[None]:
         found = _LOAD.fullmatch(str(line)) if isinstance(self.vec_isa, VecAVX2) else None
         return line if found is None else _loaded(*found.groups())
 
-    def get_to_dtype_expr(self: Any, x: Any, dtype: torch.dtype, source: torch.dtype, *args: Any) -> Any:
-        if source == torch.int32 and dtype == torch.uint8 and x.is_vec and isinstance(self.vec_isa, VecAVX2):
-            ints, narrow = self._get_vec_type(source), self._get_vec_type(dtype)
+    def get_to_dtype_expr(
+        self: Any, src: Any, dtype: torch.dtype, src_dtype: torch.dtype, *args: Any, **kwargs: Any
+    ) -> Any:
+        if src_dtype == torch.int32 and dtype == torch.uint8 and src.is_vec and isinstance(self.vec_isa, VecAVX2):
+            ints, narrow = self._get_vec_type(src_dtype), self._get_vec_type(dtype)
             if ints == _INTS:
-                return f"[]({ints} x) {{ {_NARROW} return {narrow}(_mm256_castsi128_si256(bytes)); }}({x})"
-        return convert(self, x, dtype, source, *args)
+                return f"[]({ints} x) {{ {_NARROW} return {narrow}(_mm256_castsi128_si256(bytes)); }}({src})"
+        return convert(self, src, dtype, src_dtype, *args, **kwargs)
 
     kernel._get_vec_load_line, kernel.get_to_dtype_expr = get_vec_load_line, get_to_dtype_expr
     try:

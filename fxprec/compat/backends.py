@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch._dynamo
+from torch._dynamo.backends import registry
 from torch._dynamo.convert_frame import compile_lock as compile_lock
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 
@@ -44,6 +48,51 @@ def name_backend(backend: Callable[..., Any], name: str) -> bool:
         return False
     torch._dynamo.register_backend(backend, name=name)
     return True
+
+
+def is_looking_up_a_backend() -> bool:
+    """Say whether torch is loading the entry point of a backend that it was given by name."""
+    frame = sys._getframe(1)
+    for _ in range(6):  # the entry point's own frames are between
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code is getattr(registry.lookup_backend, "__code__", None):
+            return True
+    return False
+
+
+_loaded: dict[str, object] = {}
+"""The entry points of backends that torch has loaded, which it forgets."""
+_lock = threading.Lock()
+
+
+def one_at_a_time(name: str, patience: float = 1.0) -> None:
+    """Wait until no other thread is about to register the backend of that name, which torch does after it is loaded.
+
+    torch has no lock there: of two threads that load the entry point, the second fails with "duplicate name". So the
+    second waits here for the first's entry, and takes it out to put the same one in.
+    """
+    with _lock:
+        end = time.monotonic() + patience
+        while name in _loaded and name not in _table("_COMPILER_FNS") and time.monotonic() < end:
+            time.sleep(0.001)
+        forget_name(name)
+        entry = _table("_BACKENDS").get(name)
+        if entry is not None:
+            _loaded[name] = entry
+
+
+def forget_name(name: str) -> None:
+    """Have torch load the entry point of that name when it is asked for it the next time."""
+    entry = _loaded.pop(name, None)
+    if entry is not None:
+        _table("_BACKENDS")[name] = entry  # before the other: a lookup meanwhile finds one of them
+        _table("_COMPILER_FNS").pop(name, None)
+
+
+def _table(name: str) -> dict[str, Any]:
+    return getattr(registry, name, {})
 
 
 def through_dynamo(error: Exception) -> Exception:

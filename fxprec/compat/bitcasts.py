@@ -33,9 +33,9 @@ def _of_vectors() -> Iterator[None]:
         yield
         return
 
-    def to_dtype_bitcast(x: Any, dtype: torch.dtype, src_dtype: torch.dtype) -> Any:
-        if x.dtype != src_dtype or dtype.itemsize != src_dtype.itemsize:
-            return one_by_one.__func__(x, dtype, src_dtype)
+    def to_dtype_bitcast(x: Any, dtype: torch.dtype, src_dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or x.dtype != src_dtype or dtype.itemsize != src_dtype.itemsize:
+            return one_by_one.__func__(x, dtype, src_dtype, *args, **kwargs)
         # std::bit_cast needs C++20, which Inductor's code before torch 2.12 is not
         vector = virtualized.V.kernel._get_vec_type(dtype)
         return f"[&] {{ {vector} bits; std::memcpy(&bits, &{x}, sizeof bits); return bits; }}()"
@@ -52,11 +52,11 @@ def _of_values() -> Iterator[None]:
     table: MutableMapping[Any, Callable[..., Any]] = lowering.lowerings
     of_storage = table[_VIEW]
 
-    def view(x: Any, dtype: torch.dtype) -> Any:
+    def view(x: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
         source = x.get_dtype()
         as_wide = dtype != source and dtype.itemsize == source.itemsize and not (dtype.is_complex or source.is_complex)
-        if not as_wide or x.get_device().type != "cpu" or ir.is_storage_and_layout(x):
-            return of_storage(x, dtype)
+        if args or kwargs or not as_wide or x.get_device().type != "cpu" or ir.is_storage_and_layout(x):
+            return of_storage(x, dtype, *args, **kwargs)
         load = x.make_loader()
 
         def bits(index: Any) -> Any:

@@ -5,38 +5,42 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from types import CodeType
 from typing import Any
 
 import torch
-import torch._dynamo.convert_frame
 import torch._dynamo.utils
-from torch._dynamo.convert_frame import ConvertFrameAssert
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo import convert_frame
 from torch._dynamo.exc import Unsupported, UserError
 
 from fxprec.compat.backends import innermost_backend
+from fxprec.compat.patches import replaced, tell_of_missing
 
 
-def count_recompiles_per_model(
+@contextmanager
+def recompiles_per_model(
     counts_of: Callable[[object], Counter[int] | None], hit: Callable[[object, str, str], None]
-) -> None:
+) -> Iterator[None]:
     """Hold Dynamo's recompile limits against each model alone, and call ``hit(backend, code, limit)`` at one.
 
     Dynamo counts what all models compiled for a code object. That suits backends that compare equal, whose models
     share code; ours do not, and the ninth block of a network would run uncompiled. ``counts_of`` returns a backend's
     compilations by frame, or None for backends that are not ours, which keep Dynamo's count.
     """
-    dynamo: Any = torch._dynamo.convert_frame
-    exceeds: Callable[[Any, Any], tuple[bool, str]] = dynamo.exceeds_recompile_limit
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     def exceeds_for_this_model(cache_size: Any, compile_id: Any) -> tuple[bool, str]:
         caller = sys._getframe(1).f_locals
-        code, backend = caller.get("code"), innermost_backend(caller.get("compiler_fn"))
+        code, function = caller.get("code"), caller.get("compiler_fn")
+        if not isinstance(code, CodeType) or function is None:
+            tell_of_missing("'code' and 'compiler_fn' of Dynamo's _compile", LIMITS_LOST)
+            return exceeds(cache_size, compile_id)
+        backend = innermost_backend(function)
         counts = counts_of(backend)
-        if counts is None or not isinstance(code, CodeType):
+        if counts is None:
             return exceeds(cache_size, compile_id)
         own = sum(e.backend is backend or e.backend == backend for e in _debug_get_cache_entry_list(code))
         sizes = {f.name: min(own, getattr(cache_size, f.name)) for f in fields(cache_size)}
@@ -47,16 +51,20 @@ def count_recompiles_per_model(
             hit(backend, _named(code), f"{limit} ({getattr(torch._dynamo.config, limit)})")
         return exceeded, limit
 
-    dynamo.exceeds_recompile_limit = exceeds_for_this_model
+    dynamo: Any = convert_frame
+    exceeds: Callable[[Any, Any], tuple[bool, str]] = dynamo.exceeds_recompile_limit
+    with replaced(dynamo, "exceeds_recompile_limit", lambda _: exceeds_for_this_model):
+        yield
 
 
-def watch_frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> None:
+@contextmanager
+def frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> Iterator[None]:
     """Call ``tell(backend, code, owner, reason)`` for a frame that Dynamo gives up and runs as written.
 
     ``owner`` is the frame's first argument, the module whose method it mostly is. Dynamo says it in its log only, and
-    what the frame itself computes never reaches a backend. A recompile limit is told by `count_recompiles_per_model`.
+    what the frame itself computes never reaches a backend. A recompile limit is told by `recompiles_per_model`.
     """
-    convert = ConvertFrameAssert.__call__
+    convert = convert_frame.ConvertFrameAssert.__call__
 
     def convert_and_watch(self: Any, frame: Any, *args: Any, **options: Any) -> Any:
         try:
@@ -67,16 +75,18 @@ def watch_frames_left_uncompiled(tell: Callable[[object, str, object, str], None
                 tell(innermost_backend(self._torchdynamo_orig_backend), _named(frame.f_code), _owner(frame), reason)
             raise
 
-    ConvertFrameAssert.__call__ = convert_and_watch  # type: ignore[method-assign]
+    with replaced(convert_frame.ConvertFrameAssert, "__call__", lambda _: convert_and_watch):
+        yield
 
 
-def watch_graph_breaks(tell: Callable[[object, str, object, str], None]) -> None:
+@contextmanager
+def graph_breaks(tell: Callable[[object, str, object, str], None]) -> Iterator[None]:
     """Call ``tell(backend, code, owner, reason)`` for a frame that Dynamo compiles in pieces, once a break.
 
     ``owner`` is the frame's first argument. At a recurrent module of torch's the reason is `LEAVES_RECURRENT` (torch
     2.15; an older one gives up the frame).
     """
-    convert, counters = ConvertFrameAssert.__call__, torch._dynamo.utils.counters
+    convert, counters = convert_frame.ConvertFrameAssert.__call__, torch._dynamo.utils.counters
 
     def convert_and_watch(self: Any, *args: Any, **options: Any) -> Any:
         before = Counter(counters["graph_break"])
@@ -87,9 +97,11 @@ def watch_graph_breaks(tell: Callable[[object, str, object, str], None]) -> None
             tell(innermost_backend(self._torchdynamo_orig_backend), _named(frame.f_code), _owner(frame), heading)
         return result
 
-    ConvertFrameAssert.__call__ = convert_and_watch  # type: ignore[method-assign]
+    with replaced(convert_frame.ConvertFrameAssert, "__call__", lambda _: convert_and_watch):
+        yield
 
 
+LIMITS_LOST = "Dynamo's recompile limits count what all models compile of one function, not each model alone"
 LEAVES_RECURRENT = "Dynamo does not support RNN, GRU, or LSTM"
 _LIMIT = "recompile limit exceeded"
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

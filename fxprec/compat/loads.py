@@ -41,11 +41,11 @@ def _inner_values_are_no_loads() -> Iterator[None]:
         return
     can_fuse_with = reductions.can_fuse_with
 
-    def can_fuse_within_loads(self: Any, other: Any) -> bool:
+    def can_fuse_within_loads(self: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
         if len(_loads([*self.get_nodes(), *other.get_nodes()])) > most:
             return False
         with config.patch({f"triton.{_LIMIT}": 0}):
-            return bool(can_fuse_with(self, other))
+            return bool(can_fuse_with(self, other, *args, **kwargs))
 
     reductions.can_fuse_with = can_fuse_within_loads
     try:

@@ -10,12 +10,13 @@ import torch
 from torch._inductor import ir, lowering, virtualized
 from torch._inductor.codegen import cpp as _cpp
 
-from fxprec.compat.avx2 import bytes_in_registers
+from fxprec.compat.patches import optional
 
 LoopText = Callable[[str, str], str]
 """From the C++ types of float32 and int32, single or vectors, to a function of one of them to one of them."""
 
 _texts: dict[str, LoopText] = {}
+bytes_in_registers = optional("fxprec.compat.avx2", "bytes_in_registers", "loops over bytes for AVX2 are slower")
 
 
 def call_in_loop(x: Any, name: str, text: LoopText, dtype: torch.dtype) -> Any:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch._functorch.config
-from torch._functorch._aot_autograd import autograd_cache
-from torch._functorch._aot_autograd.aot_autograd_result import FxGraphCacheLoadable
+from torch._functorch._aot_autograd import aot_autograd_result, autograd_cache
 from torch._inductor.output_code import OutputCode
 from torch.fx import GraphModule
 
 from fxprec.compat.autograd import backward_at_once
-from fxprec.compat.units import loops_share_files
+from fxprec.compat.patches import optional, replaced, tell_of_missing
 
+loops_share_files = optional("fxprec.compat.units", "loops_share_files", "C++ loops compile one to a file, slower")
 Run = Callable[[list[Any]], Any]
 Load = Callable[[Any, Run], Run]
 _load: ContextVar[Load | None] = ContextVar("fxprec_load", default=None)
@@ -54,7 +54,7 @@ class StoredHalf(OutputCode):
         load = _load.get()
         if load is None or self._fx_graph_cache_key is None:
             raise autograd_cache.BypassAOTAutogradCache("an entry of fxprec's, and not its backend asks for it")
-        stored = FxGraphCacheLoadable((self._fx_graph_cache_key, []), self.guards)
+        stored = aot_autograd_result.FxGraphCacheLoadable((self._fx_graph_cache_key, []), self.guards)
         with loops_share_files():
             code = stored.post_compile(stored.load(example_inputs), graph_kwargs)
         self.run = load(self.known, code)
@@ -77,30 +77,43 @@ def stored_autograd(load: Load | None) -> Iterator[None]:
     None: switch the cache off, since a hit would skip our passes, and with them the plan. The backward half is compiled
     with the forward half, when the entry is stored: the next of many equal layers finds it in the same step.
     """
-    if load is None:
+    if load is None or not _can_store():
         with torch._functorch.config.patch(enable_autograd_cache=False):
             yield
         return
     token = _load.set(load)
     try:
-        with backward_at_once():
+        with backward_at_once(), replaced(autograd_cache.AOTAutogradCache, "make_entry", _storing_whole_halves):
             yield
     finally:
         _load.reset(token)
 
 
-_make_entry: Callable[..., Any] = autograd_cache.AOTAutogradCache.make_entry
+def _can_store() -> bool:
+    """Say whether torch has what `StoredHalf` needs; warn where it has not."""
+    lost = "no compiled graph is stored, and each process compiles anew"
+    for owner, name in (
+        (getattr(autograd_cache, "AOTAutogradCache", autograd_cache), "make_entry"),
+        (autograd_cache, "BypassAOTAutogradCache"),
+        (aot_autograd_result, "FxGraphCacheLoadable"),
+        (torch._functorch.config, "bundled_autograd_cache"),
+    ):
+        if not hasattr(owner, name):
+            tell_of_missing(f"{name} of {owner.__name__}", lost)
+            return False
+    return True
 
 
-def _make_entry_of_ours(compiled_fw_func: Any, *args: Any, **options: Any) -> Any:
-    """Store a half of ours whole: AOTAutograd else stores Inductor's key alone. It does so in the first backward."""
-    if not isinstance(inspect.unwrap(compiled_fw_func), StoredHalf):
-        return _make_entry(compiled_fw_func, *args, **options)
-    with torch._functorch.config.patch(bundled_autograd_cache=True):
-        return _make_entry(compiled_fw_func, *args, **options)
+def _storing_whole_halves(make_entry: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what stores a half of ours whole: AOTAutograd else stores Inductor's key alone."""
 
+    def make_whole_entry(compiled_fw_func: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(inspect.unwrap(compiled_fw_func), StoredHalf):
+            return make_entry(compiled_fw_func, *args, **options)
+        with torch._functorch.config.patch(bundled_autograd_cache=True):
+            return make_entry(compiled_fw_func, *args, **options)
 
-autograd_cache.AOTAutogradCache.make_entry = staticmethod(_make_entry_of_ours)  # type: ignore[method-assign]
+    return make_whole_entry
 
 
 def traced_facts(gm: GraphModule) -> Iterator[str]:

@@ -25,9 +25,9 @@ def tiles_for_bytes() -> Iterator[None]:
     selector = code.TilingSelect
     select = selector.select_tiling
 
-    def select_for_bytes(self: Any, functions: Any, sizes: Any) -> Any:
-        factors, *rest = select(self, functions, sizes)
-        if factors and not _BYTES.isdisjoint(code._get_dtype_from_loopbodies(code._get_loop_body(functions))):
+    def select_for_bytes(self: Any, fn_list: Any, *args: Any, **kwargs: Any) -> Any:
+        factors, *rest = select(self, fn_list, *args, **kwargs)
+        if factors and not _BYTES.isdisjoint(code._get_dtype_from_loopbodies(code._get_loop_body(fn_list))):
             widest = pick_vec_isa().nelements(dtype=torch.float32)
             factors = [min(factor, widest) for factor in factors]
         return (factors, *rest)

@@ -76,9 +76,11 @@ def loops_share_files() -> Iterator[None]:
         replaced.cpp_pybinding, replaced.wait = _alone, _wait
 
 
-def _want(self: AsyncCompile, types: Sequence[str], source: str) -> _Wanted:
-    kernel_code_log.info("CPP+Bindings Kernel:\n%s", source)
-    return _Wanted(tuple(types), source)
+def _want(self: AsyncCompile, argtypes: Sequence[str], source_code: str, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs:  # a setting that a shared file does not have
+        return _alone(self, argtypes, source_code, *args, **kwargs)
+    kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
+    return _Wanted(tuple(argtypes), source_code)
 
 
 def _wait_for_all(self: AsyncCompile, scope: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ class Backend:
         dump: DumpFolder | None = None,
         recorder: Recorder | None = None,
     ) -> None:
+        WATCH.keep(self)  # now: a frame may be left uncompiled before the backend is called
         self.config = config or Config()
         self._settings = Settings.of(self.config)
         self._log = EventLog("fxprec", strict=self.config.strict)  # what concerns no graph
@@ -319,4 +320,4 @@ def _frames_of(wrapper: object) -> uncompiled.Frames | None:
     return None if backend is None else backend.frames
 
 
-uncompiled.watch(_frames_of)  # here, since a frame may be left uncompiled before any backend is called
+WATCH = uncompiled.Watch(_frames_of)

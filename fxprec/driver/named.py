@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from fxprec import compat
 from fxprec.config import Config
-from fxprec.driver.backend import Backend, StandIn, called_by
+from fxprec.driver.backend import WATCH, Backend, StandIn, called_by
 from fxprec.errors import ConfigError, FxprecError
 
 
@@ -87,11 +87,21 @@ class _NamedBackend(StandIn):
 
     def __reduce__(self) -> Any:
         # There is one of each name: copies and pickles of a compiled model name it.
-        return "fxprec" if self is fxprec else (register_backend, (self.name, self.options))
+        return "fxprec" if self is _FXPREC else (register_backend, (self.name, self.options))
 
 
-fxprec = _NamedBackend("fxprec", {})
+_FXPREC = _NamedBackend("fxprec", {})
 _REGISTERED: dict[str, _NamedBackend] = {}
+
+
+def __getattr__(name: str) -> Any:
+    """Give torch the backend that its entry point names."""
+    if name != "fxprec":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if compat.is_looking_up_a_backend():
+        WATCH.begin()
+        compat.one_at_a_time("fxprec")
+    return _FXPREC
 
 
 def register_backend(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -106,5 +116,6 @@ def register_backend(name: str, options: Mapping[str, Any]) -> Callable[..., Any
         return known
     if known is not None or not compat.name_backend(made := _NamedBackend(name, options), name):
         raise ConfigError(f"backend {name!r} is registered already, for something else; choose another name")
+    WATCH.begin()
     _REGISTERED[name] = made
     return made

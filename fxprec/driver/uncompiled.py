@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from torch.nn import Module, ModuleDict, ModuleList, RNNBase
@@ -34,12 +37,42 @@ class Frames:
         self.log.note("uncompiled", code, detail, step=self.step())
 
 
-def watch(frames_of: Callable[[object], Frames | None]) -> None:
-    """Watch Dynamo from now on; ``frames_of`` finds those of a ``torch.compile`` wrapper, if its backend is ours.
+class Watch:
+    """Watches Dynamo, whose functions it replaces, as long as one of our backends lives.
 
-    It raises what is wrong with the options.
+    ``frames_of`` finds the frames of a ``torch.compile`` wrapper, if its backend is ours. It raises what is wrong with
+    the options.
     """
 
+    def __init__(self, frames_of: Callable[[object], Frames | None]) -> None:
+        self._frames_of, self._lock = frames_of, threading.RLock()  # a backend may die while another is made
+        self._patches, self._watched = ExitStack(), 0
+        self._is_on = False
+
+    def begin(self) -> None:
+        """Watch from now on, until the last backend that is kept dies."""
+        with self._lock:
+            if not self._is_on:
+                self._is_on = True
+                _replace(self._frames_of, self._patches)
+
+    def keep(self, backend: object) -> None:
+        """Watch as long as a backend lives."""
+        with self._lock:
+            self._watched += 1
+            weakref.finalize(backend, self._drop).atexit = False
+            self.begin()
+
+    def _drop(self) -> None:
+        with self._lock:
+            self._watched -= 1
+            if not self._watched and self._is_on:
+                self._is_on = False
+                self._patches.close()
+                compat.forget_name("fxprec")  # so that torch asks for it, and we watch, when it is named again
+
+
+def _replace(frames_of: Callable[[object], Frames | None], patches: ExitStack) -> None:
     def known(wrapper: object) -> Frames | None:
         try:
             return frames_of(wrapper)
@@ -70,9 +103,9 @@ def watch(frames_of: Callable[[object], Frames | None]) -> None:
     def tell_of_limit(wrapper: object, code: str, limit: str) -> None:
         tell(wrapper, code, _LIMIT.format(limit))
 
-    compat.count_recompiles_per_model(compilations, tell_of_limit)
-    compat.watch_frames_left_uncompiled(tell_of_frame)
-    compat.watch_graph_breaks(note_break)
+    patches.enter_context(compat.recompiles_per_model(compilations, tell_of_limit))
+    patches.enter_context(compat.frames_left_uncompiled(tell_of_frame))
+    patches.enter_context(compat.graph_breaks(note_break))
 
 
 _LIMIT = (

@@ -1,0 +1,69 @@
+"""Patches of torch that make code faster, or tell more: where torch renames what they need, they are left out."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+
+from fxprec.compat.versions import NEWEST_TORCH, OLDEST_TORCH, words
+from fxprec.errors import FxprecWarning
+
+Patch: TypeAlias = Callable[..., AbstractContextManager[None]]
+
+_told = set[str]()
+_lock = threading.Lock()
+
+
+def optional(module: str, name: str, lost: str) -> Patch:
+    """Return the context manager ``name`` of ``module``, imported when it is entered.
+
+    Where torch lacks a private name that the context manager needs, it does nothing, and a warning says what is
+    ``lost``. What its body raises passes.
+    """
+
+    @contextmanager
+    def patched(*args: Any, **options: Any) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(getattr(importlib.import_module(module), name)(*args, **options))
+            except (ImportError, AttributeError) as error:
+                tell_of_missing(error, lost)
+            yield
+
+    return patched
+
+
+def tell_of_missing(cause: object, lost: str) -> None:
+    """Warn, once a process, that torch lacks a private name."""
+    with _lock:
+        is_new = lost not in _told
+        _told.add(lost)
+    if is_new:
+        versions = f"torch {words(OLDEST_TORCH)} to {words(NEWEST_TORCH)}"
+        warnings.warn(
+            f"torch {torch.__version__} lacks a private name that fxprec uses ({cause}): {lost}; install a newer "
+            f"fxprec, or {versions}",
+            FxprecWarning,
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Put ``make(old)`` in the place of an attribute of torch's, and back again, unless another came meanwhile."""
+    attribute = vars(owner)[name] if name in vars(owner) else getattr(owner, name)  # of a class: its staticmethod
+    made = make(getattr(owner, name))
+    made = staticmethod(made) if isinstance(attribute, staticmethod) else made
+    setattr(owner, name, made)
+    try:
+        yield
+    finally:
+        if vars(owner).get(name) is made:
+            setattr(owner, name, attribute)

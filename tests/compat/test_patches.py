@@ -1,0 +1,130 @@
+"""torch's own functions are replaced while fxprec compiles and no longer; a private name that is gone costs no import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fxprec import compat
+from fxprec.compat.patches import optional
+from fxprec.errors import FxprecWarning
+
+BEGIN = """
+import gc, warnings
+import torch, torch._dynamo.convert_frame as frames
+from torch._functorch._aot_autograd import autograd_cache
+
+def owners():
+    entry = vars(autograd_cache.AOTAutogradCache)["make_entry"].__func__
+    found = (frames.ConvertFrameAssert.__call__, frames.exceeds_recompile_limit, entry)
+    return {f.__module__.split(".")[0] for f in found}
+
+def step(**how):
+    model = torch.nn.Linear(4, 4)
+    compiled = torch.compile(model, **how)
+    compiled(torch.ones(2, 4)).sum().backward()
+    return compiled
+
+options = {"recipe": "fp8", "lowering": "eager"}
+"""
+
+
+def said(script: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", BEGIN + script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["backend='fxprec', options=options", "backend=fxprec.Backend(fxprec.Config.from_options(options))"],
+    ids=["by name", "an instance"],
+)
+def test_dynamo_is_its_own_until_fxprec_compiles_and_afterwards(how: str) -> None:
+    lines = said(f"""
+import fxprec, fxprec.driver, fxprec.driver.backend, fxprec.driver.named
+step(backend="aot_eager")
+print(owners())
+compiled = step({how})
+print(sorted(owners()))
+del compiled
+torch.compiler.reset()
+gc.collect()
+print(owners())
+compiled = torch.compile(torch.nn.Linear(4, 4), {how})
+print(sorted(owners()))
+""")
+    assert lines == ["{'torch'}", "['fxprec', 'torch']", "{'torch'}", "['fxprec', 'torch']"]
+
+
+def test_what_another_library_put_on_top_stays() -> None:
+    assert said("""
+compiled = step(backend="fxprec", options=options)
+ours = frames.ConvertFrameAssert.__call__
+theirs = frames.ConvertFrameAssert.__call__ = lambda self, *args, **kwargs: ours(self, *args, **kwargs)
+del compiled
+torch.compiler.reset()
+gc.collect()
+print(frames.ConvertFrameAssert.__call__ is theirs, frames.exceeds_recompile_limit.__module__)
+step(backend="aot_eager")
+""") == ["True torch._dynamo.cache_size"]
+
+
+STEP = "step(backend='fxprec', options={**options, 'lowering': 'inductor'})"
+
+
+@pytest.mark.parametrize(
+    ("name", "use", "lost"),
+    [
+        ("autograd_cache.AOTAutogradCache.make_entry", STEP, "no compiled graph is stored"),
+        (
+            "torch._dynamo.eval_frame._debug_get_cache_entry_list",
+            "step(backend='fxprec', options=options)",
+            "recompile limits count what all models compile",
+        ),
+        (
+            "torch._inductor.async_compile.kernel_code_log",
+            "with compat.loops_share_files(): pass",
+            "C++ loops compile one to a file",
+        ),
+        (
+            "torch._inductor.codegen.cpp.CppVecKernel._get_vec_load_line",
+            "with compat.calls_in_loops(): pass",
+            "loops over bytes for AVX2 are slower",
+        ),
+    ],
+)
+def test_a_private_name_that_is_gone_costs_a_warning_and_not_the_package(name: str, use: str, lost: str) -> None:
+    lines = said(f"""
+import torch._inductor.async_compile, torch._inductor.codegen.cpp
+del {name}
+import fxprec, fxprec.driver.named
+from fxprec import compat
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always", fxprec.FxprecWarning)
+    {use}
+print(*[w.message for w in found], sep="\\n")
+""")
+    (told,) = lines
+    assert told.startswith(f"torch {torch.__version__} lacks a private name that fxprec uses (")
+    assert name.rpartition(".")[2] in told
+    assert lost in told
+    assert told.endswith("install a newer fxprec, or torch 2.11 to 2.15")
+
+
+def test_what_the_body_raises_passes(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(AttributeError, match="of the body"), compat.tiles_for_bytes():
+        raise AttributeError("of the body")
+    assert not [w for w in recwarn if issubclass(w.category, FxprecWarning)]
+
+
+def test_what_is_missing_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxprec.compat.patches._told", set())
+    missing = optional("fxprec.compat.no_such", "patch", "nothing is lost")
+    with pytest.warns(FxprecWarning, match=r"\(No module named 'fxprec.compat.no_such'\): nothing is lost"), missing():
+        pass
+    with missing():
+        pass  # a warning is an error in these tests
