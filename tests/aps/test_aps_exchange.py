@@ -73,11 +73,14 @@ def parts_of_the_world(rank: int, world: int) -> tuple[list[int], torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def results(once: Callable[..., Any]) -> Results:
-    """By world size."""
-    return lambda world: once(
-        f"exchange-{world}",
-        lambda: run_ranks(world, several, [(check, ()) for check in (definitions, random, parts_of_the_world)]),
-    )
+    """By world size; read from their file once."""
+
+    @cache
+    def of(world: int) -> list[dict[str, Any]]:
+        checks = [(check, ()) for check in (definitions, random, parts_of_the_world)]
+        return once(f"exchange-{world}", lambda: run_ranks(world, several, checks))
+
+    return of
 
 
 def assert_is_the_definition(found: torch.Tensor, ranks: list[int], case: str, options: dict[str, Any]) -> None:
