@@ -1,4 +1,4 @@
-"""APS under DistributedDataParallel: replicas after 200 steps, parameters that are odd, layers kept high."""
+"""APS under DistributedDataParallel: replicas after many steps, parameters that are odd, layers kept high."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fxprec.aps import APSState, aps_hook
 
 WORLD = 3
-STEPS = 200
+STEPS = [60, pytest.param(200, marks=pytest.mark.full)]
 MODES: dict[str, dict[str, Any]] = {
     "fp32 sums": {},
     "format": {"format": "1-5-2", "accumulate": "format"},
@@ -35,14 +35,14 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
 
 
-def train(rank: int, options: dict[str, Any], **ddp_options: Any) -> Tensor:
-    """Parameters after `STEPS` steps of SGD under the hook, flat."""
+def train(rank: int, steps: int, options: dict[str, Any], **ddp_options: Any) -> Tensor:
+    """Return all parameters, flat, after some steps of SGD under the hook."""
     model = small_model()
     ddp = DistributedDataParallel(model, **ddp_options)
     ddp.register_comm_hook(APSState(model=ddp, **options), aps_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     data = torch.Generator().manual_seed(7 + rank)
-    for _ in range(STEPS):
+    for _ in range(steps):
         x = torch.randn(6, 12, generator=data)
         optimizer.zero_grad()
         nn.functional.cross_entropy(ddp(x), (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()).backward()
@@ -50,9 +50,9 @@ def train(rank: int, options: dict[str, Any], **ddp_options: Any) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def replicas(rank: int, world: int) -> dict[str, Tensor]:
-    found = {name: train(rank, options) for name, options in MODES.items()}
-    return {**found, "views": train(rank, {}, gradient_as_bucket_view=True)}
+def replicas(rank: int, world: int, steps: int) -> dict[str, Tensor]:
+    found = {name: train(rank, steps, options) for name, options in MODES.items()}
+    return {**found, "views": train(rank, steps, {}, gradient_as_bucket_view=True)}
 
 
 class Unused(nn.Module):
@@ -116,17 +116,13 @@ def accumulated(rank: int, world: int) -> tuple[float, int]:
     return float((found - plain).norm() / plain.norm()), state.step
 
 
-@pytest.fixture(scope="module")
-def results(once: Callable[..., Any]) -> list[dict[str, Any]]:
-    return once(
-        "ddp",
-        lambda: run_ranks(
-            WORLD, several, [(check, ()) for check in (replicas, odd_parameters, kept_high, accumulated)]
-        ),
-    )
+@pytest.fixture(scope="module", params=STEPS)
+def results(once: Callable[..., Any], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    checks = [(replicas, (request.param,)), (odd_parameters, ()), (kept_high, ()), (accumulated, ())]
+    return once(f"ddp-{request.param}", lambda: run_ranks(WORLD, several, checks))
 
 
-def test_replicas_are_bit_identical_after_200_steps_in_every_mode(results: list[dict[str, Any]]) -> None:
+def test_replicas_are_bit_identical_after_many_steps_in_every_mode(results: list[dict[str, Any]]) -> None:
     first, *others = (rank["replicas"] for rank in results)
     for mode, parameters in first.items():
         assert 0.1 < parameters.abs().max() < 10, mode

@@ -96,10 +96,10 @@ def schedule(rank: int, world: int) -> tuple[list[float], int, list[float]]:
 
 
 def stochastic(rank: int, world: int) -> tuple[bool, float]:
-    """Whether two steps round differently; relative error of the mean over 200."""
+    """Whether two steps round differently; relative error of the mean over 100."""
     model = sharded()
     use_aps(model, APSState("1-3-0", rounding="stochastic"))
-    steps = [step(model, inputs()[rank]) for _ in range(200)]
+    steps = [step(model, inputs()[rank]) for _ in range(100)]
     mean = {"b.weight": sum(s["b.weight"] for s in steps) / len(steps)}
     return not torch.equal(steps[0]["b.weight"], steps[1]["b.weight"]), max(
         errors(mean, {"b.weight": plain()["b.weight"]}).values()

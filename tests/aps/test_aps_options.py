@@ -99,13 +99,13 @@ def feedback(rank: int, world: int) -> dict[str, float]:
 
 
 def stochastic(rank: int, world: int) -> dict[str, float]:
-    """Errors of the mean over 400 draws in 1-3-0, which to nearest have a bias."""
+    """Errors of the mean over 200 draws in 1-3-0, which to nearest have a bias."""
     modes: dict[str, dict[str, Any]] = {
         "nearest": {},
         "fp32": {"rounding": "stochastic"},
         "format": {"rounding": "stochastic", "accumulate": "format"},
     }
-    return {name: mean_of_calls(rank, world, APSState("1-3-0", **options), 400) for name, options in modes.items()}
+    return {name: mean_of_calls(rank, world, APSState("1-3-0", **options), 200) for name, options in modes.items()}
 
 
 def odd_buckets(rank: int, world: int) -> dict[str, Any]:
