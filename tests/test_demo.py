@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from rich.console import Console
-from sklearn import datasets
 from torch import nn
 
 from fxprec.demo import data, run, tasks
@@ -28,6 +27,8 @@ def test_digits_are_split_once_and_for_all():
 
 
 def test_digits_lose_no_image_and_keep_their_labels():
+    from sklearn import datasets  # imported here: collecting need not wait for it
+
     digits = data.load_digits()
     images = torch.cat([digits.train_images, digits.test_images]) * 16
     labels = torch.cat([digits.train_labels, digits.test_labels])
