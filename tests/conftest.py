@@ -23,6 +23,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is today; Triton
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch warns of its own deprecated uses while it is imported
     import torch
+    import torch._dynamo.guards
     import torch._inductor.compile_fx
 
     from fxprec.driver import warm_start
@@ -31,6 +32,11 @@ from interpreted import InterpretedTests, files_of, run_interpreted, select
 from processors import AT_HAND, PINNED, plan_on
 
 plan_on(pytest.MonkeyPatch(), PINNED)  # now: fixtures of modules and of the session plan too
+
+# Of each graph, Dynamo times the guards for its log behind a flush of the processor's caches (20 ms), and then collects
+# garbage (12 ms): a tenth of a small graph's compilation.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
+torch._dynamo.config.run_gc_after_compile = False
 
 # pytest listens to every logger that does not propagate. Torch's structured trace then has a reader, and each graph is
 # printed for it; as in a user's process it has none, until TORCH_TRACE asks for one.
