@@ -21,7 +21,8 @@ from benchmarks.graphs.values import Noise
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # eager PyTorch's while programs are tried, and what is left unplanned
 ]
-SHARDS, EACH = 8, 25
+SHARDS, EACH, GATE = 8, 25, 2
+"""Parts of the random programs, how many programs each has, and how many parts the gate runs: 0.3 s a program."""
 
 
 def program(text: str, values: dict[str, Shape], outputs: str, **options: Any) -> Program:
@@ -101,7 +102,9 @@ def test_what_was_wrong_once(name: str) -> None:
     assert check(KEPT[name]) is None
 
 
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize(
+    "shard", [*range(GATE), *(pytest.param(s, marks=pytest.mark.full) for s in range(GATE, SHARDS))]
+)
 def test_random_programs_agree_with_float64(shard: int) -> None:
     for seed in range(shard * EACH, (shard + 1) * EACH):
         found = program_of(seed, statements=5)
