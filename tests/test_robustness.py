@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fxprec
 
-pytestmark = pytest.mark.parametrize("storage", STORED)
+EVERY_STORAGE = pytest.mark.parametrize("storage", STORED)
+# Where the model's shape is the point and not what is stored of it: other tests simulate each of its operators.
+PACKED = pytest.mark.parametrize("storage", ["packed", pytest.param("simulate", marks=pytest.mark.full)])
 
 
 class Branches(nn.Module):
@@ -36,6 +38,7 @@ def x8() -> Tensor:
     return torch.randn(8, 16)
 
 
+@EVERY_STORAGE
 @pytest.mark.parametrize("mark", [True, False])
 def test_one_plan_serves_dynamic_batches(storage: str, mark: bool) -> None:
     backend = eager_backend(storage)
@@ -50,21 +53,25 @@ def test_one_plan_serves_dynamic_batches(storage: str, mark: bool) -> None:
     assert backend.plans[-1].sites[0].shape != backend.plans[0].sites[0].shape or mark
 
 
+@EVERY_STORAGE
 def test_batch_norm_buffers_and_in_place_relu(storage: str) -> None:
     compare(Cnn, [(torch.randn(4, 3, 8, 8),) for _ in range(2)], eager_backend(storage), fullgraph=True)
 
 
+@PACKED
 def test_dynamic_convolutions(storage: str) -> None:
     backend = eager_backend(storage)
     compare(Cnn, [(torch.randn(n, 3, 8, 8),) for n in (4, 6, 3)], backend, dynamic=True)
     assert len(backend.plans) == 1
 
 
+@PACKED
 def test_channels_last(storage: str) -> None:
     x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
     compare(lambda: Cnn().to(memory_format=torch.channels_last), [(x,)], eager_backend(storage))
 
 
+@PACKED
 def test_a_graph_break_makes_two_plans(storage: str) -> None:
     def body(m, x):
         x = F.relu(m.a(x))
@@ -76,10 +83,12 @@ def test_a_graph_break_makes_two_plans(storage: str) -> None:
     assert [[g.module for g in plan.gemms] for plan in backend.plans] == [["a"], ["b"]]
 
 
+@PACKED
 def test_accumulation_over_backward_calls_and_two_forwards(storage: str) -> None:
     compare(mlp, [(x8(),) for _ in range(3)], eager_backend(storage), call=lambda m, x: m(x) + m(2 * x))
 
 
+@PACKED
 def test_retained_graph_gives_the_gradient_twice(storage: str) -> None:
     reference = mlp()
     own = copy.deepcopy(reference)
@@ -92,6 +101,7 @@ def test_retained_graph_gives_the_gradient_twice(storage: str) -> None:
         assert_close(a.grad, b.grad, "gradient")
 
 
+@PACKED
 def test_tied_weights_are_one_parameter(storage: str) -> None:
     def make() -> nn.Module:
         model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 20, bias=False))
@@ -106,6 +116,7 @@ def test_tied_weights_are_one_parameter(storage: str) -> None:
     assert counted == 20 * 16 + 16 * 16 + 16  # the shared table once
 
 
+@EVERY_STORAGE
 def test_in_place_operations(storage: str) -> None:
     def body(m, x):
         y = m.a(x)
@@ -117,10 +128,12 @@ def test_in_place_operations(storage: str) -> None:
     compare(lambda: Branches(body), [(x8(),), (x8(),)], eager_backend(storage))
 
 
+@EVERY_STORAGE
 def test_a_mutated_input(storage: str) -> None:
     compare(lambda: Branches(lambda m, x: m.a(x.mul_(2.0))), [(x8(),)], eager_backend(storage))
 
 
+@EVERY_STORAGE
 def test_views_duplicates_and_inputs_as_outputs(storage: str) -> None:
     def body(m, x):
         y = m.a(x)
@@ -129,11 +142,13 @@ def test_views_duplicates_and_inputs_as_outputs(storage: str) -> None:
     compare(lambda: Branches(body), [(x8(),)], eager_backend(storage), input_gradients=True)
 
 
+@PACKED
 def test_aliased_inputs(storage: str) -> None:
     model = lambda: Branches(lambda m, x, y: m.a(x) @ m.b(y).t())  # noqa: E731
     compare(model, [(x8(),)], eager_backend(storage), call=lambda m, x: m(x, x) + m(x, x[:]), input_gradients=True)
 
 
+@EVERY_STORAGE
 def test_an_input_that_aliases_a_mutated_one(storage: str) -> None:
     def body(m, x, y):
         x.add_(1.0)
@@ -142,6 +157,7 @@ def test_an_input_that_aliases_a_mutated_one(storage: str) -> None:
     compare(lambda: Branches(body), [(x8(),)], eager_backend(storage), call=lambda m, x: m(x.view(8, 16), x))
 
 
+@PACKED
 def test_outputs_that_are_no_tensors_or_need_no_gradient(storage: str) -> None:
     def body(m, x, k):
         y = m.a(x)
@@ -150,6 +166,7 @@ def test_outputs_that_are_no_tensors_or_need_no_gradient(storage: str) -> None:
     compare(lambda: Branches(body), [(x8(), 3)], eager_backend(storage))
 
 
+@PACKED
 def test_two_backends_in_one_process(storage: str) -> None:
     fine, coarse = eager_backend(storage), eager_backend(storage, recipe="hfp8", low_ratio=1.0)
     torch.manual_seed(5)
@@ -159,6 +176,7 @@ def test_two_backends_in_one_process(storage: str) -> None:
     assert {site.format for site in fine.plans[0].sites}.isdisjoint(site.format for site in coarse.plans[0].sites)
 
 
+@PACKED
 def test_a_model_with_no_gemm_is_one_group(storage: str) -> None:
     backend = eager_backend(storage)
     compare(lambda: Branches(lambda m, x: (x * m.a.bias).relu().sum(1)), [(x8(),)], backend)
@@ -166,6 +184,7 @@ def test_a_model_with_no_gemm_is_one_group(storage: str) -> None:
     assert backend.plans[0].gemms == ()
 
 
+@EVERY_STORAGE
 @pytest.mark.parametrize(
     "function", [lambda x: x, lambda x: x + 1, lambda x: x.sum().item() + 1], ids=["identity", "add", "item"]
 )
@@ -177,6 +196,7 @@ def test_graphs_without_anything_to_plan(storage: str, function) -> None:
     assert backend.plans == ()
 
 
+@PACKED
 def test_frozen_parameters(storage: str) -> None:
     def some() -> nn.Module:
         model = mlp()
@@ -188,6 +208,7 @@ def test_frozen_parameters(storage: str) -> None:
     compare(lambda: mlp().requires_grad_(False), [(x8(),)], eager_backend(storage), input_gradients=True)
 
 
+@EVERY_STORAGE
 def test_activation_checkpointing_inside_the_model(storage: str) -> None:
     def body(m, x):
         return m.b(checkpoint(lambda y: F.gelu(m.a(y)), x, use_reentrant=False))
@@ -195,6 +216,7 @@ def test_activation_checkpointing_inside_the_model(storage: str) -> None:
     compare(lambda: Branches(body), [(x8(),)], eager_backend(storage))
 
 
+@PACKED
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_and_16_bit_parameters(storage: str, dtype: torch.dtype) -> None:
     def call(model: nn.Module, x: Tensor) -> Tensor:
@@ -205,6 +227,7 @@ def test_autocast_and_16_bit_parameters(storage: str, dtype: torch.dtype) -> Non
     compare(lambda: mlp().to(dtype), [(x8().to(dtype),)], eager_backend(storage), tolerance=2e-2)
 
 
+@EVERY_STORAGE
 def test_empty_tensors(storage: str) -> None:
     compare(mlp, [(torch.randn(n, 16),) for n in (8, 0, 4)], eager_backend(storage))
 
@@ -221,22 +244,26 @@ class Recurrent(nn.Module):
         return h
 
 
+@PACKED
 def test_recurrence_and_attention(storage: str) -> None:
     compare(Recurrent, [(torch.randn(2, 3, 8),)], eager_backend(storage))
     encoder = lambda: nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)  # noqa: E731
     compare(encoder, [(torch.randn(2, 5, 16),)], eager_backend(storage))
 
 
+@PACKED
 def test_attention_that_returns_its_weights(storage: str) -> None:
     attention = lambda: nn.MultiheadAttention(16, 4, batch_first=True)  # noqa: E731
     compare(attention, [(torch.randn(2, 5, 16),)], eager_backend(storage), call=lambda m, x: m(x, x, x))
 
 
+@PACKED
 def test_convolutions_of_other_kinds(storage: str) -> None:
     model = lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 3, stride=2), nn.ReLU(), nn.Conv2d(4, 2, 3, groups=2))  # noqa: E731
     compare(model, [(torch.randn(2, 3, 5, 5),)], eager_backend(storage), input_gradients=True)
 
 
+@PACKED
 def test_batched_matrix_products(storage: str) -> None:
     def body(m, x):
         w = m.a.weight[:12].reshape(3, 4, 16)
@@ -246,6 +273,7 @@ def test_batched_matrix_products(storage: str) -> None:
     compare(lambda: Branches(body), [(torch.randn(3, 16, 6),)], eager_backend(storage), input_gradients=True)
 
 
+@PACKED
 def test_autograd_grad_instead_of_backward(storage: str) -> None:
     model, x = mlp(), x8()
     compiled = torch.compile(model, backend=eager_backend(storage))
@@ -256,6 +284,7 @@ def test_autograd_grad_instead_of_backward(storage: str) -> None:
         assert_close(a, b, "gradient")
 
 
+@PACKED
 def test_double_backward_is_refused_in_words(storage: str) -> None:
     x = x8().requires_grad_()
     compiled = torch.compile(mlp(), backend=eager_backend(storage))
@@ -266,6 +295,7 @@ def test_double_backward_is_refused_in_words(storage: str) -> None:
         torch.autograd.grad(loss, x, create_graph=True)
 
 
+@EVERY_STORAGE
 def test_evaluation_follows_training(storage: str) -> None:
     backend = eager_backend(storage, low_ratio=0.4)
     compiled, reference = compare(Cnn, [(torch.randn(4, 3, 8, 8),)], backend)
@@ -283,6 +313,7 @@ def test_evaluation_follows_training(storage: str) -> None:
     assert 0 < len(training.low_groups) < len(training.groups)
 
 
+@EVERY_STORAGE
 def test_evaluation_before_training_follows_it_from_then_on(storage: str) -> None:
     """Without gradients a graph counts other sizes, and its own solution is another one."""
     backend = eager_backend(storage, low_ratio=0.4)
@@ -303,6 +334,7 @@ def test_evaluation_before_training_follows_it_from_then_on(storage: str) -> Non
     assert evaluation.plan.low_groups == backend.plans[0].low_groups != alone
 
 
+@PACKED
 def test_skipped_backward_leaves_nothing_behind(storage: str) -> None:
     backend = eager_backend(storage)
     compiled = torch.compile(mlp(), backend=backend)
@@ -311,6 +343,7 @@ def test_skipped_backward_leaves_nothing_behind(storage: str) -> None:
     assert len(backend._graphs[0].controller.queue) <= 1
 
 
+@EVERY_STORAGE
 def test_a_complex_value_is_reported_and_left_as_it_is(storage: str) -> None:
     def body(m, x):
         return torch.fft.fft(m.a(x)).abs()
