@@ -115,9 +115,9 @@ def check_every_gradient(joint: Joint, model: nn.Module, args: tuple[torch.Tenso
     return checked
 
 
-@pytest.mark.parametrize("first", range(0, 200, 25))
+@pytest.mark.parametrize("first", [0, 25, *(pytest.param(n, marks=pytest.mark.full) for n in range(50, 200, 25))])
 def test_every_intermediate_gradient_carries_its_scale(first: int) -> None:
-    """200 random programs with branches, splits and concats, random exponents from -40 to 40."""
+    """Random programs with branches, splits and concats, random exponents from -40 to 40; 50 of 200 in the gate."""
     checked = 0
     with scaled_identity():
         for seed in range(first, first + 25):
