@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # examples/ is not installed
 
+from examples.models import resnet
 from examples.models.mobilenet import mobilenet_v2
 from examples.models.resnet import resnet18
 from examples.models.shufflenet import shufflenet_v2
@@ -31,6 +32,12 @@ from fxprec.plan import Plan
 # docs/algorithms.md, "Operators, tensors, groups".
 GEMMS = {squeezenet: 26, shufflenet_v2: 57, mobilenet_v2: 58, resnet18: 21}
 BATCH = 128
+
+
+def short_resnet(num_classes: int = 100, width: float = 1.0) -> nn.Module:
+    """Return ResNet-18's stem, first two stages and classifier: the later stages repeat the second."""
+    with mock.patch.object(resnet, "STAGES", resnet.STAGES[:2]):
+        return resnet18(num_classes, width)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cifar import resnet18
+from cifar import short_resnet
 from helpers import compiled, eager_backend
 
 from fxprec.ir import symbolic
@@ -38,7 +38,7 @@ def saved_for_backward(function, model: nn.Module, *args: torch.Tensor) -> list[
 @cache
 def resnet_saves(recipe: str, storage: str | None, low_ratio: float | None):
     torch.manual_seed(0)
-    model, images = resnet18(10, 0.25), torch.randn(16, 3, 32, 32)
+    model, images = short_resnet(10, 0.25), torch.randn(16, 3, 32, 32)
     if recipe == "fp32":
         torch._dynamo.reset()
         return saved_for_backward(torch.compile(model, backend="aot_eager_decomp_partition"), model, images), None
