@@ -205,6 +205,8 @@ CASES = [
     ("fp8", "simulate"), ("hfp8", "packed"), ("hfp8", "simulate"),
 ]  # fmt: skip
 
+EAGER = (("bf16", "native"), ("fp8", "native"), ("hfp8", "packed"), ("fp8", "simulate"))
+
 
 def network() -> nn.Module:
     torch.manual_seed(0)
@@ -224,8 +226,13 @@ def train(model: nn.Module, x: Tensor, recipe: str, storage: str, lowering: str)
     return made, backend.stats()
 
 
-@pytest.mark.parametrize("lowering", ["eager", "auto"])
-@pytest.mark.parametrize(("recipe", "storage"), CASES)
+@pytest.mark.parametrize(
+    ("recipe", "storage", "lowering"),
+    [
+        *((*case, "auto") for case in CASES),
+        *(pytest.param(*case, "eager", marks=() if case in EAGER else pytest.mark.full) for case in CASES),
+    ],
+)
 def test_training_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, recipe: str, storage: str, lowering: str) -> None:
     """Without code generation, which promises no bits: kernels are called, the rest runs op by op."""
     monkeypatch.setattr(fxprec.driver.compilation.compat, "compile_fx_inner", run_op_by_op())
