@@ -78,11 +78,16 @@ def saved_bytes(model: nn.Module, **options: Any) -> int:
     return sum(t.untyped_storage().nbytes() for t in held.values() if t.itemsize == 1)
 
 
-@pytest.mark.parametrize("compute", ["high", "stored"])
 @pytest.mark.parametrize(
-    ("recipe", "storage", "act"),
-    [("fp8", "native", nn.ReLU), ("fp8", "packed", nn.GELU), ("hfp8", "packed", nn.ReLU)],
-    ids=["native", "packed", "hfp8"],
+    ("recipe", "storage", "act", "compute"),
+    [
+        ("fp8", "native", nn.ReLU, "high"),
+        ("fp8", "packed", nn.GELU, "stored"),
+        ("hfp8", "packed", nn.ReLU, "stored"),
+        pytest.param("fp8", "native", nn.ReLU, "stored", marks=pytest.mark.full),
+        pytest.param("fp8", "packed", nn.GELU, "high", marks=pytest.mark.full),
+        pytest.param("hfp8", "packed", nn.ReLU, "high", marks=pytest.mark.full),
+    ],
 )
 def test_a_step_over_codes_has_the_bits_of_the_decoded_step(graphs, recipe: str, storage: str, act, compute) -> None:
     """`torch._scaled_mm` on this CPU, and the eager reference, against decoding and multiplying.
@@ -129,8 +134,15 @@ class Attention(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:weigh-gemms")  # attention itself has no kernel for codes
-@pytest.mark.parametrize("grouped", [False, True], ids=["packed heads", "grouped queries"])
-@pytest.mark.parametrize("compute", ["high", "stored"])
+@pytest.mark.parametrize(
+    ("compute", "grouped"),
+    [
+        ("stored", False),
+        ("high", True),
+        pytest.param("high", False, marks=pytest.mark.full),
+        pytest.param("stored", True, marks=pytest.mark.full),
+    ],
+)
 def test_all_linear_layers_beside_attention_multiply_codes(graphs, compute: str, grouped: bool) -> None:
     """Attention's result and its gradients come as heads, of another layout: they are cast where they are matrices."""
     torch.manual_seed(0)
@@ -143,8 +155,15 @@ def test_all_linear_layers_beside_attention_multiply_codes(graphs, compute: str,
         assert_bits_equal(a, c)
 
 
-@pytest.mark.parametrize("compute", ["high", "stored"])
-@pytest.mark.parametrize("act", [nn.GELU, nn.ReLU])
+@pytest.mark.parametrize(
+    ("act", "compute"),
+    [
+        (nn.GELU, "high"),
+        (nn.ReLU, "stored"),
+        pytest.param(nn.GELU, "stored", marks=pytest.mark.full),
+        pytest.param(nn.ReLU, "high", marks=pytest.mark.full),
+    ],
+)
 def test_each_operand_is_transposed_once_and_only_that_copy_is_saved(graphs, act, compute: str) -> None:
     """ReLU's backward reads its output, which a GEMM reads too: it must read the copy that is saved anyway."""
     with recorded_works() as works:
