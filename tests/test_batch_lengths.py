@@ -76,22 +76,29 @@ def run(training: Training, first: tuple[int, int], start: int, stop: int) -> li
     return [training.step(first[n % 2], n, loudness=5 if n % 4 == 3 else 1) for n in range(start, stop)]
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("when", ["before compilation", "after compilation"])
-def test_states_find_their_graphs_whatever_comes_first(order: tuple[int, int], when: str) -> None:
+@pytest.mark.parametrize(
+    ("order", "when"),
+    [
+        ("the same order", "before compilation"),
+        ("the other order", "after compilation"),
+        pytest.param("the other order", "before compilation", marks=pytest.mark.full),
+        pytest.param("the same order", "after compilation", marks=pytest.mark.full),
+    ],
+)
+def test_states_find_their_graphs_whatever_comes_first(order: str, when: str) -> None:
     whole = Training("packed")
     run(whole, (LONG, SHORT), 0, 5)  # an odd number: their scales and steps differ
     state = json.dumps(whole.backend.state_dict())
     tensors = {name: value.clone() for name, value in whole.model.state_dict().items()}
     assert any(whole.promoted())
-    wanted = run(whole, order, 5, 13)
+    wanted = run(whole, ORDERS[order], 5, 13)
 
     resumed = Training("packed")
     if when == "after compilation":
-        run(resumed, order, 0, 2)
+        run(resumed, ORDERS[order], 0, 2)
     resumed.model.load_state_dict(tensors)
     resumed.backend.load_state_dict(json.loads(state))
-    found = run(resumed, order, 5, 13)
+    found = run(resumed, ORDERS[order], 5, 13)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     for a, b in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(a, b)

@@ -45,8 +45,15 @@ def saved_and_loaded(model: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@WAYS
-@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+@pytest.mark.parametrize(
+    ("make", "copied"),
+    [
+        (compiled_by_name, copy.deepcopy),
+        (compiled_by_instance, saved_and_loaded),
+        pytest.param(compiled_by_name, saved_and_loaded, marks=pytest.mark.full),
+        pytest.param(compiled_by_instance, copy.deepcopy, marks=pytest.mark.full),
+    ],
+)
 def test_a_copy_of_a_trained_model_is_compiled_and_goes_on_for_itself(make, copied) -> None:
     model = make()
     train(model)

@@ -172,8 +172,24 @@ def outputs(model: nn.Module, args: tuple[Tensor, ...], training: bool = True, *
     return [o.detach() for o in (found if isinstance(found, tuple) else (found,))]
 
 
-@pytest.mark.parametrize(("recipe", "storage"), [("hfp8", "packed"), ("fp8", "native")])
-@pytest.mark.parametrize("name", ["parts", "shared", "normed", pytest.param("transformer", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("name", "recipe", "storage"),
+    [
+        ("parts", "hfp8", "packed"),
+        ("shared", "fp8", "native"),
+        ("normed", "hfp8", "packed"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("parts", "fp8", "native"),
+                ("shared", "hfp8", "packed"),
+                ("normed", "fp8", "native"),
+                ("transformer", "hfp8", "packed"),
+                ("transformer", "fp8", "native"),
+            )
+        ),
+    ],
+)
 def test_outputs_are_those_of_the_high_format_whatever_is_low(
     monkeypatch: pytest.MonkeyPatch, name: str, recipe: str, storage: str
 ) -> None:
