@@ -14,7 +14,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PRELOADED = ["torch.nn.parallel", "torch._dynamo", "torch._inductor.codecache", "fxprec.driver.named", "fxprec.aps"]
+PRELOADED = [
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "torch._inductor.codecache",
+    "torch._inductor.fx_passes.joint_graph",
+    "fxprec.driver.named",
+    "fxprec.driver.traced",  # and what a first compilation imports
+    "fxprec.passes.lowering.lower",
+    "fxprec.aps",
+]
 
 
 def _to_bytes(value: Any) -> bytes:
