@@ -1,7 +1,7 @@
 """A promotion in the middle of training, wherever training may be: it goes on, and computes what a fresh compile would.
 
-The default run holds every case with the eager lowering and the few that show what Inductor adds; ``pytest -m full``
-runs all of them through Inductor.
+The default run holds every case and every storage with the eager lowering, and the one with most parts through Inductor;
+``pytest -m full`` runs all pairs of both, and all of them through Inductor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,26 @@ from fxprec.plan import Site
 from fxprec.runtime.controller import Controller
 
 CASES = ("float32", "autocast", "bf16", "dynamic", "checkpoint", "graph break", "ddp")
-WITH_INDUCTOR = (("bf16", "native"), ("dynamic", "packed"))
+WITH_INDUCTOR = (("dynamic", "packed"),)
+EAGER = (
+    *((case, "packed") for case in CASES),
+    *(
+        ("bf16", "native"),
+        ("autocast", "native"),
+        ("dynamic", "native"),
+        ("float32", "simulate"),
+        ("dynamic", "simulate"),
+    ),
+)
+
+
+def pairs(gate: tuple[tuple[str, str], ...]) -> pytest.MarkDecorator:
+    """Parametrize by every pair of a case and a storage; those outside of ``gate`` are marked ``full``."""
+    every = [(case, storage) for case in CASES for storage in STORAGES]
+    return pytest.mark.parametrize(
+        ("case", "storage"), [pytest.param(*pair, marks=() if pair in gate else pytest.mark.full) for pair in every]
+    )
+
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*DDP optimizer is off"),
@@ -132,8 +151,7 @@ def check(case: str, storage: str, lowering: str) -> None:
         ]
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("case", CASES)
+@pairs(EAGER)
 def test_training_goes_on_as_if_compiled_afresh(case: str, storage: str) -> None:
     check(case, storage, "eager")
 
@@ -212,13 +230,6 @@ def test_a_state_is_loaded_in_another_mode_than_the_graph_was_traced_in() -> Non
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(
-    ("case", "storage"),
-    [
-        pytest.param(case, storage, marks=() if (case, storage) in WITH_INDUCTOR else pytest.mark.full)
-        for case in CASES
-        for storage in STORAGES
-    ],
-)
+@pairs(WITH_INDUCTOR)
 def test_training_goes_on_with_inductor(case: str, storage: str) -> None:
     check(case, storage, "auto")
