@@ -53,6 +53,11 @@ class Attention(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
+def two_layers() -> nn.Module:
+    """(batch, 16) to the same; six GEMMs. A block format's expansion is long: Inductor takes seconds a layer."""
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+
 def on_cpu(gm: torch.fx.GraphModule) -> list[torch.fx.Node]:
     values = ((n, n.meta.get("val")) for n in gm.graph.nodes)
     return [n for n, v in values if isinstance(v, Tensor) and v.device.type == "cpu"]
@@ -62,11 +67,11 @@ FP8 = {"recipe": "fp8", "gemms": "low"}
 PACKED = {"recipe": "hfp8", "storage": "packed"}
 CASES = {
     "linear layers, H100": (Network, (32, 16), FP8 | {"estimate": "histogram"}, "auto", 90),
-    "linear layers, A100": (Network, (32, 16), FP8, "auto", 80),
+    "linear layers, A100": (two_layers, (32, 16), FP8, "auto", 80),
     "linear layers, H100, generated": (Network, (32, 16), FP8, "triton", 90),
     "a transformer block, A100, generated": (Attention, (2, 8, 16), PACKED, "triton", 80),
-    "blocks, H100": (Network, (32, 16), {"recipe": "fp8+1-2-1/16:e4m3fn*", "gemms": "high"}, "auto", 90),
-    "blocks, A100, generated": (Network, (32, 16), {"recipe": "fp8+int4/32:bf16", "gemms": "high"}, "triton", 80),
+    "blocks, H100": (two_layers, (32, 16), {"recipe": "fp8+1-2-1/16:e4m3fn*", "gemms": "high"}, "auto", 90),
+    "blocks, A100, generated": (two_layers, (32, 16), {"recipe": "fp8+int4/32:bf16", "gemms": "high"}, "triton", 80),
     "convolutions, H100": (Cnn, (2, 3, 8, 8), PACKED, "auto", 90),
 }
 
