@@ -126,7 +126,7 @@ def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
     assert interpreted_tests.passed(__file__) == len(NAMES)
 
 
-@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+@pytest.mark.parametrize("arch", [80, 90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (89, 100))])
 def test_triton_kernels_compile_for_every_architecture(arch: int) -> None:
     pytest.importorskip("triton")
     from fxprec.runtime.aps import codec_triton
