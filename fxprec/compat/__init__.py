@@ -65,7 +65,6 @@ from fxprec.compat.loop_calls import call_in_loop as call_in_loop
 from fxprec.compat.loop_calls import calls_in_loops as calls_in_loops
 from fxprec.compat.loop_calls import converted_in_loop as converted_in_loop
 from fxprec.compat.loop_calls import lower_pointwise as lower_pointwise
-from fxprec.compat.order import saving_memory as saving_memory
 from fxprec.compat.patches import optional as optional
 from fxprec.compat.processor import cpu_vectors as cpu_vectors
 from fxprec.compat.processor import has_cpu_gemm as has_cpu_gemm
