@@ -22,10 +22,18 @@ def describe() -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
+        "processor": _processor(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in packages},
         "command": "python -m " + " ".join([_module_name(), *sys.argv[1:]]),
     }
+
+
+def _processor() -> str:
+    """Return the processor that torch uses; the environment can hide instructions that ``cpu`` lists."""
+    from fxprec.config.processor import Processor
+
+    return str(Processor.here())
 
 
 def _version(package: str) -> str:

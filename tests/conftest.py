@@ -30,6 +30,7 @@ with warnings.catch_warnings():
 
 from interpreted import InterpretedTests, files_of, run_interpreted, select
 from processors import AT_HAND, PINNED, plan_on
+from slow import mark
 
 plan_on(pytest.MonkeyPatch(), PINNED)  # now: fixtures of modules and of the session plan too
 
@@ -50,8 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     select(items)
+    mark(items)
+
+
+def pytest_report_header() -> str:
+    return f"processor: {AT_HAND}; plans are tested for {PINNED}, and where a test depends on it for the one at hand"
 
 
 def pytest_collection_finish() -> None:

@@ -62,6 +62,7 @@ def test_a_ratio_of_0_with_hi_fp32_changes_nothing() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.core
 @pytest.mark.inductor
 @pytest.mark.parametrize("storage", ["packed", "simulate"])
 def test_the_default_lowering_agrees_with_the_eager_reference(storage: str) -> None:

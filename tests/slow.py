@@ -1,0 +1,52 @@
+"""Which tests are left to ``./dev all``: those that took more than a second in the run that `slow.txt` was made from.
+
+``python tests/slow.py build/tests.xml``, where ``pytest --junitxml=build/tests.xml`` has run all tests on an idle machine,
+writes the list anew. A test that is not in it, as one just written, belongs to ``./dev``.
+"""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+LIST = Path(__file__).with_name("slow.txt")
+SECONDS = 1.0
+"""Of all cases of a test function together."""
+
+
+@cache
+def listed() -> frozenset[str]:
+    return frozenset(LIST.read_text(encoding="utf-8").split())
+
+
+def name_of(item: pytest.Item) -> str:
+    """Return ``tests/test_x.py::test_y``, without the case."""
+    return item.nodeid.partition("[")[0]
+
+
+def mark(items: list[pytest.Item]) -> None:
+    """Give the tests of the list the marker ``slow``, unless they are in ``./dev`` whatever they take."""
+    for item in items:
+        if name_of(item) in listed() and item.get_closest_marker("core") is None:
+            item.add_marker(pytest.mark.slow)
+
+
+def measured(report: Path) -> dict[str, float]:
+    """Return the seconds of each test function of a JUnit file."""
+    found: dict[str, float] = defaultdict(float)
+    for case in ElementTree.parse(report).iter("testcase"):
+        module, _, group = case.get("classname", "").partition(".Test")
+        scopes = [f"{module.replace('.', '/')}.py", *(f"Test{group}" for _ in group[:1]), case.get("name", "")]
+        found["::".join(scopes).partition("[")[0]] += float(case.get("time", 0))
+    return found
+
+
+if __name__ == "__main__":
+    slow = sorted(name for name, seconds in measured(Path(sys.argv[1])).items() if seconds > SECONDS)
+    LIST.write_text("\n".join(slow) + "\n", encoding="utf-8")
+    print(f"{len(slow)} tests take more than {SECONDS} s")
