@@ -113,3 +113,11 @@ def interpreted_tests(request: pytest.FixtureRequest, once: Once) -> Interpreted
     """The tests of the session's files that are marked ``interpreted``, run."""
     pytest.importorskip("triton")
     return InterpretedTests(**once("interpreted", lambda: run_interpreted(files_of(request.session.items))))
+
+
+@pytest.fixture(scope="session")
+def interpreted_in_full(request: pytest.FixtureRequest, once: Once) -> InterpretedTests:
+    """Those of them that are marked ``full`` too, run."""
+    pytest.importorskip("triton")
+    run = once("interpreted-full", lambda: run_interpreted(files_of(request.session.items), "full"))
+    return InterpretedTests(**run)

@@ -1,7 +1,8 @@
 """Tests of Triton kernels on the CPU, in one process for all files of a session.
 
 Triton's interpreter must be chosen before a kernel is decorated, so a process of its own; and each costs seconds of
-imports. ``@interpreted`` marks what runs there; a test that takes the fixture ``interpreted_tests`` starts it.
+imports. ``@interpreted`` marks what runs there; a test that takes the fixture ``interpreted_tests`` starts it. Tests that are marked ``full``
+as well run in another process, which a test that takes the fixture ``interpreted_in_full`` starts.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ import pytest
 
 interpreted = pytest.mark.interpreted
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-STARTS = "interpreted_tests"
+STARTS = frozenset({"interpreted_tests", "interpreted_in_full"})
 
 OLD_INTERPRETER = "only 0-dimensional arrays can be converted to Python scalars"
 
 
+def starts(item: pytest.Item) -> bool:
+    """Say whether a test takes a fixture that starts the interpreter's process."""
+    return not STARTS.isdisjoint(getattr(item, "fixturenames", ()))
+
+
 def select(items: list[pytest.Item]) -> None:
     """Leave what is marked to the interpreter's process, and nothing else."""
-    marked = [i for i in items if i.get_closest_marker("interpreted") and STARTS not in getattr(i, "fixturenames", ())]
+    marked = [i for i in items if i.get_closest_marker("interpreted") and not starts(i)]
     if INTERPRETING:
         items[:] = marked
     for item in marked if not INTERPRETING else ():
@@ -34,7 +40,7 @@ def select(items: list[pytest.Item]) -> None:
 
 def files_of(items: Sequence[pytest.Item]) -> list[str]:
     """Return the files of a session with a test that starts the interpreter."""
-    return sorted({str(i.path) for i in items if STARTS in getattr(i, "fixturenames", ())})
+    return sorted({str(i.path) for i in items if starts(i)})
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,11 @@ class InterpretedTests:
         return len(re.findall(rf"^PASSED .*/{name}::", self.output, re.MULTILINE))
 
 
-def run_interpreted(files: Sequence[str]) -> dict[str, str | int]:
-    """Run the marked tests of those files in one process, under the interpreter."""
+def run_interpreted(files: Sequence[str], marks: str = "not full") -> dict[str, str | int]:
+    """Run the tests of those files that are marked for it, and that ``marks`` selects, under the interpreter."""
+    options = ["-q", "-rA", "--show-capture=no", "-p", "no:cacheprovider", "-m", marks]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rA", "--show-capture=no", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-m", "pytest", *options, *files],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
