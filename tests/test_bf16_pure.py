@@ -29,7 +29,7 @@ def train(dtype: torch.dtype, recipe: str, steps: int) -> tuple[list[float], dic
     """Losses, bytes saved for backward by dtype in the last step, and the optimizer."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = CharTransformer(vocab=VOCAB, context=CONTEXT).to(dtype)
+    model = CharTransformer(vocab=VOCAB, context=CONTEXT, layers=1, width=32, heads=2).to(dtype)
     function = compiled(model, eager_backend(recipe))
     update = "kahan" if dtype == torch.bfloat16 else "nearest"
     optimizer = fxprec.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.99), update=update)
