@@ -27,9 +27,8 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     out = a.new_empty(a.shape[0], b.shape[1])
-    bias = bias.expand(out.shape)
     for rows, columns in _blocks(out):
-        out[rows, columns] = _scaled_sum(bias[rows, columns], _product(a[rows], b[:, columns]), beta, alpha)
+        out[rows, columns] = _scaled_sum(_part(bias, rows, columns), _product(a[rows], b[:, columns]), beta, alpha)
     return out
 
 
@@ -142,6 +141,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _scaled_sum(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
     scaled = product if alpha == 1 else product.mul_(alpha)
     return scaled if beta == 0 else scaled.add_(bias.float(), alpha=beta)  # as ATen: of beta 0 the bias is not read
+
+
+def _part(bias: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Return what belongs to a block; dimensions that are broadcast stay as small as they are."""
+    parts = zip((rows, columns)[2 - bias.dim() :], bias.shape, strict=True)
+    return bias[tuple(part if size > 1 else slice(None) for part, size in parts)]
 
 
 def _blocks(out: Tensor) -> Iterator[tuple[slice, slice]]:

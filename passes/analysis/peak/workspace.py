@@ -53,7 +53,7 @@ def _of_aten(name: str, operands: Sequence[Tensor]) -> int:
 def _widened(name: str, operands: Sequence[Tensor]) -> int:
     """Return what `fxprec_wide` takes: float32 copies of the piece at work, and what ATen takes for it in float32."""
     if name in _GEMMS:
-        return _product(*operands[-2:], has_bias=len(operands) > 2)
+        return _product(*operands[-2:])
     wide = [torch.empty_like(x, dtype=torch.float32) for x in operands[:3]]
     if name in ("convolution", "convolution_backward"):
         is_backward = name == "convolution_backward"
@@ -65,11 +65,11 @@ def _widened(name: str, operands: Sequence[Tensor]) -> int:
     return 0
 
 
-def _product(a: Tensor, b: Tensor, *, has_bias: bool) -> int:
+def _product(a: Tensor, b: Tensor) -> int:
     """Return the bytes of a block of each factor and of their product, or of some small matrices of a batch."""
     m = min(dim_hint(a.shape[-2]), ROWS)
     k, n = (min(dim_hint(size), COLUMNS) for size in (a.shape[-1], b.shape[-1]))
-    elements, batch = m * k + k * n + m * n * (2 if has_bias else 1), dim_hint(a.shape[0]) if a.dim() == 3 else 1
+    elements, batch = m * k + k * n + m * n, dim_hint(a.shape[0]) if a.dim() == 3 else 1
     largest = max(dim_hint(x) * dim_hint(y) for x, y in (a.shape[-2:], b.shape[-2:], (a.shape[-2], b.shape[-1])))
     return 4 * elements * max(1, min(batch, ELEMENTS // max(largest, 1)))
 
