@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
 from fxprec.numerics.formats import Format, parse
-from fxprec.passes.analysis import regions, sensitive
+from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of, readers, tensor_of
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, read_of, store_as
@@ -77,14 +77,11 @@ class _Readers:
         self._name_unknown()
 
     def _name_unknown(self) -> None:
-        """Remark on each operator whose backward reads 8 bits without a table that says how it bears them."""
-        casts = Quantize.among(Quantize.nodes(self.graph))
-        copies = [read_of(q) for q, cast in casts if not is_backward(q) and parse(cast.format).bits < self.hi.bits]
-        for name, op in sensitive.unknown_readers(self.work.operators, copies).items():
-            where = f" ({op.module})" if op.module else ""
+        """Remark on each operator in no table: what its backward reads keeps its own dtype."""
+        named = {kept.unknown.partition(" ")[0]: kept.unknown for _, kept in self.work.book.spared() if kept.unknown}
+        for name in named.values():
             self.work.remarks.append(
-                f"{name}{where} reads {self.work.settings.recipe.lo_forward.name} in backward like any other operator: "
-                "no table says how it bears it; hold it high with keep_high if training suffers"
+                f"{name}: what its backward reads keeps its own dtype, since no table says how it bears rounding"
             )
 
     def _chosen_by_hand(self, site: Site) -> str | None:

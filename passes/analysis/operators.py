@@ -82,8 +82,17 @@ class Operators:
             if node.target is ops.aten.add.Tensor
             and str(node.meta.get("original_aten")) == "aten.add.Tensor"
             and node.meta.get("seq_nr") == last
-            and all(isinstance(arg, Node) and self.joint.in_backward(arg) for arg in node.args)
+            and all(arg in self._gradients for arg in node.args)
         )
+
+    @cached_property
+    def _gradients(self) -> frozenset[Node]:
+        """What is computed from the gradients that backward is handed, and not from forward values alone."""
+        found = set(self.joint.tangents)
+        for node in self.joint.graph.nodes:
+            if not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return frozenset(found)
 
 
 def recover_operators(joint: JointGraph) -> Operators:

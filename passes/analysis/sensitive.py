@@ -11,13 +11,13 @@ The bounds are tested one by one (tests/passes/test_sensitive.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
-from fxprec.passes.analysis import ops
+from fxprec.passes.analysis import linear, ops
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.joint import argument, has_tag, is_backward, numel_hint, readers, tensor_of, value
 from fxprec.passes.analysis.operators import Operator, Operators
@@ -33,6 +33,8 @@ class Kept:
     """Whether it keeps its own dtype, and not the recipe's high format."""
     last_size: int | None = None
     """Which operands are meant: those whose last dimension has this size."""
+    unknown: str = ""
+    """The operator in no table whose backward reads the tensor, and its module."""
 
 
 _PROBABILITY = "a probability below 2^-10 would be 0 in e4m3fn, and over 1,000 keys most are"
@@ -48,6 +50,7 @@ RESULTS: Mapping[str, str] = {
     "aten.tanh": "its gradient is 1 - y^2: near 1 an error of 2^-5 in y is all of it",
     "aten.sigmoid": "its gradient is y (1 - y): near 1 an error of 2^-5 in y is all of it",
     "aten.logcumsumexp": "backward exponentiates it, in a sum: an error of 0.5 in the exponent is a factor of 1.6",
+    "aten.expm1": "its gradient is y + 1: near -1 an error of 2^-5 in y is all of it",
     "aten.exp": "its range is as wide as the exponent's: it overflows, or most of it is 0",
 }
 
@@ -66,7 +69,7 @@ OPERANDS: Mapping[str, Kept] = {
 }
 
 # Operators whose backward bears 8 bits in what it reads: it is linear in that value (products, norms, sums) or bounded
-# by it (activations). GEMMs are, too. Any other is treated like these, and named in the plan's notes.
+# by it (activations). So do GEMMs. What the backward of any other operator reads keeps its own dtype.
 _HARMLESS = (
     "add sub rsub mul div neg abs sign square pow.Tensor_Scalar addcmul addcdiv lerp where clamp clamp_min clamp_max"
     " maximum minimum sum mean cumsum var var_mean std std_mean linalg_vector_norm norm masked_fill constant_pad_nd"
@@ -78,8 +81,9 @@ _HARMLESS = (
     " avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d max_pool2d_with_indices"
     " max_pool3d_with_indices adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d"
     " mse_loss smooth_l1_loss huber_loss l1_loss nll_loss_forward nll_loss2d_forward binary_cross_entropy_with_logits"
+    " _grouped_mm"
 )
-HARMLESS = frozenset(f"aten.{name}" for name in _HARMLESS.split())
+HARMLESS = frozenset(f"aten.{name}" for name in _HARMLESS.split()) | {"transformers.grouped_mm_fallback"}
 
 # Attention makes its probabilities again in backward, exp(q k - logsumexp): an error of q or k is exponentiated, and
 # rows no longer add up to 1.
@@ -89,6 +93,7 @@ STATISTIC = Kept(
     "it is a statistic: its one error is in every element it is spread over, and it takes next to nothing",
     as_it_is=True,
 )
+UNKNOWN = Kept("no table says how the backward that reads it bears rounding", as_it_is=True)
 COMPARED = Kept(
     "backward asks where it equals another value: a rounded one equals it nowhere, and 0 / 0 is NaN", as_it_is=True
 )
@@ -111,6 +116,8 @@ def kept(grouped: Grouped) -> dict[int, Kept]:
             found[tensor.id] = COMPARED
         elif tensor.kind != "param" and _is_statistic(node, tensor):
             found[tensor.id] = STATISTIC
+        elif (unknown := next(_unknown_readers(operators, node), None)) is not None:
+            found[tensor.id] = unknown
         elif node in exponentiated:
             found[tensor.id] = EXPONENTIATED
         elif node in operands:
@@ -198,15 +205,17 @@ def _is_statistic(node: Node, tensor: CountedTensor) -> bool:
     )
 
 
-def unknown_readers(operators: Operators, copies: Iterable[Node]) -> dict[str, Operator]:
-    """Return the operators, one of each name, whose backward reads one of ``copies`` and that no table here knows."""
-    found: dict[str, Operator] = {}
-    for copy in copies:
-        for _, reader in readers(copy):
-            op = operators.of_backward_node.get(reader)
-            if op is not None and not _is_known(op):
-                found.setdefault(op.aten, op)
-    return found
+def _unknown_readers(operators: Operators, value: Node) -> Iterator[Kept]:
+    """Yield why ``value`` keeps its dtype for each operator in no table whose backward reads the value.
+
+    A node of backward that no operator owns is a user's own backward: known where it is a sum of products.
+    """
+    for _, reader in readers(value):
+        op = operators.of_backward_node.get(reader)
+        if op is not None and not _is_known(op):
+            yield replace(_named(UNKNOWN, op), unknown=f"{op.aten} ({op.module})" if op.module else op.aten)
+        elif op is None and is_backward(reader) and reader.target not in linear.TERMS.keys() | ops.GEMMS_BACKWARD:
+            yield replace(UNKNOWN, why=f"{UNKNOWN.why} ({reader.target})", unknown=str(reader.target))
 
 
 def _is_known(op: Operator) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -144,6 +144,15 @@ class SiteBook:
         """Return why a tensor is not in the format that its group, or the policy, gives it."""
         kept = self.kept.get(tensor.id)
         return kept.why if kept is not None and self._wanted(tensor, dtype) != self._unless_kept(tensor) else ""
+
+    def spared(self) -> Iterator[tuple[Site, Kept]]:
+        """Yield the sites that would have fewer bits but for what 8 bits would spoil, with the reason."""
+        for tensor, kept in self.kept.items():
+            site = self._by_tensor.get(tensor)
+            if site is not None:
+                fmt = self.recipe.format_of(site.kind, low=tensor in self.low)
+                if fmt.bits < parse(site.format).bits:
+                    yield site, kept
 
     def site(self, tensor: CountedTensor, dtype: torch.dtype) -> Site:
         """Return the tensor's row, opening it at first use.

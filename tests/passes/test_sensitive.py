@@ -94,6 +94,7 @@ CASES = {
     ("aten.sigmoid", "saturated"): pointwise(lambda y: y * (1 - y), SATURATED.abs(), 0.5, 0.1),
     ("aten.sigmoid", "wide"): pointwise(lambda y: y * (1 - y), normal(10_000, by=3).sigmoid(), 0.05, 0.005),
     ("aten.exp", "wide"): pointwise(lambda y: y, normal(10_000, by=3).exp(), 0.9, 2**-8),
+    ("aten.expm1", "saturated"): pointwise(lambda y: y + 1, -SATURATED.abs(), 0.5, 0.1),
     ("aten.logcumsumexp", "wide"): pointwise(
         lambda y: (normal(64, 1024, by=5) - y).exp(), normal(64, 1024, by=5).logcumsumexp(-1), 0.3, 0.05
     ),
@@ -189,7 +190,10 @@ class Sensitive(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.enter(x))
-        parts = [getattr(torch, name)(h * (2 + i)) for i, name in enumerate(("tanh", "sigmoid", "exp", "sin", "cos"))]
+        parts = [
+            getattr(torch, name)(h * (2 + i))
+            for i, name in enumerate(("tanh", "sigmoid", "exp", "expm1", "sin", "cos"))
+        ]
         parts += [
             getattr(torch, name)(h * (0.1 + i / 100)) for i, name in enumerate(("asin", "acos", "atanh", "erfinv"))
         ]
@@ -269,10 +273,76 @@ class Prod(nn.Module):
 
 
 def test_an_operator_that_no_table_knows_is_named_in_the_notes() -> None:
-    (note,) = run_pass("write-plan", Prod(), torch.randn(5, 4)).work.plan.notes
-    assert note == (
-        "aten.prod reads e4m3fn in backward like any other operator: no table says how it bears it; hold it high with "
-        "keep_high if training suffers"
+    plan = run_pass("write-plan", Prod(), torch.randn(5, 4)).work.plan
+    assert plan.notes == (
+        "aten.prod: what its backward reads keeps its own dtype, since no table says how it bears rounding",
     )
-    assert run_pass("write-plan", Prod(), torch.randn(5, 4), low_ratio=0.0).work.plan.notes == ()
+    assert set(sites_because(plan, f"{sensitive.UNKNOWN.why} (aten.prod)")) == {"fp32"}
+    high = run_pass("write-plan", Prod(), torch.randn(5, 4), low_ratio=0.0).work.plan
+    assert high.notes == plan.notes, "nor is it in bf16"
     assert run_pass("write-plan", Prod(), torch.randn(5, 4), compute="stored").work.plan.notes == ()
+
+
+special = torch.special
+BETWEEN_POLES = -3.001 + 7 * torch.rand(4096, generator=torch.Generator().manual_seed(3))
+INSIDE = 2 * torch.rand(4096, generator=torch.Generator().manual_seed(3)) - 1
+WIDE = 6 * torch.randn(4096, generator=torch.Generator().manual_seed(3))
+WITHOUT_A_TABLE: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+    "lgamma": (torch.lgamma, BETWEEN_POLES),
+    "digamma": (torch.digamma, BETWEEN_POLES),
+    "polygamma_1": (lambda x: torch.polygamma(1, x), BETWEEN_POLES),
+    "polygamma_3": (lambda x: torch.polygamma(3, x), BETWEEN_POLES),
+    "mvlgamma": (lambda x: torch.mvlgamma(x.abs() + 1.001, 3), WIDE),
+    "log_ndtr": (special.log_ndtr, WIDE),
+    "ndtri": (special.ndtri, INSIDE.abs()),
+    "erfcx": (special.erfcx, WIDE.abs()),
+    "i0e": (special.i0e, WIDE),
+    "i1": (special.i1, WIDE),
+    "i1e": (special.i1e, WIDE),
+    "entr": (special.entr, WIDE.abs()),
+    "xlog1py": (lambda x: special.xlog1py(x, x.abs()), WIDE),
+    "zeta": (lambda x: special.zeta(torch.tensor(2.5), x), WIDE.abs() + 1),
+    "sinc": (torch.sinc, WIDE),
+    "logit": (torch.logit, INSIDE.abs()),
+    "log1p": (torch.log1p, 0.9999 * INSIDE),
+    "expm1": (torch.expm1, WIDE),
+    "exp2": (torch.exp2, WIDE),
+    "acosh": (torch.acosh, 1 + INSIDE.abs()),
+    "erfinv": (torch.erfinv, 0.9999 * INSIDE),
+    "atanh": (torch.atanh, 0.9999 * INSIDE),
+    "acos": (torch.acos, 0.9999 * INSIDE),
+    "logaddexp": (lambda x: torch.logaddexp(x, -x), WIDE),
+    "cumprod": (lambda x: x.view(-1, 8).cumprod(-1), INSIDE),
+    "prod": (lambda x: x.view(-1, 8).prod(-1), INSIDE),
+    "pow": (lambda x: x.abs().pow(x), INSIDE),
+    "binary_cross_entropy": (
+        lambda x: nn.functional.binary_cross_entropy(x, torch.full_like(x, 0.5), reduction="none"),
+        INSIDE.abs(),
+    ),
+}
+UNTABLED = {"lgamma", "digamma", "polygamma_1", "log_ndtr"}  # some of those whose only operator is in no table
+
+
+def in_bf16(x: Tensor) -> Tensor:
+    return x.bfloat16().float() if x.dtype == torch.float32 else x
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
+@pytest.mark.parametrize("name", WITHOUT_A_TABLE)
+def test_what_an_operator_without_a_table_reads_does_no_more_harm_than_in_bf16(name: str, recipe: str) -> None:
+    function, given = WITHOUT_A_TABLE[name]
+    step = lambda x: function(x * 1.5)  # noqa: E731
+    x = (given / 1.5).requires_grad_()
+    g = torch.randn(step(x).shape, generator=torch.Generator().manual_seed(4))
+    (exact,) = torch.autograd.grad(step(wide := x.detach().double().requires_grad_()), wide, g.double())
+    with torch.autograd.graph.saved_tensors_hooks(in_bf16, lambda saved: saved):
+        (rounded_,) = torch.autograd.grad(step(x), x, g)
+    backend = eager_backend(recipe, low_ratio=1.0 if recipe == "fp8" else None)
+    (found,) = torch.autograd.grad(compiled(step, backend)(x), x, g)
+    off = lambda got: float((got.double() - exact).norm() / exact.norm())  # noqa: E731
+    assert off(found) <= max(1.01 * off(rounded_), 1e-5) or not rounded_.isfinite().all()
+    assert found.isfinite().all()
+    if name in UNTABLED:
+        (plain,) = torch.autograd.grad(step(x), x, g)
+        assert torch.allclose(found, plain, rtol=1e-5)
+        assert any("keeps its own dtype" in note for note in backend.plans[0].notes)
