@@ -6,15 +6,16 @@ the same GEMMs where there is one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxprec.config.recipes import Recipe
 from fxprec.errors import PlanError
 from fxprec.passes.analysis.assignment import Assignment, assign
+from fxprec.passes.analysis.gemm_costs import gpu_of
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.saved_bytes import SavedBytes, bytes_in_float32, predicted_size
-from fxprec.passes.analysis.selection import kept_high
+from fxprec.passes.analysis.selection import kept_high, without_effect
 from fxprec.passes.analysis.sizes import budget_note, order_notes, ranges_of
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.base import Work
@@ -53,8 +54,17 @@ class AssignPrecision:
             saved_bytes=replace(saved, fixed=work.fixed_bytes),
             may_exceed=work.may_exceed_budget,
         )
-        work.notices += [Notice("assign-precision", text) for text in work.assignment.warnings]
+        texts = [*work.assignment.warnings, *_without_effect(work)]
+        work.notices += [Notice("assign-precision", text) for text in texts]
         _note_sizes(work, work.grouped, work.assignment)
+
+
+def _without_effect(work: Work) -> Iterator[str]:
+    """Yield a message for each pattern of ``keep_high`` that changes nothing where only backward reads 8 bits."""
+    patterns, device = work.settings.asked.keep_high, work.joint.table.meta["val"].device
+    multiplies_codes = gpu_of(device) is not None
+    if patterns != "ends" and work.computes_high and work.settings.recipe.has_low and not multiplies_codes:
+        yield from without_effect(work.grouped.tensors if work.joint.tangents else (), patterns)
 
 
 def _note_sizes(work: Work, grouped: Grouped, assignment: Assignment) -> None:

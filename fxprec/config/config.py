@@ -98,7 +98,8 @@ class Config:
     """A plan file to follow instead of solving; excludes ``low_ratio`` and ``activation_budget``."""
 
     keep_high: tuple[str, ...] | Literal["ends"] = ()
-    """Module-name patterns (`fnmatch`) whose tensors stay high, or ``"ends"``: first GEMM and last group."""
+    """Module-name patterns (`fnmatch`) of modules that make the tensors which stay high, or ``"ends"``: first GEMM and
+    last group. What a layer reads in backward is made by the module before it: a pattern that changes nothing warns."""
 
     promote_above: float | None = 0.01
     """Overflow ratio, above 0 up to 1, from which a forward tensor is promoted to high for good, and from which a

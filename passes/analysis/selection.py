@@ -42,6 +42,17 @@ def covers(pattern: str, module: str) -> bool:
     return any(fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
 
 
+def without_effect(tensors: Sequence[CountedTensor], keep_high: tuple[str, ...]) -> Iterator[str]:
+    """Yield a message for each pattern that matches modules none of whose outputs is saved for backward."""
+    for pattern in keep_high:
+        held = [t for t in tensors if covers(pattern, t.module)]
+        if held and not any(t.saved and t.kind == "output" for t in held):
+            yield (
+                f"keep_high pattern {pattern!r} changes nothing: backward reads no output of these modules; what a "
+                "layer reads in backward is its input, so name the module that makes the input"
+            )
+
+
 def _no_match(pattern: str, modules: Sequence[str]) -> str:
     if not modules:
         return f"keep_high pattern {pattern!r} matches nothing: the graph names no modules; leave keep_high out"

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import eager_backend
 from one_pass import Ran, run_pass
 from torch import nn
 
+import fxprec
 from fxprec import Plan, PlanError
 from fxprec.passes.base import Work
 
@@ -42,7 +44,7 @@ def test_low_groups_reach_the_ratio() -> None:
 
 
 def test_what_cannot_be_reached_is_told() -> None:
-    made = ran(low_ratio=1.0, keep_high=["0"])
+    made = ran(low_ratio=1.0, keep_high=["1"])
     (notice,) = made.work.notices
     assert notice.site == NAME
     assert "low_ratio 1 is not reached" in notice.detail
@@ -85,3 +87,37 @@ def test_training_does_not_follow_another_graph(plan: Plan) -> None:
         work.siblings = (everything,)
 
     assert ran(sibling).work.assignment.low_groups == plan.low_groups
+
+
+class Routed(nn.Module):
+    """A router's scores weigh what two experts make of a normalised input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(64), nn.Linear(64, 2)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        scores = self.gate(h).softmax(-1)
+        return sum(scores[..., i, None] * expert(h) for i, expert in enumerate(self.experts))
+
+
+def saved_with(keep_high: tuple[str, ...], **options: object) -> int:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    backend = eager_backend("fp8", keep_high=keep_high, **options)
+    torch.compile(Routed(), backend=backend)(torch.randn(32, 64)).square().sum().backward()
+    return backend.plans[0].saved_bytes.planned
+
+
+def test_keep_high_names_the_module_that_makes_what_backward_reads_or_warns() -> None:
+    words = (
+        r"keep_high pattern 'gate' changes nothing: backward reads no output of these modules; .* name the module that"
+    )
+    plain = saved_with(())
+    with pytest.warns(fxprec.FxprecWarning, match=words):
+        assert saved_with(("gate",)) == plain
+    assert saved_with(("norm",)) > plain, "its result is what the gate and the experts read"
+    with pytest.raises(fxprec.FallbackError, match=words):
+        saved_with(("gate",), strict=True)
