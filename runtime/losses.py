@@ -53,7 +53,7 @@ class LossWatch:
         if not value.is_cuda:
             self._pending.append((step, float(value), None))
             return
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True, device="cpu")
         host.copy_(value, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()

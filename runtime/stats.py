@@ -71,7 +71,7 @@ class StatsQueue:
         if stats.device.type == "cpu":
             self._pending.append(_Pending(sites, counted, stats, None))
             return
-        host = torch.empty(stats.shape, dtype=stats.dtype, pin_memory=True)
+        host = torch.empty(stats.shape, dtype=stats.dtype, pin_memory=True, device="cpu")
         host.copy_(stats, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

@@ -95,7 +95,7 @@ def format_rows(
     used += [(v.row, held.get(v.site, v.format)) for v in casts]
     for row, fmt in used:
         table[row] = [0, *format_row(parse(fmt))[1:], 0, 0]
-    return torch.tensor(table, dtype=torch.int32)
+    return torch.tensor(table, dtype=torch.int32, device="cpu")
 
 
 def with_scales(base: torch.Tensor, scales: ScaleGraph, exps: Sequence[int], *, measure: bool) -> torch.Tensor:
@@ -108,7 +108,7 @@ def with_scales(base: torch.Tensor, scales: ScaleGraph, exps: Sequence[int], *, 
     shifts = {slot.row: exp(slot.plus) - exp(slot.minus) for slot in scales.slots}
     carried = {v.row: exp(v.source) for v in scales.variables if isinstance(v, Cast)}
     shifts |= {row: exps[variable] - carried[row] for row, variable in scales.casts.items()}
-    table[list(shifts), 0] = torch.tensor(list(shifts.values()), dtype=torch.int32)
-    table[list(carried), CARRIED] = torch.tensor(list(carried.values()), dtype=torch.int32)
+    table[list(shifts), 0] = torch.tensor(list(shifts.values()), dtype=torch.int32, device="cpu")
+    table[list(carried), CARRIED] = torch.tensor(list(carried.values()), dtype=torch.int32, device="cpu")
     table[:, MEASURE] = int(measure)
     return table

@@ -85,7 +85,7 @@ def _sensitivity(probes: Sequence[Tensor | None], progress: Tensor | None) -> Se
 
 
 def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    signs = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
+    signs = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8, device="cpu")
     return (signs * 2 - 1).to(like)
 
 

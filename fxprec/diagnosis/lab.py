@@ -87,7 +87,7 @@ class Lab:
             for _, call in Quantize.among(Quantize.nodes(half.gm.graph)):
                 result: Tensor = self._args(half)[names.index(call.table.name)]
                 return result
-        return torch.zeros(0, 0, dtype=torch.int32)  # all is in blocks, which have their own scales
+        return torch.zeros(0, 0, dtype=torch.int32, device="cpu")  # all is in blocks, which have their own scales
 
     def run(self, read: Read = exact, *, differentiate: bool = False) -> list[Any]:
         """Return what backward returns: gradients in the order of forward's inputs, None where there is none."""

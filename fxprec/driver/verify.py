@@ -128,7 +128,9 @@ class _GeneratedChecker(Interpreter):
     def compare_statistics(self, wanted: torch.Tensor, found: torch.Tensor, lowered: Lowered) -> None:
         """Ratios and largest magnitudes must agree to the last bit; moments are sums in another order."""
         pair = (wanted, found[: wanted.numel()])
-        reference, rows = (torch.tensor(finish(v.cpu().view(-1, WIDTH)), dtype=torch.float64) for v in pair)
+        reference, rows = (
+            torch.tensor(finish(v.cpu().view(-1, WIDTH)), dtype=torch.float64, device="cpu") for v in pair
+        )
         owner = {row: kernel.name for kernel in lowered.generated.kernels for row in kernel.watched}
         for row, mine, theirs in zip(lowered.generated.watched, rows, reference, strict=True):
             same = torch.equal(mine[:3].nan_to_num(), theirs[:3].nan_to_num())

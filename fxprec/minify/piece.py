@@ -50,10 +50,10 @@ class Input:
         """Return the tensor; the script of a failure makes it by the same two lines."""
         generator = torch.Generator().manual_seed(seed)
         if self.dtype.is_floating_point:
-            return (torch.randn(self.shape, generator=generator, dtype=torch.float32) * self.std + self.mean).to(
-                self.dtype
-            )
-        return torch.randint(self.low, self.high + 1, self.shape, generator=generator).to(self.dtype)
+            return (
+                torch.randn(self.shape, generator=generator, dtype=torch.float32, device="cpu") * self.std + self.mean
+            ).to(self.dtype)
+        return torch.randint(self.low, self.high + 1, self.shape, generator=generator, device="cpu").to(self.dtype)
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ def _nearest(x: float, form: Format) -> float:
 
 @cache
 def _numbers(element: Format) -> tuple[list[Fraction], Format]:
-    codes = torch.arange(element.largest_code + 1).to(element.code_dtype)
+    codes = torch.arange(element.largest_code + 1, device="cpu").to(element.code_dtype)
     return [Fraction(v) for v in reference_decode(codes, element, torch.float64).tolist()], element
 
 

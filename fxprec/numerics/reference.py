@@ -139,7 +139,7 @@ def _value(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
     exponent = magnitude >> fmt.mantissa_bits
     mantissa = (magnitude & ((1 << fmt.mantissa_bits) - 1)).double() / (1 << fmt.mantissa_bits)
     normal = torch.ldexp(1 + mantissa, exponent - fmt.offset)
-    subnormal = torch.ldexp(mantissa, torch.tensor(fmt.min_exponent, dtype=torch.float64))
+    subnormal = torch.ldexp(mantissa, torch.tensor(fmt.min_exponent, dtype=torch.float64, device="cpu"))
     value = torch.where(exponent > 0, normal, subnormal)
     value = torch.where(magnitude > fmt.largest_code, torch.inf, value)
     if fmt.specials == "ieee":

@@ -56,7 +56,7 @@ def load(path: Path, name: str) -> Tensor:
             file.seek(8 + size + start)
             data = bytearray(file.read(end - start))
         dtype = _DTYPES[entry["dtype"]]
-        found = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        found = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
         return found.reshape(entry["shape"])
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
         cause = " ".join(str(error).split())[:100]

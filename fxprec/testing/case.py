@@ -138,7 +138,7 @@ class Compiled:
         targets = [p for p in (*self.model.parameters(), *tree_leaves(self.inputs)) if _is_float(p)]
         before = [t.detach().clone() for t in targets]
         for target in targets:
-            noise = torch.randn(target.shape, generator=generator, dtype=torch.float32).to(target)
+            noise = torch.randn(target.shape, generator=generator, dtype=torch.float32, device="cpu").to(target)
             exact = target.detach().bfloat16().to(target.dtype) == target.detach()
             target.data.mul_(torch.where(exact, 1.0, 1.0 + scale * noise))
         try:
@@ -216,6 +216,6 @@ def squared_distance(outputs: Sequence[Any]) -> Tensor:
         result: Tensor = outputs[0]
         return result
     generator = torch.Generator().manual_seed(0)
-    targets = [torch.randn(o.shape, generator=generator, dtype=torch.float32).to(o) for o in outputs]
+    targets = [torch.randn(o.shape, generator=generator, dtype=torch.float32, device="cpu").to(o) for o in outputs]
     parts = [(o - target).square().mean() / 2 for o, target in zip(outputs, targets, strict=True)]
     return torch.stack([p.to(parts[0]) for p in parts]).sum()

@@ -77,4 +77,4 @@ def _signs(name: str, like: Tensor) -> Iterable[Tensor]:
     """Yield `SKETCH` tensors of +1 and -1, always the same for the same name and shape."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     for _ in range(SKETCH):
-        yield torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8).double() * 2 - 1
+        yield torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8, device="cpu").double() * 2 - 1

@@ -184,8 +184,8 @@ def _traced(
     function: Callable[..., torch.Tensor], dtypes: tuple[torch.dtype, ...], static: tuple[Any, ...], num_columns: int
 ) -> GraphModule:
     """Trace ``function(*tensors, columns, *static)`` on a small example; the trace holds for every shape."""
-    examples = [torch.zeros(_EXAMPLES.get(function, (2, 3)), dtype=dtype) for dtype in dtypes]
-    columns = [torch.zeros((), dtype=torch.int32) for _ in range(num_columns)]
+    examples = [torch.zeros(_EXAMPLES.get(function, (2, 3)), dtype=dtype, device="cpu") for dtype in dtypes]
+    columns = [torch.zeros((), dtype=torch.int32, device="cpu") for _ in range(num_columns)]
 
     def call(*args: torch.Tensor) -> torch.Tensor:
         return function(*args[: len(dtypes)], args[len(dtypes) :], *static)

@@ -85,12 +85,12 @@ class Exchange:
         self.bucket = bucket
         self.layout: Layout = layout(sizes_of(bucket.low), state.groups.size)
         self.work: dist.Work | None = None
-        self.exponent_codes = torch.empty(0, dtype=torch.int8)
-        self.exponents = torch.empty(0, dtype=torch.int32)
-        self.flat = torch.empty(0, dtype=torch.float32)
+        self.exponent_codes = torch.empty(0, dtype=torch.int8, device="cpu")
+        self.exponents = torch.empty(0, dtype=torch.int32, device="cpu")
+        self.flat = torch.empty(0, dtype=torch.float32, device="cpu")
         self.in_place = False
         self.lost: Tensor | None = None
-        self.message = torch.empty(0, dtype=torch.uint8)
+        self.message = torch.empty(0, dtype=torch.uint8, device="cpu")
         """What the next stage sends, or has received: codes."""
 
     def start(self) -> None:
@@ -160,7 +160,7 @@ class Exchange:
         if self.state.options.accumulate == "fp32":
             codes, second = split_messages(self.message, self.layout)
         else:
-            codes, second = self.message.reshape(-1), torch.zeros(len(pieces), dtype=torch.int32)
+            codes, second = self.message.reshape(-1), torch.zeros(len(pieces), dtype=torch.int32, device="cpu")
         layer_of = torch.tensor([p.layer for p in pieces], dtype=torch.int64, device=self.exponents.device)
         exponents = -second.to(layer_of.device) - self.exponents[layer_of]
         mask = mask_factors(self.exponent_codes)[layer_of]

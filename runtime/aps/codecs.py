@@ -61,7 +61,7 @@ def codec(name: str) -> Codec:
 
 @cache
 def _named(name: str) -> Codec:
-    values = torch.tensor(list(TABLES[name]()), dtype=torch.float64).to(torch.float32).sort().values
+    values = torch.tensor(list(TABLES[name]()), dtype=torch.float64, device="cpu").to(torch.float32).sort().values
     normalisation: Normalisation = "maximum" if name in NORMALISED_BY_MAXIMUM else "decade"
     return Codec(name, tuple(values.tolist()), normalisation)
 
@@ -69,7 +69,7 @@ def _named(name: str) -> Codec:
 @cache
 def decode_table(c: Codec, device: torch.device) -> Tensor:
     """All 256 values by code, float32."""
-    positive = torch.tensor(c.magnitudes, dtype=torch.float32)
+    positive = torch.tensor(c.magnitudes, dtype=torch.float32, device="cpu")
     return torch.cat([positive, -positive]).to(device)
 
 
@@ -79,7 +79,7 @@ def thresholds(c: Codec, device: torch.device) -> Tensor:
 
     The exact midpoint rarely is a float32; rounding it down keeps every comparison with a float32 exact.
     """
-    values = torch.tensor(c.magnitudes, dtype=torch.float32).double()
+    values = torch.tensor(c.magnitudes, dtype=torch.float32, device="cpu").double()
     middle = (values[:-1] + values[1:]) / 2  # exact: at most 25 significant bits apart by a few binades
     nearest = middle.to(torch.float32)
     lower = torch.nextafter(nearest, torch.full_like(nearest, -math.inf))

@@ -45,7 +45,7 @@ class Coder:
         """Bytes of unscaled values, to nearest, overflow by the format's own rule."""
         if not self._fast(values):
             return self.wire.encode(values)
-        codes = torch.empty(values.numel(), dtype=torch.uint8)
+        codes = torch.empty(values.numel(), dtype=torch.uint8, device="cpu")
         kernels.encode(values, 0, self.wire.kind, codes)
         return codes
 
@@ -53,7 +53,7 @@ class Coder:
         """Values of bytes, overflow codes among them."""
         if not self._fast(codes):
             return self.wire.decode(codes)
-        values = torch.empty(codes.numel(), dtype=torch.float32)
+        values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
         kernels.look_up(codes, self._table(), values)
         return values
 
@@ -62,7 +62,7 @@ class Coder:
         if self.generator is not None or not self._fast(values):
             scale_by_powers([values[start:end] for start, end in bounds], exponents)
             return self.encode(values)
-        codes = torch.empty(values.numel(), dtype=torch.uint8)
+        codes = torch.empty(values.numel(), dtype=torch.uint8, device="cpu")
         covered = 0
         for (start, end), exponent in zip(bounds, exponents.tolist(), strict=True):
             kernels.encode(values[start:end], exponent, self.wire.kind, codes[start:end])
@@ -85,7 +85,7 @@ class Coder:
         """Values of bytes, each piece times 2^exponent and `mask`, divided by `divisor`; into `out` (n,) if given."""
         count = bounds[-1][1] if bounds else 0
         if self._fast(codes) and (out is None or kernels.usable(out)):
-            values = torch.empty(count, dtype=torch.float32) if out is None else out
+            values = torch.empty(count, dtype=torch.float32, device="cpu") if out is None else out
             tables = _scaled_tables(self._table(), exponents, mask, divisor)
             for (start, end), table in zip(bounds, tables.unbind(), strict=True):
                 kernels.look_up(codes[start:end], table, values[start:end])
@@ -99,7 +99,7 @@ class Coder:
         return self.wire.code_bytes == 1 and kernels.usable(tensor)
 
     def _table(self) -> Tensor:
-        return self.wire.decode(torch.arange(256, dtype=torch.uint8))
+        return self.wire.decode(torch.arange(256, dtype=torch.uint8, device="cpu"))
 
 
 def _scaled_tables(table: Tensor, exponents: Tensor, mask: Tensor, divisor: int) -> Tensor:

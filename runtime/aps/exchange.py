@@ -30,7 +30,9 @@ def sum_fp32(rows: Tensor, coder: Coder, lay: Layout, rank: int, lost: Tensor | 
     owned = lay.owned(rank)
     start = rank * lay.chunk
     pieces = [total[p.start - start : p.end - start] for p in owned]
-    exponents = _second_exponents(pieces, coder) if coder.bounded else torch.zeros(len(owned), dtype=torch.int32)
+    exponents = (
+        _second_exponents(pieces, coder) if coder.bounded else torch.zeros(len(owned), dtype=torch.int32, device="cpu")
+    )
     exponents = exponents.to(total.device)
     header = torch.zeros(lay.max_pieces, dtype=_HEADER, device=total.device)
     header[: len(owned)] = exponents

@@ -25,7 +25,9 @@ def largest_magnitudes(layers: list[Tensor]) -> Tensor:
     device = layers[0].device if layers else torch.device("cpu")
     zero = torch.zeros((), dtype=torch.float32, device=device)
     if layers and all(v.dtype == torch.float32 for v in layers) and kernels.usable(*layers):
-        return torch.tensor([kernels.largest_bits(v) for v in layers], dtype=torch.int32).view(torch.float32)
+        return torch.tensor([kernels.largest_bits(v) for v in layers], dtype=torch.int32, device="cpu").view(
+            torch.float32
+        )
     found = [zero if v.numel() == 0 else torch.linalg.vector_norm(v, float("inf")).float() for v in layers]
     return torch.stack(found) if found else torch.zeros(0, dtype=torch.float32, device=device)
 

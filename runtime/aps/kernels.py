@@ -107,7 +107,7 @@ def look_up(codes: Tensor, table: Tensor, out: Tensor) -> None:
 def _cells(c: Codec) -> tuple[Tensor, Tensor, Tensor]:
     """By the upper 15 bits of a magnitude: the code at the cell's start and at its end; and the borders."""
     borders = thresholds(c, torch.device("cpu"))
-    start = torch.arange(_CELLS, dtype=torch.int32) << 16
+    start = torch.arange(_CELLS, dtype=torch.int32, device="cpu") << 16
     low, high = start.view(torch.float32), (start | 0xFFFF).view(torch.float32)
     below, above = torch.bucketize(low, borders), torch.bucketize(high, borders)
     # bucketize counts borders below a value: all that differ within a cell must be one border, perhaps repeated.

@@ -55,8 +55,12 @@ class _Rows:
         numbers = [number for mine in owned for number, _ in mine] + [self.count - 1]
         sizes = [piece.end - piece.start for mine in owned for _, piece in mine]
         sizes.append(self.lay.padded - self.lay.total)
-        repeats = torch.tensor(sizes, dtype=torch.int64)
-        return torch.tensor(numbers, dtype=torch.int64).repeat_interleave(repeats).view(self.lay.num_ranks, -1)
+        repeats = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+        return (
+            torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            .repeat_interleave(repeats)
+            .view(self.lay.num_ranks, -1)
+        )
 
     def coded(self, chunk: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """The message of one rank's chunk (chunk,), and what arrives of it."""

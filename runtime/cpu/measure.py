@@ -38,7 +38,7 @@ def wanted_moments(x: torch.Tensor, entries: Sequence[int]) -> Moments | None:
 def with_moments(counts: torch.Tensor, moments: Moments | None) -> torch.Tensor:
     """Fill in the moments that a storing kernel leaves open; ``counts`` is a row of `Counts`."""
     if moments is not None:
-        counts[_NONZERO : _NONZERO + len(moments)] = torch.tensor(moments, dtype=torch.float64)
+        counts[_NONZERO : _NONZERO + len(moments)] = torch.tensor(moments, dtype=torch.float64, device="cpu")
     return counts
 
 

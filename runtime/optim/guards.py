@@ -52,8 +52,8 @@ def warn_if_stuck(rule: Rule, group: Mapping[str, Any], position: int, indices: 
         return
     largest, owner = max(sizes)
     update = _largest_update(rule, group, indices, largest)
-    ends = torch.tensor([largest - update, largest + update], dtype=torch.float64).float()
-    weight = nearest(torch.tensor([largest, largest], dtype=torch.float32), rule.format)
+    ends = torch.tensor([largest - update, largest + update], dtype=torch.float64, device="cpu").float()
+    weight = nearest(torch.tensor([largest, largest], dtype=torch.float32, device="cpu"), rule.format)
     if update > 0 and largest > 0 and torch.equal(nearest(ends, rule.format), weight):
         warnings.warn(
             f"lr={_peak_lr(group)} can never move the largest weight of group {position}: {largest} in "

@@ -113,7 +113,7 @@ def _check_betas(group: Mapping[str, Any], fmt: Format, position: int) -> None:
     betas = {f"betas[{i}]": beta for i, beta in enumerate(group.get("betas", ()))}
     betas |= {"momentum": group["momentum"]} if "momentum" in group else {}
     for name, beta in betas.items():
-        if beta < 1 and float(nearest(torch.tensor(float(beta), dtype=torch.float32), fmt)) >= 1:
+        if beta < 1 and float(nearest(torch.tensor(float(beta), dtype=torch.float32, device="cpu"), fmt)) >= 1:
             raise ConfigError(
                 f"{name}={float(beta)} of group {position} rounds to 1 in {fmt.name}: the average would never forget; "
                 f"use less than {1 - 2.0 ** -(fmt.mantissa_bits + 2)} (the paper takes 0.997 for bf16)"

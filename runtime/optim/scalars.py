@@ -36,7 +36,7 @@ def _sgd(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
 def _adamw(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
     beta1, beta2 = group["betas"]
     lr = _scalar(group["lr"], count)
-    rest1 = torch.tensor(1 - beta1, dtype=torch.float32)
+    rest1 = torch.tensor(1 - beta1, dtype=torch.float32, device="cpu")
     correction = 1 - beta1**count
     if isinstance(lr, Tensor):
         correction = correction.to(lr.dtype)  # torch.optim divides in the dtype of a tensor learning rate

@@ -121,7 +121,7 @@ class Stepper(Optimizer):
             torch._foreach_add_(batch.steps, 1)
             steps = torch.stack(batch.steps)
         else:
-            steps = torch.zeros(len(batch.rows), dtype=torch.float32)
+            steps = torch.zeros(len(batch.rows), dtype=torch.float32, device="cpu")
         floats = scalars.floats(rule, group, steps)
         places = [(first + i, *place_of(row[0])) for i, row in zip(batch.indices, batch.rows, strict=True)]
         integers = scalars.integers(group["seed"], places if rule.stochastic else None, steps)

@@ -18,8 +18,10 @@ def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor,
     starts = [(i, start) for i, row in enumerate(rows) for start in range(0, row[0].numel(), BLOCK)]
     if not starts:
         return True
-    table = torch.tensor([[row[0].numel(), *(t.data_ptr() for t in row)] for row in rows], dtype=torch.int64)
-    blocks = torch.tensor(starts, dtype=torch.int64)
+    table = torch.tensor(
+        [[row[0].numel(), *(t.data_ptr() for t in row)] for row in rows], dtype=torch.int64, device="cpu"
+    )
+    blocks = torch.tensor(starts, dtype=torch.int64, device="cpu")
     inputs = [t.to(device, non_blocking=True).contiguous() for t in (table, blocks, scalars, integers)]
     if counts is None:
         counts = torch.zeros(0, dtype=torch.int64, device=device)
