@@ -74,7 +74,13 @@ def trained(steps: int, **options: object) -> tuple[list[torch.Tensor], fxprec.B
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"storage": "packed", "recipe": "hfp8"}, {"storage": "simulate"}, {"peak_budget": "100%", "allocator": "system"}, {"policy": "exact"}],
+    [
+        {},
+        {"storage": "packed", "recipe": "hfp8"},
+        {"storage": "simulate"},
+        {"peak_budget": "100%", "allocator": "system"},
+        {"policy": "exact"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("how", ["default", "context"])

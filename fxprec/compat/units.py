@@ -83,11 +83,11 @@ def _want(self: AsyncCompile, argtypes: Sequence[str], source_code: str, *args: 
     return _Wanted(tuple(argtypes), source_code)
 
 
-def _wait_for_all(self: AsyncCompile, scope: dict[str, Any]) -> None:
+def _wait_for_all(self: AsyncCompile, scope: dict[str, Any], *args: Any, **kwargs: Any) -> None:
     wanted = {name: value for name, value in scope.items() if isinstance(value, _Wanted)}
     loops = _compiled(list(dict.fromkeys(wanted.values())), self)
     scope.update((name, loops[value]) for name, value in wanted.items())
-    _wait(self, scope)
+    _wait(self, scope, *args, **kwargs)
 
 
 def _compiled(wanted: Sequence[_Wanted], compiler: AsyncCompile) -> dict[_Wanted, Loop]:

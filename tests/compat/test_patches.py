@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
+import torch.ao.quantization.fx._decomposed
+from torch import Tensor, nn
+from torch._inductor import scheduler
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codegen import cpp
 
 from fxprec import compat
 from fxprec.compat.patches import optional
@@ -128,3 +139,57 @@ def test_what_is_missing_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     with missing():
         pass  # a warning is an error in these tests
+
+
+def _patched() -> list[tuple[Any, str, Callable[[], AbstractContextManager[None]]]]:
+    """Return owner, name and patch of each function of Inductor's that is replaced."""
+    return [
+        (cpp.CppVecKernel, "_get_vec_load_line", compat.calls_in_loops),
+        (cpp.CppVecKernel, "get_to_dtype_expr", compat.calls_in_loops),
+        (cpp.CppVecOverrides, "to_dtype_bitcast", compat.bitcasts_in_loops),
+        (cpp.TilingSelect, "select_tiling", compat.tiles_for_bytes),
+        (scheduler.FusedMixOrderReductions, "can_fuse_with", partial(compat.only_tensors_are_loads, scaled=True)),
+        (AsyncCompile, "cpp_pybinding", compat.loops_share_files),
+        (AsyncCompile, "wait", compat.loops_share_files),
+    ]
+
+
+@pytest.mark.parametrize(("owner", "name", "patch"), _patched(), ids=[name for _, name, _ in _patched()])
+def test_what_takes_the_place_of_torchs_function_takes_all_that_it_takes(
+    owner: Any, name: str, patch: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """By position and by name, and one more argument, which another torch may have."""
+    signed = cpp.CppOverrides if owner is cpp.CppVecOverrides else owner  # whose functions for vectors take anything
+    names = list(inspect.signature(getattr(signed, name)).parameters)
+    before = vars(owner)[name]
+    with patch():
+        assert vars(owner)[name] is not before
+        replaced = inspect.signature(getattr(owner, name))
+        replaced.bind(*names)
+        replaced.bind(**{word: word for word in names if word != "self"} | ({"self": 0} if "self" in names else {}))
+        replaced.bind(*names, one_more=0)
+    assert vars(owner)[name] is before
+
+
+class Quantized(nn.Module):
+    """Activations in 8 bits as quantization-aware training of PT2E writes them, which Inductor rounds to integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.register_buffer("scale", torch.tensor(0.05))
+        self.register_buffer("zero", torch.tensor(128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ops = torch.ops.quantized_decomposed
+        codes = ops.quantize_per_tensor.tensor(x, self.scale, self.zero, 0, 255, torch.uint8)
+        return self.layer(ops.dequantize_per_tensor.tensor(codes, self.scale, self.zero, 0, 255, torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo")
+def test_a_graph_that_rounds_to_integers_compiles() -> None:
+    torch.compiler.reset()
+    model, x = Quantized(), torch.randn(32, 64)
+    with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
+        found = torch.compile(model, backend="fxprec", options={"recipe": "fp8"})(x)
+        assert torch.equal(found, model(x))
