@@ -47,7 +47,9 @@ def ranges_of(graph: Graph) -> Ranges:
         val = node.meta.get("val")
         sizes = val.shape if isinstance(val, torch.Tensor) else (val,)
         for size in sizes:
-            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, Symbol) and size.node.hint is not None:
+            if not isinstance(size, torch.SymInt) or not isinstance(size.node.expr, Symbol):
+                continue
+            if isinstance(size.node.hint, int):  # a jagged dimension's stands for a tensor of lengths
                 environment: Any = size.node.shape_env
                 bounds = environment.var_to_range[size.node.expr]
                 least = int(bounds.lower) if bounds.lower > -_UNBOUNDED else -_UNBOUNDED

@@ -232,3 +232,14 @@ def test_a_slice_up_to_an_int_has_a_size_without_bounds() -> None:
     step(torch.randn(64, 64), 3).backward()
     with pytest.warns(FxprecWarning, match=r"activation_budget .* holds up to s\d+ = \d+$"):
         step(torch.randn(64, 64), 20).backward()
+
+
+def test_a_jagged_dimension_is_no_size() -> None:
+    """It stands for a tensor of lengths, and torch knows no range of it."""
+    torch.compiler.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
+    found = torch.compile(model, backend="fxprec", options={"recipe": "fp8", "lowering": "eager"})(x)
+    found.values().square().mean().backward()
+    assert torch.equal(found.values(), model(x).values())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
