@@ -157,13 +157,18 @@ class Rewrite:
         if node in self.decoded:
             return self.decoded[node]
         if node.op == "placeholder" or (node in self.fit.held.saved and node not in self.needs.step.decoded):
-            return self._barrier(node, reader)
+            return self._barrier(node)
         return node
 
-    def _barrier(self, node: Node, reader: Node) -> Node:
+    def _barrier(self, node: Node) -> Node:
+        """Return what nodes that run again read of a kept value, made before all of backward's readers.
+
+        Where the value is an input, others of backward read it too, in the place of its low copy.
+        """
         if not isinstance(node.meta.get("val"), torch.Tensor) or self._is_parameter(node):
             return node
-        with self.graph.inserting_before(reader):
+        first = next(n for n in self.needs.step.backward if n.op != "placeholder")
+        with self.graph.inserting_before(max(first, node.next)):
             kept = self._in_backward(Storing(node, ()), node, tensor_of(node))
         self.new[node] = kept
         return kept
