@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxprec.ir.wide_gemms import COLUMNS, ELEMENTS, NAMESPACE, ROWS, WIDE, convolution_layout
+from fxprec.ir.wide_gemms import BLOCK, ELEMENTS, NAMESPACE, WIDE, convolution_layout
 
 aten = torch.ops.aten
 
@@ -131,7 +131,7 @@ def attention_backward(
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` in float32, a block of their common dimension at a time."""
     total: Tensor | None = None
-    for k in _slices(a.shape[1], COLUMNS):
+    for k in _slices(a.shape[1], BLOCK):
         x, y = a[:, k].float(), b[k].float()
         total = x @ y if total is None else total.addmm_(x, y)
         del x, y  # before the next ones are made
@@ -150,8 +150,8 @@ def _part(bias: Tensor, rows: slice, columns: slice) -> Tensor:
 
 
 def _blocks(out: Tensor) -> Iterator[tuple[slice, slice]]:
-    for rows in _slices(out.shape[0], ROWS):
-        for columns in _slices(out.shape[1], COLUMNS):
+    for rows in _slices(out.shape[0], BLOCK):
+        for columns in _slices(out.shape[1], BLOCK):
             yield rows, columns
 
 

@@ -62,8 +62,7 @@ def assert_right(operator: Any, *args: Any, **options: Any) -> None:
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small operands fill several blocks, the last one in part."""
-    monkeypatch.setattr(fxprec.runtime.cpu.wide_gemms, "ROWS", 16)
-    monkeypatch.setattr(fxprec.runtime.cpu.wide_gemms, "COLUMNS", 24)
+    monkeypatch.setattr(fxprec.runtime.cpu.wide_gemms, "BLOCK", 16)
     monkeypatch.setattr(fxprec.runtime.cpu.wide_gemms, "ELEMENTS", 512)
 
 
@@ -159,7 +158,7 @@ def peak(call: Any) -> int:
 @pytest.mark.cpu_dependent
 def test_the_bytes_it_takes_are_known(operator: Any, args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a tenth, or above; and far less than whole copies in float32."""
-    for name in ("ROWS", "COLUMNS", "ELEMENTS"):
+    for name in ("BLOCK", "ELEMENTS"):
         monkeypatch.setattr(fxprec.runtime.cpu.wide_gemms, name, getattr(wide_gemms, name))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
