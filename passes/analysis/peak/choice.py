@@ -24,7 +24,7 @@ _TIGHTER = (0.95, 0.9)
 _MOMENTS = 12
 _NEAR = 8  # of moments this close, the one that holds most
 _TRIALS = 5
-_REPLAYS, _REPLAYED = 400, 600_000  # choices, and items of them, that are replayed to lower a peak
+_REPLAYS, _REPLAYED = 400, 200_000  # choices, and items of them, that are replayed to lower a peak
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Chooser:
         self._order = {n: i for half in (step.forward, step.backward) for i, n in enumerate(half)}
         self._first, self._last = self._wanted_when()
         self._left = self._left_when()
+        self._lowest: Fit | None = None  # by `lowered`, within a bound that was out of reach
 
     @cached_property
     def unlimited(self) -> Fit:
@@ -84,13 +85,15 @@ class Chooser:
 
     def within(self, bound: Bound, known: Fit | None = None) -> Fit | None:
         """Return a choice within a bound, of the least time found; or None. ``known`` is one of them."""
+        self.problem.effort.renew()
         found = [] if known is None else [known]
         found += self.approach(bound, known=known)
         for share in _TIGHTER:  # where a search ends with nothing, one for a tighter bound may not
             if not _within(found, bound):
                 found += self.approach(Bound(share * bound.peak, bound.waiting), _FEW_ROUNDS)
         if not _within(found, bound):
-            found.append(self.lowered(min(found, key=lambda fit: fit.peak), bound.peak))
+            self._lowest = self.lowered(min(found, key=lambda fit: fit.peak), bound.peak)
+            found.append(self._lowest)
         return min(_within(found, bound), key=lambda fit: fit.seconds, default=None)
 
     def approach(
@@ -119,17 +122,19 @@ class Chooser:
 
     def least(self, known: Fit | None = None) -> Fit:
         """Return the choice of the least peak that was found, in a few trials; ``known`` is one."""
+        self.problem.effort.renew()
         best = self.unlimited if known is None else min(known, self.narrowed(known), key=lambda fit: fit.peak)
         low, high = 0.0, float(best.peak)
         for _ in range(_TRIALS):
             middle = (low + high) / 2
-            fits = list(self.approach(Bound(int(middle))))
+            fits = list(self.approach(Bound(int(middle)), _FEW_ROUNDS))
             best = min(best, *fits, key=lambda fit: fit.peak)
             if best.peak > middle:
                 low = middle
             else:
                 high = float(best.peak)
-        return self.lowered(best)
+        lowered = self.lowered(best)
+        return lowered if self._lowest is None else min(lowered, self._lowest, key=lambda fit: fit.peak)
 
     def lowered(self, fit: Fit, enough: float = 0.0) -> Fit:
         """Return a choice that holds less: one value after the other that is kept at the peak goes another way.

@@ -23,6 +23,7 @@ def curve(choosers: Sequence[Chooser], *, waiting: bool = False) -> tuple[Fit, .
     gap = EXACT if waiting else ROUGHLY
     found: list[Fit] = []
     for chooser in choosers:
+        chooser.problem.effort.renew()
         top = chooser.unlimited
         found += [top, *_descent(chooser, [Bound(share * top.peak) for share in _SHARES], gap)]
         if waiting:

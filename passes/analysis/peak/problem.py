@@ -10,8 +10,9 @@ the few fractions that are left.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,12 +20,17 @@ import numpy.typing as npt
 from torch.fx import Node
 
 from fxprec.numerics.blocks import AnyFormat
+from fxprec.passes.analysis.joint import value
 from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.kernels import Kind, can_repeat, kind_of
 from fxprec.passes.analysis.peak.needs import Needs
+from fxprec.passes.analysis.peak.repeats import groups_of
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from scipy.optimize import LinearConstraint
+    from scipy.sparse import csr_array
 
 KEEP, NARROW, AGAIN, ROUNDED, HOST, HOST_LOW, FEW = range(7)
 """Kept; kept as a low copy; computed again exactly; computed again from values that may be rounded; kept in host
@@ -44,9 +50,9 @@ def is_on_host(way: int) -> bool:
 _EXACT, _ROUGH = (KEEP, AGAIN, HOST), (KEEP, NARROW, AGAIN, ROUNDED, HOST, HOST_LOW)
 # Repeated where nothing may be computed again, too: Inductor does so by itself.
 _CHEAP = (Kind.FUSED, Kind.VIEW, Kind.FREE, Kind.PIECE)
-# The search ends by its size, so that every process finds the same.
-_SEARCHED = 30
-_SECONDS = 60.0
+_SEARCHED = 30  # nodes of one search
+_WIDE = 500  # columns of one: above, equal blocks go the same ways
+_EFFORT = 3_000  # columns of all searches that answer one question
 EXACT, ROUGHLY = 1e-3, 0.05
 """Relative gaps: of the choice that is made, and of those that are only shown."""
 _WHOLE = 1e-6
@@ -59,12 +65,33 @@ _Vector = npt.NDArray[np.float64]
 
 
 @dataclass
+class Effort:
+    """What is left of the work that one question may take. It is counted, not timed: every process finds the same."""
+
+    columns: int = _EFFORT
+    searches: int = 0
+    """Calls of HiGHS in whole numbers, since the problem was made."""
+    nodes: int = 0
+
+    def renew(self) -> None:
+        self.columns = _EFFORT
+
+    def take(self, columns: int) -> bool:
+        """Say whether so large a search is within what is left, and take it off."""
+        if columns > self.columns:
+            return False
+        self.columns -= columns
+        return True
+
+
+@dataclass
 class Problem:
     """A column for each way of each value, and the rows that every choice obeys."""
 
     needs: Needs
     rates: Rates
     allowed: Collection[str]
+    effort: Effort = field(default_factory=Effort)
 
     def __post_init__(self) -> None:
         self.nodes = self._closure()
@@ -72,6 +99,26 @@ class Problem:
         self.columns = {key: column for column, key in enumerate(keys)}
         self.cost = np.array([self.seconds(node, way) for node, way in keys])
         self._rows = list(self._required())
+        self._tied = self._ties(keys)
+
+    def _ties(self, keys: Sequence[tuple[Node, int]]) -> csr_array:
+        """Return the matrix by which few columns stand for all: equal values of equal blocks go the same way."""
+        from scipy.sparse import csr_array
+
+        most = _WIDE * len(self.nodes) // max(len(keys), 1)
+        groups = groups_of(len(self.nodes), [self._trait(node) for node in self.nodes], most)
+        at = {node: self.nodes[group] for node, group in zip(self.nodes, groups, strict=True)}
+        wide = len(keys) > _WIDE
+        columns: dict[tuple[Node, int], int] = {}
+        places = [columns.setdefault((at[node] if wide else node, way), len(columns)) for node, way in keys]
+        shape = len(keys), len(columns)
+        return csr_array((np.ones(len(keys)), (range(len(keys)), places)), shape=shape)
+
+    def _trait(self, node: Node) -> Hashable:
+        """Return what values have in common that may go the same way."""
+        val = value(node)
+        shape = None if val is None else (str(val.dtype), *map(str, val.shape))
+        return node.target, shape, tuple(self._ways(node)), node in self.needs.exactly, node in self.needs.roughly
 
     def _closure(self) -> list[Node]:
         """Return the values that may be asked for in backward, in order."""
@@ -178,35 +225,57 @@ class Problem:
 
     def solve(self, bounds: Sequence[Row], gap: float = EXACT) -> Ways | None:
         """Return the ways of least cost within ``bounds``, or None; ``gap``: how far from the least it may be."""
+        from scipy.sparse import eye_array
+
         if not self.columns:
             return {}
         constraints = _constraints([*self._rows, *bounds], len(self.columns))
-        none, one = np.zeros(len(self.cost)), np.ones(len(self.cost))
-        relaxed = self._milp(constraints, none, one, gap, whole=False)
+        relaxed = self._relaxed(constraints)
         if relaxed is None:
             return None
-        found = self._milp(constraints, np.floor(relaxed + _WHOLE), np.ceil(relaxed - _WHOLE), gap, whole=True)
-        if found is None:  # not within what the relaxed problem leaves whole
-            found = self._milp(constraints, none, one, gap, whole=True)
+        # What the relaxed problem leaves whole stays; where that is not within bounds, or dear, equal blocks are one.
+        found = self._searched(constraints, eye_array(len(self.cost)).tocsr(), relaxed, gap)
+        least = float(self.cost @ relaxed)
+        if (found is None or self.cost @ found > (1 + gap) * least) and self.effort.take(self._tied.shape[1]):
+            rivals = [x for x in (found, self._searched(constraints, self._tied, None, gap)) if x is not None]
+            found = min(rivals, key=lambda x: float(self.cost @ x), default=None)
         if found is None:
             return None
         return {node: way for (node, way), column in self.columns.items() if found[column] > 0.5}
 
-    def _milp(
-        self, constraints: LinearConstraint, least: _Vector, most: _Vector, gap: float, *, whole: bool
-    ) -> _Vector | None:
-        from scipy.optimize import Bounds, milp
+    def _relaxed(self, constraints: LinearConstraint) -> _Vector | None:
+        """Return the ways of least cost in fractions."""
+        from scipy.optimize import milp
 
-        scale = 1e3 / max(float(self.cost.sum()), 1e-30)  # to a size that HiGHS's tolerances are made for
-        answer = milp(
-            self.cost * scale,
-            constraints=constraints,
-            integrality=np.full(len(self.cost), int(whole)),
-            bounds=Bounds(least, most),
-            options={"node_limit": _SEARCHED, "time_limit": _SECONDS, "mip_rel_gap": gap},
-        )
+        answer = milp(self.cost * self._scale, constraints=constraints, bounds=(0, 1))
         found: _Vector | None = answer.x
         return found
+
+    def _searched(
+        self, constraints: LinearConstraint, tied: csr_array, near: _Vector | None, gap: float
+    ) -> _Vector | None:
+        """Return ways in whole numbers; with ``near`` those alone that leave its whole numbers as they are."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        size = tied.shape[1]
+        least, most = (
+            (np.zeros(size), np.ones(size)) if near is None else (np.floor(near + _WHOLE), np.ceil(near - _WHOLE))
+        )
+        answer = milp(
+            self.cost @ tied * self._scale,
+            constraints=LinearConstraint(constraints.A @ tied, constraints.lb, constraints.ub),
+            integrality=np.ones(size),
+            bounds=Bounds(least, most),
+            options={"node_limit": _SEARCHED, "mip_rel_gap": gap},
+        )
+        self.effort.searches += 1
+        self.effort.nodes += answer.mip_node_count or 0
+        log.info("peak_budget: search %d, %d nodes so far", self.effort.searches, self.effort.nodes)
+        return None if answer.x is None else tied @ answer.x
+
+    @property
+    def _scale(self) -> float:
+        return 1e3 / max(float(self.cost.sum()), 1e-30)  # to a size that HiGHS's tolerances are made for
 
 
 def _constraints(rows: Sequence[Row], size: int) -> LinearConstraint:

@@ -1,0 +1,110 @@
+"""What planning a peak budget may take: counted in searches and nodes, so plans repeat and grow linearly in layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backend_helpers import eager_backend
+
+from fxprec import BudgetError, Plan
+from fxprec.demo.models import CharTransformer
+from fxprec.passes import fit_peak
+from fxprec.passes.analysis.peak import problem as problems
+from fxprec.passes.analysis.peak.choice import Chooser
+from fxprec.passes.analysis.peak.needs import Needs
+from fxprec.passes.analysis.peak.part import Bound
+from fxprec.passes.analysis.peak.problem import Problem
+from fxprec.passes.analysis.peak.repeats import find_repeats, groups_of
+
+TOKENS = torch.randint(0, 32, (4, 64), generator=torch.Generator().manual_seed(3))
+
+
+def transformer(layers: int) -> CharTransformer:
+    torch.manual_seed(0)
+    return CharTransformer(vocab=32, context=64, layers=layers, heads=2, width=64)
+
+
+class Seen(Exception):
+    """Ends a compilation: what was to be planned is known."""
+
+
+def chooser_for(layers: int) -> Chooser:
+    found: list[Needs] = []
+
+    def watch(work: Any, needs: Needs, asked: Any) -> Any:
+        found.append(needs)
+        raise Seen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit_peak, "_solved", watch)
+        backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%")
+        with pytest.raises(Exception, match="Seen"):
+            torch.compile(transformer(layers), backend=backend)(TOKENS)
+    return Chooser(Problem(found[0], fit_peak.Rates.of(torch.device("cpu")), ("narrow", "recompute")))
+
+
+def test_equal_blocks_are_found_whatever_stands_around_them() -> None:
+    assert find_repeats([*"xyz", *"abcd" * 3, "w"]) == [(3, 4, 3)]
+    assert find_repeats([*"abcdefgh"]) == []
+    assert sorted(find_repeats([*"abcd" * 3, "x", *"efghi" * 2])) == [(0, 4, 3), (13, 5, 2)]
+
+
+def test_blocks_that_follow_each_other_share_a_group() -> None:
+    traits = [*"abcd" * 6]
+    assert len(set(groups_of(24, traits, 4))) == 4
+    halves = groups_of(24, traits, 8)
+    assert halves == [*range(4)] * 3 + [*range(12, 16)] * 3
+    assert groups_of(24, traits, 100) == list(range(24)), "where a search can see all blocks, none shares"
+
+
+@pytest.mark.parametrize("share", [0.6, 0.45, 0.01], ids=["60 %", "45 %", "out of reach"])
+def test_a_question_takes_no_more_than_its_effort(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    searched = problems.Problem._searched
+
+    def watched(self: Any, constraints: Any, tied: Any, near: Any, gap: float) -> Any:
+        sizes.extend([tied.shape[1]] if near is None else [])
+        return searched(self, constraints, tied, near, gap)
+
+    monkeypatch.setattr(problems.Problem, "_searched", watched)
+    chooser = chooser_for(6)
+    assert len(chooser.problem.columns) > 2 * problems._WIDE, "else the test shows little"
+    found = chooser.within(Bound(share * chooser.unlimited.peak))
+    assert (found is None) == (share == 0.01)
+    assert max(sizes, default=0) <= 1.2 * problems._WIDE
+    assert sum(sizes) <= problems._EFFORT
+    assert chooser.problem.effort.nodes <= problems._SEARCHED * chooser.problem.effort.searches
+
+
+def test_searches_do_not_grow_with_layers() -> None:
+    widths = [chooser_for(layers).problem._tied.shape[1] for layers in (6, 12)]
+    assert max(widths) <= 1.2 * problems._WIDE
+
+
+def test_plans_repeat_bit_for_bit() -> None:
+    def plan() -> Plan:
+        torch._dynamo.reset()
+        backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="60%")
+        torch.compile(transformer(4), backend=backend)(TOKENS)
+        return backend.plans[0]
+
+    first, second = plan(), plan()
+    assert (first.sites, first.peak_bytes) == (second.sites, second.peak_bytes)
+
+
+def test_a_budget_out_of_reach_says_so_within_the_same_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    take = problems.Effort.take
+
+    def watched(self: problems.Effort, columns: int) -> bool:
+        is_left = take(self, columns)
+        taken.extend([columns] if is_left else [])
+        return is_left
+
+    monkeypatch.setattr(problems.Effort, "take", watched)
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget=1000)
+    with pytest.raises(BudgetError, match="the least peak found holds"):
+        torch.compile(transformer(4), backend=backend)(TOKENS)
+    assert 0 < sum(taken) <= 3 * problems._EFFORT, "of everything kept, within the budget, and the least"
