@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -245,9 +245,10 @@ class Problem:
 
     def _relaxed(self, constraints: LinearConstraint) -> _Vector | None:
         """Return the ways of least cost in fractions."""
-        from scipy.optimize import milp
+        from scipy.optimize import Bounds, milp
 
-        answer = milp(self.cost * self._scale, constraints=constraints, bounds=(0, 1))
+        bounds = Bounds(np.zeros(len(self.cost)), np.ones(len(self.cost)))
+        answer = milp(self.cost * self._scale, constraints=constraints, bounds=bounds)
         found: _Vector | None = answer.x
         return found
 
@@ -257,14 +258,15 @@ class Problem:
         """Return ways in whole numbers; with ``near`` those alone that leave its whole numbers as they are."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
+        matrix: Any = constraints.A
         size = tied.shape[1]
         least, most = (
             (np.zeros(size), np.ones(size)) if near is None else (np.floor(near + _WHOLE), np.ceil(near - _WHOLE))
         )
         answer = milp(
             self.cost @ tied * self._scale,
-            constraints=LinearConstraint(constraints.A @ tied, constraints.lb, constraints.ub),
-            integrality=np.ones(size),
+            constraints=LinearConstraint(matrix @ tied, constraints.lb, constraints.ub),
+            integrality=np.ones(size, dtype=np.int64),
             bounds=Bounds(least, most),
             options={"node_limit": _SEARCHED, "mip_rel_gap": gap},
         )
