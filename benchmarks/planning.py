@@ -1,7 +1,7 @@
 """How long planning a ``peak_budget`` takes: transformers of 2 to 24 layers, three budgets, nothing lowered or run.
 
     python -m benchmarks.planning
-    python -m benchmarks.planning --portable                     # as for a CPU without 16-bit GEMMs
+    python -m benchmarks.planning --cpu avx2                     # as for a CPU without 16-bit GEMMs
     python -m benchmarks.planning --layers 6 12 --budgets 30%
 
 Seconds are of CPU. Tracing, and the passes before the search, are counted apart from planning.
@@ -33,10 +33,10 @@ class Planned(Exception):
     """Ends a compilation once a graph is planned."""
 
 
-def measure(layers: int, budget: str, *, portable: bool) -> dict[str, Any]:
+def measure(layers: int, budget: str, cpu: str) -> dict[str, Any]:
     """Plan one network for one budget."""
     torch.compiler.reset()
-    row: dict[str, Any] = {"layers": layers, "budget": budget, "portable": portable}
+    row: dict[str, Any] = {"layers": layers, "budget": budget, "cpu": cpu}
     efforts: dict[int, problem.Effort] = {}
     solve, solved, begin = problem.Problem.solve, fit_peak._solved, time.process_time()
 
@@ -44,11 +44,11 @@ def measure(layers: int, budget: str, *, portable: bool) -> dict[str, Any]:
         efforts[id(self)] = self.effort
         return solve(self, *args)
 
-    def timed(work: Any, needs: Any, asked: PeakBudget) -> Any:
+    def timed(work: Any, needs: Any, asked: PeakBudget, progress: Any) -> Any:
         start = time.process_time()
         row["traced_s"] = round(start - begin, 1)
         try:
-            _, peak = solved(work, needs, asked)
+            _, peak = solved(work, needs, asked, progress)
             row["planned"], row["of"] = peak.planned, peak.high
         except BudgetError as error:
             row["out_of_reach"] = str(error).partition(";")[0]
@@ -56,7 +56,7 @@ def measure(layers: int, budget: str, *, portable: bool) -> dict[str, Any]:
         raise Planned
 
     model = CharTransformer(vocab=96, context=256, layers=layers, heads=8, width=256)
-    backend = Backend(Config(recipe="fp8", lowering="eager", peak_budget=budget), portable=portable)
+    backend = Backend(Config(recipe="fp8", lowering="eager", peak_budget=budget, cpu=cpu))
     with mock.patch.object(problem.Problem, "solve", counted), mock.patch.object(fit_peak, "_solved", timed):
         try:
             torch.compile(model, backend=backend)(torch.randint(0, 96, (8, 256)))
@@ -73,13 +73,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="+", type=int, default=LAYERS)
     parser.add_argument("--budgets", nargs="+", default=BUDGETS)
-    parser.add_argument("--portable", action="store_true", help="GEMMs compute in float32, as on CPUs without others")
+    parser.add_argument("--cpu", default="avx512+bf16", help="the processor to plan for")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    rows = [measure(layers, budget, portable=args.portable) for layers in args.layers for budget in args.budgets]
-    print(machine.save("planning-portable" if args.portable else "planning", rows))
+    rows = [measure(layers, budget, args.cpu) for layers in args.layers for budget in args.budgets]
+    print(machine.save(f"planning-{args.cpu}", rows))
 
 
 if __name__ == "__main__":

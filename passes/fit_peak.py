@@ -22,6 +22,7 @@ from fxprec.passes.analysis.peak.kernels import can_repeat
 from fxprec.passes.analysis.peak.needs import Needs, find_formats, needs_of
 from fxprec.passes.analysis.peak.other_sizes import other_sizes
 from fxprec.passes.analysis.peak.problem import FEW, HOST, HOST_LOW, KEEP, NARROW, Problem, is_on_host
+from fxprec.passes.analysis.peak.progress import Progress
 from fxprec.passes.analysis.peak.step import Held
 from fxprec.passes.base import GivenPeak, Work
 from fxprec.passes.casts.apart import lay_apart
@@ -49,8 +50,11 @@ class FitPeak:
         part_gradients(work.joint.graph)
         sum_upsampled(work.joint.graph)
         narrow_sums(work)
-        needs = needs_of(work)
-        found = _given(work, needs, goal) if isinstance(goal, GivenPeak) else _solved(work, needs, goal)
+        needs, progress = needs_of(work), Progress()
+        try:
+            found = _given(work, needs, goal) if isinstance(goal, GivenPeak) else _solved(work, needs, goal, progress)
+        finally:
+            progress.end()
         fit, work.peak = found
         work.peak_sizes = other_sizes(fit.held, work.joint.graph, work.peak.room - work.peak_part.beyond)
         Rewrite(work, needs, fit).run()
@@ -90,11 +94,11 @@ def _tell_unused(work: Work, needs: Needs) -> None:
             )
 
 
-def _solved(work: Work, needs: Needs, asked: PeakBudget) -> tuple[Fit, PeakBytes]:
+def _solved(work: Work, needs: Needs, asked: PeakBudget, progress: Progress) -> tuple[Fit, PeakBytes]:
     """Choose for the budget. Raises `BudgetError` where none is found."""
     part, rates = work.peak_part, Rates.of(work.joint.table.meta["val"].device)
     high = Chooser(Problem(needs, rates, ())).unlimited
-    chooser = Either.of(needs, rates, work.settings.ways)
+    chooser = Either.of(needs, rates, work.settings.ways, progress)
     budget = asked.bytes_of(high.peak) if part.budget is None else part.budget
     offers = part.shares or part.wants_curve  # to other graphs
     fits = chooser.curve(waiting=offers) if offers or work.looks_at_budgets else ()

@@ -133,7 +133,7 @@ def _library_calls() -> list[Any]:
 def test_what_libraries_take_for_themselves_is_known(call: Any, one_thread: None) -> None:
     operator, args = call
     most, results = allocated(lambda: operator(*args))
-    beside = workspace(operator.overloadpacket.__name__, [x for x in args if isinstance(x, Tensor)])
+    beside = workspace(operator._schema.name, [x for x in args if isinstance(x, Tensor)])
     own = beside if torch.ops.mkldnn._is_mkldnn_bf16_supported() or args[0].dtype != torch.bfloat16 else most - results
     assert 0.75 * (results + own) <= most <= 1.01 * (results + own)
     if operator in ops.ATTENTION | ops.ATTENTION_BACKWARD:

@@ -156,8 +156,8 @@ def held_by(**options: Any) -> Held:
     found: list[Held] = []
     solved = fit_peak._solved
 
-    def watch(work: Any, needs: Any, asked: Any) -> Any:
-        fit, peak = solved(work, needs, asked)
+    def watch(work: Any, needs: Any, *rest: Any) -> Any:
+        fit, peak = solved(work, needs, *rest)
         found.append(fit.held)
         return fit, peak
 

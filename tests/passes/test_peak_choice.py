@@ -154,10 +154,10 @@ def chooser_of(model: nn.Module, x: torch.Tensor, **options: Any) -> Chooser:
     found: list[Chooser] = []
     solved = fit_peak._solved
 
-    def watch(work: Any, needs: Any, asked: Any) -> tuple[Fit, Any]:
+    def watch(work: Any, needs: Any, *rest: Any) -> tuple[Fit, Any]:
         problem = Problem(needs, fit_peak.Rates.of(torch.device("cpu")), ("narrow", "recompute"))
         found.append(Chooser(problem))
-        return solved(work, needs, asked)
+        return solved(work, needs, asked, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_peak, "_solved", watch)

@@ -33,7 +33,7 @@ class Seen(Exception):
 def chooser_for(layers: int) -> Chooser:
     found: list[Needs] = []
 
-    def watch(work: Any, needs: Needs, asked: Any) -> Any:
+    def watch(work: Any, needs: Needs, *rest: Any) -> Any:
         found.append(needs)
         raise Seen
 

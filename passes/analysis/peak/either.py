@@ -13,7 +13,8 @@ from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.curve import curve
 from fxprec.passes.analysis.peak.needs import Needs
 from fxprec.passes.analysis.peak.part import Bound
-from fxprec.passes.analysis.peak.problem import Problem
+from fxprec.passes.analysis.peak.problem import Effort, Problem
+from fxprec.passes.analysis.peak.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,13 @@ class Either:
     blocks: Chooser | None
 
     @classmethod
-    def of(cls, needs: Needs, rates: Rates, allowed: Collection[str]) -> Either:
-        plain = Chooser(Problem(replace(needs, few={}), rates, allowed))
-        return cls(plain, Chooser(Problem(needs, rates, allowed)) if any(needs.few.values()) else None)
+    def of(cls, needs: Needs, rates: Rates, allowed: Collection[str], progress: Progress | None = None) -> Either:
+        progress = Progress() if progress is None else progress
+
+        def chooser(needs: Needs) -> Chooser:
+            return Chooser(Problem(needs, rates, allowed, Effort(progress=progress)))
+
+        return cls(chooser(replace(needs, few={})), chooser(needs) if any(needs.few.values()) else None)
 
     def within(self, bound: Bound) -> Fit | None:
         """Return a choice within a bound, of the least time found; or None."""

@@ -10,7 +10,6 @@ the few fractions that are left.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,8 @@ from fxprec.passes.analysis.joint import value
 from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.kernels import Kind, can_repeat, kind_of
 from fxprec.passes.analysis.peak.needs import Needs
+from fxprec.passes.analysis.peak.progress import Progress
 from fxprec.passes.analysis.peak.repeats import groups_of
-
-log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from scipy.optimize import LinearConstraint
@@ -73,8 +71,15 @@ class Effort:
     """Calls of HiGHS in whole numbers, since the problem was made."""
     nodes: int = 0
 
+    progress: Progress = field(default_factory=Progress)
+
     def renew(self) -> None:
         self.columns = _EFFORT
+
+    def searched(self, nodes: int) -> None:
+        self.searches += 1
+        self.nodes += nodes
+        self.progress.show(f"planning peak_budget: search {self.searches}, {self.nodes} nodes")
 
     def take(self, columns: int) -> bool:
         """Say whether so large a search is within what is left, and take it off."""
@@ -234,7 +239,9 @@ class Problem:
         if relaxed is None:
             return None
         # What the relaxed problem leaves whole stays; where that is not within bounds, or dear, equal blocks are one.
-        found = self._searched(constraints, eye_array(len(self.cost)).tocsr(), relaxed, gap)
+        found, open_ways = None, int((np.abs(relaxed - np.round(relaxed)) > _WHOLE).sum())
+        if open_ways <= _WIDE:
+            found = self._searched(constraints, eye_array(len(self.cost)).tocsr(), relaxed, gap)
         least = float(self.cost @ relaxed)
         if (found is None or self.cost @ found > (1 + gap) * least) and self.effort.take(self._tied.shape[1]):
             rivals = [x for x in (found, self._searched(constraints, self._tied, None, gap)) if x is not None]
@@ -270,9 +277,7 @@ class Problem:
             bounds=Bounds(least, most),
             options={"node_limit": _SEARCHED, "mip_rel_gap": gap},
         )
-        self.effort.searches += 1
-        self.effort.nodes += answer.mip_node_count or 0
-        log.info("peak_budget: search %d, %d nodes so far", self.effort.searches, self.effort.nodes)
+        self.effort.searched(answer.mip_node_count or 0)
         return None if answer.x is None else tied @ answer.x
 
     @property

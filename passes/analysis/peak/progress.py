@@ -1,0 +1,34 @@
+"""A line that says what planning is at, where it takes long."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import dataclass, field
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """Logs each message; from some seconds on a terminal shows it too, in one line. Nothing is decided by the time."""
+
+    quiet_s: float = 3.0
+    _began: float = field(default_factory=time.monotonic)
+    _is_shown: bool = False
+
+    def show(self, message: str) -> None:
+        log.info("%s", message)
+        passed = time.monotonic() - self._began
+        if passed > self.quiet_s and sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[Kfxprec: {message}, {passed:.0f} s")
+            sys.stderr.flush()
+            self._is_shown = True
+
+    def end(self) -> None:
+        """Take the line away."""
+        if self._is_shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._is_shown = False
