@@ -157,7 +157,7 @@ def chooser_of(model: nn.Module, x: torch.Tensor, **options: Any) -> Chooser:
     def watch(work: Any, needs: Any, *rest: Any) -> tuple[Fit, Any]:
         problem = Problem(needs, fit_peak.Rates.of(torch.device("cpu")), ("narrow", "recompute"))
         found.append(Chooser(problem))
-        return solved(work, needs, asked, *rest)
+        return solved(work, needs, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_peak, "_solved", watch)
