@@ -154,8 +154,8 @@ class Rewrite:
         cast = self.needs.step.casts.get(node)
         if cast is not None and cast.x in self.new:
             return self._as(self.new[cast.x], tensor_of(node).dtype, reader)
-        if node in self.decoded:
-            return self.decoded[node]
+        if node in self.decoded:  # perhaps for a GEMM, in 16 bits
+            return self._as(self.decoded[node], tensor_of(node).dtype, reader)
         if node.op == "placeholder" or (node in self.fit.held.saved and node not in self.needs.step.decoded):
             return self._barrier(node)
         return node
