@@ -11,7 +11,7 @@ import torch
 import torch._functorch.config
 import torch.utils.checkpoint
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from fxprec.compat.versions import NEWEST_TORCH, OLDEST_TORCH, words
@@ -91,3 +91,23 @@ def _checkpoint_of(pack: Callable[..., object]) -> tuple[object, Hashable | None
         f"and a recomputation could run with newer scales than its forward; install a newer fxprec, or torch "
         f"{words(OLDEST_TORCH)} to {words(NEWEST_TORCH)}, or checkpoint inside of the compiled module"
     )
+
+
+def hand_on_sources(copy: GraphModule, gm: GraphModule) -> None:
+    """Name the inputs of a copied graph to AOTAutograd as Dynamo named those of the graph itself.
+
+    AOTAutograd reports no parameter and no buffer as a static input of a graph without these names: CUDA graphs would
+    copy each weight in each forward, and leave out a graph that writes into a buffer.
+    """
+    if not hasattr(gm, "_param_name_to_source"):
+        return
+    copy._param_name_to_source = gm._param_name_to_source
+    pairs = zip(copy.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True)
+    for node, named in pairs:
+        node._dynamo_source = getattr(named, "_dynamo_source", None)
+
+
+def without_source(node: Node) -> Node:
+    """Return an input that is no input of Dynamo's: AOTAutograd asks each for its name."""
+    node._dynamo_source = None  # type: ignore[attr-defined]
+    return node

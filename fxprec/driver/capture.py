@@ -104,19 +104,21 @@ class Captured:
             table = fake_mode.from_tensor(table, static_shapes=True)
         last = _placeholders(gm.graph)[-1]
         with gm.graph.inserting_after(last):
-            gm.graph.placeholder("fxprec_table").meta["example_value"] = table
+            # Not a static input: a change of scales makes a new table, and CUDA graphs record anew for a new address.
+            compat.without_source(gm.graph.placeholder("fxprec_table")).meta["example_value"] = table
         gm.recompile()
         return gm, table
 
 
 def copied(gm: GraphModule) -> GraphModule:
-    """Return a copy with a graph of its own; node names and fake values stay."""
+    """Return a copy with a graph of its own; node names, fake values and Dynamo's names of inputs stay."""
     graph = Graph()
     result = graph.graph_copy(gm.graph, {}, return_output_node=True)
     assert isinstance(result, tuple)
     graph.output(result[0]).meta = dict(result[1].meta)
     found = GraphModule(gm, graph)
     found.meta = dict(gm.meta)
+    compat.hand_on_sources(found, gm)
     return found
 
 
