@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,21 +49,31 @@ def compile_for(
 ) -> Any:
     """Return the compiled kernel; ``signature`` names the run-time arguments' types, ``constants`` the others.
 
-    A type with a ``:16`` behind it is one that Triton's launcher would find divisible by 16: an aligned pointer, a
-    size. Products are not contracted. Raises what Triton raises where the architecture cannot run the kernel.
+    A type with ``:16`` behind it is one that Triton's launcher would find divisible by 16: an aligned pointer, a size.
+    An integer with ``:1`` is one that the launcher would find equal to 1: it becomes a constant. Products are not
+    contracted. Raises what Triton raises where the architecture cannot run the kernel.
     """
+    constants = {**constants, **{name: 1 for name, kind in signature.items() if kind.endswith(":1")}}
     kinds = {name: kind.partition(":")[0] for name, kind in signature.items()} | dict.fromkeys(constants, "constexpr")
     ordered = {name: kinds[name] for name in kernel.arg_names}
     aligned = [i for i, name in enumerate(ordered) if signature.get(name, "").endswith(":16")]
     return compat.compile_triton(kernel, ordered, constants, aligned, arch, {"enable_fp_fusion": False, **options})
 
 
+def at_launch(signature: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yield the signatures that launches can make of one: each integer alone equal to 1, then none divisible by 16."""
+    plain = {name: kind.partition(":")[0] for name, kind in signature.items()}
+    integers = [name for name, kind in plain.items() if not kind.startswith("*")]
+    yield from ({**signature, name: f"{plain[name]}:1"} for name in integers)
+    yield {**signature, **{name: plain[name] for name in integers}}
+
+
 def compile_generated(source: str, name: str, parameters: Sequence[tuple[str, str]], num_warps: int, arch: int) -> Any:
-    """Compile a generated kernel. Its pointers are multiples of 16, as they nearly always are."""
+    """Compile a generated kernel, as Inductor does: products may be contracted. Pointers are multiples of 16."""
     function = compat.load_kernel(source, name)
     function = getattr(function, "fn", function) if type(function).__name__ == "Autotuner" else function
-    aligned = [i for i, (_, kind) in enumerate(parameters) if kind.startswith("*")]
-    return compat.compile_triton(function, dict(parameters), {}, aligned, arch, {"num_warps": num_warps})
+    signature = {name: f"{kind}:16" if kind.startswith("*") else kind for name, kind in parameters}
+    return compile_for(function, signature, {}, arch, num_warps=num_warps, enable_fp_fusion=True)
 
 
 def why_not_generated(source: str, name: str, parameters: Sequence[tuple[str, str]], num_warps: int) -> str | None:

@@ -210,7 +210,7 @@ def note_facts(counters, elements, carried, scale_exponent, measured):
     """Write, once a kernel, what the counts are of."""
     if tl.program_id(0) == 0:
         facts = counters + {STRIPES * COLUMNS}
-        tl.store(facts.to(tl.pointer_type(tl.int64)), elements.to(tl.int64))
+        tl.store(facts.to(tl.pointer_type(tl.int64)), tl.cast(elements, tl.int64))
         tl.store(facts + 2, carried)
         tl.store(facts + 3, scale_exponent)
         tl.store(facts + 4, measured)

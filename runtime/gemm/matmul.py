@@ -115,7 +115,7 @@ def matmul_kernel(
         tl.store(at, ENCODE(stored).to(out_ptr.dtype.element_ty), mask=inside)
         if STATS:
             if program == 0:
-                note_facts(counts_ptr, m.to(tl.int64) * n, tl.load(row_ptr + CARRIED), tl.load(row_ptr), 0)
+                note_facts(counts_ptr, tl.cast(m, tl.int64) * n, tl.load(row_ptr + CARRIED), tl.load(row_ptr), 0)
             count_lost(total, stored, inside, counts_ptr, LIMITS[0], LIMITS[1])  # moments would spill registers
 
 

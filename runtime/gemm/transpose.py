@@ -60,7 +60,7 @@ def quantize_transpose_kernel(
     if STATS:
         measure = tl.load(row_ptr + MEASURE)
         if program == 0:
-            note_facts(counts_ptr, m.to(tl.int64) * n, tl.load(row_ptr + CARRIED), tl.load(row_ptr), measure)
+            note_facts(counts_ptr, tl.cast(m, tl.int64) * n, tl.load(row_ptr + CARRIED), tl.load(row_ptr), measure)
         count_lost(x, stored, inside, counts_ptr, LIMITS[0], LIMITS[1])
         if measure != 0:
             count_moments(stored, inside, counts_ptr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from benchmarks.triton_table import compile_for
 from fxprec.ir.symbolic import QUANTIZE
 from fxprec.numerics import ahead
 from fxprec.numerics.ahead import Resources
+from fxprec.runtime.gemm import kernels as gemm_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -50,6 +52,28 @@ def test_kernels_compile_without_spilling(arch: int) -> None:
         found = compile_for(kernel, source, arch)
         assert found.excess is None, kernel["name"]
         assert 8 <= found.registers <= 160, kernel["name"]
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+def test_kernels_compile_for_each_size_that_a_launch_tells_apart(arch: int) -> None:
+    """Triton's launcher makes a constant of an integer equal to 1, which has no method of a tensor."""
+    every = slice(None) if arch == 90 else slice(1)  # the first integer alone: rows, or a slot of the table
+    kernel, source = kernels()[0]
+    assert "i32" in dict(kernel["parameters"]).values()
+    for signature in [*ahead.at_launch(dict(kernel["parameters"]))][every]:
+        ahead.compile_generated(source, kernel["name"], list(signature.items()), 4, arch)
+    for case in gemm_kernels.cases(arch, quick=True):
+        for signature in [*ahead.at_launch(case.signature)][every]:
+            replace(case, signature=signature).compile(arch)
+
+
+def test_launches_tell_sizes_apart() -> None:
+    found = list(ahead.at_launch({"x": "*fp32:16", "m": "i32:16", "n": "i32"}))
+    assert found == [
+        {"x": "*fp32:16", "m": "i32:1", "n": "i32"},
+        {"x": "*fp32:16", "m": "i32:16", "n": "i32:1"},
+        {"x": "*fp32:16", "m": "i32", "n": "i32"},
+    ]
 
 
 def test_too_much_is_an_excess() -> None:
