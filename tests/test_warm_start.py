@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,3 +188,20 @@ def test_the_next_layer_takes_the_code_and_counts_for_itself(monkeypatch: pytest
     step(layers[1])
     assert [backend.controllers[0].step for backend in backends] == [1, 2, 1, 1]
     assert all(backend.stats() for backend in backends)
+
+
+def test_equal_gpus_share_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's text of a GPU has its serial number: no other GPU of the node met the same key."""
+
+    class Properties(SimpleNamespace):
+        def __str__(self) -> str:
+            return repr(self)
+
+    def key(**other: Any) -> str:
+        known = {"name": "NVIDIA H100", "major": 9, "minor": 0, "total_memory": 80 << 30, "multi_processor_count": 132}
+        found = Properties(**known | {"uuid": "GPU-1", "pci_bus_id": 1} | other)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+        return warm_start.machine(torch.device("cuda"))
+
+    assert key() == key(uuid="GPU-2", pci_bus_id=2)
+    assert len({key(), key(total_memory=40 << 30), key(multi_processor_count=114), key(name="NVIDIA H200")}) == 4

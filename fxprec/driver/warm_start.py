@@ -76,9 +76,15 @@ def _text(fact: object) -> str:
 
 def machine(device: torch.device) -> str:
     """Return what a plan or its code may depend on and torch's key leaves out."""
-    gpu = str(torch.cuda.get_device_properties(device)) if device.type == "cuda" else ""
+    gpu = _kind_of_gpu(device) if device.type == "cuda" else ()
     versions = (platform.python_version(), np.__version__, str(Processor.here()))
-    return " ".join((*versions, platform.machine(), gpu))
+    return " ".join((*versions, platform.machine(), *gpu))
+
+
+def _kind_of_gpu(device: torch.device) -> tuple[str, ...]:
+    """Return what equal GPUs share: torch's own text of a GPU has its serial number and its place on the bus."""
+    found = torch.cuda.get_device_properties(device)
+    return (found.name, *map(str, (found.major, found.minor, found.total_memory, found.multi_processor_count)))
 
 
 @cache
