@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fxprec.errors import ConfigError
+from fxprec.runtime import on_device
 
 WINDOW = 50  # losses before it that a loss is compared with
 LEAST = 10  # of them; before that nothing is a jump
@@ -53,11 +54,7 @@ class LossWatch:
         if not value.is_cuda:
             self._pending.append((step, float(value), None))
             return
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True, device="cpu")
-        host.copy_(value, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._pending.append((step, host, arrived))
+        self._pending.append((step, *on_device.to_host(value)))
 
     def jumps(self, *, before: int) -> Iterator[Jump]:
         """Yield the jumps among losses that have arrived, of steps before this one; of a stretch of them the first."""

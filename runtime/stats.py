@@ -11,6 +11,7 @@ import torch
 
 from fxprec.ir.symbolic import HISTOGRAM_BINS
 from fxprec.numerics.stats import WIDTH, finish
+from fxprec.runtime import on_device
 
 MAX_PENDING = 256  # backward passes without a forward between them; then the oldest statistics are dropped
 
@@ -71,11 +72,7 @@ class StatsQueue:
         if stats.device.type == "cpu":
             self._pending.append(_Pending(sites, counted, stats, None))
             return
-        host = torch.empty(stats.shape, dtype=stats.dtype, pin_memory=True, device="cpu")
-        host.copy_(stats, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending.append(_Pending(sites, counted, host, event))
+        self._pending.append(_Pending(sites, counted, *on_device.to_host(stats)))
 
     @contextmanager
     def muted(self) -> Iterator[None]:

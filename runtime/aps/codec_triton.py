@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxprec.numerics import ahead
+from fxprec.runtime import on_device
 from fxprec.runtime.aps.codecs import Codec, decode_table, thresholds
 
 _BLOCK = 1024
@@ -53,7 +54,8 @@ def encode_values(x: Tensor, c: Codec) -> Tensor:
     if values.numel():
         grid = (triton.cdiv(values.numel(), _BLOCK),)
         borders = thresholds(c, x.device)
-        _encode_kernel[grid](values, borders, out, values.numel(), BLOCK=_BLOCK, STEPS=_SEARCH_STEPS)
+        with on_device.current(x.device):
+            _encode_kernel[grid](values, borders, out, values.numel(), BLOCK=_BLOCK, STEPS=_SEARCH_STEPS)
     return out
 
 
@@ -63,7 +65,9 @@ def decode_values(codes: Tensor, c: Codec) -> Tensor:
     out = torch.empty(source.shape, dtype=torch.float32, device=codes.device)
     if source.numel():
         grid = (triton.cdiv(source.numel(), _BLOCK),)
-        _decode_kernel[grid](source, decode_table(c, codes.device), out, source.numel(), BLOCK=_BLOCK)
+        table = decode_table(c, codes.device)
+        with on_device.current(codes.device):
+            _decode_kernel[grid](source, table, out, source.numel(), BLOCK=_BLOCK)
     return out
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxprec.numerics import ahead, device
 from fxprec.numerics.formats import FP32, Format
+from fxprec.runtime import on_device
 from fxprec.runtime.arith.spec import Spec
 
 _ROWS, _COLUMNS = 32, 32
@@ -127,7 +128,8 @@ def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor:
     out = torch.empty(m, n, dtype=torch.float32, device=a.device)
     if out.numel():
         grid = (triton.cdiv(m, _ROWS), triton.cdiv(n, _COLUMNS))
-        _matmul_kernel[grid](a, b, out, m, depth, n, max(1, spec.chunk), **_flags(spec), enable_fp_fusion=False)
+        with on_device.current(a.device):
+            _matmul_kernel[grid](a, b, out, m, depth, n, max(1, spec.chunk), **_flags(spec), enable_fp_fusion=False)
     return out
 
 

@@ -21,6 +21,7 @@ from fxprec.numerics import device
 from fxprec.numerics.formats import BF16, FP16, FP32, Format
 from fxprec.numerics.rows import format_row, thresholds
 from fxprec.numerics.stats import SITE_COUNTERS, device_function
+from fxprec.runtime import on_device
 from fxprec.runtime.gemm.tiles import SMALL, TILES, Tile
 
 _GROUP = 8  # rows of tiles that share columns of B in the L2 cache
@@ -222,13 +223,14 @@ def matmul(
         tile = SMALL
     if tile is None:
         major, minor = torch.cuda.get_device_capability(a.codes.device)
-        _tuned(10 * major + minor)[lambda meta: (triton.cdiv(m, meta["ROWS"]) * triton.cdiv(n, meta["COLUMNS"]),)](
-            *args, **static
-        )
+        tuned = _tuned(10 * major + minor)
+        with on_device.current(a.codes.device):
+            tuned[lambda meta: (triton.cdiv(m, meta["ROWS"]) * triton.cdiv(n, meta["COLUMNS"]),)](*args, **static)
     else:
         grid = (triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)
         shape = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
-        matmul_kernel[grid](*args, **static, **tile_flags(tile), **shape)
+        with on_device.current(a.codes.device):
+            matmul_kernel[grid](*args, **static, **tile_flags(tile), **shape)
     return result, counts
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxprec.numerics.stats import CARRIED, COLUMNS, FIELD, SITE_COUNTERS, STRIPES, SUMS, WIDTH
+from fxprec.runtime import on_device
 
 BLOCK, WARPS = 1024, 8
 
@@ -102,7 +103,8 @@ def totals(lost: Tensor, amax: Tensor, moments: Tensor, table: Tensor, constants
     sites = len(constants["FACTS"])
     out = torch.empty(sites, WIDTH, dtype=torch.float64, device=lost.device)
     pitches = lost.shape[-1], moments.shape[-1], lost.numel() // lost.shape[-1]
-    totals_kernel[(sites,)](lost, amax, moments, table, out, *pitches, **constants, num_warps=WARPS)
+    with on_device.current(lost.device):
+        totals_kernel[(sites,)](lost, amax, moments, table, out, *pitches, **constants, num_warps=WARPS)
     return out
 
 
@@ -140,5 +142,6 @@ def gathered(counters: Tensor) -> Tensor:
     """Add up striped counters as `fxprec.numerics.stats.gathered` does."""
     sites = counters.numel() // SITE_COUNTERS
     out = torch.empty(sites, WIDTH, dtype=torch.float64, device=counters.device)
-    gather_kernel[(sites,)](counters, out, **GATHER, num_warps=1)
+    with on_device.current(counters.device):
+        gather_kernel[(sites,)](counters, out, **GATHER, num_warps=1)
     return out

@@ -18,6 +18,7 @@ from fxprec.numerics import device
 from fxprec.numerics.formats import Format
 from fxprec.numerics.rows import format_row, thresholds
 from fxprec.numerics.stats import SITE_COUNTERS, device_function
+from fxprec.runtime import on_device
 
 # 94 to 99 registers and no spill on sm_80 to sm_100 (4 warps: 180, and 500 spilled bytes for strided input).
 ROWS, COLUMNS, WARPS = 64, 128, 8
@@ -117,9 +118,10 @@ def quantize_transpose(
     counts = torch.zeros(SITE_COUNTERS if stats else 0, dtype=torch.int32, device=x.device)
     if x.numel():
         wanted = flags(fmt, keep=keep, row_major=row_major, stats=stats)
-        quantize_transpose_kernel[_grid(m, n)](
-            x, row, q, t, counts, m, n, *x.stride(), **wanted, num_warps=WARPS, enable_fp_fusion=False
-        )
+        with on_device.current(x.device):
+            quantize_transpose_kernel[_grid(m, n)](
+                x, row, q, t, counts, m, n, *x.stride(), **wanted, num_warps=WARPS, enable_fp_fusion=False
+            )
     return q, t, counts
 
 
@@ -129,5 +131,6 @@ def transpose(q: Tensor) -> Tensor:
     codes = q.view(torch.uint8) if q.itemsize == 1 else q.view(torch.uint16)
     t = torch.empty(n, m, dtype=codes.dtype, device=q.device)
     if q.numel():
-        transpose_kernel[_grid(m, n)](codes, t, m, n, *q.stride(), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+        with on_device.current(q.device):
+            transpose_kernel[_grid(m, n)](codes, t, m, n, *q.stride(), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
     return t.view(q.dtype)

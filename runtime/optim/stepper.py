@@ -72,11 +72,11 @@ class Stepper(Optimizer):
             self._history.note(self._counts(), min(n for n in every if n))
 
     def _step_group(self, position: int, group: dict[str, Any], first: int) -> None:
-        by_dtype: dict[torch.dtype, list[int]] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for index, param in enumerate(group["params"]):
             if param.grad is not None:
-                by_dtype.setdefault(param.dtype, []).append(index)
-        for dtype, indices in by_dtype.items():
+                by_kind.setdefault((param.device, param.dtype), []).append(index)
+        for (_, dtype), indices in by_kind.items():
             rule = rule_of(group, self._algorithm, dtype)
             batch = self._batch(rule, group, indices)
             if rule.update == "nearest" and not group.get("capturable"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fxprec.runtime import on_device
 from fxprec.runtime.optim.rule import Rule
 from fxprec.runtime.optim.triton_source import BLOCK, kernel
 
@@ -25,5 +26,6 @@ def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor,
     inputs = [t.to(device, non_blocking=True).contiguous() for t in (table, blocks, scalars, integers)]
     if counts is None:
         counts = torch.zeros(0, dtype=torch.int64, device=device)
-    kernel(rule)[(len(starts),)](*inputs, counts, BLOCK=BLOCK, enable_fp_fusion=False)
+    with on_device.current(device):
+        kernel(rule)[(len(starts),)](*inputs, counts, BLOCK=BLOCK, enable_fp_fusion=False)
     return True

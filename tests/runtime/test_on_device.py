@@ -1,0 +1,148 @@
+"""Launches, copies and groups belong to the tensors' device. Fake tensors on "cuda:1"; stubs of what a GPU would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxprec.optim import SGD
+from fxprec.runtime import losses, on_device, stats
+from fxprec.runtime.optim import stepper
+
+SECOND = torch.device("cuda", 1)
+
+
+class Current:
+    """The current device, as `torch.cuda.device` sets it; the first GPU before."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self.seen: list[torch.device] = []
+
+    @contextmanager
+    def of(self, device: torch.device) -> Iterator[None]:
+        before, self.device = self.device, device
+        yield
+        self.device = before
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        """Stand for a Triton kernel: a launch notes the current device."""
+        return lambda *args, **options: self.seen.append(self.device)
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> Current:
+    found = Current()
+    monkeypatch.setattr(torch.cuda, "device", found.of)
+    return found
+
+
+@pytest.fixture
+def second() -> Iterator[Callable[..., Tensor]]:
+    """Make fake tensors on the second GPU."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield lambda *size, dtype=torch.float32: torch.empty(*size, dtype=dtype, device=SECOND)
+
+
+def test_kernels_of_gemms_start_on_their_tensors_device(
+    current: Current, second: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton refused the pointers, or ran unordered on the first GPU's stream."""
+    pytest.importorskip("triton")
+    from fxprec.numerics.formats import parse
+    from fxprec.runtime.gemm import matmul, totals, transpose
+    from fxprec.runtime.gemm.tiles import SMALL
+
+    for module, name in (
+        (transpose, "transpose_kernel"),
+        (transpose, "quantize_transpose_kernel"),
+        (totals, "totals_kernel"),
+        (totals, "gather_kernel"),
+        (matmul, "matmul_kernel"),
+    ):
+        monkeypatch.setattr(module, name, current)
+    monkeypatch.setattr(matmul, "_tuned", lambda arch: current)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    codes = second(32, 32, dtype=torch.uint8)
+    operand = matmul.Operand(codes, parse("1-4-3+4"))
+    transpose.transpose(codes)
+    transpose.quantize_transpose(second(32, 32), second(11, dtype=torch.int32), parse("1-4-3+4"))
+    totals.gathered(second(330, dtype=torch.int32))
+    totals.totals(second(2, 8), second(1, 8), second(8), second(8), {"FACTS": (0,)})
+    matmul.matmul(operand, operand, tile=SMALL)
+    matmul.matmul(operand, operand)
+    assert current.seen == [SECOND] * 6
+
+
+def test_other_kernels_start_on_their_tensors_device(
+    current: Current, second: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from fxprec.runtime.aps import codec_triton
+    from fxprec.runtime.arith import triton_kernel
+    from fxprec.runtime.optim import triton_step
+
+    monkeypatch.setattr(triton_kernel, "_matmul_kernel", current)
+    monkeypatch.setattr(triton_kernel, "_flags", lambda spec: {})
+    for name in ("_encode_kernel", "_decode_kernel"):
+        monkeypatch.setattr(codec_triton, name, current)
+    for name in ("thresholds", "decode_table"):
+        monkeypatch.setattr(codec_triton, name, lambda codec, device: None)
+    monkeypatch.setattr(triton_step, "kernel", lambda rule: current)
+    triton_kernel.matmul(second(2, 3), second(3, 2), type("Spec", (), {"chunk": 0}))
+    codec_triton.encode_values(second(5), None)
+    codec_triton.decode_values(second(5, dtype=torch.uint8), None)
+    monkeypatch.setattr(Tensor, "data_ptr", lambda self: 16)
+    triton_step.run(None, [[second(5), second(5)]], second(1, 1), second(1, 1), None)
+    assert current.seen == [SECOND] * 4
+
+
+class Event:
+    """Stands for `torch.cuda.Event`: without a stream it is recorded on that of the current device."""
+
+    def __init__(self, current: Current) -> None:
+        self.current = current
+
+    def record(self, stream: torch.device | None = None) -> None:
+        self.current.seen.append(self.current.device if stream is None else stream)
+
+
+@pytest.mark.parametrize("takes", ["statistics", "losses"])
+def test_events_wait_for_the_device_that_copies(
+    takes: str, current: Current, second: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event on the idle first GPU was over at once, and pinned memory was read before anything was written."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(current))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    if takes == "statistics":
+        stats.StatsQueue().push([0], second(10, dtype=torch.float64))
+    else:
+        losses.LossWatch().note(0, second(()))
+    assert current.seen == [SECOND]
+
+
+def test_a_group_on_two_devices_is_stepped_device_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel got the addresses of both, which ends the process."""
+    weights = [torch.nn.Parameter(torch.ones(4, device=device)) for device in ("cpu", "meta", "cpu")]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    found: list[list[str]] = []
+    monkeypatch.setattr(stepper.guards, "warn_if_stuck", lambda *args: None)
+    monkeypatch.setattr(
+        stepper, "_run_kernel", lambda rule, batch, *numbers: found.append([row[0].device.type for row in batch.rows])
+    )
+    SGD(weights, lr=0.1).step()
+    assert found == [["cpu", "cpu"], ["meta"]]
+
+
+def test_a_cpu_has_no_current_device(current: Current) -> None:
+    with on_device.current(torch.device("cpu")):
+        assert current.device == torch.device("cuda", 0)
