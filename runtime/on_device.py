@@ -24,3 +24,10 @@ def to_host(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         host.copy_(x, non_blocking=True)
         arrived.record(torch.cuda.current_stream(x.device))
     return host, arrived
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """Return ``x`` on ``device``. A GPU reads it from pinned memory: a pageable copy waits for the stream."""
+    if device.type != "cuda" or x.device.type != "cpu":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)

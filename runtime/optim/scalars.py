@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxprec.runtime import on_device
 from fxprec.runtime.optim.rounding import keys_of
 from fxprec.runtime.optim.rule import INTEGERS, Rule
 
@@ -19,8 +21,12 @@ def floats(rule: Rule, group: Mapping[str, Any], steps: Tensor) -> Tensor:
     """
     count = steps.double()
     values = _sgd(group, count) if rule.algorithm == "sgd" else _adamw(group, count)
-    columns = [torch.as_tensor(values[name], dtype=torch.float64, device=count.device) for name in rule.scalars]
-    return torch.stack([column.expand_as(count) for column in columns], 1).float()
+    return torch.stack([_column(values[name], count) for name in rule.scalars], 1).float()
+
+
+def _column(value: float | Tensor, like: Tensor) -> Tensor:
+    """Return the value for each parameter. A number is filled in on the device, not uploaded."""
+    return value.to(like).expand_as(like) if isinstance(value, Tensor) else torch.full_like(like, value)
 
 
 def _sgd(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
@@ -55,7 +61,7 @@ def _adamw(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
 
 def _scalar(lr: float | Tensor, like: Tensor) -> float | Tensor:
     """A tensor learning rate stays on its device; a number stays a number."""
-    return lr.detach().reshape(()).to(like.device) if isinstance(lr, Tensor) else lr
+    return on_device.upload(lr.detach().reshape(()), like.device) if isinstance(lr, Tensor) else lr
 
 
 def integers(seed: int, places: list[tuple[int, ...]] | None, steps: Tensor) -> Tensor:
@@ -65,5 +71,11 @@ def integers(seed: int, places: list[tuple[int, ...]] | None, steps: Tensor) -> 
     """
     if places is None:
         return torch.zeros(len(steps), len(INTEGERS), dtype=torch.int32, device=steps.device)
-    keys = torch.tensor([keys_of(seed, *place) for place in places], dtype=torch.int32, device=steps.device)
+    keys = _keys(seed, tuple(places), steps.device)
     return torch.cat([keys, steps.to(torch.int32)[:, None]], 1)
+
+
+@lru_cache(maxsize=64)
+def _keys(seed: int, places: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    keys = torch.tensor([keys_of(seed, *place) for place in places], dtype=torch.int32, device="cpu")
+    return on_device.upload(keys, device)

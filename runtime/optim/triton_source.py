@@ -27,13 +27,18 @@ from fxprec.runtime.optim.triton_fma import fma
 
 
 @triton.jit
-def kernel(table_ptr, blocks_ptr, scalars_ptr, integers_ptr, counts_ptr, BLOCK: tl.constexpr):
+def kernel(
+    table_ptr, scalars_ptr, integers_ptr, counts_ptr, items, BLOCK: tl.constexpr, STEPS: tl.constexpr
+):
     program = tl.program_id(0)
-    item = tl.load(blocks_ptr + 2 * program)
-    start = tl.load(blocks_ptr + 2 * program + 1)
+    item = program * 0  # the last parameter whose first program is not behind this one, by binary search
+    for i in tl.static_range(STEPS):
+        later = item + (1 << (STEPS - 1 - i))
+        first = tl.load(table_ptr + later * {columns}, mask=later < items, other=1 << 40)
+        item = tl.where(first <= program, later, item)
     row = table_ptr + item * {columns}
-    at = start + tl.arange(0, BLOCK)
-    inside = at < tl.load(row)
+    at = (program - tl.load(row)) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.load(row + 1)
     index = at.to(tl.int32)
 '''
 
@@ -42,7 +47,7 @@ def source(rule: Rule) -> str:
     """Return the Triton source of a rule's kernel."""
     lines, outputs = statements(trace(rule), TRITON)
     names, dtype = rule.tensors, str(rule.carrier)[6:]
-    body = [f"{name}_at = tl.load(row + {i + 1}).to(tl.pointer_type(tl.{dtype})) + at" for i, name in enumerate(names)]
+    body = [f"{name}_at = tl.load(row + {i + 2}).to(tl.pointer_type(tl.{dtype})) + at" for i, name in enumerate(names)]
     body += [f"{name} = tl.load({name}_at, mask=inside, other=0.0).to(tl.float32)" for name in names]
     for kind, fields in (("scalars", rule.scalars), ("integers", INTEGERS)):
         body += [f"{name} = tl.load({kind}_ptr + item * {len(fields)} + {i})" for i, name in enumerate(fields)]
@@ -51,7 +56,7 @@ def source(rule: Rule) -> str:
     for i, name in enumerate(name for name in ("nonzero", "cancelled") if name in outputs):
         total = f"tl.sum(tl.where(inside & {outputs[name]}, 1, 0)).to(tl.int64)"
         body.append(f"tl.atomic_add(counts_ptr + item * 2 + {i}, {total})")
-    return _HEADER.format(rule=rule, columns=len(names) + 1) + "".join(f"    {line}\n" for line in body)
+    return _HEADER.format(rule=rule, columns=len(names) + 2) + "".join(f"    {line}\n" for line in body)
 
 
 @cache
@@ -62,6 +67,5 @@ def kernel(rule: Rule) -> Any:
 
 def compile_to_ptx(rule: Rule, arch: int) -> str:
     """PTX of the kernel for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
-    kinds = {"table_ptr": "*i64", "blocks_ptr": "*i64", "scalars_ptr": "*fp32", "integers_ptr": "*i32"}
-    kinds["counts_ptr"] = "*i64"
-    return str(ahead.compile_for(kernel(rule), kinds, {"BLOCK": BLOCK}, arch).asm["ptx"])
+    kinds = {"table_ptr": "*i64", "scalars_ptr": "*fp32", "integers_ptr": "*i32", "counts_ptr": "*i64", "items": "i32"}
+    return str(ahead.compile_for(kernel(rule), kinds, {"BLOCK": BLOCK, "STEPS": 9}, arch).asm["ptx"])

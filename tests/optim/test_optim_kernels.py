@@ -9,7 +9,10 @@ import pytest
 import torch
 from interpreted import InterpretedTests, interpreted
 from optim.rules import RULES, numbers_of, row_of, same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fxprec.errors import ConfigError
+from fxprec.runtime import on_device
 from fxprec.runtime.optim import cpp, reference
 from fxprec.runtime.optim.fma import fma, sqrt
 from fxprec.runtime.optim.rule import Rule
@@ -65,13 +68,71 @@ def test_square_roots_are_rounded_once() -> None:
     assert np.array_equal(sqrt(x).numpy(), np.sqrt(x.numpy()))
 
 
+class Launches:
+    """Stands for the Triton kernel."""
+
+    def __init__(self) -> None:
+        self.programs: list[int] = []
+
+    def __getitem__(self, grid: tuple[int]) -> object:
+        self.programs.append(grid[0])
+        return lambda *args, **options: None
+
+
+def test_three_steps_upload_the_addresses_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of one entry for 1,024 elements was made in Python and uploaded, from pageable memory, in every step."""
+    pytest.importorskip("triton")
+    from fxprec.runtime.optim import triton_step
+
+    uploads: list[int] = []
+
+    def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+        uploads.append(x.numel())
+        return x
+
+    launches = Launches()
+    monkeypatch.setattr(triton_step.on_device, "upload", upload)
+    monkeypatch.setattr(triton_step, "kernel", lambda rule: launches)
+    triton_step._table.cache_clear()
+    rows = [row_of(RULES[0], n) for n in (1 << 22, 0, 7)]
+    scalars, integers = numbers_of(RULES[0], len(rows))
+    for _ in range(3):
+        triton_step.run(RULES[0], rows, scalars, integers, None)
+    triton_step._table.cache_clear()
+    table = 3 * (2 + len(RULES[0].tensors))
+    assert uploads == [table, *[scalars.numel(), integers.numel()] * 3]
+    assert launches.programs == [(1 << 12) + 1] * 3
+
+
+def test_uploads_are_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[tuple[bool, object]] = []
+    pinned = torch.ones(2)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, device, **options: copied.append((self is pinned, options)) or self
+    )
+    on_device.upload(torch.zeros(2), torch.device("cuda"))
+    assert copied == [(True, {"non_blocking": True})]
+
+
+def test_a_step_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from fxprec.runtime.optim import triton_step
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with FakeTensorMode():
+        row = [torch.empty(4, device="cuda") for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"^step\(\) runs in the capture of a CUDA graph.*; call it outside of"):
+        triton_step.run(RULES[0], [row], torch.zeros(1, 1), torch.zeros(1, 3), None)
+
+
 @interpreted
 @pytest.mark.parametrize("rule", RULES, ids=_name)
 def test_triton_kernels_give_the_bits_of_the_reference(rule: Rule) -> None:
     from fxprec.runtime.optim import triton_step
 
     with np.errstate(all="ignore"):  # the interpreter is NumPy, which warns of inf and NaN
-        check_kernel(rule, triton_step.run, (3_000, 0, 7))
+        check_kernel(rule, triton_step.run, (3_000, 0, 7, 0))
 
 
 def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:

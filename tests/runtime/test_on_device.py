@@ -95,6 +95,8 @@ def test_other_kernels_start_on_their_tensors_device(
     for name in ("thresholds", "decode_table"):
         monkeypatch.setattr(codec_triton, name, lambda codec, device: None)
     monkeypatch.setattr(triton_step, "kernel", lambda rule: current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(triton_step, "_table", lambda facts, device: None)
     triton_kernel.matmul(second(2, 3), second(3, 2), type("Spec", (), {"chunk": 0}))
     codec_triton.encode_values(second(5), None)
     codec_triton.decode_values(second(5, dtype=torch.uint8), None)
