@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from codec_oracles import all_codes, assert_same, assert_same_codes, edges, random_bits, random_in_range
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxprec.errors import FxprecWarning
 from fxprec.numerics import codec, memory, reference, rounding
 from fxprec.numerics.formats import APS_130, BF16, E4M3FN, E5M2, FP16_169, FP32, HFP8_143, HFP8_152, Format
 from fxprec.numerics.rounding import decode, encode, quantize
+from fxprec.numerics.rows import code_row, format_row
 
 FORMATS = [HFP8_143, HFP8_152, FP16_169, FP32, BF16, E5M2, E4M3FN, APS_130, Format(8, 7), Format(6, 15)]
 
@@ -90,3 +92,25 @@ def test_advised_memory_is_ordinary_memory() -> None:
     new = memory.empty_like(x, torch.float32)
     assert (new.shape, new.dtype, new.stride()) == (x.shape, torch.float32, x.stride())
     assert (new.fill_(2.5) == 2.5).all()
+
+
+def test_a_formats_rows_are_made_once_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload waits for a GPU's stream, and every call made two."""
+    given: list[tuple[torch.Tensor, ...]] = []
+    monkeypatch.setattr(rounding, "_fused", lambda *kinds: lambda x, random, *rows: given.append(rows[:-1]))
+    x = torch.zeros((1 << 16) + 1)
+    for fmt in (HFP8_143, HFP8_143, HFP8_152):
+        quantize(x, fmt)
+    first, again, other = given
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    assert not any(a is b for a, b in zip(first, other, strict=True))
+
+
+def test_a_fake_row_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "_fused", lambda *kinds: lambda *tensors: None)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 0)
+    rows = format_row(HFP8_143), code_row(HFP8_143)
+    rounding._columns.cache_clear()
+    with FakeTensorMode():
+        rounding._run_compiled(rounding._nearest, torch.empty(1 << 17), None, rows, torch.empty(1 << 17))
+    assert rounding._columns.cache_info().currsize == 0

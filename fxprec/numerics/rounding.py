@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, overload
 
 import torch
 
+from fxprec import compat
 from fxprec.errors import FormatError, FxprecWarning
 from fxprec.numerics import codec, directed, native
 from fxprec.numerics.block_rounding import BlockCodes, decode_blocks, encode_blocks, quantize_blocks
@@ -243,7 +244,8 @@ def _run_compiled(
     """Run the fused kernel over flat tensors; False (with a warning, once) where none can be compiled."""
     flat = out.view(-1) if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device).view(-1)
     source = x.contiguous().view(-1)
-    columns = [torch.tensor(row, dtype=torch.int32, device=x.device) for row in rows]
+    is_fake = compat.fake_mode_of(x) is not None  # a fake row is of no use to a later call
+    columns = (_columns.__wrapped__ if is_fake else _columns)(rows, x.device)
     target = flat.view(torch.int32) if flat.dtype == torch.uint32 else flat
     try:
         fused = _fused(kernel, x.dtype, target.dtype, x.device.type)
@@ -263,6 +265,12 @@ def _run_compiled(
     if flat.data_ptr() != out.data_ptr():
         out.copy_(flat.view(out.shape))
     return True
+
+
+@cache
+def _columns(rows: _Rows, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the rows of a format on a device: an upload waits for a GPU's stream, so each is made once."""
+    return tuple(torch.tensor(row, dtype=torch.int32, device=device) for row in rows)
 
 
 _FAILED: set[_Kernel] = set()
