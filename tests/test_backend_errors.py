@@ -13,8 +13,10 @@ import pytest
 import torch
 from backend_helpers import Cnn, eager_backend, mlp
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxprec
+from fxprec.driver import capture
 from fxprec.driver.calibration import interpreted
 
 
@@ -207,6 +209,45 @@ def test_an_unsupported_device_is_refused() -> None:
     model, x = mlp().to("meta"), torch.randn(8, 16, device="meta")
     words = r"^device 'meta': fxprec lowers to cpu and cuda only; move the model there or compile"
     assert_refused(fxprec.LoweringError, words, model=model, x=x)
+
+
+GPU = r"device 'cuda:0'"
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "words"),
+    [
+        ("6.4", (9, 4), rf"^{GPU} is AMD's \(ROCm 6\.4\): fxprec's code is for NVIDIA's GPUs; compile this part with"),
+        (
+            None,
+            (7, 5),
+            rf"^{GPU} has compute capability 7\.5: fxprec's code needs 8\.0, for bfloat16; compile this part",
+        ),
+    ],
+)
+def test_a_gpu_without_code_is_refused(
+    hip: str | None, capability: tuple[int, int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with FakeTensorMode():
+        examples = [torch.empty(2, device="cuda:0")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with pytest.raises(fxprec.LoweringError, match=words) as caught:
+        capture._device(examples)
+    assert "\n" not in str(caught.value)
+    if hip is None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        assert capture._device([torch.empty(2), *examples]) == torch.device("cuda:0")
+
+
+def test_a_graph_on_two_gpus_is_refused() -> None:
+    """The table lay on one of them, by the order of a set."""
+    with FakeTensorMode():
+        examples = [torch.empty(2, device=device) for device in ("cuda:1", "cpu", "cuda:0")]
+    words = r"^a graph has inputs on cuda:0 and cuda:1: .*on one GPU; compile the model's part on each GPU by itself"
+    with pytest.raises(fxprec.LoweringError, match=words):
+        capture._device(examples)
 
 
 def test_triton_without_its_interpreter_is_a_fallback_on_a_cpu() -> None:

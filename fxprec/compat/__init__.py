@@ -89,6 +89,7 @@ from fxprec.compat.triton import current_architecture as current_architecture
 from fxprec.compat.triton import load_kernel as load_kernel
 from fxprec.compat.triton import no_native_fp8 as no_native_fp8
 from fxprec.compat.triton import no_triton as no_triton
+from fxprec.compat.triton import refused_gpu as refused_gpu
 from fxprec.compat.triton import runs_in_interpreter as runs_in_interpreter
 from fxprec.compat.triton import triton_interprets as triton_interprets
 from fxprec.compat.triton import triton_tool as triton_tool

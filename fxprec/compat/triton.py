@@ -66,9 +66,23 @@ def no_triton(device: torch.device) -> str | None:
     if interpreted:
         return "TRITON_INTERPRET=1 keeps Triton from compiling for a GPU"
     major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
+    return None if (major, minor) >= OLDEST_GPU else f"compute capability {major}.{minor} is below 8.0"
 
 
+def refused_gpu(device: torch.device) -> str | None:
+    """Say why fxprec makes no code for a GPU, or None where it does. A GPU that is planned for only is not asked."""
+    if torch.version.hip is not None:
+        return f"device '{device}' is AMD's (ROCm {torch.version.hip}): fxprec's code is for NVIDIA's GPUs"
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= OLDEST_GPU:
+        return None
+    needed = f"fxprec's code needs {words(OLDEST_GPU)}, for bfloat16"
+    return f"device '{device}' has compute capability {major}.{minor}: {needed}"
+
+
+OLDEST_GPU = (8, 0)
 OLDEST_WITH_FP8 = (8, 9)
 
 

@@ -154,14 +154,22 @@ def _fake_mode(graph: Graph) -> Any:
 
 
 def _device(examples: Sequence[Any]) -> torch.device:
-    devices = {e.device for e in examples if isinstance(e, torch.Tensor)}
+    devices = sorted({e.device for e in examples if isinstance(e, torch.Tensor)}, key=str)
     for device in devices:
         if device.type not in SUPPORTED_DEVICES:
             raise LoweringError(
                 f"device {str(device)!r}: fxprec lowers to {' and '.join(SUPPORTED_DEVICES)} only; move the model "
                 f'there or compile this part with backend="inductor"'
             )
-    return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+    gpus = [device for device in devices if device.type == "cuda"]
+    if len(gpus) > 1:
+        raise LoweringError(
+            f"a graph has inputs on {' and '.join(map(str, gpus))}: fxprec keeps one scale table, on one GPU; "
+            "compile the model's part on each GPU by itself"
+        )
+    if gpus and (why := compat.refused_gpu(gpus[0])) is not None:
+        raise LoweringError(f'{why}; compile this part with backend="inductor"')
+    return gpus[0] if gpus else torch.device("cpu")
 
 
 def _describe(node: Node) -> GraphInput:
