@@ -8,7 +8,8 @@ and its traffic, and every kernel a launch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,7 +55,7 @@ class Costs:
     """Rates of one device."""
 
     source: str
-    """``measured`` or ``estimate``."""
+    """``measured`` or ``estimate``, and of which GPU where it is another one."""
     bytes_per_s: float
     bf16_flop_per_s: float
     fp8_flop_per_s: float | None
@@ -90,13 +91,27 @@ def margin() -> float:
 
 
 def costs_of(gpu: Gpu) -> Costs:
-    """Return a device's figures: by name, else those of the nearest older architecture, as estimates."""
+    """Return a device's figures, else another's, whose name ``source`` says then.
+
+    The other is the newest of its kind that is not newer than the device. A card with memory of its own chip's package
+    moves several times the bytes of one with GDDR memory, whatever their age.
+    """
     devices = _figures()["devices"]
-    named = [d for d in devices if d["name"] in gpu.name]
-    older = sorted((d for d in devices if tuple(d["capability"]) <= gpu.capability), key=lambda d: d["capability"])
-    entry = named[0] if named else (older or devices)[-1]
+    named = [d for d in devices if re.search(rf"\b{d['name']}\b", gpu.name)]
+    alike = [d for d in devices if _has_gddr(d["capability"]) == _has_gddr(gpu.capability)]
+    older = sorted((d for d in alike if tuple(d["capability"]) <= gpu.capability), key=lambda d: d["capability"])
+    entry = named[0] if named else (older or alike)[-1]
     values = {name: entry[name] for name in Costs.__dataclass_fields__}
-    return Costs(**values if named else values | {"source": "estimate"})
+    if named:
+        return Costs(**values)
+    rate = entry["fp8_flop_per_s"] if gpu.has_fp8 else None
+    return Costs(**values | {"source": f"estimate by figures of {entry['name']}", "fp8_flop_per_s": rate})
+
+
+def _has_gddr(capability: Sequence[int]) -> bool:
+    """Say whether GPUs of a compute capability have GDDR memory: 8.6, 8.9, 12.0; not 8.0, 9.0, 10.0, 10.3."""
+    major, minor = capability
+    return major == 12 or (major == 8 and minor > 0)
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,30 @@ def test_the_cost_model_leaves_small_layers_high_and_takes_large_ones() -> None:
     a100 = gemm_costs.costs_of(A100)
     assert a100.fp8_flop_per_s is None
     assert layer(8192, 4096, a100, "generated").pays is False, "0.6 of the rate, and decoding is cheap beside it"
-    assert gemm_costs.costs_of(Gpu("NVIDIA GeForce RTX 4090", (8, 9))).source == "estimate"
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "figures"),
+    [
+        ("NVIDIA GeForce RTX 4090", (8, 9), "L40S"),
+        ("NVIDIA GeForce RTX 5090", (12, 0), "L40S"),
+        ("NVIDIA A10", (8, 6), "L40S"),
+        ("NVIDIA H20", (9, 0), "H100"),
+        ("NVIDIA GH200 480GB", (9, 0), "H100"),
+        ("NVIDIA B300 SXM6", (10, 3), "B200"),
+    ],
+)
+def test_another_gpus_figures_name_that_gpu(name: str, capability: tuple[int, int], figures: str) -> None:
+    """Those of a B200 were taken for an RTX 5090, of an A100 for an A10, and nothing said so."""
+    costs = gemm_costs.costs_of(Gpu(name, capability))
+    assert costs.source == f"estimate by figures of {figures}"
+    assert costs.bytes_per_s == gemm_costs.costs_of(Gpu(figures, capability)).bytes_per_s
+    assert (costs.fp8_flop_per_s is None) == (capability < (8, 9))
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA H200"])
+def test_a_gpu_with_figures_has_its_own(name: str) -> None:
+    assert gemm_costs.costs_of(Gpu(name, (9, 0))).source == "estimate"
 
 
 def test_a_persons_word_goes_first_and_survives_the_plan_file(graphs, tmp_path) -> None:
