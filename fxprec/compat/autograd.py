@@ -109,5 +109,5 @@ def hand_on_sources(copy: GraphModule, gm: GraphModule) -> None:
 
 def without_source(node: Node) -> Node:
     """Return an input that is no input of Dynamo's: AOTAutograd asks each for its name."""
-    node._dynamo_source = None  # type: ignore[attr-defined]
+    node._dynamo_source = None
     return node
