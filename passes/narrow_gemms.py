@@ -28,6 +28,7 @@ from fxprec.passes.analysis.joint import (
 )
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.values import is_mask
+from fxprec.passes.analysis.wide_gemms import is_widened
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, emit_call, emit_on
 from fxprec.passes.notice import Notice
@@ -45,8 +46,6 @@ class NarrowGemms:
             return
         device_type = work.joint.table.meta["val"].device.type
         on_cpu, everything = device_type == "cpu", dtype == torch.bfloat16
-        if on_cpu and dtype not in work.settings.processor.gemms:
-            _tell(work, dtype)
         # An unscaled gradient keeps its range in bfloat16 and underflows in float16.
         targets = ops.GEMMS | ops.GEMMS_BACKWARD if everything else ops.GEMMS
         # Under a memory budget the partitioner may save results of GEMMs: narrow ones.
@@ -57,6 +56,7 @@ class NarrowGemms:
                 continue
             if everything or not is_backward(node):
                 convert.gemm(node)
+        _tell_of_widened(work)
 
 
 SMALL = 1 << 20
@@ -79,10 +79,13 @@ def _is_small(node: Node) -> bool:
     return val.dtype == torch.float32 and numel_hint(val) * dim_hint(first.shape[1]) < SMALL
 
 
-def _tell(work: Work, dtype: torch.dtype) -> None:
+def _tell_of_widened(work: Work) -> None:
     """Say in the plan how GEMMs are computed; and in the log, where that is this machine's doing and not as asked."""
-    if not any(node.target in ops.GEMMS | ops.GEMMS_BACKWARD for node in work.joint.graph.nodes):
+    widened = (n for n in work.joint.graph.nodes if is_widened(n, work.settings.processor))
+    first = next(widened, None)
+    if first is None:
         return
+    dtype = tensor_of(factors_of(first)[0]).dtype
     detail = f"the CPU has no {dtype} GEMM: GEMMs read and write {dtype}, and multiply in float32, block by block"
     work.remarks.append(f"narrow-gemms: {detail}")
     if work.settings.asked.cpu is None:
