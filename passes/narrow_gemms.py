@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fxprec.config.processor import PORTABLE
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite
 from fxprec.ir.symbolic_blocks import DequantizeBlocks
 from fxprec.passes.analysis import ops
@@ -46,6 +47,8 @@ class NarrowGemms:
             return
         device_type = work.joint.table.meta["val"].device.type
         on_cpu, everything = device_type == "cpu", dtype == torch.bfloat16
+        if on_cpu and work.settings.processor.vectors == PORTABLE:
+            dtype, everything = torch.float32, True  # GEMMs of a 16-bit model too
         # An unscaled gradient keeps its range in bfloat16 and underflows in float16.
         targets = ops.GEMMS | ops.GEMMS_BACKWARD if everything else ops.GEMMS
         # Under a memory budget the partitioner may save results of GEMMs: narrow ones.

@@ -11,7 +11,10 @@ import torch
 from fxprec import compat
 from fxprec.errors import ConfigError, did_you_mean
 
-VECTORS = ("default", "avx2", "avx512", "sve256", "vsx", "zvector")
+PORTABLE = "portable"
+"""No processor: operands and results of GEMMs stay float32, so every CPU computes the same, and no GEMM rounds."""
+
+VECTORS = ("default", "avx2", "avx512", "sve256", "vsx", "zvector", PORTABLE)
 """Instruction sets of torch's CPU kernels; ``"default"`` is the compiler's baseline."""
 
 GEMMS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,5 +51,3 @@ class Processor:
 
 
 EXAMPLES = "'avx2' or 'avx512+bf16'"
-PORTABLE = "avx2"
-"""A processor whose plans any CPU follows with the same arithmetic: no GEMM is narrower than float32."""

@@ -162,6 +162,15 @@ def test_a_cpu_that_was_asked_for_is_a_note_of_the_plan_alone(graphs, logged) ->
     assert "the CPU has no torch.bfloat16 GEMM" in backend.plans[0].notes[0]
 
 
+def test_without_a_processor_gemms_stay_float32(graphs) -> None:
+    """So no GEMM rounds, and what a stored copy does is not hidden by it."""
+    backend = eager_backend("native", recipe="bf16", low_ratio=None, cpu="portable")
+    model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 8)).bfloat16()
+    torch.compile(model, backend=backend)(torch.randn(16, 24).bfloat16()).sum().backward()
+    assert [operand_dtypes(gm) for gm in graphs] == [[{torch.float32}] * 2, [{torch.float32}] * 3]
+    assert not backend.events
+
+
 def test_a_graph_without_gemms_says_nothing(graphs, monkeypatch) -> None:
     plan_on(monkeypatch, "avx2")
     backend = eager_backend("native", recipe="bf16", low_ratio=None)
