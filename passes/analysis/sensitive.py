@@ -51,6 +51,9 @@ RESULTS: Mapping[str, str] = {
     "aten.sigmoid": "its gradient is y (1 - y): near 1 an error of 2^-5 in y is all of it",
     "aten.logcumsumexp": "backward exponentiates it, in a sum: an error of 0.5 in the exponent is a factor of 1.6",
     "aten.expm1": "its gradient is y + 1: near -1 an error of 2^-5 in y is all of it",
+    "aten.cumprod": "backward divides it by a factor: after a small factor it is 0 in e4m3fn, and the gradient with it",
+    "aten.rsqrt": "its gradient is y^3 / 2: of an operand below 5e-6 y is beyond e4m3fn's 448",
+    "aten.reciprocal": "its gradient is y^2: of an operand below 1/448 y is beyond e4m3fn's 448",
     "aten.exp": "its range is as wide as the exponent's: it overflows, or most of it is 0",
 }
 
@@ -79,7 +82,8 @@ _HARMLESS = (
     " native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit rms_norm _fused_rms_norm"
     " _native_batch_norm_legit_functional cudnn_batch_norm"
     " avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d max_pool2d_with_indices"
-    " max_pool3d_with_indices adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d"
+    " max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d upsample_nearest2d upsample_bilinear2d"
+    " replication_pad1d replication_pad2d replication_pad3d linalg_cross _trilinear"
     " mse_loss smooth_l1_loss huber_loss l1_loss nll_loss_forward nll_loss2d_forward binary_cross_entropy_with_logits"
     " _grouped_mm"
 )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fxprec.passes.analysis import sensitive
-from fxprec.plan import Plan
+from fxprec.plan import Site
 from tests.helpers import compiled, eager_backend
 
 aten = torch.ops.aten
@@ -85,6 +85,8 @@ def grid_sampled(dimensions: int, in_8_bits: float, as_stored: float) -> Case:
 
 
 SATURATED = near_1(1.0).sign() * (1 - 2**-5 * torch.rand(10_000, generator=torch.Generator().manual_seed(2)).double())
+OPAQUE = (normal(64, 16).abs() + 0.5).index_fill(1, torch.tensor([2]), 1e-5)
+NEAR_0 = normal(10_000).square() + 1e-8
 CASES = {
     ("aten._softmax", "flat"): softmax(0.1, 0.9),
     ("aten._softmax", "peaked"): softmax(10.0, 0.03),
@@ -95,6 +97,11 @@ CASES = {
     ("aten.sigmoid", "wide"): pointwise(lambda y: y * (1 - y), normal(10_000, by=3).sigmoid(), 0.05, 0.005),
     ("aten.exp", "wide"): pointwise(lambda y: y, normal(10_000, by=3).exp(), 0.9, 2**-8),
     ("aten.expm1", "saturated"): pointwise(lambda y: y + 1, -SATURATED.abs(), 0.5, 0.1),
+    ("aten.cumprod", "after a factor of 1e-5"): pointwise(
+        lambda y: y.flip(-1).cumsum(-1).flip(-1) / OPAQUE, OPAQUE.cumprod(-1), 0.8, 2**-8
+    ),
+    ("aten.rsqrt", "of a square near 0"): pointwise(lambda y: y**3, NEAR_0.rsqrt(), 0.9, 0.01),
+    ("aten.reciprocal", "near 0"): pointwise(lambda y: y * y, NEAR_0.sqrt().reciprocal(), 0.1, 0.01),
     ("aten.logcumsumexp", "wide"): pointwise(
         lambda y: (normal(64, 1024, by=5) - y).exp(), normal(64, 1024, by=5).logcumsumexp(-1), 0.3, 0.05
     ),
@@ -211,28 +218,41 @@ class Sensitive(nn.Module):
         return torch.stack(parts).square().mean(0).sum() + most.sum() + plane.sum() + space.sum()
 
 
+class Inverses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        parts = [(h * 2 - 1).cumprod(-1), (h * h + 2).rsqrt(), (h * h + 3).reciprocal()]
+        return torch.stack(parts).square().sum()
+
+
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def sites() -> tuple[Site, ...]:
+    """Those of both models."""
     torch.manual_seed(0)
-    backend = eager_backend("fp8", low_ratio=1.0)
-    compiled(Sensitive(), backend)(torch.randn(2, 32, 16)).backward()
-    return backend.plans[0]
+    backends = [eager_backend("fp8", low_ratio=1.0) for _ in range(2)]
+    for model, backend in zip((Sensitive(), Inverses()), backends, strict=True):
+        compiled(model, backend)(torch.randn(2, 32, 16)).backward()
+    return tuple(site for backend in backends for site in backend.plans[0].sites)
 
 
-def sites_because(plan: Plan, reason: str) -> list[str]:
-    return [site.format for site in plan.sites if reason in site.why]
+def sites_because(sites: tuple[Site, ...], reason: str) -> list[str]:
+    return [site.format for site in sites if reason in site.why]
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_an_entry_is_stored_as_the_table_says(plan: Plan, name: str) -> None:
-    formats = sites_because(plan, f"({name})")
+def test_an_entry_is_stored_as_the_table_says(sites: tuple[Site, ...], name: str) -> None:
+    formats = sites_because(sites, f"({name})")
     assert formats
     assert set(formats) == {"fp32" if stored_dtype(name) == torch.float32 else "bf16"}
 
 
-def test_exponents_and_what_is_compared_are_kept_without_a_table(plan: Plan) -> None:
-    assert set(sites_because(plan, sensitive.EXPONENTIATED.why)) == {"bf16"}
-    assert set(sites_because(plan, sensitive.COMPARED.why)) == {"fp32"}
+def test_exponents_and_what_is_compared_are_kept_without_a_table(sites: tuple[Site, ...]) -> None:
+    assert set(sites_because(sites, sensitive.EXPONENTIATED.why)) == {"bf16"}
+    assert set(sites_because(sites, sensitive.COMPARED.why)) == {"fp32"}
 
 
 MAXIMA: dict[str, Callable[[Tensor], Tensor]] = {
@@ -277,10 +297,36 @@ def test_an_operator_that_no_table_knows_is_named_in_the_notes() -> None:
     assert plan.notes == (
         "aten.prod: what its backward reads keeps its own dtype, since no table says how it bears rounding",
     )
-    assert set(sites_because(plan, f"{sensitive.UNKNOWN.why} (aten.prod)")) == {"fp32"}
+    assert set(sites_because(plan.sites, f"{sensitive.UNKNOWN.why} (aten.prod)")) == {"fp32"}
     high = run_pass("write-plan", Prod(), torch.randn(5, 4), low_ratio=0.0).work.plan
     assert high.notes == plan.notes, "nor is it in bf16"
     assert run_pass("write-plan", Prod(), torch.randn(5, 4), compute="stored").work.plan.notes == ()
+
+
+HARMLESS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "replication_pad1d": (lambda h: nn.functional.pad(h, (2, 1), mode="replicate"), (2, 4, 8)),
+    "replication_pad2d": (lambda h: nn.functional.pad(h, (2, 1, 1, 1), mode="replicate"), (2, 4, 8, 8)),
+    "replication_pad3d": (lambda h: nn.functional.pad(h, (1,) * 6, mode="replicate"), (2, 4, 4, 4, 4)),
+    "adaptive_max_pool3d": (lambda h: nn.functional.adaptive_max_pool3d(h, 2), (2, 4, 4, 4, 4)),
+    "linalg_cross": (lambda h: torch.linalg.cross(h, h.roll(1, 0)), (64, 3)),
+    "_trilinear": (lambda h: nn.functional.bilinear(h, h.roll(1, 0), torch.ones(2, 8, 8).tril()), (64, 8)),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_an_operator_that_bears_8_bits_is_known(name: str) -> None:
+    """Its backward reads its input's shape or indices alone, or multiplies by what it reads."""
+    function, shape = HARMLESS[name]
+    assert f"aten.{name}" in sensitive.HARMLESS
+    step = lambda x: function(x * 1.5)  # noqa: E731
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    g = torch.randn(step(x).shape, generator=torch.Generator().manual_seed(4))
+    (exact,) = torch.autograd.grad(step(x), x, g)
+    backend = eager_backend("fp8", low_ratio=1.0)
+    (found,) = torch.autograd.grad(compiled(step, backend)(x), x, g)
+    assert (found - exact).norm() <= 2**-4 * exact.norm(), "the largest error of one rounding"
+    assert backend.plans[0].notes == ()
+    assert all(site.format == "e4m3fn" or site.unread for site in backend.plans[0].sites)
 
 
 special = torch.special
