@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     import torch._dynamo.guards
     import torch._inductor.compile_fx
 
-    from fxprec.driver import warm_start
+    from fxprec.driver import device_settings, warm_start
 
 from interpreted import InterpretedTests, files_of, run_interpreted, select
 from processors import AT_HAND, PINNED, plan_on
@@ -82,6 +82,8 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
         plan_on(monkeypatch, AT_HAND)
     # No test takes what another, or the same one yesterday, has put into AOTAutograd's cache.
     monkeypatch.setattr(warm_start, "sources", lambda: f"{_SESSION} {request.node.nodeid}")
+    # Nor is a test told of allocators that the one before it asked for.
+    monkeypatch.setattr(device_settings._process, "has_asked_for_system", False)
     torch.manual_seed(0)
     torch.set_default_dtype(_DEFAULT_DTYPE)
     yield
