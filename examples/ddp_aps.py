@@ -22,8 +22,6 @@ def main(small: bool = False) -> float:
     epochs, batch = (1, 256) if small else (8, 64)
     torch.manual_seed(0)
     digits, model = load_digits(), SmallCNN(width=4 if small else 16)
-    torch._dynamo.config.optimize_ddp = False  # fxprec plans whole graphs, not one for each of DDP's buckets
-
     model.compile(backend="fxprec", options={"recipe": "fp8", "lowering": "eager" if small else "auto"})
     ddp = DistributedDataParallel(model)
     state = fxprec.aps.APSState(format="e5m2", keep_high=[model.classifier])

@@ -14,6 +14,7 @@ from fxprec.commands.choose import choose
 from fxprec.commands.ci import ci
 from fxprec.commands.compare import compare
 from fxprec.commands.doctor import doctor
+from fxprec.commands.gpu_check import gpu_check
 from fxprec.commands.inspect import diff, dump, explain, report
 from fxprec.commands.minify import minify
 from fxprec.commands.predict import predict
@@ -101,7 +102,7 @@ def version() -> None:
         print(name, metadata.version(name))
 
 
-for command in (predict, dump, diff, explain, report, doctor, choose, compare, minify, ci):
+for command in (predict, dump, diff, explain, report, doctor, choose, compare, minify, ci, gpu_check):
     app.command()(command)
 
 

@@ -69,6 +69,10 @@ class ReferenceRunError(FxprecError, RuntimeError):
     """A model cannot run in a precision it is to be compared with."""
 
 
+class GpuCheckError(FxprecError, AssertionError):
+    """A kernel or a training step on this GPU does not do what the reference does."""
+
+
 class FxprecWarning(UserWarning):
     """Something asked for was left out; the message names node, module and source line."""
 

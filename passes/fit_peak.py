@@ -21,8 +21,10 @@ from fxprec.passes.analysis.peak.either import Either
 from fxprec.passes.analysis.peak.kernels import can_repeat
 from fxprec.passes.analysis.peak.needs import Needs, find_formats, needs_of
 from fxprec.passes.analysis.peak.other_sizes import other_sizes
+from fxprec.passes.analysis.peak.overlap import overlap
 from fxprec.passes.analysis.peak.problem import FEW, HOST, HOST_LOW, KEEP, NARROW, Problem, is_on_host
 from fxprec.passes.analysis.peak.progress import Progress
+from fxprec.passes.analysis.peak.reserve import enough_for, reserved
 from fxprec.passes.analysis.peak.step import Held
 from fxprec.passes.base import GivenPeak, Work
 from fxprec.passes.casts.apart import lay_apart
@@ -96,7 +98,8 @@ def _tell_unused(work: Work, needs: Needs) -> None:
 
 def _solved(work: Work, needs: Needs, asked: PeakBudget, progress: Progress) -> tuple[Fit, PeakBytes]:
     """Choose for the budget. Raises `BudgetError` where none is found."""
-    part, rates = work.peak_part, Rates.of(work.joint.table.meta["val"].device)
+    device = work.joint.table.meta["val"].device
+    part, rates = work.peak_part, Rates.of(device)
     high = Chooser(Problem(needs, rates, ())).unlimited
     chooser = Either.of(needs, rates, work.settings.ways, progress)
     budget = asked.bytes_of(high.peak) if part.budget is None else part.budget
@@ -104,11 +107,13 @@ def _solved(work: Work, needs: Needs, asked: PeakBudget, progress: Progress) -> 
     fits = chooser.curve(waiting=offers) if offers or work.looks_at_budgets else ()
     if part.is_provisional and asked.is_share:
         budget = max(budget, fits[-1].peak)  # of all graphs' together it will be a share
-    fit = fits[-1] if part.is_provisional else chooser.within(part.bound(budget))
-    if fit is None or fit.excess(part.bound(budget)) > 0:
+    free = 0 if asked.is_share else reserved(device, budget)
+    bound = part.bound(budget, free)
+    fit = fits[-1] if part.is_provisional else chooser.within(bound)
+    if fit is None or fit.excess(bound) > 0:
         fit = min((chooser.least(), *fits), key=lambda fit: fit.peak)
-        if fit.excess(part.bound(budget)) > 0:
-            raise _out_of_reach(budget, fit.peak + part.beside + part.beyond, work, fit)
+        if fit.excess(bound) > 0:
+            raise _out_of_reach(budget, fit.peak + part.beside + part.beyond, free, work, fit)
     sited = needs.rows.keys()
     moved = fit.held.moved
     kept = tuple(node.name for node in fit.held.saved if node not in sited and node not in moved)
@@ -122,6 +127,7 @@ def _solved(work: Work, needs: Needs, asked: PeakBudget, progress: Progress) -> 
         offloaded=tuple(node.name for node in fit.held.saved if node not in sited and node in moved),
         graphs=part.num_graphs,
         beside=part.beside,
+        reserved=free,
         waiting=fit.waiting + part.beyond_waiting,
         seconds=seconds + fit.seconds,
         points=tuple(_point(found, seconds) for found in (high, *fits)) if fits else (),
@@ -164,6 +170,7 @@ def _given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes]:
                 "its site the way 'keep', or plan again"
             )
         _refuse_sources_in_blocks(needs, node, saved)
+    overlap(held, Rates.of(work.joint.table.meta["val"].device), work.peak_part.bound(given.peak.budget).peak)
     fit = Fit(held, {node: _way_of(needs, node, fmt, node in moved) for node, fmt in saved.items()}, 0.0)
     return fit, replace(given.peak, planned=held.peak, live=held.live_by_kind())
 
@@ -222,17 +229,19 @@ def _remark(needs: Needs, fit: Fit) -> str:
     )
 
 
-def _out_of_reach(budget: int, least: int, work: Work, fit: Fit) -> BudgetError:
-    ways = [f"raise it to {readable(least)}", "take a smaller batch"]
+def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit) -> BudgetError:
+    enough = enough_for(least - budget + free, budget) if free else least
+    ways = [f"raise it to {readable(enough)}", "take a smaller batch"]
     if "recompute" not in work.settings.ways:
         ways.append("add 'recompute' to ways")
     if "narrow" not in work.settings.ways:
         ways.append("add 'narrow' to ways")
     elif not work.settings.recipe.has_low:
         ways.append(f"choose a recipe with a low format ({work.settings.recipe.name!r} has none)")
+    left = f", {readable(free)} of it left free for libraries" if free else ""
     return BudgetError(
-        f"peak_budget is {readable(budget)}, and the least peak found holds {readable(least)}, {_what_holds(fit)} "
-        f"among them; {', '.join(ways[:-1])} or {ways[-1]}"
+        f"peak_budget is {readable(budget)}{left}, and the least peak found holds {readable(least)}, "
+        f"{_what_holds(fit)} among them; {', '.join(ways[:-1])} or {ways[-1]}"
     )
 
 

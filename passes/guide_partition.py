@@ -21,7 +21,7 @@ from fxprec import compat
 from fxprec.ir import symbolic
 from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS, QUANTIZE_BLOCKS, TENSOR_SCALE
 from fxprec.ir.symbolic_gemms import TRANSPOSED
-from fxprec.ir.symbolic_host import OFFLOAD
+from fxprec.ir.symbolic_host import WAIT_OFFLOAD
 from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.joint import JointGraph, has_tag, input_at, is_backward, set_results, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
@@ -151,7 +151,7 @@ def _stored(node: Node, work: Work) -> CheckpointPolicy | None:
     """Return what becomes of a stored copy, and of what is read from it; under a budget the partitioner chooses."""
     if node.target in _DECODES:
         return CheckpointPolicy.MUST_RECOMPUTE
-    if node.target is OFFLOAD:
+    if node.target is WAIT_OFFLOAD:
         return CheckpointPolicy.MUST_SAVE
     if node.target not in (*_ENCODES, TRANSPOSED):
         return None

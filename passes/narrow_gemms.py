@@ -40,6 +40,8 @@ class NarrowGemms:
     """Rewrite every GEMM, forward and backward, to compute in ``recipe.hi``'s dtype."""
 
     name: str = "narrow-gemms"
+    only_attention: bool = False
+    """Leave all but a GPU's attention, which `WidenAttention` has shown in float32."""
 
     def apply(self, work: Work) -> None:
         dtype = work.settings.recipe.hi.torch_dtype
@@ -51,6 +53,8 @@ class NarrowGemms:
             dtype, everything = torch.float32, True  # GEMMs of a 16-bit model too
         # An unscaled gradient keeps its range in bfloat16 and underflows in float16.
         targets = ops.GEMMS | ops.GEMMS_BACKWARD if everything else ops.GEMMS
+        if self.only_attention:
+            targets = ops.ATTENTION_ON_GPU | (ops.ATTENTION_BACKWARD_ON_GPU if everything else frozenset())
         # Under a memory budget the partitioner may save results of GEMMs: narrow ones.
         leaves_small = on_cpu and dtype == torch.bfloat16 and work.memory_budget == 1
         convert = _Convert(work.joint.graph, dtype)

@@ -30,12 +30,14 @@ from fxprec.passes.store_blocks import StoreBlocks
 from fxprec.passes.store_centred import StoreCentred
 from fxprec.passes.sum_narrow import SumNarrow
 from fxprec.passes.weigh_gemms import WeighGemms
+from fxprec.passes.widen_attention import WidenAttention
 from fxprec.passes.write_plan import WritePlan
 
 log = logging.getLogger(__name__)
 
 PIPELINE: tuple[Pass, ...] = (
-    RecoverOperators(),  # first: reads the metadata autograd left, which later passes disturb
+    WidenAttention(),  # before operators are paired with tensors: the plan is of float32 tensors
+    RecoverOperators(),  # reads the metadata autograd left, which later passes disturb
     GroupTensors(),  # needs operators in execution order
     AssignPrecision(),  # needs group sizes
     InsertCasts(),  # needs who is low
@@ -57,9 +59,11 @@ PIPELINE: tuple[Pass, ...] = (
 )
 
 CALIBRATION: tuple[Pass, ...] = (
+    WidenAttention(),  # as in the pipeline, so that both count the same tensors
     RecoverOperators(),
     GroupTensors(),
     InsertObservers(),  # in place of casting: measures what it would cost
+    NarrowGemms(only_attention=True),  # a GPU's kernel reads no float32
 )
 
 

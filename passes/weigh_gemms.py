@@ -131,7 +131,8 @@ def products_of(nodes: Iterable[tuple[Node, Found]], high: torch.dtype | None) -
         decodes = [s for x, s, _ in sizes if is_backward(gemm) > is_backward(x.q) and _is_new(made, x, "decode")]
         written = [s for x, s, _ in sizes if is_backward(gemm) == is_backward(x.q) and _is_new(made, x, "write")]
         copies = copies if found.kernel == "native" else []
-        yield Product(m, n, k, found.kernel, tuple(copies), tuple(decodes), sum(written), wide)
+        special = any(x.fmt.nan_code is not None for x in (found.a, found.b))
+        yield Product(m, n, k, found.kernel, tuple(copies), tuple(decodes), sum(written), wide, special)
 
 
 def _is_new(made: set[tuple[Node, str]], x: Coded, what: str) -> bool:

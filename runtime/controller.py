@@ -1,6 +1,6 @@
-"""The controller of one compiled graph: reads statistics late, promotes, rescales, records events.
+"""The controller of one compiled graph: acts on statistics a fixed number of steps late.
 
-It knows sites and numbers, no FX. It never blocks: what has not arrived is read before a later step.
+It promotes, rescales and records events. It knows sites and numbers, no FX.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from typing import Any, Literal
 
 import torch
 
-from fxprec.errors import FxprecWarning, NonfiniteError, PlanError
+from fxprec.errors import FxprecWarning, NonfiniteError
 from fxprec.numerics.formats import parse
 from fxprec.plan import Plan, Site
 from fxprec.plan.compare import partners
+from fxprec.plan.scales import ScaleGraph
+from fxprec.runtime.controller_state import saved_plan
 from fxprec.runtime.events import Event
 from fxprec.runtime.nonfinite import Departure, NonfiniteWatch
 from fxprec.runtime.scaling.keeper import Keeper
-from fxprec.runtime.stats import SiteStats, StatsQueue
-from fxprec.runtime.table import Formats, ScaleTable, TableState
+from fxprec.runtime.stats import SiteStats, StatsQueue, steps_late
+from fxprec.runtime.table import Formats, Latest, ScaleTable, TableState
 
 log = logging.getLogger(__name__)
 _LEVELS = {"scale": logging.DEBUG}  # as long as training runs; what happens once is told at INFO
@@ -65,7 +67,8 @@ class Controller:
     events: list[Event] = field(default_factory=list)
     queue: StatsQueue = field(default_factory=StatsQueue)
     nonfinite: Nonfinite | None = None  # None where nobody wants to know which tensor was first
-    latest: dict[int, SiteStats] = field(default_factory=dict)  # by row
+    latest: dict[int, SiteStats] = field(default_factory=dict)  # that were acted on, by row
+    latest_step: int = 0  # that they are of
     _refused: frozenset[int] = frozenset()  # sites whose promotion could not be made real
     _held: Mapping[int, str] = field(default_factory=dict)  # other formats than the plan's, by site
     departures: list[Departure] = field(default_factory=list)
@@ -76,6 +79,7 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._table = ScaleTable(self.device)
+        self._by_row = Latest(_sites_by_row)
 
     @property
     def table(self) -> torch.Tensor:
@@ -95,37 +99,65 @@ class Controller:
         self._held = dict(formats)
 
     def settle(self) -> None:
-        """Act on the statistics that have arrived, between two steps: ``plan`` and ``table`` are then of the next."""
-        self.read(wait=self.keeper is not None and self.step > 0 and self.keeper.waits)
+        """A step begins: act on the statistics whose time it is; ``plan`` and ``table`` are then of that step.
+
+        Those of step ``n`` are acted on `steps_late` steps later, whenever they arrive. The second step is to be
+        scaled, so it waits for the first.
+        """
+        self.queue.close(self.step)
+        waits = self.keeper is not None and self.step > 0 and self.keeper.waits
+        self._act(keep=0 if waits else self._kept, wait=True)
         if self.keeper is not None:
             self.keeper.update(self.step, self._tell_scale)
 
-    def read(self, *, wait: bool) -> None:
-        """Take the statistics that have arrived; with ``wait``, all that were pushed."""
+    def catch_up(self, *, wait: bool = True) -> None:
+        """Act on what the next step will act on in any case, which changes no number; without ``wait``, if it is here.
+
+        So evaluation, other graphs of the model and saved states see the plan of the next step.
+        """
+        self._act(keep=self._kept, wait=wait)
+
+    def act_on_all(self) -> None:
+        """Act on all that was pushed, whatever is due; waits for the device."""
+        self._act(keep=0, wait=True)
+
+    @property
+    def _kept(self) -> int:
+        return steps_late(self.device) - 1
+
+    def _act(self, *, keep: int, wait: bool) -> None:
+        for step, arrived in self.queue.take(keep=keep, wait=wait):
+            self.latest_step = self.step if step is None else step
+            self._take(arrived, self.latest_step)
+
+    def _take(self, arrived: Sequence[SiteStats], step: int) -> None:
+        """Act on the statistics of one step."""
         offenders: dict[int, SiteStats] = {}
         lost: dict[int, SiteStats] = {}  # an inf or a NaN stored as a number
-        arrived: list[SiteStats] = []
-        for stats in self.queue.poll(wait=wait):
-            arrived.append(stats)
-            site = self.site_of(stats.site)
-            self.latest[stats.site] = stats
-            if self.keeper is not None:
-                self.keeper.note(stats)
+        self.latest.update((stats.site, stats) for stats in arrived)
+        if self.keeper is not None:
+            noted = self.keeper.graph.noted
+            for stats in arrived:
+                if stats.site in noted:
+                    self.keeper.note(stats, step)
+        sites = self._sites()
+        for stats in arrived:
+            if not stats.overflow_ratio and math.isfinite(stats.amax):
+                continue  # most of them
+            site = sites[stats.site]
             if site.direction == "forward" and self._overflows(site, stats):
                 offenders[stats.site] = stats
             elif site.direction == "forward" and self._loses(site, stats.amax):
                 lost.setdefault(site.id, stats)
-        if arrived:
-            offenders |= self._where_it_came_from(lost)
+        offenders |= self._where_it_came_from(lost)
         if offenders:
             self._promote(offenders)
-        if self.nonfinite is not None and arrived:
-            self._tell_who_was_first(self.nonfinite, arrived)
+        if self.nonfinite is not None:
+            self._tell_who_was_first(self.nonfinite, arrived, step)
 
-    def _tell_who_was_first(self, nonfinite: Nonfinite, arrived: Sequence[SiteStats]) -> None:
+    def _tell_who_was_first(self, nonfinite: Nonfinite, arrived: Sequence[SiteStats], step: int) -> None:
         """Raise `NonfiniteError` where that is wanted."""
-        sites = {stats.site: self.site_of(stats.site) for stats in arrived}
-        departure = nonfinite.watch.note(self.step, arrived, sites)
+        departure = nonfinite.watch.note(step, arrived, self._sites())
         if departure is None:
             return
         self.departures.append(departure)
@@ -152,6 +184,10 @@ class Controller:
         """Return the site a row of statistics belongs to."""
         further = {} if self.keeper is None else self.keeper.graph.site_of
         return self.plan.sites[further.get(row, row)]
+
+    def _sites(self) -> Mapping[int, Site]:
+        """Return the site of each row."""
+        return self._by_row((self.plan.sites, None if self.keeper is None else self.keeper.graph))
 
     def alert(self, site: int, rule: str, detail: str | None) -> None:
         """Note that a site breaks a rule, once until it does not any more (``detail`` None)."""
@@ -225,30 +261,38 @@ class Controller:
     def adopt(self, plan: Plan, keeper: Keeper | None, capacity: int | None = None) -> None:
         """Take the plan of newly compiled code; scales stay as they are where it casts the same gradients.
 
-        ``capacity`` are the rows its table has; None: as many as before.
+        ``capacity`` are the rows its table has; None: as many as before. Statistics that wait are dropped where their
+        rows mean something else now.
         """
+        if not (self._rows_alike(plan) and _casts_alike(self.keeper, keeper)):
+            self.queue.forget()
         self.capacity = self.capacity if capacity is None else capacity
-        if self.keeper is not None and keeper is not None and self.keeper.graph.casts_alike(keeper.graph):
+        if self.keeper is not None and keeper is not None and _casts_alike(self.keeper, keeper):
             self.keeper.graph = keeper.graph  # which operands are stored may differ, and so the slots
         else:
             self.keeper = keeper
         self.plan = plan
 
+    def _rows_alike(self, plan: Plan) -> bool:
+        ours, theirs = ([(s.tensor, s.kind, s.module) for s in p.sites] for p in (self.plan, plan))
+        return ours == theirs
+
     def rows(self, *, wait: bool = True) -> list[dict[str, Any]]:
         """Return one row per cast: site, format, module, scale and the latest statistics (or None).
 
         A site has one cast, or in ``simulate`` one for each consumer of its value. ``wait``: for statistics that are
-        still on their way from the device.
+        still on their way from the device. They are shown, and acted on when their step has come.
         """
-        self.read(wait=wait)
-        rows = [self._row(site, site.id) for site in self.plan.sites]
+        self.catch_up(wait=wait)
+        latest = {**self.latest, **{stats.site: stats for stats in self.queue.peek(wait=wait)}}
+        rows = [self._row(site, site.id, latest) for site in self.plan.sites]
         if self.keeper is not None:
             further = sorted(row for row in self.keeper.graph.casts if row >= len(self.plan.sites))
-            rows += [self._row(self.site_of(row), row) for row in further]
+            rows += [self._row(self.site_of(row), row, latest) for row in further]
         return rows
 
-    def _row(self, site: Site, row: int) -> dict[str, Any]:
-        stats = self.latest.get(row)
+    def _row(self, site: Site, row: int, latest: Mapping[int, SiteStats]) -> dict[str, Any]:
+        stats = latest.get(row)
         scaled = self.keeper is not None and row in self.keeper.graph.casts
         scale = self.keeper.describe(row) if self.keeper is not None and scaled else UNSCALED
         return {
@@ -265,18 +309,22 @@ class Controller:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain JSON data: everything that decides the numbers of the next step."""
-        self.read(wait=True)
+        """Return plain JSON data: everything that decides the numbers of the steps to come.
+
+        What is not due yet is saved as it is, and acted on after loading in the step that would have acted on it.
+        """
+        self.catch_up()
         return {
             "step": self.step,
             "scales": None if self.keeper is None else self.keeper.state_dict(),
             "plan": self.plan.to_dict(),
+            "pending": self.queue.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a saved state. Raises `PlanError` for another model's state."""
-        self.read(wait=True)
         plan = self.refuse_another(state)
+        self.queue.load(state.get("pending", ()))
         scales = state["scales"]
         self.plan = plan
         self.step = state["step"]
@@ -285,29 +333,19 @@ class Controller:
 
     def refuse_another(self, state: Mapping[str, Any]) -> Plan:
         """Return the plan of a saved state of this graph. Raises `PlanError` for any other state."""
-        plan = plan_of(state)
-        difference = self.plan.first_difference(plan, there="the saved state", sizes=False)
-        if difference is not None:
-            raise PlanError(
-                f"the saved state belongs to another model or config: {difference}; load it where it was saved from"
-            )
-        scales = state["scales"]
-        if (scales is None) != (self.keeper is None) or (self.keeper is not None and not _fits(scales, self.keeper)):
-            raise PlanError("the saved state has other scales; load it under the grad_scaling it was saved with")
-        return plan
+        return saved_plan(state, self.plan, self.keeper)
 
 
-def _fits(scales: Mapping[str, Any], keeper: Keeper) -> bool:
-    """Say whether saved scales are of this kind of keeper, with as many exponents, and of casts it knows."""
-    measured = {stats["site"] for stats in scales.get("measured", ())}
-    casts = {int(row) for key in ("saturating", "clipped", "margins") for row in scales.get(key, ())}
-    fresh = set(scales.get("fresh", ()))
-    return (
-        len(scales["exps"]) == len(keeper.exps)
-        and ("good_steps" in scales) == ("good_steps" in keeper.state_dict())
-        and fresh <= measured
-        and casts | fresh <= keeper.graph.casts.keys()
-    )
+def _sites_by_row(known: tuple[tuple[Site, ...], ScaleGraph | None]) -> Mapping[int, Site]:
+    sites, graph = known
+    further = {} if graph is None else {row: sites[i] for row, i in graph.site_of.items()}
+    return {**dict(enumerate(sites)), **further}
+
+
+def _casts_alike(keeper: Keeper | None, other: Keeper | None) -> bool:
+    if keeper is None or other is None:
+        return keeper is other
+    return keeper.graph.casts_alike(other.graph)
 
 
 UNSCALED: Mapping[str, Any] = {
@@ -316,11 +354,6 @@ UNSCALED: Mapping[str, Any] = {
     "estimated_overflow": None,
     "history": [],
 }
-
-
-def plan_of(state: Mapping[str, Any]) -> Plan:
-    """Return the plan in a graph's saved state."""
-    return Plan.from_dict(state["plan"])
 
 
 def describe(site: Site) -> str:

@@ -1,25 +1,94 @@
-"""Saved tensors in host memory: copied there and back on the current stream."""
+"""Saved tensors in host memory: on a GPU copied there and back on a stream of their own, beside what computes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
-from fxprec.ir.symbolic_host import Offload, Reload
+from fxprec.ir.symbolic_host import Offload, Reload, WaitOffload, WaitReload
+from fxprec.runtime.pinned import PinnedPool
+
+_lanes: dict[torch.device, Lane] = {}
+
+
+@dataclass(eq=False)
+class Lane:
+    """The copies of one device: one stream for both directions, so that each copy comes after all before it."""
+
+    device: torch.device
+    stream: torch.cuda.Stream
+    pool: PinnedPool
+    arriving: dict[int, torch.cuda.Event] = field(default_factory=dict)
+    """What each tensor that is on its way back waits for, by its address."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Lane:
+        """Return the lane of a device."""
+        if device not in _lanes:
+            stream = torch.cuda.Stream(device)
+            _lanes[device] = cls(device, stream, PinnedPool(device, stream))
+        return _lanes[device]
+
+    def send(self, x: torch.Tensor) -> torch.Tensor:
+        """Begin to copy ``x`` behind the kernels enqueued so far; `wait_sent` comes before ``x`` is freed."""
+        host = self.pool.lend(x)
+        self.pool.block_of(host).copied = self._copy(host, x)
+        return host
+
+    def wait_sent(self, host: torch.Tensor) -> None:
+        """Have later kernels, which may overwrite the copied tensor's memory, wait for the copy into ``host``."""
+        copied = self.pool.block_of(host).copied
+        assert copied is not None, "what is waited for was sent"
+        torch.cuda.current_stream(self.device).wait_event(copied)
+
+    def fetch(self, host: torch.Tensor) -> torch.Tensor:
+        """Begin to copy ``host`` back, behind the kernels enqueued so far: they may read the memory it comes to."""
+        x = torch.empty_like(host, device=self.device)
+        self.arriving[x.data_ptr()] = self._copy(x, host)
+        return x
+
+    def wait_fetched(self, x: torch.Tensor) -> None:
+        """Have later kernels, which read ``x``, wait for its copy."""
+        torch.cuda.current_stream(self.device).wait_event(self.arriving.pop(x.data_ptr()))
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            to.copy_(source, non_blocking=True)
+        event: torch.cuda.Event = self.stream.record_event()
+        return event
 
 
 def offload(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` in host memory. On a GPU the copy is under way: nobody reads it but `reload`, on the same stream.
+    """Return ``x`` in host memory. On a GPU the copy is under way; `wait_offload` comes before ``x`` is freed."""
+    if x.is_cuda:
+        return Lane.of(x.device).send(x)
+    return torch.empty_like(x, device="cpu").copy_(x)
 
-    torch keeps pinned memory that is freed for the next step, and hands it out once no copy uses it.
-    """
-    host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
-    return host.copy_(x, non_blocking=x.is_cuda)
+
+def wait_offload(host: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return ``host``. On a GPU kernels enqueued from now on wait for the copy of ``x`` into it."""
+    if x.is_cuda:
+        Lane.of(x.device).wait_sent(host)
+    return host
 
 
 def reload(host: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    x = torch.empty_like(host, device=table.device)
-    return x.copy_(host, non_blocking=x.is_cuda)
+    """Return what was moved on the table's device. On a GPU the copy is under way: nobody reads it before the wait."""
+    if table.is_cuda:
+        return Lane.of(table.device).fetch(host)
+    return torch.empty_like(host, device=table.device).copy_(host)
+
+
+def wait_reload(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``. On a GPU kernels enqueued from now on wait for the copy into it."""
+    if x.is_cuda:
+        Lane.of(x.device).wait_fetched(x)
+    return x
 
 
 Offload.implement(offload)
+WaitOffload.implement(wait_offload)
 Reload.implement(reload)
+WaitReload.implement(wait_reload)

@@ -1,4 +1,4 @@
-"""The losses of a run, taken as they come and read once they have arrived: which of them is a jump."""
+"""The losses of a run, taken as they come and read a fixed number of steps later: which of them is a jump."""
 
 from __future__ import annotations
 
@@ -57,12 +57,11 @@ class LossWatch:
         self._pending.append((step, *on_device.to_host(value)))
 
     def jumps(self, *, before: int) -> Iterator[Jump]:
-        """Yield the jumps among losses that have arrived, of steps before this one; of a stretch of them the first."""
+        """Yield the jumps among losses of earlier steps, of a stretch of them the first; waits for the device."""
         while self._pending and self._pending[0][0] < before:
-            step, loss, arrived = self._pending[0]
-            if arrived is not None and not arrived.query():
-                return
-            self._pending.popleft()
+            step, loss, arrived = self._pending.popleft()
+            if arrived is not None:
+                arrived.synchronize()
             value = float(loss)
             usual = median(self._past) if len(self._past) >= LEAST else math.inf
             was_high, self._is_high = self._is_high, self._jumps(value, usual)

@@ -1,7 +1,7 @@
 """Which tensor was the first to leave its range, when an inf or a NaN has come: from the statistics that steps leave.
 
 Not the first that became NaN: a tensor whose numbers overflow, or are a thousand times what they were, comes before
-what was computed from it. Statistics arrive a step late, and nothing here waits for them.
+what was computed from it. Statistics come one or two steps late (`stats.STEPS_LATE`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ LOSES = 0.25
 OVERFLOWS = 0.01
 """Share of a tensor's elements; the default of ``promote_above``."""
 _FEW = 5  # steps, fewer of which say nothing of what is usual
+_RINGS = 8  # sets of rows that come together: code that is compiled again counts others
 _SHOWN = 4  # steps of the statistics that a message tells
 
 
@@ -70,42 +71,63 @@ class NonfiniteWatch:
     def __init__(self, *, gradients: bool) -> None:
         """``gradients``: whether an inf there is news, which under a dynamic loss scale it is not."""
         self._gradients = gradients
-        self._series: dict[int, _Series] = {}
+        self._rings: dict[tuple[int, ...], _Ring] = {}  # by the rows that came together
         self._was_bad = False
 
     def note(self, step: int, arrived: Sequence[SiteStats], sites: Mapping[int, Site]) -> Departure | None:
         """Take what arrived of a step; return who was first where an inf or a NaN is new. ``sites`` by row."""
-        for stats in arrived:
-            self._series.setdefault(stats.site, _Series()).add(step, stats)
         if not arrived:
             return None
+        rows = tuple(stats.site for stats in arrived)
+        ring = self._rings.pop(rows, None) or _Ring(len(rows))
+        self._rings[rows] = ring  # the last one used stands last
+        if len(self._rings) > _RINGS:
+            del self._rings[next(iter(self._rings))]
+        ring.add(step, arrived)
         bad = any(not math.isfinite(s.amax) and self._is_news(sites[s.site]) for s in arrived)
         is_new, self._was_bad = bad and not self._was_bad, bad
         return self._first(step, (s.site for s in arrived), sites) if is_new else None
 
     def series(self) -> dict[int, tuple[tuple[int, float, float, float], ...]]:
         """Return (step, amax, overflow ratio, underflow ratio) of up to 200 recent steps by row, oldest first."""
-        return {row: series.rows() for row, series in self._series.items()}
+        return {row: self._series(row).rows() for row in self._rows}
+
+    @property
+    def _rows(self) -> set[int]:
+        return {row for rows in self._rings for row in rows}
+
+    def _series(self, row: int) -> _Series:
+        """Return what came of a row, oldest first."""
+        found = [
+            ring.column(i)
+            for rows, ring in self._rings.items()
+            if row in rows
+            for i in range(len(rows))
+            if rows[i] == row
+        ]
+        table = np.concatenate(found)
+        return _Series(table[np.argsort(table[:, 0], kind="stable")][-WINDOW:])
 
     def first_moved(self, step: int, sites: Mapping[int, Site], cause: str) -> Departure | None:
         """Return the row that moved first up to a step in which the loss jumped, of equals the first to run."""
-        moved = {row: self._series[row].moved_by(step) for row in sites}
+        series = {row: self._series(row) for row in sites}
+        moved = {row: found.moved_by(step) for row, found in series.items()}
         found = [(at[0], sites[row].order, row, at[1]) for row, at in moved.items() if at is not None]
         if not found:
             return None
         start, _, row, value = min(found)
-        return Departure(sites[row], start, step, value, self._series[row].rows(), cause)
+        return Departure(sites[row], start, step, value, series[row].rows(), cause)
 
     def _is_news(self, site: Site) -> bool:
         return site.direction == "forward" or self._gradients
 
     def _first(self, seen_at: int, rows: Iterable[int], sites: Mapping[int, Site]) -> Departure:
         """Return the row that has been out of range for longest; of equals the first that runs."""
-        since = {row: self._series[row].out_since(_end(sites[row])) for row in rows if self._is_news(sites[row])}
+        series = {row: self._series(row) for row in rows if self._is_news(sites[row])}
+        since = {row: found.out_since(_end(sites[row])) for row, found in series.items()}
         found = [(step, sites[row].order, row) for row, step in since.items() if step is not None]
         step, _, row = min(found)
-        series = self._series[row]
-        return Departure(sites[row], step, seen_at, series.value, series.rows())
+        return Departure(sites[row], step, seen_at, series[row].value, series[row].rows())
 
 
 def _end(site: Site) -> float:
@@ -119,34 +141,44 @@ def _usual(early: np.ndarray[Any, Any]) -> float:
     return float(np.median(known)) if len(known) else math.inf
 
 
-class _Series:
-    """A ring of (step, amax, overflow ratio, underflow ratio)."""
+class _Ring:
+    """The last steps of rows that come together: one assignment a step, whatever their number."""
 
-    def __init__(self) -> None:
-        self._ring = np.zeros((WINDOW, 4))
+    def __init__(self, num_rows: int) -> None:
+        self._steps = np.zeros(WINDOW)
+        self._values = np.zeros((WINDOW, num_rows, 3))
         self._count = 0
 
-    def add(self, step: int, stats: SiteStats) -> None:
-        self._ring[self._count % WINDOW] = (step, stats.amax, stats.overflow_ratio, stats.underflow_ratio)
+    def add(self, step: int, arrived: Sequence[SiteStats]) -> None:
+        at = self._count % WINDOW
+        self._steps[at] = step
+        self._values[at] = [(s.amax, s.overflow_ratio, s.underflow_ratio) for s in arrived]
         self._count += 1
 
-    def rows(self) -> tuple[tuple[int, float, float, float], ...]:
-        return tuple((int(step), *rest) for step, *rest in self._ordered().tolist())
+    def column(self, i: int) -> np.ndarray[Any, Any]:
+        """Return (step, amax, overflow ratio, underflow ratio) of one of them, oldest first."""
+        table = np.column_stack([self._steps, self._values[:, i]])
+        return table[: self._count] if self._count <= WINDOW else np.roll(table, -(self._count % WINDOW), axis=0)
 
-    def _ordered(self) -> np.ndarray[Any, Any]:
-        if self._count <= WINDOW:
-            return self._ring[: self._count]
-        return np.roll(self._ring, -(self._count % WINDOW), axis=0)
+
+class _Series:
+    """(step, amax, overflow ratio, underflow ratio) of one row, oldest first."""
+
+    def __init__(self, table: np.ndarray[Any, Any]) -> None:
+        self._table = table
+
+    def rows(self) -> tuple[tuple[int, float, float, float], ...]:
+        return tuple((int(step), *rest) for step, *rest in self._table.tolist())
 
     @property
     def value(self) -> str:
         """What the tensor held last."""
-        amax = float(self._ring[(self._count - 1) % WINDOW, 1])
+        amax = float(self._table[-1, 1])
         return "NaN" if math.isnan(amax) else "inf" if math.isinf(amax) else "overflow"
 
     def out_since(self, end: float) -> int | None:
         """Return the step since which it is out of its range, or at its ``end``; None if it is not, or was always."""
-        rows = self._ordered()
+        rows = self._table
         amax, finite = rows[:, 1], np.isfinite(rows[:, 1])
         early = amax[: max(len(amax) // 2, 1)]
         usual = float(np.median(early[np.isfinite(early)])) if finite[0] else math.inf
@@ -163,7 +195,7 @@ class _Series:
 
     def moved_by(self, step: int) -> tuple[int, str] | None:
         """Return since when it has been far from what was usual, and in what, if it was so in ``step``; else None."""
-        rows = self._ordered()
+        rows = self._table
         rows = rows[rows[:, 0] <= step]
         if len(rows) < _FEW or rows[-1, 0] != step:
             return None

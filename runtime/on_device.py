@@ -7,23 +7,46 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from fxprec.errors import ConfigError
+
 
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Make ``device`` the current device: Triton launches on the current device, with no look at the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def to_host(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+def refuse_capture(device: torch.device, what: str, why: str) -> None:
+    """Raise `ConfigError` while the user captures a CUDA graph: it would run again without the Python around it.
+
+    ``why`` names the cause and the way out.
+    Inductor's own captures, of ``mode="reduce-overhead"``, hold the code of a half and call nothing that asks here.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(f"{what} in the capture of a CUDA graph, {why}")
+
+
+def to_host(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """Start a copy of a GPU's tensor to pinned memory; return the copy and the event after which it is whole.
 
-    The event is recorded on the stream that copies. An event recorded on another device's stream is over at once.
+    A tensor of another device is its own copy, with no event. The event is recorded on the stream that copies. An event
+    recorded on another device's stream is over at once.
     """
+    if x.device.type != "cuda":
+        return x, None
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu")
     arrived = torch.cuda.Event()
     with current(x.device):
         host.copy_(x, non_blocking=True)
         arrived.record(torch.cuda.current_stream(x.device))
     return host, arrived
+
+
+def uploaded_for_good(x: Tensor, device: torch.device) -> Tensor:
+    """Return ``x`` on ``device``, there for every stream: what is uploaded once may be read on another stream."""
+    found = upload(x, device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return found
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:

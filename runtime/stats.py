@@ -1,23 +1,43 @@
-"""Statistics of compiled graphs: pushed as device tensors, read when they have arrived, never waited for."""
+"""Statistics of compiled graphs: pushed as device tensors, copied to the host, acted on a fixed number of steps later.
+
+When a copy arrives never decides a number. A GPU runs behind the host, so what its step ``n`` counted is acted on two
+steps later, by when it has nearly always arrived; where it has not, the host waits.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 
 from fxprec.ir.symbolic import HISTOGRAM_BINS
-from fxprec.numerics.stats import WIDTH, finish
+from fxprec.numerics.stats import WIDTH, Statistics, finished_columns
 from fxprec.runtime import on_device
 
+NO_CAPTURE = (
+    "whose scales would stay as they are, with no statistics read; leave out torch.cuda.graph and "
+    "make_graphed_callables, and compile with mode='reduce-overhead'"
+)
+STEPS_LATE = {"cpu": 1, "cuda": 2}
+"""By device type: what step ``n`` counted is acted on at the start of step ``n`` plus this."""
 MAX_PENDING = 256  # backward passes without a forward between them; then the oldest statistics are dropped
 
 
-@dataclass(frozen=True, slots=True)
-class SiteStats:
+_NONZERO = Statistics._fields.index("nonzero_ratio")
+
+
+def steps_late(device: torch.device) -> int:
+    """Return after how many steps statistics of ``device`` are acted on."""
+    return STEPS_LATE.get(device.type, 1)
+
+
+class SiteStats(NamedTuple):
     """One row of the table in one step. Ratios are shares of the tensor's elements; nothing carries a scale."""
 
     site: int
@@ -41,22 +61,53 @@ class SiteStats:
 
 
 @dataclass(slots=True)
-class _Pending:
+class _Push:
+    """One vector of counts on its way to the host, or statistics that were loaded."""
+
     sites: Sequence[int]
     counted: Sequence[int]
     host: torch.Tensor
     arrived: torch.cuda.Event | None
+    found: tuple[SiteStats, ...] | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        return self.arrived is None or self.arrived.query()
+
+    def read(self) -> tuple[SiteStats, ...]:
+        """Return the statistics; waits for the device."""
+        if self.found is None:
+            if self.arrived is not None:
+                self.arrived.synchronize()
+            self.found = tuple(_rows(self))
+        return self.found
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one step pushed; the last one is open until the next step begins."""
+
+    number: int | None = None
+    pushes: list[_Push] = field(default_factory=list)
+
+    @property
+    def has_arrived(self) -> bool:
+        return all(push.has_arrived for push in self.pushes)
+
+    def read(self) -> list[SiteStats]:
+        return [stats for push in self.pushes for stats in push.read()]
 
 
 class StatsQueue:
-    """Statistics on their way to the host, oldest first."""
+    """Statistics on their way to the host by step, oldest first. Which are taken never depends on when they arrive."""
 
     def __init__(self) -> None:
-        self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
+        self._steps: deque[_Step] = deque()
         self._is_muted = False
 
     def __len__(self) -> int:
-        return len(self._pending)
+        """Return how many vectors wait."""
+        return sum(len(step.pushes) for step in self._steps)
 
     @property
     def is_muted(self) -> bool:
@@ -69,10 +120,19 @@ class StatsQueue:
         """
         if self._is_muted:
             return
-        if stats.device.type == "cpu":
-            self._pending.append(_Pending(sites, counted, stats, None))
-            return
-        self._pending.append(_Pending(sites, counted, *on_device.to_host(stats)))
+        on_device.refuse_capture(stats.device, "a backward pass compiled with fxprec runs", NO_CAPTURE)
+        if not self._steps or self._steps[-1].number is not None:
+            self._steps.append(_Step())
+        self._steps[-1].pushes.append(_Push(sites, counted, *on_device.to_host(stats)))
+        if len(self) > MAX_PENDING:
+            self._steps[0].pushes.pop(0)
+            if not self._steps[0].pushes:
+                self._steps.popleft()
+
+    def close(self, step: int) -> None:
+        """A step begins: what was pushed since the last one is of number ``step``."""
+        if self._steps and self._steps[-1].number is None:
+            self._steps[-1].number = step
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -83,26 +143,57 @@ class StatsQueue:
         finally:
             self._is_muted = False
 
-    def poll(self, *, wait: bool = False) -> Iterator[SiteStats]:
-        """Yield what has arrived; with ``wait``, everything that was pushed."""
-        while self._pending:
-            head = self._pending[0]
-            if head.arrived is not None and not head.arrived.query():
-                if not wait:
-                    return
-                head.arrived.synchronize()
-            self._pending.popleft()
-            yield from _rows(head)
+    def take(self, *, keep: int = 0, wait: bool = True) -> Iterator[tuple[int | None, list[SiteStats]]]:
+        """Yield the statistics of all steps but the ``keep`` newest, with the step's number; None where it is open.
+
+        Waits for the device. Without ``wait`` the first step that has not arrived ends it.
+        """
+        while len(self._steps) > keep and (wait or self._steps[0].has_arrived):
+            step = self._steps.popleft()
+            yield step.number, step.read()
+
+    def peek(self, *, wait: bool = True) -> Iterator[SiteStats]:
+        """Yield what waits, oldest first, and leave it there; without ``wait`` only what has arrived."""
+        for step in self._steps:
+            for push in step.pushes:
+                if wait or push.has_arrived:
+                    yield from push.read()
+
+    def forget(self) -> None:
+        """Drop what waits."""
+        self._steps.clear()
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return what waits as plain JSON data; waits for the device. A number that is not finite is a text."""
+        return [{"step": step.number, "statistics": [_plain(stats) for stats in step.read()]} for step in self._steps]
+
+    def load(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Take `state`'s result in place of what waits."""
+        self._steps.clear()
+        for saved in state:
+            found = tuple(_from_plain(stats) for stats in saved["statistics"])
+            self._steps.append(
+                _Step(saved["step"], [_Push((), (), torch.empty(0, dtype=torch.int32, device="cpu"), None, found)])
+            )
 
 
-def _rows(pending: _Pending) -> Iterator[SiteStats]:
-    table = pending.host[: len(pending.sites) * WIDTH].view(len(pending.sites), WIDTH)
-    found = finish(table)
-    counts = _counts(pending) if any(row.nonzero_ratio >= 0 for row in found) else {}
-    for site, row in zip(pending.sites, found, strict=True):
-        yield SiteStats(site, *row, counts=counts.get(site, ()))
+def _plain(stats: SiteStats) -> dict[str, Any]:
+    found = {**stats._asdict(), "counts": list(stats.counts)}
+    return {key: str(x) if isinstance(x, float) and not math.isfinite(x) else x for key, x in found.items()}
 
 
-def _counts(pending: _Pending) -> dict[int, tuple[float, ...]]:
+def _from_plain(stats: Mapping[str, Any]) -> SiteStats:
+    numbers: dict[str, Any] = {key: float(x) if isinstance(x, str) else x for key, x in stats.items()}
+    return SiteStats(**{**numbers, "counts": tuple(stats["counts"])})
+
+
+def _rows(pending: _Push) -> Iterator[SiteStats]:
+    columns = finished_columns(pending.host[: len(pending.sites) * WIDTH].view(len(pending.sites), WIDTH))
+    counts = _counts(pending) if any(share >= 0 for share in columns[_NONZERO]) else {}
+    counted = map(counts.get, pending.sites, repeat(())) if counts else repeat((), len(pending.sites))
+    return map(SiteStats._make, zip(pending.sites, *columns, counted, strict=True))
+
+
+def _counts(pending: _Push) -> dict[int, tuple[float, ...]]:
     values = pending.host[len(pending.sites) * WIDTH :].view(-1, 2 * HISTOGRAM_BINS).tolist()
     return dict(zip(pending.counted, map(tuple, values), strict=True))

@@ -46,8 +46,8 @@ class ScaleTable:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._formats = _Latest(_without_scales)
-        self._table = _Latest(self._made)
+        self._formats = Latest(_without_scales)
+        self._table = Latest(self._made)
 
     def of(self, state: TableState) -> torch.Tensor:
         """Return the (rows, TABLE_COLUMNS) int32 table."""
@@ -68,7 +68,7 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 
-class _Latest(Generic[_K, _V]):
+class Latest(Generic[_K, _V]):
     """A function that remembers its last argument and value."""
 
     def __init__(self, function: Callable[[_K], _V]) -> None:

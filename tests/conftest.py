@@ -7,8 +7,10 @@ import fcntl
 import gc
 import logging
 import os
+import sys
 import uuid
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,10 +86,21 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
     monkeypatch.setattr(warm_start, "sources", lambda: f"{_SESSION} {request.node.nodeid}")
     # Nor is a test told of allocators that the one before it asked for.
     monkeypatch.setattr(device_settings._process, "has_asked_for_system", False)
+    # Nor does a backend of an earlier test, which an exception may keep alive, watch this one's optimizers.
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_pre_hooks", OrderedDict())
     torch.manual_seed(0)
     torch.set_default_dtype(_DEFAULT_DTYPE)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Libraries take a workspace for each thread: peaks, and plans for a budget, depend on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 Once = Callable[[str, Callable[[], Any]], Any]

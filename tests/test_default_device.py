@@ -15,8 +15,8 @@ import fxprec
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("fxprec", "passes", "runtime")
-USERS = ("fxprec/demo/", "fxprec/passes/", "fxprec/runtime/")
-"""A demo's model follows the default device, as a user's does; the others are links."""
+USERS = ("fxprec/demo/", "fxprec/gpu_check/", "fxprec/passes/", "fxprec/runtime/")
+"""A demo's model follows the default device, as a user's does; gpu-check's processes have none; the others are links."""
 CONSTRUCTORS = {f.__name__ for f in _device._device_constructors()}
 
 

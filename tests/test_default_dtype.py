@@ -35,6 +35,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 FACTORIES = {"empty", "zeros", "ones", "full", "rand", "randn", "linspace", "eye", "tensor", "scalar_tensor"}
 IN_USERS_DTYPE = {"fxprec/demo/models.py", "fxprec/demo/tasks.py", "fxprec/report/flops.py"}  # models and their data
 
+ALONE = "fxprec/gpu_check/"  # its processes are its own: nobody sets a default there
+
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
@@ -68,7 +70,7 @@ def test_no_tensor_is_made_in_the_default_dtype() -> None:
     for folder in ("fxprec", "passes", "runtime"):
         for path in (ROOT / folder).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()
-            if name not in IN_USERS_DTYPE:
+            if name not in IN_USERS_DTYPE and not name.startswith(ALONE):
                 found += [f"{name}:{line}" for line in _without_dtype(ast.parse(path.read_text(encoding="utf-8")))]
     assert not found
 

@@ -52,3 +52,22 @@ def test_a_failing_section_is_reported_and_the_next_one_runs(capsys) -> None:
     late.run({"whole": whole})
     assert not late.rows
     assert late.failures[0].reason.startswith("not begun: the time is over")
+
+
+def test_a_gpu_without_fp8_gets_packed_codes_and_no_fp8_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an A100 a section ended at its first 8-bit float."""
+    from benchmarks.gpu import correctness, gemm, memory_bound
+
+    monkeypatch.setattr("fxprec.compat.no_native_fp8", lambda device: "no casts")
+    setting = Setting(torch.device("cpu"), tiny=True, repeats=1)
+    for make in (memory_bound._quantize, memory_bound._norm, memory_bound._norm_backward, memory_bound._gate_backward):
+        call, inputs = make(4, 8, setting)
+        dtypes = {x.dtype for x in (*call(), *inputs)}
+        assert torch.uint8 in dtypes
+        assert not {torch.float8_e4m3fn, torch.float8_e5m2} & dtypes
+    for name in ("_codes", "_native", "_step"):
+        monkeypatch.setattr(correctness, name, lambda setting, name=name: name)
+    monkeypatch.setattr(correctness, "_products", lambda setting: iter(()))
+    monkeypatch.setattr(gemm, "_generated", lambda setting: iter(["generated"]))
+    assert list(correctness.correctness(setting)) == ["_codes", "_step"]
+    assert list(gemm.gemm(setting)) == ["generated"]

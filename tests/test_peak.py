@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,15 +32,6 @@ class Network(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return x.square().mean()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """A product in 16 bits allocates a workspace for each thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.inductor

@@ -15,6 +15,7 @@ from fxprec.compat.ambient import current_fake_mode as current_fake_mode
 from fxprec.compat.ambient import fake_mode_of as fake_mode_of
 from fxprec.compat.ambient import real_tensors as real_tensors
 from fxprec.compat.ambient import tracing_with as tracing_with
+from fxprec.compat.ambient import unset_fake_temporarily as unset_fake_temporarily
 from fxprec.compat.autograd import backward_at_once as backward_at_once
 from fxprec.compat.autograd import backward_id as backward_id
 from fxprec.compat.autograd import below_autograd as below_autograd
@@ -39,6 +40,11 @@ from fxprec.compat.callers import TraceAgain as TraceAgain
 from fxprec.compat.callers import calling_wrapper as calling_wrapper
 from fxprec.compat.callers import ends_in_break as ends_in_break
 from fxprec.compat.callers import widen_ddp_buckets as widen_ddp_buckets
+from fxprec.compat.captured import ATTENTION as ATTENTION
+from fxprec.compat.captured import bodies_traced_in_place as bodies_traced_in_place
+from fxprec.compat.cuda_memory import allocated as allocated
+from fxprec.compat.cuda_memory import cublas_workspace_bytes as cublas_workspace_bytes
+from fxprec.compat.cuda_memory import cuda_block_bytes as cuda_block_bytes
 from fxprec.compat.frames import LEAVES_RECURRENT as LEAVES_RECURRENT
 from fxprec.compat.frames import LIMITS_LOST as LIMITS_LOST
 from fxprec.compat.groups import process_group_store as process_group_store
@@ -86,6 +92,7 @@ from fxprec.compat.triton import OLDEST_WITH_FP8 as OLDEST_WITH_FP8
 from fxprec.compat.triton import TritonCalls as TritonCalls
 from fxprec.compat.triton import compile_triton as compile_triton
 from fxprec.compat.triton import current_architecture as current_architecture
+from fxprec.compat.triton import kernel_running as kernel_running
 from fxprec.compat.triton import load_kernel as load_kernel
 from fxprec.compat.triton import no_native_fp8 as no_native_fp8
 from fxprec.compat.triton import no_triton as no_triton
@@ -93,6 +100,7 @@ from fxprec.compat.triton import refused_gpu as refused_gpu
 from fxprec.compat.triton import runs_in_interpreter as runs_in_interpreter
 from fxprec.compat.triton import triton_interprets as triton_interprets
 from fxprec.compat.triton import triton_tool as triton_tool
+from fxprec.compat.triton import why_not_started as why_not_started
 from fxprec.compat.versions import MAXIMUM_KEEPS_NAN as MAXIMUM_KEEPS_NAN
 from fxprec.compat.versions import newer_than_tried as newer_than_tried
 from fxprec.compat.versions import torch_version as torch_version

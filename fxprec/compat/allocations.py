@@ -34,6 +34,8 @@ class LiveBytes:
     """Of which type: what a GPU's step has in host memory is not counted."""
     workspace: Callable[[str, Sequence[Tensor]], int] = lambda name, operands: 0
     """Gives the bytes that an operator, ``"aten::mm"``, takes while it runs, beside its result."""
+    taken: Callable[[int], int] = lambda size: size
+    """Gives the bytes that the allocator takes for a storage."""
     peak: int = 0
     live: int = 0
     seen: list[int] = field(default_factory=list)
@@ -44,14 +46,14 @@ class LiveBytes:
         for storage, size in _storages(value, self.device):
             self._holders[storage] += 1
             if self._holders[storage] == 1 and storage not in self.free:
-                self.live += size
+                self.live += self.taken(size)
         self._see(self.live)
 
     def drop(self, value: Any) -> None:
         for storage, size in _storages(value, self.device):
             self._holders[storage] -= 1
             if not self._holders[storage] and storage not in self.free:
-                self.live -= size
+                self.live -= self.taken(size)
 
     def run(self, name: str, operands: Sequence[Tensor]) -> None:
         self._see(self.live + self.workspace(name, operands))

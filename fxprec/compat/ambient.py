@@ -10,7 +10,7 @@ import torch
 import torch._guards
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 
 
 @dataclass(frozen=True)

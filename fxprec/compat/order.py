@@ -14,7 +14,10 @@ from torch._inductor.dependencies import WeakDep
 from torch._inductor.ir import FallbackKernel, MultiOutput
 from torch._inductor.scheduler import FusedSchedulerNode
 from torch._inductor.virtualized import V
+from torch._ops import OpOverload
 from torch.utils._ordered_set import OrderedSet
+
+_Kernel = tuple[dict[str, int], dict[str, int], frozenset[int]]
 
 
 class Ordered(Protocol):
@@ -23,16 +26,20 @@ class Ordered(Protocol):
     Returns None where no order is better than the one given.
     """
 
-    def __call__(
-        self, kernels: Sequence[tuple[dict[str, int], dict[str, int], frozenset[int]]], kept: frozenset[str]
-    ) -> list[int] | None: ...
+    def __call__(self, kernels: Sequence[_Kernel], kept: frozenset[str]) -> list[int] | None: ...
 
 
 class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)):  # type: ignore[misc]
     """Orders Inductor's kernels before it fuses them, and lets no fusion undo that."""
 
-    def __init__(self, ordered: Ordered, key: str, before: Callable[[list[Any]], list[Any]] | None) -> None:
-        self.ordered, self.key, self.before = ordered, key, before
+    def __init__(
+        self,
+        ordered: Ordered,
+        key: str,
+        before: Callable[[list[Any]], list[Any]] | None,
+        in_place: Collection[OpOverload] = (),
+    ) -> None:
+        self.ordered, self.key, self.before, self.in_place = ordered, key, before, in_place
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         if self.before is not None:
@@ -46,13 +53,23 @@ class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraph
         )
         kernels = _with_pieces(nodes)
         at = {node: i for i, pieces in enumerate(kernels) for node in pieces}
-        order = self.ordered([_as_kernel(pieces, at) for pieces in kernels], frozenset(kept))
+        found = self._held_back([_as_kernel(pieces, at) for pieces in kernels], kernels)
+        order = self.ordered(found, frozenset(kept))
         if order is None:
             return nodes
         scheduler.nodes = ordered = [node for i in order for node in kernels[i]]
         _chain(ordered, kept)
         scheduler.compute_ancestors()
         return ordered
+
+    def _held_back(self, found: Sequence[_Kernel], kernels: Sequence[Sequence[Any]]) -> list[_Kernel]:
+        """Have the next kernel come after each call of ``in_place``: an order that saves memory would put them last."""
+        calls = [any(getattr(n.node, "op_overload", None) in self.in_place for n in pieces) for pieces in kernels]
+        ahead, held = set[int](), list[_Kernel]()
+        for i, (makes, reads, after) in enumerate(found):
+            held.append((makes, reads, after if calls[i] else after | ahead))
+            ahead = ahead | {i} if calls[i] else set()
+        return held
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _KernelOrder:
         return self
@@ -74,11 +91,12 @@ def _with_pieces(nodes: Sequence[Any]) -> list[list[Any]]:
     return kernels
 
 
-def _as_kernel(nodes: Sequence[Any], at: Mapping[Any, int]) -> tuple[dict[str, int], dict[str, int], frozenset[int]]:
+def _as_kernel(nodes: Sequence[Any], at: Mapping[Any, int]) -> _Kernel:
     makes, reads, after = dict[str, int](), dict[str, int](), set[int]()
     for node in nodes:
-        makes |= {b.get_name(): _bytes(b) for b in node.get_outputs() if not _is_on_host(b)}
-        reads |= {b.get_name(): _bytes(b) for b in node.mpi_node.pred_buffers if not _is_on_host(b)}
+        makes |= {b.get_name(): _bytes(b) for b in node.get_outputs() if not _is_on_host(b) and _owner(b) is b}
+        read = [_owner(b) for b in node.mpi_node.pred_buffers if not _is_on_host(b)]
+        reads |= {b.get_name(): _bytes(b) for b in read}
         after |= {at[n] for n in node.mpi_node.pred_nodes}
     return makes, {name: size for name, size in reads.items() if name not in makes}, frozenset(after - {at[nodes[0]]})
 
@@ -90,6 +108,14 @@ def _bytes(buffer: Any) -> int:
         (made,) = made.inputs
     shown = made.get_inputs_that_alias_output() if isinstance(made, FallbackKernel) else ()
     return 0 if any(name in V.graph.graph_inputs for name in shown) else int(buffer.mpi_buffer.size_free)
+
+
+def _owner(buffer: Any) -> Any:
+    """Return the buffer whose memory one is: another's where a call returns its argument."""
+    made: Any = getattr(buffer, "node", None)
+    shown = made.get_inputs_that_alias_output() if type(made) is FallbackKernel else ()
+    others = V.graph.scheduler.name_to_buf
+    return _owner(others[shown[0]]) if len(shown) == 1 and shown[0] in others else buffer
 
 
 def _is_on_host(buffer: Any) -> bool:
@@ -116,12 +142,12 @@ _LARGE = 1 << 16
 
 
 @contextlib.contextmanager
-def saving_memory(ordered: Ordered, key: str) -> Iterator[None]:
+def saving_memory(ordered: Ordered, key: str, in_place: Collection[OpOverload] = ()) -> Iterator[None]:
     """Have Inductor run kernels in an order of ours, each by itself, and free each buffer after its last reader.
 
     It would keep freed buffers for later ones of their size, and call successive C++ loops as one function, with the
     results of all allocated before and the operands of all freed after it (torch 2.13). ``key`` names what ``ordered``
-    does, for Inductor's code cache.
+    does, for Inductor's code cache. Calls of ``in_place`` stay before the kernel that follows them.
     """
     loops: Any = cpp.CppScheduling
     orders = hasattr(memory, "prepare_planning_info") and "is_fake" in {f.name for f in fields(WeakDep)}
@@ -129,7 +155,7 @@ def saving_memory(ordered: Ordered, key: str) -> Iterator[None]:
         yield
         return
     at_once = getattr(loops, _LOOPS)
-    order = _KernelOrder(ordered, key, config._pre_fusion_custom_pass)
+    order = _KernelOrder(ordered, key, config._pre_fusion_custom_pass, in_place)
     setattr(loops, _LOOPS, 0)
     try:
         with config.patch({"allow_buffer_reuse": False, "_pre_fusion_custom_pass": order}):

@@ -51,6 +51,29 @@ def runs_in_interpreter(kernel: object) -> bool:
     return isinstance(kernel, InterpretedFunction)
 
 
+def why_not_started(error: BaseException | None) -> str | None:
+    """Say why a kernel that compiled cannot start, in Triton's words or Inductor's; None of other errors."""
+    while error is not None:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if type(error).__name__ == "OutOfResources" and type(error).__module__.startswith("triton"):
+            return line
+        if "No valid triton configs" in line and "OutOfResources" in line:
+            return line.partition("OutOfResources:")[2].strip() or line
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def kernel_running(error: BaseException) -> str | None:
+    """Return the name of the Triton kernel that was being launched when ``error`` was raised, where that is known."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        name = getattr(getattr(owner, "fn", None), "__name__", None)
+        found = name if isinstance(name, str) else found
+        trace = trace.tb_next
+    return found
+
+
 def no_triton(device: torch.device) -> str | None:
     """Say why generated Triton kernels cannot run on ``device``, or None where they can."""
     try:

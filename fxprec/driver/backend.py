@@ -32,6 +32,8 @@ from fxprec.runtime.controller import Controller
 from fxprec.runtime.events import Event
 from fxprec.runtime.losses import LossWatch
 from fxprec.runtime.nonfinite import Departure
+from fxprec.runtime.on_device import refuse_capture
+from fxprec.runtime.stats import NO_CAPTURE, steps_late
 
 if TYPE_CHECKING:
     from fxprec.driver.recorder import Recorder
@@ -88,8 +90,9 @@ class Backend:
                 gm, example_inputs, config_patches=compat.mode_settings(self.config.mode)
             )
             return result
-        _want_it_whole()
+        _want_it_whole(self._settings)
         captured = capture.Captured.take(gm, example_inputs)
+        refuse_capture(captured.device, "fxprec compiles a model", NO_CAPTURE)
         if self._settings.recipe.pure:
             captured.refuse_wide_weights(self._settings.recipe)
         tell_of_other_options(self.config, captured.identity, self._log)
@@ -142,7 +145,10 @@ class Backend:
         return tuple(sorted(found, key=lambda d: d.seen_at))
 
     def stats(self, *, wait: bool = True) -> list[dict[str, Any]]:
-        """One row per site with its latest statistics; waits for those still on their way, unless told not to."""
+        """One row per site with its latest statistics; waits for those still on their way, unless told not to.
+
+        Reading acts on nothing that the next step would not act on.
+        """
         rows = []
         for graph in self._live:
             if graph.controller is not None:
@@ -184,7 +190,8 @@ class Backend:
         if self.config.on_nonfinite == "ignore":
             return
         self._losses.note(self._step(), loss)
-        for jump in self._losses.jumps(before=self._step()):
+        late = max((steps_late(controller.device) for controller in self._controllers()), default=1)
+        for jump in self._losses.jumps(before=self._step() + 1 - late):
             tell_of_jump(jump, self._controllers(), self._log, self.config.on_nonfinite)
 
     @contextmanager
@@ -202,7 +209,7 @@ class Backend:
         steps = [(controller, controller.step) for controller in self._controllers()]
         with ExitStack() as stack:
             for controller, _ in steps:
-                controller.read(wait=True)
+                controller.catch_up()
                 stack.enter_context(controller.queue.muted())
             yield
         for controller, step in steps:
@@ -228,13 +235,15 @@ class Backend:
                 controller.keeper.ask()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data: plans with their promotions, and scales. Training resumes bit-identically.
+        """Return plain data: plans with their promotions, scales, and statistics that are not due yet.
+
+        Training resumes bit-identically, and asking changes no number of the run that is saved.
 
         The keys are the same before and after compilation, as ``torch.distributed.checkpoint`` needs them. What was
         loaded for graphs that are not compiled yet is part of it.
         """
         for controller in self._controllers():
-            controller.read(wait=True)
+            controller.catch_up()
         return saved_state.packed(self._model.states())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -260,14 +269,20 @@ def _skips_steps(settings: Settings) -> bool:
     return isinstance(settings.grad_scaling, LossScaling) and settings.grad_scaling.dynamic
 
 
-def _want_it_whole() -> None:
-    """Turn off Dynamo's DDP optimizer for this graph, with a message: each piece would be planned for itself."""
-    if not compat.widen_ddp_buckets():
+def _want_it_whole(settings: Settings) -> None:
+    """Turn off Dynamo's DDP optimizer, with a message, where an option is about the whole graph.
+
+    Else each bucket's piece is planned for itself, as after a graph break, and its gradients leave before the next
+    piece's backward runs.
+    """
+    whole = [name for name in ("plan", "peak_budget", "activation_budget") if getattr(settings.asked, name) is not None]
+    if not whole or not compat.widen_ddp_buckets():
         return
     warnings.warn(
-        "Dynamo's DDP optimizer is off for this graph: it cuts graphs at DDP's buckets, and fxprec plans whole ones; "
-        "gradients travel after the compiled backward pass. Set torch._dynamo.config.optimize_ddp = False to say so "
-        "yourself",
+        f"Dynamo's DDP optimizer is off for this graph: it cuts graphs at DDP's buckets, and {whole[0]} is about the "
+        f"whole graph; gradients travel after the compiled backward pass. Leave {whole[0]} out, or compile by layer "
+        "(fxprec.integrations.compile_layers) before DDP, so that buckets leave early; or set "
+        "torch._dynamo.config.optimize_ddp = False to say so yourself",
         FxprecWarning,
         stacklevel=2,
     )

@@ -28,6 +28,8 @@ from fxprec.driver.capture import Captured
 from fxprec.driver.compiled import CompiledGraph, TableFull
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.fallback import Compiled, Lowering
+from fxprec.driver.launches import named_launches
+from fxprec.driver.narrow_attention import narrow_attention
 from fxprec.driver.peak_budget import Looked, PeakBudget
 from fxprec.driver.ranges import range_name, ranged
 from fxprec.driver.saved_budget import PlanAgain, SavedBudget
@@ -38,6 +40,7 @@ from fxprec.runtime.stats import StatsQueue
 if TYPE_CHECKING:
     from fxprec.driver.calibration import Calibration
     from fxprec.driver.recorder import Recorder
+    from fxprec.driver.step_memory import StepMemory
     from fxprec.driver.tensor_dump import TensorDump
     from fxprec.driver.traced import Traced
     from fxprec.report.folder import GraphDump
@@ -62,6 +65,12 @@ class Compiler:
     dump: GraphDump | None
     recorder: Recorder | None = None
     tensors: TensorDump | None = None
+    memory: StepMemory | None = None
+    """Compares the first step with the plan, under a peak budget."""
+
+    def watched(self, run: Compiled, half: str) -> Compiled:
+        """Return ``run``, the half of that name, whose first step's memory is compared where that is wanted."""
+        return run if self.memory is None else self.memory.watch(run, half)
 
     def compile(self, captured: Captured, given: Plan | None, examples: Sequence[Any], step: int) -> CompiledGraph:
         """Compile for a plan, or solve one. What a first plan saves, and how many rows it takes, may ask for another.
@@ -125,6 +134,7 @@ class Compilation:
         start = time.perf_counter()
         gm, table = self.captured.with_table()
         settings = self.compiler.settings
+        self._prepare(gm)
         with compat.stored_autograd(self._load if self.key else None), self._whole_step():
             run = compat.compile_fx(
                 gm,
@@ -140,6 +150,13 @@ class Compilation:
             )
         made = self._from_cache(run) if self.traced is None else self.traced.finished(run)
         return replace(made, seconds=time.perf_counter() - start)
+
+    def _prepare(self, gm: GraphModule) -> None:
+        """Rewrite what torch decides while it traces: the kernel of attention."""
+        captured = self.captured
+        stays = narrow_attention(gm, captured.device, self.compiler.settings, is_training=captured.identity.is_training)
+        if stays is not None:
+            self.compiler.log.warn_once(stays.site, stays.detail, step=self.step)
 
     def _whole_step(self) -> contextlib.AbstractContextManager[None]:
         """Compile both halves now where a budget binds them together, or the plan says how each is lowered."""
@@ -169,6 +186,8 @@ class Compilation:
         self.found.append(known)
         compiler = self.compiler
         run = ranged(run, range_name(compiler.log.name, known.name))
+        run = named_launches(run, known.lowered.kernel_names, f"{compiler.log.name}'s {known.name} half")
+        run = compiler.watched(run, known.name)
         return with_stats(run, known.lowered, known.num_outputs, compiler.queue)
 
     def _from_cache(self, run: Compiled) -> CompiledGraph:

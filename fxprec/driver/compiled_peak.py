@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,10 @@ class CompiledPeak:
     _results: Sequence[Any] = ()
     _named: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def _taken(self) -> Callable[[int], int]:
+        return compat.cuda_block_bytes if self.device == "cuda" else int
+
     def saw(self, half: PlainHalf, code: Any) -> None:
         """Take in a compiled half."""
         try:
@@ -65,7 +69,7 @@ class CompiledPeak:
     def _saw_forward(self, half: PlainHalf, code: Any) -> None:
         self._inputs = compat.fakes_like(half.examples, self._mode)
         self._free = compat.storages_of(self._inputs)
-        memory = compat.LiveBytes(self._free, self.device, workspace)
+        memory = compat.LiveBytes(self._free, self.device, workspace, self._taken)
         self._results = compat.replayed(code, self._inputs, self._mode, memory)
         self._named = dict(zip(half.results, self._results, strict=False))  # statistics come after them
         self.seen = tuple(memory.seen)
@@ -74,7 +78,7 @@ class CompiledPeak:
     def _saw_backward(self, half: PlainHalf, code: Any) -> None:
         new = compat.fakes_like(half.examples, self._mode)
         inputs = [self._named.get(name, x) for name, x in zip(half.inputs, new, strict=True)]
-        memory = compat.LiveBytes(self._free, self.device, workspace)
+        memory = compat.LiveBytes(self._free, self.device, workspace, self._taken)
         memory.hold(self._results[: self.num_results])  # the model's own outputs: the caller has them
         compat.replayed(code, inputs, self._mode, memory)
         self.seen += tuple(memory.seen)

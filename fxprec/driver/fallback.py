@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,6 +23,7 @@ from fxprec.passes.notice import Notice
 if TYPE_CHECKING:
     from fxprec.driver.verify import Fault
 
+log = logging.getLogger(__name__)
 Compiled = Callable[..., Any]
 INSTEAD = "Inductor expands its casts: the same numbers, a pass over memory more for each statistic"
 DECODED = "Inductor decodes, and torch multiplies as if gemms='high': as much memory, at the speed of high precision"
@@ -46,8 +50,9 @@ class Lowering:
         self.is_stale = False
         """Whether a kernel failed while it ran: the graph must be lowered again."""
         if config.verify and not self.verifies:
-            what = "the reference itself" if self.name == "eager" else "Inductor's own code"
-            tell(Notice("verify=True", f"nothing is compared: lowering {self.name!r} on {device.type} is {what}"))
+            tell(
+                Notice("verify=True", f"nothing is compared: lowering 'eager' on {device.type} is the reference itself")
+            )
 
     def _available(self) -> str:
         if self.config.lowering != "triton":
@@ -88,7 +93,8 @@ class Lowering:
         if not is_compared(gm):
             self._told = True
             detail = "nothing is compared of a graph half whose casts are part of Inductor's own loops"
-            self.tell(Notice("verify=True", f"{detail}; compute='stored' has kernels to compare"))
+            way = "lowering='triton'" if self.device.type == "cuda" else "compute='stored'"
+            self.tell(Notice("verify=True", f"{detail}; {way} has kernels to compare"))
 
     @property
     def is_interpreted(self) -> bool:
@@ -106,8 +112,8 @@ class Lowering:
 
     @property
     def verifies(self) -> bool:
-        """Whether ``verify`` has kernels of ours to compare: the reference and Inductor's own code are none."""
-        return self.name == "triton" or (self.name != "eager" and self.device.type == "cpu")
+        """Whether ``verify`` has something to compare with the reference: not the reference itself."""
+        return self.name != "eager"
 
     def lower(self, gm: GraphModule, lower: Lower, half: str) -> tuple[GraphModule, Lowered]:
         """Lower one half, in place or in a copy, and return that. On a GPU ``"auto"`` takes what should cost less."""
@@ -129,6 +135,11 @@ class Lowering:
         from fxprec.numerics import ahead
 
         kernels = lowered.generated.kernels
+        unstarted, name = compat.why_not_started(error), compat.kernel_running(error)
+        if unstarted is not None and name in {k.name for k in kernels}:
+            assert name is not None
+            self.drop([Fault(name, f"it compiles and cannot start: {unstarted}")])
+            return
         faults = []
         for k in kernels:
             why = ahead.why_not_generated(k.source, k.name, k.parameters, k.num_warps)
@@ -145,9 +156,12 @@ class Lowering:
         from fxprec.runtime.gemm.kernels import why_not_compiled  # imports Triton
 
         major, minor = torch.cuda.get_device_capability(self.device)
+        asked = sorted(kernels, key=lambda k: k.name)
+        log.info("compiling %d kernels around GEMMs for compute capability %d.%d", len(asked), major, minor)
+        with ThreadPoolExecutor(min(len(asked), os.cpu_count() or 1)) as pool:  # most of it in ptxas and in LLVM
+            causes = [*pool.map(lambda kernel: why_not_compiled(kernel, 10 * major + minor), asked)]
         failing = set()
-        for kernel in sorted(kernels, key=lambda k: k.name):
-            why = why_not_compiled(kernel, 10 * major + minor)
+        for kernel, why in zip(asked, causes, strict=True):
             if why is not None:
                 instead = INSTEAD if kernel.kind == "totals" else DECODED
                 self.tell(Notice(f"kernel {kernel.name}", f"{why}; {instead}"))
@@ -158,8 +172,10 @@ class Lowering:
     def drop(self, faults: list[Fault]) -> None:
         """Do without kernels, and say so. A wrong kernel of the CPU lowering has only the reference to fall back to."""
         is_generated = self.name == "triton" or self.device.type == "cuda"
-        instead = INSTEAD if is_generated else "lowered as 'eager' from the next step on, many times slower"
         for fault in {fault.kernel: fault for fault in faults}.values():
+            instead = "lowered as 'eager' from the next step on, many times slower"
+            if is_generated:
+                instead = DECODED if fault.multiplies else INSTEAD
             self.tell(Notice(f"kernel {fault.kernel}", f"{fault.reason}; {instead}"))
         self.without |= {fault.kernel for fault in faults}
         if not is_generated:
@@ -193,14 +209,11 @@ class Half:
             return self._checked(plain, gm, kept)
 
     def _checked(self, plain: GraphModule, gm: GraphModule, args: list[Any]) -> Any:
-        from fxprec.driver.verify import checked_cpu_run, checked_run
+        from fxprec.driver.verify import checked_run
 
         taken = list(args)
         args.clear()
-        if self.lowering.name == "triton":
-            results, faults = checked_run(gm, plain, self.lowered, taken)
-        else:
-            results, faults = checked_cpu_run(gm, taken)
+        results, faults = checked_run(gm, plain, self.lowered, taken)
         if faults:
             self.lowering.is_stale = True
             self.lowering.drop(faults)

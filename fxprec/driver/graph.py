@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fxprec import compat
 from fxprec.config import Settings
 from fxprec.driver import capture, saved_state
@@ -32,11 +34,13 @@ from fxprec.plan import Plan
 from fxprec.plan.compare import low_groups_with
 from fxprec.runtime.controller import Controller
 from fxprec.runtime.events import Event
-from fxprec.runtime.stats import StatsQueue
+from fxprec.runtime.on_device import refuse_capture
+from fxprec.runtime.stats import NO_CAPTURE, StatsQueue
 
 if TYPE_CHECKING:
     from fxprec.driver.calibration import Calibration
     from fxprec.driver.recorder import Recorder
+    from fxprec.driver.step_memory import StepMemory
     from fxprec.driver.tensor_dump import TensorDump
     from fxprec.report.folder import GraphDump
 
@@ -89,6 +93,7 @@ class PlannedGraph:
             dump=dump,
             recorder=recorder,
             tensors=self._tensor_dump(held, dump),
+            memory=self._step_memory(captured.device),
         )
         self._in_force = InForce(self.index, captured, compiler)
 
@@ -98,6 +103,13 @@ class PlannedGraph:
         from fxprec.driver.tensor_dump import tensor_dump  # here and below: what few runs want is not imported by all
 
         return tensor_dump(settings, dump, self._log, lambda: self.controller)
+
+    def _step_memory(self, device: torch.device) -> StepMemory | None:
+        if device.type != "cuda":
+            return None
+        from fxprec.driver.step_memory import StepMemory
+
+        return StepMemory(self._log, device, lambda: None if self.plan is None else self.plan.peak_bytes)
 
     def compile(self, given: Plan | None) -> PlannedGraph:
         """Compile for the first time: for a plan, or for one to be solved."""
@@ -145,6 +157,10 @@ class PlannedGraph:
         return self._in_force.plan
 
     def __call__(self, *args: Any) -> Any:
+        refuse_capture(self.captured.device, "a model compiled with fxprec runs", NO_CAPTURE)
+        if any(isinstance(x, compat.FakeTensor) for x in args):  # Dynamo's DDP optimizer asks for shapes: no step
+            with compat.unset_fake_temporarily():  # what compiling makes is real
+                return self._in_force.version(*args)
         if compat.in_backward():
             return self._recompute(args)
         self._steps.runs_forward = True
@@ -185,6 +201,8 @@ class PlannedGraph:
         for graph in self._model.others_in_training:
             if graph._steps.settle_in_forward():
                 graph._settle(steps=0)
+            elif not self.is_training and graph.controller is not None:
+                graph.controller.catch_up()  # evaluation follows the plan of the next step, saved in between or not
         self._settle(steps=1)
 
     def _settle(self, *, steps: int) -> None:
@@ -197,7 +215,7 @@ class PlannedGraph:
             return
         controller.settle()
         if self._dump is not None:
-            self._dump.write_stats(controller, step=controller.step)
+            self._dump.write_stats(controller, step=controller.latest_step)
         self.share_promotions()
         controller.step += steps
         if not self.is_training:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,10 +19,12 @@ from fxprec.driver.compiled import Planned
 from fxprec.driver.compiled_peak import CompiledPeak, PlainHalf
 from fxprec.driver.fallback import Compiled, Lowering, interpreted_kernels
 from fxprec.driver.group_ranges import interpreted_by_group as by_group
+from fxprec.driver.launches import named_launches
 from fxprec.driver.ranges import range_name, ranged
 from fxprec.driver.recorder import RecordedHalf, Recorder
 from fxprec.driver.tensor_dump import TensorDump
 from fxprec.driver.warm_start import codegen_sources
+from fxprec.ir.symbolic_host import IN_PLACE_ORDER
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
 from fxprec.passes.lowering.lower import lower
@@ -63,6 +65,7 @@ class Halves:
     """Rows: what backward recomputes is not measured again."""
     recorder: Recorder | None = None
     tensors: TensorDump | None = None
+    watched: Callable[[Compiled, str], Compiled] | None = None
     peak: CompiledPeak | None = None
     """Takes in what each half allocates, under a peak budget."""
 
@@ -93,6 +96,9 @@ class Halves:
         if self.dump is not None and self.planned is not None and (kernels or self.lowering.name == "triton"):
             self.dump.write_kernels(kernels, self.planned.plan, name)
         run = half if half.has_first_run else half.run
+        run = named_launches(run, half.lowered.kernel_names, f"{self.graph}'s {name} half")
+        if self.watched is not None:
+            run = self.watched(run, name)
         return CompiledHalf(with_stats(run, half.lowered, num_outputs, self.queue), code, half.lowered, num_outputs)
 
     def _lower(self, name: str, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
@@ -112,7 +118,11 @@ class Halves:
             return interpreted_kernels(interpreted(gm))
         compat.hand_on_inputs(gm.graph)
         key = codegen_sources()
-        saving = compat.saving_memory(in_saving_order, key) if self.saves_memory else contextlib.nullcontext()
+        saving = (
+            compat.saving_memory(in_saving_order, key, IN_PLACE_ORDER)
+            if self.saves_memory
+            else contextlib.nullcontext()
+        )
         on_cpu = self.device_type == "cpu"
         files = compat.loops_share_files() if on_cpu else contextlib.nullcontext()
         loops = compat.calls_in_loops() if on_cpu else compat.only_tensors_are_loads(self.scales(name))

@@ -203,8 +203,7 @@ class InForce:
         """Plan for a part of the budget and compile again, where it is new."""
         if part == replace(self.compiler.peak.part, beyond=0, beyond_waiting=0):
             return
-        for _ in self.compiler.queue.poll(wait=True):
-            pass  # statistics of the sites that its plan had
+        self.compiler.queue.forget()  # statistics of the sites that its plan had
         self.compiler.peak.take(part)
         graphs = "its step" if part.num_graphs == 1 else f"{part.num_graphs} graphs of a step"
         self.compile_again(f"within the peak budget of {graphs}", None)

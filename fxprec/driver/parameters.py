@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Parameter
 
+from fxprec import compat
 from fxprec.passes.analysis.inputs import GraphInput
 
 
@@ -16,7 +17,9 @@ class Parameters:
 
     def __init__(self, names: Mapping[int, str], args: Sequence[Any]) -> None:
         self._names = names
-        self._own = {i: weakref.ref(args[i]) for i in names if isinstance(args[i], Parameter)}
+        self._own: dict[int, Callable[[], Parameter | None]] = {
+            i: _ref(args[i]) for i in names if isinstance(args[i], Parameter)
+        }
 
     @staticmethod
     def names_of(inputs: Sequence[GraphInput]) -> dict[int, str]:
@@ -30,14 +33,14 @@ class Parameters:
         """
         dead = []
         for i, own in self._own.items():
-            if args[i] is own():
+            if args[i] is own() or isinstance(args[i], compat.FakeTensor):
                 continue
             if own() is not None and isinstance(args[i], Parameter):
                 return False
             dead.append(i)
         for i in dead:
             if isinstance(args[i], Parameter):
-                self._own[i] = weakref.ref(args[i])
+                self._own[i] = _ref(args[i])
         return True
 
     def of_another(self, other: Parameters) -> bool:
@@ -47,3 +50,12 @@ class Parameters:
 
     def _by_name(self) -> dict[str, Parameter]:
         return {self._names[i]: own for i, ref in self._own.items() if (own := ref()) is not None}
+
+
+def _ref(parameter: Parameter) -> Callable[[], Parameter | None]:
+    """Refer to a parameter; to none where Dynamo's DDP optimizer hands in a fake one: the first that comes is it."""
+    return _none if isinstance(parameter, compat.FakeTensor) else weakref.ref(parameter)
+
+
+def _none() -> None:
+    return None

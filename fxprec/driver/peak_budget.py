@@ -12,6 +12,7 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.saved_budget import PlanAgain
 from fxprec.errors import BudgetError
 from fxprec.passes.analysis.peak.part import Part
+from fxprec.passes.analysis.peak.reserve import enough_for
 from fxprec.passes.notice import Notice, readable
 from fxprec.plan import PeakBytes
 
@@ -53,9 +54,13 @@ class PeakBudget:
         least = min(held for _, held in self.tried)
         if len(self.tried) == ATTEMPTS:
             beside = f", {readable(planned.beside)} of it for other graphs" if planned.beside else ""
+            beside += f", {readable(planned.reserved)} of it for libraries" if planned.reserved else ""
+            wanted = least + planned.beside
+            if planned.reserved:
+                wanted = enough_for(least - planned.room, planned.budget)
             raise BudgetError(
                 f"peak_budget is {readable(planned.budget)}{beside}, and of {ATTEMPTS} plans made for it the best "
-                f"holds {readable(least)} as compiled; raise it to {readable(least + planned.beside)} or take a "
+                f"holds {readable(least)} as compiled; raise it to {readable(wanted)} or take a "
                 "smaller batch"
             )
         assert planned.waiting is not None

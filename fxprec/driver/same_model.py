@@ -50,7 +50,7 @@ class SameModel:
             theirs = graph.controller
             if theirs is None or theirs is controller or graph.is_replaced or not self._trains_the_same(graph):
                 continue
-            theirs.read(wait=False)
+            theirs.catch_up()
             if self._taken.get(graph.index) is not theirs.plan:
                 self._taken[graph.index] = theirs.plan
                 controller.promote_as(theirs.plan, f"promoted in graph {graph.index}, of the same model")

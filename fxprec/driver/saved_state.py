@@ -16,7 +16,7 @@ from fxprec.driver.state_entries import check_graph
 from fxprec.errors import PlanError
 from fxprec.plan import Plan
 from fxprec.plan.entries import Entry
-from fxprec.runtime.controller import plan_of
+from fxprec.runtime.controller_state import plan_of
 
 VERSION = 3
 _READABLE = (2, VERSION)  # version 2 had a list of dicts in place of the text

@@ -112,7 +112,8 @@ class SharedPeak:
         gradients = {index: graph.gradient_bytes for index, graph in graphs.items()}
         together = Together({i: peak.points for i, peak in peaks.items()}, self._known, gradients)
         budget = asked.bytes_of(together.peak({i: peak.points[0] for i, peak in peaks.items()}))
-        chosen = together.within(_MARGIN * budget) or together.within(budget)
+        room = budget - max(peak.reserved for peak in peaks.values())
+        chosen = together.within(_MARGIN * room) or together.within(room)
         if chosen is None:
             least = together.least()
             raise BudgetError(

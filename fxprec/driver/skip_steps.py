@@ -49,6 +49,6 @@ class StepSkipper:
         """Say whether any gradient overflowed since the last forward; waits for the device."""
         found = False
         for controller in self._controllers():
-            controller.read(wait=True)
+            controller.act_on_all()
             found |= isinstance(controller.keeper, LossScaleKeeper) and controller.keeper.overflowed
         return found

@@ -13,6 +13,7 @@ from fxprec.plan.files import read_checked
 _WAY_OUT = "pass what state_dict() returned"
 _LARGEST_EXP = 1_000  # exponents of scales; float32 holds less
 _LARGEST = 2**53
+_NOT_FINITE = ("inf", "-inf", "nan")
 
 
 def check_graph(entry: Entry) -> None:
@@ -22,6 +23,8 @@ def check_graph(entry: Entry) -> None:
         {"step": _count, "scales": _scales, "plan": partial(read_checked, kind=Plan)},
         required=("step", "scales", "plan"),
     )
+    if "pending" in entry.value:
+        _each(_pending)(entry.get("pending"))
     if "graph" in entry.value:
         wanted = {"training": _flag, "parameters": _each(_text)}
         _known(entry.get("graph"), {**wanted, "inputs": _each(_each(_text_or_size))}, required=tuple(wanted))
@@ -75,11 +78,28 @@ def _rows(read: Callable[[Entry], None]) -> Callable[[Entry], None]:
     return check
 
 
-def _statistics(entry: Entry) -> None:
+def _statistics(entry: Entry, number: Callable[[Entry], None] | None = None) -> None:
     names = ("overflow_ratio", "underflow_ratio", "amax", "rms", "nonzero_ratio", "mean_ln", "std_ln")
-    readers = {"site": _count, **dict.fromkeys(names, _number), "counts": _each(_number)}
+    readers = {"site": _count, **dict.fromkeys(names, number or _number), "counts": _each(_number)}
     _known(entry, readers, required=tuple(readers))
     _refuse_unknown(entry, readers)
+
+
+def _pending(entry: Entry) -> None:
+    """Check statistics of one step that are not acted on yet."""
+    readers = {"step": _count_or_none, "statistics": _each(partial(_statistics, number=_any_number))}
+    _known(entry, readers, required=tuple(readers))
+    _refuse_unknown(entry, readers)
+
+
+def _any_number(entry: Entry) -> None:
+    if entry.value not in _NOT_FINITE:
+        _number(entry)
+
+
+def _count_or_none(entry: Entry) -> None:
+    if entry.value is not None:
+        _count(entry)
 
 
 def _number(entry: Entry) -> None:
@@ -126,6 +146,7 @@ _SCALES: Mapping[str, Callable[[Entry], None]] = {
     "due": _flag,
     "settling": _count,
     "last_refresh": _count,
+    "in_force_since": _count,
     "overflowed": _flag,
     "seen": _flag,
     "good_steps": _count,

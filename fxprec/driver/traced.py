@@ -184,6 +184,7 @@ class Traced:
             saves_memory=self.saves_memory,
             recorder=compiler.recorder,
             tensors=compiler.tensors if self.is_training else None,
+            watched=compiler.watched,
             peak=self._new_peak(),
         )
 

@@ -6,7 +6,7 @@ the reference's result, so one wrong kernel is one fault, and what is returned i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +16,26 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from fxprec import compat
 from fxprec.driver.seeded import draw_from_seeds
-from fxprec.ir import symbolic, symbolic_cpu
-from fxprec.numerics.stats import WIDTH, finish
+from fxprec.driver.verify_references import (
+    CPU_REFERENCES,
+    GEMMS,
+    IN_PLACE,
+    REFERENCES,
+    Checked,
+    Reference,
+    difference,
+    name_of,
+    statistics_differ,
+)
+from fxprec.ir.symbolic_blocks import LoadBlocks, StoreBlocks
+from fxprec.numerics.stats import WIDTH
 from fxprec.passes.analysis.joint import results_of
+from fxprec.passes.lowering.blocks import BlockCall
 from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.stats import watch
 from fxprec.passes.lowering.triton.kernel import Kernel
 
-MAX_DIFFERING = 0.02
-"""Share of a tensor's codes that may be a neighbour of the reference's, where a kernel sums rows or takes exp."""
-TOLERANCE = 2e-5
-"""Relative to the tensor's largest magnitude: float32 sums of 8192 numbers in another order."""
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -35,38 +44,36 @@ class Fault:
 
     kernel: str
     reason: str
+    multiplies: bool = False
+    """Whether it is a GEMM."""
 
 
 def checked_run(
     lowered_gm: GraphModule, plain: GraphModule, lowered: Lowered, args: Sequence[Any]
 ) -> tuple[list[Any], list[Fault]]:
-    """Run generated kernels beside ``plain``, the graph before lowering; return the right results, and faults.
+    """Run a half's kernels beside plain torch; return the right results, and faults.
 
-    ``args`` are written where the graph writes to its inputs, as in any run.
+    ``plain`` is the graph before lowering. ``args`` are written where the graph writes to its inputs, as in any run.
     """
     num_outputs = len(results_of(plain.graph))
     with torch.no_grad(), np.errstate(all="ignore"):
-        wanted = _Reference(draw_from_seeds(plain), lowered)
-        wanted.run(*map(_copied, args))
-        checker = _GeneratedChecker(draw_from_seeds(lowered_gm), lowered.generated.kernels, wanted)
+        wanted = None
+        if lowered.generated.kernels:
+            wanted = _Reference(draw_from_seeds(plain), lowered)
+            wanted.run(*map(_copied, args))
+        checker = _Checker(draw_from_seeds(lowered_gm), lowered.generated.kernels, wanted)
         results = list(checker.run(*args))
-    statistics = wanted.statistics
+    statistics = None if wanted is None else wanted.statistics
     if statistics is not None:
         checker.compare_statistics(statistics, results[num_outputs], lowered)
         results[num_outputs] = torch.cat([statistics, results[num_outputs][statistics.numel() :]])
     return results, checker.faults
 
 
-def checked_cpu_run(lowered_gm: GraphModule, args: Sequence[Any]) -> tuple[list[Any], list[Fault]]:
-    """The same for the kernels of the CPU lowering, each beside the symbolic op it stands for."""
-    with torch.no_grad():
-        checker = _CpuChecker(draw_from_seeds(lowered_gm))
-        return list(checker.run(*args)), checker.faults
-
-
 def is_compared(lowered_gm: GraphModule) -> bool:
-    """Say whether a graph of the CPU lowering calls a kernel of ours; casts inside Inductor's loops are none."""
-    return any(node.target in _CPU_REFERENCES for node in lowered_gm.graph.nodes)
+    """Say whether a lowered graph calls a kernel of ours; casts inside Inductor's loops are none."""
+    known = {compat.TritonCalls.target, *REFERENCES, *CPU_REFERENCES}
+    return any(node.target in known for node in lowered_gm.graph.nodes)
 
 
 def _copied(value: Any) -> Any:
@@ -99,18 +106,31 @@ class _Reference(Interpreter):
         return torch.cat([self.by_row[row] for row in self.order]) if self.order else None
 
 
-class _GeneratedChecker(Interpreter):
+class _Checker(Interpreter):
     """Runs the lowered graph; each kernel's results become the reference's once they are compared."""
 
-    def __init__(self, gm: GraphModule, kernels: Sequence[Kernel], wanted: _Reference) -> None:
+    def __init__(self, gm: GraphModule, kernels: Sequence[Kernel], wanted: _Reference | None) -> None:
         super().__init__(gm)
         self.calls = iter(kernels)
         self.wanted, self.faults = wanted, list[Fault]()
 
     def run_node(self, n: Node) -> Any:
-        if n.target is not compat.TritonCalls.target or "in0" not in n.kwargs["kwargs"]:  # type: ignore[operator]
-            return super().run_node(n)
+        if n.target is compat.TritonCalls.target:
+            block = BlockCall.of(n)
+            return self._run_region(n) if block is None else self._run_blocks(n, block)
+        if n.target in CPU_REFERENCES:
+            return self._run_in_place(n)
+        reference = REFERENCES.get(n.target)
+        if reference is not None:
+            return self._run_call(n, reference)
+        if n.target is aten.view.default:  # strides are not those traced
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            return args[0].reshape(args[1])
+        return super().run_node(n)
+
+    def _run_region(self, n: Node) -> Any:
         kernel = next(self.calls)
+        assert self.wanted is not None
         expected = {a.name: self.wanted.values[a.origin].view(a.dtype) for a in kernel.outputs}
         try:
             found = super().run_node(n)
@@ -119,113 +139,54 @@ class _GeneratedChecker(Interpreter):
             counters = self.fetch_args_kwargs_from_env(n)[1]["kwargs"].get("counters")
             return expected | {"counters": counters}
         for argument in kernel.outputs:
-            reason = _difference(found[argument.name], expected[argument.name], argument.origin, exact=kernel.is_exact)
+            reason = difference(found[argument.name], expected[argument.name], argument.origin, exact=kernel.is_exact)
             if reason is not None:
                 self.faults.append(Fault(kernel.name, reason))
                 break
         return found | expected
 
-    def compare_statistics(self, wanted: torch.Tensor, found: torch.Tensor, lowered: Lowered) -> None:
-        """Ratios and largest magnitudes must agree to the last bit; moments are sums in another order."""
-        pair = (wanted, found[: wanted.numel()])
-        reference, rows = (
-            torch.tensor(finish(v.cpu().view(-1, WIDTH)), dtype=torch.float64, device="cpu") for v in pair
-        )
-        owner = {row: kernel.name for kernel in lowered.generated.kernels for row in kernel.watched}
-        for row, mine, theirs in zip(lowered.generated.watched, rows, reference, strict=True):
-            same = torch.equal(mine[:3].nan_to_num(), theirs[:3].nan_to_num())
-            near = torch.allclose(mine[3:], theirs[3:], rtol=1e-3, atol=1e-4, equal_nan=True)
-            if not (same and near) and owner[row] not in {fault.kernel for fault in self.faults}:
-                self.faults.append(Fault(owner[row], f"its statistics of row {row} are not the reference's"))
+    def _run_blocks(self, n: Node, block: BlockCall) -> Any:
+        given = self.fetch_args_kwargs_from_env(n)[1]["kwargs"]
+        cast = (given.get("whole"), block.row, block.format)
 
+        def compare(found: Any) -> Checked:
+            out = found["out"]
+            if block.stores:
+                return REFERENCES[StoreBlocks.target](out, given["x"], given.get("seed"), *cast)
+            return REFERENCES[LoadBlocks.target](out, given["q"], *cast, out.numel(), out.dtype)
 
-def _difference(found: torch.Tensor, wanted: torch.Tensor, name: str, *, exact: bool) -> str | None:
-    """Say how two results differ beyond what is allowed, or None."""
-    if exact:
-        same = (_bits(found) == _bits(wanted)) | (_is_nan(found) & _is_nan(wanted))
-        count = int((~same).sum())
-        return f"{count} of {found.numel()} elements of {name} are not the reference's" if count else None
-    if found.dtype == torch.float32:
-        limit = TOLERANCE * float(wanted.nan_to_num(0.0, 0.0, 0.0).abs().max()) if wanted.numel() else 0.0
-        close = torch.isclose(found, wanted, rtol=TOLERANCE, atol=limit, equal_nan=True)
-        count = int((~close).sum())
-        return f"{count} of {found.numel()} elements of {name} are off by more than {TOLERANCE:g}" if count else None
-    steps = (_bits(found) - _bits(wanted)).abs()
-    far, near = int((steps > 1).sum()), int((steps == 1).sum())
-    if far or near > MAX_DIFFERING * found.numel() + 1:
-        return f"{far + near} of {found.numel()} codes of {name} are not the reference's"
-    return None
+        return {"out": self._checked(n, block.kernel, compare).view(given["out"].shape)}
 
+    def _run_call(self, n: Node, reference: Reference) -> Any:
+        args = self.fetch_args_kwargs_from_env(n)[0]
+        return self._checked(n, name_of(n, args), lambda found: reference(found, *args), multiplies=n.target in GEMMS)
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize]
-    return x.view(integer).to(torch.int64)
+    def _checked(self, n: Node, kernel: str, compare: Callable[[Any], Checked], *, multiplies: bool = False) -> Any:
+        checked = compare(super().run_node(n))
+        if checked.reason is not None:
+            self.faults.append(Fault(kernel, f"{checked.reason} (node {n.name})", multiplies))
+        return checked.wanted
 
-
-def _is_nan(x: torch.Tensor) -> torch.Tensor:
-    return torch.isnan(x) if x.dtype.is_floating_point else torch.zeros_like(x, dtype=torch.bool)
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-class _CpuChecker(Interpreter):
-    """Runs a graph of CPU kernel calls; compares each with the symbolic op it stands for."""
-
-    def __init__(self, gm: GraphModule) -> None:
-        super().__init__(gm)
-        self.faults: list[Fault] = []
-
-    def run_node(self, n: Node) -> Any:
-        reference = _CPU_REFERENCES.get(n.target)
-        if reference is None:
-            return super().run_node(n)
+    def _run_in_place(self, n: Node) -> Any:
         args = [_copied(a) for a in self.fetch_args_kwargs_from_env(n)[0]]
         found = super().run_node(n)
-        overwritten = self.fetch_args_kwargs_from_env(n)[0][0] if n.target in _IN_PLACE else None
-        for name, mine, theirs in reference(found, overwritten, *args):
-            reason = _difference(mine, theirs, name, exact=True)
+        overwritten = self.fetch_args_kwargs_from_env(n)[0][0] if n.target in IN_PLACE else None
+        for name, mine, theirs in CPU_REFERENCES[n.target](found, overwritten, *args):
+            reason = difference(mine, theirs, name, exact=True)
             if reason is not None:
                 self.faults.append(Fault(f"{n.name} ({n.target}, row {n.args[2]})", reason))
                 mine.copy_(theirs)
         return found
 
-
-_Compared = list[tuple[str, torch.Tensor, torch.Tensor]]
-
-
-def _values(x: torch.Tensor, table: torch.Tensor, row: int, fmt: str, storage: str, keep: bool) -> torch.Tensor:
-    q = symbolic.QUANTIZE(x, table, row, fmt, storage)
-    values = symbolic.DEQUANTIZE(q, table, symbolic.AS_STORED, fmt, storage, torch.float32)
-    result: torch.Tensor = symbolic.KEEP_NONFINITE(values, x) if keep else values
-    return result
-
-
-def _store(found: Any, x: Any, *args: Any) -> _Compared:
-    source, table, row, fmt, storage = args[:5]
-    compared = [("its codes", found[0], symbolic.QUANTIZE(source, table, row, fmt, storage))]
-    values = x if x is not None else found[1]
-    if values.numel():
-        compared.append(("its values", values, _values(source, table, row, fmt, storage, args[-1])))
-    return compared
+    def compare_statistics(self, wanted: torch.Tensor, found: torch.Tensor, lowered: Lowered) -> None:
+        """Compare the rows that generated kernels count for, the first of those found."""
+        owner = {row: kernel.name for kernel in lowered.generated.kernels for row in kernel.watched}
+        rows = found[: wanted.numel()].view(-1, WIDTH)
+        differ = statistics_differ(rows, wanted.view(-1, WIDTH)).tolist()
+        for row, is_wrong in zip(lowered.generated.watched, differ, strict=True):
+            if is_wrong and owner[row] not in {fault.kernel for fault in self.faults}:
+                self.faults.append(Fault(owner[row], f"its statistics of row {row} are not the reference's"))
 
 
-def _round(found: Any, x: Any, *args: Any) -> _Compared:
-    values: torch.Tensor = _values(*args)
-    return [("its values", found[0] if x is None else x, values)]
-
-
-def _load(found: Any, x: Any, q: torch.Tensor, table: torch.Tensor, row: int, fmt: str) -> _Compared:
-    storage = "packed" if not q.dtype.is_floating_point else "native"
-    return [("its values", found, symbolic.DEQUANTIZE(q, table, row, fmt, storage, torch.float32))]
-
-
-_IN_PLACE = (symbolic_cpu.STORE_, symbolic_cpu.ROUND_)
-_CPU_REFERENCES: Mapping[object, Callable[..., _Compared]] = {
-    symbolic_cpu.STORE: _store,
-    symbolic_cpu.STORE_: _store,
-    symbolic_cpu.ROUND: _round,
-    symbolic_cpu.ROUND_: _round,
-    symbolic_cpu.LOAD: _load,
-}
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

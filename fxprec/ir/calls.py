@@ -15,6 +15,8 @@ import torch
 from torch.fx import Graph, Node
 
 Overwritten = Annotated[Node, "Tensor(a!)"]
+Shown = Annotated[Node, "Tensor(a)"]
+"""An argument that the operator returns."""
 Tensors = Annotated[Sequence[Node], "Tensor[]"]
 Size = Annotated[int, "SymInt"]
 Sizes = Annotated[Sequence[int], "SymInt[]"]
@@ -85,7 +87,7 @@ class Call:
             return None
         assert (len(node.args), len(node.kwargs)) == (len(cls.kinds), 0), f"{node.format_node()}: {cls.target._schema}"
         for arg, (name, kind) in zip(node.args, cls.kinds.items(), strict=True):
-            held = _HELD[kind.replace("(a!)", "")]
+            held = _HELD[_without_alias(kind)]
             assert isinstance(arg, held), f"{node.format_node()}: {name} is {arg!r}, no {kind}"
         return cls(*node.args)
 
@@ -167,4 +169,8 @@ def _check(cls: type[Call], function: Callable[..., Any]) -> None:
 
 
 def _as_parameter(kind: str) -> str:
-    return "int" if kind == "SymInt" else kind.replace("(a!)", "")
+    return "int" if kind == "SymInt" else _without_alias(kind)
+
+
+def _without_alias(kind: str) -> str:
+    return kind.replace("(a!)", "").replace("(a)", "")

@@ -244,6 +244,7 @@ def _(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_format
 QUANTIZE = Quantize.target
 DEQUANTIZE = Dequantize.target
 KEEP_NONFINITE = KeepNonfinite.target
+KEEP_CODES = KeepCodes.target
 COUNTS = Count.target
 RESCALE = Rescale.target
 OBSERVE = Observe.target

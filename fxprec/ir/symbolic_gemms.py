@@ -132,6 +132,12 @@ def kernel_called(node: Node) -> GemmKernel | None:
     return None
 
 
+def native_name(a: torch.Tensor, b: torch.Tensor) -> str:
+    """Return what messages, and `lower`, call torch's GEMM of 8-bit floats."""
+    names = (str(x.dtype).removeprefix("torch.") for x in (a, b))
+    return f"torch._scaled_mm {' x '.join(names)}"
+
+
 def _product(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -2,11 +2,14 @@
 
 ``offload(x) -> host``
     ``x`` in host memory, pinned where ``x`` is on a GPU; ``x`` lies densely, and the copy has its strides.
+``wait_offload(host, x) -> host``
+    What was moved, once its copy is done: ``x`` lives until then, and what runs behind may reuse its memory.
 ``reload(host, table) -> x``
-    What was moved, on the device of the scale table.
+    What was moved, on its way back to the device of the scale table.
+``wait_reload(x) -> x``
+    What came back: what runs behind may read it.
 
-Both copy on the stream they are called on: what runs behind an offload may free ``x``, and what runs behind a reload
-may read its result, and nobody waits for the device.
+On a GPU the copies run on a stream of their own, and the waits are events between streams: nobody waits for the device.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fxprec.ir.calls import Call
+from fxprec.ir.calls import Call, Shown
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,18 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class WaitOffload(Call, op="wait_offload", returns="Tensor(a)"):
+    host: Shown
+    x: Node
+
+
+@WaitOffload.fake
+def _(host: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    shown: torch.Tensor = torch.ops.aten.alias.default(host)
+    return shown
+
+
+@dataclass(frozen=True)
 class Reload(Call, op="reload"):
     host: Node
     table: Node
@@ -40,5 +55,20 @@ def _(host: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(host, device=table.device)
 
 
+@dataclass(frozen=True)
+class WaitReload(Call, op="wait_reload", returns="Tensor(a)"):
+    x: Shown
+
+
+@WaitReload.fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    shown: torch.Tensor = torch.ops.aten.alias.default(x)
+    return shown
+
+
 OFFLOAD = Offload.target
+WAIT_OFFLOAD = WaitOffload.target
 RELOAD = Reload.target
+WAIT_RELOAD = WaitReload.target
+IN_PLACE_ORDER = frozenset({OFFLOAD, WAIT_OFFLOAD, RELOAD})
+"""Copies that begin, and waits that end, where the plan has them: the next kernel comes after them."""

@@ -73,7 +73,8 @@ def _convolution(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
 def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor | None, ...]:
     layout, mask = convolution_layout(x, weight), options[-1]
     of_x = torch.empty_like(x, memory_format=layout) if mask[0] else None
-    of_weight = torch.empty_like(weight, memory_format=layout) if mask[1] else None
+    # A weight that lends its shape alone may have another dtype (casts/two_gradients.py).
+    of_weight = torch.empty_like(weight, dtype=gradient.dtype, memory_format=layout) if mask[1] else None
     return of_x, of_weight, gradient.new_empty(gradient.shape[1]) if mask[2] else None
 
 

@@ -2,6 +2,8 @@
 
 No hardware cast is used: which of them round alike (NaN, saturation, subnormals) differs by architecture, and the
 interpreter's own float8 cast is not to nearest. So sm_80, newer devices and the interpreter give the same codes.
+`caster` is the exception, for a kernel that instructions bind; `runtime.gemm.hardware_casts` compares it with the
+definition before it is used.
 A kernel takes the function as a compile-time argument (`encoder`, `decoder`, `rounder`), or its source is printed into
 generated code (`encoder_source`, ...).
 """
@@ -13,14 +15,15 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxprec import compat
 from fxprec.numerics import codec, special
 from fxprec.numerics.dialects import TRITON
-from fxprec.numerics.formats import BF16, Format
+from fxprec.numerics.formats import BF16, Format, kept_codes
 from fxprec.numerics.printer import Name, statements
-from fxprec.numerics.rows import FormatRow, format_row
+from fxprec.numerics.rows import INFINITY, MAGNITUDE, FormatRow, format_row
 from fxprec.numerics.trace import Kind, trace
 
 IMPORTS = "import triton\nimport triton.language as tl\n\n\n"
@@ -41,6 +44,42 @@ def encoder_source(fmt: Format, *, keep: bool = False) -> tuple[str, str]:
     name = f"encode_{identifier(fmt)}{'_keep' if keep else ''}"
     doc = f"Codes of {fmt.name}: nearest even, {beyond[str(fmt.overflow)]}{', inf kept' if keep else ''}."
     return name, _function(name, "x", "float", doc, lambda x: codec.folded_codes(x, fmt, kept))
+
+
+def has_instruction(fmt: Format) -> bool:
+    """Say whether GPUs of compute capability 8.9 and above round to a format in one instruction for two numbers."""
+    return fmt.overflow == "saturate" and fmt.torch_dtype in _INSTRUCTIONS
+
+
+_INSTRUCTIONS = {torch.float8_e4m3fn: "cvt.rn.satfinite.e4m3x2.f32", torch.float8_e5m2: "cvt.rn.satfinite.e5m2x2.f32"}
+
+
+def caster_source(fmt: Format, *, keep: bool = False) -> tuple[str, str]:
+    """Return name and source of a function that gives `encoder_source`'s codes by the hardware's instruction.
+
+    The instruction rounds to nearest even and gives the largest number beyond it (PTX ISA, ``cvt``). It forgets NaN's
+    sign, and ``keep`` wants infinities kept: codes of both are written out.
+    """
+    assert has_instruction(fmt)
+    assert fmt.torch_dtype is not None
+    _, nan, sign = kept_codes(fmt)
+    inf = codec.kept_infinity(fmt) if keep else nan
+    name = f"cast_{identifier(fmt)}{'_keep' if keep else ''}"
+    cast, beyond = _INSTRUCTIONS[fmt.torch_dtype], ">=" if keep else ">"
+    return (
+        name,
+        f'''@triton.jit
+def {name}(x):
+    """Codes of {fmt.name} by the hardware's cast."""
+    code = tl.inline_asm_elementwise(
+        "{{ .reg .b16 low, high; {cast} low, $2, $1; {cast} high, $4, $3; mov.b32 $0, {{low, high}}; }}",
+        "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4)
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & {MAGNITUDE}
+    special = tl.where(magnitude > {INFINITY}, {nan}, {inf}) | ((bits >> 24) & {sign})
+    return tl.where(magnitude {beyond} {INFINITY}, special, code.to(tl.int32))
+''',
+    )
 
 
 def decoder_source(fmt: Format) -> tuple[str, str]:
@@ -103,6 +142,12 @@ def _text(name: str, arguments: str, doc: str, lines: list[str]) -> str:
 def encoder(fmt: Format, *, keep: bool = False) -> Any:
     """Return the function of `encoder_source`, to call in a kernel that takes it as a compile-time argument."""
     return _loaded(*encoder_source(fmt, keep=keep))
+
+
+@cache
+def caster(fmt: Format, *, keep: bool = False) -> Any:
+    """Return the function of `caster_source`."""
+    return _loaded(*caster_source(fmt, keep=keep))
 
 
 @cache

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,20 +67,33 @@ class Statistics(NamedTuple):
 
 def finish(rows: Tensor) -> list[Statistics]:
     """Turn rows of counts (n, `WIDTH`) float64 into statistics. An empty tensor has none lost, and amax 0."""
-    return [_finished(Counts(*row)) for row in rows.tolist()]
+    return [Statistics(*row) for row in zip(*finished_columns(rows), strict=True)]
 
 
-def _finished(c: Counts) -> Statistics:
-    share = max(c.elements, 1.0)
-    basic = (c.overflow / share, c.underflow / share, c.amax * 2.0**-c.carried)
-    if c.nonzero < 0:
-        return Statistics(*basic)
-    if not c.nonzero:
-        return Statistics(*basic, 0.0, 0.0, 0.0, 0.0)
-    mean = c.logs / c.nonzero
-    deviation = math.sqrt(max(c.squared_logs / c.nonzero - mean * mean, 0.0))
-    rms = math.sqrt(c.squares / share) * 2.0**-c.moments_exp
-    return Statistics(*basic, rms, c.nonzero / share, mean - c.moments_exp * math.log(2), deviation)
+def finished_columns(rows: Tensor) -> tuple[list[float], ...]:
+    """Return the fields of `Statistics` of rows of counts (n, `WIDTH`) float64, each as a list of n."""
+    with np.errstate(all="ignore"):  # infs and NaNs are what they are
+        columns = _finished(Counts(*rows.numpy().T))  # each field of all rows
+    return tuple(column.tolist() for column in columns)
+
+
+def _finished(c: Any) -> tuple[Any, ...]:
+    share, down = np.maximum(c.elements, 1.0), np.ldexp(1.0, -c.carried.astype(np.int64))
+    zeros = np.zeros_like(share)
+    basic = (c.overflow / share, c.underflow / share, c.amax * down)
+    if (c.nonzero < 0).all():
+        return (*basic, zeros, zeros - 1.0, zeros, zeros)
+    some = c.nonzero > 0
+    nonzero = np.where(some, c.nonzero, 1.0)
+    mean = c.logs / nonzero
+    deviation = np.sqrt(np.maximum(c.squared_logs / nonzero - mean * mean, 0.0))
+    rms = np.sqrt(c.squares / share) * np.ldexp(1.0, -c.moments_exp.astype(np.int64))
+    moments = (rms, c.nonzero / share, mean - c.moments_exp * math.log(2), deviation)
+    unmeasured = (0.0, -1.0, 0.0, 0.0)
+    return (
+        *basic,
+        *(np.where(some, x, np.where(c.nonzero < 0, u, 0.0)) for x, u in zip(moments, unmeasured, strict=True)),
+    )
 
 
 def count(x: Tensor, stored: Tensor, row: FormatRow[Any], dims: tuple[int, ...] = ()) -> list[Tensor]:
@@ -122,9 +136,10 @@ def count_parts(
     magnitude = stored.view(torch.int32) & MAGNITUDE
     over, under = lost(magnitude, row)
     numbers = [over, under, magnitude > 0] if measured else [over, under]
-    packed = sum(torch.where(number, 1 << (FIELD * i), 0) for i, number in enumerate(numbers))
+    sums = [torch.sum(number, dims, dtype=torch.int32) for number in numbers]  # 64 bits take twice the instructions
+    packed = sum(part.to(torch.int64) << (FIELD * i) for i, part in enumerate(sums))
     assert isinstance(packed, Tensor)
-    found = [torch.sum(packed, dims, dtype=torch.int64), torch.amax(x.view(torch.int32) & MAGNITUDE, dims)]
+    found = [packed, torch.amax(x.view(torch.int32) & MAGNITUDE, dims)]
     if measured:
         logs = torch.where(magnitude > 0, torch.log(torch.where(magnitude > 0, torch.abs(stored), 1.0)), 0.0)
         found += [torch.sum(part, dims) for part in (stored * stored, logs, logs * logs)]
@@ -178,16 +193,29 @@ COLUMNS = 10
 The facts: elements (int64), carried exponent, scale exponent, whether moments were measured."""
 SITE_COUNTERS = (STRIPES + 1) * COLUMNS
 
+_UPPER = 1 << 15
+"""Above the count of what overflows, that of what underflows: one sum for both, where a program has fewer elements."""
+
 DEVICE_SOURCE = f'''@triton.jit
 def count_lost(x, stored, inside, counters, over_from, under_to):
-    """Count what rounding ``stored`` loses and take the largest of ``x``: one atomic a program and number."""
+    """Count what rounding ``stored`` loses and take the largest of ``x``: one atomic a program and number.
+
+    ``inside`` is None where all outside of a tensor is 0 in both.
+    """
     bits = stored.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    over = tl.where(inside & (bits >= over_from), 1, 0)
-    under = tl.where(inside & (bits > 0) & (bits <= under_to), 1, 0)
-    wide = tl.where(inside, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    wide = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if inside is not None:
+        bits = tl.where(inside, bits, 0)
+        wide = tl.where(inside, wide, 0)
     at = counters + (tl.program_id(0) % {STRIPES}) * {COLUMNS}
-    tl.atomic_add(at, tl.sum(tl.ravel(over)), sem="relaxed")
-    tl.atomic_add(at + 1, tl.sum(tl.ravel(under)), sem="relaxed")
+    rest = tl.where((bits > 0) & (bits <= under_to), {_UPPER}, 0)
+    if stored.numel < {_UPPER}:
+        lost = tl.sum(tl.ravel(tl.where(bits >= over_from, 1, rest)))
+        tl.atomic_add(at, lost & {_UPPER - 1}, sem="relaxed")
+        tl.atomic_add(at + 1, lost // {_UPPER}, sem="relaxed")
+    else:
+        tl.atomic_add(at, tl.sum(tl.ravel(tl.where(bits >= over_from, 1, 0))), sem="relaxed")
+        tl.atomic_add(at + 1, tl.sum(tl.ravel(rest // {_UPPER})), sem="relaxed")
     tl.atomic_max(at + 2, tl.max(tl.ravel(wide), 0), sem="relaxed")
 
 

@@ -297,6 +297,7 @@ _PLAN: Mapping[str, Reader] = {
                 "offloaded": _texts,
                 "graphs": _count,
                 "beside": _count,
+                "reserved": _count,
                 "waiting": _or_null(_count),
             }
             | {"seconds": _finite, "points": _points},

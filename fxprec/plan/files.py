@@ -59,7 +59,7 @@ def _row(row: Any) -> dict[str, Any]:
 def _peak(row: Any) -> dict[str, Any]:
     """Leave out what is said only of several graphs, or where other budgets were looked at."""
     alone = {"graphs", "beside"} if row.graphs == 1 else set()
-    empty = alone | {name for name in ("points", "compiled_live", "offloaded") if not getattr(row, name)}
+    empty = alone | {name for name in ("points", "compiled_live", "offloaded", "reserved") if not getattr(row, name)}
     return {k: v for k, v in (_row(row) | {"points": [_row(p) for p in row.points]}).items() if k not in empty}
 
 

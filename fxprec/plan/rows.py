@@ -204,6 +204,8 @@ class PeakBytes:
     """How many training graphs of one step share the budget."""
     beside: int = 0
     """Bytes of the others that live while this one runs: what waits for backward, and parameter gradients."""
+    reserved: int = 0
+    """Bytes on a GPU that are left free for libraries' workspaces and what is not known; none of a share's budget."""
     waiting: int | None = None
     """Bytes of this one between its halves, while others run, as compiled where that is known."""
     seconds: float = 0.0
@@ -214,4 +216,4 @@ class PeakBytes:
     @property
     def room(self) -> int:
         """What the budget leaves to this graph."""
-        return self.budget - self.beside
+        return self.budget - self.beside - self.reserved

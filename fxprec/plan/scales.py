@@ -90,6 +90,11 @@ class ScaleGraph:
         return frozenset(v.gemm.operand for v in self.variables if isinstance(v, Cast) and v.gemm is not None)
 
     @cached_property
+    def noted(self) -> frozenset[int]:
+        """Rows whose statistics decide scales."""
+        return self.operands.union(self.casts)
+
+    @cached_property
     def rows(self) -> frozenset[int]:
         """Rows whose scale exponent may differ from 0."""
         return frozenset(self.casts) | {slot.row for slot in self.slots}

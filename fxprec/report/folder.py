@@ -98,7 +98,7 @@ class GraphDump:
 
     @_spares_training
     def write_text(self, number: str, text: str) -> None:
-        """Write the text of one pass, ``number`` being such as ``04-insert-casts``."""
+        """Write the text of one pass, ``number`` being such as ``05-insert-casts``."""
         with _writable(self.path):
             (self.path / f"{number}.txt").write_text(text, encoding="utf-8")
 

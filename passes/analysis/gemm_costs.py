@@ -60,12 +60,24 @@ class Costs:
     bf16_flop_per_s: float
     fp8_flop_per_s: float | None
     generated_flop_per_s: float
+    """Over codes of formats that have numbers only."""
+    generated_special_flop_per_s: float
+    """Over codes of a format that has a NaN, which decoding tells apart."""
     fp32_flop_per_s: float
     launch_s: float
     own_launch_s: float
     """Of a kernel of ours, which compiled code calls through Python."""
     host_bytes_per_s: float = 2.5e10
     """Between the device and pinned host memory, each way."""
+    multiprocessors: int = 132
+    clock_hz: float = 1.8e9
+
+    def rate_of(self, product: Product) -> float:
+        """Return the operations a second of a GEMM over codes."""
+        if product.kernel == "native":
+            assert self.fp8_flop_per_s is not None
+            return self.fp8_flop_per_s
+        return self.generated_special_flop_per_s if product.has_special else self.generated_flop_per_s
 
     def product(self, m: int, n: int, k: int, rate: float, operand_bytes: float, out_bytes: float = 2) -> float:
         """Seconds of one GEMM at ``rate`` operations a second, operands of so many bytes an element; no launch."""
@@ -131,16 +143,16 @@ class Product:
     """Operands that the kernel which rounds them otherwise writes decoded as well."""
     high: torch.dtype = torch.bfloat16
     """What the GEMM computes in otherwise."""
+    has_special: bool = False
+    """Whether an operand's format has a code of NaN."""
 
 
 def low_seconds(product: Product, costs: Costs) -> float:
     """Seconds of the GEMM over codes, its transposed copies made."""
     native = product.kernel == "native"
-    rate = costs.fp8_flop_per_s if native else costs.generated_flop_per_s
-    assert rate is not None
     launches = len(product.copies) * costs.own_launch_s + (costs.launch_s if native else costs.own_launch_s)
     copies = 2 * _CODE_BYTES * sum(product.copies) / costs.bytes_per_s
-    return launches + copies + costs.product(product.m, product.n, product.k, rate, _CODE_BYTES)
+    return launches + copies + costs.product(product.m, product.n, product.k, costs.rate_of(product), _CODE_BYTES)
 
 
 def high_seconds(product: Product, costs: Costs) -> float:

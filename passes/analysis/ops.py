@@ -43,6 +43,8 @@ ATTENTION_BACKWARD = existing(
     " _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward"
     " _scaled_dot_product_fused_attention_overrideable_backward",
 )
+ATTENTION_ON_GPU = ATTENTION - existing(aten, "_scaled_dot_product_flash_attention_for_cpu")
+ATTENTION_BACKWARD_ON_GPU = ATTENTION_BACKWARD - existing(aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
 GEMMS = existing(aten, "convolution mm addmm bmm baddbmm linear _scaled_mm addmv mv dot") | ATTENTION
 GEMMS_BACKWARD = existing(aten, "convolution_backward mm addmm bmm baddbmm mv addmv dot") | ATTENTION_BACKWARD
 

@@ -19,7 +19,7 @@ from fxprec.config.recipes import Recipe
 from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Quantize
 from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS, QUANTIZE_BLOCKS, TENSOR_SCALE, QuantizeBlocks
 from fxprec.ir.symbolic_gemms import TRANSPOSED
-from fxprec.ir.symbolic_host import OFFLOAD, Offload
+from fxprec.ir.symbolic_host import WaitOffload
 from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.inputs import GraphInput
@@ -122,7 +122,7 @@ def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequenc
     joint = JointGraph(forward, inputs)
     in_blocks = set[int]()  # rows
     others = 0  # bytes of masks, indices, seeds: float32 would save them too
-    moved = {node.all_input_nodes[0] for node in Offload.nodes(forward)}
+    moved = {WaitOffload.of(node).x for node in WaitOffload.nodes(forward)}
     for node in _saved_storages(forward, num_outputs):
         val = tensor_of(node)
         group, count = _group(node, plan), numel_hint(val)
@@ -147,7 +147,7 @@ def copied_inputs(forward: Graph, num_outputs: int, inputs: Sequence[GraphInput]
 def _saved_storages(forward: Graph, num_outputs: int) -> Iterator[Node]:
     """Yield the node that made each storage backward is handed, inputs left out."""
     saved = (n for n in results_of(forward)[num_outputs:] if isinstance(n, Node) and value(n) is not None)
-    saved = (n.all_input_nodes[0] if n.target is OFFLOAD else n for n in saved)
+    saved = (n if (call := WaitOffload.match(n)) is None else call.x for n in saved)
     yield from (n for n in dict.fromkeys(map(_storage, saved)) if n.op != "placeholder")
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec.ir.calls import Call
 from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, Storing, stored_dtype
-from fxprec.ir.symbolic_host import Offload, Reload
+from fxprec.ir.symbolic_host import Offload, Reload, WaitOffload, WaitReload
 from fxprec.numerics.blocks import BlockFormat
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
@@ -106,10 +106,15 @@ class Rewrite:
         decoded = self.decoded.get(node)
         copy = node if decoded is None else decoded.all_input_nodes[0]
         with self.graph.inserting_before(insertion_point_after(copy).next):
-            host = emit_call(self.graph, Offload(copy), node)
+            begun = emit_call(self.graph, Offload(copy), node)
+        sent = max(begun, insertion_point_after(self.fit.held.sent[node]))
+        with self.graph.inserting_before(sent.next):
+            host = emit_call(self.graph, WaitOffload(begun, copy), node)
         regions.mark(host, CheckpointPolicy.MUST_SAVE)
+        with self.graph.inserting_before(max(host.next, min(self.fit.held.fetched[node], reader))):
+            coming = self._in_backward(Reload(host, self.work.book.table), node, tensor_of(copy))
         with self.graph.inserting_before(reader):
-            back = self._in_backward(Reload(host, self.work.book.table), node, tensor_of(copy))
+            back = self._in_backward(WaitReload(coming), node, tensor_of(copy))
             for x, read in Dequantize.among(list(copy.users)) if decoded is not None else ():
                 self.new[x] = self.decoded[node] = self._in_backward(replace(read, q=back), node, tensor_of(x))
         if decoded is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,20 +24,44 @@ from fxprec.passes.lowering.triton.launch import KernelCalls
 aten = torch.ops.aten
 
 
-def lower_blocks(gm: GraphModule, lowering: str, device_type: str, calls: KernelCalls) -> None:
-    """Replace casts to block formats: by Triton's kernels, a CPU's, or on a GPU by what Inductor generates."""
+@dataclass(frozen=True)
+class BlockCall:
+    """What a call of a generated kernel casts."""
+
+    kernel: str
+    stores: bool
+    row: int
+    format: str
+
+    @classmethod
+    def of(cls, node: Node) -> BlockCall | None:
+        """Return what the node casts; None of other kernels."""
+        found = node.meta.get(_CAST)
+        return found if isinstance(found, cls) else None
+
+
+_CAST = "fxprec_block_call"
+
+
+def lower_blocks(
+    gm: GraphModule, lowering: str, device_type: str, calls: KernelCalls, without: Collection[str] = ()
+) -> None:
+    """Replace casts to block formats: by Triton's kernels, a CPU's, or on a GPU by what Inductor generates.
+
+    ``without`` names generated kernels not to use.
+    """
     graph = gm.graph
     for node, scale in TensorScale.among(TensorScale.nodes(graph)):
         _expand(graph, node, partial(block_codec.tensor_scale, fmt=find_blocks(scale.format)))
     for q, cast in QuantizeBlocks.among(QuantizeBlocks.nodes(graph)):
-        if lowering == "triton":
+        if lowering == "triton" and _store_kernel(cast).name not in without:
             _launch_store(graph, q, cast, calls)
         elif device_type == "cpu":
             _replace(graph, q, StoreBlocks.like(cast))
         else:
             _expand(graph, q, _encoding(cast))
     for x, read in DequantizeBlocks.among(DequantizeBlocks.nodes(graph)):
-        if lowering == "triton":
+        if lowering == "triton" and block_device.load_kernel(find_blocks(read.format)).name not in without:
             _launch_load(graph, x, read, calls)
         elif device_type == "cpu":
             _replace(graph, x, LoadBlocks.like(read))
@@ -93,8 +119,7 @@ def _expand(graph: Graph, node: Node, function: Any) -> None:
 
 
 def _launch_store(graph: Graph, q: Node, cast: QuantizeBlocks, calls: KernelCalls) -> None:
-    fmt = find_blocks(cast.format)
-    kernel = block_device.store_kernel(fmt, stochastic=cast.seed is not None)
+    fmt, kernel = find_blocks(cast.format), _store_kernel(cast)
     with graph.inserting_before(q):
         x = _contiguous(graph, cast.x)
         arguments: dict[str, object] = {
@@ -103,7 +128,12 @@ def _launch_store(graph: Graph, q: Node, cast: QuantizeBlocks, calls: KernelCall
             "whole": cast.whole,
             "salt": block_codec.salt_of(cast.row),
         }
-        _put(graph, q, _launch(graph, q, kernel, arguments, tensor_of(x).numel(), fmt, calls))
+        described = BlockCall(kernel.name, True, cast.row, cast.format)
+        _put(graph, q, _launch(graph, q, kernel, arguments, tensor_of(x).numel(), fmt, calls, described))
+
+
+def _store_kernel(cast: QuantizeBlocks) -> block_device.BlockKernel:
+    return block_device.store_kernel(find_blocks(cast.format), stochastic=cast.seed is not None)
 
 
 def _launch_load(graph: Graph, x: Node, read: DequantizeBlocks, calls: KernelCalls) -> None:
@@ -111,7 +141,8 @@ def _launch_load(graph: Graph, x: Node, read: DequantizeBlocks, calls: KernelCal
     with graph.inserting_before(x):
         arguments: dict[str, object] = {"q": read.q, "whole": read.whole}
         kernel = block_device.load_kernel(fmt)
-        _put(graph, x, _launch(graph, x, kernel, arguments, tensor_of(x).numel(), fmt, calls))
+        described = BlockCall(kernel.name, False, read.row, read.format)
+        _put(graph, x, _launch(graph, x, kernel, arguments, tensor_of(x).numel(), fmt, calls, described))
 
 
 def _launch(
@@ -122,6 +153,7 @@ def _launch(
     elements: int,
     fmt: BlockFormat,
     calls: KernelCalls,
+    described: BlockCall,
 ) -> Node:
     val = tensor_of(node)
     options: dict[str, Any] = {"dtype": val.dtype, "device": val.device}
@@ -133,6 +165,7 @@ def _launch(
     keywords: dict[str, Any] = calls.keywords(kernel.source, kernel.name, programs, named, ["out"])
     call = graph.call_function(calls.target, (), keywords)
     call.meta["val"] = {"out": val}
+    call.meta[_CAST] = described
     call.meta["eager_input_vals"] = ((), torch.fx.map_arg(keywords, lambda n: n.meta["val"]))
     return graph.call_function(operator.getitem, (call, "out"))
 

@@ -258,7 +258,8 @@ def _with_specials(rounded: torch.Tensor, wide: torch.Tensor, fmt: Format) -> to
     bits = wide.view(torch.int32)
     magnitude = bits & MAGNITUDE
     inf, nan, sign = formats.kept_codes(fmt)
-    special = torch.where(magnitude > INFINITY, nan, inf) | torch.where(bits < 0, sign, 0)
+    special = inf + (nan - inf) * (magnitude > INFINITY).to(torch.int32)  # `where` of two ints has 64 bits
+    special = special | ((bits >> 31) & sign)
     code = rounded.view(fmt.code_dtype).to(torch.int32)
     return torch.where(magnitude < INFINITY, code, special).to(fmt.code_dtype).view(rounded.dtype)
 

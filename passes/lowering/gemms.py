@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec import compat
 from fxprec.ir.symbolic import Dequantize
-from fxprec.ir.symbolic_gemms import CodedGemm, GemmKernel, MatmulCodes, TransposeCodes, Transposed
+from fxprec.ir.symbolic_gemms import CodedGemm, GemmKernel, MatmulCodes, TransposeCodes, Transposed, native_name
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.expand import insert
@@ -48,9 +48,9 @@ def lower_gemms(
         if not (triton and copy_with_codes(graph, copy, counters, without)):
             _copy(graph, copy, triton and GemmKernel("transpose").name not in without)
     for node, gemm in CodedGemm.among(products):
-        if gemm.kernel == "native":
+        if gemm.kernel == "native" and native_name(tensor_of(gemm.a), tensor_of(gemm.b)) not in without:
             _native(graph, node, gemm, scales)
-        elif not triton or GemmKernel("gemm", gemm.formats).name in without:
+        elif gemm.kernel == "native" or not triton or GemmKernel("gemm", gemm.formats).name in without:
             _decoded(graph, node, gemm)
         elif not codes_of_product(graph, node, counters, without):
             with graph.inserting_before(node):

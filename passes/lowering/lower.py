@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxprec import compat
 from fxprec.ir.symbolic import InMemory
 from fxprec.ir.symbolic_gemms import GATHERED, GemmKernel
-from fxprec.passes.lowering.blocks import lower_blocks
+from fxprec.passes.lowering.blocks import BlockCall, lower_blocks
 from fxprec.passes.lowering.clamps import compare_to_clamp
 from fxprec.passes.lowering.conversions import share_conversions, show_bytes_in_memory, widen_products
 from fxprec.passes.lowering.cpu import call_kernels
@@ -56,7 +56,9 @@ def lower(
         step(half)
     gm.graph.eliminate_dead_code()
     gm.recompile()
-    return Lowered((*counters.rows, *half.found), counted, half.coded, half.generated)
+    blocks = {call.kernel for node in gm.graph.nodes if (call := BlockCall.of(node)) is not None}
+    names = (*(kernel.name for kernel in half.generated.kernels), *sorted(blocks))
+    return Lowered((*counters.rows, *half.found), counted, half.coded, half.generated, names)
 
 
 @dataclass
@@ -101,7 +103,7 @@ def _runner(lowering: str, device_type: str) -> _Runner:
 
 def _lower_blocks(half: _Half) -> None:
     compat.lies_in_memory(InMemory.target)
-    lower_blocks(half.gm, half.lowering, half.device_type, half.calls)
+    lower_blocks(half.gm, half.lowering, half.device_type, half.calls, half.without)
 
 
 def _lower_gemms(half: _Half) -> None:

@@ -46,6 +46,8 @@ class Lowered:
     coded: tuple[CodedResult, ...] = ()
     """Results whose rows are counted from the codes, by who runs the graph."""
     generated: Generated = field(default_factory=Generated)
+    kernel_names: tuple[str, ...] = ()
+    """All generated kernels, those of block formats too; a half from the cache knows no more of them."""
 
     @cached_property
     def coded_rows(self) -> tuple[int, ...]:

@@ -18,14 +18,9 @@ from fxprec.runtime.aps.exchange import (
     sum_in_format,
     to_owners,
 )
-from fxprec.runtime.aps.exponents import (
-    exponent_codes,
-    factor_exponents,
-    largest_magnitudes,
-    mask_factors,
-    scale_by_powers,
-)
+from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, mask_factors
 from fxprec.runtime.aps.layout import Layout, layout, sizes_of
+from fxprec.runtime.aps.segments import indices_of, largest_magnitudes, scale_by_powers
 from fxprec.runtime.aps.state import APSState
 
 
@@ -98,10 +93,9 @@ class Exchange:
         if not self.bucket.low:
             return
         self.flat = self._flatten()
-        layers = self.layout.layers(self.flat)
-        self._add_residuals(layers)
+        self._add_residuals(self.layout.layers(self.flat))
         terms = 1 if self.state.options.accumulate == "fp32" else self.state.groups.size
-        self.exponent_codes = exponent_codes(largest_magnitudes(layers), terms)
+        self.exponent_codes = exponent_codes(largest_magnitudes(self.flat, self.layout.bounds), terms)
         group = self.state.groups.exponents
         self.work = dist.all_reduce(self.exponent_codes, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
@@ -140,7 +134,7 @@ class Exchange:
             lost = None if self.lost is None else torch.zeros_like(self.lost)
             self.message = sum_fp32(self.message, self.coder, self.layout, groups.rank, lost)
             if self.lost is not None and lost is not None:
-                scale_by_powers(self.layout.layers(lost), -self.exponents)
+                scale_by_powers(lost, self.layout.bounds, -self.exponents)
                 self.lost += lost
         elif groups.parts is None:
             self.message = sum_in_format(self.message, self.coder, groups.rank, kahan=mode == "kahan")
@@ -156,13 +150,13 @@ class Exchange:
         """Decode, unscale, divide by the number of ranks, and write into the bucket's buffer."""
         if self.work is None:
             return
-        pieces = self.layout.pieces
+        pieces, device = self.layout.pieces, self.exponents.device
         if self.state.options.accumulate == "fp32":
             codes, second = split_messages(self.message, self.layout)
         else:
-            codes, second = self.message.reshape(-1), torch.zeros(len(pieces), dtype=torch.int32, device="cpu")
-        layer_of = torch.tensor([p.layer for p in pieces], dtype=torch.int64, device=self.exponents.device)
-        exponents = -second.to(layer_of.device) - self.exponents[layer_of]
+            codes, second = self.message.reshape(-1), torch.zeros(len(pieces), dtype=torch.int32, device=device)
+        layer_of = indices_of(self.layout.layer_of, device)
+        exponents = -second - self.exponents[layer_of]
         mask = mask_factors(self.exponent_codes)[layer_of]
         bounds = [(p.start, p.end) for p in pieces]
         whole = self.flat if self.in_place else None

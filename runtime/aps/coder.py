@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fxprec.runtime.aps import kernels
-from fxprec.runtime.aps.exponents import power_of_two, scale_by_powers
+from fxprec.runtime.aps.exponents import power_of_two
 from fxprec.runtime.aps.kernels import MAX_FACTOR_EXPONENT
+from fxprec.runtime.aps.segments import Bounds, scale_by_powers
 from fxprec.runtime.aps.wire import Wire
-
-Bounds = Sequence[tuple[int, int]]
-"""(start, end) of pieces of a flat tensor, in elements."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Coder:
     def scale_and_encode(self, values: Tensor, bounds: Bounds, exponents: Tensor) -> Tensor:
         """Bytes of values (n,) whose pieces are multiplied by 2^exponent; `values` may be scaled in place."""
         if self.generator is not None or not self._fast(values):
-            scale_by_powers([values[start:end] for start, end in bounds], exponents)
+            scale_by_powers(values, bounds, exponents)
             return self.encode(values)
         codes = torch.empty(values.numel(), dtype=torch.uint8, device="cpu")
         covered = 0
@@ -91,7 +88,7 @@ class Coder:
                 kernels.look_up(codes[start:end], table, values[start:end])
             return values
         values = self.decode(codes)[:count]
-        scale_by_powers([values[start:end] for start, end in bounds], exponents, mask)
+        scale_by_powers(values, bounds, exponents, mask)
         torch.div(values, divisor, out=values)
         return values if out is None else out.copy_(values)
 

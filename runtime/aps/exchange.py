@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxprec.runtime.aps.coder import Coder
-from fxprec.runtime.aps.exponents import ceil_log2, largest_magnitudes
+from fxprec.runtime.aps.exponents import ceil_log2
 from fxprec.runtime.aps.groups import SubGroups
 from fxprec.runtime.aps.layout import Layout, layout
+from fxprec.runtime.aps.segments import Bounds, largest_magnitudes
 
 _HEADER = torch.int16
 _all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
@@ -29,14 +30,13 @@ def sum_fp32(rows: Tensor, coder: Coder, lay: Layout, rank: int, lost: Tensor | 
     total = coder.sum(rows)
     owned = lay.owned(rank)
     start = rank * lay.chunk
-    pieces = [total[p.start - start : p.end - start] for p in owned]
-    exponents = (
-        _second_exponents(pieces, coder) if coder.bounded else torch.zeros(len(owned), dtype=torch.int32, device="cpu")
-    )
-    exponents = exponents.to(total.device)
+    bounds = [(p.start - start, p.end - start) for p in owned]
+    if coder.bounded:
+        exponents = _second_exponents(total, bounds, coder)
+    else:
+        exponents = torch.zeros(len(owned), dtype=torch.int32, device=total.device)
     header = torch.zeros(lay.max_pieces, dtype=_HEADER, device=total.device)
     header[: len(owned)] = exponents
-    bounds = [(p.start - start, p.end - start) for p in owned]
     wanted = total.clone() if lost is not None else total
     sent = coder.scale_and_encode(total, bounds, exponents)
     if lost is not None:
@@ -46,9 +46,9 @@ def sum_fp32(rows: Tensor, coder: Coder, lay: Layout, rank: int, lost: Tensor | 
     return torch.cat([header.view(torch.uint8), sent])
 
 
-def _second_exponents(pieces: list[Tensor], coder: Coder) -> Tensor:
+def _second_exponents(total: Tensor, bounds: Bounds, coder: Coder) -> Tensor:
     """t of each piece of the sum; 0 where it is all zero or not finite."""
-    wide = largest_magnitudes(pieces).double()
+    wide = largest_magnitudes(total, bounds).double()
     usable = torch.isfinite(wide) & (wide > 0)
     return torch.where(usable, coder.wire.top - ceil_log2(torch.where(usable, wide, 1.0)), 0)
 

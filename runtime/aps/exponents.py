@@ -69,7 +69,7 @@ def mask_factors(codes: Tensor) -> Tensor:
 def scale_by_powers(pieces: list[Tensor], exponents: Tensor, mask: Tensor | None = None) -> None:
     """Multiply each piece (float32) in place by 2^exponent, exactly while the results are normal, and by `mask`.
 
-    Exponents beyond 126 in size take two multiplications; on a GPU both are always made, to spare a host wait.
+    Exponents beyond 126 in size take two multiplications.
     """
     if not pieces:
         return
@@ -77,15 +77,11 @@ def scale_by_powers(pieces: list[Tensor], exponents: Tensor, mask: Tensor | None
     second = exponents - first
     factor = power_of_two(first)
     _multiply(pieces, factor if mask is None else factor * mask)
-    if exponents.is_cuda or bool(second.any()):
+    if bool(second.any()):
         _multiply(pieces, power_of_two(second))
 
 
 def _multiply(pieces: list[Tensor], factors: Tensor) -> None:
-    if factors.is_cuda:
-        for piece, factor in zip(pieces, factors.unbind(), strict=True):
-            piece.mul_(factor)
-        return
     for piece, value in zip(pieces, factors.tolist(), strict=True):
         if value != 1.0:
             piece.mul_(value)

@@ -19,14 +19,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from fxprec.errors import ConfigError
+from fxprec.runtime import on_device
 from fxprec.runtime.aps.coder import Coder
-from fxprec.runtime.aps.exponents import (
-    exponent_codes,
-    factor_exponents,
-    largest_magnitudes,
-    mask_factors,
-    scale_by_powers,
-)
+from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, mask_factors
+from fxprec.runtime.aps.hook import NO_CAPTURE
+from fxprec.runtime.aps.layout import bounds_of
+from fxprec.runtime.aps.segments import largest_magnitudes, scale_by_powers
 from fxprec.runtime.aps.state import APSState
 
 BLOCK = 1 << 16  # elements that share an exponent where a shard's layers are not known
@@ -65,6 +63,7 @@ class APSReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Write the sum (or average) over ranks of this rank's row of `input_tensor` (world * n,) to (n,)."""
+        on_device.refuse_capture(input_tensor.device, "use_aps's reduce-scatter runs", NO_CAPTURE)
         world = dist.get_world_size(group)
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ConfigError(
@@ -84,19 +83,19 @@ class APSReduceScatter(ReduceScatter):
     def _low(self, rows: Tensor, step: int, group: dist.ProcessGroup) -> Tensor:
         """Sum of all ranks' coded row for this rank; `rows` (world, n) is not needed afterwards."""
         world, length = rows.shape
-        parts = self._parts(length)
-        pieces = [piece for row in rows.unbind() for piece in torch.split(row, parts)]
-        codes = exponent_codes(largest_magnitudes(pieces))
+        parts, flat = self._parts(length), rows.reshape(-1)
+        bounds = bounds_of(tuple(parts) * world)
+        codes = exponent_codes(largest_magnitudes(flat, bounds))
         dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group)
         exponents = factor_exponents(codes, self.state.wire.top)
-        scale_by_powers(pieces, exponents)
+        scale_by_powers(flat, bounds, exponents)
         coder = Coder(self.state.wire, self.state.random(step, self.index, 0, rows.device), bounded=True)
-        sent = coder.encode(rows.reshape(-1))
+        sent = coder.encode(flat)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         total = coder.sum(received.view(world, -1))
         mine = slice(dist.get_rank(group) * len(parts), (dist.get_rank(group) + 1) * len(parts))
-        scale_by_powers(list(torch.split(total, parts)), -exponents[mine], mask_factors(codes[mine]))
+        scale_by_powers(total, bounds_of(tuple(parts)), -exponents[mine], mask_factors(codes[mine]))
         return total
 
     def _parts(self, length: int) -> list[int]:

@@ -2,7 +2,8 @@
 
 A bucket's exponents leave at once, on a process group of their own, beside the payload of the buckets before it. The
 stages after that have a thread each, so while one bucket is on the wire the next is encoded and the last decoded; each
-process group still sees its collectives in bucket order on every rank.
+process group still sees its collectives in bucket order on every rank. On a GPU the stages are queued on a stream of
+their own: the backward pass goes on, and waits for them at its end.
 """
 
 # No postponed annotations here: DistributedDataParallel compares the hook's annotations as types.
@@ -15,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxprec.runtime import on_device
 from fxprec.runtime.aps.bucket import Exchange, split_bucket
 from fxprec.runtime.aps.state import APSState
+
+NO_CAPTURE = "and each step has scales of its own; run the backward pass outside of torch.cuda.graph"
 
 
 def aps_hook(
@@ -28,25 +32,37 @@ def aps_hook(
     Raises torch.distributed's own error where a rank is lost. With one rank the gradient comes back as it is.
     """
     buffer = bucket.buffer()
+    on_device.refuse_capture(buffer.device, "aps_hook runs", NO_CAPTURE)
     is_last = bucket.is_last()
     if state.groups.size == 1:
         state.step += is_last
         return done(buffer)
+    if not buffer.is_cuda:
+        return _queue(state, _started(state, bucket), buffer, is_last)
+    stream = state.stream(buffer.device)
+    stream.wait_stream(torch.cuda.current_stream(buffer.device))  # the gradients are whole, and what comes after is not
+    with torch.cuda.stream(stream), torch.no_grad():
+        for exchange, name in product(_started(state, bucket), Exchange.STAGES):
+            getattr(exchange, name)()
+        state.step += is_last
+        return done(buffer)
+
+
+def _started(
+    state: APSState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # absent from torch's annotations
+) -> list[Exchange]:
+    """Return the exchanges of a bucket's parts, whose exponents are under way."""
     with torch.no_grad():
-        parts = split_bucket(state, bucket.index(), buffer, bucket.gradients(), bucket.parameters())
+        parts = split_bucket(state, bucket.index(), bucket.buffer(), bucket.gradients(), bucket.parameters())
         exchanges = [Exchange(state, part) for part in parts]
         for exchange in exchanges:
             exchange.start()
-    if buffer.is_cuda:
-        with torch.no_grad():
-            for exchange, name in product(exchanges, Exchange.STAGES):
-                getattr(exchange, name)()
-        state.step += is_last
-        return done(buffer)
-    return _queue(state, exchanges, buffer, is_last)
+    return exchanges
 
 
 def done(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a future that is done; on a GPU, whoever waits for it waits for what the current stream does by now."""
     devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     future.set_result(buffer)

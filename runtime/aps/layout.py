@@ -57,10 +57,14 @@ class Layout:
         return tuple(found)
 
     @cached_property
+    def layer_of(self) -> tuple[int, ...]:
+        """The layer of each piece."""
+        return tuple(p.layer for p in self.pieces)
+
+    @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """(start, end) of each layer."""
-        ends = list(accumulate(self.sizes))
-        return tuple(zip([0, *ends[:-1]], ends, strict=True)) if ends else ()
+        return bounds_of(self.sizes)
 
     @cached_property
     def max_pieces(self) -> int:
@@ -74,6 +78,13 @@ class Layout:
     def layers(self, flat: Tensor) -> list[Tensor]:
         """Views of each layer in a flat tensor of `total` elements."""
         return list(torch.split(flat[: self.total], list(self.sizes)))
+
+
+@lru_cache(maxsize=1024)
+def bounds_of(sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """(start, end) of tensors of those sizes one after another."""
+    ends = list(accumulate(sizes))
+    return tuple(zip([0, *ends[:-1]], ends, strict=True)) if ends else ()
 
 
 @lru_cache(maxsize=1024)

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxprec.runtime import on_device
 from fxprec.runtime.aps.bucket import write_back
 from fxprec.runtime.aps.exchange import all_gather, to_owners
 from fxprec.runtime.aps.groups import agree, parent_of
-from fxprec.runtime.aps.hook import done
+from fxprec.runtime.aps.hook import NO_CAPTURE, done
 from fxprec.runtime.aps.layout import Layout, layout
 
 _VALUE_BYTES = 4
@@ -31,8 +32,15 @@ def quantize(x: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
     positive = x >= 0
     keys = 2 * slots + positive
     sums = torch.zeros(2 * count, dtype=torch.float64, device=x.device).index_add_(0, keys, x.double())
-    numbers = torch.bincount(keys, minlength=2 * count).clamp_(min=1)
+    numbers = _counted(keys, 2 * count).clamp_(min=1)
     return positive, (sums / numbers).to(torch.float32).view(count, 2)
+
+
+def _counted(keys: Tensor, count: int) -> Tensor:
+    """Return how often each of ``count`` keys occurs, int64. A GPU's bincount waits for the stream."""
+    if not keys.is_cuda:
+        return torch.bincount(keys, minlength=count)
+    return torch.zeros(count, dtype=torch.int64, device=keys.device).index_add_(0, keys, torch.ones_like(keys))
 
 
 def dequantize(positive: Tensor, slots: Tensor, means: Tensor) -> Tensor:
@@ -47,35 +55,52 @@ class _Rows:
         self.lay = lay
         self.count = lay.max_pieces + 1
         self.bits = -(-lay.chunk // 8)
+        self._runs_on: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @cached_property
-    def slots(self) -> Tensor:
-        """(ranks, chunk) int64."""
+    def _slots(self) -> Tensor:
+        return self._expanded(*self._runs)
+
+    @cached_property
+    def _runs(self) -> tuple[Tensor, Tensor]:
+        """The number of each row in its chunk, and its elements, int64 (rows + 1,)."""
         owned = [list(enumerate(self.lay.owned(rank))) for rank in range(self.lay.num_ranks)]
         numbers = [number for mine in owned for number, _ in mine] + [self.count - 1]
         sizes = [piece.end - piece.start for mine in owned for _, piece in mine]
         sizes.append(self.lay.padded - self.lay.total)
-        repeats = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         return (
-            torch.tensor(numbers, dtype=torch.int64, device="cpu")
-            .repeat_interleave(repeats)
-            .view(self.lay.num_ranks, -1)
+            torch.tensor(numbers, dtype=torch.int64, device="cpu"),
+            torch.tensor(sizes, dtype=torch.int64, device="cpu"),
         )
 
-    def coded(self, chunk: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """The message of one rank's chunk (chunk,), and what arrives of it."""
-        slots = self.slots[rank].to(chunk.device)
+    def _expanded(self, numbers: Tensor, sizes: Tensor) -> Tensor:
+        return numbers.repeat_interleave(sizes, output_size=self.lay.padded).view(self.lay.num_ranks, -1)
+
+    def slots(self, device: torch.device) -> Tensor:
+        """Return the number of each element's row in its chunk, int64 (ranks, chunk).
+
+        A GPU gets two numbers a row, once, and makes those of the elements itself.
+        """
+        if device.type == "cpu":
+            return self._slots
+        if device not in self._runs_on:
+            numbers, sizes = (on_device.uploaded_for_good(x, device) for x in self._runs)
+            self._runs_on[device] = numbers, sizes
+        return self._expanded(*self._runs_on[device])
+
+    def coded(self, chunk: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The message of one rank's chunk (chunk,), whose ``slots`` are given, and what arrives of it."""
         positive, means = quantize(chunk, slots, self.count)
         padded = torch.nn.functional.pad(positive.to(torch.uint8), (0, 8 * self.bits - len(positive)))
         packed = (padded.view(-1, 8) << _shifts(chunk.device)).sum(1, dtype=torch.uint8)
         return torch.cat([means.view(-1).view(torch.uint8), packed]), dequantize(positive, slots, means)
 
-    def decoded(self, message: Tensor, rank: int) -> Tensor:
-        """Values (chunk,) of a message of one rank's chunk."""
+    def decoded(self, message: Tensor, slots: Tensor) -> Tensor:
+        """Values (chunk,) of a message of one rank's chunk, whose ``slots`` are given."""
         size = 2 * self.count * _VALUE_BYTES
         means = message[:size].clone().view(torch.float32)
         positive = (message[size:, None] >> _shifts(message.device) & 1).view(-1)[: self.lay.chunk].to(torch.int64)
-        return dequantize(positive, self.slots[rank].to(message.device), means)
+        return dequantize(positive, slots, means)
 
 
 def _shifts(device: torch.device) -> Tensor:
@@ -116,19 +141,20 @@ class OneBitState:
         owed[mine] = 0  # DDP forms its buckets anew after the first step: what others own now goes with the gradient
         flat += owed
         chunks = _padded(flat, rows).view(self.size, -1)
-        messages, arrived = zip(*(rows.coded(chunk, rank) for rank, chunk in enumerate(chunks)), strict=True)
+        slots = rows.slots(flat.device)
+        messages, arrived = zip(*map(rows.coded, chunks, slots), strict=True)
         self._keep("gradients", flat - torch.cat(arrived)[: len(flat)], parameters)
         size = messages[0].numel()
         received = to_owners(torch.cat(messages), layout((size * self.size,), self.size), 1, self.group)
         total = kept
         for message in received:
-            total = total + rows.decoded(message, self.rank)
-        message, sent = rows.coded(total, self.rank)
+            total = total + rows.decoded(message, slots[self.rank])
+        message, sent = rows.coded(total, slots[self.rank])
         lost = torch.zeros(rows.lay.padded, dtype=torch.float32, device=flat.device)
         lost[mine] = total - sent
         self._keep("sums", lost[: len(flat)], parameters)
         found = all_gather(message, self.group)
-        return torch.cat([rows.decoded(m, rank) for rank, m in enumerate(found)])[: len(flat)] / self.size
+        return torch.cat([*map(rows.decoded, found, slots)])[: len(flat)] / self.size
 
     def _with_lost(self, kind: str, flat: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True):
@@ -162,6 +188,7 @@ def one_bit_hook(
 
     A gradient with an inf or a NaN arrives with one. With one rank the gradient comes back as it is.
     """
+    on_device.refuse_capture(bucket.buffer().device, "one_bit_hook runs", NO_CAPTURE)
     if state.size > 1 and bucket.buffer().numel():
         with torch.no_grad():
             views = bucket.gradients()

@@ -68,12 +68,19 @@ class APSState:
         self.residuals = WeakTensorKeyDictionary()
         self.groups = self._meet(process_group)
         self.workers: list[ThreadPoolExecutor] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def _meet(self, process_group: dist.ProcessGroup | None) -> Groups:
         parent = parent_of(process_group, "APSState")
         kept = [tuple(p.shape) for p in self._kept]
         agree(f"{self.options.text()}, keep_high={sorted(kept)}", parent)
         return make_groups(parent, self.options.group_size)
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream of a GPU that gradients are exchanged on, beside the backward pass."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
     def keeps_high(self, parameter: Tensor) -> bool:
         """Say whether this parameter's gradient stays in its own dtype."""

@@ -78,8 +78,9 @@ def _matmul_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    tiles = tl.cdiv(n, COLUMNS)  # one dimension of programs: the second has no more than 65,535
+    i = (tl.program_id(0) // tiles) * ROWS + tl.arange(0, ROWS)
+    j = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
     s = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     c = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
@@ -127,7 +128,7 @@ def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor:
     (m, depth), n = a.shape, b.shape[1]
     out = torch.empty(m, n, dtype=torch.float32, device=a.device)
     if out.numel():
-        grid = (triton.cdiv(m, _ROWS), triton.cdiv(n, _COLUMNS))
+        grid = (triton.cdiv(m, _ROWS) * triton.cdiv(n, _COLUMNS),)
         with on_device.current(a.device):
             _matmul_kernel[grid](a, b, out, m, depth, n, max(1, spec.chunk), **_flags(spec), enable_fp_fusion=False)
     return out

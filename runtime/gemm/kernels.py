@@ -11,7 +11,7 @@ import torch
 
 from fxprec.ir.symbolic import TABLE_COLUMNS
 from fxprec.ir.symbolic_gemms import GemmKernel
-from fxprec.numerics import ahead
+from fxprec.numerics import ahead, device
 from fxprec.numerics.formats import parse
 from fxprec.runtime.gemm import matmul, totals, transpose
 from fxprec.runtime.gemm.tiles import TILES, Tile
@@ -31,6 +31,7 @@ class Specialization:
         return ahead.compile_for(self.kernel, self.signature, self.constants, arch, **self.options)
 
 
+OLDEST_WITH_CASTS = 89
 # (format, what is rounded, layout): aligned rows as activations have them, and any strides.
 _CASTS = (
     ("e4m3fn", "fp32", "rows"),
@@ -50,9 +51,9 @@ _PRODUCTS = (
 
 def cases(arch: int, *, quick: bool = False) -> Iterator[Specialization]:
     """Yield the kernels used on an architecture; ``quick``: one of each kind."""
-    yield from (_cast(*case) for case in (_CASTS[:1] if quick else _CASTS))
-    yield _transposition()
-    yield _totals()
+    yield from (cast(*case, arch) for case in (_CASTS[:1] if quick else _CASTS))
+    yield transposition()
+    yield from _totals()
     yield _gathered()
     tiles = [t for t in TILES if t.least_arch <= arch]
     for a, b, out in _PRODUCTS[1:2] if quick else _PRODUCTS:
@@ -76,12 +77,12 @@ def why_not_compiled(kernel: GemmKernel, arch: int) -> str | None:
 
 def _attempts(kernel: GemmKernel, arch: int) -> Iterator[Specialization]:
     if kernel.kind == "transpose":
-        yield _transposition()
+        yield transposition()
     elif kernel.kind == "totals":
-        yield _totals()
+        yield from _totals()
         yield _gathered()
     elif kernel.kind == "quantize+transpose":
-        yield _cast(kernel.formats[0], "bf16", "rows")
+        yield cast(kernel.formats[0], "bf16", "rows", arch)
     else:
         a, b, *out = kernel.formats
         yield from (_product(a, b, out[0] if out else None, t) for t in TILES if t.least_arch <= arch)
@@ -92,11 +93,15 @@ def _pointer(name: str) -> str:
     return f"*u{8 * fmt.code_dtype.itemsize}:16"
 
 
-def _cast(name: str, source: str, layout: str) -> Specialization:
+def cast(
+    name: str, source: str, layout: str, arch: int, *, row_major: bool = True, stats: bool = True
+) -> Specialization:
+    """Return the kernel that makes codes of a format ``name`` and their transpose, of what is ``source``."""
     fmt = parse(name)
     signature = {"x_ptr": f"*{source}:16", "row_ptr": "*i32", "q_ptr": _pointer(name), "t_ptr": _pointer(name)}
     signature |= {"counts_ptr": "*i32:16", "m": "i32:16", "n": "i32:16", "stride_m": "i32:16"}
-    constants = transpose.flags(fmt, keep=fmt.nan_code is not None)
+    keep, hardware = fmt.nan_code is not None, arch >= OLDEST_WITH_CASTS and device.has_instruction(fmt)
+    constants = transpose.flags(fmt, keep=keep, row_major=row_major, stats=stats, hardware=hardware)
     if layout == "rows":
         constants["stride_n"] = 1
     else:
@@ -107,7 +112,8 @@ def _cast(name: str, source: str, layout: str) -> Specialization:
     )
 
 
-def _transposition() -> Specialization:
+def transposition() -> Specialization:
+    """Return the kernel that transposes codes of 8 bits."""
     signature = {"q_ptr": "*u8:16", "t_ptr": "*u8:16", "m": "i32:16", "n": "i32:16", "stride_m": "i32:16"}
     constants = {"stride_n": 1, "ROWS": transpose.ROWS, "COLUMNS": transpose.COLUMNS}
     return Specialization(
@@ -115,11 +121,15 @@ def _transposition() -> Specialization:
     )
 
 
-def _totals() -> Specialization:
-    signature = {"lost_ptr": "*i64:16", "amax_ptr": "*i32:16", "moments_ptr": "*fp32:16", "table_ptr": "*i32:16"}
-    constants = totals.flags([0, 1], [4096, 8192], [1 << 20, 1 << 24], [False, True], [True, False], TABLE_COLUMNS)
-    signature |= {"out_ptr": "*fp64:16", "pitch": "i32:16", "moments_pitch": "i32:16", "outer": "i32"}
-    return Specialization("totals", totals.totals_kernel, signature, constants, {"num_warps": totals.WARPS})
+def _totals() -> Iterator[Specialization]:
+    facts = totals.flags([0, 1], [4096, 8192], [1 << 20, 1 << 24], [False, True], [True, False], TABLE_COLUMNS)
+    signature = {"lost_ptr": "*i64:16", "amax_ptr": "*i32:16", "moments_ptr": "*fp32:16", "share_ptr": "*fp64:16"}
+    signature |= {"pitch": "i32:16", "moments_pitch": "i32:16", "outer": "i32"}
+    constants, options = totals.shares_flags(facts, totals.MOST_SPLITS), {"num_warps": totals.WARPS}
+    yield Specialization("shares of totals", totals.shares_kernel, signature, constants, options)
+    signature = {"share_ptr": "*fp64:16", "table_ptr": "*i32:16", "out_ptr": "*fp64:16"}
+    constants = totals.totals_flags(facts, totals.MOST_SPLITS)
+    yield Specialization("totals", totals.totals_kernel, signature, constants, {"num_warps": 1})
 
 
 def _gathered() -> Specialization:

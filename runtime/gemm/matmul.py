@@ -223,7 +223,8 @@ def matmul(
         tile = SMALL
     if tile is None:
         major, minor = torch.cuda.get_device_capability(a.codes.device)
-        tuned = _tuned(10 * major + minor)
+        stored = (a.fmt, b.fmt, None if out is None else out.fmt)
+        tuned = _tuned(10 * major + minor, stored)
         with on_device.current(a.codes.device):
             tuned[lambda meta: (triton.cdiv(m, meta["ROWS"]) * triton.cdiv(n, meta["COLUMNS"]),)](*args, **static)
     else:
@@ -235,7 +236,8 @@ def matmul(
 
 
 @cache
-def _tuned(arch: int) -> Any:
+def _tuned(arch: int, formats: tuple[Format | None, ...]) -> Any:
+    """Return the kernel that tries tiles, for each pair of formats by itself: decoding decides which is fastest."""
     tiles = [t for t in TILES if t.least_arch <= arch]
     configs = [triton.Config(tile_flags(t), num_warps=t.warps, num_stages=t.stages) for t in tiles]
     return triton.autotune(configs, key=["bucket", "n", "k"], reset_to_zero=["counts_ptr"])(matmul_kernel)

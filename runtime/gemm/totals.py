@@ -1,4 +1,8 @@
-"""What a graph's kernels counted of their parts, and in striped counters, added up: a program a cast."""
+"""What a graph's kernels counted of their parts, and in striped counters, added up.
+
+A cast has up to hundreds of thousands of parts: `SPLITS` programs add up a share each, then one adds up the shares.
+No sum of floats is an atomic, so the same parts give the same bits in every run.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +18,32 @@ from fxprec.numerics.stats import CARRIED, COLUMNS, FIELD, SITE_COUNTERS, STRIPE
 from fxprec.runtime import on_device
 
 BLOCK, WARPS = 1024, 8
+NUMBERS = 7
+"""Of a share: overflow, underflow, bits of amax, non-zero, the sums of squares, logarithms and squared logarithms."""
+MOST_SPLITS = 128
 
 
 @triton.jit
-def totals_kernel(
+def shares_kernel(
     lost_ptr: tl.tensor,
     amax_ptr: tl.tensor,
     moments_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    out_ptr: tl.tensor,
+    share_ptr: tl.tensor,
     pitch: tl.tensor,
     moments_pitch: tl.tensor,
     outer: tl.tensor,
     FACTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CARRIED: tl.constexpr,
     FIELD: tl.constexpr,
-    WIDTH: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    site = tl.program_id(0)
-    row, start, size, moments, scaled = 0, 0, 0, -1, 0
-    elements = tl.full((), 0, tl.int64)
+    site, share = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    start, size, moments = 0, 0, -1
     for k in tl.static_range(len(FACTS)):
-        row = tl.where(site == k, FACTS[k][0], row)
         start = tl.where(site == k, FACTS[k][1], start)
         size = tl.where(site == k, FACTS[k][2], size)
         moments = tl.where(site == k, FACTS[k][3], moments)
-        scaled = tl.where(site == k, FACTS[k][4], scaled)
-        elements = tl.where(site == k, FACTS[k][5], elements)
     mask: tl.constexpr = (1 << FIELD) - 1
     over = tl.zeros((BLOCK,), tl.int64)
     under = tl.zeros((BLOCK,), tl.int64)
@@ -51,7 +52,7 @@ def totals_kernel(
     squares = tl.zeros((BLOCK,), tl.float64)
     logs = tl.zeros((BLOCK,), tl.float64)
     squared_logs = tl.zeros((BLOCK,), tl.float64)
-    for first in range(0, outer * size, BLOCK):
+    for first in range(share * BLOCK, outer * size, SPLITS * BLOCK):
         i = first + tl.arange(0, BLOCK)
         inside = i < outer * size
         above, i = i // size, i % size
@@ -65,17 +66,49 @@ def totals_kernel(
             squares += tl.load(at, mask=inside, other=0.0).to(tl.float64)
             logs += tl.load(at + size, mask=inside, other=0.0).to(tl.float64)
             squared_logs += tl.load(at + 2 * size, mask=inside, other=0.0).to(tl.float64)
+    out = share_ptr + tl.program_id(0) * NUMBERS
+    tl.store(out, tl.sum(over).to(tl.float64))
+    tl.store(out + 1, tl.sum(under).to(tl.float64))
+    tl.store(out + 2, tl.max(amax, 0).to(tl.float64))
+    tl.store(out + 3, tl.sum(nonzero).to(tl.float64))
+    tl.store(out + 4, tl.sum(squares))
+    tl.store(out + 5, tl.sum(logs))
+    tl.store(out + 6, tl.sum(squared_logs))
+
+
+@triton.jit
+def totals_kernel(
+    share_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    FACTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CARRIED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> None:
+    site = tl.program_id(0)
+    row, moments, scaled = 0, -1, 0
+    elements = tl.full((), 0, tl.int64)
+    for k in tl.static_range(len(FACTS)):
+        row = tl.where(site == k, FACTS[k][0], row)
+        moments = tl.where(site == k, FACTS[k][3], moments)
+        scaled = tl.where(site == k, FACTS[k][4], scaled)
+        elements = tl.where(site == k, FACTS[k][5], elements)
+    at = share_ptr + (site * SPLITS + tl.arange(0, SPLITS)) * NUMBERS
     carried = tl.load(table_ptr + row * COLUMNS + CARRIED)
     own = tl.load(table_ptr + row * COLUMNS)
     out = out_ptr + site * WIDTH
-    tl.store(out, tl.sum(over).to(tl.float64))
-    tl.store(out + 1, tl.sum(under).to(tl.float64))
-    tl.store(out + 2, tl.max(amax, 0).to(tl.float32, bitcast=True).to(tl.float64))
+    tl.store(out, tl.sum(tl.load(at)))
+    tl.store(out + 1, tl.sum(tl.load(at + 1)))
+    amax = tl.max(tl.load(at + 2), 0).to(tl.int32)
+    tl.store(out + 2, amax.to(tl.float32, bitcast=True).to(tl.float64))
     tl.store(out + 3, elements.to(tl.float64))
-    tl.store(out + 4, tl.where(moments >= 0, tl.sum(nonzero), -1).to(tl.float64))
-    tl.store(out + 5, tl.sum(squares))
-    tl.store(out + 6, tl.sum(logs))
-    tl.store(out + 7, tl.sum(squared_logs))
+    tl.store(out + 4, tl.where(moments >= 0, tl.sum(tl.load(at + 3)), -1.0))
+    tl.store(out + 5, tl.sum(tl.load(at + 4)))
+    tl.store(out + 6, tl.sum(tl.load(at + 5)))
+    tl.store(out + 7, tl.sum(tl.load(at + 6)))
     tl.store(out + 8, carried.to(tl.float64))
     tl.store(out + 9, (carried + tl.where(scaled != 0, own, 0)).to(tl.float64))
 
@@ -88,23 +121,45 @@ def flags(
     scaled: Sequence[bool],
     columns: int,
 ) -> dict[str, Any]:
-    """Return the compile-time arguments; of each site the row, first part, parts, first moment or -1, and so on."""
+    """Return what both kernels are compiled with; of each site the row, first part, parts, first moment or -1, ...
+
+    The facts end with whether the site is scaled, and its elements.
+    """
     facts, start, moments = [], 0, 0
     for row, size, number, has_moments, is_scaled in zip(rows, sizes, elements, measured, scaled, strict=True):
         facts.append((row, start, size, moments if has_moments else -1, int(is_scaled), number))
         start += size
         moments += 3 * size if has_moments else 0
-    layout = {"COLUMNS": columns, "CARRIED": CARRIED, "FIELD": FIELD, "WIDTH": WIDTH, "BLOCK": BLOCK}
-    return {"FACTS": tuple(facts), **layout}
+    return {"FACTS": tuple(facts), "COLUMNS": columns}
+
+
+def shares_flags(constants: dict[str, Any], splits: int) -> dict[str, Any]:
+    """Return the compile-time arguments of `shares_kernel`."""
+    return {"FACTS": constants["FACTS"], "FIELD": FIELD, "NUMBERS": NUMBERS, "SPLITS": splits, "BLOCK": BLOCK}
+
+
+def totals_flags(constants: dict[str, Any], splits: int) -> dict[str, Any]:
+    """Return the compile-time arguments of `totals_kernel`."""
+    return {**constants, "CARRIED": CARRIED, "WIDTH": WIDTH, "NUMBERS": NUMBERS, "SPLITS": splits}
+
+
+def splits_of(parts: int) -> int:
+    """Return among how many programs the parts of the largest site are shared: a power of two."""
+    return min(int(triton.next_power_of_2(triton.cdiv(parts, 2 * BLOCK))), MOST_SPLITS)
 
 
 def totals(lost: Tensor, amax: Tensor, moments: Tensor, table: Tensor, constants: dict[str, Any]) -> Tensor:
     """Return rows of `fxprec.numerics.stats.Counts`, (sites, `WIDTH`) float64; arguments as of `stats.totals`."""
-    sites = len(constants["FACTS"])
+    sites, outer = len(constants["FACTS"]), lost.numel() // lost.shape[-1]
+    splits = splits_of(outer * max(fact[2] for fact in constants["FACTS"]))
     out = torch.empty(sites, WIDTH, dtype=torch.float64, device=lost.device)
-    pitches = lost.shape[-1], moments.shape[-1], lost.numel() // lost.shape[-1]
+    shares = torch.empty(sites, splits, NUMBERS, dtype=torch.float64, device=lost.device)
+    pitches = lost.shape[-1], moments.shape[-1], outer
     with on_device.current(lost.device):
-        totals_kernel[(sites,)](lost, amax, moments, table, out, *pitches, **constants, num_warps=WARPS)
+        shares_kernel[(sites * splits,)](
+            lost, amax, moments, shares, *pitches, **shares_flags(constants, splits), num_warps=WARPS
+        )
+        totals_kernel[(sites,)](shares, table, out, **totals_flags(constants, splits), num_warps=1)
     return out
 
 

@@ -19,6 +19,7 @@ from fxprec.numerics.formats import Format
 from fxprec.numerics.rows import format_row, thresholds
 from fxprec.numerics.stats import SITE_COUNTERS, device_function
 from fxprec.runtime import on_device
+from fxprec.runtime.gemm.hardware_casts import casts_in_hardware
 
 # 94 to 99 registers and no spill on sm_80 to sm_100 (4 warps: 180, and 500 spilled bytes for strided input).
 ROWS, COLUMNS, WARPS = 64, 128, 8
@@ -62,7 +63,7 @@ def quantize_transpose_kernel(
         measure = tl.load(row_ptr + MEASURE)
         if program == 0:
             note_facts(counts_ptr, tl.cast(m, tl.int64) * n, tl.load(row_ptr + CARRIED), tl.load(row_ptr), measure)
-        count_lost(x, stored, inside, counts_ptr, LIMITS[0], LIMITS[1])
+        count_lost(x, stored, None, counts_ptr, LIMITS[0], LIMITS[1])  # 0 is loaded outside
         if measure != 0:
             count_moments(stored, inside, counts_ptr)
 
@@ -90,10 +91,12 @@ def _grid(m: int, n: int) -> tuple[int]:
     return (triton.cdiv(m, ROWS) * triton.cdiv(n, COLUMNS),)
 
 
-def flags(fmt: Format, *, keep: bool = False, row_major: bool = True, stats: bool = True) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel for a format."""
+def flags(
+    fmt: Format, *, keep: bool = False, row_major: bool = True, stats: bool = True, hardware: bool = False
+) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel for a format; ``hardware``: it rounds by an instruction."""
     return {
-        "ENCODE": device.encoder(fmt, keep=keep),
+        "ENCODE": (device.caster if hardware else device.encoder)(fmt, keep=keep),
         "LIMITS": thresholds(format_row(fmt)),
         "ROW_MAJOR": row_major,
         "STATS": stats,
@@ -117,12 +120,19 @@ def quantize_transpose(
     t = torch.empty(n, m, dtype=fmt.code_dtype, device=x.device)
     counts = torch.zeros(SITE_COUNTERS if stats else 0, dtype=torch.int32, device=x.device)
     if x.numel():
-        wanted = flags(fmt, keep=keep, row_major=row_major, stats=stats)
+        hardware = casts_in_hardware(fmt, x.device, keep=keep)
+        wanted = flags(fmt, keep=keep, row_major=row_major, stats=stats, hardware=hardware)
         with on_device.current(x.device):
-            quantize_transpose_kernel[_grid(m, n)](
-                x, row, q, t, counts, m, n, *x.stride(), **wanted, num_warps=WARPS, enable_fp_fusion=False
-            )
+            launch(x, row, q, t, counts, wanted)
     return q, t, counts
+
+
+def launch(x: Tensor, row: Tensor, q: Tensor, t: Tensor, counts: Tensor, wanted: dict[str, Any]) -> None:
+    """Run the kernel on the current device, with the compile-time arguments of `flags`."""
+    m, n = x.shape
+    quantize_transpose_kernel[_grid(m, n)](
+        x, row, q, t, counts, m, n, *x.stride(), **wanted, num_warps=WARPS, enable_fp_fusion=False
+    )
 
 
 def transpose(q: Tensor) -> Tensor:

@@ -53,8 +53,8 @@ class Keeper(Protocol):
     def ask(self) -> None:
         """Measure in the coming step, whenever the next refresh would be."""
 
-    def note(self, stats: SiteStats) -> None:
-        """Take one row's statistics, gradients and operands alike."""
+    def note(self, stats: SiteStats, step: int) -> None:
+        """Take one row's statistics of a step, gradients and operands alike."""
 
     def update(self, step: int, tell: Tell) -> None:
         """Act on what was noted, before step number ``step`` begins."""
@@ -92,6 +92,8 @@ class ScaleKeeper:
     _due: bool = True
     _settling: int = 0  # refreshes in a row
     _last_refresh: int = 0
+    _in_force_since: int = 0  # steps before this one ran with other exponents
+    _seen: bool = False  # whether any cast's statistics came, of zeros too
 
     def __post_init__(self) -> None:
         if not self.exps:
@@ -103,7 +105,7 @@ class ScaleKeeper:
 
     @property
     def waits(self) -> bool:
-        return self._last_refresh == 0 and not self._fresh  # step 2 is to be scaled
+        return not self._seen  # step 2 is to be scaled
 
     @property
     def _fresh(self) -> frozenset[int]:
@@ -113,15 +115,18 @@ class ScaleKeeper:
     def ask(self) -> None:
         self._due, self._settling = True, 0
 
-    def note(self, stats: SiteStats) -> None:
+    def note(self, stats: SiteStats, step: int) -> None:
         row = stats.site
         is_cast = row in self.graph.casts
+        self._seen = self._seen or is_cast
         if not (is_cast or row in self.graph.operands) or not 0.0 < stats.amax < math.inf:
             if stats.amax == 0.0 and row in self._records and self._records[row].recent:
                 self._records[row].recent.append(0.0)
             return  # zeros say nothing, and a bad batch must not decide
         record = self._records.setdefault(row, Record())
-        if stats.is_measured:
+        if stats.is_measured and (
+            step >= self._in_force_since or not is_cast
+        ):  # what other scales lost says nothing now
             record.measured = stats
             record.is_fresh = is_cast
         if is_cast:
@@ -169,7 +174,7 @@ class ScaleKeeper:
         if self._fresh:
             self._refresh(step, tell)
         elif any(record.saturating is not None for record in self._records.values()):
-            self._lower(tell)
+            self._lower(step, tell)
         for record in self._records.values():
             record.acted_on()
         self._due = self._due or step + 1 - self._last_refresh >= self.scaling.interval
@@ -192,7 +197,7 @@ class ScaleKeeper:
         """Binades by which the whole of a cast saturated, by row."""
         return {row: r.clipped for row, r in self._records.items() if r.clipped is not None}
 
-    def _lower(self, tell: Tell) -> None:
+    def _lower(self, step: int, tell: Tell) -> None:
         """Lower the scales of saturating casts now, by their largest magnitudes; the others wait for a refresh.
 
         What is computed from a gradient that saturated as a whole is larger than it seemed: its scales go along.
@@ -208,7 +213,7 @@ class ScaleKeeper:
             else:
                 wanted -= carried[i]
             exps.append(within_reach(variable, wanted, exps))
-        self._change(exps, tell)
+        self._change(exps, step, tell)
         self._due, self._settling = True, 0
 
     def _refresh(self, step: int, tell: Tell) -> None:
@@ -219,7 +224,7 @@ class ScaleKeeper:
         _, hidden = hidden_by_clipping(self.graph, self._clipped)
         limit = self.scaling.underflow
         found = solve(self.graph, measured.unclipped(hidden), limit, margins, self.exps)
-        moved = self._change(found.exps, tell)
+        moved = self._change(found.exps, step, tell)
         self._tell_refused(found.refused, tell)
         for row, variable in self.graph.casts.items():
             self._remember(row, variable, measured, step)
@@ -271,14 +276,16 @@ class ScaleKeeper:
             elif record.margin and lost < limit / 64:
                 record.margin -= 1
 
-    def _change(self, exps: list[int], tell: Tell) -> int:
-        """Put new exponents in force; return the largest change of a cast."""
+    def _change(self, exps: list[int], step: int, tell: Tell) -> int:
+        """Put new exponents in force after step ``step``; return the largest change of a cast."""
         moved = 0
         for row, variable in self.graph.casts.items():
             was, now = self.exps[variable], exps[variable]
             if was != now:
                 moved = max(moved, abs(now - was))
                 tell("scale", self.graph.site_of[row], f"scale 2**{was} -> 2**{now}")
+        if exps != self.exps:
+            self._in_force_since = step + 1
         self.exps = exps
         return moved
 
@@ -313,12 +320,16 @@ class ScaleKeeper:
             "due": self._due,
             "settling": self._settling,
             "last_refresh": self._last_refresh,
+            "in_force_since": self._in_force_since,
+            "seen": self._seen,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.exps = list(state["exps"])
         self._records = from_state(state)
         self._due, self._settling, self._last_refresh = state["due"], state["settling"], state["last_refresh"]
+        self._in_force_since = state.get("in_force_since", 0)  # older states have no statistics from before, and
+        self._seen = state.get("seen", self._last_refresh > 0)  # waited until the first refresh
 
 
 def underflow_of(stats: SiteStats) -> float:

@@ -32,7 +32,7 @@ class LossScaleKeeper:
     def ask(self) -> None:
         """A loss scale measures nothing."""
 
-    def note(self, stats: SiteStats) -> None:
+    def note(self, stats: SiteStats, step: int) -> None:
         if stats.site in self.graph.casts:
             self._seen = True
             self.overflowed |= stats.overflow_ratio > 0

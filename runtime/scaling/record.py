@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from fxprec.runtime.stats import SiteStats
@@ -85,7 +85,7 @@ def to_state(records: Mapping[int, Record]) -> dict[str, Any]:
 
     measured = (stats for row in rows if (stats := records[row].measured) is not None)
     return {
-        "measured": [{**asdict(stats), "counts": list(stats.counts)} for stats in measured],
+        "measured": [{**stats._asdict(), "counts": list(stats.counts)} for stats in measured],
         "amax": by_row(lambda r: r.amax),
         "margins": by_row(lambda r: r.margin or None),
         "saturating": by_row(lambda r: r.saturating),

@@ -163,7 +163,7 @@ def _raised(stats: SiteStats, binades: int) -> SiteStats:
         return stats
     factor = 2.0**binades
     mean_ln = stats.mean_ln + binades * math.log(2)
-    return replace(stats, amax=stats.amax * factor, rms=stats.rms * factor, mean_ln=mean_ln)
+    return stats._replace(amax=stats.amax * factor, rms=stats.rms * factor, mean_ln=mean_ln)
 
 
 def _cast_exp(cast: Cast, measured: CastStatistics, underflow: float, margin: int) -> int | None:

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxprec.aps import OneBitState, one_bit_hook
 from fxprec.errors import ConfigError
+from fxprec.runtime.aps import one_bit
+from fxprec.runtime.aps.layout import layout
 
 WORLD, STEPS = 3, 4
 SHAPES = ((5, 7), (5,), (0, 3), (2, 3, 2, 2), ())
@@ -147,6 +149,18 @@ def test_the_mean_has_the_references_bits_step_after_step(results: list[dict[str
     for found in (r["exchanged"][str(feedback)] for r in results):
         for ours, theirs in zip(found, wanted, strict=True):
             assert np.array_equal(ours.numpy(), theirs)
+
+
+def test_a_gpu_gets_two_numbers_a_row_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was eight bytes an element, from pageable memory, in every call."""
+    uploads: list[int] = []
+    monkeypatch.setattr(one_bit.on_device, "uploaded_for_good", lambda x, device: (uploads.append(x.numel()), x)[1])
+    rows = one_bit._Rows(layout((3000, 5000, 7), 3))
+    for _ in range(3):
+        assert torch.equal(rows.slots(torch.device("cuda", 0)), rows.slots(torch.device("cpu")))
+    assert uploads == [6, 6], "three rows, two of which are cut by a border of chunks, and the padding"
+    rows.slots(torch.device("cuda", 1))
+    assert uploads == [6] * 4
 
 
 def test_what_is_lost_comes_later_also_when_buckets_change(results: list[dict[str, Any]]) -> None:

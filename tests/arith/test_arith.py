@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,3 +198,22 @@ def test_triton_kernels_compile_for_every_architecture(arch: int) -> None:
     text = triton_kernel.compile_to_ptx(Spec(parse("1-4-3"), parse("1-5-2"), True, 16), arch)
     assert "mul.f32" in text or "mul.rn.f32" in text
     assert "fma" not in text
+
+
+def test_a_wide_product_starts_in_one_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has no more than 65,535 programs in the second: of 2.1 million columns the launch was an error."""
+    pytest.importorskip("triton")
+    from fxprec.runtime.arith import triton_kernel
+
+    grids: list[tuple[int, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(triton_kernel, "_matmul_kernel", Kernel())
+    monkeypatch.setattr(triton_kernel, "_flags", lambda spec: {})
+    columns = 32 * (1 << 16)
+    triton_kernel.matmul(torch.empty(33, 1), torch.empty(1, columns), SimpleNamespace(chunk=0))
+    assert grids == [(2 << 16,)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +23,18 @@ from benchmarks.gpu.absent import inductor_code, lowered_halves, pretend
 from fxprec import Backend, Config, Plan, compat
 from fxprec.driver.compiled_peak import CompiledPeak, PlainHalf
 from fxprec.driver.halves import in_saving_order
-from fxprec.ir.symbolic_host import OFFLOAD, RELOAD
+from fxprec.ir.symbolic_host import IN_PLACE_ORDER, OFFLOAD, RELOAD
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION", "ignore:weigh-gemms", "ignore:storage=")
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    """The plan is of a CPU, whose peak has a workspace for each thread: of one, nothing need wait elsewhere."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 class Block(nn.Module):
@@ -70,7 +81,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch, lowering: str, **options: Any) -> 
         for gm, name in zip(halves, ("forward", "backward"), strict=True):
             examples = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
             plain = PlainHalf.of(gm, examples, is_backward=name == "backward")
-            with torch._inductor.config.patch(force_disable_caches=True), compat.saving_memory(in_saving_order, "test"):
+            with (
+                torch._inductor.config.patch(force_disable_caches=True),
+                compat.saving_memory(in_saving_order, "test", IN_PLACE_ORDER),
+            ):
                 texts.append(inductor_code(gm, name))
             peak.saw(plain, SimpleNamespace(source_code=texts[-1], constants=None))
     return Code(plans[0], halves, texts, peak)
@@ -86,8 +100,8 @@ def moved_bytes(half: torch.fx.GraphModule) -> int:
     ("lowering", "ways", "share"),
     [
         ("inductor", ("offload",), "65%"),
-        ("triton", ("narrow", "offload"), "52%"),
-        pytest.param("inductor", ("narrow", "offload"), "52%", marks=pytest.mark.full),
+        ("triton", ("narrow", "offload"), "64%"),
+        pytest.param("inductor", ("narrow", "offload"), "64%", marks=pytest.mark.full),
         pytest.param("triton", ("offload",), "65%", marks=pytest.mark.full),
     ],
 )
@@ -111,28 +125,64 @@ def test_the_device_is_free_of_what_waits_in_host_memory(
     assert not staying.calls(0, "offload")
     assert staying.peak.waiting - found.peak.waiting == moved_bytes(found.halves[0]) > 0
     assert found.peak.bytes is not None
-    assert staying.peak.bytes is not None
-    assert found.peak.bytes < staying.peak.bytes
+    assert found.peak.bytes <= found.plan.peak_bytes.budget, "copies that come back early are within it too"
 
 
-def test_it_comes_back_right_before_what_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = compiled(monkeypatch, "inductor", peak_budget="52%", ways=("narrow", "offload"))
+def calls_of(text: str) -> list[tuple[str, str, str]]:
+    """Return what the code calls, in order: an operator of ours, a ``kernel`` or ``del``; its operands; its result."""
+    found: list[tuple[str, str, str]] = []
+    alias: dict[str, str] = {}  # torch 2.13 gives a result two names
+    for line in (line.strip() for line in text[text.index("def call") :].splitlines()):
+        if match := re.fullmatch(r"(\w+) = torch\.ops\.fxprec\.(\w+)\.default\((.*)\)", line):
+            found.append((match[2], match[3], match[1]))
+        elif match := re.fullmatch(r"(buf\d+) = (buf\d+)", line):
+            alias[match[2]] = match[1]
+        elif ".run(" in line or "extern_kernels." in line:
+            found.append(("kernel", line, ""))
+        elif line.startswith("del "):
+            found.append(("del", line, ""))
+    return [(name, operands, alias.get(result, result)) for name, operands, result in found]
+
+
+def reads(name: str, operands: str) -> bool:
+    return re.search(rf"\b{name}\b", operands) is not None
+
+
+def test_copies_run_beside_kernels_and_are_waited_for_before_memory_is_freed_or_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = compiled(monkeypatch, "inductor", peak_budget="66%", ways=("narrow", "offload"))
     for node in found.halves[1].graph.find_nodes(op="call_function", target=RELOAD):
         host = node.args[0]
         assert (host.op, host.meta["val"].device.type, node.meta["val"].device.type) == ("placeholder", "cpu", "cuda")
         assert list(host.users) == [node]
-    lines = found.texts[1].splitlines()
-    for at, line in enumerate(lines):
-        if "fxprec.reload.default(" in line:
-            name = line.split()[0]  # torch 2.15 has no other
-            alias = next((later.split()[0] for later in lines[at:] if later.split()[1:3] == ["=", name]), name)
-            calls = [later for later in lines[at + 1 :] if ".run(" in later or "extern_kernels." in later]
-            assert alias in calls[0] or alias in calls[1], "at most one kernel between, of what is read beside it"
+    forward, backward = map(calls_of, found.texts)
+    hidden = 0
+    for at, (name, x, host) in enumerate(forward):
+        if name == "offload":
+            sent = next(i for i, (n, o, _) in enumerate(forward) if n == "wait_offload" and o == f"{host}, {x}")
+            freed = next((i for i, (n, o, _) in enumerate(forward) if n == "del" and reads(x, o)), len(forward))
+            assert [n for n, o, _ in forward[:at] if reads(x, o)] == ["kernel"], "behind the kernel that makes it"
+            assert at < sent < freed
+            hidden += sum(n == "kernel" for n, _, _ in forward[at:sent])
+    for at, (name, _, x) in enumerate(backward):
+        if name == "reload":
+            come, shown = next((i, r) for i, (n, o, r) in enumerate(backward) if n == "wait_reload" and o == x)
+            read = next(i for i, (n, o, _) in enumerate(backward) if n == "kernel" and reads(shown, o))
+            assert not any(reads(x, o) for n, o, _ in backward[at + 1 : come])
+            assert at < come < read
+            assert sum(n == "kernel" for n, _, _ in backward[come:read]) <= 1, "at most one beside what is read there"
+            hidden += sum(n == "kernel" for n, _, _ in backward[at:come])
+    assert hidden > 4 * len(calls_named(forward, "offload")) > 0, "kernels run meanwhile"
+
+
+def calls_named(calls: list[tuple[str, str, str]], name: str) -> list[tuple[str, str, str]]:
+    return [call for call in calls if call[0] == name]
 
 
 def test_planned_again_by_what_the_code_allocates_the_budget_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the driver does where a plan holds more as compiled: on a GPU weights' gradients are float32 from the start."""
-    first = compiled(monkeypatch, "inductor", peak_budget="60%", ways=("offload",))
+    first = compiled(monkeypatch, "inductor", peak_budget="68%", ways=("offload",))
     planned = first.plan.peak_bytes
     assert planned is not None
     assert first.peak.bytes is not None

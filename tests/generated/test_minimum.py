@@ -184,7 +184,7 @@ def test_resnet_stage() -> None:
     seconds = (least.forward + least.backward) / H100.bytes
     for _, inside, outside, weight, flops in found:
         read, both = inside + weight + outside, 2 * inside + 2 * weight + outside
-        seconds += max(read * HALF / H100.bytes, flops / 700e12) + max(both * HALF / H100.bytes, 2 * flops / 700e12)
+        seconds += max(read * HALF / H100.bytes, flops / 790e12) + max(both * HALF / H100.bytes, 2 * flops / 790e12)
     assert least.seconds == pytest.approx(seconds)
 
 
@@ -192,5 +192,9 @@ def test_resnet_stage() -> None:
 def test_products_take_their_time_at_the_fastest_rate_there_is(name: str) -> None:
     least, slower = minimum(NETWORKS[name], H100), minimum(NETWORKS[name], A100)
     moved = least.forward + least.backward
-    assert least.seconds == pytest.approx(moved / 2.8e12 + least.low_flops / 1250e12 + least.high_flops / 700e12)
-    assert slower.seconds == pytest.approx(moved / 1.7e12 + (least.low_flops + least.high_flops) / 220e12)
+    assert least.seconds == pytest.approx(
+        moved / 3.0e12 + least.low_flops / 1340e12 + least.high_flops / (0.6 * 790e12)
+    )
+    assert slower.seconds == pytest.approx(
+        moved / 1.6e12 + least.low_flops / 250e12 + least.high_flops / (0.6 * 250e12)
+    )

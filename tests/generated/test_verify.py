@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from generated.kernel_helpers import run, scale_table, stored, traced
 
+import fxprec.runtime.gemm.reference_ops
+import fxprec.runtime.reference_blocks  # noqa: F401  registers implementations
+from fxprec import compat
 from fxprec.config import Config
+from fxprec.driver import verify_references
 from fxprec.driver.capture import copied
 from fxprec.driver.fallback import Lowering
-from fxprec.driver.verify import checked_cpu_run
-from fxprec.ir import symbolic
+from fxprec.driver.verify import checked_run
+from fxprec.ir import symbolic, symbolic_blocks, symbolic_gemms
+from fxprec.numerics import block_device, stats
+from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import parse
+from fxprec.passes.lowering.blocks import BlockCall, lower_blocks
 from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.rows import WatchedRows
@@ -34,8 +43,9 @@ def graph_and_inputs():
 def test_right_kernels_have_no_fault() -> None:
     gm, inputs = graph_and_inputs()
     own = copied(gm)
-    assert lower(own, "inductor", "cpu", WatchedRows(watched=frozenset({0, 1}), scaled=frozenset({0}))).rows == (0, 1)
-    results, faults = checked_cpu_run(own, inputs)
+    lowered = lower(own, "inductor", "cpu", WatchedRows(watched=frozenset({0, 1}), scaled=frozenset({0})))
+    assert lowered.rows == (0, 1)
+    results, faults = checked_run(own, gm, lowered, inputs)
     assert not faults
     for got, right in zip(results, run(gm, *inputs), strict=False):
         assert torch.equal(got, right)
@@ -47,8 +57,8 @@ def test_a_wrong_kernel_is_named_and_its_result_replaced(monkeypatch: pytest.Mon
     monkeypatch.setattr(ops, "params_of", lambda fmt, *a, **k: params_of(parse(wrong.get(fmt.name, fmt.name)), *a, **k))
     gm, inputs = graph_and_inputs()
     own = copied(gm)
-    lower(own, "inductor", "cpu", WatchedRows(scaled=frozenset({0})))
-    results, faults = checked_cpu_run(own, inputs)
+    lowered = lower(own, "inductor", "cpu", WatchedRows(scaled=frozenset({0})))
+    results, faults = checked_run(own, gm, lowered, inputs)
     assert {fault.kernel.split(" (")[1] for fault in faults} == {
         "fxprec.store_.default, row 0)",
         "fxprec.load.default, row 0)",
@@ -68,3 +78,82 @@ def test_a_half_without_kernels_is_told_once() -> None:
         "nothing is compared of a graph half whose casts are part of Inductor's own loops; compute='stored' has kernels "
         "to compare"
     ]
+
+
+TABLE = scale_table(["1-4-3+4", "1-5-2", "bf16"], scaled=[0, 1, 2])
+
+
+def codes(x: torch.Tensor, row: int, fmt: str) -> torch.Tensor:
+    return symbolic.QUANTIZE(x, TABLE, row, fmt, "packed")
+
+
+def a_product() -> tuple[Any, ...]:
+    a, b = codes(torch.randn(24, 16), 0, "1-4-3+4"), codes(torch.randn(16, 8), 1, "1-5-2")
+    return a, b, torch.randn(8), TABLE, 0, 1, "1-4-3+4", "1-5-2", torch.float32
+
+
+def a_call(kind: str) -> tuple[Any, tuple[Any, ...], Any]:
+    """An operator, its arguments, and what it returns: added up in float64, where it adds."""
+    torch.manual_seed(0)
+    if kind == "transpose":
+        q = codes(torch.randn(6, 4), 0, "1-4-3+4")
+        return symbolic_gemms.TRANSPOSE_CODES, (q,), q.t().contiguous()
+    if kind == "store blocks":
+        args = torch.randn(100), None, None, 3, "mxfp6"
+        return symbolic_blocks.StoreBlocks.target, args, symbolic_blocks.QUANTIZE_BLOCKS(*args)
+    if kind == "load blocks":
+        q = symbolic_blocks.QUANTIZE_BLOCKS(torch.randn(100), None, None, 3, "mxfp6")
+        args = q, None, 3, "mxfp6", 100, torch.float32
+        return symbolic_blocks.LoadBlocks.target, args, symbolic_blocks.DEQUANTIZE_BLOCKS(*args)
+    if kind == "native gemm":
+        a, b = torch.randn(16, 32).to(torch.float8_e4m3fn), torch.randn(32, 16).to(torch.float8_e4m3fn)
+        exact = (a.double() @ b.double()) * 0.25
+        return torch.ops.aten._scaled_mm.default, (a, b, torch.tensor(0.5), torch.tensor(0.5)), exact.float()
+    args = a_product()
+    (a, b), bias = (verify_references._numbers(args[i], TABLE, args[4 + i], args[6 + i]) for i in (0, 1)), args[2]
+    exact = (a.double() @ b.double() + bias.double()).float()
+    if kind == "gemm":
+        return symbolic_gemms.MATMUL_CODES, args, exact
+    counts = verify_references._counts_of(exact, TABLE, 1, "1-5-2", moments=False)
+    found = codes(exact, 1, "1-5-2"), verify_references._striped(counts)
+    return symbolic_gemms.MatmulToCodes.target, (*args, 1, "1-5-2", "packed", False, True), found
+
+
+KINDS = ("transpose", "store blocks", "load blocks", "native gemm", "gemm", "gemm to codes")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_kernel_has_a_reference_that_a_right_one_meets_and_a_wrong_one_does_not(kind: str) -> None:
+    target, args, found = a_call(kind)
+    check = verify_references.REFERENCES[target]
+    assert check(found, *args).reason is None
+    wrong = found[0] if isinstance(found, tuple) else found
+    wrong.view(-1)[3] = -1 - wrong.view(-1)[3] if wrong.dtype.is_floating_point else wrong.view(-1)[3] ^ 0x40
+    assert (check(found, *args).reason or "").startswith("1 of ")
+
+
+def test_wrong_counts_of_a_product_are_seen() -> None:
+    target, args, (q, counters) = a_call("gemm to codes")
+    counters[0] += q.numel()  # what overflows
+    assert verify_references.REFERENCES[target]((q, counters), *args).reason == (
+        "its statistics of row 1 are not the reference's"
+    )
+
+
+def test_counters_made_of_a_row_amount_to_it() -> None:
+    counts = torch.tensor([3, 4, 2.5, 100, 90, 1.5, -2.25, 7, -3, 2], dtype=torch.float64)
+    assert torch.equal(stats.gathered(verify_references._striped(counts))[0], counts)
+
+
+@pytest.mark.parametrize("name", ["store", "load"])
+def test_a_block_kernel_that_fails_is_left_out(name: str) -> None:
+    """The casts of a checked run would have failed again in each step."""
+    pytest.importorskip("triton")
+    from generated.test_generated_blocks import graph_of
+
+    gm = graph_of("mxfp6", torch.randn(64), torch.float32, stochastic=False)
+    fmt = find_blocks("mxfp6")
+    kernel = block_device.store_kernel(fmt, stochastic=False) if name == "store" else block_device.load_kernel(fmt)
+    lower_blocks(gm, "triton", "cuda", compat.TritonCalls(), without={kernel.name})
+    (left,) = (found for n in gm.graph.nodes if (found := BlockCall.of(n)) is not None)
+    assert left.stores is (name == "load")

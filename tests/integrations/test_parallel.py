@@ -56,9 +56,12 @@ def inputs(rank: int) -> Tensor:
     return torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(rank))
 
 
-def ddp(options: dict[str, Any], rank: int) -> Made:
+def ddp(options: dict[str, Any], rank: int, *, by_layer: bool) -> Made:
     model, buckets = Net(), set()
-    model.compile(backend="fxprec", options=options)
+    if by_layer:
+        compile_layers(model, Block, options)
+    else:
+        model.compile(backend="fxprec", options=options)
 
     def hook(_, bucket):
         buckets.add(bucket.index())
@@ -100,7 +103,8 @@ def tensor_parallel(options: dict[str, Any], rank: int, *, sequence: bool) -> Ma
 
 
 MAKE: dict[str, Callable[[dict[str, Any], int], Made]] = {
-    "ddp": ddp,
+    "ddp": lambda options, rank: ddp(options, rank, by_layer=False),
+    "ddp by layer": lambda options, rank: ddp(options, rank, by_layer=True),
     "fsdp by layer": lambda options, rank: fsdp(options, rank, by_layer=True),
     "fsdp whole": lambda options, rank: fsdp(options, rank, by_layer=False),
     "tensor parallel": lambda options, rank: tensor_parallel(options, rank, sequence=False),
@@ -149,11 +153,11 @@ def results(once: Callable[..., Any]) -> Callable[[str], list[dict[str, Any]]]:
 def test_gradients_are_those_of_one_process(way: str, storage: str, results: Callable[[str], Any]) -> None:
     for found in (ranks[way] for ranks in results(storage)):
         assert found["error"] < FINE_TOLERANCE
-        assert found["plans"] == ({"a": 1, "b": 1} if way == "fsdp by layer" else {"": 1})
+        assert found["plans"] == ({"a": 1, "b": 1} if way.endswith("by layer") else {"": 1})
 
 
 def test_ddp_sends_several_buckets(results: Callable[[str], Any]) -> None:
-    assert all(ranks["ddp"]["buckets"] > 1 for ranks in results("simulate"))
+    assert all(ranks[way]["buckets"] > 1 for ranks in results("simulate") for way in ("ddp", "ddp by layer"))
 
 
 def test_only_fsdp_over_the_whole_model_has_something_to_say(results: Callable[[str], Any]) -> None:

@@ -111,11 +111,12 @@ def test_anything_else_is_one_line_with_the_way_out(model: nn.Module) -> None:
 
 def test_nothing_is_waited_for(model: nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     waits = []
-    poll = StatsQueue.poll
-    monkeypatch.setattr(StatsQueue, "poll", lambda self, *, wait=False: (waits.append(wait), poll(self))[1])
+    take, peek = StatsQueue.take, StatsQueue.peek
+    monkeypatch.setattr(StatsQueue, "take", lambda self, *, keep, wait: (waits.append(wait), take(self))[1])
+    monkeypatch.setattr(StatsQueue, "peek", lambda self, *, wait: (waits.append(wait), peek(self))[1])
     log_statistics(model, tmp_path / "statistics.csv", 1)
     summary(model)
-    assert waits == [False, False]
+    assert waits == [False] * 4
 
 
 def test_parts_of_a_model_are_found_by_name_each_backend_once() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from fractions import Fraction
 
 import numpy as np
@@ -94,14 +96,15 @@ def test_three_steps_upload_the_addresses_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(triton_step.on_device, "upload", upload)
     monkeypatch.setattr(triton_step, "kernel", lambda rule: launches)
     triton_step._table.cache_clear()
-    rows = [row_of(RULES[0], n) for n in (1 << 22, 0, 7)]
+    rows = [row_of(RULES[0], n) for n in (1 << 22, 0, 7, 16)]
     scalars, integers = numbers_of(RULES[0], len(rows))
     for _ in range(3):
         triton_step.run(RULES[0], rows, scalars, integers, None)
     triton_step._table.cache_clear()
-    table = 3 * (2 + len(RULES[0].tensors))
-    assert uploads == [table, *[scalars.numel(), integers.numel()] * 3]
-    assert launches.programs == [(1 << 12) + 1] * 3
+    entry = 3 + len(RULES[0].tensors)
+    numbers = [scalars.numel(), integers.numel()]
+    assert uploads == [*numbers, 2 * entry, entry, *numbers * 2]
+    assert launches.programs == [(1 << 12) + 1, 1] * 3, "those of 2^22 and of 16 elements, and the one of 7"
 
 
 def test_uploads_are_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,19 +135,49 @@ def test_triton_kernels_give_the_bits_of_the_reference(rule: Rule) -> None:
     from fxprec.runtime.optim import triton_step
 
     with np.errstate(all="ignore"):  # the interpreter is NumPy, which warns of inf and NaN
-        check_kernel(rule, triton_step.run, (3_000, 7, 0, 5, 0))
+        check_kernel(rule, triton_step.run, (3_008, 7, 0, 5, 0))
 
 
 def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
-    assert interpreted_tests.passed(__file__) == len(RULES)
+    assert interpreted_tests.passed(__file__) == len(RULES) + 1
 
 
 @pytest.mark.parametrize("arch", [80, 90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (89, 100))])
 def test_triton_kernels_compile_for_every_architecture(arch: int) -> None:
     pytest.importorskip("triton")
-    from fxprec.runtime.optim.triton_source import compile_to_ptx
+    from fxprec.runtime.optim.triton_source import compiled
 
-    text = compile_to_ptx(RULES[5], arch)
+    text = compiled(RULES[5], arch).asm["ptx"]
     assert "fma.rn.f32" in text
     assert "sqrt.rn.f32" in text
     assert "div.full" not in text
+
+
+def accesses(text: str) -> Counter[str]:
+    """Return how often PTX has each access of global memory."""
+    return Counter(re.findall(r"(?:ld|st)\.global(?:\.v\d)?\.b\d+", text))
+
+
+def test_aligned_parameters_are_read_and_written_16_bytes_at_a_time() -> None:
+    pytest.importorskip("triton")
+    from fxprec.runtime.optim.triton_source import compiled
+
+    rule = RULES[5]
+    assert rule.carrier is torch.bfloat16
+    narrow, wide = (accesses(compiled(rule, 90, is_aligned=aligned).asm["ptx"]) for aligned in (False, True))
+    reads, writes = len(rule.tensors), narrow["st.global.b16"] // 8  # 1,024 elements, 128 threads: 8 a thread
+    assert narrow["ld.global.b16"] == 8 * reads
+    assert (wide["ld.global.v4.b32"], wide["st.global.v4.b32"]) == (reads, writes)
+    assert not {"ld.global.b16", "st.global.b16"} & wide.keys()
+
+
+@interpreted
+def test_a_parameter_that_is_not_aligned_is_stepped_beside_those_that_are() -> None:
+    from fxprec.runtime.optim import triton_step
+
+    rule = RULES[0]
+    rows = [row_of(rule, n) for n in (32, 40, 48)]
+    rows[2] = [t.new_empty(49)[1:].copy_(t) for t in rows[2]]
+    aligned, others = triton_step._parts(rows)
+    assert [[entry[2] for entry in part] for part in (aligned, others)] == [[0], [1, 2]]
+    assert [entry[0] for entry in others] == [0, 1]

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backend_helpers import eager_backend
-from processors import AT_HAND
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -28,12 +27,6 @@ aten = torch.ops.aten
 IMAGES, WIDTH, SIDE = 8, 16, 32
 
 
-needs_bf16 = pytest.mark.skipif(
-    torch.bfloat16 not in AT_HAND.gemms,
-    reason="measures the bf16 convolutions of a CPU that has them; torch's substitute takes other memory",
-)
-
-
 class Skips(nn.Module):
     """What the first convolution makes waits for the last, while two others run on an image of a quarter of its size."""
 
@@ -48,9 +41,9 @@ class Skips(nn.Module):
         return self.last(torch.cat([skip, F.interpolate(inner, scale_factor=2)], 1))
 
 
-def train(model: nn.Module, run: Any) -> None:
+def train(model: nn.Module, run: Any, images: int = IMAGES) -> None:
     model.zero_grad()
-    x = torch.randn(IMAGES, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(images, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
     run(x).square().mean().backward()
 
 
@@ -129,7 +122,7 @@ def test_what_waits_for_nothing_does_not(laid: list[dict[str, Any]]) -> None:
     assert laid == [{"apart": [], "joined": [((IMAGES, 2 * WIDTH, SIDE, SIDE), torch.bfloat16)]}]
 
 
-@needs_bf16
+@pytest.mark.cpu_dependent
 def test_bits_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Skips()
@@ -139,23 +132,24 @@ def test_bits_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(found, gradients(model, compiled(model, recipe="bf16")))
 
 
-@needs_bf16
+@pytest.mark.cpu_dependent
 @pytest.mark.inductor
 def test_the_allocator_sees_a_part_wait_and_not_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Skips()
-    with_parts = peak_of(model)
+    images = 16  # together larger than what a convolution without bf16 instructions converts at once
+    with_parts = peak_of(model, images)
     monkeypatch.setattr(fit_peak, "lay_apart", lambda work: None)
-    part = 2 * IMAGES * WIDTH * SIDE * SIDE
-    assert with_parts < peak_of(model) - part
+    part = 2 * images * WIDTH * SIDE * SIDE
+    assert with_parts < peak_of(model, images) - part
 
 
-def peak_of(model: nn.Module) -> int:
+def peak_of(model: nn.Module, images: int = IMAGES) -> int:
     with loops_left_out():
         run = compiled(model, Backend(Config(recipe="fp8", peak_budget="100%")))
-        train(model, run)
+        train(model, run, images)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-            train(model, run)
+            train(model, run, images)
     return peak_bytes(profiled)
 
 
@@ -239,7 +233,7 @@ class Narrowing(nn.Sequential):
         super().__init__(*layers)
 
 
-@needs_bf16
+@pytest.mark.cpu_dependent
 @pytest.mark.inductor
 def test_a_gradient_larger_than_what_it_is_made_of_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Narrowing()

@@ -35,6 +35,7 @@ from fxprec.passes.analysis.peak.problem import (
 from fxprec.passes.analysis.peak.timeline import Item, Timeline
 
 aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def extern(size: int, *reads: int, **options: bool) -> Item:
@@ -220,7 +221,7 @@ def test_of_all_choices_with_block_formats_it_finds_the_one_of_least_time() -> N
 def test_of_all_choices_with_host_memory_it_finds_the_one_of_least_time() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
-    needs = chooser_of(model, torch.randn(1024, 64)).problem.needs
+    needs = chooser_of(model, torch.randn(2048, 64)).problem.needs
     slow = fit_peak.Rates(bytes_per_s=1e10, flop_per_s=1e9, host_bytes_per_s=1e9)
     found = Chooser(Problem(needs, slow, ("narrow", "recompute", "offload")))
     problem = found.problem
@@ -277,7 +278,7 @@ def test_where_the_solver_finds_nothing_one_value_after_the_other_is_let_go(
 def test_block_formats_never_make_a_choice_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the search among more ways finds: here nothing but what holds most."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
     needs = chooser_of(model, torch.randn(1024, 64), ways=("narrow", "int4", "recompute")).problem.needs
     either = Either.of(needs, fit_peak.Rates(bytes_per_s=1e10, flop_per_s=1e9), ("narrow", "recompute"))
     plain = Chooser(either.plain.problem)

@@ -95,16 +95,22 @@ def test_plans_repeat_bit_for_bit() -> None:
 
 
 def test_a_budget_out_of_reach_says_so_within_the_same_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    take = problems.Effort.take
+    taken: dict[str, list[int]] = {"take": [], "replay": []}
 
-    def watched(self: problems.Effort, columns: int) -> bool:
-        is_left = take(self, columns)
-        taken.extend([columns] if is_left else [])
-        return is_left
+    def watch(name: str) -> None:
+        asked = getattr(problems.Effort, name)
 
-    monkeypatch.setattr(problems.Effort, "take", watched)
+        def watched(self: problems.Effort, size: int) -> bool:
+            is_left: bool = asked(self, size)
+            taken[name].extend([size] if is_left else [])
+            return is_left
+
+        monkeypatch.setattr(problems.Effort, name, watched)
+
+    watch("take")
+    watch("replay")
     backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget=1000)
     with pytest.raises(BudgetError, match="the least peak found holds"):
         torch.compile(transformer(4), backend=backend)(TOKENS)
-    assert 0 < sum(taken) <= 3 * problems._EFFORT, "of everything kept, within the budget, and the least"
+    assert sum(taken["take"]) <= 3 * problems._EFFORT, "of everything kept, within the budget, and the least"
+    assert 0 < sum(taken["replay"]) <= problems._REPLAYED, "within the budget and the least together"

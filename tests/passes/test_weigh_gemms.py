@@ -68,10 +68,12 @@ def test_what_has_no_kernel_stays_high_and_the_user_who_asked_is_told() -> None:
 
 
 def test_the_faster_way_wins_by_a_margin() -> None:
-    rates = {"bytes_per_s": 1e12, "bf16_flop_per_s": 1e14, "fp8_flop_per_s": 2e14, "generated_flop_per_s": 1e13}
+    rates = {"bytes_per_s": 1e12, "bf16_flop_per_s": 1e14, "fp8_flop_per_s": 2e14, "generated_flop_per_s": 2e14}
+    rates["generated_special_flop_per_s"] = 1e13
     costs = Costs(source="measured", **rates, fp32_flop_per_s=1e13, launch_s=1e-6, own_launch_s=1e-5)
     large = Product(4096, 4096, 4096, "native")
     assert weigh([large], costs).pays
     assert weigh([large], costs).why == "1 GEMM over codes 688 us, decoded 1375 us (measured)"
-    assert not weigh([Product(4096, 4096, 4096, "generated")], costs).pays
+    assert weigh([Product(4096, 4096, 4096, "generated")], costs).pays
+    assert not weigh([Product(4096, 4096, 4096, "generated", has_special=True)], costs).pays, "NaN takes instructions"
     assert not weigh([Product(64, 64, 64, "native", copies=(4096,) * 3)], costs).pays, "copies cost launches"

@@ -352,7 +352,7 @@ def test_it_is_in_force_where_asked_for_and_changes_no_bit(region: int) -> None:
     assert compact.sizes().live >= region + held.nbytes
 
 
-ASKED = [{"allocator": "compact"}, {"peak_budget": "90%"}]
+ASKED = [{"allocator": "compact"}, {"peak_budget": "100%"}]
 
 
 def test_a_process_keeps_its_allocator_unasked(region: int) -> None:
@@ -360,7 +360,7 @@ def test_a_process_keeps_its_allocator_unasked(region: int) -> None:
     trained()
     held = block(64)
     assert compact.sizes().live == region
-    trained(peak_budget="90%", allocator="system")
+    trained(peak_budget="100%", allocator="system")
     assert not compact.is_installed()
     del held
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -11,11 +12,13 @@ import fxprec
 from fxprec.config.grad_scaling import GradScaling
 from fxprec.config.recipes import HFP8
 from fxprec.ir import symbolic
+from fxprec.numerics.stats import WIDTH, Counts, finish
 from fxprec.plan import Group, KindCounts, Plan, Site
 from fxprec.plan.scales import Cast, ScaleGraph
 from fxprec.runtime.controller import Controller, Rules
+from fxprec.runtime.nonfinite import NonfiniteWatch
 from fxprec.runtime.scaling.keeper import ScaleKeeper
-from fxprec.runtime.stats import MAX_PENDING, StatsQueue
+from fxprec.runtime.stats import MAX_PENDING, STEPS_LATE, SiteStats, StatsQueue
 from tests.helpers import as_counts
 
 FORWARD, GRADIENT, PARAM = 0, 1, 2
@@ -232,7 +235,8 @@ def test_the_queue_keeps_order_and_never_grows_without_bound() -> None:
         rows = [*as_counts(0.0, 0.0, float(i)), *as_counts(0.5, 0.25, -1.0)]
         queue.push((0, 1), torch.tensor(rows, dtype=torch.float64))
     assert len(queue) == MAX_PENDING
-    found = list(queue.poll())
+    ((step, found),) = queue.take()
+    assert step is None, "no step has begun since"
     assert [(s.site, s.amax) for s in found[:2]] == [(0, 5.0), (1, -1.0)]
     assert (found[1].overflow_ratio, found[1].underflow_ratio) == (0.5, 0.25)
     assert len(queue) == 0
@@ -252,3 +256,133 @@ def test_a_state_round_trip_decides_the_same() -> None:
     assert second.keeper.exps == first.keeper.exps
     assert torch.equal(second.table, first.table)
     assert second.step == first.step
+
+
+def push(target: Controller, which: int, overflow: float = 0.0, amax: float = 1.0) -> None:
+    """One statistic of the step that runs, as a GPU's would be acted on."""
+    moments = (amax, 1.0, math.log(amax), 0.0) if int(target.table[which, symbolic.MEASURE]) and amax else ()
+    target.queue.push((which,), torch.tensor(as_counts(overflow, 0.0, amax, *moments), dtype=torch.float64))
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STEPS_LATE, "cpu", 2)
+
+
+@pytest.mark.usefixtures("late")
+def test_what_a_step_counted_is_acted_on_two_steps_later_but_for_the_first() -> None:
+    it = controller()
+    it.settle()
+    it.step = 1
+    push(it, GRADIENT)
+    it.settle()
+    assert scale(it) < 0, "step 2 is scaled: it waits for step 1"
+    it.step = 2
+    push(it, FORWARD, overflow=1.0)
+    it.settle()
+    assert not it.plan.promoted
+    it.settle()
+    assert not it.plan.promoted, "the same beginning seen twice is no step"
+    it.step = 3
+    push(it, PARAM)
+    it.settle()
+    assert [(s.id, s.promoted_at) for s in it.plan.promoted] == [(FORWARD, 3)]
+    assert it.latest_step == 2
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
+def test_only_the_first_gradients_are_waited_for(amax: float) -> None:
+    """Zero gradients, as of a head that begins at zero, made every step wait for the one before."""
+    it = controller()
+    assert it.keeper.waits
+    it.settle()
+    it.step = 1
+    push(it, FORWARD)
+    it.settle()
+    assert it.keeper.waits, "no backward has run"
+    it.step = 2
+    push(it, GRADIENT, amax=amax)
+    it.settle()
+    assert not it.keeper.waits
+    assert it.keeper.measures
+    push(it, GRADIENT)
+    it.settle()
+    assert len(it.queue) == 1, "left for the step after"
+    other = controller()
+    other.load_state_dict(it.state_dict())
+    assert not other.keeper.waits
+
+
+@pytest.mark.usefixtures("late")
+def test_moments_of_a_step_with_other_scales_are_not_solved() -> None:
+    """What a scale lost that is no longer in force raised the margin of the new one."""
+    it = controller()
+    it.step = 1
+    push(it, GRADIENT, amax=1.0)
+    it.settle()
+    first = scale(it)
+    lost = torch.tensor(as_counts(0.0, 0.5, 1.0, 1.0, 1.0, 0.0, 0.0), dtype=torch.float64)
+    for step in (1, 2):  # the first ran before the change
+        it.keeper.note(_one(lost), step)
+        it.keeper.update(2, lambda *event: None)
+        assert (scale(it) > first) is (step == 2)
+
+
+def _one(counts: torch.Tensor) -> SiteStats:
+    return SiteStats(GRADIENT, *finish(counts.view(1, -1))[0])
+
+
+@pytest.mark.usefixtures("late")
+def test_statistics_that_wait_are_dropped_where_rows_mean_something_else() -> None:
+    it = controller(sites=6)
+    push(it, FORWARD, overflow=1.0)
+    same = ScaleKeeper(GradScaling(interval=INTERVAL), ScaleGraph(it.keeper.graph.variables), 0.01)
+    it.adopt(it.plan, same)
+    assert len(it.queue) == 1
+    it.adopt(controller(sites=6).plan, ScaleKeeper(GradScaling(), ScaleGraph(it.keeper.graph.variables[:1]), 0.01))
+    assert len(it.queue) == 0
+
+
+def test_what_waits_survives_json() -> None:
+    queue, other = StatsQueue(), StatsQueue()
+    queue.push((0, 1), torch.tensor([*as_counts(0.0, math.nan, math.inf), *as_counts(0.5, 0.25, 3.0)]).double())
+    queue.close(7)
+    queue.push((2,), torch.tensor(as_counts(0.1, 0.2, math.nan), dtype=torch.float64))
+    state = json.dumps(queue.state(), allow_nan=False)
+    other.load(json.loads(state))
+    assert repr(list(other.take())) == repr(list(queue.take()))
+
+
+def _by_hand(c: Counts) -> tuple[float, ...]:
+    """What `finish` makes of one row, in Python's own arithmetic."""
+    share = max(c.elements, 1.0)
+    basic = (c.overflow / share, c.underflow / share, c.amax * 2.0**-c.carried)
+    if c.nonzero <= 0:
+        return (*basic, 0.0, -1.0 if c.nonzero < 0 else 0.0, 0.0, 0.0)
+    mean = c.logs / c.nonzero
+    deviation = math.sqrt(max(c.squared_logs / c.nonzero - mean * mean, 0.0))
+    rms = math.sqrt(c.squares / share) * 2.0**-c.moments_exp
+    return (*basic, rms, c.nonzero / share, mean - c.moments_exp * math.log(2), deviation)
+
+
+@pytest.mark.parametrize("measured", ["all", "some", "none"])
+def test_all_rows_at_once_have_the_bits_of_one_after_the_other(measured: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(300, WIDTH, dtype=torch.float64, generator=generator) * 100
+    rows[:, 8:] = torch.randint(-126, 127, (300, 2), generator=generator)
+    rows[::7, 2], rows[::11, 1], rows[5], rows[::13, 5:8] = math.inf, math.nan, 0, math.inf
+    rows[:: {"all": 301, "some": 2, "none": 1}[measured], 4] = -1
+    rows[::9, 4] *= 0 if measured == "some" else 1
+    for found, row in zip(finish(rows), rows.tolist(), strict=True):
+        assert repr(tuple(found)) == repr(_by_hand(Counts(*row)))
+
+
+def test_what_nonfinite_saw_of_a_row_keeps_its_order_in_other_company() -> None:
+    watch, it = NonfiniteWatch(gradients=True), controller()
+    sites = {s.id: s for s in it.plan.sites}
+    for step in range(1, 13):
+        rows = [SiteStats(i, 0.0, 0.0, float(10 * step + i)) for i in range(1 + step % 3)]
+        assert watch.note(step, rows, sites) is None
+    assert [(step, amax) for step, amax, *_ in watch.series()[2]] == [(s, 10.0 * s + 2) for s in (2, 5, 8, 11)]
+    assert [step for step, *_ in watch.series()[0]] == list(range(1, 13))

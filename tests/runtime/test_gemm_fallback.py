@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 import os
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,15 @@ TABLE = table_of((0, "e4m3fn"), (5, "e5m2_sat"), (-4, "1-5-2"))
 ALL = ["gemm e5m2_sat x e4m3fn to 1-5-2", "quantize+transpose e4m3fn", "quantize+transpose e5m2_sat"]
 
 
-def lowered_on_a_gpu(monkeypatch: pytest.MonkeyPatch, failing: set[str], tell: Any) -> GraphModule:
+def lowered_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, failing: set[str], tell: Any, compiling: Callable[[], Any] = lambda: None
+) -> GraphModule:
     """Lower as on an H100 where some kernels do not compile; return the graph that would be built."""
     built: list[GraphModule] = []
 
     def why(kernel: GemmKernel, arch: int) -> str | None:
         assert arch == 90
+        compiling()
         return "it does not compile: PTXASError: no memory" if kernel.name in failing else None
 
     def lower_half(gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
@@ -74,6 +79,15 @@ def test_only_what_fails_goes_and_what_takes_its_place_is_tried_too(monkeypatch,
     for notice in told:
         assert notice.detail.startswith("it does not compile: PTXASError: no memory; Inductor decodes")
         assert "at the speed of high precision" in notice.detail
+
+
+def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    meeting = threading.Barrier(2, timeout=20)  # of two that wait for each other, one after the other none would pass
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    asked = iter(range(len(ALL)))
+    with caplog.at_level("INFO", logger="fxprec"):
+        lowered_on_a_gpu(monkeypatch, set(), pytest.fail, lambda: meeting.wait() if next(asked) < 2 else None)
+    assert "compiling 3 kernels around GEMMs for compute capability 9.0" in caplog.text
 
 
 def test_without_any_of_them_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,10 +215,15 @@ def test_interpreted_graphs_do_casts_statistics_and_products_in_kernels(measure:
 
 
 @interpreted
-@pytest.mark.parametrize("outer", [1, 2])
+@pytest.mark.parametrize("outer", [1, 2, 9])
 def test_interpreted_parts_are_added_up(outer: int) -> None:
-    """Of three casts, counted in parts side by side; against statistics of each tensor as a whole."""
+    """Of three casts, counted in parts side by side; against statistics of each tensor as a whole.
+
+    One program, two, and eight share the parts of the largest.
+    """
     from fxprec.runtime.gemm import totals
+
+    assert totals.splits_of(outer * 1100) == {1: 1, 2: 2, 9: 8}[outer]
 
     fmt, table, g = parse("e4m3fn"), table_of((4, "e4m3fn"), (0, "e4m3fn"), (1, "e4m3fn"), carried=2), torch.Generator()
     sites = ((2, 700, 30, False), (0, 1100, 8, True), (1, 1, 5, True))  # row, parts, elements of each, measured
@@ -253,7 +258,7 @@ def test_interpreted_striped_counters_are_added_up() -> None:
 
 
 def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
-    assert interpreted_tests.passed(__file__) == len(FORMATS) + len(PAIRS) + len(KEPT) + 8
+    assert interpreted_tests.passed(__file__) == len(FORMATS) + len(PAIRS) + len(KEPT) + 9
 
 
 def test_without_a_device_the_kernels_say_so() -> None:

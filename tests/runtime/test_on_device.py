@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fxprec
+from fxprec.driver import backend, graph
+from fxprec.driver.calibration import interpreted
+from fxprec.errors import ConfigError
 from fxprec.optim import SGD
 from fxprec.runtime import losses, on_device, stats
 from fxprec.runtime.optim import stepper
@@ -62,22 +67,25 @@ def test_kernels_of_gemms_start_on_their_tensors_device(
     for module, name in (
         (transpose, "transpose_kernel"),
         (transpose, "quantize_transpose_kernel"),
+        (totals, "shares_kernel"),
         (totals, "totals_kernel"),
         (totals, "gather_kernel"),
         (matmul, "matmul_kernel"),
     ):
         monkeypatch.setattr(module, name, current)
-    monkeypatch.setattr(matmul, "_tuned", lambda arch: current)
+    tuned: list[object] = []
+    monkeypatch.setattr(matmul, "_tuned", lambda arch, formats: tuned.append((arch, formats)) or current)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     codes = second(32, 32, dtype=torch.uint8)
     operand = matmul.Operand(codes, parse("1-4-3+4"))
     transpose.transpose(codes)
     transpose.quantize_transpose(second(32, 32), second(11, dtype=torch.int32), parse("1-4-3+4"))
     totals.gathered(second(330, dtype=torch.int32))
-    totals.totals(second(2, 8), second(1, 8), second(8), second(8), {"FACTS": (0,)})
+    totals.totals(second(2, 8), second(1, 8), second(8), second(8), {"FACTS": ((0, 0, 8, -1, 0, 8),), "COLUMNS": 11})
     matmul.matmul(operand, operand, tile=SMALL)
     matmul.matmul(operand, operand)
-    assert current.seen == [SECOND] * 6
+    assert current.seen == [SECOND] * 7
+    assert tuned == [(90, (parse("1-4-3+4"), parse("1-4-3+4"), None))], "a tile is chosen for these formats only"
 
 
 def test_other_kernels_start_on_their_tensors_device(
@@ -121,6 +129,7 @@ def test_events_wait_for_the_device_that_copies(
 ) -> None:
     """An event on the idle first GPU was over at once, and pinned memory was read before anything was written."""
     empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(current))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
@@ -148,3 +157,67 @@ def test_a_group_on_two_devices_is_stepped_device_by_device(monkeypatch: pytest.
 def test_a_cpu_has_no_current_device(current: Current) -> None:
     with on_device.current(torch.device("cpu")):
         assert current.device == torch.device("cuda", 0)
+
+
+INSTEAD = (
+    r"in the capture of a CUDA graph, whose scales would stay as they are.*; .* compile with mode='reduce-overhead'"
+)
+
+
+def test_a_capture_of_the_users_own_is_refused(second: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph would have run again with one step's scales for ever, and pinned memory breaks some captures."""
+    from fxprec.aps import APSReduceScatter, aps_hook, one_bit_hook
+    from fxprec.driver.backend import capture
+    from fxprec.driver.graph import PlannedGraph
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    taken = SimpleNamespace(device=SECOND)
+    graph = PlannedGraph.__new__(PlannedGraph)
+    graph._in_force = SimpleNamespace(captured=taken)
+    with pytest.raises(ConfigError, match=f"^a model compiled with fxprec runs {INSTEAD}$"):
+        graph(second(3))
+    with pytest.raises(ConfigError, match=f"^a backward pass compiled with fxprec runs {INSTEAD}$"):
+        stats.StatsQueue().push([0], second(10, dtype=torch.float64))
+    monkeypatch.setattr(capture.Captured, "take", lambda gm, examples: taken)
+    with pytest.raises(ConfigError, match=f"^fxprec compiles a model {INSTEAD}$"):
+        fxprec.Backend()._compile(None, [second(3)])
+    words = "in the capture of a CUDA graph, and each step has scales of its own; run the backward pass outside of torch.cuda"
+    bucket = SimpleNamespace(buffer=lambda: second(3))
+    for hook in (aps_hook, one_bit_hook):
+        with pytest.raises(ConfigError, match=f"^{hook.__name__} runs {words}"):
+            hook(None, bucket)
+    with pytest.raises(ConfigError, match=f"^use_aps's reduce-scatter runs {words}"):
+        APSReduceScatter.__call__(None, second(3), second(3), None, None)
+
+
+def test_inductors_captures_call_nothing_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Inductor captures of mode="reduce-overhead" is the code it returned: here it captures whenever that runs."""
+    capturing = [False]
+    asked: list[bool] = []
+
+    def refuse(device: torch.device, what: str, why: str) -> None:
+        asked.append(capturing[0])
+
+    def compiled(gm: torch.fx.GraphModule, examples: Any, **options: Any) -> Any:
+        run = interpreted(gm)
+
+        def captured(args: list[Any]) -> Any:
+            capturing[0] = True
+            try:
+                return run(args)
+            finally:
+                capturing[0] = False
+
+        return fxprec.compat.boxed(captured)
+
+    monkeypatch.setattr(on_device, "refuse_capture", refuse)
+    monkeypatch.setattr(graph, "refuse_capture", refuse)
+    monkeypatch.setattr(backend, "refuse_capture", refuse)
+    monkeypatch.setattr(fxprec.compat, "compile_fx_inner", compiled)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16))
+    config = fxprec.Config(recipe="hfp8", low_ratio=1.0, compute="stored", storage="packed", mode="reduce-overhead")
+    run = torch.compile(model, backend=fxprec.Backend(config))
+    for _ in range(2):
+        run(torch.ones(4, 16)).sum().backward()
+    assert len(asked) == 1 + 2 + 4, "compiling, two forwards, statistics of two halves in each"
+    assert not any(asked)

@@ -121,6 +121,12 @@ def test_convolutions(name: str, last: bool) -> None:
         )  # fmt: skip
 
 
+def test_a_weight_that_lends_its_shape_may_have_another_dtype() -> None:
+    """The promised gradient has the dtype of the real one, else compiled code reads beyond its end."""
+    weight, window = torch.randn(8, 6, 3, 3), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, True])
+    assert_right(aten.convolution_backward.default, normal(4, 8, 12, 12), normal(4, 6, 12, 12), weight, [8], *window)
+
+
 def heads(batch: int, number: int, tokens: int, width: int) -> Tensor:
     return normal(batch, tokens, number, width).transpose(1, 2)
 

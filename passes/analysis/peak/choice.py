@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 
 import numpy as np
 from torch.fx import Node
@@ -24,7 +23,7 @@ _TIGHTER = (0.95, 0.9)
 _MOMENTS = 12
 _NEAR = 8  # of moments this close, the one that holds most
 _TRIALS = 5
-_REPLAYS, _REPLAYED = 400, 200_000  # choices, and items of them, that are replayed to lower a peak
+_PRECISION = 0.01  # of the least peak
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,8 @@ class Chooser:
         self._order = {n: i for half in (step.forward, step.backward) for i, n in enumerate(half)}
         self._first, self._last = self._wanted_when()
         self._left = self._left_when()
-        self._lowest: Fit | None = None  # by `lowered`, within a bound that was out of reach
+        self._missed = 0.0  # the last bound that was out of reach
+        self._lowest: Fit | None = None  # what `lowered` found there
 
     @cached_property
     def unlimited(self) -> Fit:
@@ -92,7 +92,7 @@ class Chooser:
             if not _within(found, bound):
                 found += self.approach(Bound(share * bound.peak, bound.waiting), _FEW_ROUNDS)
         if not _within(found, bound):
-            self._lowest = self.lowered(min(found, key=lambda fit: fit.peak), bound.peak)
+            self._missed, self._lowest = bound.peak, self.lowered(min(found, key=lambda fit: fit.peak), bound.peak)
             found.append(self._lowest)
         return min(_within(found, bound), key=lambda fit: fit.seconds, default=None)
 
@@ -121,11 +121,17 @@ class Chooser:
         yield fit
 
     def least(self, known: Fit | None = None) -> Fit:
-        """Return the choice of the least peak that was found, in a few trials; ``known`` is one."""
-        self.problem.effort.renew()
-        best = self.unlimited if known is None else min(known, self.narrowed(known), key=lambda fit: fit.peak)
-        low, high = 0.0, float(best.peak)
+        """Return the choice of the least peak that was found, in a few trials; ``known`` is one.
+
+        The trials lie between the bound that `within` missed, if any, and the least known peak.
+        """
+        self.problem.effort.renew_searches()
+        fits = [self.unlimited] if known is None else [known, self.narrowed(known)]
+        best = min([*fits, *([] if self._lowest is None else [self._lowest])], key=lambda fit: fit.peak)
+        low, high = self._missed, float(best.peak)
         for _ in range(_TRIALS):
+            if high - low < _PRECISION * high:
+                break
             middle = (low + high) / 2
             fits = list(self.approach(Bound(int(middle)), _FEW_ROUNDS))
             best = min(best, *fits, key=lambda fit: fit.peak)
@@ -133,8 +139,7 @@ class Chooser:
                 low = middle
             else:
                 high = float(best.peak)
-        lowered = self.lowered(best)
-        return lowered if self._lowest is None else min(lowered, self._lowest, key=lambda fit: fit.peak)
+        return self.lowered(best)
 
     def lowered(self, fit: Fit, enough: float = 0.0) -> Fit:
         """Return a choice that holds less: one value after the other that is kept at the peak goes another way.
@@ -142,10 +147,11 @@ class Chooser:
         The largest first, as long as that lowers the peak, down to ``enough``. What a problem says of a moment is a
         guess for choices far from the one it was replayed for; this goes by the replay alone.
         """
-        best, left = fit, min(_REPLAYS, _REPLAYED // max(len(fit.held.items), 1))
+        best, effort = fit, self.problem.effort
         while best.peak > enough:
-            for ways in islice(self._neighbours(best), left):
-                left -= 1
+            for ways in self._neighbours(best):
+                if not effort.replay(len(best.held.items)):
+                    return best
                 if (found := self.replayed(ways)).peak < best.peak:
                     best = found
                     break

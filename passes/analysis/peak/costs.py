@@ -53,7 +53,7 @@ class Rates:
         return passes * size / self.bytes_per_s
 
     def moving(self, size: int) -> float:
-        """Return the seconds of copying ``size`` bytes to host memory and back, in which nothing else is computed."""
+        """Return the seconds of copying ``size`` bytes to host memory and back, with nothing beside."""
         return 2 * (size / self.host_bytes_per_s + self.call_s)
 
     def rounding(self, node: Node, fmt: AnyFormat) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
+from fxprec.passes.analysis.peak.overlap import overlapped
 from fxprec.passes.analysis.peak.part import Bound
 from fxprec.passes.analysis.peak.problem import EXACT, ROUGHLY
 
@@ -25,9 +26,10 @@ def curve(choosers: Sequence[Chooser], *, waiting: bool = False) -> tuple[Fit, .
     for chooser in choosers:
         chooser.problem.effort.renew()
         top = chooser.unlimited
-        found += [top, *_descent(chooser, [Bound(share * top.peak) for share in _SHARES], gap)]
+        fits = [top, *_descent(chooser, [Bound(share * top.peak) for share in _SHARES], gap)]
         if waiting:
-            found += _descent(chooser, [Bound(top.peak, share * top.waiting) for share in _OF_WAITING], gap)
+            fits += _descent(chooser, [Bound(top.peak, share * top.waiting) for share in _OF_WAITING], gap)
+        found += [overlapped(fit, chooser.problem, fit.peak) for fit in fits]
     best = _best_of(found, waiting=waiting)
     return best if waiting else _spread(best)
 

@@ -1,6 +1,7 @@
-"""The better of two searches: among whole formats alone, and with block formats among the ways.
+"""The better of several searches: with and without block formats, with copies to host memory hidden and exposed.
 
-More ways make a larger problem, of which as long a search sees less: by itself it may end at a worse choice.
+More ways make a larger problem, of which as long a search sees less: by itself it may end at a worse choice. What of a
+copy is hidden depends on all others, so one search takes them all to be hidden, one none; `overlap` finds the truth.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from fxprec.passes.analysis.peak.choice import Chooser, Fit
 from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.curve import curve
 from fxprec.passes.analysis.peak.needs import Needs
+from fxprec.passes.analysis.peak.overlap import overlapped
 from fxprec.passes.analysis.peak.part import Bound
 from fxprec.passes.analysis.peak.problem import Effort, Problem
 from fxprec.passes.analysis.peak.progress import Progress
@@ -23,26 +25,39 @@ class Either:
 
     plain: Chooser
     blocks: Chooser | None
+    hidden: Chooser | None = None
+    """Takes copies to host memory to be hidden."""
 
     @classmethod
     def of(cls, needs: Needs, rates: Rates, allowed: Collection[str], progress: Progress | None = None) -> Either:
         progress = Progress() if progress is None else progress
 
-        def chooser(needs: Needs) -> Chooser:
-            return Chooser(Problem(needs, rates, allowed, Effort(progress=progress)))
+        def chooser(needs: Needs, *, hides_copies: bool = False) -> Chooser:
+            return Chooser(Problem(needs, rates, allowed, hides_copies, Effort(progress=progress)))
 
-        return cls(chooser(replace(needs, few={})), chooser(needs) if any(needs.few.values()) else None)
+        has_blocks, moves = any(needs.few.values()), "offload" in allowed and bool(needs.movable)
+        return cls(
+            chooser(replace(needs, few={})),
+            chooser(needs) if has_blocks else None,
+            chooser(needs, hides_copies=True) if moves else None,
+        )
 
     def within(self, bound: Bound) -> Fit | None:
         """Return a choice within a bound, of the least time found; or None."""
         fit = self.plain.within(bound)
-        return fit if self.blocks is None else self.blocks.within(bound, fit)
+        if self.blocks is not None:
+            fit = self.blocks.within(bound, fit)
+        found = [] if fit is None else [overlapped(fit, self.plain.problem, bound.peak)]
+        if self.hidden is not None and (other := self.hidden.within(bound)) is not None:
+            found.append(overlapped(other, self.hidden.problem, bound.peak))
+        return min(found, key=lambda fit: fit.seconds, default=None)
 
     def least(self) -> Fit:
         """Return the choice of the least peak that was found."""
         fit = self.plain.least()
-        return fit if self.blocks is None else self.blocks.least(fit)
+        fit = fit if self.blocks is None else self.blocks.least(fit)
+        return overlapped(fit, self.plain.problem, fit.peak)
 
     def curve(self, *, waiting: bool) -> tuple[Fit, ...]:
         """Return choices from the highest peak to the lowest, each of less time than the next."""
-        return curve([self.plain, *([] if self.blocks is None else [self.blocks])], waiting=waiting)
+        return curve([c for c in (self.plain, self.blocks, self.hidden) if c is not None], waiting=waiting)

@@ -109,13 +109,13 @@ def _add_few(needs: Needs, work: Work, formats: list[BlockFormat]) -> None:
 
 
 def _add_movable(needs: Needs) -> None:
-    """Find what may wait in host memory: of fixed size, dense, no output of the model, stored as one copy at most."""
+    """Find what may wait in host memory: of fixed size, not empty, dense, no output, stored as one copy at most."""
     copies: dict[Node, set[Node]] = {}
     for x, cast in needs.step.casts.items():
         copies.setdefault(cast.x, set()).update(x.all_input_nodes[:1])
     for node in needs.high:
         val = tensor_of(node)
-        is_fixed = all(isinstance(n, int) for n in (*val.shape, *val.stride()))
+        is_fixed = all(isinstance(n, int) for n in (*val.shape, *val.stride())) and val.numel() > 0
         is_one = len(copies.get(node, ())) <= 1 and node not in needs.step.returned
         if is_fixed and is_one and torch.empty_like(val).stride() == val.stride():
             needs.movable.add(node)

@@ -43,5 +43,6 @@ class Part:
         """Whether other graphs run in the same step."""
         return self.is_provisional or self.num_graphs > 1
 
-    def bound(self, budget: int) -> Bound:
-        return Bound(budget - self.beside - self.beyond, self.waiting - self.beyond_waiting)
+    def bound(self, budget: int, reserved: int = 0) -> Bound:
+        """Return what is left of a budget, of which ``reserved`` bytes stay free."""
+        return Bound(budget - self.beside - self.beyond - reserved, self.waiting - self.beyond_waiting)

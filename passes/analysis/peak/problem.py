@@ -51,6 +51,7 @@ _CHEAP = (Kind.FUSED, Kind.VIEW, Kind.FREE, Kind.PIECE)
 _SEARCHED = 30  # nodes of one search
 _WIDE = 500  # columns of one: above, equal blocks go the same ways
 _EFFORT = 3_000  # columns of all searches that answer one question
+_REPLAYED = 200_000  # items of all choices that are replayed to lower a peak
 EXACT, ROUGHLY = 1e-3, 0.05
 """Relative gaps: of the choice that is made, and of those that are only shown."""
 _WHOLE = 1e-6
@@ -67,6 +68,7 @@ class Effort:
     """What is left of the work that one question may take. It is counted, not timed: every process finds the same."""
 
     columns: int = _EFFORT
+    items: int = _REPLAYED
     searches: int = 0
     """Calls of HiGHS in whole numbers, since the problem was made."""
     nodes: int = 0
@@ -74,12 +76,21 @@ class Effort:
     progress: Progress = field(default_factory=Progress)
 
     def renew(self) -> None:
+        self.items = _REPLAYED
+        self.renew_searches()
+
+    def renew_searches(self) -> None:
         self.columns = _EFFORT
 
     def searched(self, nodes: int) -> None:
         self.searches += 1
         self.nodes += nodes
         self.progress.show(f"planning peak_budget: search {self.searches}, {self.nodes} nodes")
+
+    def replay(self, items: int) -> bool:
+        """Say whether a choice of so many items may be replayed, and take them off."""
+        self.items -= items
+        return self.items >= 0
 
     def take(self, columns: int) -> bool:
         """Say whether so large a search is within what is left, and take it off."""
@@ -96,6 +107,8 @@ class Problem:
     needs: Needs
     rates: Rates
     allowed: Collection[str]
+    hides_copies: bool = False
+    """Whether copies to host memory are taken to run beside kernels in full, or not at all."""
     effort: Effort = field(default_factory=Effort)
 
     def __post_init__(self) -> None:
@@ -208,8 +221,12 @@ class Problem:
         fmt = self.format(node, way)
         rounding = self.rates.rounding(node, fmt) if fmt is not None and way not in (KEEP, HOST) else 0.0
         size = self.size(node, way)
-        moving = self.rates.moving(size) if is_on_host(way) else 0.0
+        moving = self.moving(size) if is_on_host(way) else 0.0
         return self.rates.keeping(node, size) + rounding + moving + _LITTLE
+
+    def moving(self, size: int) -> float:
+        """Return what moving ``size`` bytes to host memory and back is taken to cost, before `overlap` knows."""
+        return 2 * self.rates.call_s if self.hides_copies else self.rates.moving(size)
 
     def _required(self) -> Iterator[Row]:
         """Yield what must be there, and what computing a value again asks for."""

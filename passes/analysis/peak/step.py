@@ -148,6 +148,8 @@ class Held:
     hosts: dict[Node, int] = field(default_factory=dict)  # value -> what moves it to host memory
     back: dict[Node, int] = field(default_factory=dict)  # value -> what of it comes back
     reloaded: list[tuple[Node, Node]] = field(default_factory=list)  # (value, backward node before which it comes back)
+    sent: dict[Node, Node] = field(default_factory=dict)  # value -> forward node behind which its copy out is done
+    fetched: dict[Node, Node] = field(default_factory=dict)  # value -> backward node before which its copy back begins
     again: dict[Node, int] = field(default_factory=dict)  # value -> where backward has it from
     repeated: list[tuple[Node, Node]] = field(default_factory=list)  # (node, backward node before which it runs again)
     made: list[Node] = field(default_factory=list)  # the value that each item is, or is a copy of

@@ -82,6 +82,14 @@ class Timeline:
             live += delta
             self.live.append(live + self.items[position].workspace)
 
+    def extend(self, position: int, *, born: int | None = None, dies: int | None = None) -> None:
+        """Let an item live from an earlier time on, or to a later one."""
+        was = self.born[position], self.dies[position]
+        self.born[position] = min(was[0], was[0] if born is None else born)
+        self.dies[position] = max(was[1], was[1] if dies is None else dies)
+        for time in (*range(self.born[position], was[0]), *range(was[1] + 1, self.dies[position] + 1)):
+            self.live[time] += self.items[position].bytes
+
     def is_returned(self, position: int) -> bool:
         """Say whether an item lives to the end: it is returned, or a view of it is."""
         return self._returned[position]

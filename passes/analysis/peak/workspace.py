@@ -19,8 +19,7 @@ _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 _CONVOLUTION, _CONVOLUTION_BACKWARD = 16_384, 20_992  # bytes, of a thread
 _CHANNELS = 16  # at once
-_GEMM = 132_096  # bytes, of a 16-bit GEMM: packed panels
-_TRANSPOSED, _PER_COLUMN = 345_216, 1_024  # bytes, where its first factor is transposed
+_SMALL, _ROWS_PACKED = 16**3, 256  # multiplications that ATen does itself; rows of a panel of a 16-bit GEMM
 _ROWS = ((768, 256), (192, 64), (0, 32))  # of queries at once, from how many on
 _KEYS = 512  # at once
 
@@ -43,11 +42,34 @@ def _of_aten(name: str, operands: Sequence[Tensor]) -> int:
     if name in (_FORWARD, _BACKWARD):
         return _attention(operands[0], operands[1 if name == _FORWARD else 2], is_backward=name == _BACKWARD)
     if name in _GEMMS and operands[-1].dtype.itemsize == 2:
-        first, second = operands[-2:]
-        is_transposed = first.stride()[-2] == 1 and first.stride()[-1] != 1
-        most = _TRANSPOSED + _PER_COLUMN * dim_hint(second.shape[-1]) if is_transposed else _GEMM
-        return min(most, _bytes(first) + _bytes(second))
+        return _gemm(*operands[-2:])
     return 0
+
+
+def _gemm(a: Tensor, b: Tensor) -> int:
+    """Return the panels that oneDNN packs in each thread, and the copies of matrices in a batch that lie apart."""
+    m, k, n = (dim_hint(size) for size in (a.shape[-2], a.shape[-1], b.shape[-1]))
+    if m * k * n <= _SMALL:
+        return 0
+    rows, k = min(m, _ROWS_PACKED), -(-k // 32) * 32
+    result = 4 * rows * min(n, 1_024)
+    if _is_transposed(a):
+        panels = result + 1_088 * rows + 66_688 if k > 512 else 256 * rows + (160 + 2 * rows) * k + 1_152
+    elif m >= 1_024 and k >= 4_096:
+        panels = result + 672_896
+    else:
+        panels = 256 * rows + 128 * min(k, 512) + 1_024 + (65_536 if k >= 2_048 else 0)
+    copies = sum(_bytes(x) for x in (a, b) if x.dim() == 3 and not _lies_in_order(x))
+    return torch.get_num_threads() * panels + copies
+
+
+def _is_transposed(x: Tensor) -> bool:
+    return x.stride()[-2] == 1 and x.stride()[-1] != 1
+
+
+def _lies_in_order(x: Tensor) -> bool:
+    """Say whether a batch of matrices, or of transposed ones, lies without gaps: oneDNN is given no other."""
+    return x.is_contiguous() or x.transpose(-1, -2).is_contiguous()
 
 
 def _widened(name: str, operands: Sequence[Tensor]) -> int:
@@ -86,14 +108,14 @@ def _heads(query: Tensor) -> int:
 
 
 def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> int:
-    """Return the weight's gradient in float32, or it and another; of 16 bits, an image and its gradient a thread."""
+    """Return the bytes of two copies of the weight's gradient; in 16 bits, those and two images in each thread."""
     own = 2 * numel_hint(weight) * gradient.dtype.itemsize
     if gradient.dtype.itemsize != 2:
         return own + _CONVOLUTION_BACKWARD
     channels = max(dim_hint(gradient.shape[1]), 1)
     padded = _bytes(gradient) * (-(-channels // _CHANNELS) * _CHANNELS) // channels
     images = (padded + _bytes(x)) // max(dim_hint(x.shape[0]), 1)
-    return own + torch.get_num_threads() * (images + _CONVOLUTION_BACKWARD)
+    return torch.get_num_threads() * (own + images + _CONVOLUTION_BACKWARD)
 
 
 def _attention(query: Tensor, key: Tensor, *, is_backward: bool) -> int:

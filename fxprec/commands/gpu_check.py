@@ -1,0 +1,57 @@
+"""``fxprec gpu-check``: what to run first on a GPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fxprec.errors import ConfigError, LoweringError
+
+
+def gpu_check(
+    dry: Annotated[bool, typer.Option("--dry", help="Without a GPU: what a CPU can check of the same items.")] = False,
+    only: Annotated[str, typer.Option(help="Items, for instance casts,products. Default: all ten.")] = "",
+    limit: Annotated[float, typer.Option(help="Seconds an item may take.")] = 60.0,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON and the text.")] = Path("fxprec-gpu-check"),
+) -> None:
+    """Check this GPU against references: kernels, training, CUDA graphs, memory; write a report to send.
+
+    Exit code 0: all passed; 1: something failed; 2: fxprec has no code for this machine.
+    """
+    from rich.markup import escape
+
+    from fxprec.console import console_for
+    from fxprec.gpu_check.findings import Findings
+    from fxprec.gpu_check.items import Item, chosen
+    from fxprec.gpu_check.report import Report, progress
+    from fxprec.gpu_check.run import run_items
+
+    if limit <= 0:
+        raise ConfigError(f"--limit is {limit:g}; give seconds above 0")
+    items = chosen([name.strip() for name in only.split(",") if name.strip()])
+    console, start = console_for(), time.monotonic()
+    with console.status("starting") as status:
+
+        def watch(item: Item, findings: Findings) -> None:
+            status.update(escape(progress(items, item, findings, time.monotonic() - start)))
+
+        def done(item: Item, findings: Findings) -> None:
+            if not console.is_terminal and not findings.refused:  # there is no status line in a file or a pipe
+                print(Report((item,), (findings,), 0.0, dry).line(item), flush=True)
+
+        found = run_items(items, dry=dry, limit=limit, watch=watch, done=done)
+    for findings in found:
+        if findings.refused:
+            raise LoweringError(f"gpu-check: {findings.refused}")
+    report = Report(items, tuple(found), time.monotonic() - start, dry)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu-check.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    (out / "gpu-check.txt").write_text(report.text() + "\n", encoding="utf-8")
+    console.print(report.table())
+    console.print(escape(report.last_line))
+    console.print(escape(f"{out / 'gpu-check.txt'} is made to be pasted into an issue; gpu-check.json has all of it"))
+    raise typer.Exit(0 if report.has_passed else 1)

@@ -1,0 +1,33 @@
+"""Dynamo's graphs before AOTAutograd traces them: which calls are attention, which submodules are traced in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph
+
+_TRACED_IN_PLACE = (
+    "tag_activation_checkpoint",
+    "wrap_activation_checkpoint",
+    "wrap",
+    "wrap_with_set_grad_enabled",
+    "wrap_with_autocast",
+)
+"""Higher-order operators whose body becomes part of the graph around it; ``torch.cond``'s and a scan's do not."""
+
+ATTENTION = (
+    torch.nn.functional.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+
+
+def bodies_traced_in_place(graph: Graph) -> Iterator[str]:
+    """Yield the attribute names of the submodules whose nodes AOTAutograd traces as if they stood in ``graph``."""
+    found = [getattr(torch.ops.higher_order, name, None) for name in _TRACED_IN_PLACE]
+    operators = {operator for operator in found if operator is not None}
+    for node in graph.find_nodes(op="get_attr"):
+        if any(user.target in operators for user in node.users):
+            assert isinstance(node.target, str)
+            yield node.target

@@ -1,0 +1,39 @@
+"""What CUDA allocates beside a graph's tensors: the caching allocator's rounding, and workspaces of cuBLAS."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+
+_SMALL, _LARGE = 512, 2 << 20  # bytes that blocks are multiples of (c10/cuda/CUDACachingAllocator)
+_LARGEST_SHARED = 10 << 20  # requests below it share a segment
+_HOPPER = (9, 0)
+_DEFAULT_KIB = {False: 4096 * 2 + 16 * 8, True: 4096 * 8}  # before Hopper, from Hopper on (aten/cuda/CublasHandlePool)
+
+
+def cuda_block_bytes(size: int) -> int:
+    """Return the bytes that the caching allocator takes at most for a tensor of ``size`` bytes."""
+    unit = _SMALL if size < _LARGEST_SHARED else _LARGE
+    return -(-size // unit) * unit
+
+
+def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
+    """Return the bytes of one handle's workspace: as torch says, as the environment says, or torch's default.
+
+    cuBLASLt takes the same memory.
+    """
+    ask = getattr(torch.backends.cuda, "cublas_workspace_size", None)  # from torch 2.12 on
+    if ask is not None and torch.cuda.is_available():
+        return int(ask())
+    asked = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    pairs = re.findall(r":(\d+):(\d+)", asked)
+    kib = sum(int(size) * int(count) for size, count in pairs) if pairs else _DEFAULT_KIB[capability >= _HOPPER]
+    return kib << 10
+
+
+def allocated(device: torch.device) -> tuple[int, int]:
+    """Return the bytes in blocks of a GPU's caching allocator now, and the most so far."""
+    stats = torch.cuda.memory_stats(device)
+    return int(stats.get("allocated_bytes.all.current", 0)), int(stats.get("allocated_bytes.all.peak", 0))

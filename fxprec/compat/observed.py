@@ -1,0 +1,61 @@
+"""What torch does on a GPU, for who checks it: operators that run, CUDA graphs recorded and skipped, 8-bit products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def recorded_cuda_graphs(device: torch.device) -> int:
+    """Return how many CUDA graphs ``mode="reduce-overhead"`` has recorded on a device; those behind others left out."""
+    if device.type != "cuda":
+        return 0
+    from torch._inductor.cudagraph_trees import get_manager
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    manager = get_manager(index, create_if_none_exists=False)
+    return 0 if manager is None else sum(map(len, manager.roots.values()))
+
+
+def skipped_cuda_graphs() -> int:
+    """Return how many graphs Inductor compiled without CUDA graphs although they were asked for."""
+    return int(counters["inductor"]["cudagraph_skips"])
+
+
+def forget_counts() -> None:
+    """Set what torch counts of its compilations to 0."""
+    counters.clear()
+
+
+def compiling_anew() -> AbstractContextManager[Any]:
+    """Take no graph from AOTAutograd's cache meanwhile: each comes by the compiler."""
+    patch: AbstractContextManager[Any] = torch._functorch.config.patch(enable_autograd_cache=False)
+    return patch
+
+
+def scaled_mm(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return ``torch._scaled_mm`` of two matrices of 8-bit floats."""
+    return torch._scaled_mm(a, b, **options)
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(function: Callable[[], Any]) -> frozenset[str]:
+    """Call a function; return the names of ATen's operators that ran."""
+    with _Seen() as seen:
+        function()
+    return frozenset(seen.names)

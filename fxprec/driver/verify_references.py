@@ -1,0 +1,322 @@
+"""What each kernel that stands in a lowered graph has to return: plain torch on the same arguments, and how near."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxprec.ir import symbolic, symbolic_blocks, symbolic_cpu, symbolic_gemms
+from fxprec.ir.symbolic_stats import Totals
+from fxprec.numerics import stats
+from fxprec.numerics.formats import parse
+from fxprec.numerics.reference import reference_decode
+from fxprec.numerics.rows import format_row
+from fxprec.numerics.stats import COLUMNS, SITE_COUNTERS, STRIPES, SUMS, UNMEASURED, WIDTH, Counts, finish
+
+aten = torch.ops.aten
+MAX_DIFFERING = 0.02
+"""Share of a tensor's codes that may be a neighbour of the reference's, where a kernel sums rows or takes exp."""
+TOLERANCE = 2e-5
+"""Relative to the tensor's largest magnitude: float32 sums of 8192 numbers in another order."""
+GENERATED_GEMM, NATIVE_GEMM = 1e-4, 4e-3
+"""Relative to the sum of the products' magnitudes. Tensor cores add products of 8-bit floats in fewer bits."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A kernel's result as it should be, and what is wrong with the one found."""
+
+    wanted: Any
+    reason: str | None
+
+
+Reference = Callable[..., Checked]
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor, name: str, *, exact: bool) -> str | None:
+    """Say how two results differ beyond what is allowed, or None."""
+    if exact:
+        same = (_bits(found) == _bits(wanted)) | (_is_nan(found) & _is_nan(wanted))
+        count = int((~same).sum())
+        return f"{count} of {found.numel()} elements of {name} are not the reference's" if count else None
+    if found.dtype == torch.float32:
+        limit = TOLERANCE * float(wanted.nan_to_num(0.0, 0.0, 0.0).abs().max()) if wanted.numel() else 0.0
+        close = torch.isclose(found, wanted, rtol=TOLERANCE, atol=limit, equal_nan=True)
+        count = int((~close).sum())
+        return f"{count} of {found.numel()} elements of {name} are off by more than {TOLERANCE:g}" if count else None
+    steps = (_bits(found) - _bits(wanted)).abs()
+    far, near = int((steps > 1).sum()), int((steps == 1).sum())
+    if far or near > MAX_DIFFERING * found.numel() + 1:
+        return f"{far + near} of {found.numel()} codes of {name} are not the reference's"
+    return None
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize]
+    return x.view(integer).to(torch.int64)
+
+
+def _is_nan(x: torch.Tensor) -> torch.Tensor:
+    return torch.isnan(x) if x.dtype.is_floating_point else torch.zeros_like(x, dtype=torch.bool)
+
+
+def statistics_differ(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Say of each row of counts (n, `WIDTH`) whether it differs, (n,) bool.
+
+    Ratios and largest magnitudes must agree to the last bit; moments are sums in another order.
+    """
+    mine, theirs = (
+        torch.tensor(finish(rows.cpu()), dtype=torch.float64, device="cpu").view(-1, 7) for rows in (found, wanted)
+    )
+    same = (mine[:, :3].nan_to_num() == theirs[:, :3].nan_to_num()).all(1)
+    near = torch.isclose(mine[:, 3:], theirs[:, 3:], rtol=1e-3, atol=1e-4, equal_nan=True).all(1)
+    return ~(same & near)
+
+
+def _first(reasons: Iterator[str | None]) -> str | None:
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+# The kernels of a GPU.
+
+
+def _quantize_transpose(
+    found: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    table: torch.Tensor,
+    row: int,
+    format: str,
+    storage: str,
+    keep: bool,
+    row_major: bool,
+    counted: bool,
+) -> Checked:
+    fmt, wide = parse(format), x.to(torch.float32)
+    codes: torch.Tensor = symbolic.QUANTIZE(wide, table, row, format, storage)
+    if keep:
+        codes = symbolic.KEEP_CODES(codes.view(fmt.code_dtype), wide, format).view(codes.dtype)
+    turned = codes.reshape(-1, codes.shape[-1]).t().contiguous()
+    counts = _counts_of(wide, table, row, format) if counted else None
+    counters = found[2] if counts is None else _striped(counts)
+
+    def reasons() -> Iterator[str | None]:
+        if row_major:
+            yield difference(found[0], codes, "its codes", exact=True)
+        yield difference(found[1], turned, "its transposed codes", exact=True)
+        if counts is not None and bool(statistics_differ(stats.gathered(found[2]), counts.view(1, -1)).any()):
+            yield f"its statistics of row {row} are not the reference's"
+
+    return Checked((codes if row_major else found[0], turned, counters), _first(reasons()))
+
+
+def _counts_of(x: torch.Tensor, table: torch.Tensor, row: int, format: str, *, moments: bool = True) -> torch.Tensor:
+    """Return a row of `Counts` of float32 ``x``, with moments where the table asks for them."""
+    scale, carried, measured = (int(table[row, column]) for column in (0, symbolic.CARRIED, symbolic.MEASURE))
+    stored = x * 2.0**scale
+    over, under, amax, elements = (float(n) for n in stats.count(x, stored, format_row(parse(format))))
+    moments = moments and bool(measured)
+    nonzero, squares, logs, squared_logs = map(float, stats.count_moments(stored)) if moments else UNMEASURED
+    found = Counts(over, under, amax, elements, nonzero, squares, logs, squared_logs, carried, carried + scale)
+    return torch.tensor(found, dtype=torch.float64, device=x.device)
+
+
+def _striped(counts: torch.Tensor) -> torch.Tensor:
+    """Return striped counters (`SITE_COUNTERS`,) that amount to a row of `Counts`."""
+    c = Counts(*counts.tolist())
+    table = torch.zeros(STRIPES + 1, COLUMNS, dtype=torch.int32, device="cpu")
+    first, facts = table[0], table[STRIPES]
+    first[0], first[1], first[3] = int(c.overflow), int(c.underflow), max(int(c.nonzero), 0)
+    first[2] = torch.tensor(c.amax, dtype=torch.float32, device="cpu").view(torch.int32)
+    first[SUMS:] = torch.tensor(c[5:8], dtype=torch.float64, device="cpu").view(torch.int32)
+    facts[:2] = torch.tensor([int(c.elements)], dtype=torch.int64, device="cpu").view(torch.int32)
+    facts[2], facts[3], facts[4] = int(c.carried), int(c.moments_exp - c.carried), int(c.nonzero >= 0)
+    return table.view(SITE_COUNTERS).to(counts.device)
+
+
+def _transpose_codes(found: torch.Tensor, q: torch.Tensor) -> Checked:
+    turned = q.reshape(-1, q.shape[-1]).t().contiguous()
+    return Checked(turned, difference(found, turned, "its codes", exact=True))
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product in float32, before it is rounded, and by how much each element may be off."""
+
+    value: torch.Tensor
+    limit: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, tolerance: float
+    ) -> _Product:
+        """Multiply numbers; ``dtype`` is what the kernel rounds the product to."""
+        value, size = a @ b, a.abs() @ b.abs()
+        if bias is not None:
+            value, size = value + bias.to(torch.float32), size + bias.to(torch.float32).abs()
+        step = torch.finfo(dtype).eps if dtype.itemsize == 2 else 0.0
+        return cls(value, (tolerance * size + step * value.abs()).nan_to_num(0.0, 0.0, 0.0))
+
+    def reason(self, found: torch.Tensor) -> str | None:
+        wanted = self.value.to(found.dtype).to(torch.float32)
+        wide = found.to(torch.float32)
+        bad = ~((wide - wanted).abs() <= self.limit) & ~((wide == wanted) | (wide.isnan() & wanted.isnan()))
+        count = int(bad.sum())
+        return f"{count} of {found.numel()} elements of its product are off by more than sums may be" if count else None
+
+
+def _numbers(codes: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+    fmt = parse(format)
+    exponent = 0 if row == symbolic.AS_STORED else int(table[row, 0])
+    return reference_decode(codes.view(fmt.code_dtype), fmt) * 2.0**-exponent
+
+
+def _coded_product(a: Any, b: Any, bias: Any, table: Any, *rest: Any) -> _Product:
+    row_a, row_b, format_a, format_b, dtype = rest[:5]
+    numbers = _numbers(a, table, row_a, format_a), _numbers(b, table, row_b, format_b)
+    return _Product.of(*numbers, bias, dtype, GENERATED_GEMM)
+
+
+def _matmul_codes(found: torch.Tensor, *args: Any) -> Checked:
+    product = _coded_product(*args)
+    return Checked(product.value.to(found.dtype), product.reason(found))
+
+
+def _matmul_to_codes(found: Sequence[torch.Tensor], *args: Any) -> Checked:
+    """Codes lie between those of the least and the largest product that another order of the sum may give."""
+    product, table, dtype = _coded_product(*args), args[3], args[8]
+    row, format, storage, _, counted = args[9:]
+    rounded = product.value.to(dtype).to(torch.float32)
+    low, wanted, high = (
+        symbolic.QUANTIZE(x, table, row, format, storage)
+        for x in (rounded - product.limit, rounded, rounded + product.limit)
+    )
+    numbers = [reference_decode(q.view(parse(format).code_dtype), parse(format)) for q in (low, found[0], high)]
+    same = (_bits(found[0]) == _bits(wanted)) | (_is_nan(found[0]) & _is_nan(wanted))
+    count = int((~same & ~((numbers[0] <= numbers[1]) & (numbers[1] <= numbers[2]))).sum())
+    counts = _counts_of(rounded, table, row, format, moments=False)
+
+    def reasons() -> Iterator[str | None]:
+        if count:
+            yield f"{count} of {found[0].numel()} codes of its product are not the reference's"
+        if counted:
+            mine = Counts(*stats.gathered(found[1]).flatten().tolist())
+            theirs, slack = Counts(*counts.tolist()), MAX_DIFFERING * rounded.numel() + 1
+            lost = max(abs(mine.overflow - theirs.overflow), abs(mine.underflow - theirs.underflow))
+            amax = abs(mine.amax - theirs.amax) > float(product.limit.max())
+            if lost > slack or amax or mine[3:] != theirs[3:]:
+                yield f"its statistics of row {row} are not the reference's"
+
+    return Checked((wanted, _striped(counts) if counted else found[1]), _first(reasons()))
+
+
+def _scaled_mm(
+    found: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *rest: object,
+) -> Checked:
+    numbers = a.to(torch.float32) * scale_a, b.to(torch.float32) * scale_b
+    product = _Product.of(*numbers, bias, found.dtype, NATIVE_GEMM)
+    return Checked(product.value.to(found.dtype), product.reason(found))
+
+
+def _totals(found: torch.Tensor, lost: torch.Tensor, amax: torch.Tensor, *rest: Any) -> Checked:
+    wanted = stats.totals(lost, amax, *rest)
+    return Checked(wanted.flatten(), _wrong_rows(found, wanted, rest[2]))
+
+
+def _gathered(found: torch.Tensor, counters: torch.Tensor) -> Checked:
+    wanted = stats.gathered(counters)
+    return Checked(wanted.flatten(), _wrong_rows(found, wanted, range(len(wanted))))
+
+
+def _wrong_rows(found: torch.Tensor, wanted: torch.Tensor, rows: Sequence[int]) -> str | None:
+    wrong = [
+        row for row, bad in zip(rows, statistics_differ(found.view(-1, WIDTH), wanted).tolist(), strict=True) if bad
+    ]
+    return f"its sums of rows {', '.join(map(str, wrong[:5]))} are not the reference's" if wrong else None
+
+
+def _store_blocks(found: torch.Tensor, *args: Any) -> Checked:
+    wanted = symbolic_blocks.QUANTIZE_BLOCKS(*args)
+    return Checked(wanted, difference(found, wanted, "its records", exact=True))
+
+
+def _load_blocks(found: torch.Tensor, *args: Any) -> Checked:
+    wanted = symbolic_blocks.DEQUANTIZE_BLOCKS(*args)
+    return Checked(wanted, difference(found, wanted.view(found.shape), "its values", exact=True))
+
+
+REFERENCES: Mapping[object, Reference] = {
+    symbolic_gemms.QuantizeTranspose.target: _quantize_transpose,
+    symbolic_gemms.TRANSPOSE_CODES: _transpose_codes,
+    symbolic_gemms.MATMUL_CODES: _matmul_codes,
+    symbolic_gemms.MatmulToCodes.target: _matmul_to_codes,
+    symbolic_gemms.GATHERED: _gathered,
+    Totals.target: _totals,
+    aten._scaled_mm.default: _scaled_mm,
+    symbolic_blocks.StoreBlocks.target: _store_blocks,
+    symbolic_blocks.LoadBlocks.target: _load_blocks,
+}
+"""Of kernels that write nothing but what they return: called with what was found and the call's arguments."""
+GEMMS = (symbolic_gemms.MATMUL_CODES, symbolic_gemms.MatmulToCodes.target, aten._scaled_mm.default)
+
+
+# The kernels of a CPU, some of which write over what they read.
+
+_Compared = list[tuple[str, torch.Tensor, torch.Tensor]]
+
+
+def _values(x: torch.Tensor, table: torch.Tensor, row: int, fmt: str, storage: str, keep: bool) -> torch.Tensor:
+    q = symbolic.QUANTIZE(x, table, row, fmt, storage)
+    values = symbolic.DEQUANTIZE(q, table, symbolic.AS_STORED, fmt, storage, torch.float32)
+    result: torch.Tensor = symbolic.KEEP_NONFINITE(values, x) if keep else values
+    return result
+
+
+def _store(found: Any, x: Any, *args: Any) -> _Compared:
+    source, table, row, fmt, storage = args[:5]
+    compared = [("its codes", found[0], symbolic.QUANTIZE(source, table, row, fmt, storage))]
+    values = x if x is not None else found[1]
+    if values.numel():
+        compared.append(("its values", values, _values(source, table, row, fmt, storage, args[-1])))
+    return compared
+
+
+def _round(found: Any, x: Any, *args: Any) -> _Compared:
+    values: torch.Tensor = _values(*args)
+    return [("its values", found[0] if x is None else x, values)]
+
+
+def _load(found: Any, x: Any, q: torch.Tensor, table: torch.Tensor, row: int, fmt: str) -> _Compared:
+    storage = "packed" if not q.dtype.is_floating_point else "native"
+    return [("its values", found, symbolic.DEQUANTIZE(q, table, row, fmt, storage, torch.float32))]
+
+
+IN_PLACE = (symbolic_cpu.STORE_, symbolic_cpu.ROUND_)
+CPU_REFERENCES: Mapping[object, Callable[..., _Compared]] = {
+    symbolic_cpu.STORE: _store,
+    symbolic_cpu.STORE_: _store,
+    symbolic_cpu.ROUND: _round,
+    symbolic_cpu.ROUND_: _round,
+    symbolic_cpu.LOAD: _load,
+}
+
+
+def name_of(node: Node, args: Sequence[Any]) -> str:
+    """Return what messages and `lower` call the kernel of a call in `REFERENCES`."""
+    kernel = symbolic_gemms.kernel_called(node)
+    if kernel is not None:
+        return kernel.name
+    return (
+        symbolic_gemms.native_name(*args[:2])
+        if node.target is aten._scaled_mm.default
+        else f"{node.name} ({node.target})"
+    )

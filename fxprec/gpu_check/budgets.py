@@ -1,0 +1,83 @@
+"""Item 8: what a step allocates at its peak, beside the budget it was planned for."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import torch
+
+import fxprec
+from fxprec.errors import BudgetError
+from fxprec.gpu_check.ground import Ground, NotHere, require, within
+from fxprec.gpu_check.samples import transformer
+
+MOST = 1.05
+"""Of the budget. Not in a plan, and in the allocator's peak: workspaces of libraries, sizes rounded up to 512 bytes."""
+LEAST = "40%"
+"""May be out of reach of a model whose largest layer holds that much; the least that is in reach is then said."""
+BUDGETS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("100%", {}),
+    ("60%", {}),
+    ("40%", {}),
+    ("60%", {"ways": ("narrow", "recompute", "offload")}),
+)
+_DRY: tuple[tuple[str, dict[str, Any]], ...] = (("100%", {}), ("80%", {}))
+
+
+def check(ground: Ground) -> None:
+    """Plan a transformer's step for each budget, and measure it."""
+    slowest = 0.0
+    for budget, options in BUDGETS if ground.on_gpu else _DRY:
+        name, start = f"peak_budget={budget!r}{' with offloading' if options else ''}", time.monotonic()
+        if not ground.has_time(name, slowest):
+            continue
+        with ground.case(name):
+            try:
+                _fits(ground, budget, options)
+            except BudgetError as error:
+                if budget != LEAST:
+                    raise
+                raise NotHere(str(error)) from error
+        slowest = max(slowest, time.monotonic() - start)
+    ground.needs_gpu("bytes that steps allocate, budgets of 60 % and less, offloading")
+
+
+def _fits(ground: Ground, budget: str, options: dict[str, Any]) -> None:
+    """Fail where the plan, or the peak of the second step less what was there before it, is above the budget."""
+    torch.compiler.reset()
+    gc.collect()
+    width, tokens, layers = (1024, 1024, 4) if ground.on_gpu else (32, 64, 2)
+    model = transformer(ground.device, width=width, heads=width // 64 or 1, layers=layers)
+    x = torch.randn(4, tokens, width, device=ground.device)
+    lowering: Any = "auto" if ground.on_gpu else "eager"
+    backend = fxprec.Backend(fxprec.Config(recipe="fp8", peak_budget=budget, lowering=lowering, **options))
+    compiled, peak = torch.compile(model, backend=backend), 0
+    for _ in range(3 if ground.on_gpu else 1):
+        model.zero_grad(set_to_none=True)
+        peak = _peak(ground, lambda: compiled(x).square().mean().backward())
+    planned = backend.plans[0].peak_bytes
+    require(planned is not None, "the plan has no peak")
+    assert planned is not None
+    require(planned.planned <= planned.budget, f"planned {planned.planned} bytes for a budget of {planned.budget}")
+    name = f"peak_budget={budget}{' offload' if options else ''}"
+    if not ground.on_gpu:
+        ground.fact(name, {"budget": planned.budget, "planned": planned.planned})
+        return
+    facts = {"budget": planned.budget, "planned": planned.planned, "compiled": planned.compiled, "allocated": peak}
+    ground.fact(name, facts | {"ratio": round(peak / planned.budget, 4)})
+    within("bytes allocated over the budget", peak / planned.budget, MOST)
+
+
+def _peak(ground: Ground, step: Any) -> int:
+    """Return the bytes a step allocated at its peak, beside parameters and inputs."""
+    if not ground.on_gpu:
+        step()
+        return 0
+    torch.cuda.synchronize(ground.device)
+    torch.cuda.reset_peak_memory_stats(ground.device)
+    before = torch.cuda.memory_allocated(ground.device)
+    step()
+    torch.cuda.synchronize(ground.device)
+    return torch.cuda.max_memory_allocated(ground.device) - before

@@ -1,0 +1,103 @@
+"""Kernels generated for a graph, and those of block formats: part of item 4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxprec.runtime.gemm.ops
+import fxprec.runtime.gemm.reference_ops
+import fxprec.runtime.reference_blocks
+import fxprec.runtime.reference_ops  # noqa: F401  registers implementations
+from fxprec import compat
+from fxprec.driver.capture import copied
+from fxprec.driver.verify import checked_run
+from fxprec.gpu_check.ground import Ground, require, same
+from fxprec.gpu_check.samples import table_of
+from fxprec.ir import symbolic
+from fxprec.ir.symbolic_blocks import DequantizeBlocks, QuantizeBlocks, TensorScale
+from fxprec.numerics import blocks
+from fxprec.passes.lowering.blocks import lower_blocks
+from fxprec.passes.lowering.lower import lower
+from fxprec.passes.lowering.rows import WatchedRows
+
+FORMATS = ["1-4-3+4", "1-5-2"]
+BLOCKS = ("mxfp6", "nvfp4", "int4", "int8/32:bf16")
+
+
+def regions() -> Iterator[tuple[str, Callable[..., Any], tuple[Tensor, ...]]]:
+    """Yield functions with casts, and inputs on the CPU."""
+
+    def stored(x: Tensor, table: Tensor, row: int) -> tuple[Tensor, Tensor]:
+        q = symbolic.QUANTIZE(x, table, row, FORMATS[row], "packed")
+        return q, symbolic.DEQUANTIZE(q, table, symbolic.AS_STORED, FORMATS[row], "packed", torch.float32)
+
+    def elementwise(x: Tensor, w: Tensor, table: Tensor) -> Any:
+        q, value = stored(torch.relu(x) * 2 + x, table, 0)
+        return q, *stored(value @ w, table, 1)
+
+    def by_row(x: Tensor, w: Tensor, table: Tensor) -> Any:
+        q, value = stored(F.gelu(F.layer_norm(x, x.shape[-1:])), table, 0)
+        return q, *stored(torch.softmax(value @ w, -1), table, 1)
+
+    table = table_of(FORMATS, torch.device("cpu"), exponent=2)
+    x, w = torch.randn(33, 48), torch.randn(48, 40)
+    yield "element by element", elementwise, (x, w, table)
+    yield "row by row", by_row, (x, w, table)
+
+
+def check_region(ground: Ground, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
+    """Lower a graph to generated kernels; run it beside the reference on the device, and that beside the CPU's."""
+    here = [x.to(ground.device) for x in inputs]
+    with torch.no_grad():
+        plain = make_fx(function, decomposition_table=compat.decompositions(), tracing_mode="fake")(*here)
+    (results,) = plain.graph.output_node().args
+    plain.graph.output_node().args = (tuple(results),)  # type: ignore[arg-type]
+    plain.recompile()
+    own = copied(plain)
+    rows = WatchedRows(watched=frozenset({0, 1}), scaled=frozenset({0, 1}))
+    lowered = lower(own, "triton", "cuda", rows, calls=compat.TritonCalls())
+    require(bool(lowered.generated.kernels), "no kernel was generated")
+    found, faults = checked_run(own, copied(plain), lowered, here)
+    require(not faults, "; ".join(f"{fault.kernel}: {fault.reason}" for fault in faults))
+    with torch.no_grad():
+        wanted = plain(*here)
+    for k, (mine, theirs) in enumerate(zip(found, wanted, strict=False)):
+        same(f"result {k}", mine, theirs)
+
+
+def check_blocks(ground: Ground, name: str) -> None:
+    """Cast to a block format and back, rounding to nearest and at random: the bytes and numbers of the CPU's text."""
+    seed = torch.tensor([12345], dtype=torch.int32)
+    for count, dtype in ((1100, torch.float32), (2048, torch.bfloat16), (1, torch.float32)):
+        x = (torch.randn(count) * 2.0 ** torch.randint(-20, 20, (count,))).to(dtype)
+        for stochastic in (False, True):
+            gm = _block_graph(name, x, stochastic=stochastic)
+            wanted = gm(x, seed)
+            lower_blocks(gm, "triton", ground.device.type, compat.TritonCalls())
+            gm.recompile()
+            found = gm(x.to(ground.device), seed.to(ground.device))
+            for what, mine, theirs in zip(("bytes", "numbers"), found, wanted, strict=True):
+                same(f"{what} of {count}{', stochastic' if stochastic else ''}", mine, theirs)
+
+
+def _block_graph(name: str, x: Tensor, *, stochastic: bool) -> GraphModule:
+    """Return a cast to blocks of an input, and back; the other input is the seed."""
+    fmt, graph = blocks.find_blocks(name), Graph()
+    at, seed = graph.placeholder("x"), graph.placeholder("seed")
+    at.meta["val"], seed.meta["val"] = x, torch.zeros(1, dtype=torch.int32)
+    whole = TensorScale(at, name).insert(graph) if fmt.tensor_scale else None
+    stored = QuantizeBlocks(at, seed if stochastic else None, whole, 5, name).insert(graph)
+    read = DequantizeBlocks(stored, whole, 5, name, x.numel(), x.dtype).insert(graph)
+    if whole is not None:
+        whole.meta["val"] = x.new_empty(1)
+    stored.meta["val"] = x.new_empty(-(-x.numel() // fmt.block), fmt.head_bytes + fmt.code_bytes, dtype=torch.uint8)
+    read.meta["val"] = x.new_empty(x.numel(), dtype=x.dtype)
+    graph.output((stored, read))
+    return GraphModule(torch.nn.Module(), graph)

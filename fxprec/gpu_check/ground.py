@@ -1,0 +1,145 @@
+"""What an item is given: a device, and words to say what was checked, what was wrong and what was left out."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxprec.errors import GpuCheckError
+from fxprec.gpu_check.findings import Findings
+from fxprec.gpu_check.items import Mode
+
+
+class NotHere(Exception):
+    """Raised inside a case that cannot be checked here: it says why, and is no failure."""
+
+
+class Ground:
+    """One item's process. A case that raises is a failure; the cases after it are run all the same."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        mode: Mode,
+        findings: Findings,
+        *,
+        seconds: float = 60.0,
+        save: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.device, self.mode, self.findings = device, mode, findings
+        self._save, self._seconds, self._start = save, seconds, time.monotonic()
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.mode == "gpu"
+
+    @property
+    def architecture(self) -> int:
+        """The GPU's compute capability, 90 for 9.0; without a GPU 90."""
+        if not self.on_gpu:
+            return 90
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return 10 * major + minor
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the item's process is ended."""
+        return self._seconds - (time.monotonic() - self._start)
+
+    def has_time(self, what: str, seconds: float) -> bool:
+        """Say whether half as much again as ``seconds`` is left; where not, note that ``what`` is left out."""
+        if self.seconds_left < 1.5 * seconds:
+            self.leave_out(what, f"{self.seconds_left:.0f} s of the limit were left; give --limit a larger one")
+            return False
+        return True
+
+    @contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """Note that a case passed, or why it failed."""
+        self.findings.case = name
+        self._save()
+        try:
+            yield
+            if self.on_gpu:
+                torch.cuda.synchronize(self.device)  # a kernel's fault is then this case's
+        except NotHere as why:
+            self.leave_out(name, str(why))
+        except Exception as error:  # whatever torch, Triton or a check raises
+            self.findings.fail(name, one_line(error), traceback.format_exc(limit=-12))
+        else:
+            self.findings.passed.append(name)
+        self.findings.case = ""
+        self._save()
+
+    def fact(self, name: str, value: Any) -> None:
+        self.findings.facts[name] = value
+        self._save()
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Say what is not checked here, and why."""
+        self.findings.left_out.append({"what": what, "why": why})
+
+    def needs_gpu(self, what: str) -> bool:
+        """Say whether there is a GPU; where there is none, note that ``what`` is left out."""
+        if not self.on_gpu:
+            self.leave_out(what, "needs a GPU")
+        return self.on_gpu
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's type and first line; of fxprec's own errors the message alone."""
+    text = " ".join(str(error).strip().splitlines()[:1])
+    return text if isinstance(error, GpuCheckError) else f"{type(error).__name__}: {text}"
+
+
+def require(holds: bool, what: str) -> None:
+    """Raise `GpuCheckError` with ``what`` is wrong, unless it ``holds``."""
+    if not holds:
+        raise GpuCheckError(what)
+
+
+def same(what: str, found: Tensor, wanted: Tensor) -> None:
+    """Raise `GpuCheckError` unless two tensors are equal bit for bit, any NaN equal to any other."""
+    found, wanted = found.detach().cpu(), wanted.detach().cpu()
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        sizes = f"{tuple(found.shape)} {found.dtype}, not {tuple(wanted.shape)} {wanted.dtype}"
+        raise GpuCheckError(f"{what}: {sizes}")
+    differ = ~_equal(found, wanted)
+    if not bool(differ.any()):
+        return
+    first = [int(i) for i in differ.nonzero()[0]]
+    pair = f"{found[tuple(first)].item()!r}, not {wanted[tuple(first)].item()!r}"
+    raise GpuCheckError(f"{what}: {int(differ.sum())} of {differ.numel()} differ, the first at {first}: {pair}")
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _equal(a: Tensor, b: Tensor) -> Tensor:
+    if not a.is_floating_point():
+        return _integers(a) == _integers(b)
+    dtype = _BITS[a.itemsize]
+    return (a.contiguous().view(dtype) == b.contiguous().view(dtype)) | (a.isnan() & b.isnan())
+
+
+def _integers(x: Tensor) -> Tensor:
+    return x.contiguous().view(_BITS[x.itemsize]) if x.dtype != torch.bool else x
+
+
+def within(what: str, found: float, bound: float) -> float:
+    """Return ``found``. Raise `GpuCheckError` unless it is at most ``bound``; a NaN is not."""
+    if not found <= bound:
+        raise GpuCheckError(f"{what} is {found:.4g}, above {bound:.4g}")
+    return found
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """Return the L2 norm of the difference over that of ``wanted``, in float64."""
+    a, b = found.detach().cpu().double(), wanted.detach().cpu().double()
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))

@@ -1,0 +1,100 @@
+"""Item 5: a two-layer transformer, forward and backward, in each lowering beside the reference lowering."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fxprec
+from fxprec.gpu_check.ground import Ground, distance, require, same, within
+from fxprec.gpu_check.samples import gradients, transformer
+
+TO_FLOAT32 = 0.2
+"""Distance from float32's gradients that 8-bit storage and 8-bit products may make."""
+BETWEEN_LOWERINGS = 1e-2
+"""The same between lowerings, whose sums and functions differ in their last bits: some values round to a neighbour."""
+
+
+@dataclass
+class Step:
+    """Of one step: the loss, gradients by name, and rows of statistics."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    rows: list[dict[str, Any]]
+
+
+def step(ground: Ground, lowering: str | None, **options: Any) -> Step:
+    """Run one step of the same model on the same batch; ``lowering`` None: as it is, in float32."""
+    torch.compiler.reset()
+    width, tokens = (256, 128) if ground.on_gpu else (32, 16)
+    model = transformer(ground.device, width=width, heads=4)
+    x = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(1)).to(ground.device)
+    if lowering is None:
+        backend, run = None, model.__call__
+    else:
+        backend = fxprec.Backend(fxprec.Config(recipe="fp8", low_ratio=1.0, lowering=lowering, **options))  # type: ignore[arg-type]
+        run = torch.compile(model, backend=backend)
+    loss = run(x).square().mean()
+    loss.backward()
+    return Step(loss.detach(), gradients(model), [] if backend is None else backend.stats())
+
+
+def check(ground: Ground) -> None:
+    """Compare gradients and statistics of each lowering with the reference lowering, and that with float32."""
+    exact = step(ground, None)
+    reference: Step | None = None
+    with ground.case("reference lowering beside float32"):
+        reference = step(ground, "eager")
+        ground.fact("gradients beside float32", _compare(reference, exact, TO_FLOAT32))
+    with ground.case("the reference lowering twice, bit for bit"):
+        again = step(ground, "eager")
+        require(reference is not None, "the first run failed")
+        assert reference is not None
+        for name, value in again.gradients.items():
+            same(name, value, reference.gradients[name])
+        require(again.rows == reference.rows, "statistics differ")
+    if not ground.needs_gpu("lowering='auto', 'inductor' and 'triton' in Inductor's code"):
+        return
+    slowest = 0.0
+    for lowering in ("auto", "inductor", "triton"):
+        if not ground.has_time(f"lowering={lowering!r}", slowest):
+            continue
+        start = time.monotonic()
+        with ground.case(f"lowering={lowering!r}"):
+            found = step(ground, lowering)
+            require(reference is not None, "there is no reference: its case failed")
+            assert reference is not None
+            ground.fact(f"gradients of {lowering!r} beside 'eager'", _compare(found, reference, BETWEEN_LOWERINGS))
+            ground.fact(f"rows of {lowering!r} not equal to the last bit", _rows(found, reference))
+        slowest = max(slowest, time.monotonic() - start)
+
+
+def _compare(found: Step, wanted: Step, bound: float) -> float:
+    require(found.gradients.keys() == wanted.gradients.keys(), "a gradient is missing")
+    worst = max((distance(found.gradients[name], value), name) for name, value in wanted.gradients.items())
+    return round(within(f"relative distance of the gradient of {worst[1]}", worst[0], bound), 5)
+
+
+def _rows(found: Step, wanted: Step) -> str:
+    """Check statistics row by row: those of parameters, which nothing comes before, to the last bit."""
+    require(len(found.rows) == len(wanted.rows), f"{len(found.rows)} rows of statistics, not {len(wanted.rows)}")
+    differing = 0
+    for mine, theirs in zip(found.rows, wanted.rows, strict=True):
+        where = f"{theirs['kind']} {theirs['tensor']}"
+        pairs = [(mine[k], theirs[k]) for k in ("amax", "overflow_ratio", "underflow_ratio")]
+        if any(a is None or b is None for a, b in pairs[:2]):
+            require(pairs[0][0] is pairs[0][1] is None, f"one lowering has no statistics of {where}")
+            continue
+        equal = all(a == b for a, b in pairs)
+        differing += not equal
+        require(equal or theirs["kind"] != "param", f"statistics of {where} are {pairs}")
+        require(math.isclose(*pairs[0], rel_tol=1e-2), f"amax of {where} is {pairs[0][0]:g}, not {pairs[0][1]:g}")
+        for a, b in pairs[1:]:
+            require(abs((a or 0.0) - (b or 0.0)) <= 0.01, f"a ratio of {where} is {a:g}, not {b:g}")
+    return f"{differing} of {len(wanted.rows)}"

@@ -1,0 +1,30 @@
+"""What of a GPU's ``peak_budget`` no plan may use: libraries' workspaces, and an allowance for what is not known."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fxprec import compat
+from fxprec.passes.analysis.gemm_costs import gpu_of
+
+ALLOWANCE = 0.02
+"""Share of a budget: cuDNN's workspaces, attention backward's accumulators, blocks that are not split."""
+_THREADS = 2  # with a cuBLAS handle each: forward's and backward's
+
+
+def workspaces(device: torch.device) -> int:
+    """Return the bytes of cuBLAS's workspaces on a device; none on a CPU."""
+    gpu = gpu_of(device)
+    return 0 if gpu is None else _THREADS * compat.cublas_workspace_bytes(gpu.capability)
+
+
+def reserved(device: torch.device, budget: int) -> int:
+    """Return the bytes of a budget that are left free."""
+    return workspaces(device) + int(ALLOWANCE * budget) if device.type == "cuda" else 0
+
+
+def enough_for(missing: int, budget: int) -> int:
+    """Return the budget in place of one that is ``missing`` bytes short: part of what is added is left free, too."""
+    return budget + math.ceil(missing / (1 - ALLOWANCE))

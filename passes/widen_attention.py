@@ -1,0 +1,113 @@
+"""Show attention's float32 tensors to the passes that plan, in place of the 16-bit copies that torch chose a kernel by.
+
+The driver gives a GPU's attention 16-bit operands before torch traces (``driver/narrow_attention.py``). Each copy would
+be a tensor of its own: stored beside the float32 tensor that it came from, in a layout that no GEMM reads. The plan is
+made for the float32 tensors, and narrow-gemms converts attention's operands again where they lie best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import factors_of, input_at, item_of, tensor_of, value
+from fxprec.passes.analysis.ops import CONVERT
+from fxprec.passes.base import Work
+
+_ALIASES = ops.existing(torch.ops.aten, "alias detach")
+
+
+@dataclass(frozen=True)
+class WidenAttention:
+    """Take conversions away between float32 and a GPU's attention in bfloat16; narrow-gemms puts them back."""
+
+    name: str = "widen-attention"
+
+    def apply(self, work: Work) -> None:
+        if work.settings.is_simulated or work.settings.recipe.hi.torch_dtype != torch.bfloat16:
+            return  # narrow-gemms leaves attention, or its backward, as it was traced
+        for node in list(work.joint.graph.nodes):
+            if node.target in ops.ATTENTION_ON_GPU:
+                backward = list(_backward_of(node))
+                calls = [_Call(n) for n in (node, *backward)]
+                if all(call.is_between_float32 for call in calls):
+                    for call in calls:
+                        call.widen(work.joint.graph)
+
+
+def _backward_of(attention: Node) -> Iterator[Node]:
+    for result in attention.users:
+        item = item_of(result)
+        if item is not None and item[1] == 0:
+            yield from (user for user in _readers(result) if user.target in ops.ATTENTION_BACKWARD)
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Yield what reads a tensor, through the aliases that autograd makes of what it saves."""
+    for user in node.users:
+        if user.target in _ALIASES:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Forward's or backward's attention, in bfloat16."""
+
+    node: Node
+
+    @property
+    def operands(self) -> list[Node]:
+        """What it multiplies; a mask and statistics of forward are not among it, nor forward's result."""
+        return list(dict.fromkeys(factors_of(self.node)))
+
+    @property
+    def results(self) -> list[Node]:
+        """The tensors of forward's result, or the gradients of its operands."""
+        return [user for user in self.node.users if _is_narrow(user)]
+
+    @property
+    def is_between_float32(self) -> bool:
+        """Whether all operands are converted from float32, and all results to it."""
+        return all(map(_was_float32, self.operands)) and all(
+            user.target in ops.ATTENTION_BACKWARD or (user.target is CONVERT and user.args[1] == torch.float32)
+            for result in self.results
+            for user in _readers(result)
+        )
+
+    def widen(self, graph: Graph) -> None:
+        for operand in self.operands:
+            self.node.replace_input_with(operand, input_at(operand, 0))
+            if not operand.users:
+                graph.erase_node(operand)
+        traced = self.node.meta["val"]
+        assert isinstance(traced, tuple | list)
+        results = {item[1]: user for user in self.results if (item := item_of(user)) is not None}
+        self.node.meta["val"] = tuple(v.float() if i in results else v for i, v in enumerate(traced))
+        for i, result in results.items():
+            for shown in (result, *_aliases(result)):
+                shown.meta["val"] = self.node.meta["val"][i]
+            for user in [user for user in result.users if user.target is CONVERT]:
+                user.replace_all_uses_with(result)
+                graph.erase_node(user)
+
+
+def _aliases(node: Node) -> Iterator[Node]:
+    for user in node.users:
+        if user.target in _ALIASES:
+            yield user
+            yield from _aliases(user)
+
+
+def _is_narrow(node: Node) -> bool:
+    found = value(node)
+    return found is not None and found.dtype == torch.bfloat16
+
+
+def _was_float32(node: Node) -> bool:
+    return node.target is CONVERT and _is_narrow(node) and tensor_of(input_at(node, 0)).dtype == torch.float32

@@ -1,0 +1,109 @@
+"""A generated kernel that compiles and cannot start is an error of ours that names it; torch's own errors stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.runtime.errors import OutOfResources
+
+from fxprec import LoweringError, compat
+from fxprec.config import Config
+from fxprec.driver.fallback import Lowering
+from fxprec.driver.launches import named_launches
+
+NAMES = ("fxprec_flat_relu_1", "store_mxfp6")
+
+
+def too_much() -> Exception:
+    return OutOfResources(300_000, 232_448, "shared memory")
+
+
+class Launcher:
+    """Stands for Triton's and Inductor's launchers: ``fn`` is the kernel."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        def fn() -> None: ...
+
+        fn.__name__ = name
+        self.fn, self.error = fn, error
+
+    def run(self, args: list[Any]) -> Any:
+        raise self.error
+
+
+ERRORS = [too_much(), RuntimeError(f"No valid triton configs. OutOfResources: {too_much()}")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["Triton", "Inductor"])
+def test_the_kernel_is_named_with_cause_and_way_out(error: Exception) -> None:
+    run = named_launches(Launcher(NAMES[0], error).run, NAMES, "graph 0's forward half")
+    words = (
+        r"^the generated kernel fxprec_flat_relu_1 of graph 0's forward half compiles and cannot start: out of "
+        r"resource: shared memory, Required: 300000, Hardware limit: 232448.* compile with options=\{'lowering': 'induc"
+    )
+    with pytest.raises(LoweringError, match=words) as caught:
+        run([])
+    assert caught.value.__cause__ is error
+
+
+def test_where_no_launcher_is_seen_the_kernels_are_listed() -> None:
+    def run(args: list[Any]) -> Any:
+        raise too_much()
+
+    with pytest.raises(LoweringError, match=r"kernel fxprec_flat_relu_1, store_mxfp6 or another of g's backward half"):
+        named_launches(run, NAMES, "g's backward half")([])
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("triton_poi_fused_0", too_much()), (NAMES[0], RuntimeError("CUDA error: illegal address"))]
+)
+def test_other_errors_stay_as_they_are(name: str, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        named_launches(Launcher(name, error).run, NAMES, "g's forward half")([])
+    assert caught.value is error
+
+
+def test_halves_without_generated_kernels_are_called_as_they_are() -> None:
+    run = Launcher("any", too_much()).run
+    assert named_launches(run, (), "g's forward half") == run
+
+
+def test_a_kernel_that_cannot_start_as_it_is_loaded_is_left_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor loads kernels while it builds, some of them: all generated ones were left out."""
+    from generated.kernel_helpers import FORMAT, scale_table, stored, traced
+
+    from fxprec.passes.lowering.lower import lower
+    from fxprec.passes.lowering.lowered import Lowered
+    from fxprec.passes.lowering.rows import WatchedRows
+
+    monkeypatch.setattr(compat, "no_triton", lambda device: None)
+    told: list[Any] = []
+    lowering = Lowering(Config(lowering="triton", recipe="hfp8"), torch.device("cpu"), told.append)
+    builds: list[int] = []
+    first: list[str] = []
+
+    def lower_half(gm: torch.fx.GraphModule, name: str, without: frozenset[str]) -> Lowered:
+        rows = WatchedRows(watched=frozenset({0, 1}))
+        found = lower(gm, name, "cpu", rows, calls=compat.TritonCalls(), without=without)
+        first[:] = first or found.kernel_names
+        return found
+
+    def build(gm: torch.fx.GraphModule) -> Any:
+        builds.append(sum(n.target is compat.TritonCalls.target for n in gm.graph.nodes))
+        if len(builds) == 1:
+            Launcher(first[0], too_much()).run([])
+        return lambda args: None
+
+    def f(x: torch.Tensor, w: torch.Tensor, table: torch.Tensor) -> Any:
+        return stored(stored(torch.relu(x), table)[1] @ w, table, 1)
+
+    gm = traced(f, torch.randn(4, 8), torch.randn(8, 8), scale_table([FORMAT] * 2))
+    lowering.compile(gm, lower_half, build)
+    assert builds == [2, 1]
+    assert [n.detail.split(": ")[0] for n in told] == ["it compiles and cannot start"]
+    assert lowering.without == {first[0]}

@@ -1,0 +1,3 @@
+"""An item of `gpu.faults`."""
+
+from gpu.faults import skips as check  # noqa: F401
