@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,14 +29,18 @@ from triton.backends.compiler import GPUTarget
 
 import fxprec.driver.compilation
 import fxprec.driver.halves
+from benchmarks.gpu.attention import choose_as_on_gpu
+from fxprec.config import Settings
 from fxprec.config.processor import Processor
 from fxprec.driver.capture import copied
+from fxprec.driver.narrow_attention import narrow_attention
 from fxprec.ir.symbolic_host import RELOAD
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
 from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.rows import WatchedRows
+from fxprec.passes.notice import Notice
 
 CUDA = torch.device("cuda:0")
 GPUS = {
@@ -66,14 +71,27 @@ def lowered_halves(
     return found
 
 
-def plan_for(patch: pytest.MonkeyPatch, arch: int) -> None:
-    """Let the passes decide as they would on a GPU of that architecture."""
+def plan_for(patch: pytest.MonkeyPatch, arch: int, *, traces_only: bool = False) -> None:
+    """Let the passes decide as they would on a GPU of that architecture.
+
+    ``traces_only``: attention is the GPU's operator, too, so that nothing of the graph can run.
+    """
     refusal = "no casts" if arch < 89 else None
     patch.setattr(gemm_costs, "gpu_of", lambda device: GPUS[arch])
     patch.setattr(fxprec.driver.compilation.compat, "no_native_fp8", lambda device: refusal)
     patch.setattr(Processor, "here", lambda: Processor.parse("avx512+bf16+fp16"))
     patch.setattr(narrow_gemms, "SMALL", 0)  # what a CPU, on which the graph is traced, would keep in float32
     patch.setattr(narrow_gemms, "SHORT", 0)
+    patch.setattr(fxprec.driver.compilation, "narrow_attention", partial(_narrow_on_gpu, arch if traces_only else None))
+
+
+def _narrow_on_gpu(
+    arch: int | None, gm: GraphModule, device: torch.device, settings: Settings, *, is_training: bool
+) -> Notice | None:
+    notice = narrow_attention(gm, CUDA, settings, is_training=is_training)
+    if arch is not None:
+        choose_as_on_gpu(gm, arch)
+    return notice
 
 
 def moved_to_cuda(gm: GraphModule) -> GraphModule:

@@ -29,7 +29,8 @@ def correctness(setting: Setting) -> Iterator[Row]:
     """Yield one row a kernel; raise `WrongResult` where one is wrong, since its speed would say nothing."""
     yield _codes(setting)
     yield from _products(setting)
-    yield _native(setting)
+    if setting.no_fp8 is None:
+        yield _native(setting)
     if not setting.tiny or not setting.compiles:
         yield _step(setting)
 

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxprec.driver.compilation  # noqa: F401  registers the symbolic ops
 from benchmarks.gpu.suite import Setting
+from fxprec import compat
 from fxprec.ir.symbolic import AS_STORED
 from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import format_row
@@ -28,12 +29,16 @@ def table_of(formats: list[str], device: torch.device, exponent: int = 0) -> Ten
 
 
 def quantize(x: Tensor, table: Tensor, row: int, fmt: str) -> Tensor:
-    return torch.ops.fxprec.quantize(x.float(), table, row, fmt, "native" if parse(fmt).torch_dtype else "packed")
+    return torch.ops.fxprec.quantize(x.float(), table, row, fmt, storage_of(fmt, x.device))
 
 
 def dequantize(q: Tensor, table: Tensor, fmt: str) -> Tensor:
-    storage = "native" if parse(fmt).torch_dtype else "packed"
-    return torch.ops.fxprec.dequantize(q, table, AS_STORED, fmt, storage, torch.float32)
+    return torch.ops.fxprec.dequantize(q, table, AS_STORED, fmt, storage_of(fmt, q.device), torch.float32)
+
+
+def storage_of(fmt: str, device: torch.device) -> str:
+    """Return how Inductor's code for a device holds a format: without 8-bit floats as packed codes, the same bits."""
+    return "packed" if parse(fmt).torch_dtype is None or compat.no_native_fp8(device) is not None else "native"
 
 
 def compile_fragment(

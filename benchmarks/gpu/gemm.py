@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu.suite import Row, Setting
 from benchmarks.gpu.timing import in_turn
-from fxprec.ir.symbolic import AS_STORED
+from fxprec.ir.symbolic import AS_STORED, TABLE_COLUMNS
 from fxprec.numerics.formats import parse
 from fxprec.numerics.reference import reference_encode
 from fxprec.runtime.gemm.matmul import Operand, matmul
@@ -25,7 +25,10 @@ FORWARD, BACKWARD = "e4m3fn", "e5m2_sat"
 
 
 def gemm(setting: Setting) -> Iterator[Row]:
-    """Yield a row a shape, then the totals that issue 4 asks for."""
+    """Yield a row a shape, then the totals that issue 4 asks for; of a GPU without fp8 the generated GEMM's only."""
+    if setting.no_fp8 is not None:
+        yield from _generated(setting)
+        return
     layers, tokens = LAYERS, TOKENS
     if setting.tiny:
         layers, tokens = {"8B": {"out": (64, 64)}}, (32,)
@@ -53,7 +56,7 @@ def _sides(tokens: int, inner: int, outer: int, setting: Setting) -> dict[str, C
         torch.randn(shape, device=setting.device, dtype=torch.bfloat16)
         for shape in ((tokens, inner), (outer, inner), (tokens, outer))
     )
-    table = torch.zeros(2, 10, dtype=torch.int32, device=setting.device)
+    table = torch.zeros(2, TABLE_COLUMNS, dtype=torch.int32, device=setting.device)
     one = torch.ones((), device=setting.device)
 
     def cast(source: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
@@ -109,5 +112,5 @@ def _decoder(a: Tensor, b: Tensor, fa: str, fb: str, setting: Setting) -> Callab
         ]
         return wide[0] @ wide[1].t()
 
-    table = torch.zeros(2, 10, dtype=torch.int32, device=setting.device)
+    table = torch.zeros(2, TABLE_COLUMNS, dtype=torch.int32, device=setting.device)
     return compile_fragment(decode, (a, b, table), setting)

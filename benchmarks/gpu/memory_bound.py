@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.fragments import compile_fragment, dequantize, quantize, table_of
+from benchmarks.gpu.fragments import compile_fragment, dequantize, quantize, storage_of, table_of
 from benchmarks.gpu.suite import Row, Setting
 from benchmarks.gpu.timing import in_turn
 from fxprec.numerics.formats import parse
@@ -53,7 +53,8 @@ def _input(rows: int, columns: int, setting: Setting, dtype: torch.dtype = torch
 def _codes(rows: int, columns: int, setting: Setting, fmt: str) -> Tensor:
     dtype = parse(fmt).torch_dtype
     assert dtype is not None
-    return _input(rows, columns, setting).float().to(dtype)
+    codes = _input(rows, columns, setting).float().to(dtype)
+    return codes if setting.no_fp8 is None else codes.view(torch.uint8)
 
 
 def _fragment(function: Callable[..., Any], inputs: tuple[Tensor, ...], setting: Setting) -> tuple[Any, Any]:
@@ -71,7 +72,8 @@ def _packed(rows: int, columns: int, setting: Setting) -> tuple[Any, Any]:
 
 def _quantize_transpose(rows: int, columns: int, setting: Setting) -> tuple[Any, Any]:
     x, table = _input(rows, columns, setting), table_of([LO], setting.device)
-    return lambda: torch.ops.fxprec.quantize_transpose(x, table, 0, LO, "native", False, True, True), (x,)
+    storage = storage_of(LO, setting.device)
+    return lambda: torch.ops.fxprec.quantize_transpose(x, table, 0, LO, storage, False, True, True), (x,)
 
 
 def _transpose(rows: int, columns: int, setting: Setting) -> tuple[Any, Any]:

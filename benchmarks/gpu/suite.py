@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fxprec import compat
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -26,6 +28,11 @@ class Setting:
     def compiles(self) -> bool:
         """Whether graphs are compiled; without a GPU they are interpreted."""
         return self.device.type == "cuda"
+
+    @property
+    def no_fp8(self) -> str | None:
+        """Why the device has no 8-bit floats, or None."""
+        return compat.no_native_fp8(self.device)
 
     @property
     def is_over(self) -> bool:

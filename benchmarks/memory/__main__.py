@@ -22,14 +22,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.memory.networks import NAMES
+from benchmarks.memory.networks import MEASURED, NAMES
 from benchmarks.memory.picture import draw
 from benchmarks.memory.sides import SIDES
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--networks", nargs="+", choices=MEASURED, default=NAMES)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--one", action="store_true", help="print one row as JSON and save nothing")
     parser.add_argument("--pairs", action="store_true", help="peak budgets beside what is measured under them")

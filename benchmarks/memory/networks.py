@@ -1,6 +1,6 @@
-"""The networks: three to compare sides on, whose blocks are named for checkpointing, and three more whose peak is predicted.
+"""The networks: three to compare sides on, whose blocks are named for checkpointing, and four of Hugging Face's.
 
-Those are small models of Hugging Face's, a decoder, an encoder with dropout and a vision transformer, with their loss.
+Those are a decoder, an encoder with dropout and a vision transformer, small, and a Llama of 6 layers, with their loss.
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ class WithLoss(nn.Module):
         return self.model(inputs, labels=self.targets).loss  # type: ignore[no-any-return]
 
 
-def _decoder(targets: Tensor) -> nn.Module:
+def _decoder(targets: Tensor, layers: int = 2, width: int = 128) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": width, "intermediate_size": 43 * width // 16, "num_hidden_layers": layers,
+             "num_attention_heads": width // 32}  # fmt: skip
     return WithLoss(LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=256, **sizes)), targets)
 
 
@@ -135,6 +136,10 @@ def network(name: str) -> Network:
         tokens, targets = torch.randint(0, 512, (2, 8, 256))
         make, block = (_decoder, "LlamaDecoderLayer") if name == "decoder" else (_encoder, "BertLayer")
         return Network(lambda: make(targets), tokens, targets, block, "2 layers, width 128, batch 8 x 256 tokens")
+    if name == "llama":
+        tokens, targets = torch.randint(0, 512, (2, 8, 256))
+        make_it = lambda: _decoder(targets, layers=6, width=256)  # noqa: E731
+        return Network(make_it, tokens, targets, "LlamaDecoderLayer", "6 layers, width 256, batch 8 x 256 tokens")
     if name == "vision":
         images, classes = torch.randn(16, 3, 64, 64), torch.randint(0, 10, (16,))
         return Network(
@@ -146,3 +151,4 @@ def network(name: str) -> Network:
 
 NAMES = ("transformer", "resnet18", "unet")
 PREDICTED = (*NAMES, "decoder", "encoder", "vision")
+MEASURED = (*PREDICTED, "llama")

@@ -81,7 +81,6 @@ class Trainer:
 
     def _begin(self, scaling: GradScaling | LossScaling) -> Callable[..., tuple[Tensor, Tensor]]:
         controller = self.backend.controllers[0]
-        controller.queue.__init__()  # type: ignore[misc]
         assert controller.keeper is not None
         graph = controller.keeper.graph
         controller.keeper = keeper_of(GRADIENT, graph, None)
@@ -93,6 +92,7 @@ class Trainer:
     def _is_good(self, scaling: Scaling, run: Run) -> bool:
         """Note the statistics of the step; say whether a dynamic loss scale allows it."""
         controller = self.backend.controllers[0]
+        controller.act_on_all()
         met = set()
         for row in controller.rows():
             if row["kind"] == "grad_output" and row["underflow_ratio"] is not None and row["module"] not in met:

@@ -135,7 +135,7 @@ class Network:
 
     def _largest_overflow(self) -> float:
         controller = self.backend.controllers[0]
-        controller.read(wait=True)
+        controller.act_on_all()
         forward = (s for s in controller.latest.values() if controller.site_of(s.site).direction == "forward")
         return max((s.overflow_ratio for s in forward), default=0.0)
 

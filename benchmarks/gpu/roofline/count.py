@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from benchmarks.gpu.absent import inductor_code, pretend
 from benchmarks.gpu.roofline.estimate import GPUS, Half
+from benchmarks.gpu.roofline.issue import Issue
 from benchmarks.gpu.roofline.replay import NUM_OUTPUTS, Replay, replay
 from benchmarks.gpu.roofline.sides import Halves, Network, Side, capture
 from fxprec import compat
@@ -35,6 +36,11 @@ class Counted:
         return self.forward.seconds + self.backward.seconds
 
     @property
+    def seconds_by_bytes(self) -> float:
+        """Seconds if instructions took none."""
+        return sum(cost.by_bytes for half in (self.forward, self.backward) for cost in half.costs)
+
+    @property
     def launches(self) -> int:
         return len(self.forward.costs) + len(self.backward.costs)
 
@@ -45,7 +51,11 @@ def count(side: Side, network: Network, arch: int = 90) -> Counted:
     graphs = {half: str(gm.graph) for half, gm in halves.graphs.items()}
     code, forward = _written(halves, side, arch)
     backward = replay(code["backward"], forward)
-    return Counted(Half.of(forward, rates), Half.of(backward, rates), halves.plan, graphs, code)
+    counted = (
+        Half.of(found, rates, Issue.of(code[half], arch))
+        for half, found in (("forward", forward), ("backward", backward))
+    )
+    return Counted(*counted, halves.plan, graphs, code)
 
 
 def written(side: Side, network: Network, arch: int) -> dict[str, str]:

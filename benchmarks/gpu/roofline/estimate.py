@@ -1,20 +1,29 @@
-"""From launches to multiplications and seconds, by stated rates.
+"""From launches to multiplications and seconds, by the figures of ``gemm_costs.json``, all estimates so far.
 
-A launch takes its overhead and then as long as memory or arithmetic takes, whichever is longer. Nothing overlaps
-between launches, and caches keep nothing from one to the next.
+A launch takes its overhead and then as long as memory, arithmetic or the issue of its instructions takes, whichever is
+longest. Nothing overlaps between launches, and caches keep nothing from one to the next.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.absent import GPUS as DEVICES
+from benchmarks.gpu.roofline.issue import Issue
 from benchmarks.gpu.roofline.replay import Launch, Memory, Replay
+from fxprec.passes.analysis.gemm_costs import costs_of
+
+ATTENTION_SHARE: Mapping[str, float] = {"cudnn": 0.6, "flash": 0.42, "efficient": 0.2}
+"""Share of the bf16 rate that attention's kernels reach, by heads of 128 elements and a causal mask. Estimates: cuDNN and
+flash from the figures of FlashAttention-3's paper (Shah et al. 2024) for an H100, torch's memory-efficient kernel at half
+of flash as in FlashAttention-2's (Dao 2023) for an A100."""
+_SCHEDULERS = 4
 
 
 @dataclass(frozen=True)
@@ -24,15 +33,31 @@ class Rates:
     name: str
     bytes: float
     flops: dict[str, float]
-    """By the dtype multiplied."""
-    launch_seconds: float = 3e-6
+    """By the dtype multiplied; attention's by its kernel."""
+    launch_seconds: float
+    cycles: float
+    """Cycles of all schedulers."""
+    source: str
+
+    @classmethod
+    def of(cls, arch: int) -> Rates:
+        """Return the rates that fxprec itself weighs GEMMs by."""
+        costs, name = costs_of(DEVICES[arch]), DEVICES[arch].name.removeprefix("NVIDIA ").partition(" ")[0]
+        flops = {"float32": costs.fp32_flop_per_s, "bfloat16": costs.bf16_flop_per_s}
+        if costs.fp8_flop_per_s is not None:
+            flops["fp8"] = costs.fp8_flop_per_s
+        flops |= {"generated": costs.generated_flop_per_s, "generated, NaN": costs.generated_special_flop_per_s}
+        flops |= {f"attention {kernel}": share * costs.bf16_flop_per_s for kernel, share in ATTENTION_SHARE.items()}
+        cycles = _SCHEDULERS * costs.multiprocessors * costs.clock_hz
+        return cls(name.partition("-")[0], costs.bytes_per_s, flops, costs.launch_s, cycles, costs.source)
+
+    @property
+    def fastest_attention(self) -> float:
+        return max(rate for name, rate in self.flops.items() if name.startswith("attention"))
 
 
-H100 = Rates("H100", 2.8e12, {"float32": 60e12, "bfloat16": 700e12, "fp8": 1250e12, "generated": 470e12})
-# NVIDIA's data sheets, dense, times what the H100's figures above are of its own (0.71 of bf16, 0.84 of bytes).
-A100 = Rates("A100", 1.7e12, {"float32": 17e12, "bfloat16": 220e12, "generated": 150e12})
-B200 = Rates("B200", 6.7e12, {"float32": 60e12, "bfloat16": 1600e12, "fp8": 3000e12, "generated": 800e12})
-GPUS = {80: A100, 90: H100, 100: B200}
+GPUS = {arch: Rates.of(arch) for arch in (80, 90, 100)}
+A100, H100, B200 = GPUS.values()
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
 
@@ -49,13 +74,22 @@ class Cost:
     dtype: str
     seconds: float
     what: str
+    by_bytes: float = 0.0
+    """Seconds if instructions took none."""
 
     @classmethod
-    def of(cls, launch: Launch, rates: Rates) -> Cost:
+    def of(cls, launch: Launch, rates: Rates, cycles: int = 0) -> Cost:
+        """Estimate one; ``cycles`` of all warps to issue its instructions."""
         kind, flops, dtype = _work(launch)
         arithmetic = flops / rates.flops[dtype] if flops else 0.0
-        seconds = rates.launch_seconds + max((launch.read + launch.written) / rates.bytes, arithmetic)
-        return cls(launch.name, kind, launch.read, launch.written, flops, dtype, seconds, _described(launch))
+        moved = max((launch.read + launch.written) / rates.bytes, arithmetic)
+        times = [rates.launch_seconds + seconds for seconds in (max(moved, cycles / rates.cycles), moved)]
+        read, written = launch.read, launch.written
+        return cls(launch.name, kind, read, written, flops, dtype, times[0], _described(launch), times[1])
+
+    @property
+    def is_bound_by_instructions(self) -> bool:
+        return self.seconds > self.by_bytes
 
 
 def _work(launch: Launch) -> tuple[str, float, str]:
@@ -64,11 +98,12 @@ def _work(launch: Launch) -> tuple[str, float, str]:
     if launch.is_generated:
         return "memory", 0.0, ""
     if "scaled_dot_product" in name:
-        return "attention", _attention_flops(launch), _rate_of(launch.inputs[0])
+        return "attention", _attention_flops(launch), _attention_rate(launch)
     if "convolution" in name:
         return "gemm", _convolution_flops(launch), _rate_of(launch.inputs[0])
     if "matmul" in name:
-        return "gemm", _product_flops(launch), "generated"
+        special = any(x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for x in launch.inputs)
+        return "gemm", _product_flops(launch), "generated, NaN" if special else "generated"
     if "mm" in name:
         return "gemm", _product_flops(launch), _rate_of(_factors(launch)[0])
     return "memory", 0.0, ""
@@ -100,6 +135,13 @@ def _attention_flops(launch: Launch) -> float:
     return products * 2.0 * batch * heads * tokens * tokens * size / 2
 
 
+def _attention_rate(launch: Launch) -> str:
+    if launch.inputs[0].dtype == torch.float32:
+        return "float32"
+    (kernel,) = (kernel for kernel in ATTENTION_SHARE if kernel in launch.name)
+    return f"attention {kernel}"
+
+
 def _rate_of(x: Memory) -> str:
     return "fp8" if x.dtype in _FP8 else "float32" if x.dtype == torch.float32 else "bfloat16"
 
@@ -123,8 +165,9 @@ class Half:
     saved: int
 
     @classmethod
-    def of(cls, found: Replay, rates: Rates) -> Half:
-        return cls(tuple(Cost.of(launch, rates) for launch in found.launches), found.peak, found.saved)
+    def of(cls, found: Replay, rates: Rates, issue: Issue) -> Half:
+        costs = tuple(Cost.of(launch, rates, issue.cycles(launch)) for launch in found.launches)
+        return cls(costs, found.peak, found.saved)
 
     @property
     def seconds(self) -> float:
@@ -150,6 +193,7 @@ class Half:
             "bytes": self.bytes(("memory", "gemm", "attention")),
             "flops": dict(self.flops()),
             "seconds": self.seconds,
+            "seconds_by_bytes": sum(cost.by_bytes for cost in self.costs),
             "peak_bytes": self.peak,
             "saved_bytes": self.saved,
             "kernels": [asdict(cost) for cost in self.costs],

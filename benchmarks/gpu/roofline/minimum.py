@@ -75,7 +75,7 @@ def _of_linear_layers(network: Network, rates: Rates, forward: int, backward: in
     linear = 3 * 2.0 * batch * tokens * weights
     attention = 7 * 2.0 * batch * width * tokens**2 / 2  # half of the scores, as `estimate` takes it of all
     fastest = rates.flops.get("fp8", rates.flops["bfloat16"])
-    seconds = (forward + backward) / rates.bytes + linear / fastest + attention / rates.flops["bfloat16"]
+    seconds = (forward + backward) / rates.bytes + linear / fastest + attention / rates.fastest_attention
     return Minimum(forward, backward, saved, linear, attention, seconds)
 
 

@@ -64,6 +64,10 @@ class Launch:
     outputs: tuple[Memory, ...]
     read: int
     written: int
+    kernel: str = ""
+    """Name of a Triton kernel."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """What decides how many programs run, and how often their loops turn: ``xnumel``, ``r0_numel``, or ``programs``."""
 
     @property
     def is_generated(self) -> bool:
@@ -195,7 +199,9 @@ class _Kernel:
         pairs = list(zip(self.text.pointers, memory, strict=True))
         inputs = tuple(m for pointer, m in pairs if not pointer.startswith("out_ptr"))
         outputs = tuple(m for pointer, m in pairs if "out" in pointer)
-        self.found.launches.append(Launch(self.name, inputs, outputs, read, written))
+        numbers = [int(x) for x in args if isinstance(x, int)]
+        sizes = dict(zip(self.text.sizes, numbers, strict=False))
+        self.found.launches.append(Launch(self.name, inputs, outputs, read, written, self.name, sizes))
 
 
 class _OwnKernel:
@@ -213,7 +219,8 @@ class _OwnKernel:
             tuple(m for n, m in tensors if n.startswith(kind) and n[len(kind) :].isdecimal()) for kind in ("in", "out")
         )
         read, written = (sum(m.bytes for m in memory) for memory in (inputs, outputs))
-        self.found.launches.append(Launch(f"triton_{self.name}", inputs, outputs, read, written))
+        sizes = {"programs": math.prod(args[-3:])}
+        self.found.launches.append(Launch(f"triton_{self.name}", inputs, outputs, read, written, self.name, sizes))
 
 
 class _Live(TorchDispatchMode):

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 import fxprec.driver.halves
 from benchmarks.gpu.absent import CUDA, moved_to_cuda, plan_for
+from benchmarks.gpu.attention import choose_as_on_gpu
 from benchmarks.gpu.models import LLAMA_70B_BLOCK, LLAMA_BLOCK, Block, Encoder, Shape, Stage
 from fxprec import Backend, Config, compat
 from fxprec.driver.capture import copied
@@ -127,7 +128,7 @@ def capture(side: Side, network: Network, arch: int) -> Halves:
         warnings.simplefilter("ignore")  # of what this machine cannot do
         if side.torchao is not None:
             model = _converted(patch, model, side.torchao)
-        backend = _plain(found) if side.options is None else _fxprec(found, patch, side.options, arch)
+        backend = _plain(found, arch) if side.options is None else _fxprec(found, patch, side.options, arch)
         with torch.autocast("cpu", torch.bfloat16, enabled=side.autocast):
             y = torch.compile(model, backend=backend)(x)
         torch.autograd.grad(y, [x, *model.parameters()], torch.empty_like(y))
@@ -155,12 +156,13 @@ def _converted(patch: pytest.MonkeyPatch, model: nn.Module, recipe: str) -> nn.M
     return float8.convert_to_float8_training(model, config=config)  # type: ignore[no-any-return]
 
 
-def _plain(found: Halves) -> Callable[[GraphModule, Sequence[Any]], Any]:
+def _plain(found: Halves, arch: int) -> Callable[[GraphModule, Sequence[Any]], Any]:
     def half(gm: GraphModule, examples: Sequence[Any], **options: Any) -> Compiled:
         found.take(moved_to_cuda(copied(gm)), options.get("is_backward"))
         return _stand_in(gm)
 
     def backend(gm: GraphModule, examples: Sequence[Any]) -> Any:
+        choose_as_on_gpu(gm, arch)
         with torch._functorch.config.patch(enable_autograd_cache=False):
             return torch._inductor.compile_fx.compile_fx(gm, examples, inner_compile=half)
 
@@ -187,7 +189,7 @@ def _fxprec(found: Halves, patch: pytest.MonkeyPatch, options: Mapping[str, Any]
         found.scaled |= {name} if self.scales(name) else set()
         return CompiledHalf(_stand_in(gm), None, lowered, len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
 
-    plan_for(patch, arch)
+    plan_for(patch, arch, traces_only=True)
     patch.setattr(fxprec.driver.halves.Halves, "compile", half)
     patch.setattr(Lowering, "_available", lambda self: self.config.lowering)
     return Backend(Config(**options))

@@ -11,7 +11,7 @@ from benchmarks.gpu.roofline.estimate import Half, Rates
 from benchmarks.gpu.roofline.minimum import Minimum
 
 _HEAD = (
-    "| side | launches | GB outside GEMMs, forward / backward | TFLOP bf16 + fp8 | ms | against autocast "
+    "| side | launches | GB outside GEMMs, forward / backward | TFLOP bf16 + fp8 | ms (by bytes alone) | against autocast "
     "| peak GB, forward / backward | saved GB |"
 )
 
@@ -19,14 +19,17 @@ _HEAD = (
 def lines(found: Mapping[str, Counted], least: Minimum, rates: Rates) -> Iterator[str]:
     """Yield the table, with what it assumes."""
     flops = ", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in rates.flops.items())
-    yield f"{rates.name}: {rates.bytes / 1e12} TB/s; TFLOP/s {flops}; {rates.launch_seconds * 1e6:.0f} us a launch"
-    yield "each pointer counts once a kernel; attention is one bf16 launch each way; the caller's own is in no peak"
+    yield f"{rates.name} ({rates.source}): {rates.bytes / 1e12} TB/s; {rates.cycles / 1e12:.2f}e12 cycles/s of its schedulers"
+    yield f"TFLOP/s: {flops}; {rates.launch_seconds * 1e6:.0f} us a launch"
+    yield "each pointer counts once a kernel, as long as its bytes or its instructions take; the caller's own is in no peak"
     yield _HEAD
     yield "|---|---|---|---|---|---|---|---|"
     base = found["autocast"].seconds if "autocast" in found else None
     for name, counted in found.items():
         yield _row(name, counted, base)
     yield _least(least, base)
+    for name, counted in found.items():
+        yield f"{name}: attention {_attention(counted)}; {_bound(counted)}"
     yield from _against_torchao(found)
 
 
@@ -35,6 +38,18 @@ def _least(least: Minimum, base: float | None) -> str:
         f"| least possible | - | {_gb(least.forward)} / {_gb(least.backward)} | {least.high_flops / 1e12:.1f} "
         f"+ {least.low_flops / 1e12:.1f} | {least.seconds * 1e3:.1f} | {_ratio(least.seconds, base)} | - | {_gb(least.saved)} |"
     )
+
+
+def _attention(counted: Counted) -> str:
+    costs = (*counted.forward.costs, *counted.backward.costs)
+    found = {cost.name.removeprefix("aten.").partition(".")[0] for cost in costs if cost.kind == "attention"}
+    return ", ".join(sorted(found)) or "none"
+
+
+def _bound(counted: Counted) -> str:
+    costs = [c for c in (*counted.forward.costs, *counted.backward.costs) if c.is_bound_by_instructions]
+    seconds, lost = sum(c.seconds for c in costs), sum(c.seconds - c.by_bytes for c in costs)
+    return f"{len(costs)} launches issue longer than they move bytes: {seconds * 1e3:.2f} ms, {lost * 1e3:.2f} of it so"
 
 
 def _against_torchao(found: Mapping[str, Counted]) -> Iterator[str]:
@@ -49,10 +64,10 @@ def _against_torchao(found: Mapping[str, Counted]) -> Iterator[str]:
 def _row(name: str, counted: Counted, base: float | None) -> str:
     forward, backward = counted.forward, counted.backward
     flops = forward.flops() + backward.flops()
-    low = flops["fp8"] + flops["generated"]
+    low = sum(number for dtype, number in flops.items() if dtype == "fp8" or dtype.startswith("generated"))
     return (
         f"| {name} | {counted.launches} | {_gb(forward.bytes())} / {_gb(backward.bytes())} "
-        f"| {(flops.total() - low) / 1e12:.1f} + {low / 1e12:.1f} | {counted.seconds * 1e3:.1f} "
+        f"| {(flops.total() - low) / 1e12:.1f} + {low / 1e12:.1f} | {counted.seconds * 1e3:.1f} ({counted.seconds_by_bytes * 1e3:.1f}) "
         f"| {_ratio(counted.seconds, base)} | {_gb(forward.peak)} / {_gb(backward.peak)} | {_gb(backward.saved)} |"
     )
 
@@ -73,7 +88,9 @@ def kernels(name: str, counted: Counted, at_least: float) -> Iterator[str]:
         for cost in found.costs:
             if cost.read + cost.written >= at_least:
                 moved = f"{cost.read / 1e9:6.3f} + {cost.written / 1e9:.3f} GB"
-                yield f"  {moved} {cost.flops / 1e12:5.2f} T {cost.seconds * 1e3:6.3f} ms {cost.name[:40]:40} {cost.what[:200]}"
+                bound = "*" if cost.is_bound_by_instructions else " "
+                took = f"{cost.seconds * 1e3:6.3f}{bound}({cost.by_bytes * 1e3:.3f}) ms"
+                yield f"  {moved} {cost.flops / 1e12:5.2f} T {took} {cost.name[:40]:40} {cost.what[:200]}"
 
 
 def to_dict(network: str, found: Mapping[str, Counted], least: Minimum, rates: Rates) -> dict[str, Any]:

@@ -20,6 +20,8 @@ class KernelText:
     """Parameters (``in_ptr0``, ``in_out_ptr0``, ``out_ptr0``) in order; sizes come behind them."""
     places: dict[str, tuple[frozenset[str], frozenset[str]]]
     """Of each pointer the distinct index expressions that are loaded, and stored."""
+    sizes: tuple[str, ...] = ()
+    """Names of the sizes that a launch gives, in order: ``xnumel``, ``r0_numel``."""
 
     @classmethod
     def parse(cls, source: str) -> KernelText:
@@ -27,7 +29,8 @@ class KernelText:
         (signature,) = re.findall(r"^def triton_\w+\((.*?)\):$", source, re.MULTILINE)
         parameters = tuple(name.split(":")[0].strip() for name in signature.split(","))
         pointers = tuple(p for p in parameters if "_ptr" in p)
-        return cls(pointers, {p: (_places(source, p, "load"), _places(source, p, "store")) for p in pointers})
+        sizes = tuple(p for p in parameters if p.endswith("numel"))
+        return cls(pointers, {p: (_places(source, p, "load"), _places(source, p, "store")) for p in pointers}, sizes)
 
     def traffic(self, elements: Sequence[int], item_bytes: Sequence[int], extent: int) -> tuple[int, int]:
         """Return bytes read and written by a launch of ``extent`` elements, given what its pointers hold."""
