@@ -224,18 +224,20 @@ def test_baselines_are_one_option_away() -> None:
         assert a.abs().max() > 0
 
 
-def test_a_dynamic_loss_scale_backs_off_skips_and_grows() -> None:
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_dynamic_loss_scale_backs_off_skips_and_grows(how: str) -> None:
     model = mlp()
     scaling = LossScaling(initial=2.0**40, growth_interval=3)
     backend = eager_backend("fp16", storage="simulate", grad_scaling=scaling)
     function = compiled(model, backend)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = optimizer.step if how == "eager" else torch.compile(optimizer.step, backend="eager")
     x, y = data()
     exps, moved = [], []
     for _ in range(40):
         before = copy.deepcopy(list(model.parameters()))
         F.mse_loss(function(x), y).backward()
-        optimizer.step()
+        step()
         optimizer.zero_grad()
         exps.append(next(r["scale_exponent"] for r in backend.stats() if r["kind"] == "grad_output"))
         moved.append(any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
@@ -249,6 +251,15 @@ def test_a_dynamic_loss_scale_backs_off_skips_and_grows() -> None:
     assert set(changes) == {-1, 0, 1}
     for i, change in enumerate(changes):
         assert (change == -1) == (not moved[first + i]), "skipped where it overflowed, and there alone"
+
+
+def test_a_step_that_may_not_break_is_told_why_it_does() -> None:
+    model = mlp()
+    function = compiled(model, eager_backend("fp16", storage="simulate", grad_scaling="dynamic"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    function(data()[0]).sum().backward()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match='grad_scaling="dynamic" reads what the gradients are'):
+        torch.compile(optimizer.step, backend="eager", fullgraph=True)()
 
 
 def test_options_of_loss_scaling_are_checked() -> None:

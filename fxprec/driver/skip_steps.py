@@ -17,6 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fxprec.runtime.controller import Controller
 from fxprec.runtime.scaling.loss_scaling import LossScaleKeeper
 
+_UNTRACED = 'grad_scaling="dynamic" reads what the gradients are before it lets an optimizer step'
+
 
 class StepSkipper:
     """Watches the graphs of one backend; lives as long as it does."""
@@ -31,7 +33,7 @@ class StepSkipper:
             if (skipper := me()) is not None:
                 skipper._before_step(optimizer)
 
-        handle = register_optimizer_step_pre_hook(before_step)
+        handle = register_optimizer_step_pre_hook(torch.compiler.disable(before_step, reason=_UNTRACED))
         weakref.finalize(self, handle.remove)
 
     def saw(self, args: Sequence[Any]) -> None:
