@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # One worker a core: OpenMP's threads of one would spin for those of the other.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# One worker a core: OpenMP's threads of one would spin for those of the other. And a peak depends on their number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is today; Triton warns, once, that this will change
 
@@ -92,15 +91,6 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
     torch.set_default_dtype(_DEFAULT_DTYPE)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Libraries take a workspace for each thread: peaks, and plans for a budget, depend on their number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 Once = Callable[[str, Callable[[], Any]], Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,11 +135,12 @@ _CALLS = _library_calls()
     ],
     ids=lambda value: value[0].overloadpacket.__name__ if isinstance(value, tuple) else value,
 )
-def test_what_libraries_take_for_themselves_is_known(call: Any, threads: int, one_thread: None) -> None:
+def test_what_libraries_take_for_themselves_is_known(call: Any, threads: int, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(threads)
     operator, args = call
     most, results = allocated(lambda: operator(*args))
-    beside = workspace(operator._schema.name, [x for x in args if isinstance(x, Tensor)])
+    beside = workspace(operator._schema.name, [x for x in args if isinstance(x, Tensor)], threads)
     own = beside if torch.ops.mkldnn._is_mkldnn_bf16_supported() or args[0].dtype != torch.bfloat16 else most - results
     assert 0.75 * (results + own) <= most <= 1.01 * (results + own)
     if operator in ops.ATTENTION | ops.ATTENTION_BACKWARD:
@@ -214,7 +216,7 @@ def test_a_given_plan_above_its_budget_is_told_once() -> None:
 def test_a_step_that_holds_more_as_compiled_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def replayed(num_results: int, device: str) -> Any:
+    def replayed(num_results: int, device: str, threads: int) -> Any:
         made.append(num_results)
         return SimpleNamespace(bytes=None, waiting=0, unread="", seen=())
 

@@ -35,7 +35,6 @@ class Network(nn.Module):
 
 
 @pytest.mark.inductor
-@pytest.mark.usefixtures("one_thread")
 def test_two_of_the_three_wide_tensors_of_a_recomputed_block_live_at_once() -> None:
     """`up`, `gelu` and a gradient are as wide: `gelu` has been read when the gradient of it is computed."""
     model, x = Network(), torch.randn(ROWS, WIDTH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -15,14 +16,14 @@ from torch import nn
 
 import fxprec
 from fxprec.config import Settings
-from fxprec.config.processor import GEMMS, VECTORS, Processor
+from fxprec.config.processor import GEMMS, MOST_THREADS, VECTORS, Processor
 
 DTYPES = st.sets(st.sampled_from(list(GEMMS.values())))
 
 
-@given(st.sampled_from(VECTORS), DTYPES)
-def test_its_text_names_it(vectors: str, gemms: set[torch.dtype]) -> None:
-    processor = Processor(vectors, frozenset(gemms))
+@given(st.sampled_from(VECTORS), DTYPES, st.integers(1, MOST_THREADS))
+def test_its_text_names_it(vectors: str, gemms: set[torch.dtype], threads: int) -> None:
+    processor = Processor(vectors, frozenset(gemms), threads)
     assert Processor.parse(str(processor)) == processor
 
 
@@ -35,7 +36,11 @@ def test_its_text_names_it(vectors: str, gemms: set[torch.dtype]) -> None:
         ),
         ("avx512+fp8", r"'fp8' is none of bf16, fp16; give an"),
         ("", r"cpu is '', and '' is none of"),
-        (512, r"cpu is 512; give it a text such as 'avx2' or 'avx512\+bf16', or None"),
+        ("avx2:", r"cpu has '' for its threads; give a number from 1 to 4096, such as 'avx2'"),
+        ("avx2:0", r"cpu has '0' for its threads"),
+        ("avx2:99999999999999999999", r"cpu has '9+' for its threads"),
+        ("avx2:\u0664", r"for its threads"),
+        (512, r"cpu is 512; give it a text such as 'avx2', 'avx512\+bf16' or, .*, or None"),
     ],
 )
 def test_a_wrong_one_is_an_error(cpu: object, words: str) -> None:
@@ -63,6 +68,25 @@ def test_it_follows_the_variables_that_hold_a_cpu_back() -> None:
     command = [sys.executable, "-W", "ignore", "-c", ask]
     run = subprocess.run(command, env={**os.environ, **held}, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["avx2"]
+
+
+def test_a_plan_follows_the_threads_of_its_processor_and_not_those_at_hand(request: pytest.FixtureRequest) -> None:
+    """In each, a GEMM packs panels of its own."""
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+
+    def planned(cpu: str, at_hand: int) -> int:
+        torch.compiler.reset()
+        torch.set_num_threads(at_hand)
+        backend = fxprec.Backend(fxprec.Config(recipe="fp8", lowering="eager", peak_budget="95%", cpu=cpu))
+        model = nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 32))
+        torch.compile(model, backend=backend)(torch.randn(256, 32)).sum().backward()
+        peak = backend.plans[0].peak_bytes
+        assert peak is not None
+        return peak.high
+
+    one, four = (planned(cpu, 1) for cpu in ("avx512+bf16", "avx512+bf16:4"))
+    assert one < four
+    assert (planned("avx512+bf16", 2), planned("avx512+bf16:4", 2)) == (one, four)
 
 
 @pytest.mark.cpu_dependent

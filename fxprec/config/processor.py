@@ -22,21 +22,29 @@ GEMMS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float1
 
 @dataclass(frozen=True)
 class Processor:
-    """Instruction set, and the 16-bit dtypes whose matrices it multiplies by instructions of its own."""
+    """Instruction set, the 16-bit dtypes whose matrices it multiplies by instructions of its own, threads in use."""
 
     vectors: str
     gemms: frozenset[torch.dtype] = frozenset()
+    threads: int = 1
+    """A library's kernel takes memory of its own in each, which is part of the peak."""
 
     @classmethod
     def here(cls) -> Self:
         """Return the processor of this process, as torch uses it."""
-        return cls(compat.cpu_vectors(), frozenset(t for t in GEMMS.values() if compat.has_cpu_gemm(t)))
+        gemms = frozenset(t for t in GEMMS.values() if compat.has_cpu_gemm(t))
+        return cls(compat.cpu_vectors(), gemms, torch.get_num_threads())
 
     @classmethod
     def parse(cls, text: object) -> Self:
-        """Return the processor of a text such as ``"avx2"`` or ``"avx512+bf16"``. Raises `ConfigError`."""
+        """Return the processor of a text such as ``"avx2"`` or ``"avx512+bf16:8"``. Raises `ConfigError`."""
         if not isinstance(text, str):
             raise ConfigError(f"cpu is {text!r}; give it a text such as {EXAMPLES}, or None for the CPU at hand")
+        text, colon, threads = text.partition(":")
+        if colon and not (threads.isascii() and threads.isdigit() and 0 < int(threads[:5]) <= MOST_THREADS):
+            raise ConfigError(
+                f"cpu has {threads!r} for its threads; give a number from 1 to {MOST_THREADS}, such as {EXAMPLES}"
+            )
         vectors, *gemms = text.split("+")
         for word, known in ((vectors, VECTORS), *((gemm, tuple(GEMMS)) for gemm in gemms)):
             if word not in known:
@@ -44,10 +52,13 @@ class Processor:
                     f"cpu is {text!r}, and {word!r} is none of {', '.join(known)}{did_you_mean(word, known)}; give an "
                     f"instruction set and the 16-bit formats whose GEMMs it has, such as {EXAMPLES}"
                 )
-        return cls(vectors, frozenset(GEMMS[gemm] for gemm in gemms))
+        return cls(vectors, frozenset(GEMMS[gemm] for gemm in gemms), int(threads or 1))
 
     def __str__(self) -> str:
-        return "+".join((self.vectors, *(name for name, dtype in GEMMS.items() if dtype in self.gemms)))
+        """Return a text that `parse` reads; one thread is not said."""
+        text = "+".join((self.vectors, *(name for name, dtype in GEMMS.items() if dtype in self.gemms)))
+        return text if self.threads == 1 else f"{text}:{self.threads}"
 
 
-EXAMPLES = "'avx2' or 'avx512+bf16'"
+MOST_THREADS = 4096
+EXAMPLES = "'avx2', 'avx512+bf16' or, with 8 threads, 'avx2:8'"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -37,6 +38,8 @@ class CompiledPeak:
     """Of the forward half, before what it saves for backward."""
     device: str = "cpu"
     """Its type."""
+    threads: int = 1
+    """Of the CPU, in each of which libraries take memory."""
     bytes: int | None = None
     """At the step's peak, once both halves are there."""
     waiting: int = 0
@@ -51,6 +54,10 @@ class CompiledPeak:
     _inputs: Sequence[Any] = ()
     _results: Sequence[Any] = ()
     _named: dict[str, Any] = field(default_factory=dict)
+
+    def _memory(self) -> compat.LiveBytes:
+        beside = partial(workspace, threads=self.threads)
+        return compat.LiveBytes(self._free, self.device, beside, self._taken)
 
     @property
     def _taken(self) -> Callable[[int], int]:
@@ -69,7 +76,7 @@ class CompiledPeak:
     def _saw_forward(self, half: PlainHalf, code: Any) -> None:
         self._inputs = compat.fakes_like(half.examples, self._mode)
         self._free = compat.storages_of(self._inputs)
-        memory = compat.LiveBytes(self._free, self.device, workspace, self._taken)
+        memory = self._memory()
         self._results = compat.replayed(code, self._inputs, self._mode, memory)
         self._named = dict(zip(half.results, self._results, strict=False))  # statistics come after them
         self.seen = tuple(memory.seen)
@@ -78,7 +85,7 @@ class CompiledPeak:
     def _saw_backward(self, half: PlainHalf, code: Any) -> None:
         new = compat.fakes_like(half.examples, self._mode)
         inputs = [self._named.get(name, x) for name, x in zip(half.inputs, new, strict=True)]
-        memory = compat.LiveBytes(self._free, self.device, workspace, self._taken)
+        memory = self._memory()
         memory.hold(self._results[: self.num_results])  # the model's own outputs: the caller has them
         compat.replayed(code, inputs, self._mode, memory)
         self.seen += tuple(memory.seen)

@@ -192,7 +192,8 @@ class Traced:
         planned = self.planned
         if planned is None or planned.plan.peak_bytes is None:
             return None
-        return CompiledPeak(planned.num_results, self.captured.device.type)
+        threads = self.compiler.settings.processor.threads
+        return CompiledPeak(planned.num_results, self.captured.device.type, threads)
 
     def _complete_plan(self, forward: GraphModule) -> None:
         """Put into the plan what the partitioned graph really saves, and hold it to the budget."""

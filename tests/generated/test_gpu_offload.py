@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,15 +25,6 @@ from fxprec.driver.halves import in_saving_order
 from fxprec.ir.symbolic_host import IN_PLACE_ORDER, OFFLOAD, RELOAD
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION", "ignore:weigh-gemms", "ignore:storage=")
-
-
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    """The plan is of a CPU, whose peak has a workspace for each thread: of one, nothing need wait elsewhere."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 class Block(nn.Module):
@@ -68,7 +58,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, lowering: str, **options: Any) -> 
     def step() -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        backend = Backend(Config(recipe="fp8", lowering="eager", promote_above=None, **options))
+        # Two threads: beside one thread's workspace all of it stays within the budget.
+        backend = Backend(Config(recipe="fp8", lowering="eager", promote_above=None, cpu="avx512+bf16:2", **options))
         model = nn.Sequential(*(Block() for _ in range(3)))
         torch.compile(model, backend=backend)(torch.randn(256, 64)).square().mean().backward()
         plans.extend(backend.plans)

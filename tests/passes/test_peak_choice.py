@@ -35,7 +35,6 @@ from fxprec.passes.analysis.peak.problem import (
 from fxprec.passes.analysis.peak.timeline import Item, Timeline
 
 aten = torch.ops.aten
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def extern(size: int, *reads: int, **options: bool) -> Item:

@@ -170,7 +170,7 @@ def test_the_bytes_it_takes_are_known(operator: Any, args: Any, monkeypatch: pyt
     torch.set_num_threads(1)
     try:
         tensors = [normal(*shape) for shape in args]
-        known = workspace(WIDE[operator]._schema.name, tensors)
+        known = workspace(WIDE[operator]._schema.name, tensors, 1)
         taken = peak(lambda: WIDE[operator](*tensors))
     finally:
         torch.set_num_threads(threads)

@@ -101,7 +101,7 @@ def workspace_of(node: Node, processor: Processor) -> int:
         return 0
     vals = (value(arg) for arg in node.args if isinstance(arg, Node))
     target = WIDE[node.target] if is_widened(node, processor) else node.target
-    return workspace(target._schema.name, [val for val in vals if val is not None])
+    return workspace(target._schema.name, [val for val in vals if val is not None], processor.threads)
 
 
 def can_repeat(node: Node) -> bool:

@@ -24,29 +24,29 @@ _ROWS = ((768, 256), (192, 64), (0, 32))  # of queries at once, from how many on
 _KEYS = 512  # at once
 
 
-def workspace(name: str, operands: Sequence[Tensor]) -> int:
+def workspace(name: str, operands: Sequence[Tensor], threads: int) -> int:
     """Return the bytes an operator, ``"aten::mm"``, allocates beside its results; 0 where nothing is known."""
     namespace, _, name = name.partition("::")
     if not operands or operands[0].device.type != "cpu":
         return 0
     if namespace == NAMESPACE:
-        return _widened(name, operands)
-    return _of_aten(name, operands) if namespace == "aten" else 0
+        return _widened(name, operands, threads)
+    return _of_aten(name, operands, threads) if namespace == "aten" else 0
 
 
-def _of_aten(name: str, operands: Sequence[Tensor]) -> int:
+def _of_aten(name: str, operands: Sequence[Tensor], threads: int) -> int:
     if name == "convolution":
         return _bytes(operands[1]) + _CONVOLUTION  # the weight, reordered
     if name == "convolution_backward":
-        return _convolution_backward(*operands[:3])
+        return _convolution_backward(*operands[:3], threads=threads)
     if name in (_FORWARD, _BACKWARD):
-        return _attention(operands[0], operands[1 if name == _FORWARD else 2], is_backward=name == _BACKWARD)
+        return _attention(operands[0], operands[1 if name == _FORWARD else 2], threads, is_backward=name == _BACKWARD)
     if name in _GEMMS and operands[-1].dtype.itemsize == 2:
-        return _gemm(*operands[-2:])
+        return _gemm(*operands[-2:], threads=threads)
     return 0
 
 
-def _gemm(a: Tensor, b: Tensor) -> int:
+def _gemm(a: Tensor, b: Tensor, *, threads: int) -> int:
     """Return the panels that oneDNN packs in each thread, and the copies of matrices in a batch that lie apart."""
     m, k, n = (dim_hint(size) for size in (a.shape[-2], a.shape[-1], b.shape[-1]))
     if m * k * n <= _SMALL:
@@ -60,7 +60,7 @@ def _gemm(a: Tensor, b: Tensor) -> int:
     else:
         panels = 256 * rows + 128 * min(k, 512) + 1_024 + (65_536 if k >= 2_048 else 0)
     copies = sum(_bytes(x) for x in (a, b) if x.dim() == 3 and not _lies_in_order(x))
-    return torch.get_num_threads() * panels + copies
+    return threads * panels + copies
 
 
 def _is_transposed(x: Tensor) -> bool:
@@ -72,7 +72,7 @@ def _lies_in_order(x: Tensor) -> bool:
     return x.is_contiguous() or x.transpose(-1, -2).is_contiguous()
 
 
-def _widened(name: str, operands: Sequence[Tensor]) -> int:
+def _widened(name: str, operands: Sequence[Tensor], threads: int) -> int:
     """Return what `fxprec_wide` takes: float32 copies of the piece at work, and what ATen takes for it in float32."""
     if name in _GEMMS:
         return _product(*operands[-2:])
@@ -81,9 +81,9 @@ def _widened(name: str, operands: Sequence[Tensor]) -> int:
         is_backward = name == "convolution_backward"
         source, weight = wide[1:3] if is_backward else wide[:2]
         pieces = _piece(source) + (_piece(wide[0]) + _piece(source) if is_backward else ELEMENTS)
-        return 4 * pieces + _bytes(weight) * (2 if is_backward else 1) + _of_aten(name, wide)
+        return 4 * pieces + _bytes(weight) * (2 if is_backward else 1) + _of_aten(name, wide, threads)
     if name in (_FORWARD, _BACKWARD):
-        return 4 * _heads(operands[1]) * (4 if name == _FORWARD else 8) + _of_aten(name, wide)
+        return 4 * _heads(operands[1]) * (4 if name == _FORWARD else 8) + _of_aten(name, wide, threads)
     return 0
 
 
@@ -107,7 +107,7 @@ def _heads(query: Tensor) -> int:
     return min(numel_hint(query), max(ELEMENTS, head))
 
 
-def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> int:
+def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *, threads: int) -> int:
     """Return the bytes of two copies of the weight's gradient; in 16 bits, those and two images in each thread."""
     own = 2 * numel_hint(weight) * gradient.dtype.itemsize
     if gradient.dtype.itemsize != 2:
@@ -115,10 +115,10 @@ def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> int:
     channels = max(dim_hint(gradient.shape[1]), 1)
     padded = _bytes(gradient) * (-(-channels // _CHANNELS) * _CHANNELS) // channels
     images = (padded + _bytes(x)) // max(dim_hint(x.shape[0]), 1)
-    return torch.get_num_threads() * (own + images + _CONVOLUTION_BACKWARD)
+    return threads * (own + images + _CONVOLUTION_BACKWARD)
 
 
-def _attention(query: Tensor, key: Tensor, *, is_backward: bool) -> int:
+def _attention(query: Tensor, key: Tensor, threads: int, *, is_backward: bool) -> int:
     """Scores of a block in float32 for each thread, in 16 bits too if the query is; backward has two.
 
     Backward copies the gradient of the result, ``query`` then, where its heads do not lie side by side.
@@ -127,11 +127,11 @@ def _attention(query: Tensor, key: Tensor, *, is_backward: bool) -> int:
     rows, columns = next(n for least, n in _ROWS if queries >= least), min(_KEYS, keys)
     scores = rows * columns * (6 if query.dtype.itemsize == 2 else 4)
     if not is_backward:
-        return torch.get_num_threads() * (scores + rows * (4 * width + 8))
+        return threads * (scores + rows * (4 * width + 8))
     is_packed = query.dtype.itemsize == 2  # for GEMMs of 16 bits
     a_thread = 2 * scores + 4 * rows + (4 * (rows + columns) * (min(width, 64) + 24) if is_packed else 0)
     copied = 0 if query.transpose(1, 2).is_contiguous() else _bytes(query)
-    return copied + torch.get_num_threads() * a_thread
+    return copied + threads * a_thread
 
 
 def _bytes(x: Tensor) -> int:
