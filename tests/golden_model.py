@@ -1,20 +1,27 @@
 """The model whose pass texts are golden. Its lines are in those texts: moving one means regenerating them."""
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 class Block(nn.Module):
+    """A convolution, a norm and ReLU; attention over the pixels with a residual; a gated layer."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.enter = nn.Linear(8, 16)
-        self.leave = nn.Linear(16, 4)
+        self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(16, track_running_stats=False)
+        self.qkv = nn.Linear(16, 48)
+        self.up = nn.Linear(16, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.enter(x)
-        h = h + torch.relu(h)
-        return self.leave(h)
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x))).flatten(2).mT.contiguous()
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v).squeeze(1)
+        gate, value = self.up(x).chunk(2, -1)
+        return F.silu(gate) * value
 
 
-def make() -> tuple[nn.Module, torch.Tensor]:
-    return Block(), torch.ones(32, 8)
+def make() -> tuple[nn.Module, Tensor]:
+    return Block(), torch.ones(256, 3, 16, 16)
