@@ -29,8 +29,12 @@ class InsertObservers:
     def apply(self, work: Work) -> None:
         walk = GradientWalk(work.grouped, lambda node, target, users: node)
         walk.run()
+        latest: dict[
+            Node, Node
+        ] = {}  # by gradient: several values may have one, as the model's result and what it adds
         for value, gradient in list(_pairs(work.grouped, walk)):
-            _observe(work.grouped, value, gradient, work.settings.recipe)
+            found = latest.get(gradient, gradient)
+            latest[gradient] = _observe(work.grouped, value, found, work.settings.recipe)
 
 
 def _pairs(grouped: Grouped, walk: GradientWalk) -> Iterator[tuple[Node, Node]]:
@@ -42,11 +46,12 @@ def _pairs(grouped: Grouped, walk: GradientWalk) -> Iterator[tuple[Node, Node]]:
             yield value, summed
 
 
-def _observe(grouped: Grouped, value: Node, gradient: Node, recipe: Recipe) -> None:
+def _observe(grouped: Grouped, value: Node, gradient: Node, recipe: Recipe) -> Node:
+    """Return what gradient's users read from now on."""
     if gradient.meta["val"].shape != value.meta["val"].shape:
-        return  # a view of the gradient; its sum was lost between views
+        return gradient  # a view of the gradient; its sum was lost between views
     if not is_plain_float(gradient):
-        return
+        return gradient
     graph = grouped.operators.joint.graph
     users = list(gradient.users)
     later = max(insertion_point_after(gradient), insertion_point_after(value))
@@ -55,6 +60,7 @@ def _observe(grouped: Grouped, value: Node, gradient: Node, recipe: Recipe) -> N
         observe = Observe(gradient, value, tensor, recipe.lo_forward.name, recipe.lo_backward.name)
         observed = emit_call(graph, observe, gradient, backward=True)
     replace_uses(gradient, observed, users)
+    return observed
 
 
 def measure(gm: GraphModule) -> tuple[int, ...]:

@@ -39,6 +39,28 @@ def test_the_graph_goes_on_from_what_was_observed() -> None:
         assert others == [], "nothing reads the gradient past it"
 
 
+class Residual(nn.Module):
+    """The gradient of its result is also that of both values it adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.linear(x))
+
+
+def test_values_that_share_a_gradient_are_observed_one_after_the_other() -> None:
+    ran, by_id = observed(Residual(), torch.randn(5, 4, requires_grad=True))
+    ran.work.joint.graph.lint()
+    shared = [n for n in by_id.values() if any(u in by_id.values() for u in n.users)]
+    assert shared, "one reads the other"
+    compiled = torch.compile(
+        Residual(), backend="fxprec", options={"recipe": "fp8", "policy": "exact", "lowering": "eager"}
+    )
+    compiled(torch.randn(5, 4, requires_grad=True)).sum().backward()
+
+
 def test_what_wants_no_gradient_is_not_observed() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
     model[0].requires_grad_(False)
