@@ -20,7 +20,7 @@ WRITTEN_BY = "2.13"  # node names and decompositions belong to a torch version
 
 
 @pytest.fixture(scope="module")
-def texts(one_thread) -> dict[str, dict[str, str]]:
+def texts() -> dict[str, dict[str, str]]:
     return {case.name: texts_of(case) for case in CASES}
 
 
