@@ -4,7 +4,7 @@ Definitions: docs/algorithms.md, "Gradient scaling".
 
 The backward half is walked in execution order. A gradient gets a scale where it is narrowed to its format: the
 ``quantize`` there multiplies by the new scale over the one that comes in. Operators linear in the gradient pass the
-scale on (`linear.TERMS`); where scaled gradients are added up they agree on one scale first; operators that are not
+scale on (`ops.TERMS`); where scaled gradients are added up they agree on one scale first; operators that are not
 linear, or unknown, and the code outside the graph get unscaled gradients.
 
 No exponent is known here: nodes refer to rows of the scale table, and `work.scales` tells the runtime what they mean.
@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, Quantize, Rescale
 from fxprec.numerics.formats import parse
-from fxprec.passes.analysis import linear
+from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.inputs import module_path
 from fxprec.passes.analysis.joint import argument, input_at
 from fxprec.passes.analysis.producers import is_zero, producer_of
@@ -126,12 +126,12 @@ class _Walk:
         if isinstance(node.meta.get("val"), torch.Tensor) and not is_float_tensor(node):
             self._unscale(node)  # complex, sparse, of integers: such values carry no scale
             return
-        terms = linear.TERMS.get(node.target)
+        terms = ops.TERMS.get(node.target)
         if terms is None or not _pads_with_zero(node):
             self._unscale(node)
             self.unknown.setdefault(str(node.target), node)
             return
-        if node in self.leaving and node.target in linear.PASSING:
+        if node in self.leaving and node.target in ops.PASSING:
             self._unscale(node)
             return
         self._unscale(node, keep=_factors(node, terms, self.carried))
@@ -194,24 +194,23 @@ class _Walk:
 
 
 def _leaving(nodes: Iterable[Node]) -> set[Node]:
-    """Return the backward nodes all of whose users lead out of the graph, through nothing but `linear.PASSING`."""
+    """Return the backward nodes all of whose users lead out of the graph, through nothing but `ops.PASSING`."""
     found: set[Node] = set()
     for node in reversed(list(nodes)):
-        if node.users and all(u.op == "output" or (u in found and u.target in linear.PASSING) for u in node.users):
+        if node.users and all(u.op == "output" or (u in found and u.target in ops.PASSING) for u in node.users):
             found.add(node)
     return found
 
 
 def _pads_with_zero(node: Node) -> bool:
-    position = linear.PAD_VALUE.get(node.target)
-    return position is None or argument(node, position, 0) == 0
+    return node.target is not ops.aten.constant_pad_nd.default or argument(node, 2, 0) == 0
 
 
 def _arguments(arg: object) -> list[object]:
     return list(arg) if isinstance(arg, list | tuple) else [arg]
 
 
-def _factors(node: Node, terms: linear.Terms, carried: dict[Node, int]) -> list[Node]:
+def _factors(node: Node, terms: ops.Terms, carried: dict[Node, int]) -> list[Node]:
     """Return the inputs that may keep their scale: of each product, the first one that is a gradient's."""
     kept: list[Node] = []
     elsewhere: set[Node] = set()
@@ -228,7 +227,7 @@ def _factors(node: Node, terms: linear.Terms, carried: dict[Node, int]) -> list[
     return [n for n in kept if n not in elsewhere]
 
 
-def _parts(node: Node, terms: linear.Terms, carried: Container[Node], zeros: Container[Node]) -> list[Node] | None:
+def _parts(node: Node, terms: ops.Terms, carried: Container[Node], zeros: Container[Node]) -> list[Node] | None:
     """Return the input of each term that carries the term's scale, zeros left out.
 
     None where a term is added that has no scale and can get none: a number, an integer.

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
+from fxprec.ir.operators import Trait, having
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops
@@ -19,8 +20,8 @@ from fxprec.passes.analysis.joint import argument, is_backward, readers
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
 
-_ASKS_ABOVE = ops.existing(ops.aten, "le.Scalar gt.Scalar")
-_ASKS_BELOW = ops.existing(ops.aten, "ge.Scalar lt.Scalar")
+_ASKS_ABOVE = having(Trait.ASKS_ABOVE)
+_ASKS_BELOW = having(Trait.ASKS_BELOW)
 
 
 @dataclass(frozen=True)

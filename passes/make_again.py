@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import Graph, Node
 
+from fxprec.ir.operators import Trait, having
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops, regions
@@ -35,8 +36,8 @@ from fxprec.plan import Site
 
 # Of slope 1.2 at most: an error in the input grows no larger. Near 0 it may be the larger beside the result, which
 # does not matter to a product.
-_ACTIVATIONS = frozenset({"aten.silu", "aten.gelu", "aten.mish", "aten.softplus"})
-_AFFINE = ops.existing(ops.aten, "add.Tensor sub.Tensor mul.Tensor add.Scalar sub.Scalar mul.Scalar neg") | ops.CASTS
+_ACTIVATIONS = frozenset(map(str, having(Trait.GENTLE)))
+_AFFINE = having(Trait.AFFINE) | ops.CASTS
 
 MADE_AGAIN = f"{UNREAD}: it is made again in backward, from the stored copy of its input"
 

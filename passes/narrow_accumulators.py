@@ -133,9 +133,12 @@ def _is_channels_last(node: Node) -> bool:
 
 
 _REWRITES: dict[object, Callable[[_Emitter], None]] = {
-    **dict.fromkeys(ops.existing(ops.aten, "mm bmm"), _product),
-    **dict.fromkeys(ops.existing(ops.aten, "addmm baddbmm"), _product_and_sum),
-    **dict.fromkeys(ops.existing(ops.aten, "mv dot"), _vector_product),
-    **dict.fromkeys(ops.existing(ops.aten, "convolution"), _convolution),
-    **dict.fromkeys(ops.existing(ops.aten, "convolution_backward"), _convolution_backward),
+    ops.aten.mm.default: _product,
+    ops.aten.bmm.default: _product,
+    ops.aten.addmm.default: _product_and_sum,
+    ops.aten.baddbmm.default: _product_and_sum,
+    ops.aten.mv.default: _vector_product,
+    ops.aten.dot.default: _vector_product,
+    ops.aten.convolution.default: _convolution,
+    ops.aten.convolution_backward.default: _convolution_backward,
 }

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
+from fxprec.ir.operators import Moves, moving_as
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.joint import is_backward, is_view, numel_hint, operator_of, tensor_of, value
@@ -19,7 +20,7 @@ from fxprec.passes.base import Work
 
 _SUB = torch.ops.aten.sub.Tensor
 # Where two of these lead to the same shape from the same value, they show the same.
-_OF_ONE_SHAPE = ops.existing(ops.aten, "squeeze squeeze.dim squeeze.dims unsqueeze alias detach")
+_OF_ONE_SHAPE = moving_as(Moves.RANK, Moves.ALIAS)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from fxprec.ir.operators import Trait, having
 from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.joint import argument, input_at, is_backward, is_view, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
@@ -22,8 +23,7 @@ from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, emit_on
 
 aten = torch.ops.aten
-_SAME = ops.existing(aten, "alias detach")
-_COMPARISONS = ops.existing(aten, "le.Scalar lt.Scalar ge.Scalar gt.Scalar")
+_COMPARISONS = having(Trait.ASKS_ABOVE) | having(Trait.ASKS_BELOW)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SumNarrow:
 def _masks(x: Node) -> Iterator[tuple[Node, Node]]:
     """Yield what of backward compares ``x`` with 0, each with the node of it that it reads."""
     for user in x.users:
-        if user.target in _SAME:
+        if user.target in ops.ALIASES:
             yield from _masks(user)
         elif user.target in _COMPARISONS and argument(user, 1) == 0 and is_backward(user):
             yield x, user

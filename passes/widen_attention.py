@@ -18,8 +18,6 @@ from fxprec.passes.analysis.joint import factors_of, input_at, item_of, tensor_o
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.base import Work
 
-_ALIASES = ops.existing(torch.ops.aten, "alias detach")
-
 
 @dataclass(frozen=True)
 class WidenAttention:
@@ -49,7 +47,7 @@ def _backward_of(attention: Node) -> Iterator[Node]:
 def _readers(node: Node) -> Iterator[Node]:
     """Yield what reads a tensor, through the aliases that autograd makes of what it saves."""
     for user in node.users:
-        if user.target in _ALIASES:
+        if user.target in ops.ALIASES:
             yield from _readers(user)
         else:
             yield user
@@ -99,7 +97,7 @@ class _Call:
 
 def _aliases(node: Node) -> Iterator[Node]:
     for user in node.users:
-        if user.target in _ALIASES:
+        if user.target in ops.ALIASES:
             yield user
             yield from _aliases(user)
 

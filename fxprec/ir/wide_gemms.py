@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxprec.ir.operators import TABLE, Trait
+
 aten = torch.ops.aten
 NAMESPACE = "fxprec_wide"
 BLOCK = 512
@@ -26,20 +28,6 @@ as long as of 512 in twice the memory (seven shapes of a transformer, one thread
 ELEMENTS = 1 << 17
 """Elements that attention and convolutions convert at once, of one operand, and at least a head or an image."""
 _library = torch.library.Library(NAMESPACE, "DEF")
-
-_OPERATORS = (
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten.mv.default,
-    aten.addmv.default,
-    aten.dot.default,
-    aten.convolution.default,
-    aten.convolution_backward.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
 
 
 def _declare(operator: Any) -> Any:
@@ -84,5 +72,7 @@ _FAKES: Mapping[Any, Callable[..., Any]] = {
 }
 
 
-WIDE: Mapping[Any, Any] = MappingProxyType({operator: _declare(operator) for operator in _OPERATORS})
+WIDE: Mapping[Any, Any] = MappingProxyType(
+    {operator: _declare(operator) for operator, spec in TABLE.items() if Trait.WIDE in spec.traits}
+)
 """ATen's operator -> the one of ours that computes it in float32."""

@@ -23,9 +23,9 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fxprec.ir.operators import Moves, moving_as
 from fxprec.ir.symbolic import QUANTIZE, Dequantize, KeepNonfinite
 from fxprec.numerics.formats import Format, parse
-from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import factors_of, input_at, tensor_of, value
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ MATMULS = frozenset({aten.mm.default, aten.addmm.default})
 FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _ALIGNMENT = 16  # bytes; torch._scaled_mm refuses other sizes
 # What shows the same memory in another shape, without a copy.
-PURE_VIEWS = ops.existing(aten, "view _unsafe_view permute t transpose.int unsqueeze squeeze.dim alias detach")
+PURE_VIEWS = moving_as(Moves.SHAPE, Moves.ORDER, Moves.RANK, Moves.ALIAS) - {aten.squeeze.default, aten.squeeze.dims}
 
 Layout = Literal["rows", "columns"]
 

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Node
 
+from fxprec.ir.operators import Trait, having
 from fxprec.ir.symbolic import KEEP_NONFINITE, Dequantize, Quantize
-from fxprec.passes.analysis import linear, ops
+from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, dim_hint, input_at, is_backward, item_of, tensor_of
 from fxprec.passes.analysis.operators import Operators
 from fxprec.plan.scales import GradientGemm, Producer
 
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
-_SOFTMAX = frozenset({"aten._softmax", "aten._log_softmax", "aten._safe_softmax"})
-_MASK = ops.existing(torch.ops.aten, "where.self where.ScalarOther where.ScalarSelf")
+_SOFTMAX = frozenset(map(str, having(Trait.SOFTMAX)))
+_CHOICES = having(Trait.SELECTS)
 # Layout between a GEMM and its cast, or between a stored operand and its GEMM.
 _LAYOUT = ops.VIEWS | ops.CASTS
 
@@ -38,7 +39,7 @@ def _through(node: Node, *, masks: bool = False) -> Node:
     while True:
         if node.target in _LAYOUT or node.target is KEEP_NONFINITE:
             node = input_at(node, 0)
-        elif masks and node.target in _MASK:
+        elif masks and node.target in _CHOICES:
             _, a, b = node.args
             shown = b if is_zero(a) else a if is_zero(b) else None
             if not isinstance(shown, Node):
@@ -54,9 +55,9 @@ def is_zero(arg: object) -> bool:
         return isinstance(arg, int | float) and arg == 0
     while arg.target in ops.VIEWS:
         arg = input_at(arg, 0)
-    if arg.target in linear.ZEROS:
+    if arg.target in ops.ZEROS:
         return True
-    position = linear.FILLS.get(arg.target)
+    position = ops.CONSTANTS.get(arg.target)
     return position is not None and argument(arg, position) == 0
 
 

@@ -16,16 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir import symbolic
-from fxprec.passes.analysis import linear, ops
+from fxprec.ir.operators import Trait, having
+from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import is_view, made_by, numel_hint, value
 
-_CONVOLUTION_BACKWARD = ops.existing(ops.aten, "convolution_backward")
-_SUMS = ops.existing(ops.aten, "sum sum.dim_IntList mean mean.dim") | ops.existing(ops.prims, "sum")
-# Casts of gradients, guards of inf and NaN: they pass on what they are given.
-_CASTS = frozenset(
-    {symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, symbolic.RESCALE, symbolic.KeepCodes.target}
-)
+_SUMS = having(Trait.SUMS)
+_HANDS_ON = having(Trait.HANDS_ON_VALUES)
 _FACTORS = ("value", "out")  # of attention's backward, by name: what it is linear in beside the gradient
 
 
@@ -117,19 +113,19 @@ def _operands(node: Node) -> Iterator[tuple[int, list[Node]]]:
         yield i, nodes
 
 
-def _terms(node: Node) -> linear.Terms:
-    """Return the products of arguments whose sum a node is, as `linear.TERMS` has them."""
-    if node.target in _CASTS:
+def _terms(node: Node) -> ops.Terms:
+    """Return the products of arguments whose sum a node is, as `ops.TERMS` has them."""
+    if node.target in _HANDS_ON:
         return ((0,), (1,))
     if is_view(node) or made_by(node) is not node:
         return ((0,),)
-    if node.target in _CONVOLUTION_BACKWARD:
+    if node.target is ops.aten.convolution_backward.default:
         return ((0, 1), (0, 2))
     if node.target in ops.ATTENTION_BACKWARD:
         assert isinstance(node.target, torch._ops.OpOverload)
         names = [argument.name for argument in node.target._schema.arguments]
         return ((0,), *((0, names.index(name)) for name in _FACTORS))
-    return linear.TERMS.get(node.target, ())
+    return ops.TERMS.get(node.target, ())
 
 
 def _terms_summed(node: Node) -> int:

@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch.fx import Graph, Node
 
+from fxprec.ir.operators import Trait, column, having
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, input_at, is_backward, value
 
@@ -34,49 +35,14 @@ MASK_FILL = 1e4
 
 _MASK, _DIVISOR, _UNDER_WAY = "fxprec_mask", "fxprec_divisor", "fxprec_under_way"
 
-# Where the value stands that an op fills in: everywhere, or where a condition says.
-_CONSTANTS: Mapping[object, int] = {
-    **dict.fromkeys(ops.existing(aten, "full full_like"), 1),
-    **dict.fromkeys(ops.existing(aten, "new_full"), 2),
-    **dict.fromkeys(ops.existing(aten, "scalar_tensor"), 0),
-}
-_FILLS: Mapping[object, int] = {
-    **_CONSTANTS,
-    **dict.fromkeys(ops.existing(aten, "where.ScalarSelf"), 1),
-    **dict.fromkeys(ops.existing(aten, "where.ScalarOther masked_fill.Scalar constant_pad_nd"), 2),
-    **dict.fromkeys(ops.existing(aten, "scatter.value index_fill.int_Scalar"), 3),
-}
-
 # What hands fill values on, in any argument or in the first: layout, casts, choice, sums, products. Every other
 # operator (softmax, a GEMM, a comparison) makes ordinary numbers of them.
-_HANDING_ON = ops.existing(
-    aten,
-    "where.self where.ScalarSelf where.ScalarOther masked_fill.Scalar masked_fill.Tensor add.Tensor sub.Tensor"
-    " rsub.Tensor mul.Tensor maximum minimum clamp.Tensor cat stack slice_scatter select_scatter scatter.src copy"
-    " index_put",
-)
-_HANDING_ON_FIRST = (
-    ops.VIEWS
-    | ops.CASTS
-    | ops.existing(
-        aten,
-        "add.Scalar sub.Scalar rsub.Scalar mul.Scalar div.Tensor div.Scalar neg clamp clamp_min clamp_max"
-        " clamp_min.Tensor clamp_max.Tensor tril triu repeat index.Tensor index_select gather scatter.value"
-        " index_fill.int_Scalar constant_pad_nd flip roll",
-    )
-)
-_PRODUCTS = ops.existing(aten, "mul.Tensor mul.Scalar")
+_HANDS_ON = column("hands_on")
+_PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 # Where a divisor stands, and what hands one on from its first argument: what makes it 0 makes its result 0, or nearly.
-_DIVIDES: Mapping[object, int] = {
-    **dict.fromkeys(ops.existing(aten, "reciprocal rsqrt sqrt log log2 log10"), 0),
-    **dict.fromkeys(ops.existing(aten, "div.Tensor"), 1),
-}
-_SHIFTING = (
-    ops.VIEWS
-    | ops.CASTS
-    | ops.existing(aten, "add.Scalar add.Tensor mul.Scalar mul.Tensor div.Scalar div.Tensor neg abs clamp clamp_min")
-)
-_REDUCING = ops.existing(aten, "sum sum.dim_IntList mean mean.dim")
+_DIVIDES: Mapping[object, int] = column("divisor_at")
+_SHIFTING = having(Trait.HANDS_ON_DIVISOR)
+_REDUCING = having(Trait.SUMS) - {ops.prims.sum.default}
 _LARGEST = frozenset(torch.finfo(dtype).max for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16))
 
 
@@ -179,7 +145,7 @@ def mark_masks(graph: Graph) -> None:
 
 
 def _holds_fill(node: Node, data: Collection[Node]) -> bool:
-    position = _FILLS.get(node.target)
+    position = ops.FILLS.get(node.target)
     if position is not None and _is_fill(argument(node, position)):
         return True
     if node.target in _PRODUCTS:
@@ -187,9 +153,10 @@ def _holds_fill(node: Node, data: Collection[Node]) -> bool:
         for factor, other in ((_constant(a), b), (_constant(b), a)):
             if factor is not None:
                 return (_is_fill(factor) and _makes_fills(factor, other, data)) or _was_mask(other)
-    if node.target in _HANDING_ON:
+    handed_on = _HANDS_ON.get(node.target)
+    if handed_on == "any":
         return any(is_mask(n) for n in node.all_input_nodes)
-    return node.target in _HANDING_ON_FIRST and _was_mask(argument(node, 0))
+    return handed_on == "first" and _was_mask(argument(node, 0))
 
 
 def _was_mask(arg: object) -> bool:
@@ -205,7 +172,7 @@ def _constant(arg: object) -> float | None:
     while isinstance(arg, Node) and (arg.target in ops.VIEWS or arg.target in ops.CASTS):
         arg = input_at(arg, 0)
     if isinstance(arg, Node):
-        position = _CONSTANTS.get(arg.target)
+        position = ops.CONSTANTS.get(arg.target)
         arg = None if position is None else argument(arg, position)
     return arg if isinstance(arg, int | float) else None
 

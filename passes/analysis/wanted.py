@@ -11,12 +11,13 @@ from torch.fx import Graph, Node
 
 from fxprec.config.tensor_patterns import KINDS, TensorPattern
 from fxprec.errors import did_you_mean
+from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.gradients import GradientWalk
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.tensors import CountedTensor
 
 aten = torch.ops.aten
-_COPIES = frozenset({aten.clone.default, aten.alias.default, aten.detach.default})
+_COPIES = ops.ALIASES | {aten.clone.default}
 WANTED_META = "fxprec_wanted"  # of a node: the counted tensors it holds that are asked for
 CARRIED_META = "fxprec_carried"  # of such a node: the variable of the scale graph whose scale it carries
 _SHOWN = 8

@@ -11,12 +11,12 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.ir.symbolic_blocks import DequantizeBlocks, QuantizeBlocks, TensorScale
 from fxprec.numerics.blocks import BlockFormat, Integer
+from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import is_backward, tensor_of
 from fxprec.passes.casts.sites import emit, emit_call
 from fxprec.passes.keep_signs import asks_above
 
 aten = torch.ops.aten
-_ALIASES = (aten.alias.default, aten.detach.default)
 SIGNS = BlockFormat(Integer(1), 1024, "bf16")
 """Of what is above 0: 0 and 1 are exact in it."""
 WHOLE_BITS = 8
@@ -36,7 +36,7 @@ def draw_seed(graph: Graph, before: Node) -> Node:
 def asking(read: Node) -> list[tuple[Node, Node]]:
     """Return (the copy or an alias, who in backward asks whether it is above 0, and nothing else)."""
     found = [(read, user) for user in read.users if is_backward(user) and asks_above(user)]
-    return found + [pair for user in read.users if user.target in _ALIASES for pair in asking(user)]
+    return found + [pair for user in read.users if user.target in ops.ALIASES for pair in asking(user)]
 
 
 def store_in_blocks(graph: Graph, q: Node, fmt: BlockFormat, seed: Node | None) -> bool:

@@ -22,8 +22,7 @@ from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, emit_on, read_of
 
 aten = torch.ops.aten
-_COPIES = ops.existing(aten, "clone contiguous")
-_TURNING = ops.existing(aten, "transpose.int t")  # twice is not at all
+_TURNING = frozenset({aten.transpose.int, aten.t.default})  # twice is not at all
 
 
 def cast_as_multiplied(work: Work) -> None:
@@ -42,7 +41,7 @@ def _ways(x: Node, way: tuple[Node, ...] = ()) -> Iterator[tuple[Node, ...]]:
     for user in x.users:
         if user.target in MATMULS and way:
             yield way
-        elif (user.target in PURE_VIEWS or user.target in _COPIES) and len(user.all_input_nodes) == 1:
+        elif (user.target in PURE_VIEWS or user.target in ops.COPIES) and len(user.all_input_nodes) == 1:
             yield from _ways(user, (*way, user))
 
 
@@ -105,6 +104,6 @@ class _Moved:
                 read = emit(self.graph, step.target, (read, [dims.index(d) for d in range(len(dims))]), read)
             elif step.target in _TURNING:
                 read = emit_on(self.graph, step, read, like=read)
-            elif step.target not in _COPIES:
+            elif step.target not in ops.COPIES:
                 read = emit(self.graph, aten.reshape.default, (read, list(shape)), read)
         return read

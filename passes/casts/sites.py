@@ -12,11 +12,11 @@ from torch.fx import Graph, Node
 from fxprec.config.recipes import Recipe
 from fxprec.errors import PlanError
 from fxprec.ir.calls import Call
+from fxprec.ir.operators import Kept
 from fxprec.ir.symbolic import AS_STORED, Dequantize, KeepNonfinite, Quantize, stored_dtype
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.joint import is_backward, operator_of, tensor_of
 from fxprec.passes.analysis.regions import REGION_META
-from fxprec.passes.analysis.sensitive import Kept
 from fxprec.passes.analysis.tensors import GROUP_META, CountedTensor
 from fxprec.plan import Site
 from fxprec.plan.compare import refuse_another_site

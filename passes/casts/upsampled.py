@@ -22,7 +22,7 @@ from fxprec.passes.casts.sites import emit, emit_call
 _aten = torch.ops.aten
 _PUTS = (_aten.index_put.default, _aten._unsafe_index_put.default)
 _SLICE, _ADD = _aten.slice.Tensor, _aten.add.Tensor
-_ZEROS = (_aten.full.default, _aten.new_zeros.default, _aten.zeros.default)
+_ZEROS = (_aten.new_zeros.default, _aten.zeros.default)
 _MOST = 16
 """Slices that are added up."""
 
@@ -59,8 +59,8 @@ def _factors(node: Node) -> list[int] | None:
 
 
 def _is_zero(node: Node) -> bool:
-    filled: Any = node.args[1] if node.target is _ZEROS[0] else 0
-    return node.target in _ZEROS and float(filled) == 0
+    filled: Any = node.args[1] if node.target is _aten.full.default else None
+    return node.target in _ZEROS or (filled is not None and float(filled) == 0)
 
 
 def _constant(node: Node) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.ir.symbolic_gemms import TransposeCodes
+from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, input_at, tensor_of
 from fxprec.passes.analysis.ops import CONVERT
 
@@ -25,9 +26,6 @@ def share_conversions(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-_ALIASES = {aten.alias.default, aten.detach.default}
-
-
 def show_bytes_in_memory(gm: GraphModule) -> None:
     """Transpose the bytes of codes, and show them as floats behind that, when they are in memory.
 
@@ -35,7 +33,7 @@ def show_bytes_in_memory(gm: GraphModule) -> None:
     """
     for copy, transposed in TransposeCodes.among(TransposeCodes.nodes(gm.graph)):
         shown = transposed.q
-        while shown.target in _ALIASES:
+        while shown.target in ops.ALIASES:
             shown = input_at(shown, 0)
         if shown.target is aten.view.dtype:
             _transpose_bytes(gm.graph, copy, transposed.q, shown)

@@ -13,15 +13,15 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec import compat
+from fxprec.ir.operators import Moves, moving_as
 from fxprec.ir.symbolic import Count, Quantize, SideBySide
-from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, input_at, tensor_of
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.gemm_casts import call, substitute
 
 aten = torch.ops.aten
-_RESHAPING = ops.existing(aten, "view _unsafe_view")
-_SPLITS = ops.existing(aten, "split.Tensor split_with_sizes")
+_RESHAPING = moving_as(Moves.SHAPE)
+_SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default})
 
 
 def cast_in_pieces(graph: Graph, counts: list[Node]) -> dict[Node, list[Node]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from fxprec.ir.operators import Trait, having
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import made_by
 
@@ -12,24 +13,8 @@ aten = torch.ops.aten
 _FORCE = torch.ops.prims.inductor_force_stride_order.default
 
 # Ops that always write a tensor of their own: none is a view, and Inductor drops none as a copy of its input.
-_MAKES_NEW = (ops.GEMMS | ops.GEMMS_BACKWARD) | frozenset(
-    {
-        aten.relu.default,
-        aten.gelu.default,
-        aten.gelu_backward.default,
-        aten.silu.default,
-        aten.silu_backward.default,
-        aten.sigmoid.default,
-        aten.tanh.default,
-        aten.threshold_backward.default,
-        aten.where.self,
-        aten._softmax.default,
-        aten._softmax_backward_data.default,
-        aten._log_softmax.default,
-        aten._log_softmax_backward_data.default,
-    }
-)
-_SUMS_AND_PRODUCTS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})
+_MAKES_NEW = ops.GEMMS | ops.GEMMS_BACKWARD | having(Trait.WRITES_NEW)
+_SUMS_AND_PRODUCTS = having(Trait.WRITES_NEW_OF_TWO)
 
 
 def is_ours_alone(x: Node) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.config.processor import Processor
-from fxprec.ir import symbolic
+from fxprec.ir.operators import Cost, Trait, having, those
 from fxprec.ir.wide_gemms import WIDE
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import (
@@ -28,7 +28,7 @@ from fxprec.passes.analysis.joint import (
 from fxprec.passes.analysis.peak.workspace import workspace
 from fxprec.passes.analysis.wide_gemms import is_widened
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 class Kind(Enum):
@@ -42,24 +42,9 @@ class Kind(Enum):
     PIECE = "piece"  # one result of a kernel that has several
 
 
-_REDUCED = ops.existing(
-    aten,
-    "sum sum.dim_IntList mean mean.dim amax amin var.correction var_mean.correction std.correction any any.dim all"
-    " all.dim argmax argmin prod prod.dim_int max.dim min.dim cumsum logcumsumexp cat stack linalg_vector_norm"
-    " index_put _unsafe_index_put",
-)
-_FUSED = (
-    ops.existing(
-        aten,
-        "full full_like scalar_tensor empty.memory_format empty_like zeros_like ones_like arange where.self gather"
-        " index.Tensor _unsafe_index.Tensor embedding index_select constant_pad_nd clone contiguous _to_copy repeat"
-        " flip roll select_scatter slice_scatter expand slice_backward select_backward",
-    )
-    | ops.existing(prims, "convert_element_type iota rev _low_memory_max_pool_offsets_to_indices")
-    | {symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, symbolic.KeepCodes.target, symbolic.RESCALE}
-)
-HEAVY = ops.existing(aten, "exp sigmoid")  # what Inductor does not repeat on a CPU
-_COPIES = ops.existing(aten, "clone contiguous")
+_REDUCED = those(lambda spec: spec.cost is Cost.REDUCED)
+_FUSED = those(lambda spec: spec.cost is Cost.FUSED)
+HEAVY = having(Trait.HEAVY)
 
 
 def kind_of(node: Node) -> Kind:
@@ -74,9 +59,9 @@ def kind_of(node: Node) -> Kind:
         return Kind.VIEW if is_view(node) else Kind.PIECE
     if value(node) is None and not isinstance(node.meta.get("val"), list | tuple):
         return Kind.FREE
-    if node.target in ops.VIEWS and node.target not in _COPIES:
+    if node.target in ops.VIEWS and node.target not in ops.COPIES:
         return Kind.VIEW
-    if node.target in _REDUCED or node.target is symbolic.InMemory.target:
+    if node.target in _REDUCED:
         return Kind.REDUCED
     if node.target in _FUSED or has_tag(node, torch.Tag.pointwise) or _writes_on_constant(node):
         return Kind.FUSED

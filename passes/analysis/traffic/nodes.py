@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node, map_arg
 
 from fxprec import compat
+from fxprec.ir.operators import Moves, moving_as
 from fxprec.ir.symbolic import SideBySide
 from fxprec.ir.symbolic_gemms import MatmulCodes, MatmulToCodes
 from fxprec.passes.analysis import ops
@@ -21,11 +22,11 @@ from fxprec.passes.analysis.peak.loops import Item, Loops
 
 aten = torch.ops.aten
 _LAUNCH = compat.TritonCalls.target
-_GEMMS = ops.GEMMS | ops.GEMMS_BACKWARD | ops.existing(aten, "mm.dtype") | {MatmulCodes.target, MatmulToCodes.target}
+_GEMMS = ops.GEMMS | ops.GEMMS_BACKWARD | {aten.mm.dtype, MatmulCodes.target, MatmulToCodes.target}
 _MOST_JOINED = 4
 """Tensors side by side that Inductor makes in one loop over all; of more, each is written into its place."""
-_PERMUTES = ops.existing(aten, "permute transpose.int t")
-_PIECES = ops.existing(aten, "slice.Tensor select.int split.Tensor split_with_sizes unbind.int as_strided")
+_PERMUTES = moving_as(Moves.ORDER)
+_PIECES = moving_as(Moves.PART, Moves.PARTS, Moves.STRIDED)
 
 
 def set_values(graph: Graph) -> None:

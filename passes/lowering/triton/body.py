@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from fxprec.ir.operators import Moves, moving_as
 from fxprec.passes.analysis.joint import input_at, tensor_of
 from fxprec.passes.lowering.triton import codecs
 from fxprec.passes.lowering.triton.kernel import BLOCK, Argument, Unprintable
@@ -266,24 +267,7 @@ _TO_CODE = {
     torch.bfloat16: ".to(tl.int16).to(tl.bfloat16, bitcast=True)",
     torch.float16: ".to(tl.int16).to(tl.float16, bitcast=True)",
 }
-_MEMORY_VIEWS = frozenset(
-    {
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.expand.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.alias.default,
-        aten.detach.default,
-    }
-)
+_MEMORY_VIEWS = moving_as(Moves.ORDER, Moves.SPREAD, Moves.RANK, Moves.SHAPE, Moves.PART, Moves.ALIAS)
 
 
 def _memory_order(region: Region) -> list[int] | None:

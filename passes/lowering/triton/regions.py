@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, RESCALE, Dequantize, KeepCodes, Quantize
+from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, input_at, tensor_of
 from fxprec.passes.lowering.triton.sizes import Size, numel_of, product, shape_of
 from fxprec.passes.lowering.triton.table import (
@@ -37,7 +38,7 @@ MAX_COLUMNS = 8192
 ORIGIN = "fxprec_origin"
 """Key of ``meta``: the name, before lowering, of the node that a node repeats."""
 VAR_MEAN = aten.var_mean.correction
-_SHOWING = frozenset({aten.view.dtype, aten.alias.default, aten.detach.default})
+_SHOWING = ops.ALIASES | {aten.view.dtype}
 _CODECS = (QUANTIZE, DEQUANTIZE)
 _SYMBOLIC = (*_CODECS, KEEP_NONFINITE, RESCALE)
 

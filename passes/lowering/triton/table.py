@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
+from fxprec.ir.operators import Moves, moving_as
+
 aten = torch.ops.aten
 
 EXPRESSIONS: Mapping[str, str] = {
@@ -77,18 +79,7 @@ INEXACT = frozenset({"exp", "exp2", "log", "log2", "erf", "sin", "cos", "sigmoid
 REDUCTIONS = frozenset({aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dims})
 """Of one dimension, the last; `aten.var_mean.correction` beside them gives two values."""
 
-FLAT_VIEWS = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.alias.default,
-        aten.detach.default,
-    }
-)
+FLAT_VIEWS = moving_as(Moves.SHAPE, Moves.RANK, Moves.ALIAS)
 """Views that keep elements in row-major order: inside a kernel they are nothing at all."""
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})

@@ -1,0 +1,73 @@
+"""Rows of a model's operators, all overloads of each: how their backward bears 8 bits in what it reads.
+
+Backward reads a saved value through one formula. Where that is not linear in the value, the table says why the value
+stays above 8 bits; tests/passes/test_sensitive.py measures each reason. What the backward of an operator reads that
+has no row here keeps its own dtype.
+"""
+
+from __future__ import annotations
+
+from fxprec.ir.operators.names import row
+from fxprec.ir.operators.spec import Kept, Trait
+
+_PROBABILITY = "a probability below 2^-10 would be 0 in e4m3fn, and over 1,000 keys most are"
+_ANGLE = "an angle's error counts in radians, and from 16 to 32 e4m3fn rounds by up to 1"
+_POSITION = "a position: near the border e4m3fn rounds it by 1/32 of half the image, bf16 by 1/512, which may be pixels"
+_GROWS = "its gradient grows as e^x: an error of 0.5 in x is a factor of 1.6"
+_NEAR_1 = "its gradient divides by the root of 1 - x^2, which is 0 where x is rounded to 1"
+
+RESULTS = (
+    row("_softmax.* _safe_softmax.*", result=Kept(_PROBABILITY), traits=Trait.SOFTMAX),
+    row("_log_softmax.*", traits=Trait.SOFTMAX),
+    row("tanh.*", result=Kept("its gradient is 1 - y^2: near 1 an error of 2^-5 in y is all of it")),
+    row("sigmoid.*", result=Kept("its gradient is y (1 - y): near 1 an error of 2^-5 in y is all of it")),
+    row(
+        "logcumsumexp.*",
+        result=Kept("backward exponentiates it, in a sum: an error of 0.5 in the exponent is a factor of 1.6"),
+    ),
+    row("expm1.*", result=Kept("its gradient is y + 1: near -1 an error of 2^-5 in y is all of it")),
+    row(
+        "cumprod.*",
+        result=Kept(
+            "backward divides it by a factor: after a small factor it is 0 in e4m3fn, and the gradient with it"
+        ),
+    ),
+    row("rsqrt.*", result=Kept("its gradient is y^3 / 2: of an operand below 5e-6 y is beyond e4m3fn's 448")),
+    row("reciprocal.*", result=Kept("its gradient is y^2: of an operand below 1/448 y is beyond e4m3fn's 448")),
+    row("exp.*", result=Kept("its range is as wide as the exponent's: it overflows, or most of it is 0")),
+)
+
+OPERANDS = (
+    row("sin.* cos.*", operands=Kept(_ANGLE)),
+    row("asin.* acos.*", operands=Kept(_NEAR_1, as_it_is=True)),
+    row(
+        "atanh.*",
+        operands=Kept("its gradient divides by 1 - x^2, which is 0 where x is rounded to 1", as_it_is=True),
+    ),
+    row("erfinv.*", operands=Kept("its gradient is infinite where x is rounded to 1", as_it_is=True)),
+    row("grid_sampler_2d.*", operands=Kept(_POSITION, as_it_is=True, last_size=2)),
+    row("grid_sampler_3d.*", operands=Kept(_POSITION, as_it_is=True, last_size=3)),
+    row("sinh.* cosh.*", operands=Kept(_GROWS)),
+)
+
+HARMLESS = (
+    row("silu.* gelu.* mish.* softplus.*", traits=Trait.BEARS_ROUNDING | Trait.GENTLE),
+    row(
+        "add.* sub.* rsub.* mul.* div.* neg.* abs.* sign.* square.* pow.Tensor_Scalar addcmul.* addcdiv.* lerp.*"
+        " where.* clamp.* clamp_min.* clamp_max.* maximum.* minimum.* sum.* mean.* cumsum.* var.* var_mean.* std.*"
+        " std_mean.* linalg_vector_norm.* norm.* masked_fill.* constant_pad_nd.* embedding.* index.* index_select.*"
+        " index_put.* gather.* scatter.* scatter_add.* cat.* stack.* repeat.* dropout.* native_dropout.* relu.* relu6.*"
+        " threshold.* leaky_relu.* rrelu_with_noise.* prelu.* _prelu_kernel.* hardtanh.* hardsigmoid.* hardswish.*"
+        " tan.* elu.* celu.* selu.* log_sigmoid.* log_sigmoid_forward.* glu.* erf.* erfc.* atan.* asinh.*"
+        " native_layer_norm.* native_group_norm.* native_batch_norm.* _native_batch_norm_legit.* rms_norm.*"
+        " _fused_rms_norm.* _native_batch_norm_legit_functional.* cudnn_batch_norm.* avg_pool1d.* avg_pool2d.*"
+        " avg_pool3d.* _adaptive_avg_pool2d.* _adaptive_avg_pool3d.* max_pool2d_with_indices.*"
+        " max_pool3d_with_indices.* adaptive_max_pool2d.* adaptive_max_pool3d.* upsample_nearest2d.*"
+        " upsample_bilinear2d.* replication_pad1d.* replication_pad2d.* replication_pad3d.* linalg_cross.*"
+        " _trilinear.* mse_loss.* smooth_l1_loss.* huber_loss.* l1_loss.* nll_loss_forward.* nll_loss2d_forward.*"
+        " binary_cross_entropy_with_logits.* _grouped_mm.*",
+        traits=Trait.BEARS_ROUNDING,
+    ),
+)
+
+ROWS = RESULTS + OPERANDS + HARMLESS
