@@ -11,7 +11,7 @@ FIRST: Terms = ((0,),)
 
 
 class Moves(Enum):
-    """What an operator does that only shows, or moves, another tensor's data in its own dtype."""
+    """How an operator shows or copies another tensor's data, in the same dtype."""
 
     ALIAS = auto()  # the same tensor under another name
     SHAPE = auto()  # the same elements in row-major order
@@ -26,14 +26,14 @@ class Moves(Enum):
 
 
 class Cost(Enum):
-    """What Inductor makes of an operator that torch does not tag as pointwise; of others a library's kernel."""
+    """What Inductor makes of an operator that torch does not tag as pointwise; without an entry, a library's kernel."""
 
     FUSED = auto()  # part of its reader's loop
     REDUCED = auto()  # a loop whose result lies in memory
 
 
 class Trait(Flag):
-    """What is so or not."""
+    """Facts that hold for an operator or do not."""
 
     NONE = 0
     CAST = auto()  # converts to another dtype
