@@ -16,7 +16,7 @@ from fxprec.passes.analysis.gemm_costs import gpu_of
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.saved_bytes import SavedBytes, bytes_in_float32, predicted_size
 from fxprec.passes.analysis.selection import kept_high, without_effect
-from fxprec.passes.analysis.sizes import budget_note, order_notes, ranges_of
+from fxprec.passes.analysis.sizes import Ranges, budget_note, order_notes, ranges_of
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.base import Work
 from fxprec.passes.notice import Notice, readable
@@ -30,6 +30,9 @@ class AssignPrecision:
     """Fill ``work.assignment``."""
 
     name: str = "assign-precision"
+    rounds_values: bool = False
+    """Whether every reader gets the rounded value, and none is stored: a pattern of ``keep_high`` has an effect
+    wherever it matches, and an activation budget holds of the bytes predicted here."""
 
     def apply(self, work: Work) -> None:
         tensors = work.grouped.tensors
@@ -54,31 +57,38 @@ class AssignPrecision:
             saved_bytes=replace(saved, fixed=work.fixed_bytes),
             may_exceed=work.may_exceed_budget,
         )
-        texts = [*work.assignment.warnings, *_without_effect(work)]
+        texts = [*work.assignment.warnings, *(() if self.rounds_values else _without_effect(work))]
         work.notices += [Notice("assign-precision", text) for text in texts]
-        _note_sizes(work, work.grouped, work.assignment)
+        ranges = ranges_of(work.joint.graph)
+        if ranges and self.rounds_values:
+            _note_budget(work, ranges)
+        if ranges:
+            _note_order(work, ranges)
 
 
 def _without_effect(work: Work) -> Iterator[str]:
     """Yield a message for each pattern of ``keep_high`` that changes nothing where only backward reads 8 bits."""
     patterns, device = work.settings.asked.keep_high, work.joint.table.meta["val"].device
     multiplies_codes = gpu_of(device) is not None
-    if patterns != "ends" and work.computes_high and work.settings.recipe.has_low and not multiplies_codes:
+    if patterns != "ends" and work.settings.recipe.has_low and not multiplies_codes:
         yield from without_effect(work.grouped.tensors if work.joint.tangents else (), patterns)
 
 
-def _note_sizes(work: Work, grouped: Grouped, assignment: Assignment) -> None:
-    """Say for which sizes, of those in the guards, the order of demotion and the budget of a simulation hold."""
-    settings, ranges = work.settings, ranges_of(work.joint.graph)
-    if not ranges:
+def _note_budget(work: Work, ranges: Ranges) -> None:
+    """Say for which sizes, of those in the guards, the activation budget holds."""
+    budget = work.settings.activation_budget
+    if budget is None:
         return
-    budget = settings.activation_budget
-    if budget is not None and settings.is_simulated:
-        size = predicted_size(grouped.tensors, settings.recipe, assignment.low) + work.fixed_bytes
-        note = budget_note(budget, readable(budget), size, ranges)
-        if note is not None:
-            work.remarks.append(note.text)
-            work.notices += [Notice("assign-precision", note.text)] if note.is_broken else []
+    size = predicted_size(work.grouped.tensors, work.settings.recipe, work.assignment.low) + work.fixed_bytes
+    note = budget_note(budget, readable(budget), size, ranges)
+    if note is not None:
+        work.remarks.append(note.text)
+        work.notices += [Notice("assign-precision", note.text)] if note.is_broken else []
+
+
+def _note_order(work: Work, ranges: Ranges) -> None:
+    """Say for which sizes, of those in the guards, the order of demotion holds."""
+    settings, grouped, assignment = work.settings, work.grouped, work.assignment
     if settings.asked.policy in ("size", "size-ascending") and settings.recipe.has_low and settings.low_ratio != 0:
         pinned, _ = kept_high(grouped.tensors, settings.asked.keep_high, grouped.ends)
         groups: dict[int, list[CountedTensor]] = {g: [] for g in assignment.order}

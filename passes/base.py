@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from fxprec.config import Settings
-from fxprec.config.config import Compute
 from fxprec.config.settings import PeakBudget
 from fxprec.passes.analysis.assignment import Assignment
 from fxprec.passes.analysis.gemm_costs import Answer
@@ -81,19 +80,6 @@ class Work:
     remarks: list[str] = field(default_factory=list)  # what the plan should say; nothing was left out
     notices: list[Notice] = field(default_factory=list)
     facts: list[Notice] = field(default_factory=list)  # of the machine: what it lacks, and what is done instead
-
-    @property
-    def compute(self) -> Compute:
-        """What operators read: as asked, else as the given plan was made, else by default."""
-        given, asked = self.given, self.settings.asked.compute
-        if given is None or asked is not None or self.settings.is_simulated or given.storage == "simulate":
-            return self.settings.compute
-        return given.compute
-
-    @property
-    def computes_high(self) -> bool:
-        """Whether operators read values, and stored copies only where that buys something."""
-        return self.compute == "high"
 
     @property
     def peak_goal(self) -> PeakBudget | GivenPeak | None:

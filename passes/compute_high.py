@@ -44,8 +44,7 @@ class ComputeHigh:
     name: str = "compute-high"
 
     def apply(self, work: Work) -> None:
-        if work.computes_high:
-            _Readers(work).settle()
+        _Readers(work).settle()
 
 
 @dataclass
@@ -97,7 +96,7 @@ class _Readers:
         place = ", ".join(part for part in (site.module, site.source) if part)
         detail = (
             f"sites[{site.id}].format of the given plan is {chosen!r}, and it stays in "
-            f"{fmt.name}, since {reason}; compute='stored' would round it for every reader"
+            f"{fmt.name}, since {reason}; storage='simulate' rounds it for every reader"
         )
         self.work.notices.append(Notice(f"{site.tensor} ({place})" if place else site.tensor, detail))
 

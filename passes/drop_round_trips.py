@@ -30,8 +30,6 @@ class DropRoundTrips:
     name: str = "drop-round-trips"
 
     def apply(self, work: Work) -> None:
-        if not work.computes_high:
-            return
         graph = work.joint.graph
         for node in list(graph.nodes):
             cast = Quantize.match(node)

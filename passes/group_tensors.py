@@ -21,9 +21,11 @@ class GroupTensors:
     """
 
     name: str = "group-tensors"
+    copies_parameters: bool = False
+    """Whether backward reads a rounded copy of a parameter, which is then saved for it."""
 
     def apply(self, work: Work) -> None:
-        work.grouped = group_tensors(work.operators, _grouping(work), copies_parameters=not work.computes_high)
+        work.grouped = group_tensors(work.operators, _grouping(work), copies_parameters=self.copies_parameters)
         for op, group in work.grouped.group_of.items():
             for node in (*op.nodes, *op.backward):
                 node.meta[GROUP_META] = group

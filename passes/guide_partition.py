@@ -37,20 +37,24 @@ class GuidePartition:
     """Mark which forward nodes are saved and which are recomputed."""
 
     name: str = "guide-partition"
+    stores_copies: bool = True
+    """Whether there are stored copies, of which the graph is to save nothing else. Without them the partitioner is told
+    only which copies of parameters to make again."""
 
     def apply(self, work: Work) -> None:
         if not work.joint.tangents:
             return
         # Decided before any mark is set: the marks of a region are those that the user's checkpointing left.
-        marks = {n: mark for n in _forward(work.joint) if (mark := _copy_of_parameter(n, work)) is not None}
-        if not work.settings.is_simulated:
+        copies = {n: _copy_of_parameter(n, work, self.stores_copies) for n in _forward(work.joint)}
+        marks = {n: mark for n, mark in copies.items() if mark is not None}
+        if self.stores_copies:
             marks |= {
                 n: mark for n in _forward(work.joint) if (mark := _stored(n, work)) is not None and n not in marks
             }
             _add_repeated(marks, work)
         for node, policy in marks.items():
             regions.mark(node, policy)
-        if work.computes_high:
+        if self.stores_copies:
             _store_in_forward(work.joint, [n for n, policy in marks.items() if policy in _SAVED])
 
 
@@ -128,7 +132,7 @@ def _forward(joint: JointGraph) -> list[Node]:
     return [n for n in joint.graph.nodes if n.op == "call_function" and not is_backward(n)]
 
 
-def _copy_of_parameter(node: Node, work: Work) -> CheckpointPolicy | None:
+def _copy_of_parameter(node: Node, work: Work, stores_copies: bool) -> CheckpointPolicy | None:
     """A parameter's copy is made again where it would count: the parameter itself is there anyway.
 
     A recipe without a low format asks for no memory: a narrower copy is kept, as autocast keeps it.
@@ -140,7 +144,7 @@ def _copy_of_parameter(node: Node, work: Work) -> CheckpointPolicy | None:
         return None
     if work.memory_budget < 1 or work.fits_peak or regions.is_made_again(source):
         return CheckpointPolicy.MUST_RECOMPUTE
-    if not work.computes_high:
+    if not stores_copies:
         return None
     is_narrower = tensor_of(node).dtype.itemsize < tensor_of(source).dtype.itemsize
     keeps = is_narrower and not work.settings.recipe.has_low

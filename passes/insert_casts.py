@@ -19,6 +19,9 @@ class InsertCasts:
     """Insert ``quantize``/``dequantize`` for every tensor that is stored in a chosen format."""
 
     name: str = "insert-casts"
+    everywhere: bool = False
+    """Whether every counted tensor is rounded for every reader, as the papers do; else a cast stands where a tensor is
+    written to memory, and what 8 bits would spoil keeps its precision."""
 
     def apply(self, work: Work) -> None:
         on_gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device) is not None
@@ -29,12 +32,12 @@ class InsertCasts:
             storage=work.settings.storage,
             low=work.assignment.low,
             given=None if work.given is None else work.given.sites,
-            kept=sensitive.kept(work.grouped) if work.computes_high else {},
+            kept={} if self.everywhere else sensitive.kept(work.grouped),
             guards_gradients=isinstance(work.settings.grad_scaling, GradScaling),
-            multiplies_codes=on_gpu and not work.settings.is_simulated,
+            multiplies_codes=on_gpu and not self.everywhere,
         )
-        insert = insert_simulated_casts if work.settings.is_simulated else insert_stored_casts
+        insert = insert_simulated_casts if self.everywhere else insert_stored_casts
         insert(work.grouped, work.book)
         if work.book.multiplies_codes:
             cast_as_multiplied(work)
-        work.notices += left_alone(work)
+        work.notices += left_alone(work, rounds_gradients=self.everywhere)

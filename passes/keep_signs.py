@@ -31,8 +31,6 @@ class KeepSigns:
     name: str = "keep-signs"
 
     def apply(self, work: Work) -> None:
-        if not work.computes_high:
-            return
         for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
             reads_copy = work.book.sites[cast.row].reads == "backward"
             if reads_copy and not is_backward(q) and not parse(cast.format).has_float32_range:

@@ -49,8 +49,7 @@ class MakeAgain:
     name: str = "make-again"
 
     def apply(self, work: Work) -> None:
-        if work.computes_high:
-            _Copies(work).make_again()
+        _Copies(work).make_again()
 
 
 @dataclass

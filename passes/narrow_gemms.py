@@ -45,7 +45,7 @@ class NarrowGemms:
 
     def apply(self, work: Work) -> None:
         dtype = work.settings.recipe.hi.torch_dtype
-        if work.settings.is_simulated or dtype not in (torch.bfloat16, torch.float16):
+        if dtype not in (torch.bfloat16, torch.float16):
             return
         device_type = work.joint.table.meta["val"].device.type
         on_cpu, everything = device_type == "cpu", dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""The pipeline: one list, and the runner that keeps its promises."""
+"""The pipelines: a list for each semantics, and the runner that keeps its promises."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch.fx import Graph
 
+from fxprec.config import Settings
 from fxprec.passes.assign_precision import AssignPrecision
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.carry_scales import CarryScales
@@ -35,6 +36,7 @@ from fxprec.passes.write_plan import WritePlan
 
 log = logging.getLogger(__name__)
 
+# Native and packed storage: operators read values, copies are stored for backward and for GEMMs over codes.
 PIPELINE: tuple[Pass, ...] = (
     WidenAttention(),  # before operators are paired with tensors: the plan is of float32 tensors
     RecoverOperators(),  # reads the metadata autograd left, which later passes disturb
@@ -48,7 +50,6 @@ PIPELINE: tuple[Pass, ...] = (
     KeepSigns(),  # needs the copies that are left; comes between a copy and its value, by which make-again knows it
     StoreBlocks(),  # needs the copies and readers that are left; before it, since what is in blocks has no scale
     CarryScales(),  # needs the casts that are left; rows of its own come after the sites
-    NarrowAccumulators(),  # needs operators paired with the GEMMs it replaces; leaves a remark for the plan
     NarrowGemms(),  # needs the casts beside each GEMM
     DropRoundTrips(),  # after it: between two GEMMs it leaves bf16 -> float32 -> bf16
     SumNarrow(),  # needs the copies that GEMMs multiply
@@ -58,19 +59,44 @@ PIPELINE: tuple[Pass, ...] = (
     GuidePartition(),  # last: marks the nodes the others made
 )
 
+# Storage ``simulate``: every counted tensor is rounded for every reader, as in the papers, and held in float32.
+SIMULATION: tuple[Pass, ...] = (
+    RecoverOperators(rounds_log_softmax=True),
+    GroupTensors(copies_parameters=True),
+    AssignPrecision(rounds_values=True),
+    InsertCasts(everywhere=True),
+    WeighGemms(multiplies_codes=False),  # fills in what the plan says of each GEMM
+    CarryScales(),
+    NarrowAccumulators(),  # needs operators paired with the GEMMs it replaces; leaves a remark for the plan
+    WritePlan(),
+    GuidePartition(stores_copies=False),
+)
+
+# Where policy "exact" measures damage: a pipeline up to its groups, so that both count the same tensors.
 CALIBRATION: tuple[Pass, ...] = (
-    WidenAttention(),  # as in the pipeline, so that both count the same tensors
+    WidenAttention(),
     RecoverOperators(),
     GroupTensors(),
     InsertObservers(),  # in place of casting: measures what it would cost
     NarrowGemms(only_attention=True),  # a GPU's kernel reads no float32
 )
+SIMULATED_CALIBRATION: tuple[Pass, ...] = (*SIMULATION[:2], InsertObservers())
+
+
+def pipeline_for(settings: Settings) -> tuple[Pass, ...]:
+    """Return the passes that plan a graph and rewrite it."""
+    return SIMULATION if settings.is_simulated else PIPELINE
+
+
+def calibration_for(settings: Settings) -> tuple[Pass, ...]:
+    """Return the passes of the step that measures damage for policy ``"exact"``."""
+    return SIMULATED_CALIBRATION if settings.is_simulated else CALIBRATION
 
 
 Observer = Callable[[PassReport, Work], None]
 
 
-def run(work: Work, passes: Sequence[Pass] = PIPELINE, observer: Observer | None = None) -> list[PassReport]:
+def run(work: Work, passes: Sequence[Pass], observer: Observer | None = None) -> list[PassReport]:
     """Run ``passes`` over ``work``; lint after each that changed the graph, then remove dead code."""
     reports = []
     for step in passes:

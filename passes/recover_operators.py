@@ -15,9 +15,11 @@ class RecoverOperators:
     """Fill ``work.operators``, and mark what no later pass may touch."""
 
     name: str = "recover-operators"
+    rounds_log_softmax: bool = False
+    """Whether log-softmax's result is rounded, as the papers do; otherwise it keeps its dtype."""
 
     def apply(self, work: Work) -> None:
-        mark_values(work.joint.graph, stored=not work.settings.is_simulated)
+        mark_values(work.joint.graph, stored=not self.rounds_log_softmax)
         if work.fits_peak and regions.forget(work.joint.graph):
             work.remarks.append("peak budget: takes the place of the model's own checkpointing")
         work.operators = recover_operators(work.joint)

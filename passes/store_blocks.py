@@ -28,7 +28,7 @@ class StoreBlocks:
     name: str = "store-blocks"
 
     def apply(self, work: Work) -> None:
-        if not work.computes_high or work.fits_peak:  # a peak budget takes block formats where they are of use
+        if work.fits_peak:  # a peak budget takes block formats where they are of use
             return
         seed: Node | None = None
         graph = work.joint.graph

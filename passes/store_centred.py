@@ -30,8 +30,6 @@ class StoreCentred:
     name: str = "store-centred"
 
     def apply(self, work: Work) -> None:
-        if not work.computes_high:
-            return
         graph, count = work.joint.graph, 0
         for q, cast in Quantize.among(Quantize.nodes(graph)):
             if not is_backward(q) and work.book.sites[cast.row].reads == "backward":

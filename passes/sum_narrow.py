@@ -33,8 +33,6 @@ class SumNarrow:
     name: str = "sum-narrow"
 
     def apply(self, work: Work) -> None:
-        if not work.computes_high:
-            return
         graph = work.joint.graph
         for narrow in graph.find_nodes(op="call_function", target=CONVERT):
             wide = input_at(narrow, 0)

@@ -22,11 +22,17 @@ class WeighGemms:
     """Fill ``work.answers``, one per GEMM of the plan: a person's word first, then the cost model's."""
 
     name: str = "weigh-gemms"
+    multiplies_codes: bool = True
+    """Whether there are codes to multiply; in simulation there are none, and the plan says that nothing was asked."""
 
     def apply(self, work: Work) -> None:
         gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
         given = {} if work.given is None else {g.id: g.pays for g in work.given.gemms}
-        work.answers = tuple(_answer(op, gpu, work, given.get(i)) for i, op in enumerate(work.grouped.gemms))
+        if gpu is None or not self.multiplies_codes:
+            not_asked = Answer(None, f"not asked {'on cpu' if gpu is None else 'in simulation'}")
+            work.answers = (not_asked,) * len(work.grouped.gemms)
+        else:
+            work.answers = tuple(_answer(op, gpu, work, given.get(i)) for i, op in enumerate(work.grouped.gemms))
         if work.settings.asked.gemms == "low":
             _tell_what_stays_high(work)
 
@@ -38,14 +44,8 @@ def _tell_what_stays_high(work: Work) -> None:
         work.notices.append(Notice("weigh-gemms", detail))
 
 
-def _answer(op: Operator, gpu: Gpu | None, work: Work, given: bool | None) -> Answer:
-    if gpu is None:
-        return Answer(None, "not asked on cpu")
-    if work.settings.is_simulated:
-        return Answer(None, "not asked in simulation")
-    if work.settings.accumulator is not None:
-        return Answer(False, "it adds up in an accumulator of its own")
-    if work.computes_high and not work.joint.tangents and given is None and work.settings.asked.gemms == "auto":
+def _answer(op: Operator, gpu: Gpu, work: Work, given: bool | None) -> Answer:
+    if not work.joint.tangents and given is None and work.settings.asked.gemms == "auto":
         return Answer(False, "evaluation computes in the high format")
     found = [(node, kernel_of(node, gpu)) for node in gemm_nodes(op)]
     known = [(node, f) for node, f in found if isinstance(f, Found)]

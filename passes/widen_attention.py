@@ -26,7 +26,7 @@ class WidenAttention:
     name: str = "widen-attention"
 
     def apply(self, work: Work) -> None:
-        if work.settings.is_simulated or work.settings.recipe.hi.torch_dtype != torch.bfloat16:
+        if work.settings.recipe.hi.torch_dtype != torch.bfloat16:
             return  # narrow-gemms leaves attention, or its backward, as it was traced
         for node in list(work.joint.graph.nodes):
             if node.target in ops.ATTENTION_ON_GPU:

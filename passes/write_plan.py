@@ -13,7 +13,6 @@ from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.base import Work
 from fxprec.plan import Gemm, Group, KindCounts, Plan
 from fxprec.plan.compare import another_model
-from fxprec.plan.entries import BEFORE_COMPUTE
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class WritePlan:
         plan = Plan(
             recipe=settings.recipe,
             storage=settings.storage,
-            compute=work.compute,
             policy=assignment.policy,
             grouping=work.grouped.grouping.name,
             requested_low_ratio=settings.low_ratio if work.given is None else work.given.requested_low_ratio,
@@ -41,17 +39,11 @@ class WritePlan:
             gemms=_gemms(work),
             groups=_groups(work.grouped, assignment, settings.recipe),
             sites=tuple(work.book.sites),
-            notes=(*work.remarks, *_kept_notes(work)),
+            notes=tuple(work.remarks),
         )
         if work.given is not None:
             _refuse_another_model(plan, work.given)
         work.plan = plan
-
-
-def _kept_notes(work: Work) -> tuple[str, ...]:
-    if work.given is None or work.computes_high:
-        return ()
-    return tuple(note for note in work.given.notes if note == BEFORE_COMPUTE)
 
 
 def _gemms(work: Work) -> tuple[Gemm, ...]:

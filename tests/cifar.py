@@ -55,7 +55,7 @@ def plan(make: Callable[[], nn.Module], *, dynamic: bool = False) -> Planned:
     apply = GroupTensors.apply
 
     def group_both_ways(self: GroupTensors, work: Work) -> None:
-        by_flow.append(group_tensors(work.operators, "dataflow", copies_parameters=not work.computes_high))
+        by_flow.append(group_tensors(work.operators, "dataflow", copies_parameters=work.settings.is_simulated))
         apply(self, work)
 
     grouping = mock.patch.object(GroupTensors, "apply", group_both_ways)

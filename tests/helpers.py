@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 import fxprec
@@ -65,6 +66,11 @@ def recorded_works() -> Iterator[list[Any]]:
 
     with mock.patch.object(pipeline, "run", recording):
         yield works
+
+
+def leave_out(patch: pytest.MonkeyPatch, name: str) -> None:
+    """Take a pass out of the pipeline of real storage; without compute-high every reader gets the stored copy."""
+    patch.setattr(pipeline, "PIPELINE", tuple(step for step in pipeline.PIPELINE if step.name != name))
 
 
 UNMEASURED = Statistics(0.0, 0.0, 0.0)[3:]

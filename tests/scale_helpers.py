@@ -63,7 +63,7 @@ class Joint:
 def joint_of(function: Callable[..., Any], *args: Any, recipe: Any = IDENTITY, storage: str = "simulate") -> Joint:
     """Trace ``function`` as the backend does, up to and with carry-scales.
 
-    Every gradient that a GEMM multiplies is stored: under ``compute="high"`` a CPU would store none, and scale none.
+    Every gradient that a GEMM multiplies is stored: compute-high, which on a CPU would leave none, is left out.
     """
     found: list[Joint] = []
     walks: list[Any] = []
@@ -75,12 +75,13 @@ def joint_of(function: Callable[..., Any], *args: Any, recipe: Any = IDENTITY, s
         walks.append(walk)
 
     def run(work: Any, *_: Any) -> None:
-        names = [p.name for p in pipeline.PIPELINE]
-        before = pipeline.PIPELINE[: names.index("carry-scales")]
+        passes = [p for p in pipeline.pipeline_for(work.settings) if p.name != "compute-high"]
+        names = [p.name for p in passes]
+        before = passes[: names.index("carry-scales")]
         run_passes(work, before)
         plain = Graph()
         plain.output(plain.graph_copy(work.joint.graph, {}))
-        after = pipeline.PIPELINE[len(before) : names.index("write-plan") + 1]
+        after = passes[len(before) : names.index("write-plan") + 1]
         for step in after:
             step.apply(work)
         work.joint.graph.lint()
@@ -90,8 +91,7 @@ def joint_of(function: Callable[..., Any], *args: Any, recipe: Any = IDENTITY, s
         raise Captured
 
     torch._dynamo.reset()
-    compute = None if storage == "simulate" else "stored"
-    backend = eager_backend(recipe, storage=storage, compute=compute)
+    backend = eager_backend(recipe, storage=storage, low_ratio=0.5)
     with mock.patch.object(pipeline, "run", run), mock.patch.object(carry_scales._Walk, "__post_init__", remember):
         try:
             torch.compile(function, backend=backend, fullgraph=True)(*args)

@@ -1,25 +1,11 @@
-"""A small network whose gradients are scaled, its data, and its backend."""
+"""A small network whose gradients are scaled, and its data."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import helpers
 import torch
 from torch import nn
 
-import fxprec
-
 TINY = 1e-9
-
-
-def eager_backend(recipe: Any, **options: Any) -> fxprec.Backend:
-    """A backend that stores, and scales, every gradient a GEMM multiplies.
-
-    Under ``compute="high"`` a CPU stores those of recipe fp16 alone, which GEMMs multiply in float16.
-    """
-    compute = None if options.get("storage", "simulate") == "simulate" or recipe == "fp16" else "stored"
-    return helpers.eager_backend(recipe, **{"compute": compute, **options})
 
 
 def mlp() -> nn.Sequential:

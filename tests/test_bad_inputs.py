@@ -113,10 +113,12 @@ OPTIONS: Mapping[str, Case] = {
         recipe="hfp8",
         storage="native",
     ),
-    "compute": option("unknown compute 'low'; allowed: 'high', 'stored', or None", compute="low"),
+    "compute": option("unknown compute 'low'; allowed: 'high', or None", compute="low"),
+    "compute stored": option(
+        "compute='stored' is gone: native and packed storage have operators read values,", compute="stored"
+    ),
     "compute simulate": option(
-        "compute='high' says who reads what is stored low, and storage='simulate' stores nothing: it rounds every "
-        "tensor for every reader, as the papers do; leave compute out",
+        "compute='high' has operators read values, and storage='simulate' has them read rounded ones; leave compute out",
         compute="high",
         storage="simulate",
     ),

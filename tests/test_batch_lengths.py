@@ -24,8 +24,7 @@ class Training:
         self.model: nn.Module = Loud()
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-4)
         scaling = fxprec.GradScaling(interval=3)
-        compute = None if storage == "simulate" else "stored"
-        given = {"recipe": "hfp8", "low_ratio": 0.8, "compute": compute, "grad_scaling": scaling, **options}
+        given = {"recipe": "hfp8", "low_ratio": 0.8, "grad_scaling": scaling, **options}
         self.backend = eager_backend(storage, **given)
         self.compiled = torch.compile(self.model, backend=self.backend, dynamic=False)
 

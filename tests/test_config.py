@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxprec.config import ALLOWED, DEFAULT_LOW_RATIO, Config, Settings
+from fxprec.config import ALLOWED, Config, Settings
 from fxprec.config.grad_scaling import GradScaling
 from fxprec.config.recipes import RECIPES, Recipe
 from fxprec.errors import ConfigError
@@ -77,8 +77,7 @@ def test_storage_is_native_exactly_where_torch_has_every_dtype(options, storage)
 
 
 def test_the_default_ratio_applies_only_where_something_can_be_low():
-    assert Settings.of(Config(recipe="fp8")).low_ratio == DEFAULT_LOW_RATIO["high"] == 1
-    assert Settings.of(Config(recipe="fp8", compute="stored")).low_ratio == DEFAULT_LOW_RATIO["stored"] == 0.5
+    assert Settings.of(Config(recipe="fp8")).low_ratio == 1
     assert Settings.of(Config(recipe="fp8", storage="simulate")).low_ratio == 0.5
     assert Settings.of(Config(recipe="bf16")).low_ratio == 0.0
     assert Settings.of(Config(recipe="fp8", activation_budget=1)).low_ratio is None
@@ -86,18 +85,22 @@ def test_the_default_ratio_applies_only_where_something_can_be_low():
     assert Settings.of(Config(recipe="fp8", low_ratio=0)).low_ratio == 0.0
 
 
-@pytest.mark.parametrize(
-    ("options", "compute"),
-    [
-        ({"recipe": "fp8"}, "high"),
-        ({"recipe": "hfp8", "storage": "packed"}, "high"),
-        ({"recipe": "fp8", "compute": "stored"}, "stored"),
-        ({"recipe": "hfp8"}, "stored"),
-        ({"recipe": "fp8", "storage": "simulate"}, "stored"),
-    ],
-)
-def test_operators_read_values_where_anything_is_stored(options, compute):
-    assert Settings.of(Config(**options)).compute == compute
+def test_compute_high_is_what_real_storage_does_and_no_option_any_more(recwarn):
+    config = Config(recipe="fp8", compute="high")
+    assert config == Config(recipe="fp8") == Config.from_options({"recipe": "fp8", "compute": "high"})
+    assert "compute" not in config.to_dict()
+    assert dataclasses.replace(config, seed=1).compute is None
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert not recwarn.list
+
+
+def test_compute_stored_of_a_pickle_is_refused_in_words():
+    """A config of an earlier version has ``compute`` among its fields."""
+    old = Config.__new__(Config)
+    with pytest.raises(ConfigError, match=r"^compute='stored' is gone: .*use storage='simulate'.*$"):
+        old.__setstate__({**vars(Config(recipe="fp8")), "compute": "stored"})
+    old.__setstate__({**vars(Config(recipe="fp8")), "compute": "high"})
+    assert old == Config(recipe="fp8")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +155,7 @@ def test_a_budget_must_be_positive(size):
     ("options", "words"),
     [
         ({"low_ration": 0.6}, ["unknown option 'low_ration'", "did you mean 'low_ratio'?", ALLOWED["low_ratio"]]),
-        ({"xyzzy": 1}, ["unknown option 'xyzzy'; the options are recipe, storage, compute, policy, low_ratio"]),
+        ({"xyzzy": 1}, ["unknown option 'xyzzy'; the options are recipe, storage, policy, low_ratio"]),
         ({"recipe": "fp9"}, ["unknown recipe 'fp9'; did you mean 'fp8'?", "'hfp8', or a fxprec.Recipe"]),
         ({"recipe": 8}, ["recipe is 8; give it one of 'fp32'"]),
         (
@@ -160,12 +163,13 @@ def test_a_budget_must_be_positive(size):
             ["unknown policy 'sise'; did you mean 'size'?", "'exact'", "a function f(tensors, config)"],
         ),
         ({"policy": 3}, ["policy is 3; give it one of 'size'"]),
-        ({"compute": "hihg"}, ["unknown compute 'hihg'; did you mean 'high'?", "'high', 'stored', or None"]),
+        ({"compute": "hihg"}, ["unknown compute 'hihg'; did you mean 'high'?", "'high', or None"]),
+        ({"compute": "stored"}, ["compute='stored' is gone", "leave compute out, or use storage='simulate'"]),
         (
             {"compute": "high", "storage": "simulate"},
             [
-                "compute='high' says who reads what is stored low",
-                "storage='simulate' stores nothing",
+                "compute='high' has operators read values",
+                "storage='simulate' has them read rounded ones",
                 "leave compute out",
             ],
         ),

@@ -101,13 +101,10 @@ def test_explain_says_why_a_tensor_of_a_low_group_is_high_and_who_reads_it(plan,
     assert tuple(rest) == LINES[tensor, kind]
 
 
-def test_under_compute_stored_every_reader_gets_the_stored_value():
-    stored = trained(compute="stored")
-    assert said(stored, "addmm_1")[2:] == [
-        "recipe 'fp8' holds a low output in e4m3fn",
-        "every reader gets the stored value (compute='stored')",
-    ]
-    assert not [s for s in stored.sites if s.why]
+def test_in_a_simulation_there_is_no_copy_to_say_the_readers_of():
+    simulated = trained(storage="simulate", low_ratio=1.0)
+    assert said(simulated, "addmm_1")[2:] == ["recipe 'fp8' holds a low output in e4m3fn"]
+    assert not [s for s in simulated.sites if s.why]
 
 
 def test_codes_that_gemms_multiply_are_said(plan):
@@ -165,6 +162,5 @@ def test_the_texts_and_the_page_show_who_reads(plan, place):
     assert "reads" not in next(folder.glob("*-insert-casts.txt")).read_text(), "casts have all readers at first"
     page = (folder / "report.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
-    assert data["compute"] == "high"
     assert [data["texts"][site[-1]] for site in data["sites"]] == [s.reads for s in plan.sites]
     assert '{ name: "reads"' in page

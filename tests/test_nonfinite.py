@@ -109,7 +109,7 @@ def test_ignored_or_with_nothing_to_tell_nothing_is_said():
 
 
 def test_where_every_inf_is_wanted_no_cast_is_counted_from_its_codes():
-    plan = Plan(sites=(SITES[0],), compute="high")
+    plan = Plan(sites=(SITES[0],))
     rows = {
         wanted: rows_of(plan, None, Settings.of(fxprec.Config(recipe="fp8", on_nonfinite=wanted)))
         for wanted in (None, "report")

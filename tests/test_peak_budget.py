@@ -280,7 +280,6 @@ def test_what_forward_decided_is_not_decided_again(monkeypatch: pytest.MonkeyPat
         ({"peak_budget": 9, "activation_budget": 9}, "peak_budget and activation_budget are both given, and"),
         ({"peak_budget": 9, "plan": "p.json"}, "peak_budget and plan are both given, and plan says of each value"),
         ({"peak_budget": 9, "storage": "simulate"}, "peak_budget bounds what a step holds where .*leave storage out"),
-        ({"peak_budget": 9, "compute": "stored"}, "peak_budget bounds what a step holds where .*leave compute out"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -13,10 +13,8 @@ import torch
 from backend_helpers import eager_backend, mlp
 
 import fxprec
-from fxprec.plan.entries import BEFORE_COMPUTE
 
 Data = dict[str, Any]
-COMPUTES = pytest.mark.parametrize("compute", ["high", "stored"])
 
 
 def plan_of(**options: Any) -> fxprec.Plan:
@@ -62,21 +60,17 @@ def one_group(saved: Data, *, low: bool) -> int:
     return next(g["id"] for g in saved["groups"] if g["low"] is low and len(by_group[g["id"]]) == 2)
 
 
-@COMPUTES
-def test_a_group_switched_over_takes_its_sites_along(saved: Data, followed: Any, compute: str) -> None:
+def test_a_group_switched_over_takes_its_sites_along(saved: Data, followed: Any) -> None:
     up, down = one_group(saved, low=True), one_group(saved, low=False)
 
     def edit(data: Data) -> None:
         data["groups"][up]["low"], data["groups"][down]["low"] = False, True
 
-    plan = followed(edit, compute=compute)
+    plan = followed(edit)
     assert sites_of(plan, up) == {"forward": {"bf16"}, "backward": {"bf16"}}
-    if compute == "stored":
-        assert sites_of(plan, down) == {"forward": {"e4m3fn"}, "backward": {"e5m2_sat"}}
-    else:
-        of_group = [s for s in plan.sites if s.group == down]
-        assert {(s.format, s.reads) for s in of_group} == {("e4m3fn", "backward"), ("bf16", "all")}
-        assert all(s.is_unread for s in of_group if s.format == "bf16")
+    of_group = [s for s in plan.sites if s.group == down]
+    assert {(s.format, s.reads) for s in of_group} == {("e4m3fn", "backward"), ("bf16", "all")}
+    assert all(s.is_unread for s in of_group if s.format == "bf16")
     assert (plan.groups[up].low, plan.groups[down].low) == (False, True)
     change = saved["groups"][down]["elements"] - saved["groups"][up]["elements"]
     assert plan.achieved_low_ratio == pytest.approx(saved["achieved_low_ratio"] + change / saved["total_elements"])
@@ -105,20 +99,16 @@ def sites_as(saved: Data, **wanted: str) -> list[int]:
     return [s["id"] for s in saved["sites"] if all(s[key] == value for key, value in wanted.items())]
 
 
-@COMPUTES
 @pytest.mark.parametrize("storage", ["native", "packed"])
 @pytest.mark.parametrize("fmt", ["fp32", "fp16", "e5m2"])
-def test_a_site_may_hold_any_format_its_storage_has(
-    saved: Data, followed: Any, fmt: str, storage: str, compute: str
-) -> None:
-    stored, params = sites_as(saved, reads="backward"), sites_as(saved, kind="param")
-    chosen = [stored[0], params[0]] if compute == "stored" else stored
+def test_a_site_may_hold_any_format_its_storage_has(saved: Data, followed: Any, fmt: str, storage: str) -> None:
+    chosen = sites_as(saved, reads="backward")
 
     def edit(data: Data) -> None:
         for site in chosen:
             data["sites"][site]["format"] = fmt
 
-    plan = followed(edit, storage=storage, compute=compute)
+    plan = followed(edit, storage=storage)
     assert {plan.sites[i].format for i in chosen} == {fmt}
     assert len(plan.sites) == len(saved["sites"])
 
@@ -133,24 +123,40 @@ def test_a_format_that_nobody_would_read_is_told(saved: Data, followed: Any, kin
     tensor = re.escape(saved["sites"][site]["tensor"])
     words = (
         rf"{tensor} \(.*\): sites\[{site}\]\.format of the given plan is 'fp16', and it stays in bf16, since nobody "
-        r"would read a low copy: no GEMM multiplies .*; compute='stored' would round it for every reader"
+        r"would read a low copy: no GEMM multiplies .*; storage='simulate' rounds it for every reader"
     )
     with pytest.warns(fxprec.FxprecWarning, match=words):
         plan = followed(edit)
     assert plan.sites[site].format == "bf16"
     with pytest.raises(fxprec.FallbackError, match=words):
         followed(edit, strict=True)
-    assert followed(edit, compute="stored").sites[site].format.removesuffix("_sat") == "fp16"
 
 
-def test_what_nobody_read_high_is_read_low_where_every_reader_gets_the_rounded_value(followed: Any) -> None:
-    """A plan of ``compute="high"`` followed under ``"stored"``, as if it had been solved there."""
-    plan, wanted = (
-        followed(lambda data: None, compute="stored"),
-        plan_of(storage="native", compute="stored", low_ratio=0.6),
-    )
-    assert (plan.compute, {s.reads for s in plan.sites}) == ("stored", {"all"})
-    assert [(s.tensor, s.format, s.why) for s in plan.sites] == [(s.tensor, s.format, s.why) for s in wanted.sites]
+@pytest.mark.parametrize("group_is_low", [True, False])
+def test_in_a_simulation_a_site_holds_the_format_it_is_given(group_is_low: bool, tmp_path: Path) -> None:
+    """A parameter, or a gradient, too: every reader gets the rounded value."""
+    options, path = {"storage": "simulate", "low_ratio": 0.6}, tmp_path / "plan.json"
+    data = plan_of(**options).to_dict()
+    low = [g["low"] for g in data["groups"]]
+    chosen = [s["id"] for s in data["sites"] if low[s["group"]] is group_is_low]
+    assert {data["sites"][i]["kind"] for i in chosen} >= {"output", "param", "grad_output"}
+    for i in chosen:
+        data["sites"][i]["format"] = "fp16"
+    path.write_text(json.dumps(data))
+    plan = plan_of(storage="simulate", plan=str(path))
+    assert {plan.sites[i].format.removesuffix("_sat") for i in chosen} == {"fp16"}
+    assert {s.reads for s in plan.sites} == {"all"}
+
+
+def test_in_a_simulation_a_group_switched_over_takes_its_sites_along(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    data = plan_of(storage="simulate", low_ratio=0.6).to_dict()
+    up, down = one_group(data, low=True), one_group(data, low=False)
+    data["groups"][up]["low"], data["groups"][down]["low"] = False, True
+    path.write_text(json.dumps(data))
+    plan = plan_of(storage="simulate", plan=str(path))
+    assert sites_of(plan, up) == {"forward": {"bf16"}, "backward": {"bf16"}}
+    assert sites_of(plan, down) == {"forward": {"e4m3fn"}, "backward": {"e5m2_sat", "bf16"}}, "bf16: weight_grad"
 
 
 def test_a_format_without_a_dtype_is_refused_in_native_storage(saved: Data, followed: Any, tmp_path: Path) -> None:
@@ -168,32 +174,36 @@ def test_a_format_without_a_dtype_is_refused_in_native_storage(saved: Data, foll
         plan_of(plan=str(path), storage="native")
 
 
-def without_compute(data: Data) -> None:
-    """As plan files were before there was a choice."""
-    del data["compute"]
-    for site in data["sites"]:
-        del site["reads"]
-        site.pop("why", None)
+@pytest.mark.parametrize("said", [True, False])
+def test_a_plan_in_which_every_reader_gets_the_stored_value_is_refused(
+    saved: Data, followed: Any, said: bool, tmp_path: Path
+) -> None:
+    """Of an earlier version, or of one from before plan files had ``compute``."""
+
+    def stored(data: Data) -> None:
+        data["compute"] = "stored"
+        if not said:
+            del data["compute"]
+
+    words = r"compute: is 'stored' \(as in a file that does not say\): .*; plan again: .*storage='simulate'[^\n]*$"
+    with pytest.raises(fxprec.PlanError, match=words):
+        followed(stored)
+    data = dict(saved)
+    stored(data)
+    with pytest.raises(fxprec.PlanError, match=words):
+        fxprec.Plan.from_dict(data)
+    with pytest.raises(fxprec.PlanError, match=r"compute: is 'low'; it must be one of 'high', 'stored'"):
+        fxprec.Plan.from_dict({**saved, "compute": "low"})
 
 
-def test_a_plan_of_before_there_was_a_choice_runs_as_it_did_then(saved: Data, followed: Any, tmp_path: Path) -> None:
-    data = plan_of(storage="native", compute="stored", low_ratio=0.6).to_dict()
-    without_compute(data)
-    path = tmp_path / "before.json"
-    path.write_text(json.dumps(data))
-    loaded = fxprec.Plan.load(path)
-    assert (loaded.compute, {s.reads for s in loaded.sites}) == ("stored", {"all"})
-    assert BEFORE_COMPUTE in loaded.notes
-    plan = plan_of(storage="native", plan=str(path))
-    assert (plan.compute, plan.formats) == ("stored", loaded.formats)
-    assert "e5m2_sat" in plan.formats.values(), "gradients are stored"
-    assert plan.notes.count(BEFORE_COMPUTE) == 1
-    plan.save(path)
-    assert fxprec.Plan.load(path) == plan
-    again = plan_of(storage="native", plan=str(path), compute="high")
-    assert again.compute == "high", "asked for, which goes before the plan's"
-    assert {s.reads for s in again.sites} == {"backward", "all"}
-    assert BEFORE_COMPUTE not in again.notes
+def test_a_saved_state_in_which_every_reader_gets_the_stored_value_is_refused() -> None:
+    backend = eager_backend("native", recipe="fp8", low_ratio=0.6)
+    torch.compile(mlp(), backend=backend)(torch.randn(4, 16)).sum().backward()
+    state = backend.state_dict()
+    old = {**state, "graphs": state["graphs"].replace('"compute": "high"', '"compute": "stored"')}
+    assert old != state
+    with pytest.raises(fxprec.PlanError, match=r"compute: is 'stored' .*; plan again"):
+        eager_backend("native", recipe="fp8", low_ratio=0.6).load_state_dict(old)
 
 
 def test_a_plan_brings_its_compute_and_who_reads_what(saved: Data, followed: Any) -> None:
@@ -202,17 +212,17 @@ def test_a_plan_brings_its_compute_and_who_reads_what(saved: Data, followed: Any
     assert [(s.format, s.reads, s.why) for s in plan.sites] == [
         (s["format"], s["reads"], s.get("why", "")) for s in saved["sites"]
     ]
-    stored = plan_of(storage="native", compute="stored", low_ratio=0.6)
-    assert followed(lambda data: data.update(stored.to_dict())).compute == "stored"
+    assert (plan.compute, plan_of(storage="simulate").compute) == ("high", "stored")
 
 
-@COMPUTES
+@pytest.mark.parametrize("storage", ["native", "simulate"])
 @pytest.mark.parametrize("first", ["training", "evaluation"])
-def test_a_plan_file_of_training_serves_evaluation_too(first: str, tmp_path: Path, saved: Data, compute: str) -> None:
-    path = tmp_path / "plan.json"
+def test_a_plan_file_of_training_serves_evaluation_too(first: str, tmp_path: Path, storage: str) -> None:
+    path, saved = tmp_path / "plan.json", plan_of(storage=storage, low_ratio=0.6).to_dict()
     path.write_text(json.dumps(saved))
+    torch.compiler.reset()
     torch.manual_seed(0)
-    backend = eager_backend("native", recipe="fp8", low_ratio=None, plan=str(path), compute=compute)
+    backend = eager_backend(storage, recipe="fp8", low_ratio=None, plan=str(path))
     compiled, x = torch.compile(mlp(), backend=backend), torch.randn(4, 16)
     for mode in ("training", "evaluation") if first == "training" else ("evaluation", "training"):
         with torch.set_grad_enabled(mode == "training"):
@@ -220,7 +230,7 @@ def test_a_plan_file_of_training_serves_evaluation_too(first: str, tmp_path: Pat
     training, evaluation = sorted((p for p in backend.all_plans if p), key=lambda p: -len(p.sites))
     assert evaluation.low_groups == training.low_groups == {g["id"] for g in saved["groups"] if g["low"]}
     assert {site.tensor for site in evaluation.sites} <= {site.tensor for site in training.sites}
-    if compute == "high":
+    if storage == "native":
         assert {site.format for site in evaluation.sites} == {"bf16"}, "evaluation stores nothing"
     else:
         held = {site.tensor: site.format for site in training.sites if site.direction == "forward"}
@@ -255,8 +265,6 @@ def test_no_reason_is_read_as_data(saved: Data, followed: Any) -> None:
     plan = followed(reworded)
     assert [s.id for s in plan.sites if s.is_unread] == unread
     assert {s.id: s.format for s in plan.sites} == {s["id"]: s["format"] for s in saved["sites"]}
-    stored = followed(reworded, compute="stored")
-    assert all(stored.sites[i].format in ("e4m3fn", "e5m2_sat") for i in unread if stored.sites[i].kind != "grad_param")
 
 
 def test_a_plan_of_before_reasons_had_a_field_says_in_words_who_is_unread(saved: Data, tmp_path: Path) -> None:

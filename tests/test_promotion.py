@@ -14,10 +14,7 @@ from torch import Tensor, nn
 import fxprec
 from fxprec import FxprecWarning, compat
 
-# Under "high" forward computes with values: nothing saturates but what backward reads.
-WAYS = pytest.mark.parametrize(
-    ("storage", "compute"), [("packed", "high"), ("packed", "stored"), ("native", "high"), ("simulate", None)]
-)
+EVERY_STORAGE = pytest.mark.parametrize("storage", STORAGES)
 
 
 class Counter:
@@ -70,23 +67,21 @@ class Run:
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@WAYS
-def test_offenders_of_a_step_move_together_in_cascades_without_a_retrace(
-    storage: str, compute: str | None, compilations: Counter
-) -> None:
-    run = Run(storage, compute=compute)
+@EVERY_STORAGE
+def test_offenders_of_a_step_move_together_in_cascades_without_a_retrace(storage: str, compilations: Counter) -> None:
+    run = Run(storage)
     errors = [run.step(torch.randn(64, 16)) for _ in range(9)]
-    if compute == "high":
+    if storage != "simulate":
         assert run.promotions == {1: 3}, "x * 1e4 and the ReLUs: in forward no copy hides what is behind it"
     else:
         assert list(run.promotions) == [1, 2, 3, 4], "each saturated tensor hid the next"
         assert run.promotions[1] == 2
-    assert sum(run.promotions.values()) == len(run.backend.plans[0].promoted) == (3 if compute == "high" else 6)
+    assert sum(run.promotions.values()) == len(run.backend.plans[0].promoted) == (3 if storage != "simulate" else 6)
     assert run.traces == 1
     assert compilations.calls == (1 if storage == "simulate" else 1 + len(run.promotions))
     assert errors[0] > 0.95
     # Where every reader gets the rounded value, that of 8-bit weights and gradients remains.
-    assert errors[-1] < (0.1 if compute == "high" else 0.25)
+    assert errors[-1] < (0.1 if storage != "simulate" else 0.25)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -181,9 +176,9 @@ def test_an_inf_in_a_batch_reaches_the_loss_and_who_skips_that_step_trains_on(st
         assert relative_error(a, b) < 0.2
 
 
-@WAYS
-def test_evaluation_follows_promotions_of_training(storage: str, compute: str | None) -> None:
-    run = Run(storage, compute=compute)
+@EVERY_STORAGE
+def test_evaluation_follows_promotions_of_training(storage: str) -> None:
+    run = Run(storage)
     x = torch.randn(64, 16)
     for step in range(6):
         if step == 1:
@@ -194,9 +189,9 @@ def test_evaluation_follows_promotions_of_training(storage: str, compute: str | 
         error = relative_error(run.compiled(x), run.reference(x))
     training, evaluation = run.backend._graphs[0].plan, run.backend._graphs[1].plan
     assert {s.tensor for s in evaluation.promoted} == (
-        {s.tensor for s in training.promoted} if compute != "high" else set()
-    ), "evaluation stores nothing under compute='high'"
-    assert error < (0.02 if compute == "high" else 0.1)
+        {s.tensor for s in training.promoted} if storage == "simulate" else set()
+    ), "evaluation stores nothing in real storage"
+    assert error < (0.02 if storage != "simulate" else 0.1)
 
 
 def test_promoted_ratio_counts_elements() -> None:

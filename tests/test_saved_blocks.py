@@ -207,7 +207,6 @@ def test_dynamic_shapes_stay_in_8_bits_and_say_so():
         ({"recipe": "bf16+int4"}, "no tensor of recipe 'bf16+int4' is low; use it with fp8"),
         ({"recipe": "hfp8+int4"}, "use storage='native' or storage='packed'"),
         ({"recipe": "fp8+int4", "storage": "simulate"}, "stores no copies"),
-        ({"recipe": "fp8+int4", "compute": "stored"}, "use compute='high'"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(options: dict[str, Any], words: str):

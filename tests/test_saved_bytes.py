@@ -84,29 +84,20 @@ def assert_plan_is_true(backend: Backend, saved: list[Tensor]) -> None:
     assert plan.saved_bytes.planned == sum(group.saved_bytes for group in plan.groups)
 
 
-@pytest.mark.parametrize(
-    ("storage", "compute"),
-    [("native", "high"), ("native", "stored"), ("packed", "high"), ("packed", "stored"), ("simulate", None)],
-)
+@pytest.mark.parametrize("storage", ["native", "packed", "simulate"])
 @pytest.mark.parametrize("make", [mlp, Cnn])
-def test_the_plan_says_what_is_saved(make: Callable[[], nn.Module], storage: str, compute: str | None) -> None:
-    backend = eager_backend(storage, recipe=narrow_recipe(storage), low_ratio=0.7, compute=compute)
+def test_the_plan_says_what_is_saved(make: Callable[[], nn.Module], storage: str) -> None:
+    backend = eager_backend(storage, recipe=narrow_recipe(storage), low_ratio=0.7)
     x = torch.randn(8, 3, 6, 6) if make is Cnn else torch.randn(8, 16)
     assert_plan_is_true(backend, step(make(), x, backend))
 
 
 @pytest.mark.parametrize(
-    ("way", "storage", "compute"),
-    [
-        *((way, "native", "high") for way in WAYS if way != "plain"),
-        ("selective", "packed", "high"),
-        ("non-reentrant", "native", "stored"),
-        ("selective", "native", "stored"),
-        ("reentrant", "simulate", None),
-    ],
+    ("way", "storage"),
+    [*((way, "native") for way in WAYS if way != "plain"), ("selective", "packed"), ("reentrant", "simulate")],
 )
-def test_in_a_checkpoint_only_its_boundary_is_saved(way: str, storage: str, compute: str | None) -> None:
-    backend = eager_backend(storage, recipe=narrow_recipe(storage), low_ratio=1.0, compute=compute)
+def test_in_a_checkpoint_only_its_boundary_is_saved(way: str, storage: str) -> None:
+    backend = eager_backend(storage, recipe=narrow_recipe(storage), low_ratio=1.0)
     saved = step(Blocks(way), torch.randn(ROWS, WIDTH), backend)
     assert_plan_is_true(backend, saved)
     shapes = [tuple(t.shape) for t in saved]
@@ -114,14 +105,10 @@ def test_in_a_checkpoint_only_its_boundary_is_saved(way: str, storage: str, comp
     assert shapes.count(boundary) <= BLOCKS + 1
     assert shapes.count(inside) == (BLOCKS if way == "selective" else 0), "what the policy wants saved"
     assert {*shapes} <= {boundary, inside, head}, "no copies of recomputed blocks' parameters"
-    if compute == "high":
+    if storage != "simulate":
         wanted = torch.bfloat16 if storage == "native" else torch.uint16
         assert {t.dtype for t in saved} == {wanted}, "high, since forward and its recomputation read it, and once"
         assert backend.plans[0].saved_bytes.fp32 == 2 * num_bytes(saved)
-    elif compute == "stored":
-        assert {t.dtype for t in saved} == {torch.float8_e4m3fn}, "float32 beside low copies"
-        in_place = 8 * WIDTH  # bytes: the head's weight, which float32 reads where it is
-        assert backend.plans[0].saved_bytes.fp32 == 4 * (num_bytes(saved) - in_place)
 
 
 class Annotated(nn.Module):
@@ -149,48 +136,45 @@ def test_forward_stores_nothing_that_the_budget_leaves_out(budget: float, monkey
     assert unread == []
 
 
-def saved_at(compute: str, budget: float, model: nn.Module) -> int:
+def saved_at(budget: float, model: nn.Module) -> int:
     torch.compiler.reset()
-    backend = eager_backend("native", recipe="fp8", low_ratio=1.0, compute=compute)
+    backend = eager_backend("native", recipe="fp8", low_ratio=1.0)
     with functorch_config.patch(activation_memory_budget=budget):
         saved = step(model, torch.randn(ROWS, WIDTH), backend)
     assert_plan_is_true(backend, saved)
     # Under a budget the partitioner may keep a GEMM's result, in bf16, and make again what was stored of it in 8 bits.
-    most = 2 if compute == "high" and budget < 1 else 1
+    most = 2 if budget < 1 else 1
     assert not [t for t in saved if t.itemsize > most and t.shape[-1] > 1], "a wide tensor beside low copies"
     return num_bytes(saved)
 
 
-@pytest.mark.parametrize("compute", ["high", "stored"])
-def test_an_activation_memory_budget_bounds_what_is_saved(compute: str) -> None:
-    saved_under = functools.partial(saved_at, compute)
-    all_of_it = saved_under(1.0, Blocks("plain"))
-    assert 0.1 * all_of_it < saved_under(0.5, Blocks("plain")) <= 0.5 * all_of_it
-    assert 0 < saved_under(0.1, Blocks("plain")) <= 0.1 * all_of_it
-    assert saved_under(0.0, Blocks("plain")) == 0
+def test_an_activation_memory_budget_bounds_what_is_saved() -> None:
+    all_of_it = saved_at(1.0, Blocks("plain"))
+    assert 0.1 * all_of_it < saved_at(0.5, Blocks("plain")) <= 0.5 * all_of_it
+    assert 0 < saved_at(0.1, Blocks("plain")) <= 0.1 * all_of_it
+    assert saved_at(0.0, Blocks("plain")) == 0
     if hasattr(torch.autograd.graph, "region_activation_memory_budget"):  # since torch 2.13
-        assert 0 < saved_under(1.0, Annotated(0.1)) <= 0.1 * all_of_it
+        assert 0 < saved_at(1.0, Annotated(0.1)) <= 0.1 * all_of_it
 
 
-@pytest.mark.parametrize("compute", ["high", "stored"])
-def test_a_budget_in_bytes_is_held_or_refused(compute: str) -> None:
+def test_a_budget_in_bytes_is_held_or_refused() -> None:
     """Prediction knows the counted tensors; statistics of norms show in the partition only."""
-    saved_within, x = functools.partial(saved_held, compute), torch.randn(ROWS, WIDTH)
-    high = eager_backend("native", recipe="fp8", low_ratio=0.0, compute=compute)
+    x = torch.randn(ROWS, WIDTH)
+    high = eager_backend("native", recipe="fp8", low_ratio=0.0)
     most = num_bytes(step(Block(), x, high))
-    low = eager_backend("native", recipe="fp8", low_ratio=1.0, compute=compute)
+    low = eager_backend("native", recipe="fp8", low_ratio=1.0)
     least = num_bytes(step(Block(), x, low))
     assert low.plans[0].saved_bytes.planned == least < most
-    fits = saved_within((least + most) // 2)
+    fits = saved_held((least + most) // 2)
     assert least < fits <= (least + most) // 2
-    assert saved_within(fits - 1) < fits, "the same groups are predicted to fit, and do not"
+    assert saved_held(fits - 1) < fits, "the same groups are predicted to fit, and do not"
     with pytest.raises(BudgetError, match=rf"takes at least .*{least} bytes"):
-        saved_within(least - 1)
+        saved_held(least - 1)
 
 
-def saved_held(compute: str, budget: int) -> int:
+def saved_held(budget: int) -> int:
     torch.compiler.reset()
-    backend = eager_backend("native", recipe="fp8", low_ratio=None, activation_budget=budget, compute=compute)
+    backend = eager_backend("native", recipe="fp8", low_ratio=None, activation_budget=budget)
     saved = step(Block(), torch.randn(ROWS, WIDTH), backend)
     assert_plan_is_true(backend, saved)
     assert backend.plans[0].activation_budget == budget

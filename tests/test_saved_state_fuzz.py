@@ -17,10 +17,10 @@ import fxprec
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[fxprec.Backend, Any, list[Any]]:
-    """A backend whose state has scales: gradients are stored, and scaled, under ``compute="stored"``."""
+    """A backend whose state has scales: in simulation all gradients are rounded, and scaled."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    backend = eager_backend("packed", recipe="hfp8", low_ratio=1.0, compute="stored")
+    backend = eager_backend("simulate", recipe="hfp8", low_ratio=1.0)
     compiled = torch.compile(mlp(), backend=backend)
     for _ in range(2):
         compiled(torch.randn(4, 16)).square().mean().backward()

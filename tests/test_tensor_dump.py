@@ -61,7 +61,7 @@ def line(folder, name, step=1):
     [
         ("eager", {}),
         ("eager", {"recipe": "hfp8"}),
-        ("eager", {"compute": "stored"}),
+        ("eager", {"storage": "simulate"}),
         pytest.param("inductor", {}, marks=pytest.mark.inductor),
     ],
 )

@@ -64,7 +64,6 @@ def key(capture: Captured, given: Any = None, trained: Any = (), more: Any = (),
 OTHER: list[dict[str, Any]] = [
     {"recipe": "fp8"},
     {"storage": "packed"},
-    {"compute": "stored"},
     {"policy": "uniform"},
     {"low_ratio": 0.5},
     {"activation_budget": 1000},

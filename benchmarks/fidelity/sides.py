@@ -1,4 +1,4 @@
-"""The sides: compiled bf16 autocast, and recipes of fxprec with compute high and stored."""
+"""The sides: compiled bf16 autocast, and recipes of fxprec."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ _RECIPES: dict[str, dict[str, Any]] = {
     "fp8 1": {"recipe": "fp8", "low_ratio": 1.0},
     "hfp8 packed 1": {"recipe": "hfp8", "storage": "packed", "low_ratio": 1.0},
 }
-SIDES: dict[str, dict[str, Any]] = {AUTOCAST: {}} | {
-    f"{name} {compute}": options | {"compute": compute}
-    for compute in ("high", "stored")
-    for name, options in _RECIPES.items()
-}
+SIDES: dict[str, dict[str, Any]] = {AUTOCAST: {}} | {f"{name} high": options for name, options in _RECIPES.items()}
 """Options of `fxprec.Config` by name of the side; none for autocast. Float32, the reference, is no side of its own."""
 
 

@@ -26,7 +26,7 @@ from fxprec.demo.models import CharTransformer
 from fxprec.demo.tasks import Task, cross_entropy, text_task
 
 BYTES, CONTEXT, BATCH = 256, 128, 16
-SIDES = (FLOAT32, AUTOCAST, "bf16 high", "fp8 0.5 high", "fp8 1 high", "fp8 1 stored", "hfp8 packed 1 high")
+SIDES = (FLOAT32, AUTOCAST, "bf16 high", "fp8 0.5 high", "fp8 1 high", "hfp8 packed 1 high")
 
 
 @dataclass

@@ -29,7 +29,6 @@ UNFIT = (RuntimeError, IndexError, ValueError, TypeError, NameError, AssertionEr
 REGIONS = ("checkpoint", "checkpoint", "autocast", "no_grad", "loop", "branch")
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "storage": ("packed", "packed", "simulate", "native"),
-    "compute": ("high", "high", "stored"),
     "low_ratio": (1.0, 1.0, 0.5),
     "grouping": ("execution", "execution", "dataflow"),
     "grad_scaling": ("auto", "auto", "none", "fixed"),
@@ -217,9 +216,9 @@ def _is_tame(value: Tensor) -> bool:
 def _allowed(options: dict[str, Any]) -> dict[str, Any]:
     """Leave out what contradicts another option."""
     if options["storage"] == "simulate":
-        options.update(compute=None, peak_budget=None)
+        options.update(peak_budget=None)
     if options["peak_budget"] is not None:
-        options.update(compute="high", low_ratio=None)
+        options.update(low_ratio=None)
     if options["promotes"]:
         options["batches"] = 2
     return options

@@ -11,7 +11,7 @@ from benchmarks.graphs.check import Finding, check
 from benchmarks.graphs.generate import runs
 from benchmarks.graphs.program import Program, Statement
 
-DEFAULTS = {"storage": "packed", "compute": "high", "low_ratio": 1.0, "grouping": "execution", "grad_scaling": "auto",
+DEFAULTS = {"storage": "packed", "low_ratio": 1.0, "grouping": "execution", "grad_scaling": "auto",
             "peak_budget": None, "dynamic": False, "promotes": False, "batches": 1}  # fmt: skip
 
 

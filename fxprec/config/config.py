@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import InitVar, asdict, dataclass, fields
 from typing import Any, Literal, Self
 
 from fxprec.config import checks
@@ -19,11 +19,9 @@ from fxprec.numerics.formats import Format
 
 Storage = Literal["native", "packed", "simulate"]
 GroupingName = Literal["execution", "dataflow"]
-Compute = Literal["high", "stored"]
 Policy = Callable[[Sequence[Any], "Config"], Iterable[int]]
 
 STORAGES = ("native", "packed", "simulate")
-COMPUTES = ("high", "stored")
 POLICIES = ("size", "size-ascending", "random", "uniform", "operator", "operator-io", "exact")
 GEMMS = ("auto", "low", "high")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -34,10 +32,6 @@ WAYS = ("narrow", *BLOCK_WAYS, "recompute", "offload")
 DEFAULT_WAYS = ("narrow", "recompute")
 ALLOCATORS = ("compact", "system")
 LOWERINGS = ("auto", "triton", "inductor", "eager")
-
-# Where every reader gets the rounded value, accuracy falls as the ratio grows: the middle of the paper's range (Lee et
-# al. 2023, section 5.3). Where operators read values it does not (docs/policies.md): all that is stored.
-DEFAULT_LOW_RATIO: Mapping[Compute, float] = {"high": 1.0, "stored": 0.5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +51,7 @@ class Config:
     float32 carriers. None: native where every format of the recipe has a dtype (``hfp8`` has not), else simulate;
     simulate under ``accumulator``."""
 
-    compute: Compute | None = None
-    """Which values operators read in real storage. ``"high"``: the value itself; only backward and GEMMs that multiply
-    codes read the low copy, and a gradient is rounded low only for such a GEMM. ``"stored"``: every reader gets the
-    rounded value, as in the papers. None: high; of a plan given, the plan's. See docs/compute.md."""
+    compute: InitVar[str | None] = None  # an option of earlier versions: "high" is what real storage does
 
     policy: str | Policy = "size"
     """Which groups are low: ``"size"`` (largest first), ``"size-ascending"``, ``"random"``, ``"uniform"``,
@@ -69,7 +60,7 @@ class Config:
 
     low_ratio: float | None = None
     """Lower bound on the share of elements held low, 0 to 1. None, where the recipe has a low format and
-    there is no ``activation_budget``: 1 under ``compute="high"``, 0.5 where every reader gets the rounded value."""
+    there is no ``activation_budget``: 1, and 0.5 in storage ``simulate``, where every reader gets the rounded value."""
 
     activation_budget: int | str | None = None
     """Instead of ``low_ratio``: bytes the tensors saved for backward may take, as int or ``"12GiB"``, ``"1.5GB"``.
@@ -165,7 +156,8 @@ class Config:
         _refuse_unknown(options)
         return super().__new__(cls)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, compute: str | None) -> None:
+        _check_compute(compute, self.storage)
         put = object.__setattr__
         recipe = find_recipe(self.recipe)
         _check_policy(self.policy)
@@ -201,11 +193,14 @@ class Config:
         one_of("grouping", self.grouping, GROUPINGS)
         if not isinstance(self.grad_scaling, GradScaling | LossScaling):
             one_of("grad_scaling", self.grad_scaling, tuple(NAMED), "or a fxprec.GradScaling or fxprec.LossScaling")
-        if self.compute is not None:
-            one_of("compute", self.compute, COMPUTES, "or None")
         if self.storage is not None:
             _check_storage(one_of("storage", self.storage, STORAGES), recipe)
         _refuse_contradictions(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the options of a pickle, one of an earlier version too. Raises `ConfigError` for one that is gone."""
+        _check_compute(state.get("compute"), state["storage"])
+        self.__dict__.update({name: value for name, value in state.items() if name != "compute"})
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Self:
@@ -252,7 +247,6 @@ def _names() -> list[str]:
 ALLOWED: Mapping[str, str] = {
     "recipe": "'fp32', 'bf16', 'bf16-pure', 'fp16', 'fp8', 'hfp8' or a fxprec.Recipe",
     "storage": "'native', 'packed', 'simulate' or None",
-    "compute": "'high', 'stored' or None",
     "policy": ", ".join(map(repr, POLICIES)) + " or a function f(tensors, config) -> group ids",
     "low_ratio": "a number from 0 to 1 or None",
     "activation_budget": "bytes as a positive int, or text such as '12GiB', or None",
@@ -285,7 +279,7 @@ ALLOWED: Mapping[str, str] = {
 def _refuse_unknown(options: Mapping[str, object]) -> None:
     known = _names()
     for name in options:
-        if name not in known:
+        if name not in known and name != "compute":
             hint = did_you_mean(name, known)
             near = next((k for k in known if repr(k) in hint), None)
             takes = f" It takes {ALLOWED[near]}. The" if near else "; the"
@@ -295,6 +289,23 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
 def _check_policy(policy: object) -> None:
     if not callable(policy):
         one_of("policy", policy, POLICIES, "or a function f(tensors, config) -> group ids")
+
+
+def _check_compute(compute: object, storage: str | None) -> None:
+    """Accept ``"high"``, which real storage does; raise `ConfigError` for what earlier versions took."""
+    if compute is None:
+        return
+    if compute == "stored":
+        raise ConfigError(
+            "compute='stored' is gone: native and packed storage have operators read values, and round what is stored "
+            "for backward; leave compute out, or use storage='simulate', which rounds for every reader, as papers do"
+        )
+    one_of("compute", compute, ("high",), "or None")
+    if storage == "simulate":
+        raise ConfigError(
+            "compute='high' has operators read values, and storage='simulate' has them read rounded ones; leave "
+            "compute out, or choose storage='native' or 'packed'"
+        )
 
 
 def _patterns(value: object) -> tuple[str, ...] | Literal["ends"]:
@@ -336,8 +347,6 @@ def _refuse_blocks(config: Config, recipe: Recipe) -> None:
         raise ConfigError(f"{said}no tensor of recipe {recipe.name!r} is low; use it with fp8, as 'fp8+int4'")
     if config.storage == "simulate" or (config.storage is None and without_dtype(recipe)):
         raise ConfigError(f"{said}storage='simulate' stores no copies; use storage='native' or storage='packed'")
-    if config.compute == "stored":
-        raise ConfigError(f"{said}under compute='stored' every reader gets the copy; use compute='high'")
 
 
 def _refuse_contradictions(config: Config) -> None:
@@ -349,12 +358,6 @@ def _refuse_contradictions(config: Config) -> None:
         raise ConfigError(
             f"accumulator simulates sums that no machine has, and storage={config.storage!r} computes GEMMs on the "
             "machine's own; use storage='simulate' or leave accumulator out"
-        )
-    if config.compute is not None and config.storage == "simulate":
-        raise ConfigError(
-            f"compute={config.compute!r} says who reads what is stored low, and storage='simulate' stores nothing: it "
-            "rounds every tensor for every reader, as the papers do; leave compute out, or choose storage='native' or "
-            "'packed'"
         )
     _refuse_blocks(config, find_recipe(config.recipe))
     if config.peak_budget is not None:
@@ -385,9 +388,8 @@ def _refuse_with_peak(config: Config) -> None:
             f"ways has 'offload', and mode={config.mode!r} records CUDA graphs, which copies to host memory are no "
             "part of; choose mode='default' or 'max-autotune-no-cudagraphs', or leave 'offload' out"
         )
-    for name, value in (("storage", "simulate"), ("compute", "stored")):
-        if getattr(config, name) == value:
-            raise ConfigError(
-                f"peak_budget bounds what a step holds where operators read values, and {name}={value!r} has them read "
-                f"rounded ones; leave {name} out, or leave peak_budget out"
-            )
+    if config.storage == "simulate":
+        raise ConfigError(
+            "peak_budget bounds what a step holds where operators read values, and storage='simulate' has them read "
+            "rounded ones; leave storage out, or leave peak_budget out"
+        )

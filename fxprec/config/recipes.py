@@ -30,8 +30,8 @@ class Recipe(Options):
     """Parameter gradients, low or not; ``hi`` when left out."""
     saved: BlockFormat | None = None
     """Low outputs that backward reads only to make gradients of weights, where it has fewer than 8 bits; from 8 bits
-    on, all that only backward reads (docs/compute.md, "Fewer than 8 bits"). None: ``lo_forward``. Of real storage
-    under ``compute="high"``."""
+    on, all that only backward reads (docs/compute.md, "Fewer than 8 bits"). None: ``lo_forward``. In native and
+    packed storage."""
     pure: bool = False
     """Whether weights must have ``hi``'s dtype already, so that no wider copy of anything exists."""
     name: str = "custom"

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Self
 
 from fxprec.config.accumulator import Accumulator, find_accumulator
-from fxprec.config.config import DEFAULT_LOW_RATIO, DEFAULT_WAYS, Compute, Config, Storage, without_dtype
+from fxprec.config.config import DEFAULT_WAYS, Config, Storage, without_dtype
 from fxprec.config.grad_scaling import NAMED, Scaling
 from fxprec.config.processor import Processor
 from fxprec.config.recipes import Recipe, find_recipe
@@ -36,8 +36,6 @@ class Settings:
     asked: Config
     recipe: Recipe
     storage: Storage
-    compute: Compute
-    """``"stored"`` in simulation: every reader gets the rounded value."""
     low_ratio: float | None
     """As given, or the default; None under a budget or a plan, which take its place."""
     activation_budget: int | None
@@ -59,13 +57,11 @@ class Settings:
         budget, scaling = asked.activation_budget, asked.grad_scaling
         assert not isinstance(budget, str), "stored in canonical form"
         storage = asked.storage or ("simulate" if accumulator or without_dtype(recipe) else "native")
-        compute: Compute = "stored" if storage == "simulate" else asked.compute or "high"
         return cls(
             asked=asked,
             recipe=recipe,
             storage=storage,
-            compute=compute,
-            low_ratio=_low_ratio(asked, recipe, compute),
+            low_ratio=_low_ratio(asked, recipe, storage),
             activation_budget=budget,
             peak_budget=None if asked.peak_budget is None else PeakBudget(asked.peak_budget),
             ways=asked.ways or DEFAULT_WAYS,
@@ -90,7 +86,14 @@ class Settings:
         return recipe.formats if recipe.has_low and self.low_ratio != 0 else (recipe.hi, recipe.weight_grad)
 
 
-def _low_ratio(asked: Config, recipe: Recipe, compute: Compute) -> float | None:
+# Where every reader gets the rounded value, accuracy falls as the ratio grows: the middle of the paper's range (Lee et
+# al. 2023, section 5.3). Where operators read values it does not (docs/policies.md): all that is stored.
+SIMULATED_LOW_RATIO, STORED_LOW_RATIO = 0.5, 1.0
+
+
+def _low_ratio(asked: Config, recipe: Recipe, storage: Storage) -> float | None:
     if asked.low_ratio is not None or asked.activation_budget is not None or asked.plan is not None:
         return asked.low_ratio
-    return DEFAULT_LOW_RATIO[compute] if recipe.has_low else 0.0
+    if not recipe.has_low:
+        return 0.0
+    return SIMULATED_LOW_RATIO if storage == "simulate" else STORED_LOW_RATIO

@@ -137,7 +137,7 @@ def recorded(subject: Subject, request: Request, tell: Tell) -> tuple[float, lis
     """Run a step, or a few where gradients have scales; return its loss, its training graphs, and notes."""
     settings, recorder = Settings.of(request.config), Recorder()
     backend = Backend(replace(request.config, cpu=request.config.cpu or PORTABLE), recorder=recorder)
-    whole = settings.compute == "stored"
+    whole = settings.is_simulated
     model = WithLoss(subject.fresh(), subject.loss) if whole else subject.fresh()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -164,7 +164,7 @@ def recorded_live(live: Live, request: Request, tell: Tell) -> tuple[float, list
     value, recorder = live.record()
     tell(f"step of {live.name} run: loss {value:.6g}")
     notes = []
-    if Settings.of(request.config).compute == "stored":
+    if Settings.of(request.config).is_simulated:
         notes.append("the loss lies outside of the graph: its own gradient is that of the rounded step")
     graphs = _recorded_graphs(recorder, "", 0)
     if not graphs:

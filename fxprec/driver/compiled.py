@@ -92,7 +92,7 @@ def rows_of(plan: Plan, scales: ScaleGraph | None, settings: Settings) -> Watche
     """Return what the code of a plan does with its rows."""
     watches_all = settings.asked.on_nonfinite in ("report", "raise")
     watched = frozenset(s.id for s in plan.sites if _can_lose(s, settings) or (watches_all and not s.saved_as))
-    inlines = plan.compute == "high" and not watches_all  # codes do not tell an inf from the largest number
+    inlines = not settings.is_simulated and not watches_all  # codes do not tell an inf from the largest number
     if scales is None:
         return WatchedRows(watched=watched, inlines=inlines)
     casts, scaling = frozenset(scales.casts), settings.grad_scaling

@@ -93,7 +93,7 @@ class Lowering:
         if not is_compared(gm):
             self._told = True
             detail = "nothing is compared of a graph half whose casts are part of Inductor's own loops"
-            way = "lowering='triton'" if self.device.type == "cuda" else "compute='stored'"
+            way = "lowering='triton'" if self.device.type == "cuda" else "on_nonfinite='report'"
             self.tell(Notice("verify=True", f"{detail}; {way} has kernels to compare"))
 
     @property

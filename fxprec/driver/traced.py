@@ -87,7 +87,7 @@ class Traced:
             work.damage = calibration.by_tensor()
             if work.damage is None:
                 self.calibration = calibration
-                pipeline.run(work, pipeline.CALIBRATION)
+                pipeline.run(work, pipeline.calibration_for(work.settings))
                 return
         known = frozenset(graph.nodes)
         self.saves_memory = self.is_training and (work.memory_budget < 1 or regions.are_in(graph) or work.fits_peak)

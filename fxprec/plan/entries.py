@@ -276,7 +276,6 @@ _PLAN: Mapping[str, Reader] = {
     "torch": _text,
     "recipe": RECIPE,
     "storage": _word("native", "packed", "simulate"),
-    "compute": _word("high", "stored"),
     "policy": _text,
     "grouping": _word("execution", "dataflow"),
     "requested_low_ratio": _or_null(_share),
@@ -326,23 +325,24 @@ def read_plan(entry: Entry, kind: type[T]) -> T:
     """Return the plan of a parsed file, made by ``kind``. Raises `PlanError` naming the entry."""
     for key in _REQUIRED:
         entry.get(key)
-    plan = _record(kind, _PLAN)(_with_compute(entry))
+    plan = _record(kind, _PLAN, former=frozenset({"compute"}))(entry)
+    _check_compute(entry)
     _check_groups(plan)
     _check_references(plan)
     _check_directions(plan)
     return plan
 
 
-BEFORE_COMPUTE = "made before there was a choice of compute: every reader gets the stored value (compute='stored')"
-
-
-def _with_compute(entry: Entry) -> Entry:
-    """Return a plan's entry with ``compute``; one of real storage that has none is told in its notes."""
-    if "compute" in entry.value or entry.value.get("storage") == "simulate":
-        return entry
-    notes = entry.value.get("notes", [])
-    told = [*notes, BEFORE_COMPUTE] if isinstance(notes, list) and BEFORE_COMPUTE not in notes else notes
-    return Entry({**entry.value, "compute": "stored", "notes": told}, entry.path)
+def _check_compute(entry: Entry) -> None:
+    """Refuse a plan of real storage in which every reader gets the stored value: one without ``compute`` is older."""
+    compute = entry.get("compute") if "compute" in entry.value else Entry("stored", "compute")
+    _word("high", "stored")(compute)
+    if compute.value == "stored" and entry.value.get("storage", "native") != "simulate":
+        raise compute.fail(
+            "is 'stored' (as in a file that does not say): every reader got the stored value, as no storage does now",
+            "plan again: native and packed storage have operators read values, and storage='simulate' rounds for every "
+            "reader, as the papers do",
+        )
 
 
 def _check_groups(plan: Any) -> None:

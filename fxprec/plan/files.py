@@ -24,7 +24,7 @@ _TABLES = ("gemms", "groups", "sites")
 def to_dict(plan: Any) -> dict[str, Any]:
     """Return the plan as JSON data: what is said of the whole first, then the tables.
 
-    ``grouping`` is written where it is not the default, ``compute`` and ``reads`` where there is a choice, a site's
+    ``grouping`` is written where it is not the default, ``compute`` and ``reads`` in real storage, a site's
     ``why``, ``unread`` and ``saved_as`` where there is something to say, ``peak_bytes`` and a site's ``way`` under a
     peak budget, ``lowering`` where it was chosen.
     """

@@ -42,9 +42,6 @@ class Plan:
     groups: tuple[Group, ...] = ()
     recipe: Recipe = BF16
     storage: Literal["native", "packed", "simulate"] = "native"
-    compute: Literal["high", "stored"] = "stored"
-    """What operators read, as `Config.compute`; ``"stored"`` in simulation and in plans written before there was a
-    choice."""
     policy: str = "size"
     grouping: Literal["execution", "dataflow"] = "execution"
     """How operators form groups, as `Config.grouping`."""
@@ -78,6 +75,11 @@ class Plan:
     def format(self, site: int | Site) -> Format:
         """Return the format in force at a site (or at the site of that id)."""
         return parse((self.sites[site] if isinstance(site, int) else site).format)
+
+    @property
+    def compute(self) -> Literal["high", "stored"]:
+        """What operators read: ``"high"``, the values, or in simulation ``"stored"``, the rounded ones."""
+        return "stored" if self.storage == "simulate" else "high"
 
     @cached_property
     def formats(self) -> Mapping[tuple[str, str], str]:

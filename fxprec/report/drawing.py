@@ -136,7 +136,7 @@ class _Walk:
         further = {} if self.work.scales is None else self.work.scales.site_of
         row = (Quantize.match(cast) or QuantizeBlocks.of(cast)).row
         site = further.get(row, row)
-        if self.work.computes_high:  # a copy of the value less its mean stands for the value
+        if not self.work.settings.is_simulated:  # a copy of the value less its mean stands for the value
             origin = book.values.get(site, origin)
         if 0 <= site < len(book.sites) and site not in self.sites[origin]:
             self.sites[origin].append(site)

@@ -146,8 +146,6 @@ def _stored(fmt: Format, site: Site) -> str:
 def _of_readers(plan: Plan, site: Site) -> list[str]:
     if plan.storage == "simulate":
         return []
-    if plan.compute == "stored":
-        return ["every reader gets the stored value (compute='stored')"]
     if site.reads == "gemm codes":
         return ["GEMMs multiply the codes of the stored copy, and backward reads it; all else reads the value itself"]
     if site.reads == "all":

@@ -40,7 +40,6 @@ def page_data(plan: Plan, title: str, drawing: Drawing | None, history: Sequence
         "torch": plan.torch,
         "recipe": plan.recipe.to_dict(),
         "storage": plan.storage,
-        "compute": plan.compute,
         "policy": plan.policy,
         "grouping": plan.grouping,
         "asked": plan.requested_low_ratio,

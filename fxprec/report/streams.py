@@ -159,7 +159,7 @@ def _settings(a: Run, b: Run) -> list[str]:
     """Say in what the two were trained otherwise."""
     ours, theirs = (next(iter(run.plans.values())) for run in (a, b))
     read: dict[str, Callable[[Plan], str]] = {
-        "recipe": lambda p: p.recipe.name, "storage": lambda p: p.storage, "compute": lambda p: p.compute,
+        "recipe": lambda p: p.recipe.name, "storage": lambda p: p.storage,
         "policy": lambda p: p.policy, "torch": lambda p: p.torch, "fxprec": lambda p: p.fxprec,
     }  # fmt: skip
     return [f"{name}: {x} and {y}" for name, of in read.items() if (x := of(ours)) != (y := of(theirs))]

@@ -20,7 +20,7 @@ def run_passes(work: Work, dump: GraphDump | None) -> list[PassReport]:
     Raises `ConfigError` where the dump cannot be written.
     """
     if dump is None and not compat.traces_artifacts():
-        return pipeline.run(work)
+        return pipeline.run(work, pipeline.pipeline_for(work.settings))
     return _Watch(dump).run(work)
 
 
@@ -43,7 +43,7 @@ class _Watch:
         if self.dump is not None:
             self.dump.start()
         self.tell("joint", work, {})
-        return pipeline.run(work, pipeline.PIPELINE, self.after)
+        return pipeline.run(work, pipeline.pipeline_for(work.settings), self.after)
 
     def after(self, report: PassReport, work: Work) -> None:
         self.tell(report.name, work, report.changed)

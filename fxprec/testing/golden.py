@@ -222,6 +222,7 @@ def load(path: Path) -> Golden:
     with reading(path):
         data = read_json(path, SCHEMA)
         options = _typed(data, "options", dict)
+        options.pop("compute", None)  # of earlier versions; a plan says whether it was another than today's
         plans = tuple(Plan.from_dict(plan) for plan in _typed(data, "plans", list))
         entries = tuple(_entry(row, i) for i, row in enumerate(_typed(data, "statistics", list)))
         return Golden(options, plans, entries, _typed(data, "torch", str))

@@ -72,7 +72,7 @@ def coded(operand: Node) -> Coded | str:
     kept = KeepNonfinite.match(node)
     source = None if kept is None else kept.x
     read = Dequantize.match(node if kept is None else kept.rounded)
-    if read is None or read.is_simulated:
+    if read is None:
         return "an operand is not stored in a planned format"
     q, fmt = read.q, parse(read.format)
     if q.target is not QUANTIZE or fmt.bits > 16:

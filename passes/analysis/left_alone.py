@@ -13,12 +13,15 @@ from fxprec.passes.base import Work
 from fxprec.passes.notice import Notice
 
 
-def left_alone(work: Work) -> Iterator[Notice]:
-    """Yield a notice for the first complex and float64 value, each nested graph, and each sparse unrounded gradient."""
+def left_alone(work: Work, *, rounds_gradients: bool) -> Iterator[Notice]:
+    """Yield a notice for the first complex value, the first float64 value, and each nested graph.
+
+    A pass that rounds parameters' gradients (``rounds_gradients``) leaves sparse ones: a notice for each.
+    """
     yield from _complex_values(work.operators)
     yield from _float64_values(work)
     yield from _nested_graphs(work.operators)
-    if work.settings.is_simulated:  # elsewhere a parameter's gradient is not rounded in any case
+    if rounds_gradients:
         yield from _sparse_gradients(work)
 
 

@@ -184,7 +184,7 @@ class SiteBook:
 
     def is_identity(self, tensor: CountedTensor, dtype: torch.dtype) -> bool:
         """Say whether storing the tensor in its format changes neither bits nor memory; its row stays all the same."""
-        return self.storage != "simulate" and parse(self.site(tensor, dtype).format).torch_dtype == dtype
+        return parse(self.site(tensor, dtype).format).torch_dtype == dtype
 
     def store(self, node: Node, tensor: CountedTensor, *, backward: bool | None = None) -> tuple[Node, Node]:
         """Insert ``dequantize(quantize(node))`` at the insertion point; return the stored and the read value."""

@@ -1,6 +1,6 @@
 """Casts that become part of Inductor's loops on a CPU: encoded where the value is computed, decoded where it is read.
 
-Only what backward reads is stored under ``compute="high"``, so such a cast has no reader beside it and needs no kernel
+Most casts store only what backward reads, so such a cast has no reader beside it and needs no kernel
 of its own. What it loses is counted from the codes, which are results of the forward half (`fxprec.numerics.stats`).
 """
 

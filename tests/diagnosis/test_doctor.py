@@ -127,7 +127,7 @@ def test_the_outermost_module_itself_can_be_held_high(plain):
 def test_gradients_with_scales_and_reads_of_all_are_examined_too():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), torch.randn(32, 16)
-    for options in ({"recipe": "fp16"}, {"recipe": "hfp8"}, {"recipe": "fp8", "compute": "stored"}):
+    for options in ({"recipe": "fp16"}, {"recipe": "hfp8"}, {"recipe": "fp8", "storage": "simulate"}):
         found = fxprec.doctor(model, x, options={**options, "formats": ("e4m3fn",)})
         assert {row.kind for row in found.ranking} >= {"output", "grad_output"}, options
         assert all(row.module in ("", "0", "1", "2") for row in found.ranking)

@@ -75,7 +75,7 @@ def test_a_half_without_kernels_is_told_once() -> None:
     for _ in range(2):
         lowering.compile(plain, lambda gm, name, without: Lowered((), ()), lambda gm: gm)
     assert told == [
-        "nothing is compared of a graph half whose casts are part of Inductor's own loops; compute='stored' has kernels "
+        "nothing is compared of a graph half whose casts are part of Inductor's own loops; on_nonfinite='report' has kernels "
         "to compare"
     ]
 

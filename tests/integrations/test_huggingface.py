@@ -29,8 +29,7 @@ from fxprec.integrations.huggingface import FxprecCallback
 OPTIONS: dict[str, Any] = {
     "recipe": "hfp8",
     "low_ratio": 0.8,
-    "storage": "packed",
-    "compute": "stored",
+    "storage": "simulate",
     "lowering": "eager",
 }
 STEPS, SAVED = 20, 10

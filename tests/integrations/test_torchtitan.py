@@ -33,8 +33,7 @@ from fxprec.integrations.torchtitan import FxprecConverter
 OPTIONS: dict[str, Any] = {
     "recipe": "hfp8",
     "low_ratio": 0.8,
-    "storage": "packed",
-    "compute": "stored",
+    "storage": "simulate",
     "lowering": "eager",
 }
 NEAR: dict[str, Any] = {

@@ -56,7 +56,7 @@ def run_pass(
     failed: list[Exception] = []
     run = pipeline.run
 
-    def run_one(work: Work, passes: Any = pipeline.PIPELINE, *_: Any) -> None:
+    def run_one(work: Work, passes: Any, *_: Any) -> None:
         at = [step.name for step in passes].index(name)
         run(work, passes[:at])
         prepare(work)

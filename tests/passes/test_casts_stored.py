@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cifar import short_resnet
 from helpers import compiled, eager_backend
+from one_pass import run_pass
 
 from fxprec.ir import symbolic
 from fxprec.passes import pipeline
@@ -88,7 +89,7 @@ class Branches(nn.Module):
 
 
 @cache
-def branches(compute: str = "high"):
+def branches():
     """Return the rewritten joint graph and the plan of `Branches`."""
     graphs = []
 
@@ -98,7 +99,7 @@ def branches(compute: str = "high"):
         def apply(self, work):
             graphs.append(work.joint.graph)
 
-    backend = eager_backend("hfp8", storage="packed", low_ratio=1.0, compute=compute)
+    backend = eager_backend("hfp8", storage="packed", low_ratio=1.0)
     original = pipeline.PIPELINE
     run = pipeline.run
     with pytest.MonkeyPatch.context() as patch:
@@ -107,17 +108,24 @@ def branches(compute: str = "high"):
     return graphs[0], backend.plans[0]
 
 
+@cache
+def inserted():
+    """Return the joint graph of `Branches` with all of its casts, and their sites: no reader has been sent elsewhere."""
+    ran = run_pass("insert-casts", Branches(), torch.randn(4, 3, 8, 8), recipe="hfp8", storage="packed")
+    return ran.graph, ran.work.book.sites
+
+
 def quantizes(graph):
     return graph.find_nodes(op="call_function", target=symbolic.QUANTIZE)
 
 
-@pytest.mark.parametrize("compute", ["high", "stored"])
-def test_a_value_with_several_readers_is_stored_once(compute):
-    graph, plan = branches(compute)
-    relu = next(s for s in plan.sites if s.kind == "output" and "relu" in s.tensor)
+@pytest.mark.parametrize("all_casts", [False, True])
+def test_a_value_with_several_readers_is_stored_once(all_casts):
+    graph, sites = inserted() if all_casts else (branches()[0], branches()[1].sites)
+    relu = next(s for s in sites if s.kind == "output" and "relu" in s.tensor)
     stores = [q for q in quantizes(graph) if q.args[2] == relu.id]
     assert len(stores) == 1
-    forward = {s.id for s in plan.sites if s.direction == "forward" and (compute == "stored" or s.reads == "backward")}
+    forward = {s.id for s in sites if s.direction == "forward" and (all_casts or s.reads == "backward")}
     stored = [q.args[0] for q in quantizes(graph) if q.args[2] in forward]
     assert len(stored) == len(set(stored)) == len(forward)
 
@@ -138,14 +146,12 @@ def test_what_backward_does_not_read_has_a_row_and_no_copy():
     unread = [s for s in plan.sites if s.id not in copies]
     assert {(s.reads, s.format) for s in unread} == {("all", plan.recipe.hi.name)}
     assert sorted({s.kind for s in unread}) == ["grad_output", "output", "param"]
-    assert [(s.id, s.tensor, s.kind) for s in plan.sites] == [
-        (s.id, s.tensor, s.kind) for s in branches("stored")[1].sites
-    ]
+    assert [(s.id, s.tensor, s.kind) for s in plan.sites] == [(s.id, s.tensor, s.kind) for s in inserted()[1]]
 
 
 def test_gradients_have_sites_only_where_a_gemm_multiplies_them():
-    graph, plan = branches("stored")
-    gradients = {s.id: s.tensor for s in plan.sites if s.direction == "backward"}
+    graph, sites = inserted()
+    gradients = {s.id: s.tensor for s in sites if s.direction == "backward"}
     assert sorted(gradients.values()) == ["convolution", "convolution_1", "convolution_2"]
     for q in quantizes(graph):
         if q.args[2] in gradients:

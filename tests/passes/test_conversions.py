@@ -39,8 +39,6 @@ class _Graph(Graph):
 
 
 class _Work:
-    computes_high = True
-
     def __init__(self, graph: Graph) -> None:
         self.joint = self
         self.graph = graph

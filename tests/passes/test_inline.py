@@ -63,7 +63,7 @@ def test_casts_for_backward_need_no_kernel_and_are_counted(monkeypatch, recipe, 
 
 
 def test_what_every_reader_gets_rounded_is_counted_by_the_kernel_that_rounds(monkeypatch):
-    found = Step(monkeypatch, recipe="fp8", compute="stored")
+    found = Step(monkeypatch, recipe="fp8", storage="simulate")
     assert found.kernels > 0
     assert all(row["underflow_ratio"] is not None for row in found.rows.values())
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers import assert_bits_equal, recorded_works
+from helpers import assert_bits_equal, leave_out, recorded_works
 from op_by_op import run_op_by_op
 from processors import plan_on
 
@@ -79,29 +79,33 @@ def saved_bytes(model: nn.Module, **options: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "storage", "act", "compute"),
+    ("recipe", "storage", "act", "decodes_alike"),
     [
-        ("fp8", "native", nn.ReLU, "high"),
-        ("fp8", "packed", nn.GELU, "stored"),
-        ("hfp8", "packed", nn.ReLU, "stored"),
-        pytest.param("fp8", "native", nn.ReLU, "stored", marks=pytest.mark.full),
-        pytest.param("fp8", "packed", nn.GELU, "high", marks=pytest.mark.full),
-        pytest.param("hfp8", "packed", nn.ReLU, "high", marks=pytest.mark.full),
+        ("fp8", "native", nn.ReLU, False),
+        ("fp8", "packed", nn.GELU, True),
+        ("hfp8", "packed", nn.ReLU, True),
+        pytest.param("fp8", "native", nn.ReLU, True, marks=pytest.mark.full),
+        pytest.param("fp8", "packed", nn.GELU, False, marks=pytest.mark.full),
+        pytest.param("hfp8", "packed", nn.ReLU, False, marks=pytest.mark.full),
     ],
 )
-def test_a_step_over_codes_has_the_bits_of_the_decoded_step(graphs, recipe: str, storage: str, act, compute) -> None:
+def test_a_step_over_codes_has_the_bits_of_the_decoded_step(
+    graphs, monkeypatch, recipe: str, storage: str, act, decodes_alike: bool
+) -> None:
     """`torch._scaled_mm` on this CPU, and the eager reference, against decoding and multiplying.
 
-    Under ``compute="high"`` a GEMM that decodes multiplies the values, so there only the reference has the same bits.
+    A GEMM that decodes multiplies the values. Only without compute-high does it multiply the numbers that are stored.
     """
-    options = {"recipe": recipe, "storage": storage, "compute": compute}
+    if decodes_alike:
+        leave_out(monkeypatch, "compute-high")
+    options = {"recipe": recipe, "storage": storage}
     found, backend = step(network(act), **options)
     products = [n for gm in graphs for n in calls(gm, aten._scaled_mm.default)]
     wanted, _ = step(network(act), **options, gemms="high")
     eager, _ = step(network(act), **options, lowering="eager")
     for a, b, c in zip(found, wanted, eager, strict=True):
         assert_bits_equal(a, c)
-        if compute == "stored":
+        if decodes_alike:
             assert_bits_equal(c, b)
     assert [g.pays for g in backend.plans[0].gemms] == [True, True]
     if recipe == "fp8":
@@ -134,44 +138,28 @@ class Attention(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:weigh-gemms")  # attention itself has no kernel for codes
-@pytest.mark.parametrize(
-    ("compute", "grouped"),
-    [
-        ("stored", False),
-        ("high", True),
-        pytest.param("high", False, marks=pytest.mark.full),
-        pytest.param("stored", True, marks=pytest.mark.full),
-    ],
-)
-def test_all_linear_layers_beside_attention_multiply_codes(graphs, compute: str, grouped: bool) -> None:
+@pytest.mark.parametrize("grouped", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_all_linear_layers_beside_attention_multiply_codes(graphs, grouped: bool) -> None:
     """Attention's result and its gradients come as heads, of another layout: they are cast where they are matrices."""
     torch.manual_seed(0)
     model = Attention(grouped)
-    found, backend = step(model, shape=(2, 16, 32), compute=compute)
+    found, backend = step(model, shape=(2, 16, 32))
     assert sum(len(calls(gm, aten._scaled_mm.default)) for gm in graphs) == 6, "two layers of three GEMMs"
     assert not any("decoded:" in gemm.why for gemm in backend.plans[0].gemms)
-    eager, _ = step(model, shape=(2, 16, 32), compute=compute, lowering="eager")
+    eager, _ = step(model, shape=(2, 16, 32), lowering="eager")
     for a, c in zip(found, eager, strict=True):
         assert_bits_equal(a, c)
 
 
-@pytest.mark.parametrize(
-    ("act", "compute"),
-    [
-        (nn.GELU, "high"),
-        (nn.ReLU, "stored"),
-        pytest.param(nn.GELU, "stored", marks=pytest.mark.full),
-        pytest.param(nn.ReLU, "high", marks=pytest.mark.full),
-    ],
-)
-def test_each_operand_is_transposed_once_and_only_that_copy_is_saved(graphs, act, compute: str) -> None:
+@pytest.mark.parametrize("act", [nn.GELU, nn.ReLU])
+def test_each_operand_is_transposed_once_and_only_that_copy_is_saved(graphs, act) -> None:
     """ReLU's backward reads its output, which a GEMM reads too: it must read the copy that is saved anyway."""
     with recorded_works() as works:
-        low = saved_bytes(network(act), lowering="eager", compute=compute)
+        low = saved_bytes(network(act), lowering="eager")
     nodes = works[0].joint.graph.nodes
     copied = [n.args[0].name for n in nodes if n.target is symbolic_gemms.TRANSPOSED]
     assert len(copied) == len(set(copied)) == 6, "x, W and dy of two layers"
-    assert low == saved_bytes(network(act), lowering="eager", gemms="high", compute=compute)
+    assert low == saved_bytes(network(act), lowering="eager", gemms="high")
 
 
 def test_only_what_a_gemm_multiplies_in_codes_is_rounded_for_it(graphs, tmp_path) -> None:
@@ -218,13 +206,14 @@ def test_forward_adds_up_fast_and_gradients_exactly_unless_asked_otherwise(graph
         assert all(n.args[7] for n in calls(graphs[0], aten._scaled_mm.default)) == (asked is not False)
 
 
-def test_under_a_dynamic_batch_only_what_sums_over_it_is_not_native(graphs) -> None:
+def test_under_a_dynamic_batch_only_what_sums_over_it_is_not_native(graphs, monkeypatch) -> None:
     """dW sums over the rows, whose number no kernel may assume to be a multiple of 16."""
+    leave_out(monkeypatch, "compute-high")
     with recorded_works() as works:
-        found, _ = step(network(), shape=(48, 32), dynamic=True, compute="stored")
+        found, _ = step(network(), shape=(48, 32), dynamic=True)
     kernels = [call.kernel for _, call in CodedGemm.among(works[0].joint.graph.nodes)]
     assert sorted(kernels) == ["generated"] * 2 + ["native"] * 4
-    for a, b in zip(found, step(network(), shape=(48, 32), gemms="high", compute="stored")[0], strict=True):
+    for a, b in zip(found, step(network(), shape=(48, 32), gemms="high")[0], strict=True):
         assert_bits_equal(a, b)
 
 

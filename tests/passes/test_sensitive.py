@@ -300,7 +300,7 @@ def test_an_operator_that_no_table_knows_is_named_in_the_notes() -> None:
     assert set(sites_because(plan.sites, f"{sensitive.UNKNOWN.why} (aten.prod)")) == {"fp32"}
     high = run_pass("write-plan", Prod(), torch.randn(5, 4), low_ratio=0.0).work.plan
     assert high.notes == plan.notes, "nor is it in bf16"
-    assert run_pass("write-plan", Prod(), torch.randn(5, 4), compute="stored").work.plan.notes == ()
+    assert run_pass("write-plan", Prod(), torch.randn(5, 4), storage="simulate").work.plan.notes == ()
 
 
 HARMLESS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {

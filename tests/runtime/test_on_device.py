@@ -215,7 +215,7 @@ def test_inductors_captures_call_nothing_that_refuses(monkeypatch: pytest.Monkey
     monkeypatch.setattr(backend, "refuse_capture", refuse)
     monkeypatch.setattr(fxprec.compat, "compile_fx_inner", compiled)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16))
-    config = fxprec.Config(recipe="hfp8", low_ratio=1.0, compute="stored", storage="packed", mode="reduce-overhead")
+    config = fxprec.Config(recipe="hfp8", low_ratio=1.0, storage="packed", mode="reduce-overhead")
     run = torch.compile(model, backend=fxprec.Backend(config))
     for _ in range(2):
         run(torch.ones(4, 16)).sum().backward()

@@ -42,15 +42,15 @@ def test_measured_errors_are_those_of_numpy():
     assert lost.error == math.inf
 
 
-# Of bf16's mantissa bits e4m3 lacks 4; gradients are stored in e5m2, which lacks 5, under "stored".
-@pytest.mark.parametrize(("compute", "k"), [("high", 48.0), ("stored", 96.0)])
-def test_rules_hold_tensor_by_tensor_and_k_follows_the_coarsest_format(compute, k):
-    x, options = torch.randn(64, 16), {**OPTIONS, "compute": compute}
+# Of bf16's mantissa bits e4m3 lacks 4; a simulation rounds gradients too, to e5m2, which lacks 5.
+@pytest.mark.parametrize(("storage", "k"), [("native", 48.0), ("simulate", 96.0)])
+def test_rules_hold_tensor_by_tensor_and_k_follows_the_coarsest_format(storage, k):
+    x, options = torch.randn(64, 16), {**OPTIONS, "storage": storage}
     assert not verify(mlp, x, options=options).findings
     strict = verify(mlp, x, options=options, thresholds=Thresholds(k=1.0, floor=0.0, sqnr=40.0))
     said = {f.tensor: f.text for f in strict.findings}
     assert "2.weight.grad" in said
-    assert ({"output", "loss"} <= said.keys()) is (compute == "stored"), "high: forward is bf16's"
+    assert ({"output", "loss"} <= said.keys()) is (storage == "simulate"), "native: forward is bf16's"
     assert any(f.text.startswith("error is ") and f.text.endswith(" times bf16's; at most 1") for f in strict.findings)
     assert any(f.text.endswith("at least 40") for f in strict.findings)
     with pytest.raises(NumericsError, match=r"^numerics differ: \d+ findings, the worst "):

@@ -92,7 +92,6 @@ SIDES = {
         Side("autocast", autocast=True),
         Side("bf16", {"recipe": "bf16"}),
         Side("fp8 1 high", _FP8 | {"low_ratio": 1.0}),
-        Side("fp8 1 stored", _FP8 | {"low_ratio": 1.0, "compute": "stored"}),
         Side("fp8 0.5 high", _FP8 | {"low_ratio": 0.5}),
         Side("fp8 1 triton", _FP8 | {"low_ratio": 1.0, "lowering": "triton"}),
         Side("hfp8 packed 1", {"recipe": "hfp8", "storage": "packed", "low_ratio": 1.0}),
