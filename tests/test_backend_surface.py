@@ -11,6 +11,7 @@ from backend_helpers import Loud, mlp
 from torch import Tensor
 
 import fxprec
+from fxprec.config import Settings
 from fxprec.passes import pipeline
 
 OPTIONS = {"recipe": "hfp8", "low_ratio": 0.6, "lowering": "eager"}
@@ -169,4 +170,4 @@ def test_compile_reports_say_how_long_each_graph_took() -> None:
     (report,) = backend.compile_reports
     assert report.graph == 0
     assert 0 < report.passes_seconds < sum(report.seconds)
-    assert len(report.passes) == len(pipeline.PIPELINE)
+    assert len(report.passes) == len(pipeline.pipeline_for(Settings.of(backend.config)))

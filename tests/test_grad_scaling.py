@@ -86,7 +86,7 @@ def test_step_two_is_scaled(estimate: str) -> None:
 def test_stats_show_estimates_beside_measurements_over_time() -> None:
     model = mlp()
     backend = eager_backend("fp16", storage="packed", grad_scaling=GradScaling(interval=5))
-    train(model, compiled(model, backend), 23)
+    train(model, compiled(model, backend), 23, 1e-3)
     rows = [r for r in backend.stats() if r["kind"] == "grad_output"]
     assert len(rows) == 3
     for row in rows:

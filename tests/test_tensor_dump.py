@@ -61,7 +61,6 @@ def line(folder, name, step=1):
     [
         ("eager", {}),
         ("eager", {"recipe": "hfp8"}),
-        ("eager", {"storage": "simulate"}),
         pytest.param("inductor", {}, marks=pytest.mark.inductor),
     ],
 )
