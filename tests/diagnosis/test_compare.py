@@ -93,7 +93,7 @@ def test_bit_for_bit_the_update_is_named_where_forward_only_follows(dumped, caps
 def test_values_that_were_kept_give_distances(dumped, tmp_path):
     found = fxprec.compare(dumped / "values", dumped / "bf16", tolerance=1e-3)
     assert found.partings
-    assert {pair.half for pair in found.partings} == {"backward"}  # compute="high": forward reads no rounded value
+    assert {pair.half for pair in found.partings} == {"backward"}  # real storage: forward reads no rounded value
     first = found.partings[0]
     assert first.parting.what == "values"
     assert 1e-3 < first.parting.difference < 0.1
