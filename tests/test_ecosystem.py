@@ -22,7 +22,7 @@ from fxprec.report.drawing import Drawing
 from tests.helpers import compiled, eager_backend, pipeline
 from tests.report_pages import made_up
 
-TEXTS = [f"fxprec_{i:02}-{name}" for i, name in enumerate(("joint", *(step.name for step in pipeline.PIPELINE)))]
+TEXTS = [f"fxprec_{i:02}-{name}" for i, name in enumerate(("joint", *(step.name for step in pipeline.SIMULATION)))]
 SCRIPT = """
 import torch
 from torch import nn
