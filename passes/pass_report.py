@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -12,3 +15,12 @@ class PassReport:
     name: str
     seconds: float
     changed: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@lru_cache(maxsize=1024)
+def target_text(target: object) -> str:
+    """Name an operator: ``aten.mm.default``, ``getitem``."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    name: str = getattr(target, "__name__", type(target).__name__)
+    return name

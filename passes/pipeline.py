@@ -25,7 +25,7 @@ from fxprec.passes.low_gemms import LowGemms
 from fxprec.passes.make_again import MakeAgain
 from fxprec.passes.narrow_accumulators import NarrowAccumulators
 from fxprec.passes.narrow_gemms import NarrowGemms
-from fxprec.passes.pass_report import PassReport
+from fxprec.passes.pass_report import PassReport, target_text
 from fxprec.passes.recover_operators import RecoverOperators
 from fxprec.passes.store_blocks import StoreBlocks
 from fxprec.passes.store_centred import StoreCentred
@@ -118,7 +118,7 @@ def run(work: Work, passes: Sequence[Pass], observer: Observer | None = None) ->
 def _counts(graph: Graph) -> Counter[str]:
     found: Counter[str] = Counter()
     for target, count in Counter(n.target for n in graph.nodes if n.op == "call_function").items():
-        found[str(target)] += count  # two overloads may print alike
+        found[target_text(target)] += count  # two overloads may print alike
     return found
 
 

@@ -35,7 +35,8 @@ class StoreCentred:
             if not is_backward(q) and work.book.sites[cast.row].reads == "backward":
                 count += _move(graph, q, cast)
         if count:
-            work.remarks.append(f"{count} tensors are stored less their mean, which is what backward reads of them")
+            what = "1 tensor is stored less its" if count == 1 else f"{count} tensors are stored less their"
+            work.remarks.append(f"{what} mean, which is what backward reads")
 
 
 def _move(graph: Graph, q: Node, cast: Quantize) -> bool:

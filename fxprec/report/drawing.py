@@ -17,9 +17,9 @@ from fxprec.ir.symbolic_blocks import QUANTIZE_BLOCKS, QuantizeBlocks
 from fxprec.passes.analysis.joint import numel_hint, shape_text, value
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.base import Work
+from fxprec.passes.pass_report import target_text
 from fxprec.plan import Plan
 from fxprec.report.flops import GemmCost, cost_of
-from fxprec.report.graph_text import target_text
 
 SCHEMA = 1
 FILE = "graph.json"

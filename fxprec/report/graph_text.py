@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 import torch
 from torch.fx import Node
@@ -13,6 +12,7 @@ from fxprec.ir.symbolic_blocks import DequantizeBlocks, QuantizeBlocks
 from fxprec.passes.analysis.joint import shape_text, value
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.base import Work
+from fxprec.passes.pass_report import target_text
 
 
 def graph_text(work: Work, title: str, changed: Mapping[str, tuple[int, int]]) -> str:
@@ -42,14 +42,6 @@ def _call(node: Node) -> str:
     given = [_shown(a) for a in node.args] + [f"{k}={_shown(v)}" for k, v in node.kwargs.items()]
     target = node.target if isinstance(node.target, str) else target_text(node.target)
     return f"{target}({', '.join(given)})"
-
-
-@lru_cache(maxsize=1024)
-def target_text(target: object) -> str:
-    """Name an operator: ``aten.mm.default``."""
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)
-    return getattr(target, "__name__", type(target).__name__)
 
 
 def _shown(value: object) -> str:
