@@ -47,7 +47,7 @@ def _pairs(grouped: Grouped, walk: GradientWalk) -> Iterator[tuple[Node, Node]]:
 
 
 def _observe(grouped: Grouped, value: Node, gradient: Node, recipe: Recipe) -> Node:
-    """Return what gradient's users read from now on."""
+    """Return what the gradient's users read from now on."""
     if gradient.meta["val"].shape != value.meta["val"].shape:
         return gradient  # a view of the gradient; its sum was lost between views
     if not is_plain_float(gradient):
