@@ -71,6 +71,7 @@ class Work:
     assignment = Filled[Assignment]("assign-precision")
     book = Filled[SiteBook]("insert-casts")
     answers: tuple[Answer, ...] = ()  # weigh-gemms, one per GEMM
+    is_cut: bool = False  # whether the graph says what crosses: what backward computes again are nodes of its own
     peak: PeakBytes | None = None  # fit-peak, under a peak budget
     peak_sizes: OtherSizes | None = None  # fit-peak, under dynamic shapes
     looks_at_budgets: bool = False  # the plan says what the step takes under others

@@ -60,6 +60,7 @@ class FitPeak:
         fit, work.peak = found
         work.peak_sizes = other_sizes(fit.held, work.joint.graph, work.peak.room - work.peak_part.beyond)
         Rewrite(work, needs, fit).run()
+        work.is_cut = True
         work.remarks.append(_remark(needs, fit))
         _tell_of_graphs(work)
         _tell_unused(work, needs)

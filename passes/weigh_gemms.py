@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from fxprec import compat
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.coded_gemms import MATMULS, Coded, coded, is_plain, native_refusal, operands
 from fxprec.passes.analysis.gemm_costs import Answer, Costs, Gpu, Product, costs_of
@@ -52,7 +53,11 @@ def _answer(op: Operator, gpu: Gpu, work: Work, given: bool | None) -> Answer:
     refused = [f for _, f in found if isinstance(f, str)]
     if not known:
         return Answer(False, refused[0] if refused else f"{op.aten} has no kernel for codes")
-    answer = _asked(work, given) or weigh(list(products_of(known, work.settings.recipe.hi.torch_dtype)), costs_of(gpu))
+    answer = _asked(work, given) or weigh(
+        list(products_of(known, work.settings.recipe.hi.torch_dtype)),
+        costs_of(gpu),
+        in_cuda_graph=compat.makes_cuda_graphs(work.settings.asked.mode),
+    )
     rest = f"; {len(refused)} of {len(found)} decoded: {refused[0]}" if refused and answer.pays else ""
     return Answer(answer.pays, answer.why + rest)
 
@@ -64,10 +69,10 @@ def _asked(work: Work, given: bool | None) -> Answer | None:
     return None if given is None else Answer(given, "as the given plan says")
 
 
-def weigh(products: Sequence[Product], costs: Costs) -> Answer:
+def weigh(products: Sequence[Product], costs: Costs, *, in_cuda_graph: bool = False) -> Answer:
     """Compare the two ways of the GEMMs of one operator."""
-    low = sum(gemm_costs.low_seconds(p, costs) for p in products)
-    high = sum(gemm_costs.high_seconds(p, costs) for p in products)
+    low = gemm_costs.low_seconds(products, costs, in_cuda_graph=in_cuda_graph)
+    high = gemm_costs.high_seconds(products, costs)
     pays = low <= gemm_costs.margin() * high
     counts = f"{len(products)} GEMM{'s' * (len(products) > 1)}"
     return Answer(pays, f"{counts} over codes {low * 1e6:.0f} us, decoded {high * 1e6:.0f} us ({costs.source})")

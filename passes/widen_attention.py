@@ -1,6 +1,6 @@
 """Show attention's float32 tensors to the passes that plan, in place of the 16-bit copies that torch chose a kernel by.
 
-The driver gives a GPU's attention 16-bit operands before torch traces (``driver/narrow_attention.py``). Each copy would
+The driver gives a GPU's attention 16-bit operands before torch traces (`narrow_attention`). Each copy would
 be a tensor of its own: stored beside the float32 tensor that it came from, in a layout that no GEMM reads. The plan is
 made for the float32 tensors, and narrow-gemms converts attention's operands again where they lie best.
 """

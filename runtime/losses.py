@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -13,6 +13,8 @@ import torch
 
 from fxprec.errors import ConfigError
 from fxprec.runtime import on_device
+from fxprec.runtime.controller import Controller
+from fxprec.runtime.nonfinite import Departure
 
 WINDOW = 50  # losses before it that a loss is compared with
 LEAST = 10  # of them; before that nothing is a jump
@@ -77,3 +79,20 @@ class LossWatch:
             return False
         spread = median(abs(x - usual) for x in self._past)
         return loss > usual + max(SPREADS * spread, RISE * abs(usual))
+
+
+def first_that_moved(jump: Jump, controllers: Sequence[Controller]) -> tuple[Controller, Departure] | None:
+    """Return who moved first, over all graphs: by step, then by execution, backward of the last graph first."""
+    found = []
+    for i, controller in enumerate(controllers):
+        if controller.nonfinite is None:
+            continue
+        sites = {row: controller.site_of(row) for row in controller.nonfinite.watch.series()}
+        departure = controller.nonfinite.watch.first_moved(jump.step, sites, str(jump))
+        if departure is not None:
+            in_backward, place = departure.site.order
+            found.append(((departure.step, in_backward, -i if in_backward else i, place), controller, departure))
+    if not found:
+        return None
+    _, controller, departure = min(found, key=lambda f: f[0])
+    return controller, departure

@@ -24,6 +24,7 @@ from fxprec.ir.symbolic import (
     SideBySide,
     stored_dtype,
 )
+from fxprec.ir.symbolic_stats import Ln
 from fxprec.numerics.formats import E4M3FN_NAN, E5M2, Format, kept_codes, parse
 from fxprec.numerics.reference import (
     Grid,
@@ -143,6 +144,10 @@ def side_by_side(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(pieces), -1)
 
 
+def ln(x: torch.Tensor) -> torch.Tensor:
+    return torch.log(x)
+
+
 Quantize.implement(quantize)
 Dequantize.implement(dequantize)
 KeepNonfinite.implement(keep_nonfinite)
@@ -154,3 +159,4 @@ Count.implement(counts)
 Histogram.implement(histogram)
 InMemory.implement(in_memory)
 SideBySide.implement(side_by_side)
+Ln.implement(ln)

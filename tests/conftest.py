@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     import torch._dynamo.guards
     import torch._inductor.compile_fx
 
-    from fxprec.driver import device_settings, warm_start
+    from fxprec.driver import option_checks, warm_start
 
 from interpreted import InterpretedTests, files_of, run_interpreted, select
 from processors import AT_HAND, PINNED, plan_on
@@ -84,7 +84,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
     # No test takes what another, or the same one yesterday, has put into AOTAutograd's cache.
     monkeypatch.setattr(warm_start, "sources", lambda: f"{_SESSION} {request.node.nodeid}")
     # Nor is a test told of allocators that the one before it asked for.
-    monkeypatch.setattr(device_settings._process, "has_asked_for_system", False)
+    monkeypatch.setattr(option_checks._process, "has_asked_for_system", False)
     # Nor does a backend of an earlier test, which an exception may keep alive, watch this one's optimizers.
     monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_pre_hooks", OrderedDict())
     torch.manual_seed(0)

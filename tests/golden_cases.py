@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 
 from benchmarks.gpu.absent import plan_for
-from fxprec.passes.analysis.regions import POLICY
+from fxprec.passes.analysis.crossings import crossings
 from fxprec.passes.base import Work
+from fxprec.passes.partition import told
 from fxprec.passes.pass_report import PassReport
 from fxprec.plan import Plan, Site
 from fxprec.report.graph_text import graph_text
@@ -20,6 +21,7 @@ from tests.golden_model import make
 from tests.helpers import compiled, eager_backend, pipeline
 
 TRACED = "traced"  # the name of the text that shows the graph before all passes
+PARTITION = "partition"  # of the one that shows what the partition does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,10 @@ def _on_h100(patch: pytest.MonkeyPatch) -> None:
     plan_for(patch, 90, traces_only=True)
 
 
+def _chosen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pipeline, "PIPELINE", pipeline.CHOSEN)
+
+
 CASES = (
     Case(
         name="real",
@@ -59,7 +65,14 @@ CASES = (
         name="budget",
         what="as real, with a peak budget of 75%",
         options={"recipe": "fp8", "peak_budget": "75%"},
-        shows=("fit-peak", "guide-partition"),
+        shows=("fit-peak", PARTITION),
+    ),
+    Case(
+        name="chosen",
+        what="as real, by the pipeline in which our chooser does what torch's min-cut does",
+        options={"recipe": "fp8"},
+        prepare=_chosen,
+        shows=("choose-crossings", PARTITION),
     ),
     Case(
         name="gpu",
@@ -108,6 +121,8 @@ def texts_of(case: Case) -> dict[str, str]:
             before = now
 
         run(work, *passes[:1], observer=after)
+        if work.has("plan") and (cut := list(_cut(work))):
+            found[PARTITION] = _text(cut)
         raise _Enough
 
     with pytest.MonkeyPatch.context() as patch, mock.patch.object(pipeline, "run", watched):
@@ -156,9 +171,16 @@ def _decisions(work: Work) -> Iterator[str]:
         yield f"peak: {peak.planned} bytes, {peak.high} with all kept high; kept without a site: {', '.join(peak.kept)}"
     if work.has("plan"):
         yield from _plan(work.plan)
-    yield from (f"{n.meta[POLICY].name} {n.name}" for n in work.joint.graph.nodes if POLICY in n.meta)
     yield from (f"note: {text}" for text in work.remarks)
     yield from (f"notice: {notice.site}: {notice.detail}" for notice in work.notices)
+
+
+def _cut(work: Work) -> Iterator[str]:
+    """Say what crosses to backward, or what torch's min-cut is told of it."""
+    if work.is_cut:
+        yield from (f"crosses: {node.name}" for node in crossings(work.joint))
+    else:
+        yield from (f"{policy.name} {node.name}" for node, policy in sorted(told(work).items()))
 
 
 def _names(nodes: Sequence[Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fxprec.driver.calibration import interpreted
+from fxprec.driver.interpreter import interpreted
 
 aten = torch.ops.aten
 

@@ -53,7 +53,7 @@ def test_what_overflows_at_one_length_is_promoted_at_all(storage: str) -> None:
     assert short == long
     told = [e for e in training.backend.events if e.detail.endswith("promoted in graph 0, of the same model")]
     assert len(told) == len(short)
-    in_force = [graph._in_force.compiled.plan for graph in training.backend._graphs]
+    in_force = [graph.compiled.plan for graph in training.backend._graphs]
     assert in_force[1] is not None
     assert len(in_force[1].promoted) == len(short), "and its code follows"
     training.step(16, 4, loudness=1e-4)

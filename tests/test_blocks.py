@@ -21,8 +21,8 @@ from fxprec import cli
 from fxprec.errors import FormatError
 from fxprec.numerics import block_codec, blocks
 from fxprec.numerics.block_reference import reference_encode_blocks, reference_tensor_scale
-from fxprec.numerics.blocks import BlockFormat
-from fxprec.numerics.formats import E4M3FN, E4M3FN_NAN
+from fxprec.numerics.blocks import BlockFormat, find_blocks
+from fxprec.numerics.formats import E4M3FN, E4M3FN_NAN, Format
 
 
 def check(x: Tensor, fmt: BlockFormat, seed: int | None) -> None:
@@ -171,6 +171,8 @@ def test_names() -> None:
     [
         (lambda: blocks.find("mxfp44"), "did you mean 'mxfp4'"),
         (lambda: blocks.find("bf17"), "did you mean 'bf16'"),
+        (lambda: find_blocks("bf16"), "'bf16' has no blocks; give a block format, such as 'mxfp4'"),
+        (lambda: BlockFormat(Format(4, 3), 7, "e8m0"), "block=7 is no size of a block; use a power of two"),
         (lambda: blocks.find("int3/64:bf16"), "use 1, 2, 4 or 8"),
         (lambda: blocks.find("int4/48:bf16"), "power of two from 8 to 4096"),
         (lambda: blocks.find("int4/64:e8m0"), "use scale='bf16'"),
@@ -180,7 +182,10 @@ def test_names() -> None:
         (lambda: BlockFormat(E4M3FN_NAN, 32, "e8m0"), "use overflow='saturate'"),
         (lambda: fxprec.quantize(torch.ones(3), "mxfp4", "zero"), "use 'nearest' or 'stochastic'"),
         (lambda: fxprec.quantize(torch.ones(3, dtype=torch.float64), "mxfp4"), "rounded twice"),
-        (lambda: fxprec.decode(torch.ones(3), "mxfp4"), "use encode's result"),
+        (
+            lambda: fxprec.decode(torch.ones(3), "mxfp4"),
+            "codes of mxfp4 are a fxprec.BlockCodes, not Tensor; use encode's result",
+        ),
         (lambda: fxprec.decode(fxprec.encode(torch.ones(3), "int4"), E4M3FN), "not BlockCodes"),
         (lambda: fxprec.decode(fxprec.encode(torch.ones(3), "mxfp4"), "int4"), "use encode's result"),
         (lambda: fxprec.decode(fxprec.encode(torch.ones(40), "mxfp8"), "mxfp4"), "codes of mxfp4, (40,)"),

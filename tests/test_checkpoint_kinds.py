@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from backend_helpers import eager_backend, relative_error
+from models import FeedForward
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -18,15 +18,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 ROWS, WIDTH, HIDDEN, BLOCKS = 64, 32, 128, 2
 BOUNDARY = 2 * ROWS * WIDTH  # bytes, in bfloat16
 aten = torch.ops.aten
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
 
 
 def save_gemms(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -58,7 +49,7 @@ KINDS: dict[str, tuple[Callable[..., Tensor], int]] = {
 class Network(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(FeedForward(WIDTH, HIDDEN) for _ in range(BLOCKS))
         self.call = KINDS[kind][0]
         if kind.startswith("checkpoint_wrapper"):
             self.blocks = nn.ModuleList(self.call(block) for block in self.blocks)

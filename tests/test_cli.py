@@ -72,9 +72,3 @@ def test_demo_names_the_wrong_word_and_the_allowed_ones(arguments, said, tmp_pat
     assert end.value.code == 2
     assert capsys.readouterr().err == f"fxprec: error: {said}\n"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unknown_option_is_a_usage_error():
-    result = runner.invoke(cli.app, ["demo", "--nope"])
-    assert result.exit_code == 2
-    assert "No such option: --nope" in result.output

@@ -1,4 +1,4 @@
-"""Config, recipes and their errors: the words a user sees are part of the contract."""
+"""Config and recipes. Their errors are in test_bad_inputs.py."""
 
 import copy
 import dataclasses
@@ -137,7 +137,9 @@ def test_budget_is_stored_in_bytes(given_size, expected):
     assert type(budget) is int
 
 
-@pytest.mark.parametrize("size", ["", "GiB", "12GiBs", "1e9", "-3MiB", "12 Gi B", "٣GiB", "nan", "1.5.2MB", "0x10"])
+@pytest.mark.parametrize(
+    "size", ["", "GiB", "12GiBs", "1e9", "-3MiB", "12 Gi B", "٣GiB", "nan", "1.5.2MB", "0x10", "50%"]
+)
 def test_what_is_no_size_is_refused_with_examples(size):
     text = message_of(activation_budget=size)
     assert text == (
@@ -151,117 +153,6 @@ def test_a_budget_must_be_positive(size):
     assert message_of(activation_budget=size).startswith(f"activation_budget is {size!r}, not positive; give it")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"low_ration": 0.6}, ["unknown option 'low_ration'", "did you mean 'low_ratio'?", ALLOWED["low_ratio"]]),
-        ({"xyzzy": 1}, ["unknown option 'xyzzy'; the options are recipe, storage, policy, low_ratio"]),
-        ({"recipe": "fp9"}, ["unknown recipe 'fp9'; did you mean 'fp8'?", "'hfp8', or a fxprec.Recipe"]),
-        ({"recipe": 8}, ["recipe is 8; give it one of 'fp32'"]),
-        (
-            {"policy": "sise"},
-            ["unknown policy 'sise'; did you mean 'size'?", "'exact'", "a function f(tensors, config)"],
-        ),
-        ({"policy": 3}, ["policy is 3; give it one of 'size'"]),
-        ({"compute": "hihg"}, ["unknown compute 'hihg'; did you mean 'high'?", "'high', or None"]),
-        ({"compute": "stored"}, ["compute='stored' is gone", "leave compute out, or use storage='simulate'"]),
-        (
-            {"compute": "high", "storage": "simulate"},
-            [
-                "compute='high' has operators read values",
-                "storage='simulate' has them read rounded ones",
-                "leave compute out",
-            ],
-        ),
-        ({"storage": "naitve"}, ["unknown storage 'naitve'; did you mean 'native'?", "'packed', 'simulate'"]),
-        ({"lowering": "tritn"}, ["unknown lowering 'tritn'; did you mean 'triton'?", "'eager'"]),
-        (
-            {"grouping": "datafow"},
-            ["unknown grouping 'datafow'; did you mean 'dataflow'?", "allowed: 'execution', 'dat"],
-        ),
-        ({"low_ratio": 1.01}, ["low_ratio is 1.01, out of range; give it a number from 0 to 1, or None"]),
-        ({"low_ratio": -0.1}, ["low_ratio is -0.1, out of range"]),
-        ({"low_ratio": float("nan")}, ["low_ratio is NaN; give it a number from 0 to 1"]),
-        ({"low_ratio": True}, ["low_ratio is True; give it a number from 0 to 1"]),
-        ({"low_ratio": "0.5"}, ["low_ratio is '0.5'; give it a number from 0 to 1"]),
-        ({"activation_budget": True}, ["activation_budget is True; give it a positive number of bytes"]),
-        ({"activation_budget": 1.5e9}, ["activation_budget is 1500000000.0; give it a positive number of bytes"]),
-        ({"promote_above": 0}, ["promote_above is 0, out of range; give it a number above 0 and up to 1, or None"]),
-        ({"promote_above": 1.5}, ["promote_above is 1.5, out of range"]),
-        ({"promote_above": False}, ["promote_above is False; give it a number above 0"]),
-        ({"keep_high": "fc"}, ["keep_high is the text 'fc'; give it a tuple of patterns, ('fc',), or 'ends'"]),
-        ({"keep_high": ("fc", 3)}, ["keep_high is ('fc', 3); give it a tuple of module-name patterns, or 'ends'"]),
-        ({"keep_high": ("",)}, ["keep_high is ('',)"]),
-        (
-            {"grad_scaling": "dinamic"},
-            ["unknown grad_scaling 'dinamic'; did you mean 'dynamic'?", "or a fxprec.GradScaling"],
-        ),
-        (
-            {"grad_scaling": 65536},
-            ["grad_scaling is 65536; give it one of 'auto', 'none', 'fixed', 'dynamic', or a fxprec."],
-        ),
-        ({"strict": 1}, ["strict is 1; give it True or False"]),
-        ({"verify": "yes"}, ["verify is 'yes'; give it True or False"]),
-        ({"seed": -1}, ["seed is -1; give it an int of at least 0"]),
-        ({"seed": True}, ["seed is True; give it an int of at least 0"]),
-        ({"plan": 3}, ["plan is 3; give it the path of a plan file, or None"]),
-        ({"dump": ""}, ["dump is ''; give it the path of a folder, or None"]),
-        ({"low_ratio": 0.5, "activation_budget": "1GiB"}, ["low_ratio and activation_budget are both given"]),
-        ({"low_ratio": 0.5, "plan": "p.json"}, ["low_ratio and plan are both given", "keep one of them"]),
-    ],
-)
-def test_bad_option_names_the_field_the_cause_and_the_way_out(options, words):
-    text = message_of(**options)
-    for word in words:
-        assert word in text
-
-
-def test_native_storage_of_a_format_without_dtype_names_the_other_two():
-    text = message_of(recipe="hfp8", storage="native")
-    assert "storage='native' cannot hold recipe 'hfp8': torch has no dtype for 1-6-9" in text
-    assert "use storage='packed' (integer codes) or storage='simulate' (float32 carriers)" in text
-
-
-@pytest.mark.parametrize(
-    ("roles", "words"),
-    [
-        (
-            {"hi": "bf61", "lo_forward": "e5m2", "lo_backward": "e5m2"},
-            ["recipe.hi: ", "'bf61'", "did you mean 'bf16'?"],
-        ),
-        ({"hi": "bf16", "lo_forward": "1-0-3", "lo_backward": "e5m2"}, ["recipe.lo_forward: ", "exponent_bits"]),
-        ({"hi": "bf16", "lo_forward": 8, "lo_backward": "e5m2"}, ["recipe.lo_forward is 8; give it a fxprec.Format"]),
-        (
-            {"hi": "e5m2", "lo_forward": "bf16", "lo_backward": "e5m2"},
-            ["recipe.lo_forward is bf16 (16 bits), wider than hi e5m2 (8 bits); swap them"],
-        ),
-        ({"hi": "bf16", "lo_forward": "e5m2", "lo_backward": "e5m2", "name": ""}, ["recipe.name is ''"]),
-    ],
-)
-def test_bad_recipe_names_the_role(roles, words):
-    with pytest.raises(ConfigError) as caught:
-        Recipe(**roles)
-    for word in words:
-        assert word in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"underflow": 0}, "grad_scaling.underflow is 0.0; it must lie between 0 and 1, both excluded"),
-        ({"underflow": 1.0}, "grad_scaling.underflow is 1.0; it must lie"),
-        ({"underflow": True}, "grad_scaling.underflow is True; give it"),
-        ({"interval": 0}, "grad_scaling.interval is 0; give it an int of at least 1"),
-        ({"interval": 1.5}, "grad_scaling.interval is 1.5; give it an int"),
-        ({"estimate": "histo"}, "unknown grad_scaling.estimate 'histo'; did you mean 'histogram'?"),
-    ],
-)
-def test_bad_grad_scaling_names_the_field(options, words):
-    with pytest.raises(ConfigError) as caught:
-        GradScaling(**options)
-    assert words in str(caught.value)
-
-
 def test_options_are_exactly_the_fields():
     options = {
         "recipe": "fp8",
@@ -272,12 +163,6 @@ def test_options_are_exactly_the_fields():
     assert Config.from_options(options) == Config(**options)
     assert Config.from_options(None) == Config()
     assert set(ALLOWED) == {f.name for f in dataclasses.fields(Config)}
-
-
-@pytest.mark.parametrize(("options", "words"), [([("recipe", "fp8")], "give it a dict"), ({3: 1}, "is no text")])
-def test_options_that_are_no_mapping_of_names_are_refused(options, words):
-    with pytest.raises(ConfigError, match=words):
-        Config.from_options(options)
 
 
 def test_config_is_frozen_and_survives_copies():

@@ -10,9 +10,9 @@ import torch
 from backend_helpers import eager_backend, mlp
 
 from fxprec import FxprecWarning, compat
+from fxprec.driver.budget import PeakBudget
 from fxprec.driver.event_log import EventLog
-from fxprec.driver.peak_budget import PeakBudget
-from fxprec.driver.step_memory import StepMemory
+from fxprec.driver.memory import StepMemory
 from fxprec.errors import BudgetError
 from fxprec.passes import fit_peak
 from fxprec.passes.analysis import gemm_costs
@@ -104,7 +104,7 @@ def first_step(monkeypatch: pytest.MonkeyPatch, held: int, *, earlier: int = 0, 
     """Run a forward and a backward that hold so much at the peak; return the events' details."""
     stats = Allocator(100 * MIB, max(100 * MIB, earlier))
     monkeypatch.setattr(torch.cuda, "memory_stats", stats)
-    monkeypatch.setattr("fxprec.driver.step_memory.workspaces", lambda device: 64 * MIB)
+    monkeypatch.setattr("fxprec.driver.memory.workspaces", lambda device: 64 * MIB)
     log = EventLog("graph 0", strict=True)
     peak = PeakBytes(budget=1000 * MIB, high=0, planned=900 * MIB, compiled=936 * MIB, graphs=graphs)
     memory = StepMemory(log, CUDA, lambda: peak)
@@ -156,7 +156,7 @@ def test_a_plan_file_keeps_what_is_reserved_and_says_nothing_where_nothing_is() 
         written = files._peak(PeakBytes(budget=1000 * MIB, high=0, planned=890 * MIB, reserved=free))
         assert written.get("reserved", 0) == free
         assert ("reserved" in written) is bool(free)
-        assert entries._PLAN["peak_bytes"](entries.Entry(written, "peak_bytes")).reserved == free
+        assert entries._record(PeakBytes, entries.Entry(written, "peak_bytes")).reserved == free
 
 
 def test_a_budget_in_bytes_is_planned_without_what_stays_free_and_a_share_is_not(

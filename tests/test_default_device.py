@@ -45,20 +45,12 @@ def test_a_call_without_a_device_is_seen() -> None:
     assert list(without_device(text)) == [(1, "zeros"), (5, "arange")]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 64, device="cpu"), nn.Linear(64, 8, device="cpu")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(torch.nn.functional.gelu(self.a(x)))
-
-
 def trained(steps: int, **options: object) -> tuple[list[torch.Tensor], fxprec.Backend]:
     """Return the gradients of some steps, in the first of which a tensor is promoted."""
     torch.compiler.reset()
     generator = torch.Generator("cpu").manual_seed(0)
-    model = Net()
+    layers = nn.Linear(32, 64, device="cpu"), nn.Linear(64, 8, device="cpu")
+    model = nn.Sequential(layers[0], nn.GELU(), layers[1])
     for p in model.parameters():
         nn.init.normal_(p, 0, 0.1, generator=generator)
     backend = fxprec.Backend(fxprec.Config.from_options({"recipe": "fp8", "lowering": "eager", **options}))

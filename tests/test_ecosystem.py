@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from fxprec import Plan, cli
-from fxprec.driver import ranges
+from fxprec.driver import wrappers
 from fxprec.report.dot import dot_text
 from fxprec.report.drawing import Drawing
 from tests.helpers import compiled, eager_backend, pipeline
@@ -79,7 +79,7 @@ def test_plan_and_pass_texts_are_in_torchs_trace(watched):
 def test_torch_logs_shows_plan_passes_and_promotions(watched):
     _, said = watched
     assert re.search(
-        r"^I.*fxprec/driver/traced\.py:\d+\].* graph 0: recipe hfp8, simulate storage: 3 of 3 groups low",
+        r"^I.*fxprec/driver/joint_compilation\.py:\d+\].* graph 0: recipe hfp8, simulate storage: 3 of 3 groups low",
         said,
         re.M,
     )
@@ -117,7 +117,7 @@ def test_without_a_profiler_no_range_is_made(monkeypatch):
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
-    monkeypatch.setattr(ranges, "record_function", refuse)
+    monkeypatch.setattr(wrappers, "record_function", refuse)
     compiled(nn.Linear(2, 2), eager_backend(low_ratio=1.0))(torch.ones(1, 2)).sum().backward()
 
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fxprec
-from fxprec.driver import promotions, traced
+from fxprec.driver import graph, joint_compilation
 from fxprec.plan import Site
 from fxprec.runtime.controller import Controller
 
@@ -161,7 +161,7 @@ def fail_in_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         torch._C._set_grad_enabled(False)  # a compilation that is cut short leaves such things behind
         raise AssertionError("no such node\nand a second line")
 
-    monkeypatch.setattr(traced, "run_passes", fail)
+    monkeypatch.setattr(joint_compilation, "run_passes", fail)
 
 
 def fail_in_the_backward_half(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,8 +170,8 @@ def fail_in_the_backward_half(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AssertionError("no such node\nand a second line")
         return compile_half(*args, **options)
 
-    compile_half = traced.Traced.compile_half
-    monkeypatch.setattr(traced.Traced, "compile_half", fail)
+    compile_half = joint_compilation.JointCompilation.compile_half
+    monkeypatch.setattr(joint_compilation.JointCompilation, "compile_half", fail)
 
 
 @pytest.mark.parametrize("break_it", [fail_in_the_passes, fail_in_the_backward_half])
@@ -196,7 +196,7 @@ def test_a_promotion_that_does_not_compile_is_told_and_training_goes_on(break_it
     again = overflow(controller)
     assert again == chosen
     run.step(3)  # the same tensors are not tried again: no warning
-    for _ in range(promotions.MAX_GIVEN_UP - 1):
+    for _ in range(graph.MAX_GIVEN_UP - 1):
         site = next(s for s in plan.sites if s.format == "e4m3fn" and s.id not in controller._refused)
         controller.plan = controller.plan.promote([site.id], step=controller.step)
         with pytest.warns(fxprec.FxprecWarning, match="promoting it to bf16 failed") as warned:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 
 import ml_dtypes
 import pytest
@@ -96,59 +97,89 @@ def test_contains() -> None:
     assert not formats.FP16.contains(formats.FP16_169)
 
 
+def message_of(make: Callable[..., object], *args: object, **fields: object) -> str:
+    with pytest.raises(FormatError) as caught:
+        make(*args, **fields)
+    assert "\n" not in str(caught.value), "an error is one line"
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"exponent_bits": 0, "mantissa_bits": 3}, "exponent_bits=0 is out of range .* use 1 to 8"),
+        (
+            {"exponent_bits": 0, "mantissa_bits": 3},
+            "exponent_bits=0 is out of range for a float of at most 32 bits; use 1 to 8",
+        ),
         ({"exponent_bits": 9, "mantissa_bits": 3}, "exponent_bits=9"),
-        ({"exponent_bits": 4, "mantissa_bits": 24}, "mantissa_bits=24 .* use 0 to 23"),
+        (
+            {"exponent_bits": 4, "mantissa_bits": 24},
+            "mantissa_bits=24 is out of range for a float of at most 32 bits; use 0 to 23",
+        ),
         ({"exponent_bits": 4, "mantissa_bits": -1}, "mantissa_bits=-1"),
-        ({"exponent_bits": 4.0, "mantissa_bits": 3}, "exponent_bits=4.0 is no integer"),
+        ({"exponent_bits": 4.0, "mantissa_bits": 3}, "exponent_bits=4.0 is no integer; use 1 to 8"),
         ({"exponent_bits": True, "mantissa_bits": 3}, "exponent_bits=True is no integer"),
-        ({"exponent_bits": 4, "mantissa_bits": 3, "bias": 0.5}, "bias=0.5 is no integer"),
-        ({"exponent_bits": 4, "mantissa_bits": 3, "specials": "ocp"}, "specials='ocp' is unknown; use one of"),
-        ({"exponent_bits": 4, "mantissa_bits": 3, "overflow": "inf"}, "overflow='inf' has no code .* \\['saturate'\\]"),
-        ({"exponent_bits": 1, "mantissa_bits": 3, "specials": "ieee"}, "cannot be IEEE-like"),
+        ({"exponent_bits": 4, "mantissa_bits": 3, "bias": 0.5}, "bias=0.5 is no integer; a format's bias is a whole"),
+        (
+            {"exponent_bits": 4, "mantissa_bits": 3, "specials": "ocp"},
+            "specials='ocp' is unknown; use one of ['fn', 'ieee', 'none']",
+        ),
+        (
+            {"exponent_bits": 4, "mantissa_bits": 3, "overflow": "inf"},
+            "overflow='inf' has no code in a format with specials='none'; use one of ['saturate']",
+        ),
+        (
+            {"exponent_bits": 1, "mantissa_bits": 3, "specials": "ieee"},
+            "1-1-3 cannot be IEEE-like: inf and NaN need an exponent",
+        ),
         ({"exponent_bits": 1, "mantissa_bits": 0, "specials": "fn"}, "no code to spare"),
-        ({"exponent_bits": 4, "mantissa_bits": 3, "bias": 400}, "2\\^-406 .* beyond float32"),
+        ({"exponent_bits": 4, "mantissa_bits": 3, "bias": 400}, "spans 2^-406 to"),
+        (
+            {"exponent_bits": 8, "mantissa_bits": 3, "bias": 100},
+            "1-8-3 with bias 100 spans 2^-226 to 2^28, beyond float32, which carries every value; choose a bias",
+        ),
         ({"exponent_bits": 4, "mantissa_bits": 3, "bias": -130}, "beyond float32"),
         ({"exponent_bits": 8, "mantissa_bits": 3, "specials": "fn"}, "beyond float32"),
     ],
 )
 def test_a_format_that_cannot_be(fields: dict[str, object], words: str) -> None:
-    with pytest.raises(FormatError, match=words):
-        Format(**fields)  # type: ignore[arg-type]
+    assert words in message_of(Format, **fields)
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("e4m3", "unknown format 'e4m3'; did you mean 'e4m3fn'"),
-        ("1-4", "unknown format '1-4'"),
+        ("e4m3", "unknown format 'e4m3'; did you mean 'e4m3fn'?; use one of"),
+        (
+            "1-4",
+            "unknown format '1-4'; use one of ['fp32', 'fp16', 'fp16_sat', 'bf16', 'e5m2', 'e5m2_sat', 'e4m3fn', "
+            "'e4m3fn_nan'] or 1-E-M",
+        ),
         ("1-0-3", "exponent_bits=0"),
         ("2-4-3", "1-E-M"),
         ("", "unknown format"),
-        (7, "7 is no format"),
+        (7, "7 is no format; give a fxprec.Format or a name such as 'e4m3fn'"),
         (None, "None is no format"),
     ],
 )
 def test_a_name_that_is_none(name: object, words: str) -> None:
-    with pytest.raises(FormatError, match=words):
-        parse(name)  # type: ignore[arg-type]
+    assert words in message_of(parse, name)
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"exponent_bits": 4}, "needs 'mantissa_bits'"),
-        ({"exponent_bits": 4, "mantisa_bits": 3}, "no field 'mantisa_bits'; did you mean 'mantissa_bits'"),
+        (
+            {"exponent_bits": 4, "mantisa_bits": 3},
+            "a format has no field 'mantisa_bits'; did you mean 'mantissa_bits'?; use",
+        ),
         ({"exponent_bits": "4", "mantissa_bits": 3}, "'4' is no integer"),
         ({"exponent_bits": 4, "mantissa_bits": 3, "specials": []}, "is unknown; use one of"),
     ],
 )
 def test_json_that_is_no_format(fields: dict[str, object], words: str) -> None:
-    with pytest.raises(FormatError, match=words):
-        Format.from_dict(fields)
+    assert words in message_of(Format.from_dict, fields)
 
 
 def test_frozen_and_hashable() -> None:

@@ -263,7 +263,7 @@ def test_a_step_that_may_not_break_is_told_why_it_does() -> None:
 
 def test_options_of_loss_scaling_are_checked() -> None:
     for options, words in (
-        ({"initial": 1000.0}, "initial is 1000.0; it must be a power of two"),
+        ({"initial": 1000.0}, "grad_scaling.initial is 1000.0; it must be a power of two from 2**-60 to 2**60"),
         ({"growth": 0.5}, "growth is 0.5; it must be a power of two from 2"),
         ({"backoff": 2.0}, "backoff is 2.0; it must be a power of two"),
         ({"growth_interval": 0}, "growth_interval"),

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import fxprec
-from fxprec.driver import ranks
+from fxprec.driver import option_checks
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.saved_state import Identity
 from fxprec.passes import pipeline
@@ -99,7 +99,7 @@ def interrupted_in(monkeypatch: pytest.MonkeyPatch, stage: str) -> Iterator[None
         if stage == "passes":
             patch.setattr(pipeline, "run", press)
         else:
-            patch.setattr("fxprec.driver.halves.Halves._lower", press)
+            patch.setattr("fxprec.driver.half_compilation.Halves._lower", press)
         with pytest.raises(KeyboardInterrupt):
             yield
 
@@ -160,7 +160,7 @@ TRAINED = Identity(is_training=True, parameters=("first.weight", "first.bias"))
 def compile_on(rank: int, store: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     monkeypatch.setattr("fxprec.compat.process_group_store", lambda: (rank, 3, store))
     strict = options.pop("strict", False)
-    ranks.tell_of_other_options(fxprec.Config(**options), TRAINED, EventLog("fxprec", strict=strict))
+    option_checks.tell_of_other_options(fxprec.Config(**options), TRAINED, EventLog("fxprec", strict=strict))
 
 
 def test_ranks_with_other_options_are_told_which(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from benchmarks.gpu.absent import CUDA, plan_for
 from fxprec import Backend, Config, FxprecWarning, Plan
 from fxprec.config import Settings
 from fxprec.driver.compilation import Compilation
-from fxprec.driver.narrow_attention import narrow_attention
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import factors_of
+from fxprec.passes.narrow_attention import narrow_attention
 
 
 class Attention(nn.Module):
@@ -67,15 +67,15 @@ def planned(
     model: nn.Module,
     arch: int = 89,
     autocast: bool = False,
-    stop_at: str = "_after_torchs_passes",
+    stop_at: str = "_partition",
     **options: Any,
 ) -> Found:
     """Return the joint graph that reaches a hook of `Compilation`, by default behind all passes, and its plan."""
     found: list[Found] = []
 
-    def stop(self: Compilation, graph: torch.fx.Graph) -> None:
-        plan = None if self.traced is None or self.traced.planned is None else self.traced.planned.plan
-        found.append(Found(graph, plan))
+    def stop(self: Compilation, graph: Any, *args: Any, **options: Any) -> None:
+        plan = None if self.traced is None else self.traced.compiled.plan
+        found.append(Found(getattr(graph, "graph", graph), plan))
         raise Traced
 
     size = next(m.size for m in model.modules() if isinstance(m, Attention))

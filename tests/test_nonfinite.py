@@ -9,7 +9,7 @@ from torch import nn
 
 import fxprec
 from fxprec.config import Settings
-from fxprec.driver.compiled import rows_of
+from fxprec.passes.lowering.rows import rows_of
 from fxprec.plan import Plan, Site
 from fxprec.runtime.nonfinite import WINDOW, NonfiniteWatch
 from fxprec.runtime.stats import SiteStats
@@ -104,7 +104,9 @@ def test_ignored_or_with_nothing_to_tell_nothing_is_said():
         warnings.simplefilter("error", fxprec.FxprecWarning)
         assert trained(math.inf, on_nonfinite="ignore").departures == ()
         assert trained(None, on_nonfinite="report").departures == ()
-    with pytest.raises(fxprec.ConfigError, match="unknown on_nonfinite 'rais'; did you mean 'raise'"):
+    with pytest.raises(
+        fxprec.ConfigError, match=r"'rais'; did you mean 'raise'\?; allowed: 'report', 'raise', 'ignore', or None$"
+    ):
         fxprec.Config(on_nonfinite="rais")
 
 

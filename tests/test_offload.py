@@ -18,7 +18,7 @@ from torch.fx import Graph
 
 import fxprec
 import fxprec.driver.graph
-import fxprec.driver.traced
+import fxprec.driver.joint_compilation
 from fxprec import Plan, cli
 from fxprec.ir.symbolic_host import WAIT_OFFLOAD
 from fxprec.passes import fit_peak
@@ -94,7 +94,7 @@ def staying(plan: Plan) -> Plan:
 def watched(patch: pytest.MonkeyPatch) -> list[int]:
     """Return the bytes of each tensor that the partitioned forward half hands to backward in host memory."""
     found: list[int] = []
-    of = fxprec.driver.traced.as_partitioned
+    of = fxprec.driver.joint_compilation.as_partitioned
 
     def watch(plan: Plan, forward: Graph, num_outputs: int, inputs: Any) -> Plan:
         found[:] = [
@@ -102,7 +102,7 @@ def watched(patch: pytest.MonkeyPatch) -> list[int]:
         ]
         return of(plan, forward, num_outputs, inputs)
 
-    patch.setattr(fxprec.driver.traced, "as_partitioned", watch)
+    patch.setattr(fxprec.driver.joint_compilation, "as_partitioned", watch)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from models import FeedForward
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -14,19 +15,10 @@ from benchmarks.memory.measure import peak_bytes
 ROWS, WIDTH, HIDDEN, BLOCKS = 2048, 64, 256, 3
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
-
-
 class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(FeedForward(WIDTH, HIDDEN) for _ in range(BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

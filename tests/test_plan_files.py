@@ -71,6 +71,7 @@ HUGE = 10**400
     ("keys", "value", "message"),
     [
         (("sites", 1, "format"), "bf61", "sites[1].format: unknown format 'bf61'; did you mean 'bf16'?"),
+        (("sites", 1, "format"), "e9", "sites[1].format: unknown format 'e9'; use one of ['fp32', 'fp16', 'fp16_sat',"),
         (("sites", 1, "format"), "x" * 9999, "sites[1].format: is 'xxx"),
         (("sites", 1, "format"), 3, "sites[1].format: is 3; it must be text"),
         (("sites", 0, "kind"), "outptu", "sites[0].kind: is 'outptu'; it must be one of 'output', 'param'"),
@@ -143,6 +144,7 @@ def test_a_missing_key_is_named(path, keys, message):
     [
         (b"", "is not valid JSON at line 1, column 1: Expecting value; it may be truncated, write it again"),
         (TEXT[:-40].encode(), "is not valid JSON at line "),
+        (b"{", "is not valid JSON at line 1, column 2: Expecting property name enclosed in double quotes; it may be"),
         (b"[]", "top level: is []; it must be an object"),
         (b"null", "top level: is None; it must be an object"),
         (b'"' + b"a" * 5000 + b'"', "top level: is 'aaaa"),
@@ -159,6 +161,11 @@ def test_a_missing_key_is_named(path, keys, message):
 def test_what_is_no_plan_is_refused(path, content, message):
     path.write_bytes(content)
     assert error_of(path).startswith(message)
+
+
+def test_a_plan_is_an_object():
+    with pytest.raises(PlanError, match=r"^top level: is 3; it must be an object"):
+        Plan.from_dict(3)  # type: ignore[arg-type]
 
 
 def test_a_float_that_overflows_is_refused(path):

@@ -13,6 +13,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from backend_helpers import FINE_TOLERANCE, eager_backend, relative_error
+from models import FeedForward
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -171,15 +172,6 @@ def test_a_memory_budget_that_is_not_met_names_what_is_saved() -> None:
     assert "torch.utils.checkpoint around a module" in str(told[0].message)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.b(F.gelu(self.a(x)))
-
-
 def train_blocks(
     reentrant: bool | None, *, steps: int = 4, saving: Callable[[], Any] = nullcontext
 ) -> tuple[list[Tensor], Backend]:
@@ -187,7 +179,7 @@ def train_blocks(
     torch.compiler.reset()
     torch.manual_seed(0)
     backend = eager_backend("native", recipe="fp8", low_ratio=1.0)
-    blocks = nn.ModuleList(Block() for _ in range(3))
+    blocks = nn.ModuleList(FeedForward(16, 16) for _ in range(3))
     compiled = [_under(saving, torch.compile(block, backend=backend)) for block in blocks]
     for i in range(steps):
         outputs = []
@@ -243,7 +235,7 @@ class _OfAnotherTorch(torch.autograd.graph.saved_tensors_hooks):
 def test_a_checkpoint_that_torch_keeps_in_another_way_is_refused() -> None:
     """Without the forward's version a recomputation would run with newer scales, and nobody would see."""
     backend = eager_backend("native", recipe="fp8", low_ratio=1.0)
-    block = torch.compile(Block(), backend=backend)
+    block = torch.compile(FeedForward(16, 16), backend=backend)
     with _OfAnotherTorch(object()), pytest.raises(LoweringError) as told:
         block(torch.randn(8, 16))
     assert str(told.value).startswith(

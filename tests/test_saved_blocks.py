@@ -202,9 +202,14 @@ def test_dynamic_shapes_stay_in_8_bits_and_say_so():
     ("options", "words"),
     [
         ({"recipe": "fp8+int5/64:bf16"}, "use 1, 2, 4 or 8"),
-        ({"recipe": "fp8+mxfp44"}, "did you mean 'mxfp4'"),
-        ({"recipe": "fp8+bf16"}, "'bf16' has no blocks"),
-        ({"recipe": "bf16+int4"}, "no tensor of recipe 'bf16+int4' is low; use it with fp8"),
+        ({"recipe": "fp8+mxfp44"}, "recipe.saved: unknown format 'mxfp44'; did you mean 'mxfp4'?; block"),
+        ({"recipe": "fp8+bf16"}, "recipe.saved: 'bf16' has no blocks; give a block format, such as 'mxfp4', 'int4'"),
+        ({"recipe": "fp8+"}, "recipe 'fp8+' names no block format after '+'; write for instance 'fp8+"),
+        (
+            {"recipe": "bf16+int4"},
+            "recipe.saved is int4, for copies of low tensors that only backward reads, and no tensor of recipe "
+            "'bf16+int4' is low; use it with fp8",
+        ),
         ({"recipe": "hfp8+int4"}, "use storage='native' or storage='packed'"),
         ({"recipe": "fp8+int4", "storage": "simulate"}, "stores no copies"),
     ],
@@ -221,7 +226,10 @@ def test_a_recipe_says_what_is_saved():
         name="fp8+int4", hi="bf16", lo_forward="e4m3fn", lo_backward="e5m2_sat", saved=blocks.INT4
     )
     assert find_recipe("fp8+int4").to_dict()["saved"] == "int4"
-    with pytest.raises(ConfigError, match="use saved="):
+    with pytest.raises(
+        ConfigError,
+        match=r"recipe\.lo_forward is the block format 'mxfp4', which only what is saved can have; use saved=",
+    ):
         Recipe(hi="bf16", lo_forward="mxfp4", lo_backward="e5m2")
     with pytest.raises(ConfigError, match="or its name, such as 'int4'"):
         Recipe(hi="bf16", lo_forward="e4m3fn", lo_backward="e5m2", saved=4)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-import torch.nn.functional as F
 from backend_helpers import Cnn, eager_backend, mlp, narrow_recipe
+from models import FeedForward
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fxprec import Backend, BudgetError
-from fxprec.driver.traced import Traced
+from fxprec.driver.joint_compilation import JointCompilation
 
 WIDTH, ROWS, BLOCKS = 32, 64, 2
 pytestmark = pytest.mark.filterwarnings("ignore::fxprec.FxprecWarning", "ignore:.*context_fn")
@@ -36,13 +36,8 @@ WAYS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+def block() -> nn.Module:
+    return FeedForward(WIDTH, 4 * WIDTH, norm=True)
 
 
 class Blocks(nn.Module):
@@ -50,7 +45,7 @@ class Blocks(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.blocks, self.head, self.way = nn.ModuleList(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 8), way
+        self.blocks, self.head, self.way = nn.ModuleList(block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 8), way
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -124,13 +119,13 @@ class Annotated(nn.Module):
 @pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
 def test_forward_stores_nothing_that_the_budget_leaves_out(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     unread: list[torch.fx.Node] = []
-    complete = Traced._complete_plan
+    complete = JointCompilation._complete_plan
 
-    def look(self: Traced, forward: torch.fx.GraphModule) -> None:
+    def look(self: JointCompilation, forward: torch.fx.GraphModule) -> None:
         unread.extend(n for n in forward.graph.nodes if n.op == "call_function" and not n.users)
         complete(self, forward)
 
-    monkeypatch.setattr(Traced, "_complete_plan", look)
+    monkeypatch.setattr(JointCompilation, "_complete_plan", look)
     with functorch_config.patch(activation_memory_budget=budget):
         step(Blocks("plain"), torch.randn(ROWS, WIDTH), eager_backend("native", recipe="fp8", low_ratio=1.0))
     assert unread == []
@@ -161,9 +156,9 @@ def test_a_budget_in_bytes_is_held_or_refused() -> None:
     """Prediction knows the counted tensors; statistics of norms show in the partition only."""
     x = torch.randn(ROWS, WIDTH)
     high = eager_backend("native", recipe="fp8", low_ratio=0.0)
-    most = num_bytes(step(Block(), x, high))
+    most = num_bytes(step(block(), x, high))
     low = eager_backend("native", recipe="fp8", low_ratio=1.0)
-    least = num_bytes(step(Block(), x, low))
+    least = num_bytes(step(block(), x, low))
     assert low.plans[0].saved_bytes.planned == least < most
     fits = saved_held((least + most) // 2)
     assert least < fits <= (least + most) // 2
@@ -175,7 +170,7 @@ def test_a_budget_in_bytes_is_held_or_refused() -> None:
 def saved_held(budget: int) -> int:
     torch.compiler.reset()
     backend = eager_backend("native", recipe="fp8", low_ratio=None, activation_budget=budget)
-    saved = step(Block(), torch.randn(ROWS, WIDTH), backend)
+    saved = step(block(), torch.randn(ROWS, WIDTH), backend)
     assert_plan_is_true(backend, saved)
     assert backend.plans[0].activation_budget == budget
     return num_bytes(saved)
@@ -188,7 +183,7 @@ def test_a_budget_of_a_simulation_is_held_to_what_packed_codes_would_take() -> N
     def simulated(budget: int) -> Backend:
         torch.compiler.reset()
         backend = eager_backend("simulate", recipe="hfp8", low_ratio=None, activation_budget=budget)
-        step(Block(), x, backend)
+        step(block(), x, backend)
         return backend
 
     elements = ROWS * 14 * WIDTH  # that backward reads: a byte each if low, two if high

@@ -78,9 +78,15 @@ def test_any_value_anywhere_loads_or_is_an_error_of_ours(trained: Any, data: st.
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        ((), {}, "its graphs are not a list of states; pass what state_dict"),
+        (
+            (),
+            {},
+            r"^the saved state is damaged: its graphs are not a list of states; pass what state_dict\(\) returned$",
+        ),
+        ((), [1], "its graphs are not a list of states; pass what state_dict"),
         ((0,), 3, "its graphs are not a list of states"),
-        ((0, "plan"), ..., r"graphs\[0\]: has no 'plan'; pass what state_dict"),
+        ((0, "plan"), ..., r"graphs\[0\]: has no 'plan'; pass what state_dict\(\) returned$"),
+        ((0, "step"), -1, r"graphs\[0\]\.step: is -1; it must be an int from 0 to 2\*\*53"),
         ((0, "step"), "many", r"graphs\[0\]\.step: is 'many'; it must be an int"),
         ((0, "plan", "sites", 0, "format"), "bf61", r"graphs\[0\]\.plan\.sites\[0\]\.format: .*bf61"),
         ((0, "plan", "schema"), 7, r"graphs\[0\]\.plan\.schema: is 7, and this fxprec reads 1"),
@@ -96,9 +102,22 @@ def test_a_damaged_entry_is_named(trained: Any, place: tuple[Any, ...], value: A
         backend.load_state_dict({"version": 3, "graphs": changed(graphs, place, value)})
 
 
+NO_LIST, NO_STATE = "its graphs are not a list of states", "^this is no state of fxprec.Backend version 3"
+
+
 @pytest.mark.parametrize(
-    "state", [{"version": 2}, {"version": 3}, {"version": 3, "graphs": "[" * 100_000}, {}, None, []]
+    ("state", "words"),
+    [
+        ({"version": 2}, NO_LIST),
+        ({"version": 3}, NO_LIST),
+        ({"version": 3, "graphs": 7}, NO_LIST),
+        ({"version": 3, "graphs": "{"}, r"^the saved state is damaged: its graphs are no JSON \(Expecting"),
+        ({"version": 3, "graphs": "[" * 100_000}, "its graphs"),
+        ({"version": 4, "graphs": "[]"}, NO_STATE),
+        *(({}, NO_STATE), (None, NO_STATE), ([], NO_STATE), (3, NO_STATE)),
+    ],
 )
-def test_what_is_no_state_at_all_is_said(trained: Any, state: Any) -> None:
-    with pytest.raises(fxprec.PlanError, match=r"pass what state_dict\(\) returned"):
+def test_what_is_no_state_at_all_is_said(trained: Any, state: Any, words: str) -> None:
+    with pytest.raises(fxprec.PlanError, match=rf"{words}.*pass what state_dict\(\) returned$") as caught:
         trained[0].load_state_dict(state)
+    assert "\n" not in str(caught.value)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import compiled, eager_backend
+from models import Apply
 from scaled_models import TINY, data, grads, mlp
 from torch import nn
 
@@ -169,16 +170,8 @@ class Clipped(torch.autograd.Function):
 
 
 def test_custom_autograd_functions_get_unscaled_gradients_where_they_are_not_linear() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(Clipped.apply(self.first(x)))
-
     torch.manual_seed(0)
-    model = Model()
+    model = nn.Sequential(nn.Linear(16, 16), Apply(Clipped.apply), nn.Linear(16, 4))
     reference = reference_of(model)
     backend = eager_backend(FINE, storage="simulate")
     function = compiled(model, backend)

@@ -11,22 +11,12 @@ import pytest
 import torch
 from backend_helpers import assert_close, eager_backend
 from helpers import as_counts
+from models import TanhLayer
 from torch import Tensor, nn
 
 import fxprec
 
 OPTIONS: dict[str, Any] = {"low_ratio": 1.0}
-
-
-class Layer(nn.Module):
-    """(batch, 8) to (batch, 8)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
 
 
 def batch() -> Tensor:
@@ -42,7 +32,7 @@ def step(net: nn.Module) -> list[Tensor]:
 
 
 def compiled_layers(backend: fxprec.Backend, net: nn.Module | None = None) -> nn.Module:
-    net = net or nn.Sequential(*(Layer() for _ in range(3)))
+    net = net or nn.Sequential(*(TanhLayer() for _ in range(3)))
     for part in net:
         part.compile(backend=backend)
     return net
@@ -64,7 +54,7 @@ def promoted(plans: Iterable[fxprec.Plan | None]) -> list[int]:
 @pytest.mark.parametrize("storage", ["simulate", "packed"])
 def test_layers_of_one_backend_share_a_capture_and_train_each_by_its_own_plan(storage: str) -> None:
     backend = eager_backend(storage, **OPTIONS)
-    net = nn.Sequential(*(Layer() for _ in range(3)))
+    net = nn.Sequential(*(TanhLayer() for _ in range(3)))
     reference = copy.deepcopy(net)
     compiled_layers(backend, net)
     counts = torch._dynamo.utils.counters["stats"]
@@ -119,7 +109,7 @@ def test_each_layer_takes_its_own_state_again() -> None:
 
 def test_two_models_in_turn_have_plans_of_their_own() -> None:
     backend = eager_backend("simulate", strict=True, **OPTIONS)
-    first, second = (torch.compile(Layer(), backend=backend) for _ in range(2))
+    first, second = (torch.compile(TanhLayer(), backend=backend) for _ in range(2))
     for model in (first, second, second):
         step(model)
     assert [controller.step for controller in backend.controllers] == [1, 2]

@@ -11,7 +11,7 @@ from torch import nn
 from torch._inductor.compile_fx import compile_fx
 
 import fxprec
-from fxprec.driver.calibration import interpreted
+from fxprec.driver.interpreter import interpreted
 from fxprec.ir.symbolic import TABLE_COLUMNS
 
 

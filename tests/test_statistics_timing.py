@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from aps.aps_ranks import run_ranks
 from backend_helpers import Loud, eager_backend
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import fxprec
 from fxprec.runtime import losses, on_device, stats
@@ -35,18 +38,23 @@ class Copy:
         self.host.copy_(self._x)
 
 
+def delay(patch: pytest.MonkeyPatch, seed: int, share: Callable[[], float]) -> None:
+    """Count steps as on a GPU. ``share``: how likely a copy has arrived when one asks."""
+    chances = random.Random(seed)
+
+    def to_host(x: Tensor) -> tuple[Tensor, Any]:
+        found = Copy(x, lambda: chances.random() < share())
+        return found.host, found
+
+    patch.setattr(on_device, "to_host", to_host)
+    patch.setitem(stats.STEPS_LATE, "cpu", stats.STEPS_LATE["cuda"])
+
+
 @pytest.fixture
 def arrivals(monkeypatch: pytest.MonkeyPatch) -> Arrivals:
     """Count steps as on a GPU; return a function that sets how likely a copy has arrived when one asks."""
     now = {"share": 1.0}
-    chances = random.Random(0)
-
-    def to_host(x: Tensor) -> tuple[Tensor, Any]:
-        found = Copy(x, lambda: chances.random() < now["share"])
-        return found.host, found
-
-    monkeypatch.setattr(on_device, "to_host", to_host)
-    monkeypatch.setitem(stats.STEPS_LATE, "cpu", stats.STEPS_LATE["cuda"])
+    delay(monkeypatch, 0, lambda: now["share"])
     return lambda share: now.update(share=share)
 
 
@@ -63,11 +71,13 @@ class Training:
         self.compiled = torch.compile(self.model, backend=self.backend)
         self.told: list[Any] = []
 
+    def batch(self, number: int) -> Tensor:
+        return torch.randn(32, 16, generator=torch.Generator().manual_seed(number)) * (1 + number % 3)
+
     def step(self, number: int, between: Callable[[], object] | None = None) -> None:
         """Train; note the loss, gradients, scales and promotions in force; call ``between`` before backward."""
-        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(number)) * (1 + number % 3)
         self.optimizer.zero_grad()
-        loss = self.compiled(x).square().mean()
+        loss = self.compiled(self.batch(number)).square().mean()
         if between is not None:
             between()
         loss.backward()
@@ -75,7 +85,7 @@ class Training:
         (graph,) = (g for g in self.backend._graphs if g.is_training)
         norms = [float(p.grad.norm()) for p in self.model.parameters() if p.grad is not None]
         keeper = None if graph.controller is None else graph.controller.keeper
-        in_force = graph._in_force.compiled.plan
+        in_force = graph.compiled.plan
         assert in_force is not None
         self.told.append((float(loss.detach()), norms, keeper and tuple(keeper.exps), len(in_force.promoted)))
 
@@ -192,3 +202,44 @@ def test_statistics_of_a_row_that_no_plan_has_are_refused() -> None:
     graph["pending"][0]["statistics"][0]["amax"] = "many"
     with pytest.raises(fxprec.PlanError, match=r"pending\[0\]\.statistics\[0\]\.amax: is 'many'; it must be a finite"):
         training.backend.load_state_dict({"version": 3, "graphs": [graph]})
+
+
+class OnRank(Training):
+    """A rank under DDP. Activations overflow in the same steps on all ranks."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__()
+        self.batches = batches
+        self.compiled = DistributedDataParallel(self.compiled)
+
+    def batch(self, number: int) -> Tensor:
+        return super().batch(10 * number + self.batches) * (1 + number % 3)
+
+
+def on_two_ranks(rank: int, world: int) -> dict[str, Any]:
+    """What a rank was told, its weights after and when it promoted, by share of copies that are there in time."""
+    found: dict[str, Any] = {}
+    runs = {"all": (1.0, rank), "some": (0.4, rank), "none": (0.0, rank), "one rank's": (float(rank), 0)}
+    for name, (share, batches) in runs.items():
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            delay(patch, rank, lambda share=share: share)
+            training = OnRank(batches)
+            told = training.run()
+        weights = torch.cat([p.detach().flatten() for p in training.model.parameters()])
+        promoted = [event.step for event in training.backend.events if event.kind == "promotion"]
+        found[name] = {"told": repr(told), "weights": weights, "promoted": promoted}
+    return found
+
+
+def test_ranks_act_on_statistics_in_the_same_steps_however_late_they_arrive() -> None:
+    first, second = run_ranks(2, on_two_ranks)
+    for late in ("some", "none"):
+        for rank in (first, second):
+            assert rank[late]["told"] == rank["all"]["told"], "losses, gradients, scales and promotions of each step"
+            assert torch.equal(rank[late]["weights"], rank["all"]["weights"])
+        assert torch.equal(first[late]["weights"], second[late]["weights"]), "replicas"
+    assert first["all"]["told"] != second["all"]["told"], "batches and scales are each rank's own"
+    assert len(first["one rank's"]["promoted"]) > 1
+    assert first["one rank's"]["promoted"] == second["one rank's"]["promoted"]
+    assert first["one rank's"]["told"] == second["one rank's"]["told"], "of equal batches"

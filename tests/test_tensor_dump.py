@@ -9,7 +9,7 @@ from torch import nn
 
 import fxprec
 from fxprec.cli import main
-from fxprec.driver.tensor_dump import WatchedHalf
+from fxprec.driver.record import WatchedHalf
 from fxprec.errors import ConfigError, FxprecWarning
 from fxprec.report import safetensors
 from fxprec.report.tensors import UNDERFLOWS, read_tensors
@@ -178,17 +178,25 @@ def test_a_pattern_that_matches_nothing_teaches(pattern, words, tmp_path, recwar
     [
         ({"dump_tensors": "layers.3"}, "dump_tensors is the text 'layers.3'; give it a tuple, ('layers.3',)"),
         ({"dump_tensors": ()}, "give it a tuple of patterns 'module:kind'"),
-        ({"dump_tensors": ("a:grad_outputs",)}, "'grad_outputs'; did you mean 'grad_output'?"),
-        ({"dump_tensors": (":output",)}, "names no module or tensor; write '*:output'"),
+        (
+            {"dump_tensors": ("a:grad_outputs",)},
+            "unknown kind of tensor in dump_tensors pattern 'a:grad_outputs': 'grad_outputs'; did you mean 'grad_output'?; allo",
+        ),
+        ({"dump_tensors": (":output",)}, "dump_tensors pattern ':output' names no module or tensor; write '*:output'"),
         ({"dump_every": 0}, "dump_every is 0; give it an int of at least 1"),
         ({"dump_limit": -1}, "dump_limit is -1, not positive"),
         ({"dump_limit": False}, "dump_limit is False"),
+        (
+            {"dump_limit": "much"},
+            "dump_limit is 'much', which is no size; give it a positive number of bytes, as an int",
+        ),
     ],
 )
 def test_bad_options_are_one_line(options, words):
     with pytest.raises(ConfigError) as caught:
         fxprec.Config(**options)
     assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_without_a_folder_there_is_nowhere_to_write():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import TanhLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,17 +25,6 @@ WORDS = (
 )
 
 
-class Block(nn.Module):
-    """(batch, 8) to (batch, 8)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 class Net(nn.Module):
     """Blocks in a loop, and layers of torch's own; ``breaks`` stops Dynamo inside the loop."""
 
@@ -42,7 +32,7 @@ class Net(nn.Module):
         super().__init__()
         self.breaks = breaks
         self.head = nn.Linear(8, 8)
-        self.mixed = nn.ModuleList([nn.Linear(8, 8), Block()])
+        self.mixed = nn.ModuleList([nn.Linear(8, 8), TanhLayer()])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.head(x)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import TanhLayer
 from torch import Tensor, nn
 
 import fxprec
@@ -24,18 +25,7 @@ from fxprec.driver.capture import Captured
 from fxprec.numerics import cpp, kept_text
 
 
-class Layer(nn.Module):
-    """(batch, 8) to (batch, 8)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
-class Renamed(Layer):
+class Renamed(TanhLayer):
     def __init__(self) -> None:
         super().__init__()
         self.other = self.linear
@@ -82,14 +72,14 @@ OTHER: list[dict[str, Any]] = [
 
 
 def test_the_key_has_all_that_a_plan_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    capture, plan = captured(Layer())
-    same, _ = captured(Layer())
+    capture, plan = captured(TanhLayer())
+    same, _ = captured(TanhLayer())
     assert key(capture) == key(same), "another layer, traced anew"
     demoted = replace(plan, notes=("another",))
     others = [partial(key, capture, **options) for options in OTHER]
     others += [partial(key, capture, plan), partial(key, capture, demoted), partial(key, capture, trained=[plan])]
     others += [partial(key, capture, more=[True]), partial(key, captured(Renamed())[0])]
-    others += [partial(key, captured(Layer(), dynamic=True)[0])]
+    others += [partial(key, captured(TanhLayer(), dynamic=True)[0])]
     found = Counter(other() for other in others)
     assert set(found.values()) == {1}
     assert key(capture) not in found
@@ -130,7 +120,13 @@ def test_a_start_imports_no_pass_and_no_page() -> None:
     code = "import sys, fxprec.driver.named; print(*(m for m in sys.modules if m.startswith('fxprec.')))"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "fxprec.driver.compilation" in modules
-    for late in ("passes.pipeline", "passes.lowering.lower", "report.folder", "driver.traced", "driver.verify"):
+    for late in (
+        "passes.pipeline",
+        "passes.lowering.lower",
+        "report.folder",
+        "driver.joint_compilation",
+        "driver.verify",
+    ):
         assert f"fxprec.{late}" not in modules
 
 
@@ -168,7 +164,7 @@ def check_equal_layers() -> None:
     keys: list[str] = []
     asked, options = compilation.plan_key, {"recipe": "hfp8"}
     compilation.plan_key = lambda *facts: (keys.append(asked(*facts)), keys[-1])[1]
-    first = Layer()
+    first = TanhLayer()
     layers = [first, *(copy.deepcopy(first) for _ in range(3))]
     for layer in layers[:2]:
         layer.compile(backend="fxprec", options=options)

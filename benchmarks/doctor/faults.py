@@ -19,7 +19,7 @@ from fxprec.config.processor import PORTABLE
 from fxprec.diagnosis.doctor import Request, recorded
 from fxprec.diagnosis.examine import Examined
 from fxprec.diagnosis.subject import Subject
-from fxprec.driver.halves import Halves
+from fxprec.driver.half_compilation import Halves
 from fxprec.ir.symbolic import Quantize
 from fxprec.plan import Site
 from fxprec.runtime.table import ScaleTable

@@ -28,18 +28,18 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from triton.backends.compiler import GPUTarget
 
 import fxprec.driver.compilation
-import fxprec.driver.halves
+import fxprec.driver.half_compilation
 from benchmarks.gpu.attention import choose_as_on_gpu
+from fxprec.compat import copied
 from fxprec.config import Settings
 from fxprec.config.processor import Processor
-from fxprec.driver.capture import copied
-from fxprec.driver.narrow_attention import narrow_attention
 from fxprec.ir.symbolic_host import RELOAD
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
 from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.rows import WatchedRows
+from fxprec.passes.narrow_attention import narrow_attention
 from fxprec.passes.notice import Notice
 
 CUDA = torch.device("cuda:0")
@@ -66,7 +66,7 @@ def lowered_halves(
 
     with patch.context() as here:
         plan_for(here, arch)
-        here.setattr(fxprec.driver.halves, "lower", both)
+        here.setattr(fxprec.driver.half_compilation, "lower", both)
         step()
     return found
 

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 import fxprec
-import fxprec.driver.halves
+import fxprec.driver.half_compilation
 from benchmarks.gpu.models import LLAMA_BLOCK, TINY, Decoder
 from benchmarks.gpu.suite import Row, Setting
 from benchmarks.gpu.timing import in_turn
@@ -42,9 +42,11 @@ def statistics_cost(setting: Setting) -> Iterator[Row]:
             network.zero_grad(set_to_none=True)
 
         with mock.patch.object(
-            fxprec.driver.halves,
+            fxprec.driver.half_compilation,
             "lower",
-            _lower_without(fxprec.driver.halves.lower) if not scaled else fxprec.driver.halves.lower,
+            _lower_without(fxprec.driver.half_compilation.lower)
+            if not scaled
+            else fxprec.driver.half_compilation.lower,
         ):
             run()  # compiles both halves
         sides[name] = run

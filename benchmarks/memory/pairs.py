@@ -86,7 +86,7 @@ def measure(name: str, share: int) -> dict[str, Any]:
         measured = live_peak(step)
     peak = step.backend.plans[0].peak_bytes
     assert peak is not None
-    tried = [list(pair) for pair in step.backend._graphs[0]._in_force.compiler.peak.tried]
+    tried = [list(pair) for pair in step.backend._graphs[0].compiler.peak.tried]
     return {"budget": peak.budget, "high": peak.high, "tried": tried, "measured": measured}
 
 

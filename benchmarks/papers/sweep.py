@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec import compat
-from fxprec.driver.calibration import interpreted
+from fxprec.driver.interpreter import interpreted
 from fxprec.plan import Plan
 from fxprec.plan.edits import as_edited
 

@@ -42,6 +42,7 @@ from fxprec.compat.callers import ends_in_break as ends_in_break
 from fxprec.compat.callers import widen_ddp_buckets as widen_ddp_buckets
 from fxprec.compat.captured import ATTENTION as ATTENTION
 from fxprec.compat.captured import bodies_traced_in_place as bodies_traced_in_place
+from fxprec.compat.captured import copied as copied
 from fxprec.compat.cuda_memory import allocated as allocated
 from fxprec.compat.cuda_memory import cublas_workspace_bytes as cublas_workspace_bytes
 from fxprec.compat.cuda_memory import cuda_block_bytes as cuda_block_bytes
@@ -63,7 +64,9 @@ from fxprec.compat.inductor import compile_fx_inner as compile_fx_inner
 from fxprec.compat.inductor import decompositions as decompositions
 from fxprec.compat.inductor import hand_on_inputs as hand_on_inputs
 from fxprec.compat.inductor import lies_in_memory as lies_in_memory
+from fxprec.compat.inductor import makes_cuda_graphs as makes_cuda_graphs
 from fxprec.compat.inductor import mode_settings as mode_settings
+from fxprec.compat.inductor import takes_approximate_logarithm as takes_approximate_logarithm
 from fxprec.compat.inductor import trim_output_strides as trim_output_strides
 from fxprec.compat.inductor import unwritable_cache as unwritable_cache
 from fxprec.compat.inductor import waits_for_collectives as waits_for_collectives
@@ -73,6 +76,11 @@ from fxprec.compat.loop_calls import call_in_loop as call_in_loop
 from fxprec.compat.loop_calls import calls_in_loops as calls_in_loops
 from fxprec.compat.loop_calls import converted_in_loop as converted_in_loop
 from fxprec.compat.loop_calls import lower_pointwise as lower_pointwise
+from fxprec.compat.partition import Halves as Halves
+from fxprec.compat.partition import Partitioner as Partitioner
+from fxprec.compat.partition import cut as cut
+from fxprec.compat.partition import min_cut as min_cut
+from fxprec.compat.partition import without_effect as without_effect
 from fxprec.compat.patches import optional as optional
 from fxprec.compat.processor import cpu_vectors as cpu_vectors
 from fxprec.compat.processor import has_cpu_gemm as has_cpu_gemm

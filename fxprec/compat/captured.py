@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
+
+from fxprec.compat.autograd import hand_on_sources
 
 _TRACED_IN_PLACE = (
     "tag_activation_checkpoint",
@@ -31,3 +33,15 @@ def bodies_traced_in_place(graph: Graph) -> Iterator[str]:
         if any(user.target in operators for user in node.users):
             assert isinstance(node.target, str)
             yield node.target
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """Return a copy with a graph of its own; node names, fake values and Dynamo's names of inputs stay."""
+    graph = Graph()
+    result = graph.graph_copy(gm.graph, {}, return_output_node=True)
+    assert isinstance(result, tuple)
+    graph.output(result[0]).meta = dict(result[1].meta)
+    found = GraphModule(gm, graph)
+    found.meta = dict(gm.meta)
+    hand_on_sources(found, gm)
+    return found

@@ -60,6 +60,33 @@ def lies_in_memory(keeps: Any) -> None:
         lowering.register_lowering(keeps, type_promotion_kind=None)(realized)
 
 
+def takes_approximate_logarithm(logarithm: Any) -> None:
+    """Let Inductor's code for a GPU compute ``logarithm(x)``, natural, by the GPU's instruction."""
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import ops
+
+    exact = lowering.lowerings[torch.ops.aten.log.default]
+
+    def approximate(x: Any) -> Any:
+        if x.get_device().type != "cuda":
+            return exact(x)
+        load = x.make_loader()
+
+        def log(index: Any) -> Any:
+            binary = ops.inline_asm_elementwise(
+                load(index), asm="lg2.approx.f32 $0, $1;", constraints="=f,f", dtype=torch.float32
+            )
+            return ops.mul(binary, ops.constant(_LN_2, torch.float32))
+
+        return ir.Pointwise.create(device=x.get_device(), dtype=torch.float32, inner_fn=log, ranges=list(x.get_size()))
+
+    if logarithm not in lowering.lowerings:
+        lowering.register_lowering(logarithm, type_promotion_kind=None)(approximate)
+
+
+_LN_2 = 0.6931471805599453
+
+
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return Inductor's decompositions."""
     from torch._inductor.decomposition import select_decomp_table
@@ -109,6 +136,11 @@ def code_keyed_by(key: str) -> Iterator[None]:
 def mode_settings(mode: str) -> dict[str, Any]:
     """Return what a mode of ``torch.compile`` sets in Inductor's config."""
     return dict(list_mode_options(mode))
+
+
+def makes_cuda_graphs(mode: str) -> bool:
+    """Say whether Inductor captures what it compiles in a mode: by the mode, or by its config."""
+    return bool(mode_settings(mode).get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 ROUNDED_AT_EVERY_OPERATOR: dict[str, Any] = {"emulate_precision_casts": True}

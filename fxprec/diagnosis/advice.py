@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fxprec.diagnosis.adjoint import combined
 from fxprec.diagnosis.rounding import bits_of
-from fxprec.diagnosis.rows import Row, plain
+from fxprec.diagnosis.rows import Row
 from fxprec.numerics.blocks import NAMED, find_blocks
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.selection import OUTERMOST, covers
+from fxprec.report.result import plain
 
 TOLERANCE = 0.1  # about 0.995 of cosine: what 50 architectures lose in bf16 at worst (docs/policies.md)
 WORTHWHILE = 0.25  # of the bytes that all low would save; for less, 16 bits are the simpler answer
@@ -33,7 +34,7 @@ class Advice:
     """Formats other than planned, by the position of their row."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: plain(value) for name, value in asdict(self).items() if name != "stored"}
+        return {name: value for name, value in plain(self).items() if name != "stored"}
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fxprec.diagnosis.advice import Advice
-from fxprec.diagnosis.rows import Check, GroupRow, Row, plain
-from fxprec.report.result import write_result
+from fxprec.diagnosis.rows import Check, GroupRow, Row
+from fxprec.report.result import plain, write_result
 
 SCHEMA = 1
 
@@ -47,21 +47,9 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data; numbers that are not finite as text."""
-        return {
-            "schema": SCHEMA,
-            "model": self.model,
-            "loss": plain(self.loss),
-            "formats": list(self.formats),
-            "recommended": plain(self.recommended),
-            "advice": self.advice.to_dict(),
-            "spearman": plain(self.spearman),
-            "whole": [check.to_dict() for check in self.whole],
-            "checks": [check.to_dict() for check in self.checks],
-            "groups": [group.to_dict() for group in self.groups],
-            "ranking": [row.to_dict() for row in self.ranking],
-            "notes": list(self.notes),
-            "seconds": round(self.seconds, 2),
-        }
+        first = ("model", "loss", "formats", "recommended", "advice", "spearman")
+        values = {n: plain(getattr(self, n)) for n in (*first, "whole", "checks", "groups", "ranking", "notes")}
+        return {"schema": SCHEMA} | values | {"advice": self.advice.to_dict(), "seconds": round(self.seconds, 2)}
 
     def save(self, folder: str | Path) -> Path:
         """Write ``diagnosis.json`` and ``diagnosis.html``; return the page. Raises `ConfigError`."""

@@ -21,7 +21,7 @@ from fxprec.diagnosis.live import Live, not_trained_yet
 from fxprec.diagnosis.rows import Check, GroupRow, Row
 from fxprec.diagnosis.subject import Subject, WithLoss
 from fxprec.driver.backend import Backend
-from fxprec.driver.recorder import Recorder
+from fxprec.driver.record import Recorder
 from fxprec.errors import ConfigError, FormatError
 from fxprec.numerics.blocks import find
 
@@ -180,7 +180,7 @@ def _recorded_graphs(recorder: Recorder, prefix: str, seed: int) -> list[Callabl
     graphs: list[Callable[[], Examined]] = []
     for i, (name, halves) in enumerate(recorder.graphs.items()):
         ran = all(h in halves and halves[h].args is not None for h in ("forward", "backward"))
-        if ran and halves["forward"].planned is not None:
+        if ran and halves["forward"].compiled.plan is not None:
             graphs.append(partial(Examined.of, i, halves, recorder.inputs[name], prefix, seed=seed))
     return graphs
 

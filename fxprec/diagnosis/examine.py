@@ -16,7 +16,7 @@ from fxprec.diagnosis.rounding import Round, as_cast, lost, stored_format, to_fo
 from fxprec.diagnosis.rows import Check, Cost, GroupRow, Row
 from fxprec.diagnosis.substitutes import SUBSTITUTES
 from fxprec.diagnosis.weights import Gradients
-from fxprec.driver.recorder import RecordedHalf
+from fxprec.driver.record import RecordedHalf
 from fxprec.numerics.blocks import AnyFormat, find
 from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.plan import Plan, Site
@@ -49,9 +49,10 @@ class Examined:
     ) -> Examined:
         """Run the step without rounding, and differentiate its backward half."""
         forward, backward = halves["forward"], halves["backward"]
-        assert forward.planned is not None
-        found = cls(index, forward.planned.plan, Lab(forward, backward, SUBSTITUTES), prefix)
-        further = {} if forward.planned.scales is None else forward.planned.scales.site_of
+        made = forward.compiled
+        assert made.plan is not None
+        found = cls(index, made.plan, Lab(forward, backward, SUBSTITUTES), prefix)
+        further = {} if made.scales is None else made.scales.site_of
         found.sites = {c.name: found.plan.sites[further.get(c.row, c.row)] for c in found.lab.casts if c.reads}
         found.gradients = Gradients.of(found.lab.run(), [known.module for known in inputs])
         found.values = found.lab.values()

@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from fxprec.compat import tree_map_only
 from fxprec.diagnosis.subject import same_random_numbers
-from fxprec.driver.recorder import RecordedHalf
-from fxprec.driver.seeded import draw_from_seeds
+from fxprec.driver.interpreter import draw_from_seeds
+from fxprec.driver.record import RecordedHalf
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, Rescale
 from fxprec.ir.symbolic_blocks import DequantizeBlocks, QuantizeBlocks, TensorScale
 from fxprec.passes.analysis.joint import results_of

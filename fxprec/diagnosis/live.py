@@ -14,7 +14,7 @@ from fxprec.config import Config
 from fxprec.diagnosis.subject import Subject
 from fxprec.driver.backend import Backend
 from fxprec.driver.named import find_backend
-from fxprec.driver.recorder import Recorder
+from fxprec.driver.record import Recorder
 from fxprec.errors import ConfigError
 
 OWN = ("formats", "tolerance", "reruns")

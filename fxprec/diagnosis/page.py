@@ -9,9 +9,10 @@ from typing import Any
 
 from fxprec.diagnosis.adjoint import combined
 from fxprec.diagnosis.diagnosis import Diagnosis
-from fxprec.diagnosis.rows import Row, plain
+from fxprec.diagnosis.rows import Row
 from fxprec.diagnosis.text import first_groups, free_groups, megabytes, modules
 from fxprec.report.html import framed
+from fxprec.report.result import plain
 
 SCRIPTS = ("dom.js", "tables.js", "diagnosis.js")
 SHADES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from fxprec.report.result import plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +25,15 @@ class Cost:
     zeros: float
 
 
+class _Plain:
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data; numbers that are not finite as text."""
+        found: dict[str, Any] = plain(self)
+        return found
+
+
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(_Plain):
     """One stored tensor, as the plan stores it."""
 
     graph: int
@@ -50,12 +58,9 @@ class Row:
         """Sorts the worst first; what nothing can be told of by its damage, by its own error."""
         return (-self.damage, -min(self.planned.error, 1e30), self.graph, self.site)
 
-    def to_dict(self) -> dict[str, Any]:
-        return plain_row(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class GroupRow:
+class GroupRow(_Plain):
     """The stored tensors of one group together."""
 
     graph: int
@@ -72,12 +77,9 @@ class GroupRow:
     def name(self) -> str:
         return f"group {self.group}" if not self.graph else f"graph {self.graph} group {self.group}"
 
-    def to_dict(self) -> dict[str, Any]:
-        return plain_row(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class Check(_Plain):
     """One re-run of the step with some tensors low and all others exact, beside what was predicted."""
 
     name: str
@@ -85,20 +87,3 @@ class Check:
     measured: float
     predicted_progress: float
     measured_progress: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return plain_row(self)
-
-
-def plain_row(row: Any) -> dict[str, Any]:
-    """Return a dataclass as JSON data."""
-    return {name: plain(value) for name, value in asdict(row).items()}
-
-
-def plain(value: Any) -> Any:
-    """Return JSON data: numbers that are not finite as text."""
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,16 +1,18 @@
-"""What Dynamo handed over: the graph, its inputs by name, and how to compile it again."""
+"""What Dynamo handed over: the graph, its inputs by name, whose parameters come in, and how to compile it again."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.nn import Parameter
 
 from fxprec import compat
 from fxprec.config.recipes import Recipe
@@ -43,7 +45,7 @@ class Captured:
         capacity = max(256, 1 << (4 * calls + 2 * len(examples)).bit_length())
         identity = Identity(_is_training(examples), _parameters(gm.graph), _shapes(gm.graph))
         return cls(
-            copied(gm),
+            compat.copied(gm),
             list(examples),
             device,
             _fake_mode(gm.graph),
@@ -52,9 +54,6 @@ class Captured:
             identity,
             compat.ends_in_break(gm),
         )
-
-    def with_room_for(self, rows: int) -> Captured:
-        return replace(self, capacity=1 << rows.bit_length())
 
     @cached_property
     def inputs(self) -> tuple[GraphInput, ...]:
@@ -81,10 +80,16 @@ class Captured:
                 )
 
     @contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Compile outside of Dynamo as the first compilation did: its symbolic shapes, its autocast and grad mode."""
-        with self.ambient.restored(), compat.tracing_with(self.fake_mode):
-            yield
+    def tracing(self) -> Iterator[Sequence[Any]]:
+        """Give examples to compile with. Outside of Dynamo they are fake, and all is as in the first compilation.
+
+        That is its symbolic shapes, its autocast and its grad mode.
+        """
+        if self.examples:  # inside of Dynamo
+            yield self.examples
+            return
+        with self.ambient.restored(), compat.tracing_with(self.fake_mode), compat.backward_at_once():
+            yield self.fake_examples
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -98,7 +103,7 @@ class Captured:
 
     def with_table(self) -> tuple[GraphModule, torch.Tensor]:
         """Return a copy of the graph with the scale table as its last input, and the table's example."""
-        gm = copied(self.gm)
+        gm = compat.copied(self.gm)
         table = self.empty_table()
         if (fake_mode := compat.current_fake_mode()) is not None:
             table = fake_mode.from_tensor(table, static_shapes=True)
@@ -108,18 +113,6 @@ class Captured:
             compat.without_source(gm.graph.placeholder("fxprec_table")).meta["example_value"] = table
         gm.recompile()
         return gm, table
-
-
-def copied(gm: GraphModule) -> GraphModule:
-    """Return a copy with a graph of its own; node names, fake values and Dynamo's names of inputs stay."""
-    graph = Graph()
-    result = graph.graph_copy(gm.graph, {}, return_output_node=True)
-    assert isinstance(result, tuple)
-    graph.output(result[0]).meta = dict(result[1].meta)
-    found = GraphModule(gm, graph)
-    found.meta = dict(gm.meta)
-    compat.hand_on_sources(found, gm)
-    return found
 
 
 def _placeholders(graph: Graph) -> list[Node]:
@@ -190,3 +183,52 @@ def _describe(node: Node) -> GraphInput:
 def _local_name(path: str) -> str:
     """Turn Dynamo's ``L['x']`` into ``x``, ``L['args'][0]`` into ``args.0``."""
     return ".".join(re.findall(r"[\w.]+", path.removeprefix("L")))
+
+
+class Parameters:
+    """The parameters of one layer, by name."""
+
+    def __init__(self, names: Mapping[int, str], args: Sequence[Any]) -> None:
+        self._names = names
+        self._own: dict[int, Callable[[], Parameter | None]] = {
+            i: _ref(args[i]) for i in names if isinstance(args[i], Parameter)
+        }
+
+    @staticmethod
+    def names_of(inputs: Sequence[GraphInput]) -> dict[int, str]:
+        """Return the names of a graph's parameters by position among its arguments."""
+        return {i: known.name for i, known in enumerate(inputs) if known.kind == "param"}
+
+    def may_be(self, args: Sequence[Any]) -> bool:
+        """Say whether the layer may be called with ``args``: none of its parameters that live is another one there.
+
+        New parameters in place of dead ones are taken for the layer's from then on.
+        """
+        dead = []
+        for i, own in self._own.items():
+            if args[i] is own() or isinstance(args[i], compat.FakeTensor):
+                continue
+            if own() is not None and isinstance(args[i], Parameter):
+                return False
+            dead.append(i)
+        for i in dead:
+            if isinstance(args[i], Parameter):
+                self._own[i] = _ref(args[i])
+        return True
+
+    def of_another(self, other: Parameters) -> bool:
+        """Say whether both have a name in common under which another parameter is: they are of two layers."""
+        mine, theirs = self._by_name(), other._by_name()
+        return any(mine[name] is not theirs[name] for name in mine.keys() & theirs.keys())
+
+    def _by_name(self) -> dict[str, Parameter]:
+        return {self._names[i]: own for i, ref in self._own.items() if (own := ref()) is not None}
+
+
+def _ref(parameter: Parameter) -> Callable[[], Parameter | None]:
+    """Refer to a parameter; to none where Dynamo's DDP optimizer hands in a fake one: the first that comes is it."""
+    return _none if isinstance(parameter, compat.FakeTensor) else weakref.ref(parameter)
+
+
+def _none() -> None:
+    return None

@@ -23,26 +23,25 @@ import fxprec.runtime.reference_blocks
 import fxprec.runtime.reference_ops  # noqa: F401  all register implementations
 from fxprec import compat
 from fxprec.config import Settings
-from fxprec.driver.appended import with_stats
+from fxprec.driver.budget import PeakBudget, SavedBudget
 from fxprec.driver.capture import Captured
-from fxprec.driver.compiled import CompiledGraph, TableFull
+from fxprec.driver.compiled import Compiled, Retry, Stop
 from fxprec.driver.event_log import EventLog
-from fxprec.driver.fallback import Compiled, Lowering
-from fxprec.driver.launches import named_launches
-from fxprec.driver.narrow_attention import narrow_attention
-from fxprec.driver.peak_budget import Looked, PeakBudget
-from fxprec.driver.ranges import range_name, ranged
-from fxprec.driver.saved_budget import PlanAgain, SavedBudget
+from fxprec.driver.lowering import Lowering
+from fxprec.driver.option_checks import settings_on
 from fxprec.driver.warm_start import KnownHalf, plan_key, say_again, sources
+from fxprec.driver.wrappers import Run, named_launches, ranged, with_stats
+from fxprec.passes.lowering.lowered import Lowered
+from fxprec.passes.narrow_attention import narrow_attention
 from fxprec.plan import PeakBytes, Plan
+from fxprec.runtime.controller import Controller
 from fxprec.runtime.stats import StatsQueue
 
 if TYPE_CHECKING:
-    from fxprec.driver.calibration import Calibration
-    from fxprec.driver.recorder import Recorder
-    from fxprec.driver.step_memory import StepMemory
-    from fxprec.driver.tensor_dump import TensorDump
-    from fxprec.driver.traced import Traced
+    from fxprec.driver.interpreter import Calibration
+    from fxprec.driver.joint_compilation import JointCompilation
+    from fxprec.driver.memory import StepMemory
+    from fxprec.driver.record import Recorder, TensorDump
     from fxprec.report.folder import GraphDump
 
 log = logging.getLogger(__name__)  # TORCH_LOGS="fxprec" shows it, "+fxprec" the passes too
@@ -57,35 +56,85 @@ class Compiler:
     budget: SavedBudget
     peak: PeakBudget
     log: EventLog
-    queue: StatsQueue
-    """Takes the statistics of what is compiled."""
     trained: Callable[[], tuple[Plan, ...]]
     """Gives the plans of the model's training graphs, the latest last."""
-    calibration: Calibration | None
-    dump: GraphDump | None
+    queue: StatsQueue = field(default_factory=StatsQueue)
+    """Takes the statistics of what is compiled."""
+    calibration: Calibration | None = None
+    dump: GraphDump | None = None
     recorder: Recorder | None = None
     tensors: TensorDump | None = None
     memory: StepMemory | None = None
     """Compares the first step with the plan, under a peak budget."""
 
-    def watched(self, run: Compiled, half: str) -> Compiled:
-        """Return ``run``, the half of that name, whose first step's memory is compared where that is wanted."""
-        return run if self.memory is None else self.memory.watch(run, half)
+    @classmethod
+    def of(
+        cls,
+        captured: Captured,
+        settings: Settings,
+        log: EventLog,
+        trained: Callable[[], tuple[Plan, ...]],
+        controller: Callable[[], Controller | None],
+        *,
+        dump: GraphDump | None,
+        recorder: Recorder | None,
+    ) -> Compiler:
+        """Return what compiles a graph on its device; ``controller`` gives its state, once there is one."""
+        device, plans_only = captured.device, dump is not None and dump.plan_only
+        held = settings_on(device, settings, log, plans_only=plans_only)
+        calibration = tensors = memory = None
+        if settings.asked.policy == "exact":  # what few runs want is not imported by all
+            from fxprec.driver.interpreter import Calibration
 
-    def compile(self, captured: Captured, given: Plan | None, examples: Sequence[Any], step: int) -> CompiledGraph:
+            calibration = Calibration()
+        if settings.asked.dump_tensors:
+            from fxprec.driver.record import tensor_dump
+
+            tensors = tensor_dump(held, dump, log, controller)
+        if device.type == "cuda":
+            from fxprec.driver.memory import StepMemory
+
+            memory = StepMemory(log, device, lambda: None if (c := controller()) is None else c.plan.peak_bytes)
+        return cls(
+            settings=held,
+            lowering=Lowering(settings.asked, device, log.notice),
+            budget=SavedBudget(held, log),
+            peak=PeakBudget(log),
+            log=log,
+            trained=trained,
+            calibration=calibration,
+            dump=dump,
+            recorder=recorder,
+            tensors=tensors,
+            memory=memory,
+        )
+
+    def compile(self, captured: Captured, given: Plan | None, step: int) -> Compiled:
         """Compile for a plan, or solve one. What a first plan saves, and how many rows it takes, may ask for another.
 
         ``step`` is the one events are noted for.
         """
-        key = self._key(captured, given)
-        while True:
-            attempt = Compilation(self, captured, given, step, key)
-            try:
-                return attempt.compile(examples)
-            except PlanAgain:
-                continue
-            except TableFull as full:
-                captured = captured.with_room_for(full.rows)
+        with captured.tracing() as examples:
+            key = self._key(captured, given)
+            while True:
+                found = Compilation(self, captured, given, step, key).compile(examples)
+                if isinstance(found, Compiled):
+                    return found
+                captured = replace(captured, capacity=found.capacity)
+
+    def look(self, captured: Captured, step: int) -> PeakBytes | None:
+        """Return what the passes find of other peak budgets, and compile nothing."""
+        with captured.tracing() as examples:
+            attempt = Compilation(self, captured, None, step, None, only_looks=True)
+            attempt.compile(examples)
+        return None if attempt.traced is None else attempt.traced.peak
+
+    def wrapped(self, run: Run, half: str, lowered: Lowered, num_outputs: int) -> Run:
+        """Return ``run``, the half of that name: its statistics go to the queue and not into the results."""
+        run = named_launches(run, lowered.kernel_names, f"{self.log.name}'s {half} half")
+        if self.memory is not None:
+            run = self.memory.watch(run, half)
+        return with_stats(run, lowered, num_outputs, self.queue)
 
     def _key(self, captured: Captured, given: Plan | None) -> str | None:
         """Return what the code can be stored under; None where it cannot, or someone looks on as it is compiled."""
@@ -98,23 +147,6 @@ class Compiler:
         more = (self.budget.fixed, self.lowering.name, sorted(self.lowering.without))
         return plan_key(self.settings, captured, given, self.trained(), more)
 
-    def look(self, captured: Captured, step: int) -> PeakBytes | None:
-        """Return what the passes find of other peak budgets, and compile nothing."""
-        part = self.peak.part
-        self.peak.part, self.peak.only_looks = replace(part, wants_curve=True), True
-        try:
-            self.anew(captured, None, step)
-        except Looked as looked:
-            return looked.peak
-        finally:
-            self.peak.part, self.peak.only_looks = part, False
-        return None
-
-    def anew(self, captured: Captured, given: Plan | None, step: int) -> CompiledGraph:
-        """Compile again, outside of Dynamo."""
-        with captured.tracing(), compat.backward_at_once():
-            return self.compile(captured, given, captured.fake_examples, step)
-
 
 @dataclass
 class Compilation:
@@ -126,30 +158,39 @@ class Compilation:
     step: int
     key: str | None
     """What the code is stored under; None: it is not."""
-    traced: Traced | None = None  # where the cache had nothing
+    only_looks: bool = False
+    """Whether the passes are all that runs."""
+    traced: JointCompilation | None = None  # where the cache had nothing
     found: list[KnownHalf] = field(default_factory=list)  # in the cache
 
-    def compile(self, examples: Sequence[Any]) -> CompiledGraph:
-        """Raises `PlanAgain` and `TableFull` for another attempt, and whatever Inductor raises."""
+    def compile(self, examples: Sequence[Any]) -> Compiled | Retry:
+        """Return what was compiled, or what another attempt needs. Raises whatever Inductor raises."""
         start = time.perf_counter()
         gm, table = self.captured.with_table()
-        settings = self.compiler.settings
         self._prepare(gm)
-        with compat.stored_autograd(self._load if self.key else None), self._whole_step():
-            run = compat.compile_fx(
-                gm,
-                [*examples, table],
-                inner_compile=self._compile_half,
-                decompositions=None if settings.accumulator is None else compat.whole_gemms(),
-                config_patches=compat.mode_settings(settings.asked.mode)
-                | (compat.ROUNDED_AT_EVERY_OPERATOR if settings.recipe.pure else {})
-                | {
-                    "joint_custom_pre_pass": compat.GraphPass(self._run_passes, self.key or sources()),
-                    "joint_custom_post_pass": compat.GraphPass(self._after_torchs_passes, sources()),
-                },
-            )
+        try:
+            with compat.stored_autograd(self._load if self.key else None), self._whole_step():
+                run = self._compile_fx(gm, [*examples, table])
+        except Stop as stop:
+            return stop.retry
         made = self._from_cache(run) if self.traced is None else self.traced.finished(run)
-        return replace(made, seconds=time.perf_counter() - start)
+        return replace(made, seconds=time.perf_counter() - start) if isinstance(made, Compiled) else made
+
+    def _compile_fx(self, gm: GraphModule, examples: Sequence[Any]) -> Run:
+        settings = self.compiler.settings
+        run: Run = compat.compile_fx(
+            gm,
+            examples,
+            inner_compile=self._compile_half,
+            decompositions=None if settings.accumulator is None else compat.whole_gemms(),
+            config_patches=compat.mode_settings(settings.asked.mode)
+            | (compat.ROUNDED_AT_EVERY_OPERATOR if settings.recipe.pure else {})
+            | {
+                "joint_custom_pre_pass": compat.GraphPass(self._run_passes, self.key or sources()),
+                "custom_partitioner_fn": compat.Partitioner(self._partition, sources()),
+            },
+        )
+        return run
 
     def _prepare(self, gm: GraphModule) -> None:
         """Rewrite what torch decides while it traces: the kernel of attention."""
@@ -157,44 +198,52 @@ class Compilation:
         stays = narrow_attention(gm, captured.device, self.compiler.settings, is_training=captured.identity.is_training)
         if stays is not None:
             self.compiler.log.warn_once(stays.site, stays.detail, step=self.step)
+        for site, why in compat.without_effect(is_cut=self._fits_peak):
+            self.compiler.log.warn_once(site, why, step=self.step)
+
+    @property
+    def _fits_peak(self) -> bool:
+        asked = self.compiler.settings.peak_budget if self.given is None else self.given.peak_bytes
+        return asked is not None
 
     def _whole_step(self) -> contextlib.AbstractContextManager[None]:
         """Compile both halves now where a budget binds them together, or the plan says how each is lowered."""
-        asked = self.compiler.settings.peak_budget if self.given is None else self.given.peak_bytes
         chooser = self.compiler.lowering.chooser
         chooses = chooser is not None and chooser.why_inductor() is None
-        return compat.backward_at_once() if asked is not None or chooses else contextlib.nullcontext()
+        return compat.backward_at_once() if self._fits_peak or chooses else contextlib.nullcontext()
 
-    def _tracing(self) -> Traced:
+    def _tracing(self) -> JointCompilation:
         if self.traced is None:
-            from fxprec.driver.traced import Traced  # every pass: what comes from the cache needs none
+            from fxprec.driver.joint_compilation import (
+                JointCompilation,  # every pass: what comes from the cache needs none
+            )
 
-            self.traced = Traced(self.compiler, self.captured, self.given, self.step, self.key)
+            self.traced = JointCompilation(
+                self.compiler, self.captured, self.given, self.step, self.key, self.only_looks
+            )
         return self.traced
 
     def _run_passes(self, graph: Graph) -> None:
         self._tracing().run_passes(graph)
 
-    def _after_torchs_passes(self, graph: Graph) -> None:
-        self._tracing().after_torchs_passes(graph)
+    def _partition(self, gm: GraphModule, inputs: Sequence[object], **options: Any) -> compat.Halves:
+        return self._tracing().partition(gm, inputs, **options)
 
-    def _compile_half(self, gm: GraphModule, examples: Sequence[Any], **options: Any) -> Compiled:
+    def _compile_half(self, gm: GraphModule, examples: Sequence[Any], **options: Any) -> Run:
         return self._tracing().compile_half(gm, examples, **options)
 
-    def _load(self, known: KnownHalf, run: Compiled) -> Compiled:
+    def _load(self, known: KnownHalf, run: Run) -> Run:
         """Say how a half runs that the cache has."""
         self.found.append(known)
         compiler = self.compiler
-        run = ranged(run, range_name(compiler.log.name, known.name))
-        run = named_launches(run, known.lowered.kernel_names, f"{compiler.log.name}'s {known.name} half")
-        run = compiler.watched(run, known.name)
-        return with_stats(run, known.lowered, known.num_outputs, compiler.queue)
+        run = ranged(run, compiler.log.name, known.name)
+        return compiler.wrapped(run, known.name, known.lowered, known.num_outputs)
 
-    def _from_cache(self, run: Compiled) -> CompiledGraph:
+    def _from_cache(self, run: Run) -> Compiled:
         """Take over what was found out when the halves in the cache were compiled."""
         for half in self.found:
             say_again(self.compiler.log, half.said, self.step)
-        known = self.found[-1].graph  # backward's knows how both were lowered
-        if known.planned is not None:
-            log.info("%s: from the cache: %s", self.compiler.log.name, known.planned.plan.summary())
-        return CompiledGraph.of(run, self.captured, known.planned, is_training=known.is_training, copied=known.copied)
+        known = self.found[-1].graph
+        if known.plan is not None:
+            log.info("%s: from the cache: %s", self.compiler.log.name, known.plan.summary())
+        return replace(known, run=run)

@@ -81,3 +81,9 @@ class EventLog:
 @cache
 def _log_once(message: str) -> None:
     log.warning(message)
+
+
+def in_one_line(error: Exception) -> str:
+    """Return an exception's type and the first line of its text."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,142 +1,75 @@
-"""One graph Dynamo captured: its steps, and what other graphs of the model and statistics ask of its plan."""
+"""One graph that Dynamo captured: its code, plan, scales and statistics, and the steps that change them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fxprec import compat
-from fxprec.config import Settings
-from fxprec.driver import capture, saved_state
+from fxprec.driver.backward import InFlight, Steps, Version, Versions, check_backward
+from fxprec.driver.capture import Captured, Parameters
 from fxprec.driver.compilation import Compiler
-from fxprec.driver.compiled import CompileReport
-from fxprec.driver.device_settings import on_device, place_tensors, refuse_offload, unused_processor
-from fxprec.driver.event_log import EventLog
-from fxprec.driver.fallback import Lowering
-from fxprec.driver.in_flight import InFlight, Version
-from fxprec.driver.in_force import InForce
-from fxprec.driver.modified import Versions, check_backward
-from fxprec.driver.parameters import Parameters
-from fxprec.driver.peak_budget import PeakBudget, beyond_machine
-from fxprec.driver.promotions import in_one_line
-from fxprec.driver.same_model import SameModel
-from fxprec.driver.saved_budget import SavedBudget
-from fxprec.driver.shared_peak import SharedPeak
-from fxprec.driver.skip_steps import StepSkipper
-from fxprec.driver.steps import Steps
-from fxprec.errors import PlanError
+from fxprec.driver.compiled import Compiled, CompileReport, controller_of, keeper_of
+from fxprec.driver.event_log import EventLog, in_one_line
+from fxprec.driver.option_checks import refuse_offload
+from fxprec.driver.saved_state import GraphState, SavedGraph
 from fxprec.passes.analysis.peak.part import Part
-from fxprec.plan import Plan
+from fxprec.passes.notice import Notice
+from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.compare import low_groups_with
-from fxprec.runtime.controller import Controller
+from fxprec.plan.plan import latest_of_gemms
+from fxprec.runtime.controller import Controller, describe
 from fxprec.runtime.events import Event
 from fxprec.runtime.on_device import refuse_capture
-from fxprec.runtime.stats import NO_CAPTURE, StatsQueue
+from fxprec.runtime.stats import NO_CAPTURE
 
 if TYPE_CHECKING:
-    from fxprec.driver.calibration import Calibration
-    from fxprec.driver.recorder import Recorder
-    from fxprec.driver.step_memory import StepMemory
-    from fxprec.driver.tensor_dump import TensorDump
+    from fxprec.driver.model import Model
     from fxprec.report.folder import GraphDump
+
+log = logging.getLogger(__name__)
+MAX_GIVEN_UP = 3
+"""Promotions that did not compile after which no more are tried: each attempt costs as much as a compilation."""
 
 
 class PlannedGraph:
-    """The callable Dynamo gets for one captured graph.
+    """The callable Dynamo gets for one captured graph; `compile` has to come before all else.
 
-    It keeps Dynamo's graph, so a promotion in real storage compiles again without retracing the user's code.
-    ``siblings`` are the graphs compiled before it for the same backend; ``waiting`` gives the plans of training graphs
-    that a checkpoint has and that are not compiled yet.
+    It keeps Dynamo's graph, so a promotion in real storage compiles again without retracing the user's code. A
+    compilation replaces ``compiled``, on success only; the controller stays and adopts the plan.
     """
 
-    def __init__(
-        self,
-        captured: capture.Captured,
-        parameters: Parameters,
-        settings: Settings,
-        siblings: Sequence[PlannedGraph],
-        skips: StepSkipper | None = None,
-        dump: GraphDump | None = None,
-        *,
-        recorder: Recorder | None = None,
-        waiting: Callable[[], tuple[Plan, ...]] = tuple,
-        shared: SharedPeak | None = None,
-    ) -> None:
-        self.parameters, self.index = parameters, len(siblings)
+    compiled: Compiled
+
+    def __init__(self, captured: Captured, parameters: Parameters, model: Model, dump: GraphDump | None = None) -> None:
+        self.captured, self.parameters, self.index = captured, parameters, len(model.all)
         self.is_replaced = False  # by what was traced after torch.compiler.reset()
-        self._skips, self._dump = skips, dump
-        self._log = EventLog(f"graph {self.index}", strict=settings.asked.strict)
-        self._model = SameModel(self, siblings, waiting)
-        self._shared = SharedPeak(settings) if shared is None else shared
+        self.controller: Controller | None = None
+        self._model, self._dump = model, dump
+        self._log = EventLog(f"graph {self.index}", strict=model.settings.asked.strict)
         self._steps, self._in_flight = Steps(), InFlight()
-        held, notice = on_device(captured.device, settings)
-        if notice is not None:
-            self._log.notice(notice)
-        if (notice := unused_processor(captured.device, held)) is not None:
-            self._log.notice(notice)
-        place_tensors(captured.device, held, self._log)
-        if not self._is_planned_alone and (notice := beyond_machine(held, captured.device)) is not None:
-            self._log.notice(notice)
-        compiler = Compiler(
-            settings=held,
-            lowering=Lowering(settings.asked, captured.device, self._log.notice),
-            budget=SavedBudget(held, self._log),
-            peak=PeakBudget(self._log),
-            log=self._log,
-            queue=StatsQueue(),
-            trained=self._model.plans,
-            calibration=_calibration(settings),
+        self._seconds: tuple[float, ...] = ()  # that compilations took
+        self._followed: Plan | None = None  # the training plan that this inference graph follows
+        self._is_given = False  # its plan was, by a file or a checkpoint
+        self._num_given_up = 0  # promotions that did not compile
+        self.compiler = Compiler.of(
+            captured,
+            model.settings,
+            self._log,
+            trained=lambda: model.training_plans(self),
+            controller=lambda: self.controller,
             dump=dump,
-            recorder=recorder,
-            tensors=self._tensor_dump(held, dump),
-            memory=self._step_memory(captured.device),
+            recorder=model.recorder,
         )
-        self._in_force = InForce(self.index, captured, compiler)
-
-    def _tensor_dump(self, settings: Settings, dump: GraphDump | None) -> TensorDump | None:
-        if not settings.asked.dump_tensors:
-            return None
-        from fxprec.driver.tensor_dump import tensor_dump  # here and below: what few runs want is not imported by all
-
-        return tensor_dump(settings, dump, self._log, lambda: self.controller)
-
-    def _step_memory(self, device: torch.device) -> StepMemory | None:
-        if device.type != "cuda":
-            return None
-        from fxprec.driver.step_memory import StepMemory
-
-        return StepMemory(self._log, device, lambda: None if self.plan is None else self.plan.peak_bytes)
-
-    def compile(self, given: Plan | None) -> PlannedGraph:
-        """Compile for the first time: for a plan, or for one to be solved."""
-        if not self._is_planned_alone:
-            refuse_offload(self.captured.device, self._in_force.settings, given)
-        is_cut = self.captured.is_cut
-        part = Part(is_cut=is_cut) if self._is_planned_alone else self._shared.first_part(is_cut=is_cut)
-        self._in_force.compile(given, part)
-        if self._dump is not None:
-            self._dump.tell = lambda detail: self._log.tell("dump", detail)
-        return self
-
-    @property
-    def _is_planned_alone(self) -> bool:
-        return self._dump is not None and self._dump.plan_only
-
-    @property
-    def captured(self) -> capture.Captured:
-        return self._in_force.captured
-
-    @property
-    def controller(self) -> Controller | None:
-        return self._in_force.controller
+        self.settings = self.compiler.settings
 
     @property
     def report(self) -> CompileReport:
-        return self._in_force.report
+        return CompileReport(self.index, self._seconds, self.compiled.passes)
 
     @property
     def events(self) -> list[Event]:
@@ -144,7 +77,7 @@ class PlannedGraph:
 
     @property
     def is_training(self) -> bool:
-        return self._in_force.compiled.is_training
+        return self.compiled.is_training
 
     @property
     def folder(self) -> Path | None:
@@ -154,51 +87,94 @@ class PlannedGraph:
     @property
     def plan(self) -> Plan | None:
         """The plan in force, or None while it is being calibrated."""
-        return self._in_force.plan
+        return None if self.controller is None else self.controller.plan
+
+    @property
+    def step(self) -> int:
+        return 0 if self.controller is None else self.controller.step
+
+    def compile(self, given: Plan | None) -> None:
+        """Compile for the first time: for a plan, or for one to be solved."""
+        is_cut, plans_only = self.captured.is_cut, self._dump is not None and self._dump.plan_only
+        if not plans_only:
+            refuse_offload(self.captured.device, self.settings, given)
+        part = Part(is_cut=is_cut) if plans_only else self._model.shared_peak.first_part(is_cut=is_cut)
+        self._is_given = given is not None
+        if given is None:
+            self.compiler.peak.take(part)
+        self._take(self.compiler.compile(self.captured, given, 0))
+        if self._dump is not None:
+            self._dump.tell = lambda detail: self._log.tell("dump", detail)
+
+    def compile_again(self, why: str, given: Plan | None) -> None:
+        """Compile for ``given``, or solve anew. What runs is replaced on success only."""
+        step = self.step
+        self._take(self.compiler.compile(self.captured, given, step))
+        detail = f"compiled again in {self._seconds[-1]:.1f} s, {why}"
+        self._log.note("relowering", self._log.name, detail, step=step)
+
+    def _take(self, compiled: Compiled) -> None:
+        """Put in force what was just compiled."""
+        self.compiled, self._seconds = compiled, (*self._seconds, compiled.seconds)
+        if compiled.capacity != self.captured.capacity:
+            self.captured = replace(self.captured, capacity=compiled.capacity)
+        if compiled.plan is None:  # calibration, or nothing is rounded
+            return
+        if self.controller is None:
+            self.controller = controller_of(compiled, self.settings, self.captured.device, self.compiler.queue)
+        else:
+            self.controller.adopt(compiled.plan, keeper_of(compiled, self.settings), compiled.capacity)
 
     def __call__(self, *args: Any) -> Any:
         refuse_capture(self.captured.device, "a model compiled with fxprec runs", NO_CAPTURE)
         if any(isinstance(x, compat.FakeTensor) for x in args):  # Dynamo's DDP optimizer asks for shapes: no step
             with compat.unset_fake_temporarily():  # what compiling makes is real
-                return self._in_force.version(*args)
+                return self._version(*args)
         if compat.in_backward():
             return self._recompute(args)
         self._steps.runs_forward = True
         with compat.compile_lock:  # another thread must not promote in between
             self._begin_step()
-            version = self._in_force.version
+            version = self._version
         self._in_flight.note(version)
         return self._run(version, args)
+
+    @property
+    def _version(self) -> Version:
+        """Code and table for a call now."""
+        assert self.compiled.run is not None
+        table = self.captured.empty_table() if self.controller is None else self.controller.table
+        return Version(self.compiled.run, table)
 
     def _recompute(self, args: Sequence[Any]) -> Any:
         """Run inside a backward pass, for a checkpoint around the compiled code: do what its forward did."""
         if self._steps.runs_forward or not self.is_training:
-            version = self._in_flight.recomputed() or self._in_force.version
-            with self._in_force.compiler.queue.muted():
+            version = self._in_flight.recomputed() or self._version
+            with self.compiler.queue.muted():
                 return version(*args)
         if self._steps.settle_in_backward():
             self._settle(steps=1)
         elif self.controller is not None:
             self.controller.step += 1
-        return self._run(self._in_force.version, args)
+        return self._run(self._version, args)
 
     def _run(self, version: Version, args: Sequence[Any]) -> Any:
-        compiled = self._in_force.compiled
+        compiled = self.compiled
         if compiled.peak_sizes is not None and (excess := compiled.peak_sizes.excess(args)) is not None:
-            self._log.tell("peak_budget", f"{excess}; give it smaller batches", step=self._in_force.step)
+            self._log.tell("peak_budget", f"{excess}; give it smaller batches", step=self.step)
         results = version(*args)
         if self.controller is not None:
             if self.is_training:
                 check_backward(results, Versions(compiled.copied, self.captured.inputs, args))
                 if self.controller.plan.peak_bytes is not None and not compat.in_backward():
-                    self._shared.saw(self._in_force, results)
-            if self._skips is not None:
-                self._skips.saw(args)
+                    self._model.shared_peak.saw(self, results)
+            if self._model.skips is not None:
+                self._model.skips.saw(args)
         return results
 
     def _begin_step(self) -> None:
-        self._shared.begin()
-        for graph in self._model.others_in_training:
+        self._model.shared_peak.begin()
+        for graph in self._model.others_in_training(self):
             if graph._steps.settle_in_forward():
                 graph._settle(steps=0)
             elif not self.is_training and graph.controller is not None:
@@ -207,75 +183,116 @@ class PlannedGraph:
 
     def _settle(self, *, steps: int) -> None:
         """Make what statistics ask for real, then count ``steps``: where no call recomputes an earlier one."""
-        run, compiler = self._in_force, self._in_force.compiler
-        if run.compiled.is_calibration and compiler.calibration is not None and compiler.calibration.is_complete:
-            run.compile_again("solved from the calibration step", None)
-        controller = run.controller
+        calibration, lowering = self.compiler.calibration, self.compiler.lowering
+        if self.compiled.is_calibration and calibration is not None and calibration.is_complete:
+            self.compile_again("solved from the calibration step", None)
+        controller = self.controller
         if controller is None:
             return
         controller.settle()
         if self._dump is not None:
             self._dump.write_stats(controller, step=controller.latest_step)
-        self.share_promotions()
+        self._model.share_promotions(self)
         controller.step += steps
         if not self.is_training:
             self._follow_training(controller)
-        if controller.plan is not run.compiled.plan:
-            run.follow_plan(controller)
-        if compiler.lowering.is_stale:
-            compiler.lowering.is_stale = False
-            run.compile_again("without kernels that failed", controller.plan)
-
-    def share_promotions(self) -> None:
-        """Promote what other training graphs of the model have promoted."""
-        if self.controller is not None and self.is_training:
-            self._model.share_promotions(self.controller)
+        if controller.plan is not self.compiled.plan:
+            self._follow_plan(controller)
+        if lowering.is_stale:
+            lowering.is_stale = False
+            self.compile_again("without kernels that failed", controller.plan)
 
     def _follow_training(self, controller: Controller) -> None:
         """Evaluate as training runs: the same groups low, the same tensors promoted."""
-        trained = self._model.to_follow(controller.plan)
-        if trained is None:
+        trained = latest_of_gemms(self._model.training_plans(self), controller.plan.gemms_by_name)
+        if trained is None or trained is self._followed:
             return
+        self._followed = trained
         borders = [(g.group_before, g.group_after) for g in controller.plan.gemms]
         if low_groups_with(trained, borders) != controller.plan.low_groups:
             try:
-                self._in_force.compile_again("to evaluate as training runs", None)
+                self.compile_again("to evaluate as training runs", None)
             except Exception as error:  # whatever Inductor raises
                 detail = f"evaluates with other tensors low than training has: compiling failed ({in_one_line(error)})"
                 self._log.tell(self._log.name, detail, step=controller.step)
         controller.promote_as(trained, "promoted in training")
 
-    @contextmanager
-    def recorded(self, recorder: Recorder) -> Iterator[None]:
-        """Run the reference lowering of the plan in force meanwhile, which ``recorder`` sees; training goes on."""
-        with self._in_force.recorded(recorder):
-            yield
+    def _follow_plan(self, controller: Controller) -> None:
+        """Make a changed plan real. In ``simulate`` the table already has; real storage is lowered again.
 
-    def state_dict(self) -> saved_state.GraphState | None:
-        """Return plain data, with what identifies the graph; None while it is being calibrated."""
-        return self._in_force.state_dict()
-
-    def own_state(self, states: Sequence[saved_state.SavedGraph]) -> saved_state.SavedGraph | None:
-        """Return the first of these states that is of this graph. Raises the last one's `PlanError` where none is."""
-        for saved in states:
+        A promotion never ends a run: where it does not compile, what runs goes on, with a warning and an event.
+        Raises `FallbackError` for that under ``strict``.
+        """
+        in_force, is_in_code = self.compiled.plan, not self.settings.is_simulated
+        if in_force is not None and is_in_code and controller.plan.formats != in_force.formats:
             try:
-                if self.controller is not None:
-                    self.controller.refuse_another(saved.state)
-            except PlanError:
-                if saved is states[-1]:
-                    raise
-            else:
-                return saved
-        return None
+                self.compile_again("for the changed plan", controller.plan)
+            except Exception as error:  # whatever Inductor raises
+                self._log.notice(self._give_up(in_force, controller, error), step=controller.step)
+        self.compiled = replace(self.compiled, plan=controller.plan)
+        if self._dump is not None:
+            self._dump.write_plan(controller.plan)
 
-    def load_state(self, saved: saved_state.SavedGraph) -> None:
-        """Go on where training was saved. Where that fails, the graph stays as it was."""
-        self._in_force.load_plan(saved.plan).load_state_dict(saved.state)
+    def _give_up(self, plan: Plan, controller: Controller, error: Exception) -> Notice:
+        """Keep the plan of the code that runs: what was promoted since stays low, for good. Return what to tell."""
+        log.info("a promotion did not compile", exc_info=error)
+        refused = controller.stay_with(plan)
+        self._num_given_up += 1
+        last = ""
+        if self._num_given_up == MAX_GIVEN_UP:
+            controller.rules = replace(controller.rules, promote_above=None)
+            last = f"; that was attempt {MAX_GIVEN_UP}, no more are made for this graph"
+        site = refused[0]
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        way_out = f"hold it high from the start with keep_high=({site.module!r},)" if site.module else "see the log"
+        detail = (
+            f"promoting it{more} to {controller.rules.hi} failed ({in_one_line(error)}): training goes on with "
+            f"it in {site.format}; {way_out}{last}"
+        )
+        return Notice(describe(site), detail)
 
+    def peak_with_points(self) -> PeakBytes | None:
+        """Return what its plan holds, and would under other budgets; None where the plan was given and stays."""
+        peak = None if self.plan is None else self.plan.peak_bytes
+        if peak is None or self._is_given:
+            return None
+        if self.compiler.peak.part.shares:  # its points tell of what waits, too
+            return peak
+        return self.compiler.look(self.captured, self.step)
 
-def _calibration(settings: Settings) -> Calibration | None:
-    if settings.asked.policy != "exact":
-        return None
-    from fxprec.driver.calibration import Calibration
+    def take_part(self, part: Part) -> None:
+        """Plan for a part of the peak budget and compile again, where it is new."""
+        if part == replace(self.compiler.peak.part, beyond=0, beyond_waiting=0):
+            return
+        self.compiler.queue.forget()  # statistics of the sites that its plan had
+        self.compiler.peak.take(part)
+        graphs = "its step" if part.num_graphs == 1 else f"{part.num_graphs} graphs of a step"
+        self.compile_again(f"within the peak budget of {graphs}", None)
 
-    return Calibration()
+    @contextmanager
+    def running(self, compiled: Compiled) -> Iterator[None]:
+        """Run other code for the same plan meanwhile; training goes on."""
+        usual, self.compiled = self.compiled, compiled
+        try:
+            yield
+        finally:
+            if self.compiled.run is compiled.run:  # else a promotion came, and what it compiled stays
+                self.compiled = replace(usual, plan=self.plan)
+
+    def state_dict(self) -> GraphState | None:
+        """Return plain data, with what identifies the graph; None while it is being calibrated."""
+        if self.controller is None:
+            return None
+        return {"graph": self.captured.identity.to_dict(), **self.controller.state_dict()}
+
+    def load_state(self, saved: SavedGraph) -> None:
+        """Go on where training was saved: its plan takes the place of calibration and solving.
+
+        Where that fails, the graph stays as it was.
+        """
+        in_force = self.compiled.plan
+        if in_force is None or in_force.formats != saved.plan.formats:
+            self.compile_again("for the loaded plan", saved.plan)
+        self._is_given = True
+        assert self.controller is not None
+        self.controller.load_state_dict(saved.state)

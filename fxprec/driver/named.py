@@ -9,7 +9,8 @@ from torch.fx import GraphModule
 
 from fxprec import compat
 from fxprec.config import Config
-from fxprec.driver.backend import WATCH, Backend, StandIn, called_by
+from fxprec.driver.backend import Backend
+from fxprec.driver.uncompiled import WATCH, Watched, called_by
 from fxprec.errors import ConfigError, FxprecError
 
 
@@ -34,7 +35,7 @@ def find_backend(compiled: object) -> Backend | None:
     return called_by(compat.wrapper_of(compiled))
 
 
-class _NamedBackend(StandIn):
+class _NamedBackend(Watched):
     """The backend behind the string ``"fxprec"``, or behind a name that stands for some of its options.
 
     Options are the fields of `Config`; those that ``torch.compile`` is given go before those of the name.

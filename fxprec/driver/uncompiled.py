@@ -8,12 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch.nn import Module, ModuleDict, ModuleList, RNNBase
 
 from fxprec import compat
 from fxprec.driver.event_log import EventLog
 from fxprec.errors import FxprecError
+
+if TYPE_CHECKING:
+    from fxprec.driver.backend import Backend
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,25 @@ class Frames:
         self.log.note("uncompiled", code, detail, step=self.step())
 
 
+class Watched:
+    """What ``torch.compile`` is given as a backend of ours: a `Backend`, or a name that stands for one a wrapper."""
+
+    def backend_of(self, wrapper: object) -> Backend:
+        """Return the backend that a ``torch.compile`` wrapper calls. Raises what is wrong with its options."""
+        raise NotImplementedError
+
+
+def called_by(wrapper: object) -> Backend | None:
+    """Return the backend that a ``torch.compile`` wrapper calls, or None where that is none of ours."""
+    function = getattr(wrapper, "compiler_fn", wrapper)
+    return function.backend_of(wrapper) if isinstance(function, Watched) else None
+
+
 class Watch:
-    """Watches Dynamo, whose functions it replaces, as long as one of our backends lives.
+    """Watches Dynamo, whose functions it replaces, as long as one of our backends lives."""
 
-    ``frames_of`` finds the frames of a ``torch.compile`` wrapper, if its backend is ours. It raises what is wrong with
-    the options.
-    """
-
-    def __init__(self, frames_of: Callable[[object], Frames | None]) -> None:
-        self._frames_of, self._lock = frames_of, threading.RLock()  # a backend may die while another is made
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a backend may die while another is made
         self._patches, self._watched = ExitStack(), 0
         self._is_on = False
 
@@ -54,7 +68,7 @@ class Watch:
         with self._lock:
             if not self._is_on:
                 self._is_on = True
-                _replace(self._frames_of, self._patches)
+                _replace(self._patches)
 
     def keep(self, backend: object) -> None:
         """Watch as long as a backend lives."""
@@ -72,12 +86,16 @@ class Watch:
                 compat.forget_name("fxprec")  # so that torch asks for it, and we watch, when it is named again
 
 
-def _replace(frames_of: Callable[[object], Frames | None], patches: ExitStack) -> None:
+WATCH = Watch()
+
+
+def _replace(patches: ExitStack) -> None:
     def known(wrapper: object) -> Frames | None:
         try:
-            return frames_of(wrapper)
+            backend = called_by(wrapper)
         except FxprecError:  # the compilation of a graph says so
             return None
+        return None if backend is None else backend.frames
 
     def compilations(wrapper: object) -> Counter[int] | None:
         frames = known(wrapper)
@@ -85,11 +103,11 @@ def _replace(frames_of: Callable[[object], Frames | None], patches: ExitStack) -
 
     def tell(wrapper: object, code: str, detail: str) -> None:
         try:
-            frames = frames_of(wrapper)
+            backend = called_by(wrapper)
         except FxprecError as error:
             raise compat.through_dynamo(error) from error
-        if frames is not None:
-            frames.tell(code, detail)
+        if backend is not None:
+            backend.frames.tell(code, detail)
 
     def tell_of_frame(wrapper: object, code: str, owner: object, reason: str) -> None:
         tell(wrapper, code, f"runs uncompiled, in the model's own precision{_left_out(owner)}: {reason}. {_MEND}")

@@ -6,7 +6,7 @@ the reference's result, so one wrong kernel is one fault, and what is returned i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,10 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from fxprec import compat
-from fxprec.driver.seeded import draw_from_seeds
+from fxprec.driver.event_log import in_one_line
+from fxprec.driver.interpreter import draw_from_seeds
 from fxprec.driver.verify_references import (
-    CPU_REFERENCES,
     GEMMS,
-    IN_PLACE,
     REFERENCES,
     Checked,
     Reference,
@@ -27,6 +26,7 @@ from fxprec.driver.verify_references import (
     name_of,
     statistics_differ,
 )
+from fxprec.ir import symbolic, symbolic_cpu
 from fxprec.ir.symbolic_blocks import LoadBlocks, StoreBlocks
 from fxprec.numerics.stats import WIDTH
 from fxprec.passes.analysis.joint import results_of
@@ -135,7 +135,7 @@ class _Checker(Interpreter):
         try:
             found = super().run_node(n)
         except Exception as error:  # whatever the compiler or the interpreter says of the source
-            self.faults.append(Fault(kernel.name, f"it does not run: {_line(error)}"))
+            self.faults.append(Fault(kernel.name, f"it does not run: {in_one_line(error)}"))
             counters = self.fetch_args_kwargs_from_env(n)[1]["kwargs"].get("counters")
             return expected | {"counters": counters}
         for argument in kernel.outputs:
@@ -188,5 +188,42 @@ class _Checker(Interpreter):
                 self.faults.append(Fault(owner[row], f"its statistics of row {row} are not the reference's"))
 
 
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+# The kernels of a CPU, some of which write over what they read.
+
+_Compared = list[tuple[str, torch.Tensor, torch.Tensor]]
+
+
+def _values(x: torch.Tensor, table: torch.Tensor, row: int, fmt: str, storage: str, keep: bool) -> torch.Tensor:
+    q = symbolic.QUANTIZE(x, table, row, fmt, storage)
+    values = symbolic.DEQUANTIZE(q, table, symbolic.AS_STORED, fmt, storage, torch.float32)
+    result: torch.Tensor = symbolic.KEEP_NONFINITE(values, x) if keep else values
+    return result
+
+
+def _store(found: Any, x: Any, *args: Any) -> _Compared:
+    source, table, row, fmt, storage = args[:5]
+    compared = [("its codes", found[0], symbolic.QUANTIZE(source, table, row, fmt, storage))]
+    values = x if x is not None else found[1]
+    if values.numel():
+        compared.append(("its values", values, _values(source, table, row, fmt, storage, args[-1])))
+    return compared
+
+
+def _round(found: Any, x: Any, *args: Any) -> _Compared:
+    values: torch.Tensor = _values(*args)
+    return [("its values", found[0] if x is None else x, values)]
+
+
+def _load(found: Any, x: Any, q: torch.Tensor, table: torch.Tensor, row: int, fmt: str) -> _Compared:
+    storage = "packed" if not q.dtype.is_floating_point else "native"
+    return [("its values", found, symbolic.DEQUANTIZE(q, table, row, fmt, storage, torch.float32))]
+
+
+IN_PLACE = (symbolic_cpu.STORE_, symbolic_cpu.ROUND_)
+CPU_REFERENCES: Mapping[object, Callable[..., _Compared]] = {
+    symbolic_cpu.STORE: _store,
+    symbolic_cpu.STORE_: _store,
+    symbolic_cpu.ROUND: _round,
+    symbolic_cpu.ROUND_: _round,
+    symbolic_cpu.LOAD: _load,
+}

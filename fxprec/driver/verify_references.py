@@ -1,4 +1,4 @@
-"""What each kernel that stands in a lowered graph has to return: plain torch on the same arguments, and how near."""
+"""What each kernel of a GPU's lowered graph has to return: plain torch on the same arguments, and how near."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxprec.ir import symbolic, symbolic_blocks, symbolic_cpu, symbolic_gemms
+from fxprec.ir import symbolic, symbolic_blocks, symbolic_gemms
 from fxprec.ir.symbolic_stats import Totals
 from fxprec.numerics import stats
 from fxprec.numerics.formats import parse
-from fxprec.numerics.reference import reference_decode
 from fxprec.numerics.rows import format_row
 from fxprec.numerics.stats import COLUMNS, SITE_COUNTERS, STRIPES, SUMS, UNMEASURED, WIDTH, Counts, finish
+from fxprec.runtime.gemm.reference_ops import numbers, transposed
 
 aten = torch.ops.aten
 MAX_DIFFERING = 0.02
@@ -81,9 +81,6 @@ def _first(reasons: Iterator[str | None]) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-# The kernels of a GPU.
-
-
 def _quantize_transpose(
     found: Sequence[torch.Tensor],
     x: torch.Tensor,
@@ -99,7 +96,7 @@ def _quantize_transpose(
     codes: torch.Tensor = symbolic.QUANTIZE(wide, table, row, format, storage)
     if keep:
         codes = symbolic.KEEP_CODES(codes.view(fmt.code_dtype), wide, format).view(codes.dtype)
-    turned = codes.reshape(-1, codes.shape[-1]).t().contiguous()
+    turned = transposed(codes)
     counts = _counts_of(wide, table, row, format) if counted else None
     counters = found[2] if counts is None else _striped(counts)
 
@@ -138,7 +135,7 @@ def _striped(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _transpose_codes(found: torch.Tensor, q: torch.Tensor) -> Checked:
-    turned = q.reshape(-1, q.shape[-1]).t().contiguous()
+    turned = transposed(q)
     return Checked(turned, difference(found, turned, "its codes", exact=True))
 
 
@@ -168,16 +165,10 @@ class _Product:
         return f"{count} of {found.numel()} elements of its product are off by more than sums may be" if count else None
 
 
-def _numbers(codes: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
-    fmt = parse(format)
-    exponent = 0 if row == symbolic.AS_STORED else int(table[row, 0])
-    return reference_decode(codes.view(fmt.code_dtype), fmt) * 2.0**-exponent
-
-
 def _coded_product(a: Any, b: Any, bias: Any, table: Any, *rest: Any) -> _Product:
     row_a, row_b, format_a, format_b, dtype = rest[:5]
-    numbers = _numbers(a, table, row_a, format_a), _numbers(b, table, row_b, format_b)
-    return _Product.of(*numbers, bias, dtype, GENERATED_GEMM)
+    factors = numbers(a, table, row_a, format_a), numbers(b, table, row_b, format_b)
+    return _Product.of(*factors, bias, dtype, GENERATED_GEMM)
 
 
 def _matmul_codes(found: torch.Tensor, *args: Any) -> Checked:
@@ -194,20 +185,20 @@ def _matmul_to_codes(found: Sequence[torch.Tensor], *args: Any) -> Checked:
         symbolic.QUANTIZE(x, table, row, format, storage)
         for x in (rounded - product.limit, rounded, rounded + product.limit)
     )
-    numbers = [reference_decode(q.view(parse(format).code_dtype), parse(format)) for q in (low, found[0], high)]
+    least, mine, most = (numbers(q, table, symbolic.AS_STORED, format) for q in (low, found[0], high))
     same = (_bits(found[0]) == _bits(wanted)) | (_is_nan(found[0]) & _is_nan(wanted))
-    count = int((~same & ~((numbers[0] <= numbers[1]) & (numbers[1] <= numbers[2]))).sum())
+    count = int((~same & ~((least <= mine) & (mine <= most))).sum())
     counts = _counts_of(rounded, table, row, format, moments=False)
 
     def reasons() -> Iterator[str | None]:
         if count:
             yield f"{count} of {found[0].numel()} codes of its product are not the reference's"
         if counted:
-            mine = Counts(*stats.gathered(found[1]).flatten().tolist())
+            own = Counts(*stats.gathered(found[1]).flatten().tolist())
             theirs, slack = Counts(*counts.tolist()), MAX_DIFFERING * rounded.numel() + 1
-            lost = max(abs(mine.overflow - theirs.overflow), abs(mine.underflow - theirs.underflow))
-            amax = abs(mine.amax - theirs.amax) > float(product.limit.max())
-            if lost > slack or amax or mine[3:] != theirs[3:]:
+            lost = max(abs(own.overflow - theirs.overflow), abs(own.underflow - theirs.underflow))
+            amax = abs(own.amax - theirs.amax) > float(product.limit.max())
+            if lost > slack or amax or own[3:] != theirs[3:]:
                 yield f"its statistics of row {row} are not the reference's"
 
     return Checked((wanted, _striped(counts) if counted else found[1]), _first(reasons()))
@@ -222,8 +213,8 @@ def _scaled_mm(
     bias: torch.Tensor | None = None,
     *rest: object,
 ) -> Checked:
-    numbers = a.to(torch.float32) * scale_a, b.to(torch.float32) * scale_b
-    product = _Product.of(*numbers, bias, found.dtype, NATIVE_GEMM)
+    factors = a.to(torch.float32) * scale_a, b.to(torch.float32) * scale_b
+    product = _Product.of(*factors, bias, found.dtype, NATIVE_GEMM)
     return Checked(product.value.to(found.dtype), product.reason(found))
 
 
@@ -267,47 +258,6 @@ REFERENCES: Mapping[object, Reference] = {
 }
 """Of kernels that write nothing but what they return: called with what was found and the call's arguments."""
 GEMMS = (symbolic_gemms.MATMUL_CODES, symbolic_gemms.MatmulToCodes.target, aten._scaled_mm.default)
-
-
-# The kernels of a CPU, some of which write over what they read.
-
-_Compared = list[tuple[str, torch.Tensor, torch.Tensor]]
-
-
-def _values(x: torch.Tensor, table: torch.Tensor, row: int, fmt: str, storage: str, keep: bool) -> torch.Tensor:
-    q = symbolic.QUANTIZE(x, table, row, fmt, storage)
-    values = symbolic.DEQUANTIZE(q, table, symbolic.AS_STORED, fmt, storage, torch.float32)
-    result: torch.Tensor = symbolic.KEEP_NONFINITE(values, x) if keep else values
-    return result
-
-
-def _store(found: Any, x: Any, *args: Any) -> _Compared:
-    source, table, row, fmt, storage = args[:5]
-    compared = [("its codes", found[0], symbolic.QUANTIZE(source, table, row, fmt, storage))]
-    values = x if x is not None else found[1]
-    if values.numel():
-        compared.append(("its values", values, _values(source, table, row, fmt, storage, args[-1])))
-    return compared
-
-
-def _round(found: Any, x: Any, *args: Any) -> _Compared:
-    values: torch.Tensor = _values(*args)
-    return [("its values", found[0] if x is None else x, values)]
-
-
-def _load(found: Any, x: Any, q: torch.Tensor, table: torch.Tensor, row: int, fmt: str) -> _Compared:
-    storage = "packed" if not q.dtype.is_floating_point else "native"
-    return [("its values", found, symbolic.DEQUANTIZE(q, table, row, fmt, storage, torch.float32))]
-
-
-IN_PLACE = (symbolic_cpu.STORE_, symbolic_cpu.ROUND_)
-CPU_REFERENCES: Mapping[object, Callable[..., _Compared]] = {
-    symbolic_cpu.STORE: _store,
-    symbolic_cpu.STORE_: _store,
-    symbolic_cpu.ROUND: _round,
-    symbolic_cpu.ROUND_: _round,
-    symbolic_cpu.LOAD: _load,
-}
 
 
 def name_of(node: Node, args: Sequence[Any]) -> str:

@@ -20,21 +20,12 @@ from fxprec import compat, passes, runtime
 from fxprec.config import Settings
 from fxprec.config.processor import Processor
 from fxprec.driver.capture import Captured
-from fxprec.driver.compiled import Planned
+from fxprec.driver.compiled import Compiled
 from fxprec.driver.event_log import EventLog, Said
 from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.notice import Notice
 from fxprec.plan import Plan
 from fxprec.plan.files import dumps
-
-
-@dataclass(frozen=True)
-class KnownGraph:
-    """What compiling a graph finds out, as plain data."""
-
-    planned: Planned | None
-    is_training: bool
-    copied: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +39,8 @@ class KnownHalf:
     """Of the half, before the statistics that are appended."""
     said: tuple[Said, ...]
     """Events so far: said again by each process that takes the code."""
-    graph: KnownGraph
+    graph: Compiled
+    """As far as it was known then: backward's knows how both were lowered."""
 
 
 def plan_key(
@@ -101,7 +93,7 @@ def codegen_sources() -> str:
         [
             *_files(Path(compat.__file__).parent),
             Path(passes.__path__[0], "analysis", "kernel_order.py"),
-            Path(__file__).with_name("halves.py"),
+            Path(__file__).with_name("half_compilation.py"),
         ]
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxprec
 from fxprec import compat
 from fxprec.compat import observed
-from fxprec.driver.calibration import interpreted
+from fxprec.driver.interpreter import interpreted
 from fxprec.errors import ConfigError
 from fxprec.gpu_check.ground import Ground, require, same
 

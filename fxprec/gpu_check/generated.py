@@ -16,7 +16,7 @@ import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.reference_blocks
 import fxprec.runtime.reference_ops  # noqa: F401  registers implementations
 from fxprec import compat
-from fxprec.driver.capture import copied
+from fxprec.compat import copied
 from fxprec.driver.verify import checked_run
 from fxprec.gpu_check.ground import Ground, require, same
 from fxprec.gpu_check.samples import table_of

@@ -21,7 +21,7 @@ from fxprec.gpu_check.items import Item, Mode
 Tell = Callable[[str], None]
 LIMIT = 60.0  # seconds
 
-_COMMON = ("torch._dynamo", "torch._inductor.compile_fx", "fxprec.driver.named", "fxprec.driver.traced")
+_COMMON = ("torch._dynamo", "torch._inductor.compile_fx", "fxprec.driver.named", "fxprec.driver.joint_compilation")
 IMPORTED: dict[Mode, tuple[str, ...]] = {
     "gpu": (),
     "interpreted": (*_COMMON, "fxprec.passes.lowering.lower", "fxprec.runtime.gemm.ops"),

@@ -16,9 +16,6 @@
     Counts by exponent: how many elements under- and overflow at any scale (`fxprec.runtime.scaling.histogram`).
 ``rescale(g, table, row) -> g``
     Multiply by ``2**table[row, 0]``; exact, since the factor is a power of two.
-``storing(x, copies) -> x``
-    ``x``, once the copies are stored: makes what only backward reads a part of the forward half, where AOTAutograd
-    would compute it in backward, from the wide values. It is gone once the graph is partitioned.
 ``in_memory(x) -> x``
     ``x`` in memory of its own, where a compiler would lay it into a larger tensor's, or keep that one for it.
 ``side_by_side(pieces) -> x``
@@ -179,17 +176,6 @@ class Rescale(Call, op="rescale"):
 @Rescale.fake
 def _(g: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
     return torch.empty_like(g)
-
-
-@dataclass(frozen=True)
-class Storing(Call, op="storing"):
-    x: Node
-    copies: Tensors
-
-
-@Storing.fake
-def _(x: torch.Tensor, copies: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.empty_like(x)
 
 
 @dataclass(frozen=True)

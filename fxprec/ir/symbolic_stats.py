@@ -6,6 +6,9 @@
     underflow and that are not zero in 21 bits each; ``amax`` int32, the bits of the largest magnitude; ``moments``
     float32, of each ``measured`` site the sums of squares, of logarithms and of their squares. ``scaled`` sites carry
     their own exponent too.
+``ln(x) -> Tensor``
+    Natural logarithm of positive float32. A GPU takes its approximation, off by 2e-7 near 1 and by 2^-22 of the result
+    elsewhere: in a third of the instructions of one that is right to the last bit, and statistics need no more.
 """
 
 from __future__ import annotations
@@ -46,3 +49,13 @@ def _(
     scaled: Sequence[bool],
 ) -> torch.Tensor:
     return lost.new_empty(len(rows) * WIDTH, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Ln(Call, op="ln", tags=(torch.Tag.pointwise,)):
+    x: Node
+
+
+@Ln.fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)

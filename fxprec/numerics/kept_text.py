@@ -1,4 +1,4 @@
-"""Printed source text kept on disk beside Inductor's code: printing the codec takes a tenth of a second a process."""
+"""Texts kept on disk beside Inductor's code: printing the codec takes a tenth of a second a process."""
 
 from __future__ import annotations
 
@@ -15,19 +15,30 @@ from fxprec.numerics.native import inductor
 
 def kept(name: str, text: Callable[[], str]) -> str:
     """Return ``text()``, or what it was for the same sources of `fxprec.numerics`; where nothing can be kept, anew."""
+    found = read(name)
+    if found is None:
+        found = text()
+        keep(name, found)
+    return found
+
+
+def read(name: str) -> str | None:
+    """Return what was kept under a name; None where nothing was, or it is damaged."""
     with contextlib.suppress(OSError, UnicodeError):
-        path = _path(name)
-        known, _, digest = path.read_text(encoding="utf-8").rpartition("\n")
+        known, _, digest = _path(name).read_text(encoding="utf-8").rpartition("\n")
         if digest == _digest(known):
             return known
-    found = text()
+    return None
+
+
+def keep(name: str, text: str) -> None:
+    """Keep a text under a name for other processes, where that can be."""
     with contextlib.suppress(OSError):
         path = _path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         own = path.with_suffix(f".{os.getpid()}")  # another process may write the same
-        own.write_text(f"{found}\n{_digest(found)}", encoding="utf-8")
+        own.write_text(f"{text}\n{_digest(text)}", encoding="utf-8")
         own.replace(path)
-    return found
 
 
 def _path(name: str) -> Path:

@@ -11,7 +11,7 @@ arrive is lost in rounding to what is reported); `gathered` adds the stripes up.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -121,29 +121,45 @@ def count_moments(stored: Tensor, dims: tuple[int, ...] = ()) -> list[Tensor]:
 
 CARRIED = len(FormatRow._fields)
 """Column of the scale table: the scale exponent that what comes into a row's cast carries already."""
+SHORT = 1 << 15
+"""Of fewer elements what overflows and, above it, what underflows is counted in one sum of 32 bits."""
 FIELD = 21
 """Bits of one number in the counts of a row: what overflows, what underflows above it, what is not zero above that."""
 
 
 def count_parts(
-    x: Tensor, stored: Tensor, row: FormatRow[Any], dims: tuple[int, ...], measured: bool
+    x: Tensor,
+    stored: Tensor,
+    row: FormatRow[Any],
+    dims: tuple[int, ...],
+    measured: bool,
+    short: bool = False,
+    ln: Callable[[Tensor], Tensor] = torch.log,
 ) -> tuple[Tensor, ...]:
     """Count each part of float32 ``x``, which is ``stored`` after scaling; reducing ``dims`` leaves the parts.
+
+    ``short`` parts have fewer than `SHORT` elements: overflow and underflow fit into one sum.
 
     Returns of each part int64 with `FIELD` bits a number, int32, the bits of the largest magnitude, and of what is
     ``measured`` float32 of each moment: the sums of squares, of logarithms, of their squares.
     """
     magnitude = stored.view(torch.int32) & MAGNITUDE
     over, under = lost(magnitude, row)
-    numbers = [over, under, magnitude > 0] if measured else [over, under]
-    sums = [torch.sum(number, dims, dtype=torch.int32) for number in numbers]  # 64 bits take twice the instructions
+    sums = _summed(over, under, dims) if short else [torch.sum(n, dims, dtype=torch.int32) for n in (over, under)]
+    if measured:
+        sums.append(torch.sum(magnitude > 0, dims, dtype=torch.int32))
     packed = sum(part.to(torch.int64) << (FIELD * i) for i, part in enumerate(sums))
     assert isinstance(packed, Tensor)
     found = [packed, torch.amax(x.view(torch.int32) & MAGNITUDE, dims)]
     if measured:
-        logs = torch.where(magnitude > 0, torch.log(torch.where(magnitude > 0, torch.abs(stored), 1.0)), 0.0)
+        logs = torch.where(magnitude > 0, ln(torch.where(magnitude > 0, torch.abs(stored), 1.0)), 0.0)
         found += [torch.sum(part, dims) for part in (stored * stored, logs, logs * logs)]
     return tuple(found)
+
+
+def _summed(over: Tensor, under: Tensor, dims: tuple[int, ...]) -> list[Tensor]:
+    both = torch.sum(over.to(torch.int32) + under.to(torch.int32) * SHORT, dims, dtype=torch.int32)
+    return [both & (SHORT - 1), both >> (SHORT.bit_length() - 1)]
 
 
 def totals(
@@ -193,8 +209,6 @@ COLUMNS = 10
 The facts: elements (int64), carried exponent, scale exponent, whether moments were measured."""
 SITE_COUNTERS = (STRIPES + 1) * COLUMNS
 
-_UPPER = 1 << 15
-"""Above the count of what overflows, that of what underflows: one sum for both, where a program has fewer elements."""
 
 DEVICE_SOURCE = f'''@triton.jit
 def count_lost(x, stored, inside, counters, over_from, under_to):
@@ -208,14 +222,14 @@ def count_lost(x, stored, inside, counters, over_from, under_to):
         bits = tl.where(inside, bits, 0)
         wide = tl.where(inside, wide, 0)
     at = counters + (tl.program_id(0) % {STRIPES}) * {COLUMNS}
-    rest = tl.where((bits > 0) & (bits <= under_to), {_UPPER}, 0)
-    if stored.numel < {_UPPER}:
+    rest = tl.where((bits > 0) & (bits <= under_to), {SHORT}, 0)
+    if stored.numel < {SHORT}:
         lost = tl.sum(tl.ravel(tl.where(bits >= over_from, 1, rest)))
-        tl.atomic_add(at, lost & {_UPPER - 1}, sem="relaxed")
-        tl.atomic_add(at + 1, lost // {_UPPER}, sem="relaxed")
+        tl.atomic_add(at, lost & {SHORT - 1}, sem="relaxed")
+        tl.atomic_add(at + 1, lost // {SHORT}, sem="relaxed")
     else:
         tl.atomic_add(at, tl.sum(tl.ravel(tl.where(bits >= over_from, 1, 0))), sem="relaxed")
-        tl.atomic_add(at + 1, tl.sum(tl.ravel(rest // {_UPPER})), sem="relaxed")
+        tl.atomic_add(at + 1, tl.sum(tl.ravel(rest // {SHORT})), sem="relaxed")
     tl.atomic_max(at + 2, tl.max(tl.ravel(wide), 0), sem="relaxed")
 
 

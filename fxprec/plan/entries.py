@@ -1,31 +1,22 @@
-"""From JSON data to a `Plan`: every value type-checked, every reference followed, nothing evaluated."""
+"""Read a `Plan` from JSON data: check the type of each value and each reference, and evaluate nothing.
+
+The type of a dataclass's field says how the field is read: `_READERS` has the simple types.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import partial
-from typing import Any, TypeVar
+from functools import cache, partial
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from fxprec.config.recipes import FORMAT_ROLES, Recipe
 from fxprec.errors import FxprecError, PlanError, did_you_mean
 from fxprec.numerics.blocks import AnyFormat, find_blocks
 from fxprec.numerics.formats import parse
-from fxprec.plan.rows import (
-    LIVE,
-    ByteCount,
-    Gemm,
-    Group,
-    HalfLowering,
-    KindCounts,
-    LoweringChoice,
-    LoweringEstimate,
-    Moved,
-    PeakBytes,
-    PeakPoint,
-    Site,
-)
+from fxprec.plan.rows import LIVE, BlockFormatName, FormatName, Live, Reason, Share, Site
 
 T = TypeVar("T")
 MAX_TEXT = 100_000
@@ -120,10 +111,6 @@ def _reason(entry: Entry) -> str:
     return text
 
 
-def _texts(entry: Entry) -> tuple[str, ...]:
-    return tuple(_text(item) for item in entry.items())
-
-
 def _format(entry: Entry) -> str:
     return _name_of(entry, parse, "a format, such as 'bf16' or '1-4-3+4'")
 
@@ -142,120 +129,17 @@ def _name_of(entry: Entry, read: Callable[[str], AnyFormat], what: str) -> str:
         raise PlanError(f"{entry.path}: {error}") from None
 
 
-def _record(cls: type[T], readers: Mapping[str, Reader], former: frozenset[str] = frozenset()) -> Callable[[Entry], T]:
-    """Return the reader of one dataclass; fields with a default may be absent, unknown keys are refused.
-
-    ``former`` are keys that earlier versions wrote and nothing reads: they are passed over.
-    """
-    optional = {
-        f.name
-        for f in fields(cls)  # type: ignore[arg-type]
-        if f.default is not MISSING or f.default_factory is not MISSING
-    }
-
-    def read(entry: Entry) -> T:
-        if not isinstance(entry.value, dict):
-            raise entry.wrong("an object")
-        for key in entry.value:
-            if key not in readers and key not in former:
-                hint = did_you_mean(key, readers) if len(key) <= _SHOWN else ""
-                raise entry.fail(f"has an unknown key {key[:_SHOWN]!r}{hint}", "remove it, or update fxprec")
-        wanted = [name for name in readers if name in entry.value or name not in optional]
-        return cls(**{name: readers[name](entry.get(name)) for name in wanted})
-
-    return read
-
-
-def _counts(entry: Entry) -> tuple[int, ...]:
-    return tuple(map(_count, entry.items()))
+def _each(read: Reader, entry: Entry) -> tuple[Any, ...]:
+    return tuple(map(read, entry.items()))
 
 
 def _moments(entry: Entry) -> tuple[tuple[int, ...], ...]:
     """Read rows of as many counts as there are kinds of bytes."""
-    rows = tuple(tuple(_count(item) for item in row.items()) for row in entry.items())
+    rows = tuple(_each(_count, row) for row in entry.items())
     for i, row in enumerate(rows):
         if len(row) != len(LIVE):
             raise entry.fail(f"has {len(row)} numbers in entry {i}", f"give {len(LIVE)}: {', '.join(LIVE)}")
     return rows
-
-
-_POINT = _record(PeakPoint, {"peak": _count, "waiting": _count, "seconds": _finite, "live": _moments})
-
-
-def _points(entry: Entry) -> tuple[PeakPoint, ...]:
-    return tuple(map(_POINT, entry.items()))
-
-
-RECIPE = _record(
-    Recipe, {"name": _text} | dict.fromkeys(FORMAT_ROLES, _format) | {"pure": _flag, "saved": _or_null(_block_format)}
-)
-KIND = _word("output", "param", "grad_output", "grad_param")
-GEMM = _record(
-    Gemm,
-    {
-        "id": _count,
-        "node": _text,
-        "op": _text,
-        "module": _text,
-        "group_before": _count,
-        "group_after": _count,
-        "pays": _or_null(_flag),
-        "why": _text,
-    },
-)
-GROUP = _record(
-    Group,
-    {
-        "id": _count,
-        "elements": _count,
-        "elements_by_kind": _record(
-            KindCounts, dict.fromkeys(("output", "param", "grad_output", "grad_param"), _count)
-        ),
-        "low": _flag,
-        "order": _count,
-        "solved_low": _or_null(_flag),
-        "operators": _texts,
-        "size": _text,
-        "saved_bytes": _or_null(_count),
-        "saved_elements": _or_null(_count),
-    },
-)
-SITE = _record(
-    Site,
-    {
-        "id": _count,
-        "tensor": _text,
-        "kind": KIND,
-        "module": _text,
-        "shape": _text,
-        "group": _count,
-        "format": _format,
-        "direction": _word("forward", "backward"),
-        "promoted_at": _or_null(_count),
-        "elements": _count,
-        "source": _text,
-        "reads": _word("backward", "gemm codes", "all"),
-        "way": _word("keep", "narrow", "recompute", "offload"),
-        "why": _reason,
-        "unread": _flag,
-        "saved_as": _block_format,
-    },
-    former=frozenset({"stats"}),
-)
-_FORMER_UNREAD = "nobody would read a low copy"
-"""How ``why`` began in plan files from before there was ``unread``."""
-
-
-def _site(entry: Entry) -> Site:
-    """Read a site. One of an older file has no ``unread``: its ``why`` says whether it is."""
-    site = SITE(entry)
-    if "unread" in entry.value:
-        return site
-    return replace(site, unread=site.why.startswith(_FORMER_UNREAD))
-
-
-MOVED = _record(Moved, {"launches": _count, "bytes": _count, "seconds": _finite})
-HALF = _record(HalfLowering, {"chosen": _word("inductor", "triton"), "inductor": MOVED, "triton": MOVED})
 
 
 def _rows(read: Reader, entry: Entry) -> tuple[Any, ...]:
@@ -270,54 +154,73 @@ def _rows(read: Reader, entry: Entry) -> tuple[Any, ...]:
     return tuple(rows)
 
 
-_PLAN: Mapping[str, Reader] = {
-    "schema": _count,
-    "fxprec": _text,
-    "torch": _text,
-    "recipe": RECIPE,
-    "storage": _word("native", "packed", "simulate"),
-    "policy": _text,
-    "grouping": _word("execution", "dataflow"),
-    "requested_low_ratio": _or_null(_share),
-    "activation_budget": _or_null(_count),
-    "achieved_low_ratio": _share,
-    "bit_ratio": _finite,
-    "gap": _or_null(_finite),
-    "total_elements": _count,
-    "saved_bytes": _or_null(_record(ByteCount, {"fp32": _count, "planned": _count})),
-    "peak_bytes": _or_null(
-        _record(
-            PeakBytes,
-            {"budget": _count, "high": _count, "planned": _count, "compiled": _or_null(_count)}
-            | {
-                "compiled_live": _counts,
-                "live": _moments,
-                "kept": _texts,
-                "offloaded": _texts,
-                "graphs": _count,
-                "beside": _count,
-                "reserved": _count,
-                "waiting": _or_null(_count),
-            }
-            | {"seconds": _finite, "points": _points},
-        )
-    ),
-    "lowering": _or_null(
-        _record(
-            LoweringChoice,
-            {
-                "asked": _reason,
-                "chosen": _word("inductor", "triton", "mixed"),
-                "why": _reason,
-                "estimate": _or_null(_record(LoweringEstimate, dict.fromkeys(("forward", "backward"), _or_null(HALF)))),
-            },
-        )
-    ),
-    "notes": _texts,
-    "gemms": partial(_rows, GEMM),
-    "groups": partial(_rows, GROUP),
-    "sites": partial(_rows, _site),
+def _record(cls: type, entry: Entry) -> Any:
+    """Read a dataclass. A field with a default may be absent; an unknown key is an error."""
+    readers, optional = _fields(cls)
+    if not isinstance(entry.value, dict):
+        raise entry.wrong("an object")
+    for key in entry.value:
+        if key not in readers and (cls.__name__, key) not in _FORMER:
+            hint = did_you_mean(key, readers) if len(key) <= _SHOWN else ""
+            raise entry.fail(f"has an unknown key {key[:_SHOWN]!r}{hint}", "remove it, or update fxprec")
+    wanted = [name for name in readers if name in entry.value or name not in optional]
+    return cls(**{name: readers[name](entry.get(name)) for name in wanted})
+
+
+_FORMER = (("Site", "stats"), ("Plan", "compute"))
+"""Keys that earlier versions wrote. Nothing reads them, and they are no error."""
+_FORMER_UNREAD = "nobody would read a low copy"
+"""How ``why`` began in plan files from before there was ``unread``."""
+
+
+def _site(entry: Entry) -> Site:
+    """Read a site. A site of an older file has no ``unread``; the text of ``why`` tells it there."""
+    site: Site = _record(Site, entry)
+    if "unread" in entry.value:
+        return site
+    return replace(site, unread=site.why.startswith(_FORMER_UNREAD))
+
+
+_READERS: Mapping[object, Reader] = {
+    str: _text,
+    int: _count,
+    bool: _flag,
+    float: _finite,
+    Share: _share,
+    Reason: _reason,
+    FormatName: _format,
+    BlockFormatName: _block_format,
+    Live: _moments,
+    Site: _site,
 }
+
+
+@cache
+def _fields(cls: type) -> tuple[Mapping[str, Reader], Set[str]]:
+    """Return what reads each field of a dataclass, and the fields with a default."""
+    if cls is Recipe:
+        hints: dict[str, Any] = {"name": str, **dict.fromkeys(FORMAT_ROLES, FormatName), "pure": bool}
+        hints["saved"] = BlockFormatName | None
+    else:
+        hints = get_type_hints(cls, include_extras=True)
+    optional = {f.name for f in fields(cls) if f.default is not MISSING or f.default_factory is not MISSING}
+    return {name: _reader(hint) for name, hint in hints.items()}, optional
+
+
+def _reader(hint: Any) -> Reader:
+    """Return what reads a value of a field's type."""
+    if hint in _READERS:
+        return _READERS[hint]
+    parts = get_args(hint)
+    if get_origin(hint) is Literal:
+        return _word(*filter(None, parts))  # a field that is "" is left out of a file
+    if get_origin(hint) is tuple:
+        return partial(_rows if "id" in getattr(parts[0], "__dataclass_fields__", ()) else _each, _reader(parts[0]))
+    if NoneType in parts:
+        return _or_null(_reader(next(part for part in parts if part is not NoneType)))
+    return partial(_record, hint)
+
+
 _REQUIRED = ("recipe", "policy", "requested_low_ratio", "achieved_low_ratio", "gemms", "groups", "sites")
 
 
@@ -325,7 +228,7 @@ def read_plan(entry: Entry, kind: type[T]) -> T:
     """Return the plan of a parsed file, made by ``kind``. Raises `PlanError` naming the entry."""
     for key in _REQUIRED:
         entry.get(key)
-    plan = _record(kind, _PLAN, former=frozenset({"compute"}))(entry)
+    plan: T = _record(kind, entry)
     _check_compute(entry)
     _check_groups(plan)
     _check_references(plan)

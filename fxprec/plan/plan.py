@@ -16,7 +16,7 @@ from fxprec.plan import files
 from fxprec.plan.compare import first_difference
 from fxprec.plan.entries import Entry
 from fxprec.plan.files import SCHEMA
-from fxprec.plan.rows import ByteCount, Gemm, Group, LoweringChoice, PeakBytes, Site
+from fxprec.plan.rows import ByteCount, Gemm, Group, LoweringChoice, PeakBytes, Share, Site
 
 
 def _version(package: str) -> str:
@@ -45,11 +45,11 @@ class Plan:
     policy: str = "size"
     grouping: Literal["execution", "dataflow"] = "execution"
     """How operators form groups, as `Config.grouping`."""
-    requested_low_ratio: float | None = None
+    requested_low_ratio: Share | None = None
     """None where an activation budget took its place."""
     activation_budget: int | None = None
     """Bytes, or None."""
-    achieved_low_ratio: float = 0.0
+    achieved_low_ratio: Share = 0.0
     """Elements held low / all elements, before promotions."""
     bit_ratio: float = 0.0
     """2 x (bits at all-high - bits) / bits at all-high; lower, since weight gradients stay high."""

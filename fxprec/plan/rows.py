@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+# What the text or the number in a field is; `entries` checks it in a file.
+Share = Annotated[float, "from 0 to 1"]
+Reason = Annotated[str, "one line"]
+FormatName = Annotated[str, "a format"]
+BlockFormatName = Annotated[str, "a block format"]
+Live = Annotated[tuple[tuple[int, ...], ...], "moments by `LIVE`"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +84,7 @@ class Site:
     module: str
     shape: str
     group: int
-    format: str
+    format: FormatName
     """Name of the format in force, promotion included."""
     direction: Literal["forward", "backward"]
     promoted_at: int | None = None
@@ -92,12 +99,12 @@ class Site:
     """How backward gets the value under a peak budget: kept in high precision, kept in 8 bits or in ``saved_as``,
     computed again, kept in ``format`` in host memory; ``""`` for what backward does not read, and without a peak
     budget."""
-    why: str = ""
+    why: Reason = ""
     """Why its format is not the one its group (or the policy) gives it: nobody would read a low copy, or 8 bits would
     spoil it (docs/compute.md); ``""`` where it is. For people: nothing decides by it."""
     unread: bool = False
     """Whether ``why`` is that nobody would read a low copy: its group is low, and another compilation may read one."""
-    saved_as: str = ""
+    saved_as: BlockFormatName = ""
     """Name of the block format in which backward's copy is stored instead; ``""`` where it is in ``format``."""
 
     @property
@@ -159,9 +166,9 @@ class LoweringEstimate:
 class LoweringChoice:
     """What ``lowering="auto"`` took: Inductor's own kernels, generated Triton kernels, or one for each half."""
 
-    asked: str
+    asked: Reason
     chosen: Literal["inductor", "triton", "mixed"]
-    why: str
+    why: Reason
     estimate: LoweringEstimate | None = None
     """None where there was no choice."""
 
@@ -178,7 +185,7 @@ class PeakPoint:
     """Bytes between the halves: saved for backward, and the outputs."""
     seconds: float
     """Of the whole step, by rough rates of the device: to compare points by."""
-    live: tuple[tuple[int, ...], ...] = ()
+    live: Live = ()
     """As `PeakBytes.live`, at fewer moments."""
 
 
@@ -194,7 +201,7 @@ class PeakBytes:
     """As the compiled graphs allocate; None where that is not known (``lowering="eager"``)."""
     compiled_live: tuple[int, ...] = ()
     """Bytes at up to 100 moments of the compiled step, of each stretch the one that holds most."""
-    live: tuple[tuple[int, ...], ...] = ()
+    live: Live = ()
     """At up to 100 moments of the step, of each stretch the one that holds most: bytes by `LIVE`."""
     kept: tuple[str, ...] = ()
     """Values without a site that are kept as they are (masks, statistics, what only fusion holds), by node."""

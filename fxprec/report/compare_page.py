@@ -8,9 +8,9 @@ from typing import Any
 
 from fxprec.report.compare_text import first_of, where
 from fxprec.report.html import framed
+from fxprec.report.result import plain
 from fxprec.report.runs import HALVES, Track
-from fxprec.report.streams import Comparison, Pair, plain_or_text
-from fxprec.report.tensors import plain
+from fxprec.report.streams import Comparison, Pair
 
 SCRIPTS = ("dom.js", "charts.js", "tables.js", "compare.js")
 MAX_POINTS = 60_000  # of all tensors together
@@ -53,18 +53,13 @@ def _half(found: Comparison, half: Any) -> dict[str, Any]:
 
 
 def _tensor(pair: Pair, keep: int) -> dict[str, Any]:
-    t, p = pair.ours, pair.parting
     at = range(len(pair.steps))
     chosen = at if len(at) <= keep else [round(i * (len(at) - 1) / (keep - 1)) for i in range(keep)]
     steps = [pair.steps[i] for i in chosen]
-    place = {"graph": t.graph, "tensor": t.tensor, "kind": t.kind, "module": t.module, "source": t.source}
-    return place | {
-        "half": pair.half,
-        "formats": [t.format, pair.theirs.format],
-        "parting": None if p is None else {name: plain_or_text(value) for name, value in vars(p).items()},
+    return pair.to_dict() | {
         "steps": steps,
-        "apart": [None if (d := pair.apart[i]) is None else plain(_short(d)) for i in chosen],
-        "amax": [[plain(_short(_amax(track, step))) for step in steps] for track in (t, pair.theirs)],
+        "apart": plain([None if (d := pair.apart[i]) is None else _short(d) for i in chosen]),
+        "amax": plain([[_short(_amax(track, step)) for step in steps] for track in (pair.ours, pair.theirs)]),
         "hashes": _hashes(pair, steps),
     }
 

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from fxprec.errors import ConfigError
+
+
+def plain(value: Any) -> Any:
+    """Return JSON data: numbers that are not finite as text, a dataclass by its fields."""
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_result(folder: str | Path, name: str, data: Mapping[str, Any], page: str) -> Path:

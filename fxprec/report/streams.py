@@ -11,9 +11,8 @@ from typing import Any
 from fxprec.errors import PlanError
 from fxprec.plan import Plan
 from fxprec.report.history import FILE
-from fxprec.report.result import write_result
+from fxprec.report.result import plain, write_result
 from fxprec.report.runs import HALVES, Half, Run, Track, pairs
-from fxprec.report.tensors import plain
 
 RATIO = 0.01  # shares of elements that over- or underflow: a larger difference is one
 SCHEMA = 1
@@ -56,18 +55,10 @@ class Pair:
         return (step, HALVES.index(self.half), self.ours.graph, self.ours.position)
 
     def to_dict(self) -> dict[str, Any]:
-        t, p = self.ours, self.parting
-        place = {"graph": t.graph, "tensor": t.tensor, "kind": t.kind, "module": t.module, "source": t.source}
-        parting = None if p is None else {name: plain_or_text(value) for name, value in vars(p).items()}
-        formats = [t.format, self.theirs.format]
-        apart = [None if d is None else plain(d) for d in self.apart]
-        return place | {
-            "half": self.half,
-            "formats": formats,
-            "parting": parting,
-            "steps": list(self.steps),
-            "apart": apart,
-        }
+        place = {name: getattr(self.ours, name) for name in ("graph", "tensor", "kind", "module", "source", "half")}
+        formats = self.ours.format, self.theirs.format
+        found = place | {"formats": formats, "parting": self.parting, "steps": self.steps, "apart": self.apart}
+        return {name: plain(value) for name, value in found.items()}
 
 
 @dataclass(frozen=True)
@@ -75,10 +66,6 @@ class PartedPair(Pair):
     """One that differs by more than is allowed."""
 
     parting: Parting
-
-
-def plain_or_text(value: float | str) -> float | str:
-    return value if isinstance(value, str) else plain(value)
 
 
 @dataclass(frozen=True)
@@ -109,9 +96,8 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data; numbers that are not finite as text."""
         names = ("first", "second", "bitwise", "tolerance", "steps", "only_first", "only_second", "differences")
-        values = {name: getattr(self, name) for name in names}
-        lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
-        return {"schema": SCHEMA} | values | lists | {"tensors": [pair.to_dict() for pair in self.pairs]}
+        values = {name: plain(getattr(self, name)) for name in names}
+        return {"schema": SCHEMA} | values | {"tensors": [pair.to_dict() for pair in self.pairs]}
 
     def save(self, folder: str | Path) -> Path:
         """Write ``compare.json`` and ``compare.html``; return the page. Raises `ConfigError`."""

@@ -23,6 +23,7 @@ from fxprec.numerics.codec import lost
 from fxprec.numerics.rounding import COMPILE_ABOVE, quantize
 from fxprec.numerics.rows import MAGNITUDE, format_row
 from fxprec.report import safetensors
+from fxprec.report.result import plain
 
 FILE = "tensors.jsonl"
 FOLDER = "tensors"
@@ -115,11 +116,6 @@ def _range(origin: Origin) -> list[float] | None:
         return None
     ends = (fmt.smallest_subnormal, fmt.largest)
     return [round(math.log2(end) - origin.scale_exponent, 2) for end in ends]
-
-
-def plain(number: float) -> float | str:
-    """Return a number for JSON; one that is not finite as text."""
-    return number if math.isfinite(number) else str(number)
 
 
 class TensorFolder:

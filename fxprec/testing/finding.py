@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from fxprec.report.graph_text import aligned, one_line
+from fxprec.report.result import plain
 from fxprec.testing.measure import Measured
 
 SHOWN = 10  # rows of a table
@@ -36,7 +36,7 @@ class Row:
         m = self.measured
         numbers = {"error": m.error, "reference_error": m.reference_error, "sqnr": m.sqnr, "gain": m.gain}
         numbers |= {"allowed": self.allowed, "share": self.share}
-        return {"tensor": m.name, "numel": m.numel, **asdict(self.place), **{k: plain(v) for k, v in numbers.items()}}
+        return {"tensor": m.name, "numel": m.numel, **asdict(self.place), **plain(numbers)}
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,6 @@ class Finding:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
         return {"tensor": self.tensor, **asdict(self.place), "text": self.text, "severity": plain(self.severity)}
-
-
-def plain(number: float) -> float | str:
-    """Return a number as JSON can hold it."""
-    return number if math.isfinite(number) else str(number)
 
 
 def table(findings: Sequence[Finding], rows: Sequence[Row]) -> str:

@@ -15,9 +15,9 @@ from torch import Tensor
 from fxprec.config import Config
 from fxprec.errors import ConfigError, GoldenError, NumericsError
 from fxprec.report.graph_text import aligned
+from fxprec.report.result import plain
 from fxprec.testing import golden as goldens
 from fxprec.testing.case import Case, Compiled, quiet
-from fxprec.testing.finding import plain
 
 Batches = Callable[[int], Any] | Sequence[Any]
 """By step ``(inputs, target)``, or inputs alone where the model returns its loss."""
@@ -45,7 +45,7 @@ class Curve:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
-        return {name: list(map(plain, getattr(self, name))) for name in ("losses", "low", "high")}
+        return {name: plain(getattr(self, name)) for name in ("losses", "low", "high")}
 
     def raise_if_wrong(self) -> None:
         """Raise `NumericsError` with the steps furthest outside."""

@@ -65,8 +65,9 @@ class Costs:
     """Over codes of a format that has a NaN, which decoding tells apart."""
     fp32_flop_per_s: float
     launch_s: float
-    own_launch_s: float
-    """Of a kernel of ours, which compiled code calls through Python."""
+    """Of the device, from one kernel to the next. The host takes as long to start a kernel of Inductor's or torch's."""
+    own_host_s: float
+    """Of the host, to start a kernel of ours, which compiled code calls through Python."""
     host_bytes_per_s: float = 2.5e10
     """Between the device and pinned host memory, each way."""
     multiprocessors: int = 132
@@ -147,16 +148,33 @@ class Product:
     """Whether an operand's format has a code of NaN."""
 
 
-def low_seconds(product: Product, costs: Costs) -> float:
-    """Seconds of the GEMM over codes, its transposed copies made."""
-    native = product.kernel == "native"
-    launches = len(product.copies) * costs.own_launch_s + (costs.launch_s if native else costs.own_launch_s)
+def low_seconds(products: Sequence[Product], costs: Costs, *, in_cuda_graph: bool = False) -> float:
+    """Seconds of the GEMMs over codes, their transposed copies made: the device's, or the host's where these are more.
+
+    The host starts kernels ahead of the device, so its time counts only where the device would wait. A CUDA graph needs
+    no host.
+    """
+    device = sum(_low_on_device(p, costs) for p in products)
+    return device if in_cuda_graph else max(device, sum(_low_on_host(p, costs) for p in products))
+
+
+def _low_on_device(product: Product, costs: Costs) -> float:
+    launches = (len(product.copies) + 1) * costs.launch_s
     copies = 2 * _CODE_BYTES * sum(product.copies) / costs.bytes_per_s
     return launches + copies + costs.product(product.m, product.n, product.k, costs.rate_of(product), _CODE_BYTES)
 
 
-def high_seconds(product: Product, costs: Costs) -> float:
-    """Seconds of decoding the operands and multiplying in high precision."""
+def _low_on_host(product: Product, costs: Costs) -> float:
+    native = product.kernel == "native"
+    return len(product.copies) * costs.own_host_s + (costs.launch_s if native else costs.own_host_s)
+
+
+def high_seconds(products: Sequence[Product], costs: Costs) -> float:
+    """Seconds of decoding the operands and multiplying in high precision; the host takes no longer."""
+    return sum(_high_on_device(p, costs) for p in products)
+
+
+def _high_on_device(product: Product, costs: Costs) -> float:
     wide = product.high.itemsize
     rate = costs.bf16_flop_per_s if wide == 2 else costs.fp32_flop_per_s
     launches = (len(product.decodes) + 1) * costs.launch_s

@@ -1,47 +1,61 @@
-"""Sizes under dynamic shapes: what is decided at the traced sizes, and for which of the sizes in the guards it holds.
+"""Sizes under dynamic shapes: for which of the sizes in the guards a decision made at the traced sizes holds.
 
-A group's elements and the bytes saved for backward are polynomials in the dynamic dimensions, nearly always. Two of
-them are compared for every integer in the symbols' ranges: a polynomial whose coefficients, seen from the least sizes,
-have one sign keeps that sign; in one symbol it changes at its real roots and nowhere else. Factors that all terms share
-(the batch, as a rule) are positive and are taken off first.
+A group's elements and the bytes saved for backward are expressions in the dynamic dimensions. The expressions are
+evaluated along each dimension, at the ends of its range and at points between. Where two neighbouring points disagree,
+bisection finds the size at which the answer changes. Two changes between neighbouring points stay unseen; above 64,
+neighbouring points are at most a quarter apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import sympy
 import torch
-from sympy import Poly, Symbol
+from sympy import Symbol
 from torch.fx import Graph
 
 from fxprec.passes.analysis.tensors import CountedTensor
 
-# Ends this far from 0 are torch's way of saying that there is none: an int that is no tensor's size has neither.
+# torch gives a range without an end one at least this far from 0. An int that is no tensor's size has no ends.
 _UNBOUNDED = 2**48
-# Pairs of groups that get a note of their own.
+# At most so many pairs of groups get their own note.
 MAX_NOTES = 8
+_POINTS = (*range(65), *(step << doubling for doubling in range(4, 46) for step in range(5, 9)))
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The sizes that the guards allow a dimension to have, and the size it was traced at."""
+    """The sizes that the guards allow for a dimension, and the size at which the dimension was traced."""
 
     least: int
     most: int | None
     traced: int
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Return the least and the largest size, a huge one where there is no largest."""
+        return self.least, _UNBOUNDED if self.most is None else self.most
+
+    def points(self) -> list[int]:
+        """Return the sizes that are tried, in order."""
+        least, most = self.ends
+        between = (n for point in _POINTS for n in (-point, point) if least < n < most)
+        return sorted({least, self.traced, *between, most})
+
 
 Ranges = Mapping[Symbol, Range]
 Interval = tuple[int, int | None]
+_Holds = Callable[..., bool]
 
 
 def ranges_of(graph: Graph) -> Ranges:
-    """Return the symbols that are sizes of a graph's inputs, or ints among them."""
+    """Return the range of each symbol that is a size of a graph's inputs, or an int among the inputs."""
     found: dict[Symbol, Range] = {}
     for node in graph.find_nodes(op="placeholder"):
         val = node.meta.get("val")
@@ -49,7 +63,7 @@ def ranges_of(graph: Graph) -> Ranges:
         for size in sizes:
             if not isinstance(size, torch.SymInt) or not isinstance(size.node.expr, Symbol):
                 continue
-            if isinstance(size.node.hint, int):  # a jagged dimension's stands for a tensor of lengths
+            if isinstance(size.node.hint, int):  # a jagged dimension has a tensor of lengths instead
                 environment: Any = size.node.shape_env
                 bounds = environment.var_to_range[size.node.expr]
                 least = int(bounds.lower) if bounds.lower > -_UNBOUNDED else -_UNBOUNDED
@@ -61,101 +75,72 @@ def ranges_of(graph: Graph) -> Ranges:
 def order_notes(
     order: Sequence[int], groups: Mapping[int, Sequence[CountedTensor]], ranges: Ranges, *, ascending: bool = False
 ) -> list[str]:
-    """Say where in the guards another order would be right than that of the traced sizes; nothing where it never is.
+    """Return a note for each pair of neighbours in ``order`` that the guards' other sizes would put in another order.
 
-    ``order`` goes from the largest group to the smallest (``ascending``: the other way round). Neighbours are compared:
-    where each pair's order holds, so does that of all.
+    ``order`` goes from the largest group to the smallest (``ascending``: from the smallest to the largest). Comparing
+    neighbours is enough: where the order of each pair holds, the whole order holds.
     """
     ranges = used_in((t.size for g in order for t in groups[g]), ranges)
     if not ranges:
         return []
-    sizes = _polynomials({g: [t.size for t in groups[g]] for g in order}, ranges)
+    sizes = {g: sympy.Add(*(t.size for t in groups[g])) for g in order}
+    is_what = "smaller" if ascending else "larger"
     notes, undecided = [], 0
     for first, second in pairwise(order):
-        a, b = sizes[first], sizes[second]
-        flips = None if a is None or b is None else _where_positive(a - b if ascending else b - a, ranges)
-        if flips is None:
-            undecided += 1
-        elif flips:
-            symbol, where = flips
-            is_what = "smaller" if ascending else "larger"
-            pair = " and ".join(map(str, sorted((first, second))))
+        wrong = sizes[first] - sizes[second] if ascending else sizes[second] - sizes[first]
+        value = _evaluated(wrong, ranges)
+        found = {} if value is None else _along(lambda *at, value=value: value(*at) > 0, ranges)
+        flips = {symbol: tried for symbol, tried in found.items() if tried[0]}
+        undecided += value is None or (not flips and any(map(any, found.values())))
+        pair = " and ".join(map(str, sorted((first, second))))
+        for symbol, tried in flips.items():
+            where = _text(symbol, tried, ranges)
             notes.append(f"order of groups {pair} depends on {symbol}: group {second} is {is_what} {where}")
     if len(notes) > MAX_NOTES:
         notes[MAX_NOTES:] = [f"so does the order of {len(notes) - MAX_NOTES} more pairs of groups"]
     if undecided:
-        notes.append(f"order of {undecided} pairs of groups is that of the traced sizes: {_traced(ranges)}")
+        notes.append(f"order of {undecided} pairs of groups is that of the traced sizes: {traced(ranges)}")
     return notes
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetNote:
-    """Up to where a budget holds."""
+    """For which sizes a budget holds."""
 
     text: str
     is_broken: bool
-    """Whether the guards name a largest size, where it does not hold."""
+    """Whether the guards name a largest size at which the budget does not hold."""
 
 
 def budget_note(budget: int, shown: str, size: sympy.Expr, ranges: Ranges) -> BudgetNote | None:
-    """Say for which sizes ``size`` bytes fit into ``budget``; None where they do for all in the guards.
+    """Say for which sizes ``size`` bytes fit into ``budget``; return None where they fit for all sizes in the guards.
 
-    ``shown`` is the budget as people read it.
+    ``shown`` is the budget as text.
     """
     ranges = used_in([size], ranges)
-    if not ranges:
-        return None
-    (exact,) = _polynomials({0: [size]}, ranges).values()
-    bounded = all(ranges[s].most is not None for s in ranges)
-    if exact is None:
-        return BudgetNote(f"activation_budget {shown} holds at the traced sizes: {_traced(ranges)}", False)
-    room = budget - exact
-    if _is_nowhere_positive(-room, ranges) or _largest_fits(exact, budget, ranges):
-        return None
-    along = []
-    for symbol in _sorted(ranges):
-        others = {s: ranges[s].traced for s in _sorted(ranges) if s is not symbol}
-        alone = Poly(room.as_expr().subs(others), symbol)
-        where = _text(symbol, _where_not_negative(alone, ranges[symbol]), ranges[symbol])
-        given = ", ".join(f"{s} = {n}" for s, n in others.items())
-        along.append(f"{where} where {given}" if given else where)
-    return BudgetNote(f"activation_budget {shown} holds {'; '.join(along)}", bounded)
+    where = where_all_fit([budget - size], ranges)
+    if where is None:
+        return BudgetNote(f"activation_budget {shown} holds at the traced sizes: {traced(ranges)}", False)
+    has_largest = all(r.most is not None for r in ranges.values())
+    return BudgetNote(f"activation_budget {shown} holds {where}", has_largest) if where else None
 
 
 def where_all_fit(rooms: Sequence[sympy.Expr], ranges: Ranges) -> str | None:
-    """Say for which sizes none of ``rooms`` is negative: "" for all in the guards, None where none can say.
+    """Say for which sizes no value in ``rooms`` is negative; return "" for all sizes, None where that is not known.
 
-    With several dimensions, along each, the others as they were traced.
+    With several dimensions, the text has a part for each dimension, with the other dimensions as traced.
     """
     ranges = used_in(rooms, ranges)
     if not ranges:
         return ""
-    exact = [room.as_poly(*_sorted(ranges)) for room in rooms]
-    known = [p for p in exact if p is not None]
-    if len(known) < len(exact):
+    values = [value for room in rooms if (value := _evaluated(room, ranges))]
+    if len(values) < len(rooms):
         return None
-    if all(_is_nowhere_positive(-p, ranges) for p in known):
+
+    found = _along(lambda *at: all(value(*at) >= 0 for value in values), ranges)
+    if all(stretches == [(ranges[s].least, ranges[s].most)] for s, tried in found.items() for stretches in tried):
         return ""
-    along = []
-    for symbol in _sorted(ranges):
-        others = {s: ranges[s].traced for s in _sorted(ranges) if s is not symbol}
-        alone = [_where_not_negative(Poly(p.as_expr().subs(others), symbol), ranges[symbol]) for p in known]
-        where = _text(symbol, reduce(_common, alone), ranges[symbol])
-        given = ", ".join(f"{s} = {n}" for s, n in others.items())
-        along.append(f"{where} where {given}" if given else where)
-    return "; ".join(along)
-
-
-def _common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Return what lies in intervals of both."""
-    found: list[Interval] = []
-    for first, last in a:
-        for start, end in b:
-            low, ends = max(first, start), [e for e in (last, end) if e is not None]
-            high = min(ends, default=None)
-            if high is None or low <= high:
-                found.append((low, high))
-    return found
+    return "; ".join(_text(symbol, tried, ranges) for symbol, tried in found.items())
 
 
 def used_in(sizes: Iterable[sympy.Expr], ranges: Ranges) -> Ranges:
@@ -164,92 +149,62 @@ def used_in(sizes: Iterable[sympy.Expr], ranges: Ranges) -> Ranges:
     return {s: r for s, r in ranges.items() if s in used}
 
 
+def traced(ranges: Ranges) -> str:
+    """Return the traced sizes as text."""
+    return ", ".join(f"{s} = {ranges[s].traced}" for s in _sorted(ranges))
+
+
 def _sorted(ranges: Ranges) -> list[Symbol]:
     return sorted(ranges, key=str)
 
 
-def _traced(ranges: Ranges) -> str:
-    return ", ".join(f"{s} = {ranges[s].traced}" for s in _sorted(ranges))
-
-
-def _polynomials(sizes: Mapping[int, Sequence[sympy.Expr]], ranges: Ranges) -> dict[int, Poly | None]:
-    """Return the sums as polynomials in the symbols; None for one that is none."""
-    symbols = _sorted(ranges)
-    known: dict[sympy.Expr, Poly | None] = {}
-    for size in dict.fromkeys(s for several in sizes.values() for s in several):
-        found = size.as_poly(*symbols)
-        known[size] = found if found is not None and found.domain.is_ZZ else None
-    zero = Poly(0, *symbols, domain="ZZ")
-    return {key: _sum((known[s] for s in several), zero) for key, several in sizes.items()}
-
-
-def _sum(parts: Iterable[Poly | None], zero: Poly) -> Poly | None:
-    for part in parts:
-        if part is None:
-            return None
-        zero = zero + part
-    return zero
-
-
-def _where_positive(p: Poly, ranges: Ranges) -> tuple[Symbol, str] | tuple[()] | None:
-    """Return the symbol and the sizes at which ``p`` is positive: () where it never is, None where none can say."""
-    if _is_nowhere_positive(p, ranges):
-        return ()
-    if all(r.least >= 1 for r in ranges.values()):
-        p = p.terms_gcd()[1]
-    p = p.exclude()
-    if len(p.gens) != 1:
+def _evaluated(size: sympy.Expr, ranges: Ranges) -> Callable[..., int] | None:
+    """Return a function of the symbols' values in order; None where ``size`` has a symbol without a range."""
+    if not size.free_symbols <= ranges.keys():
         return None
-    (symbol,) = p.gens
-    found = _where_not_negative(p - 1, ranges[symbol])
-    return (symbol, _text(symbol, found, ranges[symbol])) if found else ()
-
-
-def _is_nowhere_positive(p: Poly, ranges: Ranges) -> bool:
-    """Say whether no coefficient is positive, seen from the least sizes. Not seeing it so proves nothing."""
-    seen = Poly(p.as_expr().subs({s: s + ranges[s].least for s in p.gens}, simultaneous=True), *p.gens)
-    return all(c <= 0 for c in seen.coeffs())
-
-
-def _largest_fits(exact: Poly, budget: int, ranges: Ranges) -> bool:
-    """Say whether the largest sizes fit; all terms grow."""
-    largest = [ranges[s].most for s in exact.gens]
-    if None in largest or any(c < 0 for c in exact.coeffs()):
-        return False
-    return bool(exact(*largest) <= budget)
-
-
-def _where_not_negative(p: Poly, sizes: Range) -> list[Interval]:
-    """Return the integers of a range at which a polynomial in one symbol is at least 0, as intervals in order."""
-    starts = sorted(
-        {sizes.least, *(n for n in _breaks(p) if sizes.least < n and (sizes.most is None or n <= sizes.most))}
-    )
-    found: list[Interval] = []
-    for start, end in zip(starts, (*(n - 1 for n in starts[1:]), sizes.most), strict=True):
-        if p(start) >= 0:
-            if found and found[-1][1] == start - 1:
-                start = found.pop()[0]
-            found.append((start, end))
+    own = {type(part).__name__: type(part) for part in sympy.preorder_traversal(size)}  # torch's, such as FloorDiv
+    found: Callable[..., int] = sympy.lambdify(_sorted(ranges), size, modules=[own, "math"])
     return found
 
 
-def _breaks(p: Poly) -> Iterator[int]:
-    """Yield integers next to which the sign changes: roots, with a margin for the last digit of a root."""
-    if p.degree() <= 0:
-        return
-    for root in p.real_roots(multiple=False) if p.degree() > 1 else [(-p.TC() / p.LC(), 1)]:
-        near = int(sympy.floor(root[0].evalf(40)))
-        yield from range(near - 1, near + 3)
+def _along(holds: _Holds, ranges: Ranges) -> dict[Symbol, list[list[Interval]]]:
+    """Return for each symbol where ``holds`` is true: with the other symbols as traced, then at each of their ends."""
+    symbols, found = _sorted(ranges), dict[Symbol, list[list[Interval]]]()
+    for place, symbol in enumerate(symbols):
+        ends = product(*((0,) if s is symbol else ranges[s].ends for s in symbols))
+        others = [tuple(ranges[s].traced for s in symbols), *(ends if len(symbols) > 1 else ())]
+        found[symbol] = [_where(partial(_placed, holds, at, place), ranges[symbol]) for at in others]
+    return found
 
 
-def _text(symbol: Symbol, found: Sequence[Interval], sizes: Range) -> str:
-    """Return ``"from s0 = 128 on"``, ``"up to s0 = 63"``, both, or a stretch between."""
+def _placed(holds: _Holds, at: Sequence[int], place: int, n: int) -> bool:
+    return holds(*at[:place], n, *at[place + 1 :])
+
+
+def _where(holds: Callable[[int], bool], sizes: Range) -> list[Interval]:
+    """Return the sizes for which ``holds`` is true, as intervals in order."""
+    known = [(n, holds(n)) for n in sizes.points()]
+    turns = [_turn(holds, low, high) for (low, before), (high, after) in pairwise(known) if before != after]
+    starts, ends = [sizes.least, *turns], [*(turn - 1 for turn in turns), sizes.most]
+    return [(start, end) for start, end in zip(starts, ends, strict=True) if holds(start)]
+
+
+def _turn(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the first size after ``low`` at which ``holds`` is as it is at ``high``."""
+    between, before = range(low + 1, high + 1), holds(low)
+    return between[bisect_left(between, True, key=lambda n: holds(n) != before)]
+
+
+def _text(symbol: Symbol, tried: Sequence[Sequence[Interval]], ranges: Ranges) -> str:
+    """Return ``"from s0 = 128 on"``, ``"up to s0 = 63"``, both, or a stretch between, and at which other sizes."""
     parts = []
-    for start, end in found:
-        if end == sizes.most:
+    for start, end in tried[0]:
+        if end == ranges[symbol].most:
             parts.append(f"from {symbol} = {start} on")
-        elif start == sizes.least:
+        elif start == ranges[symbol].least:
             parts.append(f"up to {symbol} = {end}")
         else:
             parts.append(f"from {symbol} = {start} to {end}" if start != end else f"at {symbol} = {start}")
-    return " and ".join(parts) or "nowhere"
+    is_same = all(stretches == tried[0] for stretches in tried)
+    given = "" if is_same else f" where {traced({s: r for s, r in ranges.items() if s is not symbol})}"
+    return (" and ".join(parts) or "nowhere") + given

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec import compat
-from fxprec.ir.symbolic import InMemory, Storing
+from fxprec.ir.symbolic import InMemory
 from fxprec.passes.analysis.joint import has_tag, tensor_of
 from fxprec.passes.casts.sites import emit, emit_call
 
@@ -72,20 +72,19 @@ def _constant(node: Node) -> torch.Tensor | None:
         behind = [n for n in made.all_input_nodes if n not in values]
         target: Any = made.target
         is_random = has_tag(made, torch.Tag.nondeterministic_seeded)
-        kept = Storing.match(made)
-        if is_random or not isinstance(target, torch._ops.OpOverload) or (kept is None and _is_symbolic(target)):
+        if is_random or not isinstance(target, torch._ops.OpOverload) or _is_symbolic(target):
             return None
         if behind:
             stack += behind
             continue
         args, kwargs = torch.fx.map_arg((made.args, dict(made.kwargs)), values.__getitem__)
-        values[stack.pop()] = values[kept.x] if kept is not None else target(*args, **kwargs)
+        values[stack.pop()] = target(*args, **kwargs)
     return values[node]
 
 
 def _is_symbolic(target: torch._ops.OpOverload) -> bool:
     """Say whether an operator is one of ours, which lowering replaces: no kernel computes its value."""
-    return target.namespace == Storing.target.namespace
+    return target.namespace == InMemory.target.namespace
 
 
 def _sum(graph: Graph, node: Node, factors: Sequence[int]) -> None:

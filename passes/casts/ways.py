@@ -1,8 +1,7 @@
 """Make real which way each value goes: in what format it is kept, or that it is computed again in backward.
 
 A copy's format is changed, a copy is made that was not, or what backward reads is computed again there, by nodes of its
-own that read what is kept. They are marked as backward's, and read what is kept as it is through ``storing``, or
-AOTAutograd would find them equal to forward's and save those.
+own that read what is kept: the partition follows them (`analysis.crossings`).
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec.ir.calls import Call
-from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, Storing, stored_dtype
+from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, stored_dtype
 from fxprec.ir.symbolic_host import Offload, Reload, WaitOffload, WaitReload
 from fxprec.numerics.blocks import BlockFormat
 from fxprec.numerics.formats import Format, parse
-from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import operator_of, tensor_of
 from fxprec.passes.analysis.peak.choice import Fit
 from fxprec.passes.analysis.peak.needs import Needs
@@ -50,6 +47,11 @@ class Rewrite:
                 self.casts.setdefault(cast.x, []).append((q, cast))
 
     def run(self) -> None:
+        """Make the choice real, and say in each site which way its value goes."""
+        self.rewrite()
+        self._tell_sites()
+
+    def rewrite(self) -> None:
         self._keep_in_blocks()
         for node, fmt in self.fit.held.saved.items():
             if not isinstance(fmt, BlockFormat):
@@ -63,14 +65,12 @@ class Rewrite:
         for value, casts in self.casts.items():
             if value not in self.fit.held.saved or self._is_moved_itself(value):
                 self._erase(q for q, _ in casts)
-        self._tell_sites()
 
     def _keep(self, node: Node, fmt: Format | None) -> None:
         """Save a value as it is, or in a format."""
         if self._is_moved_itself(node):
             return
         if fmt is None:
-            regions.mark(node, CheckpointPolicy.MUST_SAVE)
             for q, _ in self.casts.get(node, ()):
                 for x, read in Dequantize.among(list(q.users)):
                     x.replace_all_uses_with(self._as(node, read.dtype, x))
@@ -110,20 +110,17 @@ class Rewrite:
         sent = max(begun, insertion_point_after(self.fit.held.sent[node]))
         with self.graph.inserting_before(sent.next):
             host = emit_call(self.graph, WaitOffload(begun, copy), node)
-        regions.mark(host, CheckpointPolicy.MUST_SAVE)
         with self.graph.inserting_before(max(host.next, min(self.fit.held.fetched[node], reader))):
-            coming = self._in_backward(Reload(host, self.work.book.table), node, tensor_of(copy))
+            coming = self._in_backward(Reload(host, self.work.book.table), node, copy)
         with self.graph.inserting_before(reader):
-            back = self._in_backward(WaitReload(coming), node, tensor_of(copy))
+            back = self._in_backward(WaitReload(coming), node, copy)
             for x, read in Dequantize.among(list(copy.users)) if decoded is not None else ():
-                self.new[x] = self.decoded[node] = self._in_backward(replace(read, q=back), node, tensor_of(x))
+                self.new[x] = self.decoded[node] = self._in_backward(replace(read, q=back), node, x)
         if decoded is None:
             self.new[node] = back
 
-    def _in_backward(self, call: Call, like: Node, val: torch.Tensor) -> Node:
-        node = emit_call(self.graph, call, like, backward=True, val=val)
-        node.meta["partitioner_tag"] = "must_be_in_backward"
-        return node
+    def _in_backward(self, call: Call, like: Node, shown: Node) -> Node:
+        return emit_call(self.graph, call, like, backward=True, val=tensor_of(shown))
 
     def _is_moved_itself(self, value: Node) -> bool:
         held = self.fit.held
@@ -133,7 +130,7 @@ class Rewrite:
         if tensor_of(node).dtype == dtype:
             return node
         with self.graph.inserting_before(before):
-            return emit(self.graph, _CONVERT, (node, dtype), node, val=tensor_of(node).to(dtype))
+            return emit(self.graph, _CONVERT, (node, dtype), node, backward=True, val=tensor_of(node).to(dtype))
 
     def _repeat(self, node: Node, reader: Node) -> None:
         """Compute a value again before ``reader``, from what backward has."""
@@ -145,7 +142,6 @@ class Rewrite:
         with self.graph.inserting_before(reader):
             again = emit(self.graph, operator_of(node), (), node, backward=True, val=node.meta.get("val"))
         again.args, again.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: sources[n])
-        again.meta["partitioner_tag"] = "must_be_in_backward"
         self.new[node] = again
 
     def _changed(self, node: Node) -> bool:
@@ -161,25 +157,12 @@ class Rewrite:
             return self._as(self.new[cast.x], tensor_of(node).dtype, reader)
         if node in self.decoded:  # perhaps for a GEMM, in 16 bits
             return self._as(self.decoded[node], tensor_of(node).dtype, reader)
-        if node.op == "placeholder" or (node in self.fit.held.saved and node not in self.needs.step.decoded):
-            return self._barrier(node)
+        if node.op == "placeholder" and not self._is_parameter(node):
+            self.new[node] = node  # others of backward read it too, in the place of its low copy
         return node
 
-    def _barrier(self, node: Node) -> Node:
-        """Return what nodes that run again read of a kept value, made before all of backward's readers.
-
-        Where the value is an input, others of backward read it too, in the place of its low copy.
-        """
-        if not isinstance(node.meta.get("val"), torch.Tensor) or self._is_parameter(node):
-            return node
-        first = next(n for n in self.needs.step.backward if n.op != "placeholder")
-        with self.graph.inserting_before(max(first, node.next)):
-            kept = self._in_backward(Storing(node, ()), node, tensor_of(node))
-        self.new[node] = kept
-        return kept
-
     def _is_parameter(self, node: Node) -> bool:
-        return node.op == "placeholder" and self.work.joint.describe(node).kind in ("param", "table")
+        return self.work.joint.describe(node).kind in ("param", "table")
 
     def _read_new(self, reader: Node) -> None:
         held = self.fit.held

@@ -20,6 +20,7 @@ from fxprec import compat
 from fxprec.ir.calls import call_of
 from fxprec.ir.symbolic import CARRIED, Count, Dequantize, KeepCodes, KeepNonfinite, Quantize, Rescale, stored_dtype
 from fxprec.ir.symbolic_gemms import Gathered
+from fxprec.ir.symbolic_stats import Ln
 from fxprec.numerics import codec, formats, stats
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.rows import INFINITY, MAGNITUDE, FormatRow, format_row, row_of
@@ -169,9 +170,15 @@ def counted_parts(
     """Insert counts of the parts of ``x`` that reducing ``dims`` leaves (`stats.count_parts`), instead of ``count``."""
     columns = _FORMAT_COLUMNS if fmt is None else ((0,) if scaled else ())
     row = [column_of(graph, count.table, count.row, column) for column in columns]
-    template = _traced(_parts, (_dtype(x),), (fmt, dims, scaled, measured), len(row))
+    template = _traced(_parts, (_dtype(x),), (fmt, dims, scaled, measured, is_short(x, dims)), len(row))
     parts: tuple[Node, ...] = _copied(graph, template, (x, *row), tensor_of(x).device)
     return parts
+
+
+def is_short(x: Node, dims: tuple[int, ...]) -> bool:
+    """Say whether parts that reducing ``dims`` leaves are short whatever runs: dynamic sizes may grow."""
+    sizes = [tensor_of(x).shape[d] for d in dims]
+    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) < stats.SHORT
 
 
 def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node, *static: Any) -> Node:
@@ -283,10 +290,17 @@ def _counts(
 
 
 def _parts(
-    x: torch.Tensor, columns: _Columns, fmt: str | None, dims: tuple[int, ...], scaled: bool, measured: bool
+    x: torch.Tensor,
+    columns: _Columns,
+    fmt: str | None,
+    dims: tuple[int, ...],
+    scaled: bool,
+    measured: bool,
+    short: bool,
 ) -> tuple[torch.Tensor, ...]:
     row, wide = FormatRow(*columns) if fmt is None else format_row(parse(fmt)), x.to(torch.float32)
-    return stats.count_parts(wide, _scale(wide, columns, scaled), row, dims, measured)
+    compat.takes_approximate_logarithm(Ln.target)
+    return stats.count_parts(wide, _scale(wide, columns, scaled), row, dims, measured, short, Ln.target)
 
 
 _ROW = 256  # elements; 32 bytes of partial counts a row are then a small share of it

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fxprec import compat
 from fxprec.ir.operators import Moves, moving_as
-from fxprec.ir.symbolic import Count, Quantize, SideBySide
+from fxprec.ir.symbolic import Count, KeepCodes, KeepNonfinite, Quantize, SideBySide
 from fxprec.passes.analysis.joint import argument, input_at, tensor_of
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.gemm_casts import call, substitute
@@ -25,21 +25,66 @@ _SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default})
 
 
 def cast_in_pieces(graph: Graph, counts: list[Node]) -> dict[Node, list[Node]]:
-    """Rewrite casts whose codes only leave the graph; return what to count in the place of each count's value."""
+    """Rewrite casts of what is read or made in pieces; return what to count in the place of each count's value."""
     counted: dict[Node, list[Node]] = {}
     of_row = {Count.of(node).row: node for node in counts}
     for q, cast in Quantize.among(Quantize.nodes(graph)):
-        pieces = _pieces(cast.x) if all(user.op == "output" for user in q.users) else []
-        if not pieces:
-            continue
-        last = max(pieces)
-        with graph.inserting_before(last.next):
-            codes = _written(graph, q, cast, pieces)
-        if cast.row in of_row:
-            counted[of_row[cast.row]] = pieces
-            last.append(of_row[cast.row])
-        substitute(graph, q, codes)
+        count = of_row.get(cast.row)
+        if pieces := _read_in_pieces(q, cast):
+            last = max(pieces)
+            with graph.inserting_before(last.next):
+                substitute(graph, q, _written(graph, q, _casts(graph, q, cast, pieces)))
+            if count is not None:
+                last.append(count)
+        elif pieces := _made_in_pieces(q, cast, count):
+            with graph.inserting_before(q):
+                _join_codes(graph, q, _casts(graph, q, cast, pieces), pieces)
+        if pieces and count is not None:
+            counted[count] = pieces
     return counted
+
+
+def _read_in_pieces(q: Node, cast: Quantize) -> list[Node]:
+    """Return the pieces of what is rounded, where its codes only leave the graph."""
+    return _pieces(cast.x) if all(user.op == "output" for user in q.users) else []
+
+
+def _made_in_pieces(q: Node, cast: Quantize, count: Node | None) -> list[Node]:
+    """Return the pieces that are computed, then joined, then only rounded: a gated layer's gradient.
+
+    A kernel over the whole computes each piece at every element. One over a piece computes all pieces, and what they
+    share once.
+    """
+    readers, x = {q, *_kept(q)}, cast.x
+    if len(readers) > 1 and len(q.users) > 1:
+        return []
+    while x.target in _RESHAPING and readers.issuperset(user for user in x.users if user is not count):
+        source = x.all_input_nodes[0]
+        if not _keeps_last(source, x):
+            return []
+        readers, x = {x, *readers}, source
+    if x.target is not aten.cat.default or not readers.issuperset(user for user in x.users if user is not count):
+        return []
+    pieces = _joined_last(x)
+    return pieces if all(_is_computed(piece) for piece in pieces) else []
+
+
+def _kept(q: Node) -> list[Node]:
+    """Return what puts the codes of inf and NaN among a cast's."""
+    return [user for user in q.users if (KeepNonfinite.match(user) or KeepCodes.match(user)) is not None]
+
+
+def _join_codes(graph: Graph, q: Node, casts: list[Node], pieces: list[Node]) -> None:
+    """Put codes that are written piece by piece in the place of a cast's, those of inf and NaN among them."""
+    end = q
+    for end in _kept(q):
+        keep = KeepNonfinite.match(end) or KeepCodes.match(end)
+        assert keep is not None
+        casts = [replace(keep, rounded=rounded, x=x).insert(graph) for rounded, x in zip(casts, pieces, strict=True)]
+        _set_values(casts, pieces, end)
+    substitute(graph, end, _written(graph, end, casts))
+    if end is not q:
+        graph.erase_node(q)
 
 
 def narrow_in_pieces(graph: Graph) -> None:
@@ -74,13 +119,21 @@ def _is_computed(x: Node) -> bool:
     return isinstance(x.target, torch._ops.OpOverload) and torch.Tag.pointwise in x.target.tags
 
 
-def _written(graph: Graph, q: Node, cast: Quantize, pieces: list[Node]) -> Node:
-    """Write the codes of the pieces side by side."""
+def _casts(graph: Graph, q: Node, cast: Quantize, pieces: list[Node]) -> list[Node]:
     casts = [replace(cast, x=piece).insert(graph) for piece in pieces]
-    for new, piece in zip(casts, pieces, strict=True):
-        new.meta["val"] = tensor_of(piece).to(tensor_of(q).dtype)
+    _set_values(casts, pieces, q)
+    return casts
+
+
+def _set_values(made: list[Node], pieces: list[Node], whole: Node) -> None:
+    for new, piece in zip(made, pieces, strict=True):
+        new.meta["val"] = tensor_of(piece).to(tensor_of(whole).dtype)
+
+
+def _written(graph: Graph, whole: Node, codes: list[Node]) -> Node:
+    """Write the codes of the pieces side by side."""
     compat.writes_in_place(SideBySide.target)
-    return call(graph, aten.view.default, SideBySide(casts).insert(graph), list(tensor_of(q).shape))
+    return call(graph, aten.view.default, SideBySide(codes).insert(graph), list(tensor_of(whole).shape))
 
 
 def _pieces(x: Node) -> list[Node]:

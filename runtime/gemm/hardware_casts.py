@@ -14,7 +14,6 @@ from fxprec.numerics import device as codecs
 from fxprec.numerics.codec import folded_codes, kept_infinity
 from fxprec.numerics.formats import Format
 from fxprec.numerics.rounding import decode
-from fxprec.runtime import on_device
 
 
 def casts_in_hardware(fmt: Format, device: torch.device, *, keep: bool) -> bool:
@@ -57,8 +56,7 @@ def _cast(x: Tensor, fmt: Format, keep: bool) -> Tensor:
     wanted = flags(fmt, keep=keep, stats=False, hardware=True)
     row = torch.zeros(1, dtype=torch.int32, device=x.device)
     q = torch.empty(1, len(x), dtype=torch.uint8, device=x.device)
-    with on_device.current(x.device):
-        launch(x.view(1, -1), row, q, torch.empty_like(q.t()), row, wanted)
+    launch(x.view(1, -1), row, q, torch.empty_like(q.t()), row, wanted)
     return q[0]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 
 from fxprec.ir.symbolic import TABLE_COLUMNS
-from fxprec.ir.symbolic_gemms import GemmKernel
 from fxprec.numerics import ahead, device
 from fxprec.numerics.formats import parse
 from fxprec.runtime.gemm import matmul, totals, transpose
@@ -58,34 +56,6 @@ def cases(arch: int, *, quick: bool = False) -> Iterator[Specialization]:
     tiles = [t for t in TILES if t.least_arch <= arch]
     for a, b, out in _PRODUCTS[1:2] if quick else _PRODUCTS:
         yield from (_product(a, b, out, tile) for tile in (tiles[:1] if quick else tiles))
-
-
-@functools.cache
-def why_not_compiled(kernel: GemmKernel, arch: int) -> str | None:
-    """Compile a kernel for an architecture; return the compiler's last line where no tile of it compiles."""
-    cause = ""
-    for case in _attempts(kernel, arch):
-        try:
-            case.compile(arch)
-        except Exception as error:  # the compiler's own types differ by version
-            lines = str(error).strip().splitlines()
-            cause = f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
-        else:
-            return None
-    return f"it does not compile: {cause}"
-
-
-def _attempts(kernel: GemmKernel, arch: int) -> Iterator[Specialization]:
-    if kernel.kind == "transpose":
-        yield transposition()
-    elif kernel.kind == "totals":
-        yield from _totals()
-        yield _gathered()
-    elif kernel.kind == "quantize+transpose":
-        yield cast(kernel.formats[0], "bf16", "rows", arch)
-    else:
-        a, b, *out = kernel.formats
-        yield from (_product(a, b, out[0] if out else None, t) for t in TILES if t.least_arch <= arch)
 
 
 def _pointer(name: str) -> str:

@@ -7,7 +7,6 @@ its numbers exactly, so products are exact, and sums are float32, in steps of th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from fxprec.numerics import device
 from fxprec.numerics.formats import BF16, FP16, FP32, Format
 from fxprec.numerics.rows import format_row, thresholds
 from fxprec.numerics.stats import SITE_COUNTERS, device_function
-from fxprec.runtime import on_device
+from fxprec.runtime.gemm import tuning
+from fxprec.runtime.gemm.launch import enqueue, is_noting, note_alternatives
 from fxprec.runtime.gemm.tiles import SMALL, TILES, Tile
 
 _GROUP = 8  # rows of tiles that share columns of B in the L2 cache
@@ -48,7 +48,7 @@ def _nearest(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     return x.to(DTYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["exp_a_ptr", "exp_b_ptr", "row_ptr"])
 def matmul_kernel(
     a_ptr: tl.tensor,
     b_ptr: tl.tensor,
@@ -219,25 +219,60 @@ def matmul(
         spare if b.exponent is None else b.exponent, spare if out is None else out.row, result, counts, m, n, k,
         *a.codes.stride(), *b.codes.stride(), triton.next_power_of_2(m),
     )  # fmt: skip
-    if tile is None and compat.runs_in_interpreter(matmul_kernel):
-        tile = SMALL
-    if tile is None:
-        major, minor = torch.cuda.get_device_capability(a.codes.device)
-        stored = (a.fmt, b.fmt, None if out is None else out.fmt)
-        tuned = _tuned(10 * major + minor, stored)
-        with on_device.current(a.codes.device):
-            tuned[lambda meta: (triton.cdiv(m, meta["ROWS"]) * triton.cdiv(n, meta["COLUMNS"]),)](*args, **static)
+    stored = [str(x.codes.dtype if x.fmt is None else x.fmt.name) for x in (a, b)] + [out and out.fmt.name]
+    layout = [step == 1 for x in (a, b) for step in x.codes.stride()]
+    wanted = [static[name] for name in ("SCALED_A", "SCALED_B", "BIAS", "STATS")]
+    call = _Call(args, static, (*stored, dtype, *wanted, triton.next_power_of_2(m), n, k, *layout))
+    if tile is None and is_noting():
+        call.note()
     else:
-        grid = (triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)
-        shape = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
-        with on_device.current(a.codes.device):
-            matmul_kernel[grid](*args, **static, **tile_flags(tile), **shape)
+        call.run(tile or call.fastest())
     return result, counts
 
 
-@cache
-def _tuned(arch: int, formats: tuple[Format | None, ...]) -> Any:
-    """Return the kernel that tries tiles, for each pair of formats by itself: decoding decides which is fastest."""
-    tiles = [t for t in TILES if t.least_arch <= arch]
-    configs = [triton.Config(tile_flags(t), num_warps=t.warps, num_stages=t.stages) for t in tiles]
-    return triton.autotune(configs, key=["bucket", "n", "k"], reset_to_zero=["counts_ptr"])(matmul_kernel)
+@dataclass(frozen=True)
+class _Call:
+    """One product: the kernel's arguments, but for the tile."""
+
+    args: tuple[Any, ...]
+    static: dict[str, Any]
+    facts: tuple[object, ...]
+    """What decides, beside the GPU, which tile is fastest."""
+
+    def run(self, tile: Tile) -> None:
+        m, n = self.args[8:10]
+        grid = (triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)
+        enqueue(matmul_kernel, grid, *self.args, **self._options(tile))
+
+    def note(self) -> None:
+        """Note the launch in the tile that is known to be the fastest, or in all that will be tried."""
+        known = tuning.known_tile(self._key)
+        tiles = self._tiles if known is None else [known]
+        note_alternatives(matmul_kernel, self.args, [self._options(tile) for tile in tiles])
+
+    def fastest(self) -> Tile:
+        if compat.runs_in_interpreter(matmul_kernel):
+            return SMALL
+        tile = tuning.known_tile(self._key)
+        if tile is None:
+            tile = tuning.fastest(self._key, self._tiles, self.run)
+            self.args[7].zero_()  # the trials counted
+        return tile
+
+    def _options(self, tile: Tile) -> dict[str, Any]:
+        shape = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+        return {**self.static, **tile_flags(tile), **shape}
+
+    @property
+    def _key(self) -> str:
+        return tuning.key_of(self._device, *self.facts)
+
+    @property
+    def _tiles(self) -> list[Tile]:
+        major, minor = torch.cuda.get_device_capability(self._device)
+        return [tile for tile in TILES if tile.least_arch <= 10 * major + minor]
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.args[0].device
+        return device

@@ -10,6 +10,7 @@ import torch
 
 from fxprec import compat
 from fxprec.errors import LoweringError
+from fxprec.ir.calls import Call
 from fxprec.ir.symbolic import AS_STORED, stored_dtype
 from fxprec.ir.symbolic_gemms import Gathered, MatmulCodes, MatmulToCodes, QuantizeTranspose, TransposeCodes
 from fxprec.ir.symbolic_stats import Totals
@@ -17,6 +18,7 @@ from fxprec.numerics import stats
 from fxprec.numerics.formats import parse
 
 if TYPE_CHECKING:
+    from fxprec.runtime.gemm.launch import Alternatives
     from fxprec.runtime.gemm.matmul import Operand
 
 
@@ -36,7 +38,7 @@ def quantize_transpose(
     fmt = parse(format)
     dtype = stored_dtype(fmt, storage)
     wanted = {"keep": keep, "row_major": row_major, "stats": stats}
-    q, t, counts = transpose.quantize_transpose(x.reshape(-1, x.shape[-1]), table[row], fmt, **wanted)
+    q, t, counts = transpose.quantize_transpose(x.reshape(-1, x.shape[-1]), table.select(0, row), fmt, **wanted)
     return (q.view(x.shape) if row_major else q).view(dtype), t.view(dtype), counts
 
 
@@ -83,7 +85,7 @@ def matmul_to_codes(
     from fxprec.runtime.gemm.matmul import Output, matmul
 
     _check_device(a)
-    out = Output(parse(format), table[row], keep, stats)
+    out = Output(parse(format), table.select(0, row), keep, stats)
     operands = _operand(a, format_a, table, row_a), _operand(b, format_b, table, row_b)
     q, counts = matmul(*operands, bias, dtype, out)
     return q.view(stored_dtype(out.fmt, storage)), counts
@@ -118,7 +120,7 @@ def _operand(codes: torch.Tensor, format: str, table: torch.Tensor, row: int) ->
     from fxprec.runtime.gemm.matmul import Operand
 
     fmt = parse(format)
-    return Operand(codes.view(fmt.code_dtype), fmt, None if row == AS_STORED else table[row, 0])
+    return Operand(codes.view(fmt.code_dtype), fmt, None if row == AS_STORED else table.select(0, row).select(0, 0))
 
 
 def _check_device(x: torch.Tensor) -> None:
@@ -152,9 +154,22 @@ def _device_name(x: torch.Tensor) -> str:
     return torch.cuda.get_device_name(x.device) if x.device.type == "cuda" else str(x.device)
 
 
-QuantizeTranspose.implement(_named(quantize_transpose), "CPU", "CUDA")
-TransposeCodes.implement(_named(transpose_codes), "CPU", "CUDA")
-MatmulCodes.implement(_named(matmul_codes), "CPU", "CUDA")
-MatmulToCodes.implement(_named(matmul_to_codes), "CPU", "CUDA")
-Totals.implement(_named(totals), "CPU", "CUDA")
-Gathered.implement(_named(gathered), "CUDA")
+_FUNCTIONS: dict[type[Call], Callable[..., Any]] = {
+    QuantizeTranspose: quantize_transpose,
+    TransposeCodes: transpose_codes,
+    MatmulCodes: matmul_codes,
+    MatmulToCodes: matmul_to_codes,
+    Totals: totals,
+    Gathered: gathered,
+}
+for _call, _function in _FUNCTIONS.items():
+    _call.implement(_named(_function), *(("CUDA",) if _call is Gathered else ("CPU", "CUDA")))
+
+
+def launches_of(call: type[Call], args: Sequence[Any]) -> list[Alternatives]:
+    """Return what an operator launches for these arguments: fake tensors on a GPU. Nothing is started."""
+    from fxprec.runtime.gemm.launch import noting
+
+    with noting() as found:
+        _FUNCTIONS[call](*args)
+    return found

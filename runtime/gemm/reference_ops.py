@@ -24,7 +24,7 @@ def gemm(
     kernel: str,
     fast: bool,
 ) -> torch.Tensor:
-    product = _numbers(a, table, row_a, format_a) @ _numbers(b, table, row_b, format_b)
+    product = numbers(a, table, row_a, format_a) @ numbers(b, table, row_b, format_b)
     return (product if bias is None else product + bias.to(torch.float32)).to(dtype)
 
 
@@ -36,7 +36,8 @@ def gathered(counters: torch.Tensor) -> torch.Tensor:
     return stats.gathered(counters).flatten()
 
 
-def _numbers(codes: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+def numbers(codes: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+    """Decode what a row of the table holds, without its scale."""
     fmt = parse(format)
     exponent = 0 if row == AS_STORED else int(table[row, 0])
     return reference_decode(codes.view(fmt.code_dtype), fmt) * 2.0**-exponent

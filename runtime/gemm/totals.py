@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxprec.numerics.stats import CARRIED, COLUMNS, FIELD, SITE_COUNTERS, STRIPES, SUMS, WIDTH
-from fxprec.runtime import on_device
+from fxprec.runtime.gemm.launch import enqueue
 
 BLOCK, WARPS = 1024, 8
 NUMBERS = 7
@@ -155,11 +155,9 @@ def totals(lost: Tensor, amax: Tensor, moments: Tensor, table: Tensor, constants
     out = torch.empty(sites, WIDTH, dtype=torch.float64, device=lost.device)
     shares = torch.empty(sites, splits, NUMBERS, dtype=torch.float64, device=lost.device)
     pitches = lost.shape[-1], moments.shape[-1], outer
-    with on_device.current(lost.device):
-        shares_kernel[(sites * splits,)](
-            lost, amax, moments, shares, *pitches, **shares_flags(constants, splits), num_warps=WARPS
-        )
-        totals_kernel[(sites,)](shares, table, out, **totals_flags(constants, splits), num_warps=1)
+    options = {**shares_flags(constants, splits), "num_warps": WARPS}
+    enqueue(shares_kernel, (sites * splits,), lost, amax, moments, shares, *pitches, **options)
+    enqueue(totals_kernel, (sites,), shares, table, out, **totals_flags(constants, splits), num_warps=1)
     return out
 
 
@@ -197,6 +195,5 @@ def gathered(counters: Tensor) -> Tensor:
     """Add up striped counters as `fxprec.numerics.stats.gathered` does."""
     sites = counters.numel() // SITE_COUNTERS
     out = torch.empty(sites, WIDTH, dtype=torch.float64, device=counters.device)
-    with on_device.current(counters.device):
-        gather_kernel[(sites,)](counters, out, **GATHER, num_warps=1)
+    enqueue(gather_kernel, (sites,), counters, out, **GATHER, num_warps=1)
     return out

@@ -18,8 +18,8 @@ from fxprec.numerics import device
 from fxprec.numerics.formats import Format
 from fxprec.numerics.rows import format_row, thresholds
 from fxprec.numerics.stats import SITE_COUNTERS, device_function
-from fxprec.runtime import on_device
 from fxprec.runtime.gemm.hardware_casts import casts_in_hardware
+from fxprec.runtime.gemm.launch import enqueue
 
 # 94 to 99 registers and no spill on sm_80 to sm_100 (4 warps: 180, and 500 spilled bytes for strided input).
 ROWS, COLUMNS, WARPS = 64, 128, 8
@@ -27,7 +27,7 @@ power = device.power()
 count_lost, count_moments, note_facts = map(device_function, ("count_lost", "count_moments", "note_facts"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_ptr"])
 def quantize_transpose_kernel(
     x_ptr: tl.tensor,
     row_ptr: tl.tensor,
@@ -122,17 +122,15 @@ def quantize_transpose(
     if x.numel():
         hardware = casts_in_hardware(fmt, x.device, keep=keep)
         wanted = flags(fmt, keep=keep, row_major=row_major, stats=stats, hardware=hardware)
-        with on_device.current(x.device):
-            launch(x, row, q, t, counts, wanted)
+        launch(x, row, q, t, counts, wanted)
     return q, t, counts
 
 
 def launch(x: Tensor, row: Tensor, q: Tensor, t: Tensor, counts: Tensor, wanted: dict[str, Any]) -> None:
-    """Run the kernel on the current device, with the compile-time arguments of `flags`."""
+    """Run the kernel with the compile-time arguments of `flags`."""
     m, n = x.shape
-    quantize_transpose_kernel[_grid(m, n)](
-        x, row, q, t, counts, m, n, *x.stride(), **wanted, num_warps=WARPS, enable_fp_fusion=False
-    )
+    sizes, options = (m, n, *x.stride()), {**wanted, "num_warps": WARPS, "enable_fp_fusion": False}
+    enqueue(quantize_transpose_kernel, _grid(m, n), x, row, q, t, counts, *sizes, **options)
 
 
 def transpose(q: Tensor) -> Tensor:
@@ -141,6 +139,6 @@ def transpose(q: Tensor) -> Tensor:
     codes = q.view(torch.uint8) if q.itemsize == 1 else q.view(torch.uint16)
     t = torch.empty(n, m, dtype=codes.dtype, device=q.device)
     if q.numel():
-        with on_device.current(q.device):
-            transpose_kernel[_grid(m, n)](codes, t, m, n, *q.stride(), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+        tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
+        enqueue(transpose_kernel, _grid(m, n), codes, t, m, n, *q.stride(), **tile)
     return t.view(q.dtype)

@@ -20,7 +20,7 @@ PRELOADED = [
     "torch._inductor.codecache",
     "torch._inductor.fx_passes.joint_graph",
     "fxprec.driver.named",
-    "fxprec.driver.traced",  # and what a first compilation imports
+    "fxprec.driver.joint_compilation",  # and what a first compilation imports
     "fxprec.passes.lowering.lower",
     "fxprec.aps",
 ]

@@ -100,7 +100,7 @@ def test_rates(text: str, rate: float) -> None:
 
 @pytest.mark.parametrize("text", ["fast", "200", "-1Mbit/s", "0Mbit/s", "200 Mbit"])
 def test_a_rate_that_cannot_be_read_says_how_to_write_one(text: str) -> None:
-    with pytest.raises(ConfigError, match="write for instance 200Mbit/s"):
+    with pytest.raises(ConfigError, match=f"^link rate '{text}' is not understood; write for instance 200Mbit/s"):
         model.parse_rate(text)
 
 
@@ -131,5 +131,7 @@ def test_the_command_reads_a_plan(tmp_path: Path) -> None:
 
 
 def test_the_command_without_a_plan_says_what_it_needs() -> None:
-    with pytest.raises(ConfigError, match="needs a plan file, or --paper"):
+    with pytest.raises(
+        ConfigError, match=r"predict needs a plan file, or --paper; write one with Plan.save or the dump option"
+    ):
         run()

@@ -166,10 +166,21 @@ def test_fused_attention_keeps_its_sums_and_says_so() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"accumulator": "1-6-9", "storage": "packed"}, "use storage='simulate' or leave accumulator out"),
-        ({"accumulator": "1-8-22"}, "one mantissa bit short of float32"),
+        (
+            {"accumulator": "1-6-9", "storage": "packed"},
+            "^accumulator simulates sums that no machine has, and storage='packed' computes GEMMs on the machine's own; "
+            "use storage='simulate' or leave accumulator out",
+        ),
+        (
+            {"accumulator": "1-8-22"},
+            "^accumulator is 1-8-22, one mantissa bit short of float32, which carries the sums and would round them "
+            "twice; use at most 21 mantissa bits",
+        ),
         ({"accumulator": 16}, "accumulator is 16; give it a fxprec.Format, its name"),
-        ({"accumulator": "1_6_9"}, "accumulator: "),
+        (
+            {"accumulator": "1_6_9"},
+            "^accumulator: unknown format '1_6_9'; did you mean|^accumulator: unknown format '1_6_9'; use one of",
+        ),
     ],
 )
 def test_what_is_no_accumulator_is_refused(options, words) -> None:

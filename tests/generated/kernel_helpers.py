@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 
 import fxprec.runtime.reference_ops  # noqa: F401  registers implementations
 from fxprec import compat
-from fxprec.driver.capture import copied
+from fxprec.compat import copied
 from fxprec.ir import symbolic
 from fxprec.ir.symbolic import AS_STORED, QUANTIZE
 from fxprec.numerics.formats import parse

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from models import FeedForward
+from torch import nn
 
 pytest.importorskip("triton")
 
@@ -20,22 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not install
 import fxprec.driver.graph
 from benchmarks.gpu.absent import inductor_code, lowered_halves, pretend
 from fxprec import Backend, Config, Plan, compat
-from fxprec.driver.compiled_peak import CompiledPeak, PlainHalf
-from fxprec.driver.halves import in_saving_order
+from fxprec.driver.half_compilation import in_saving_order
+from fxprec.driver.memory import CompiledPeak, PlainHalf
 from fxprec.ir.symbolic_host import IN_PLACE_ORDER, OFFLOAD, RELOAD
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION", "ignore:weigh-gemms", "ignore:storage=")
-
-
-class Block(nn.Module):
-    """(rows, 64) to the same: layer norm, two linear layers, a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 @dataclass
@@ -60,7 +50,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, lowering: str, **options: Any) -> 
         torch.manual_seed(0)
         # Two threads: beside one thread's workspace all of it stays within the budget.
         backend = Backend(Config(recipe="fp8", lowering="eager", promote_above=None, cpu="avx512+bf16:2", **options))
-        model = nn.Sequential(*(Block() for _ in range(3)))
+        model = nn.Sequential(*(FeedForward(64, 256, norm=True) for _ in range(3)))
         torch.compile(model, backend=backend)(torch.randn(256, 64)).square().mean().backward()
         plans.extend(backend.plans)
 

@@ -13,8 +13,8 @@ from triton.runtime.errors import OutOfResources
 
 from fxprec import LoweringError, compat
 from fxprec.config import Config
-from fxprec.driver.fallback import Lowering
-from fxprec.driver.launches import named_launches
+from fxprec.driver.lowering import Lowering
+from fxprec.driver.wrappers import named_launches
 
 NAMES = ("fxprec_flat_relu_1", "store_mxfp6")
 

@@ -21,8 +21,8 @@ from generated.kernel_helpers import scale_table, stored, traced
 
 from fxprec import Backend, compat
 from fxprec.config import Config
-from fxprec.driver import lowering_choice
-from fxprec.driver.fallback import Lowering
+from fxprec.driver import lowering as lowering_choice
+from fxprec.driver.lowering import Lowering
 from fxprec.errors import PlanError
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu

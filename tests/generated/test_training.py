@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec import Backend, Config, compat
-from fxprec.driver.fallback import Lowering
+from fxprec.driver.lowering import Lowering
 from fxprec.numerics import ahead, device
 from fxprec.numerics.formats import Format
 

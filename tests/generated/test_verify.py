@@ -11,10 +11,10 @@ from generated.kernel_helpers import run, scale_table, stored, traced
 import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.reference_blocks  # noqa: F401  registers implementations
 from fxprec import compat
+from fxprec.compat import copied
 from fxprec.config import Config
 from fxprec.driver import verify_references
-from fxprec.driver.capture import copied
-from fxprec.driver.fallback import Lowering
+from fxprec.driver.lowering import Lowering
 from fxprec.driver.verify import checked_run
 from fxprec.ir import symbolic, symbolic_blocks, symbolic_gemms
 from fxprec.numerics import block_device, stats
@@ -110,7 +110,7 @@ def a_call(kind: str) -> tuple[Any, tuple[Any, ...], Any]:
         exact = (a.double() @ b.double()) * 0.25
         return torch.ops.aten._scaled_mm.default, (a, b, torch.tensor(0.5), torch.tensor(0.5)), exact.float()
     args = a_product()
-    (a, b), bias = (verify_references._numbers(args[i], TABLE, args[4 + i], args[6 + i]) for i in (0, 1)), args[2]
+    (a, b), bias = (verify_references.numbers(args[i], TABLE, args[4 + i], args[6 + i]) for i in (0, 1)), args[2]
     exact = (a.double() @ b.double() + bias.double()).float()
     if kind == "gemm":
         return symbolic_gemms.MATMUL_CODES, args, exact

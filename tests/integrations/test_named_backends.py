@@ -34,7 +34,8 @@ def test_copies_compile_with_the_same_options(copied) -> None:
 def test_registering_again_is_harmless_and_a_taken_name_is_refused() -> None:
     assert register_backend("fxprec_small", OPTIONS) is register_backend("fxprec_small", dict(OPTIONS))
     for name in ("fxprec_small", "inductor", "fxprec"):
-        with pytest.raises(fxprec.ConfigError, match=f"backend '{name}' is registered already, for something else"):
+        words = f"backend '{name}' is registered already, for something else; choose another name"
+        with pytest.raises(fxprec.ConfigError, match=words):
             register_backend(name, {"recipe": "fp8"})
     with pytest.raises(fxprec.ConfigError, match="recipe"):
         register_backend("fxprec_wrong", {"recipe": "fp9"})

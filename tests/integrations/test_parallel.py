@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxprec
 from fxprec.integrations import RankStates, backends_in, compile_layers
@@ -164,6 +165,46 @@ def test_only_fsdp_over_the_whole_model_has_something_to_say(results: Callable[[
     """With layers sharded inside, its hooks would cut the graph at each layer (docs/limits.md)."""
     for ranks in results("simulate"):
         assert {way: found["said"] for way, found in ranks.items() if found["said"]} == {}
+
+
+class Order(TorchDispatchMode):
+    """Logs products and reduce-scatters in the order in which they start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.log.append("product")
+        elif "reduce_scatter" in str(func):
+            self.log.append("exchange")
+        return func(*args, **(kwargs or {}))
+
+
+def exchanges(rank: int, world: int) -> dict[str, list[str]]:
+    """By way: what the second step's backward starts, in order."""
+    options = {"recipe": FINE, "low_ratio": 1.0, "lowering": "eager", "storage": "packed"}
+    found = {}
+    for by_layer in (True, False):
+        torch._dynamo.reset()
+        model, _, _ = fsdp(options, rank, by_layer=by_layer)
+        model(inputs(rank)).square().mean().backward()
+        loss = model(inputs(rank)).square().mean()
+        with Order() as order:
+            loss.backward()
+        found["by layer" if by_layer else "whole"] = order.log
+    return found
+
+
+def test_fsdp_by_layer_exchanges_gradients_while_backward_runs() -> None:
+    """Compiled whole, the first exchange starts when the last product of backward has run."""
+    for found in run_ranks(WORLD, exchanges):
+        product, exchange = ["product"], ["exchange"]
+        assert found["by layer"] == product * 2 + (product * 4 + exchange) * 2 + exchange, (
+            "head, b, a; what the root has"
+        )
+        assert found["whole"] == product * 10 + exchange
 
 
 class Training:

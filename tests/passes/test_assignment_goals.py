@@ -157,3 +157,12 @@ class TestPolicyFunction:
         assert "policy " in str(caught.value)
         assert ".bad " in str(caught.value)
         assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_what_it_raises_is_told_in_one_line(self):
+        def bad(tensors, config):
+            raise ValueError("no\nsuch")
+
+        words = r"^policy .*\.bad raised ValueError: no such; it is called as f\(tensors, config\)$"
+        with pytest.raises(ConfigError, match=words):
+            assign(groups_of([4] * 3), in_force(recipe="fp8", policy=bad))

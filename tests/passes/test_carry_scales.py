@@ -11,6 +11,7 @@ from typing import ClassVar, TypeVar
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Apply
 from torch import nn
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -196,26 +197,17 @@ def test_rescaling_alone_changes_no_bit_of_what_leaves(name: str, storage: str) 
         assert sum(isinstance(a, torch.Tensor) for a in got.values["output"]) > 4
 
 
-class Chain(nn.Module):
-    """conv, relu, conv, softmax over pixels: one GEMM behind a mask, one behind a softmax."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).relu()).log_softmax(1)
-
-
 @pytest.mark.parametrize("storage", ["simulate", "packed"])
 def test_producers_are_recognised(storage: str) -> None:
-    joint = joint_of(Chain(), torch.randn(2, 3, 8, 8), recipe=HFP8, storage=storage)
+    """One GEMM stands behind a mask, one behind a softmax."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.LogSoftmax(1))
+    joint = joint_of(model, torch.randn(2, 3, 8, 8), recipe=HFP8, storage=storage)
     sites = joint.plan.sites
     casts = {sites[v.site].tensor: v for v in joint.scales.variables if isinstance(v, Cast) and v.row == v.site}
     assert casts["convolution_1"].producer == "softmax"
     made = casts["relu"] if storage == "simulate" else casts["convolution"]
     assert made.producer == "gemm"
-    weight = next(s for s in sites if s.tensor == "second.weight")
+    weight = next(s for s in sites if s.tensor == "2.weight")
     assert made.gemm == GradientGemm(length=4 * 9, gradient=casts["convolution_1"].row, operand=weight.id)
 
 
@@ -292,29 +284,25 @@ def test_a_gradient_of_zero_neither_breaks_a_step_nor_costs_the_others_precision
         assert float((a - b).norm() / b.norm()) < 1e-3
 
 
-class Odd(nn.Module):
+class Clipped(torch.autograd.Function):
     """A backward that is not linear in the gradient."""
 
-    class Clipped(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1.0
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
 
-        @staticmethod
-        def backward(ctx, grad):
-            return grad.clamp(-0.1, 0.1)
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-0.1, 0.1)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.Clipped.apply(self.first(x)))
+def between(function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), Apply(function), nn.Linear(8, 4))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
 def test_an_operator_not_in_the_table_gets_unscaled_gradients_and_the_plan_says_so() -> None:
-    model, x = in_float32(lambda: (Odd(), torch.randn(5, 8)))
+    model, x = in_float32(lambda: (between(Clipped.apply), torch.randn(5, 8)))
     with scaled_identity():
         joint = joint_of(model, x)
     assert any("clamp" in note and "unscaled" in note for note in joint.plan.notes)
@@ -334,21 +322,10 @@ def test_wide_gradients_need_no_scale(recipe) -> None:
     assert joint.scaled.find_nodes(op="call_function", target=symbolic.RESCALE) == []
 
 
-class Indexed(nn.Module):
-    """A layer, ``take`` of what it returns, and a layer."""
-
-    def __init__(self, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.first, self.second, self.take = nn.Linear(8, 8), nn.Linear(8, 4), take
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.take(self.first(x)))
-
-
 @pytest.mark.parametrize("take", [lambda x: x[:, 0], lambda x: x[:, -1:], lambda x: x.select(0, 1)])
 def test_the_gradient_of_a_part_keeps_its_scale(take: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """That of a class token above all: it is written into zeros."""
-    model, x = in_float32(lambda: (Indexed(take), torch.randn(3, 5, 8)))
+    model, x = in_float32(lambda: (between(take), torch.randn(3, 5, 8)))
     with scaled_identity():
         joint = joint_of(model, x)
     assert joint.remarks == []
@@ -358,7 +335,7 @@ def test_the_gradient_of_a_part_keeps_its_scale(take: Callable[[torch.Tensor], t
 
 def test_a_gradient_in_frequencies_carries_no_scale() -> None:
     """Complex numbers have none; the real gradient that comes out of them has one again."""
-    model, x = in_float32(lambda: (Indexed(lambda x: torch.fft.fft(x, norm="ortho").real), torch.randn(4, 8)))
+    model, x = in_float32(lambda: (between(lambda x: torch.fft.fft(x, norm="ortho").real), torch.randn(4, 8)))
     with scaled_identity():
         joint = joint_of(model, x)
     assert joint.remarks == []

@@ -20,7 +20,7 @@ from one_pass import Ran, run_pass
 from processors import plan_on
 from test_casts_simulated import CNN, Program, Transformer
 
-from fxprec.driver import traced
+from fxprec.driver import joint_compilation
 from fxprec.ir import symbolic
 from fxprec.numerics.codec import decode_bits, encode_bits
 from fxprec.numerics.formats import parse
@@ -55,17 +55,6 @@ class Shared(nn.Module):
         return h * self.second(h), h
 
 
-class Normed(nn.Module):
-    """A norm between GEMMs: its result is made again in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.second = nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.norm(self.first(x)))
-
-
 def models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     torch.manual_seed(0)
     labels = torch.randint(5, (4,))
@@ -74,7 +63,7 @@ def models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     return {
         "parts": (Parts(), (torch.randn(8, 8),)),
         "shared": (Shared(), (torch.randn(8, 8),)),
-        "normed": (Normed(), (torch.randn(8, 8),)),
+        "normed": (nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 8)), (torch.randn(8, 8),)),
         "cnn": (CNN(), (torch.randn(4, 3, 8, 8), labels)),
         "transformer": (Transformer(explicit=False), (words, words.flip(0))),
         "explicit attention": (Transformer(explicit=True), (words, words.flip(0))),
@@ -98,10 +87,6 @@ def readers(node: Node) -> Iterator[Node]:
 def read_back(q: Node) -> Node:
     (decoded,) = (user for user in q.users if user.target is symbolic.DEQUANTIZE)
     return decoded
-
-
-def of_backward(q: Node) -> bool:
-    return any(is_backward(user) for user in readers(read_back(q)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,7 +113,7 @@ def test_each_half_reads_its_own_and_nothing_else_is_stored(name: str) -> None:
 def test_forward_never_waits_for_backward(name: str) -> None:
     """In bf16 forward's GEMMs share the copy of backward, unless backward makes the value again."""
     model, args = models()[name]
-    ran = run_pass("guide-partition", model, *args, recipe="bf16", low_ratio=None)
+    ran = run_pass("write-plan", model, *args, recipe="bf16", low_ratio=None)
     for node in filter(is_backward, ran.graph.nodes):
         assert all(map(is_backward, readers(node))), node.format_node()
 
@@ -137,13 +122,13 @@ def test_forward_never_waits_for_backward(name: str) -> None:
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Graph, int]]:
     """The forward halves as AOTAutograd cut them, and how many of their results are the model's."""
     found: list[tuple[Graph, int]] = []
-    complete = traced.Traced._complete_plan
+    complete = joint_compilation.JointCompilation._complete_plan
 
     def keep(self: Any, forward: Any) -> None:
-        found.append((forward.graph, self.planned.num_results))
+        found.append((forward.graph, self.compiled.num_results))
         complete(self, forward)
 
-    monkeypatch.setattr(traced.Traced, "_complete_plan", keep)
+    monkeypatch.setattr(joint_compilation.JointCompilation, "_complete_plan", keep)
     return found
 
 
@@ -209,7 +194,7 @@ def test_outputs_are_those_of_the_high_format_whatever_is_low(
 
 def test_an_evaluation_graph_stores_nothing() -> None:
     with torch.no_grad():
-        ran = run_pass("guide-partition", Parts(), torch.randn(8, 8), **LOW)
+        ran = run_pass("write-plan", Parts(), torch.randn(8, 8), **LOW)
     assert not [n for n in ran.graph.nodes if n.target in (symbolic.QUANTIZE, symbolic.DEQUANTIZE)]
     assert {s.reads for s in ran.work.book.sites} == {"all"}
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from backend_helpers import eager_backend
 from processors import plan_on
 
-import fxprec.driver.halves
+import fxprec.driver.half_compilation
 from fxprec.demo.models import CharTransformer
 from fxprec.driver import event_log
 from fxprec.ir.wide_gemms import WIDE
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.cpu_dependent
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """Pretend this CPU has fast 16-bit GEMMs of any size, and collect the graphs that are lowered."""
     seen: list[torch.fx.GraphModule] = []
-    lower = fxprec.driver.halves.lower
+    lower = fxprec.driver.half_compilation.lower
 
     def spy(gm: torch.fx.GraphModule, *args, **options):
         seen.append(gm)
@@ -37,7 +37,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     plan_on(monkeypatch, "avx512+bf16+fp16")
     monkeypatch.setattr(narrow_gemms, "SMALL", 0)
     monkeypatch.setattr(narrow_gemms, "SHORT", 0)
-    monkeypatch.setattr(fxprec.driver.halves, "lower", spy)
+    monkeypatch.setattr(fxprec.driver.half_compilation, "lower", spy)
     return seen
 
 

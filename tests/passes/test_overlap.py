@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fxprec.compat.order import _KernelOrder
-from fxprec.driver.halves import in_saving_order
+from fxprec.driver.half_compilation import in_saving_order
 from fxprec.passes.analysis.kernel_order import Kernel, saving_order
 from fxprec.passes.analysis.peak.overlap import Copy, waits
 

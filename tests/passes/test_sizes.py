@@ -13,6 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._sympy.functions import FloorDiv
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
@@ -58,14 +59,33 @@ def test_a_batch_that_all_terms_share_does_not_count():
     assert notes([0, 1], 64 * s0 * s1, 2 * s0 * s1**2, ranges=ranges) == [
         "order of groups 0 and 1 depends on s1: group 1 is larger from s1 = 33 on"
     ]
-    mixed = notes([0, 1], 64 * s0 * s1, 2 * s1**2 + s0, ranges=ranges)
-    assert mixed == ["order of 1 pairs of groups is that of the traced sizes: s0 = 4, s1 = 16"]
-
-
-def test_what_is_no_polynomial_is_said_to_be_as_traced():
-    assert notes([0, 1], 64 * s0, 9 * sympy.floor(s0 / 2)) == [
-        "order of 1 pairs of groups is that of the traced sizes: s0 = 16"
+    assert notes([0, 1], 64 * s0 * s1, 2 * s1**2 + s0, ranges=ranges) == [
+        "order of groups 0 and 1 depends on s1: group 1 is larger from s1 = 128 on where s0 = 4"
     ]
+
+
+def test_an_order_that_flips_only_where_two_sizes_change_is_said_to_be_as_traced():
+    ranges = {s0: Range(2, 8, 4), s1: Range(2, 16, 16)}
+    assert notes([0, 1], 64 * s0 * s1, s0 + 1200, ranges=ranges | {s1: Range(6, 16, 16)}) == [
+        "order of 1 pairs of groups is that of the traced sizes: s0 = 4, s1 = 16"
+    ]
+
+
+def test_what_is_no_polynomial_is_compared_too():
+    assert notes([0, 1], 64 * s0, 9 * sympy.floor(s0 / 2)) == []
+    assert notes([0, 1], 64 * s0, 8 * sympy.floor(s0**2 / 2)) == [
+        "order of groups 0 and 1 depends on s0: group 1 is larger from s0 = 17 on"
+    ]
+    assert notes([0, 1], 64 * s0, 2 * FloorDiv(s0, 3) ** 2) == [
+        "order of groups 0 and 1 depends on s0: group 1 is larger from s0 = 291 on"
+    ]
+
+
+def test_a_size_of_unknown_range_is_said_to_be_as_traced():
+    assert notes([0, 1], 64 * s0, s0 * s1) == ["order of 1 pairs of groups is that of the traced sizes: s0 = 16"]
+    note = budget_note(10_000, "b", 64 * s0 + s1, SEQUENCE)
+    assert note.text == "activation_budget b holds at the traced sizes: s0 = 16"
+    assert budget_note(10_000, "b", s1, SEQUENCE) is None
 
 
 def test_many_flips_are_summed_up():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ from fxprec.passes.analysis import unbiased
 from fxprec.passes.analysis.unbiased import Order, averaged_over
 
 DRAWS = 300
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
 
 
 class Attention(nn.Module):
@@ -34,26 +39,6 @@ class Attention(nn.Module):
         q, k, v = (part.view(4, 16, 2, 16).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.last(x + self.out(mixed.transpose(1, 2).reshape(4, 16, 32)))
-
-
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.relu(self.norm(self.first(x))))
-
-
-class Gelu(nn.Module):
-    """Backward reads the GELU's input through a formula that is not linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.gelu(self.first(x)))
 
 
 def draws(model: nn.Module, recipe: str, x: Tensor, count: int) -> tuple[dict[str, str], Tensor, Tensor]:
@@ -86,11 +71,11 @@ def bias(exact: Tensor, found: Tensor) -> float:
     ("model", "shape", "stored"),
     [
         (Attention, (4, 16, 16), {"addmm": "int4/32:bf16", "getitem_5": "int4/32:bf16", "addmm_1": "int8/32:bf16"}),
-        (Convolutions, (4, 3, 16, 16), {"convolution": "int4/32:bf16", "relu": "int4/32:bf16"}),
+        (convolutions, (4, 3, 16, 16), {"convolution": "int4/32:bf16", "relu": "int4/32:bf16"}),
     ],
 )
 def test_gradients_of_norms_attention_and_convolutions_keep_their_mean(
-    model: type[nn.Module], shape: tuple[int, ...], stored: dict[str, str]
+    model: Callable[[], nn.Module], shape: tuple[int, ...], stored: dict[str, str]
 ) -> None:
     torch.manual_seed(0)
     saved, exact, found = draws(model(), "fp8+int4/32:bf16", torch.randn(shape), DRAWS)
@@ -101,8 +86,9 @@ def test_gradients_of_norms_attention_and_convolutions_keep_their_mean(
 
 
 def test_where_it_says_no_gradients_are_biased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward reads the GELU's input through a formula that is not linear."""
     torch.manual_seed(0)
-    model, x = Gelu(), torch.randn(32, 16)
+    model, x = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(32, 16)
     saved, _, _ = draws(model, "fp8+int2/32:bf16", x, 1)
     assert "addmm" not in saved
     monkeypatch.setattr(Order, "biased_by", lambda *_: None)

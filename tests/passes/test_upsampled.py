@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from backend_helpers import eager_backend
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxprec.driver import traced as traced_steps
-from fxprec.passes import fit_peak
+from fxprec.passes import fit_peak, partition
 from fxprec.passes.casts.upsampled import sum_upsampled
 
 aten = torch.ops.aten
@@ -82,15 +80,6 @@ def test_places_that_are_given_are_left() -> None:
     assert is_left(make_fx(scatter, tracing_mode="fake")(torch.randn(2, 3, 8), along(8, 0.5)))
 
 
-class Upsampled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.interpolate(F.relu(self.first(x)), scale_factor=2))
-
-
 @pytest.mark.parametrize("budget", [None, "100%"])
 def test_a_step_scatters_nothing(monkeypatch: pytest.MonkeyPatch, budget: str | None) -> None:
     def gradients() -> Tensor:
@@ -107,11 +96,12 @@ def test_a_step_scatters_nothing(monkeypatch: pytest.MonkeyPatch, budget: str | 
         scatters.append(len(graph.find_nodes(op="call_function", target=aten.index_put.default)))
 
     def put(sums: Callable[[Graph], None]) -> None:
-        for module in (fit_peak, traced_steps):
+        for module in (fit_peak, partition):
             monkeypatch.setattr(module, "sum_upsampled", sums)
 
     torch.manual_seed(0)
-    model, x = Upsampled(), torch.randn(2, 3, 8, 8)
+    first, last = (nn.Conv2d(i, o, 3, padding=1) for i, o in ((3, 8), (8, 4)))
+    model, x = nn.Sequential(first, nn.ReLU(), nn.Upsample(scale_factor=2), last), torch.randn(2, 3, 8, 8)
     put(watch)
     summed = gradients()
     assert set(scatters) == {0}

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from backend_helpers import STORAGES, STORED, assert_close, compare, eager_backend, weighted_sum
+from models import Apply
 from torch import Tensor, nn
 from torch._decomp import core_aten_decompositions
 from torch.compiler import nested_compile_region
@@ -117,53 +118,41 @@ def test_nested_graphs_are_an_error_under_strict() -> None:
         model(*batches(8, 16)[0])
 
 
-class Inverse(nn.Module):
+def inverse() -> nn.Module:
     """(batch, 16) to (batch, 4); checks of `torch.linalg` are side effects, ordered by tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.last(x @ torch.linalg.inv(x.T @ x + 4 * torch.eye(16)))
+    inverted = Apply(lambda x: x @ torch.linalg.inv(x.T @ x + 4 * torch.eye(16)))
+    return nn.Sequential(nn.Linear(16, 16), inverted, nn.Linear(16, 4))
 
 
 @pytest.mark.parametrize("storage", STORED)
 def test_effect_tokens_are_no_tensors_of_the_step(storage: str) -> None:
     torch.manual_seed(0)
     backend = eager_backend(storage)
-    compare(Inverse, batches(8, 16), backend)
+    compare(inverse, batches(8, 16), backend)
     (plan,) = backend.plans
     assert not any(s.elements == 0 for s in plan.sites)
     gradients = {s.tensor for s in plan.sites if s.kind == "grad_param"}
-    assert gradients == ({n for n, _ in Inverse().named_parameters()} if storage == "simulate" else set())
+    assert gradients == ({n for n, _ in inverse().named_parameters()} if storage == "simulate" else set())
 
 
-class Words(nn.Module):
+def words() -> nn.Module:
     """(batch,) indices to (batch, 4); the table's gradient is sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.last = nn.Embedding(20, 16, sparse=True), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.words(x))
+    return nn.Sequential(nn.Embedding(20, 16, sparse=True), nn.Linear(16, 4))
 
 
 def test_sparse_gradients_are_not_rounded() -> None:
     torch.manual_seed(0)
     backend = eager_backend("simulate")
-    with pytest.warns(FxprecWarning, match=r"words.weight: its gradient is torch.sparse_coo: it is not rounded"):
-        _, reference = compare(Words, [(torch.tensor([1, 5, 1]),)], backend)
-    assert reference.words.weight.grad.is_sparse
+    with pytest.warns(FxprecWarning, match=r"0\.weight: its gradient is torch.sparse_coo: it is not rounded"):
+        _, reference = compare(words, [(torch.tensor([1, 5, 1]),)], backend)
+    assert reference[0].weight.grad.is_sparse
 
 
 @pytest.mark.filterwarnings(LEFT_ALONE)
 def test_calibration_leaves_sparse_gradients_out() -> None:
     torch.manual_seed(0)
     backend = eager_backend("packed", policy="exact")
-    compare(Words, [(torch.tensor([1, 5, 1]),)] * 2, backend)
+    compare(words, [(torch.tensor([1, 5, 1]),)] * 2, backend)
     assert backend.plans[0].policy == "exact"
 
 

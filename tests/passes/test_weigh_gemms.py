@@ -7,6 +7,7 @@ import torch
 from one_pass import run_pass
 from torch import nn
 
+from fxprec import compat
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Answer, Costs, Gpu, Product
 from fxprec.passes.weigh_gemms import gemm_nodes, weigh
@@ -67,13 +68,47 @@ def test_what_has_no_kernel_stays_high_and_the_user_who_asked_is_told() -> None:
     )
 
 
+RATES = {"bytes_per_s": 1e12, "bf16_flop_per_s": 1e14, "fp8_flop_per_s": 2e14, "generated_flop_per_s": 2e14}
+RATES |= {"generated_special_flop_per_s": 1e13, "fp32_flop_per_s": 1e13}
+COSTS = Costs(source="measured", **RATES, launch_s=1e-6, own_host_s=1e-5)
+
+
 def test_the_faster_way_wins_by_a_margin() -> None:
-    rates = {"bytes_per_s": 1e12, "bf16_flop_per_s": 1e14, "fp8_flop_per_s": 2e14, "generated_flop_per_s": 2e14}
-    rates["generated_special_flop_per_s"] = 1e13
-    costs = Costs(source="measured", **rates, fp32_flop_per_s=1e13, launch_s=1e-6, own_launch_s=1e-5)
     large = Product(4096, 4096, 4096, "native")
-    assert weigh([large], costs).pays
-    assert weigh([large], costs).why == "1 GEMM over codes 688 us, decoded 1375 us (measured)"
-    assert weigh([Product(4096, 4096, 4096, "generated")], costs).pays
-    assert not weigh([Product(4096, 4096, 4096, "generated", has_special=True)], costs).pays, "NaN takes instructions"
-    assert not weigh([Product(64, 64, 64, "native", copies=(4096,) * 3)], costs).pays, "copies cost launches"
+    assert weigh([large], COSTS).pays
+    assert weigh([large], COSTS).why == "1 GEMM over codes 688 us, decoded 1375 us (measured)"
+    assert weigh([Product(4096, 4096, 4096, "generated")], COSTS).pays
+    assert not weigh([Product(4096, 4096, 4096, "generated", has_special=True)], COSTS).pays, "NaN takes instructions"
+    assert not weigh([Product(64, 64, 64, "native", copies=(4096,) * 3)], COSTS).pays, "copies cost launches"
+
+
+def test_the_hosts_time_counts_where_the_device_would_wait_for_it() -> None:
+    """A kernel of ours takes the host 10 us to start; added to the device's time they hid that a product pays."""
+    thin = Product(512, 1024, 1024, "generated")
+    assert weigh([thin], COSTS).why == "1 GEMM over codes 10 us, decoded 12 us (measured)"
+    assert weigh([thin, thin], COSTS).pays, "20 us of the host, and 23 of the device"
+    small = Product(128, 1024, 1024, "generated")
+    assert weigh([small], COSTS).why == "1 GEMM over codes 10 us, decoded 4 us (measured)"
+    assert not weigh([small], COSTS).pays
+    assert weigh([small], COSTS, in_cuda_graph=True).why == "1 GEMM over codes 2 us, decoded 4 us (measured)"
+    assert weigh([small], COSTS, in_cuda_graph=True).pays, "the graph starts it"
+
+
+@pytest.mark.usefixtures("on_an_h100")
+def test_cuda_graphs_take_the_host_no_time() -> None:
+    asked = {"recipe": "hfp8", "storage": "packed"}
+    assert [a.why.split(",")[0] for a in answers(linears(), torch.randn(16, 32), **asked)] == HOST
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        assert [a.why.split(",")[0] for a in answers(linears(), torch.randn(16, 32), **asked)] == DEVICE
+
+
+HOST = ["2 GEMMs over codes 30 us", "3 GEMMs over codes 45 us"]
+DEVICE = ["2 GEMMs over codes 8 us", "3 GEMMs over codes 12 us"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "makes"),
+    [("default", False), ("reduce-overhead", True), ("max-autotune", True), ("max-autotune-no-cudagraphs", False)],
+)
+def test_modes_that_make_cuda_graphs(mode: str, makes: bool) -> None:
+    assert compat.makes_cuda_graphs(mode) is makes

@@ -22,7 +22,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import fxprec
-from fxprec.driver import device_settings
+from fxprec.driver import option_checks
 from fxprec.errors import ConfigError, FallbackError, FxprecWarning
 from fxprec.runtime.cpu import compact
 
@@ -34,7 +34,7 @@ KIB, MIB = 1024, 1024 * 1024
 @pytest.fixture(autouse=True)
 def region(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Install it; give the bytes that are live in it already. Afterwards new tensors come from the system again."""
-    monkeypatch.setattr(device_settings, "_process", device_settings._Process())
+    monkeypatch.setattr(option_checks, "_process", option_checks._Process())
     assert compact.install() is None
     gc.collect()
     filled = _fill_holes()  # that other tests left

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-import os
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -21,7 +17,7 @@ from gemm_helpers import half_graph, table_of
 import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.reference_ops  # noqa: F401
 from fxprec.config import Config
-from fxprec.driver.fallback import Lowering
+from fxprec.driver.lowering import Lowering
 from fxprec.errors import FallbackError
 from fxprec.ir.symbolic_gemms import GemmKernel, kernel_called
 from fxprec.passes.lowering.lower import lower
@@ -29,27 +25,23 @@ from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.passes.notice import Notice
 
-kernels = pytest.importorskip("fxprec.runtime.gemm.kernels", reason="needs Triton")
+kernels_ahead = pytest.importorskip("fxprec.driver.kernels_ahead", reason="needs Triton")
 TABLE = table_of((0, "e4m3fn"), (5, "e5m2_sat"), (-4, "1-5-2"))
 ALL = ["gemm e5m2_sat x e4m3fn to 1-5-2", "quantize+transpose e4m3fn", "quantize+transpose e5m2_sat"]
 
 
-def lowered_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, failing: set[str], tell: Any, compiling: Callable[[], Any] = lambda: None
-) -> GraphModule:
+def lowered_on_a_gpu(monkeypatch: pytest.MonkeyPatch, failing: set[str], tell: Any) -> GraphModule:
     """Lower as on an H100 where some kernels do not compile; return the graph that would be built."""
     built: list[GraphModule] = []
 
-    def why(kernel: GemmKernel, arch: int) -> str | None:
-        assert arch == 90
-        compiling()
-        return "it does not compile: PTXASError: no memory" if kernel.name in failing else None
+    def failing_kernels(graph: Graph, device: torch.device) -> dict[GemmKernel, str]:
+        called = {kernel for node in graph.nodes if (kernel := kernel_called(node)) is not None}
+        return {k: "it does not compile: PTXASError: no memory" for k in called if k.name in failing}
 
     def lower_half(gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
         return lower(gm, lowering, "cuda", WatchedRows(scaled=frozenset({1, 2})), without=without)
 
-    monkeypatch.setattr(kernels, "why_not_compiled", why)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels_ahead, "failing_kernels", failing_kernels)
     lowering = Lowering(Config(recipe="hfp8", lowering="inductor"), torch.device("cuda"), tell)
     lowering.compile(half_graph(TABLE), lower_half, built.append)
     return built[0]
@@ -81,15 +73,6 @@ def test_only_what_fails_goes_and_what_takes_its_place_is_tried_too(monkeypatch,
         assert "at the speed of high precision" in notice.detail
 
 
-def test_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    meeting = threading.Barrier(2, timeout=20)  # of two that wait for each other, one after the other none would pass
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    asked = iter(range(len(ALL)))
-    with caplog.at_level("INFO", logger="fxprec"):
-        lowered_on_a_gpu(monkeypatch, set(), pytest.fail, lambda: meeting.wait() if next(asked) < 2 else None)
-    assert "compiling 3 kernels around GEMMs for compute capability 9.0" in caplog.text
-
-
 def test_without_any_of_them_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is left is ATen, which a CPU runs too: the bits of the symbolic graph."""
     gm = lowered_on_a_gpu(monkeypatch, {*ALL, "gemm e5m2_sat x e4m3fn", "transpose"}, lambda notice: None)
@@ -108,11 +91,3 @@ def test_under_strict_the_first_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 
     with pytest.raises(FallbackError, match=r"kernel quantize\+transpose e4m3fn: it does not compile: PTXASError"):
         lowered_on_a_gpu(monkeypatch, {ALL[1]}, refuse)
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted functions have no machine code")
-def test_whether_a_kernel_compiles_is_asked_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = GemmKernel("quantize+transpose", ("1-6-9",))
-    assert kernels.why_not_compiled(kernel, 90) is None
-    monkeypatch.setattr(kernels.ahead, "compile_for", lambda *args, **options: operator.truediv(1, 0))
-    assert kernels.why_not_compiled(kernel, 80) == "it does not compile: ZeroDivisionError: division by zero"

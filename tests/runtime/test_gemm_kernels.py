@@ -23,6 +23,7 @@ import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.reference_ops  # noqa: F401
 from fxprec.errors import LoweringError
+from fxprec.gpu_check.samples import hard_numbers
 from fxprec.ir import symbolic, symbolic_gemms
 from fxprec.numerics import stats
 from fxprec.numerics.formats import Format, parse
@@ -47,16 +48,6 @@ WATCHED = (0, 1, 2)
 
 def counted(counters: Tensor) -> Counts:
     return Counts(*gathered(counters)[0].tolist())
-
-
-def hard_numbers(*shape: int) -> Tensor:
-    """Every pattern of bits, ordinary numbers of many sizes, infinities, NaN and zeros."""
-    g = torch.Generator().manual_seed(0)
-    x = torch.randint(-(2**31), 2**31, shape, generator=g).to(torch.int32).view(torch.float32)
-    usual = torch.randn(shape, generator=g) * 2.0 ** torch.randint(-12, 12, shape, generator=g)
-    x = torch.where(torch.rand(shape, generator=g) < 0.7, usual, x)
-    x[0, :6] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1e-45])
-    return x
 
 
 def exponent(value: int) -> Tensor:
@@ -214,6 +205,20 @@ def test_interpreted_graphs_do_casts_statistics_and_products_in_kernels(measure:
             assert mine[3:] == pytest.approx(theirs[row][3:], rel=2e-6)
 
 
+@pytest.mark.parametrize("measured", [False, True])
+def test_one_sum_holds_what_over_and_underflows_of_a_short_part(measured: bool) -> None:
+    longest = stats.SHORT - 1
+    x = torch.randn(6, longest, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-6, 6, 2)[:, None]
+    x[0], x[1], x[2, ::2] = torch.inf, 1e-30, 0
+    wanted, found = (
+        stats.count_parts(x, x, format_row(parse("e4m3fn")), (-1,), measured, short) for short in (False, True)
+    )
+    assert wanted[0][0] & stats.SHORT - 1 == wanted[0][1] >> stats.FIELD & stats.SHORT - 1 == longest
+    for got, right in zip(found, wanted, strict=True):
+        assert got.dtype == right.dtype
+        assert torch.equal(got, right)
+
+
 @interpreted
 @pytest.mark.parametrize("outer", [1, 2, 9])
 def test_interpreted_parts_are_added_up(outer: int) -> None:
@@ -246,19 +251,8 @@ def test_interpreted_parts_are_added_up(outer: int) -> None:
     assert torch.allclose(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-5)
 
 
-@interpreted
-def test_interpreted_striped_counters_are_added_up() -> None:
-    from fxprec.runtime.gemm import totals
-
-    counters = torch.randint(0, 1000, (3 * stats.SITE_COUNTERS,), dtype=torch.int32)
-    table = counters.view(3, stats.STRIPES + 1, stats.COLUMNS)
-    table[:, : stats.STRIPES, stats.SUMS :] = torch.randn(3, stats.STRIPES, 3, dtype=torch.float64).view(torch.int32)
-    table[:, stats.STRIPES, 4] = torch.tensor([0, 1, 1], dtype=torch.int32)
-    assert torch.allclose(totals.gathered(counters), stats.gathered(counters), rtol=1e-12, atol=1e-12)
-
-
 def test_in_the_interpreter(interpreted_tests: InterpretedTests) -> None:
-    assert interpreted_tests.passed(__file__) == len(FORMATS) + len(PAIRS) + len(KEPT) + 9
+    assert interpreted_tests.passed(__file__) == len(FORMATS) + len(PAIRS) + len(KEPT) + 8
 
 
 def test_without_a_device_the_kernels_say_so() -> None:

@@ -17,15 +17,14 @@ import torch._inductor.compile_fx
 from torch import nn
 from torch.fx import GraphModule, Node
 
-import fxprec.driver.halves
+import fxprec.driver.half_compilation
 from benchmarks.gpu.absent import CUDA, moved_to_cuda, plan_for
 from benchmarks.gpu.attention import choose_as_on_gpu
 from benchmarks.gpu.models import LLAMA_70B_BLOCK, LLAMA_BLOCK, Block, Encoder, Shape, Stage
 from fxprec import Backend, Config, compat
-from fxprec.driver.capture import copied
-from fxprec.driver.fallback import Lowering
-from fxprec.driver.halves import CompiledHalf
-from fxprec.driver.lowering_choice import LoweringChooser
+from fxprec.compat import copied
+from fxprec.driver.half_compilation import CompiledHalf
+from fxprec.driver.lowering import Lowering, LoweringChooser
 from fxprec.plan import Plan
 
 Compiled = Callable[[list[Any]], Any]
@@ -170,7 +169,7 @@ def _plain(found: Halves, arch: int) -> Callable[[GraphModule, Sequence[Any]], A
 
 def _fxprec(found: Halves, patch: pytest.MonkeyPatch, options: Mapping[str, Any], arch: int) -> Backend:
     def half(
-        self: fxprec.driver.halves.Halves,
+        self: fxprec.driver.half_compilation.Halves,
         gm: GraphModule,
         examples: Sequence[Any],
         options: Mapping[str, Any],
@@ -189,7 +188,7 @@ def _fxprec(found: Halves, patch: pytest.MonkeyPatch, options: Mapping[str, Any]
         return CompiledHalf(_stand_in(gm), None, lowered, len(gm.graph.output_node().args[0]))  # type: ignore[arg-type]
 
     plan_for(patch, arch, traces_only=True)
-    patch.setattr(fxprec.driver.halves.Halves, "compile", half)
+    patch.setattr(fxprec.driver.half_compilation.Halves, "compile", half)
     patch.setattr(Lowering, "_available", lambda self: self.config.lowering)
     return Backend(Config(**options))
 

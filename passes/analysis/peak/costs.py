@@ -25,7 +25,7 @@ class Rates:
     host_bytes_per_s: float = 5e9
     """To host memory, and back."""
     call_s: float = 1e-6
-    """Of starting a copy there."""
+    """Of the device, between what runs before a copy there and the copy."""
 
     @classmethod
     def of(cls, device: torch.device) -> Rates:
@@ -33,7 +33,7 @@ class Rates:
         if gpu is None:
             return _CPU
         costs = gemm_costs.costs_of(gpu)
-        return cls(costs.bytes_per_s, costs.bf16_flop_per_s, costs.host_bytes_per_s, costs.own_launch_s)
+        return cls(costs.bytes_per_s, costs.bf16_flop_per_s, costs.host_bytes_per_s, costs.launch_s)
 
     def again(self, node: Node) -> float:
         """Return the seconds of running a node once more."""

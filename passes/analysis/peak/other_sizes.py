@@ -13,7 +13,7 @@ from sympy import Poly, Symbol
 from torch.fx import Graph
 
 from fxprec.passes.analysis.peak.step import Held
-from fxprec.passes.analysis.sizes import Ranges, ranges_of, used_in, where_all_fit
+from fxprec.passes.analysis.sizes import Ranges, ranges_of, traced, used_in, where_all_fit
 from fxprec.passes.notice import readable
 
 
@@ -36,10 +36,10 @@ class OtherSizes:
     def note(self) -> str:
         """Say up to which sizes the budget holds."""
         found = where_all_fit([self.room - moment for moment in self.moments], self.ranges)
-        traced = ", ".join(f"{s} = {self.ranges[s].traced}" for s in sorted(self.ranges, key=str))
+        chosen = f"peak budget: chosen at the traced sizes, {traced(self.ranges)}"
         if found is None:
-            return f"peak budget: chosen at the traced sizes, {traced}; at which others it holds is not known"
-        return f"peak budget: chosen at the traced sizes, {traced}; it holds {found or 'at all that the guards allow'}"
+            return f"{chosen}; at which others it holds is not known"
+        return f"{chosen}; it holds {found or 'at all that the guards allow'}"
 
     def excess(self, args: Sequence[Any]) -> str | None:
         """Say that a call's sizes take more than the budget, and more than those before."""

@@ -110,6 +110,8 @@ class Problem:
     hides_copies: bool = False
     """Whether copies to host memory are taken to run beside kernels in full, or not at all."""
     effort: Effort = field(default_factory=Effort)
+    price: float = 0.0
+    """Seconds that a byte on the device is worth, where no bound says so."""
 
     def __post_init__(self) -> None:
         self.nodes = self._closure()
@@ -221,7 +223,7 @@ class Problem:
         fmt = self.format(node, way)
         rounding = self.rates.rounding(node, fmt) if fmt is not None and way not in (KEEP, HOST) else 0.0
         size = self.size(node, way)
-        moving = self.moving(size) if is_on_host(way) else 0.0
+        moving = self.moving(size) if is_on_host(way) else self.price * size
         return self.rates.keeping(node, size) + rounding + moving + _LITTLE
 
     def moving(self, size: int) -> float:

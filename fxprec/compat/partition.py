@@ -1,0 +1,101 @@
+"""AOTAutograd's partition of a joint graph in a forward and a backward half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch._functorch.config as functorch_config
+import torch._functorch.partitioners as partitioners
+from torch._functorch.compile_utils import raise_getitems
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import is_sym_node
+
+Halves: TypeAlias = tuple[GraphModule, GraphModule]
+
+
+class Partitioner(CustomPartitionerFn):
+    """Inductor's partitioner from a function of (joint graph, its inputs, torch's options)."""
+
+    def __init__(self, function: Callable[..., Halves], key: str) -> None:
+        self.function, self.key = function, key
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **options: Any) -> Halves:
+        return self.function(gm, joint_inputs, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
+        return self  # ``scan`` copies Inductor's config as it is traced
+
+    def __reduce__(self) -> Any:
+        return str, (self.key,)  # torch pickles Inductor's config into the keys of both caches
+
+    def uuid(self) -> str:
+        return self.key
+
+
+def without_effect(*, is_cut: bool) -> Iterator[tuple[str, str]]:
+    """Yield (setting of torch's, why it changes nothing here); ``is_cut``: torch's min-cut has no part."""
+    if config.custom_partitioner_fn is not None:
+        yield (
+            "torch._inductor.config.custom_partitioner_fn",
+            "is not called: fxprec cuts the graph itself, as its plan says",
+        )
+    if is_cut and getattr(functorch_config, "enable_activation_offloading", False):
+        yield (
+            "torch._functorch.config.enable_activation_offloading",
+            "moves nothing under a peak_budget; add 'offload' to its ways",
+        )
+
+
+def min_cut(joint: GraphModule, inputs: Sequence[object], *, stored: Sequence[Node] = (), **options: Any) -> Halves:
+    """Return the halves of torch's own partition, with ``stored`` computed in forward.
+
+    torch computes in backward what no result of forward needs: so they are results of forward while it partitions.
+    """
+    first: int = options["num_fwd_outputs"]
+    _insert_results(joint, first, stored)
+    options["num_fwd_outputs"] = first + len(stored)
+    forward, backward = partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
+    _drop_results(forward, first, len(stored))
+    return forward, backward
+
+
+def _insert_results(gm: GraphModule, first: int, nodes: Sequence[Node]) -> None:
+    output: Any = gm.graph.output_node()
+    results = output.args[0]
+    output.args = ((*results[:first], *nodes, *results[first:]),)
+    if "desc" in output.meta:
+        descs = output.meta["desc"]
+        output.meta["desc"] = [*descs[:first], *[None] * len(nodes), *descs[first:]]
+
+
+def _drop_results(gm: GraphModule, first: int, count: int) -> None:
+    if not count:
+        return
+    output: Any = gm.graph.output_node()
+    results = output.args[0]
+    output.args = ((*results[:first], *results[first + count :]),)
+    for name in ("desc", "output_stack_traces"):  # one entry a result
+        if name in output.meta:
+            of_results = output.meta[name]
+            output.meta[name] = [*of_results[:first], *of_results[first + count :]]
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+
+
+def cut(joint: GraphModule, saved: Sequence[Node], *, num_fwd_outputs: int) -> Halves:
+    """Return the halves between which ``saved`` crosses, and what backward computes from it."""
+    numbers = [node for node in saved if is_sym_node(node)]
+    opaque = [node for node in saved if _is_opaque(node)]
+    tensors = [node for node in saved if node not in numbers and node not in opaque]
+    more: dict[str, Any] = {"saved_opaque_nodes": opaque} if opaque else {}
+    forward, backward = partitioners._extract_fwd_bwd_modules(
+        joint, tensors, saved_sym_nodes=numbers, num_fwd_outputs=num_fwd_outputs, **more
+    )
+    backward = partitioners.reordering_to_mimic_autograd_engine(backward)
+    return raise_getitems(forward), raise_getitems(backward)
+
+
+_is_opaque: Callable[[Node], bool] = getattr(partitioners, "is_opaque_node", lambda node: False)

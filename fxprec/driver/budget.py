@@ -1,0 +1,224 @@
+"""Hold what is compiled to ``activation_budget`` and ``peak_budget``: of one graph, and of all graphs of a step.
+
+A plan predicts what it saves and what it holds at the peak. The partitioned graph and the compiled halves show it;
+where that is above the budget, another plan is made.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from fxprec.config import Settings
+from fxprec.config.settings import PeakBudget as AskedPeak
+from fxprec.driver.event_log import EventLog
+from fxprec.errors import BudgetError
+from fxprec.passes.analysis.peak.part import Part
+from fxprec.passes.analysis.peak.reserve import enough_for
+from fxprec.passes.analysis.peak.together import Together
+from fxprec.passes.notice import readable
+from fxprec.plan import PeakBytes
+
+if TYPE_CHECKING:
+    from fxprec.driver.graph import PlannedGraph
+
+ATTEMPTS = 5  # plans made for one peak budget, each compiled; the second nearly always fits
+_MARGIN = 0.98  # of the budget, where that much is enough: what is compiled differs a little from what is predicted
+SAVED_ATTEMPTS = 4  # plans made for one activation budget; the first shows what is saved besides, so the second fits
+
+
+class SavedBudget:
+    """The budget of one graph, and what its plans turned out to save."""
+
+    def __init__(self, settings: Settings, log: EventLog) -> None:
+        self.settings, self.log = settings, log
+        self.fixed = 0  # bytes beyond what is predicted of the counted tensors
+        self._saved: list[int] = []  # by each plan above the budget
+        self._told = 0  # bytes above the budget, of a plan that was given
+
+    def hold(self, predicted: int, saved: int) -> bool:
+        """Say whether ``saved`` bytes are within the budget; if not, ``fixed`` takes what was not predicted off it.
+
+        Raises `BudgetError` where another plan saves no less.
+        """
+        budget = self.settings.activation_budget
+        if budget is None or saved <= budget:
+            return True
+        if len(self._saved) + 1 == SAVED_ATTEMPTS or any(saved >= before for before in self._saved):
+            from fxprec.passes.analysis.assignment import over_budget
+
+            raise over_budget(self.settings, min(*self._saved, saved))
+        self._saved.append(saved)
+        self.fixed += saved - predicted
+        return False
+
+    def tell(self, saved: int, step: int) -> None:
+        """A plan that was given, or promoted, goes before the budget: it is said, and ends no run."""
+        budget = self.settings.activation_budget
+        if budget is None or saved <= max(budget, self._told):
+            return
+        self._told = saved
+        detail = f"{readable(saved)} are saved for backward since tensors were promoted, or as the given plan wants"
+        self.log.warn(f"activation_budget {readable(budget)}: {detail}")
+        self.log.note("fallback", self.log.name, detail, step=step)
+
+
+class PeakBudget:
+    """The budget of one graph, and what its plans turned out to hold."""
+
+    def __init__(self, log: EventLog) -> None:
+        self.log = log
+        self.part = Part()
+        self.tried: list[tuple[int, int]] = []
+        """Of each plan made for the budget, the bytes it predicts, and holds as compiled."""
+        self._told = 0  # bytes above the budget, of a plan that was given
+
+    def take(self, part: Part) -> None:
+        """Plan for another part of the budget from now on."""
+        self.part, self.tried = part, []
+
+    def hold(self, planned: PeakBytes, held: int, waiting: int) -> PeakBytes | None:
+        """Return the peak as compiled, and what waits between the halves; None where another plan is to hold less.
+
+        Raises `BudgetError` where `ATTEMPTS` plans held too much.
+        """
+        self.tried.append((planned.planned, held))
+        is_within = held <= planned.room and waiting <= self.part.waiting
+        if is_within or self.part.is_provisional:
+            return replace(planned, compiled=held, waiting=waiting)
+        least = min(held for _, held in self.tried)
+        if len(self.tried) == ATTEMPTS:
+            beside = f", {readable(planned.beside)} of it for other graphs" if planned.beside else ""
+            beside += f", {readable(planned.reserved)} of it for libraries" if planned.reserved else ""
+            wanted = least + planned.beside
+            if planned.reserved:
+                wanted = enough_for(least - planned.room, planned.budget)
+            raise BudgetError(
+                f"peak_budget is {readable(planned.budget)}{beside}, and of {ATTEMPTS} plans made for it the best "
+                f"holds {readable(least)} as compiled; raise it to {readable(wanted)} or take a "
+                "smaller batch"
+            )
+        assert planned.waiting is not None
+        part = self.part
+        if held > planned.room:
+            part = replace(part, beyond=part.beyond + held - planned.planned)
+        if waiting > part.waiting:
+            part = replace(part, beyond_waiting=part.beyond_waiting + waiting - planned.waiting)
+        self.part = part
+        detail = f"a plan that predicts {readable(planned.planned)} at the peak holds {readable(held)} as compiled"
+        self.log.note("replanned", self.log.name, f"{detail}; planned again within {readable(planned.room)}")
+        return None
+
+    def tell(self, planned: PeakBytes, held: int, step: int) -> PeakBytes:
+        """A plan that was given, or promoted, goes before the budget: it is said, and ends no run."""
+        if held > max(planned.room, self._told):
+            self._told = held
+            detail = f"the step holds {readable(held)} since tensors were promoted, or as the given plan wants"
+            self.log.warn(f"peak_budget {readable(planned.budget)}: {detail}")
+            self.log.note("fallback", self.log.name, detail, step=step)
+        return replace(planned, compiled=held)
+
+
+class SharedPeak:
+    """The training graphs of one model under one ``peak_budget``, and the orders in which steps call them.
+
+    Which graphs run in one step, as after a graph break, shows in the first step, where each holds as little as it can.
+    When the next begins, each gets the part of the budget that makes the whole step fastest
+    (`passes.analysis.peak.together`), and is compiled for it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._asked = settings.peak_budget
+        self._graphs: dict[int, PlannedGraph] = {}
+        self._calls: list[tuple[int, Callable[[], Any]]] = []  # with what tells whether its backward may come
+        self._is_backward = False
+        self._known: list[tuple[int, ...]] = []
+
+    def first_part(self, *, is_cut: bool) -> Part:
+        """Return the part of a new graph; with ``is_cut`` another follows."""
+        is_one_of_several = is_cut or (self._waits() and not self._is_backward)
+        return Part(is_provisional=self._asked is not None and is_one_of_several)
+
+    def saw(self, graph: PlannedGraph, results: Any) -> None:
+        """Note that a training graph ran forward."""
+        if self._asked is None:
+            return
+        found = next(((r, node) for r in _tensors(results) if (node := _compiled_node(r)) is not None), None)
+        if found is None:
+            return
+        self._waits()
+        self._graphs[graph.index] = graph
+        self._calls.append((graph.index, weakref.ref(found[1])))
+        found[0].register_hook(self._saw_backward)
+
+    def forget(self) -> None:
+        """What was compiled is no longer called."""
+        self._graphs, self._calls, self._known, self._is_backward = {}, [], [], False
+
+    def _saw_backward(self, grad: torch.Tensor) -> None:
+        self._is_backward = True
+
+    def _waits(self) -> bool:
+        """Forget calls whose results are gone: no backward will come. Say whether others wait for theirs."""
+        if not self._is_backward:
+            self._calls = [(index, node) for index, node in self._calls if node() is not None]
+        return bool(self._calls)
+
+    def begin(self) -> None:
+        """A forward begins, of a new step where backward has run: share the budget between the graphs of the last.
+
+        Raises `BudgetError` where all do not fit.
+        """
+        asked = self._asked
+        if asked is None or not self._is_backward:
+            return
+        calls = tuple(index for index, _ in self._calls)
+        self._calls, self._is_backward = [], False
+        if not calls or calls in self._known:
+            return
+        self._known.append(calls)
+        if len(calls) > 1 or self._graphs[calls[0]].compiler.peak.part.is_provisional:
+            self._share(asked)
+
+    def _share(self, asked: AskedPeak) -> None:
+        numbers = dict.fromkeys(index for calls in self._known for index in calls)
+        graphs = {index: self._graphs[index] for index in numbers}
+        peaks = {index: peak for index, graph in graphs.items() if (peak := graph.peak_with_points()) is not None}
+        if len(peaks) < len(graphs):  # of one the plan came with a checkpoint: it stays, and so do the others
+            return
+        for index, part in self._parts(asked, graphs, peaks).items():
+            graphs[index].take_part(part)
+
+    def _parts(
+        self, asked: AskedPeak, graphs: Mapping[int, PlannedGraph], peaks: Mapping[int, PeakBytes]
+    ) -> Mapping[int, Part]:
+        gradients = {index: graph.captured.gradient_bytes for index, graph in graphs.items()}
+        together = Together({i: peak.points for i, peak in peaks.items()}, self._known, gradients)
+        budget = asked.bytes_of(together.peak({i: peak.points[0] for i, peak in peaks.items()}))
+        room = budget - max(peak.reserved for peak in peaks.values())
+        chosen = together.within(_MARGIN * room) or together.within(room)
+        if chosen is None:
+            least = together.least()
+            raise BudgetError(
+                f"peak_budget is {readable(budget)} for the {len(graphs)} training graphs of a step together, and the "
+                f"least peak found holds {readable(least)}; raise it to {readable(least)}, take a smaller batch, or "
+                "compile the model without graph breaks"
+            )
+        return together.parts(chosen, budget)
+
+
+def _compiled_node(result: torch.Tensor) -> Any:
+    """Return the compiled function's node behind a result, or None; views that AOTAutograd makes again lie between."""
+    node: Any = result.grad_fn
+    while node is not None and not isinstance(node, BackwardCFunction):
+        node = next((before for before, _ in node.next_functions if before is not None), None)
+    return node
+
+
+def _tensors(results: Any) -> list[torch.Tensor]:
+    return [r for r in (results if isinstance(results, list | tuple) else [results]) if isinstance(r, torch.Tensor)]

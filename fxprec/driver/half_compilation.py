@@ -1,0 +1,134 @@
+"""Lowering and compiling the forward and the backward half of one partitioned graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import GraphModule
+
+from fxprec import compat
+from fxprec.compat import copied
+from fxprec.driver.compiled import Compiled
+from fxprec.driver.interpreter import interpreted
+from fxprec.driver.interpreter import interpreted_by_group as by_group
+from fxprec.driver.lowering import interpreted_kernels
+from fxprec.driver.memory import CompiledPeak, PlainHalf
+from fxprec.driver.record import RecordedHalf
+from fxprec.driver.warm_start import codegen_sources
+from fxprec.driver.wrappers import Run, ranged
+from fxprec.ir.symbolic_host import IN_PLACE_ORDER
+from fxprec.passes.analysis.joint import results_of
+from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
+from fxprec.passes.lowering.lower import lower
+from fxprec.passes.lowering.lowered import Lowered
+from fxprec.passes.lowering.wide_gemms import widen_gemms
+
+if TYPE_CHECKING:
+    from fxprec.driver.compilation import Compiler
+
+
+@dataclass(frozen=True)
+class CompiledHalf:
+    """What runs, and what it is made of."""
+
+    run: Run
+    code: Run | None
+    """What Inductor returned, or what interprets the half."""
+    lowered: Lowered
+    num_outputs: int
+    """Without the statistics."""
+
+
+@dataclass
+class Halves:
+    """The halves of one compilation; the backward one may come in the first backward pass only."""
+
+    compiler: Compiler
+    device_type: str
+    compiled: Compiled
+    """What was decided of the graph so far: its plan, if it has one, and what its rows are for."""
+    saves_memory: bool = False
+    """Whether the user trades time for memory, by checkpoints or a budget: kernels run in an order that saves it."""
+    seen_by_forward: frozenset[int] = frozenset()
+    """Rows: what backward recomputes is not measured again."""
+    peak: CompiledPeak | None = None
+    """Takes in what each half allocates, under a peak budget."""
+
+    def __post_init__(self) -> None:
+        self.lowering = self.compiler.lowering
+
+    def compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any], name: str) -> CompiledHalf:
+        """Lower and compile the half of that name; its statistics go to the queue and not into the results."""
+        widen_gemms(gm.graph, self.compiler.settings.processor)  # first: whoever watches sees what runs
+        tensors = self.compiler.tensors if self.compiled.is_training else None
+        watchers = [watcher for watcher in (self.compiler.recorder, tensors) if watcher is not None]
+        symbolic = [RecordedHalf(copied(gm), self.compiled) for _ in watchers]  # lowering edits the graph
+        half = self._compile(gm, examples, options, name)
+        for watcher, recorded in zip(watchers, symbolic, strict=True):
+            half = replace(half, run=watcher.watch(self.compiler.log.name, name, recorded, half.run))
+        return half
+
+    def _compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any], name: str) -> CompiledHalf:
+        num_outputs = len(results_of(gm.graph))
+        plain = PlainHalf.of(gm, examples, is_backward=name == "backward")
+        code: Run | None = None
+
+        def build(gm: GraphModule) -> Run:
+            nonlocal code
+            code = self._built(gm, plain, options, name)
+            return ranged(code, self.compiler.log.name, name)
+
+        half = self.lowering.compile(gm, partial(self._lower, name), build, name)
+        if name == "forward":
+            self.seen_by_forward = frozenset(half.lowered.all_rows)
+        kernels = half.lowered.generated.kernels
+        dump, plan = self.compiler.dump, self.compiled.plan
+        if dump is not None and plan is not None and (kernels or self.lowering.name == "triton"):
+            dump.write_kernels(kernels, plan, name)
+        run = self.compiler.wrapped(half if half.has_first_run else half.run, name, half.lowered, num_outputs)
+        return CompiledHalf(run, code, half.lowered, num_outputs)
+
+    def _lower(self, name: str, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
+        rows = self.compiled.rows.without(self.seen_by_forward)
+        contiguous = () if name == "forward" else self.compiled.contiguous
+        calls = compat.TritonCalls()
+        return lower(gm, lowering, self.device_type, rows, calls=calls, without=without, contiguous=contiguous)
+
+    def scales(self, name: str) -> bool:
+        """Say whether the half of that name reads scales of gradients."""
+        return name == "backward" and bool(self.compiled.rows.scaled)
+
+    def _built(self, gm: GraphModule, plain: PlainHalf, options: Mapping[str, Any], name: str) -> Run:
+        if self.lowering.name == "eager":
+            return by_group(gm, interpreted(gm))
+        if self.lowering.is_interpreted:
+            return interpreted_kernels(interpreted(gm))
+        compat.hand_on_inputs(gm.graph)
+        key = codegen_sources()
+        saving = (
+            compat.saving_memory(in_saving_order, key, IN_PLACE_ORDER)
+            if self.saves_memory
+            else contextlib.nullcontext()
+        )
+        on_cpu = self.device_type == "cpu"
+        files = compat.loops_share_files() if on_cpu else contextlib.nullcontext()
+        loops = compat.calls_in_loops() if on_cpu else compat.only_tensors_are_loads(self.scales(name))
+        with compat.code_keyed_by(key), compat.tiles_for_bytes(), compat.bitcasts_in_loops(), files, loops, saving:
+            code: Run = compat.compile_fx_inner(gm, plain.examples, **options)
+        if self.peak is not None:
+            self.peak.saw(plain, code)
+        return code
+
+
+def in_saving_order(
+    kernels: Sequence[tuple[dict[str, int], dict[str, int], frozenset[int]]], kept: frozenset[str]
+) -> list[int] | None:
+    """Return an order of kernels that holds fewer bytes at once than the one given, or None."""
+    found = [Kernel(*kernel) for kernel in kernels]
+    order = saving_order(found)
+    is_better = peak_bytes(found, order, kept) < peak_bytes(found, range(len(found)), kept)
+    return order if is_better else None

@@ -1,0 +1,149 @@
+"""Run a graph node by node, as the reference lowering and calibration do.
+
+Inductor turns ``rand`` into a seed, drawn once in the forward half, and a function of that seed, which backward may
+compute again. The prims' own eager implementations ignore the seed, so a recomputed dropout would draw another mask;
+`draw_from_seeds` replaces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.profiler import record_function
+
+from fxprec import compat
+from fxprec.driver.wrappers import Run
+from fxprec.passes.analysis.joint import results_of
+from fxprec.passes.analysis.tensors import GROUP_META
+from fxprec.passes.insert_observers import measure
+
+
+def draw_from_seeds(gm: GraphModule) -> GraphModule:
+    """Replace, in place, random operators that ignore their seed; return ``gm``."""
+    replaced = False
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in _SEEDED:
+            node.target = _SEEDED[node.target]
+            replaced = True
+    if replaced:
+        gm.recompile()
+    return gm
+
+
+def _generator(seed: torch.Tensor) -> torch.Generator:
+    return torch.Generator(seed.device).manual_seed(int(seed.sum()))
+
+
+def seeded_random(
+    size: Sequence[int], seed: torch.Tensor, mode: str, *, align_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return float32 numbers, uniform for mode ``"rand"`` and normal for ``"randn"``, the same for the same seed."""
+    draw = {"rand": torch.rand, "randn": torch.randn}[mode]
+    return draw(size, generator=_generator(seed), device=seed.device, dtype=torch.float32)
+
+
+def seeded_randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
+    """Return int64 numbers of [low, high), the same for the same seed."""
+    return torch.randint(low, high, size, generator=_generator(seed), device=seed.device)
+
+
+_SEEDED = {compat.SEEDED_RANDOM: seeded_random, compat.SEEDED_RANDINT: seeded_randint}
+
+
+class Calibration:
+    """Damages by counted tensor, from the first backward that arrives.
+
+    Definitions: docs/algorithms.md, "Demotion and promotion".
+    """
+
+    def __init__(self) -> None:
+        self._tensors: tuple[int, ...] = ()
+        self._measured: torch.Tensor | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self._measured is not None
+
+    def watch(self, gm: GraphModule) -> Callable[..., Any]:
+        """Return the partitioned graph as a function that also records the damages it measures."""
+        num_outputs = len(results_of(gm.graph))
+        tensors = measure(gm)
+        run = interpreted(gm)
+        if not tensors:
+            return run
+        self._tensors = tensors
+        compat.trim_output_strides(num_outputs)
+
+        def call(args: list[Any]) -> Any:
+            *results, damages = run(args)
+            if self._measured is None:
+                self._measured = damages.view(-1, 2).cpu()
+            return tuple(results)
+
+        return compat.boxed(call)
+
+    def by_tensor(self) -> dict[int, float] | None:
+        """Return the damage of each counted tensor, once measured: the gradient of tensor ``i`` is ``i + 1``."""
+        if self._measured is None:
+            return None
+        pairs = zip(self._tensors, self._measured.tolist(), strict=True)
+        return {tensor + i: damage for tensor, damages in pairs for i, damage in enumerate(damages)}
+
+
+def interpreted(gm: GraphModule) -> Callable[..., Any]:
+    """Run a graph op by op: the reference lowering."""
+    draw_from_seeds(gm)
+
+    def call(args: list[Any]) -> Any:
+        taken = list(args)
+        given = {id(t) for x in taken if isinstance(x, torch.Tensor) for t in (x, x._base)}
+        args.clear()
+        with torch.no_grad():
+            return [_own(x, given) for x in gm(*taken)]
+
+    return compat.boxed(call)
+
+
+def _own(x: Any, given: Collection[int]) -> Any:
+    """Return a result that is no view of the graph's own tensors to a user, who may write into it.
+
+    A view of what was given stays one: autograd counts writes into the tensor that backward reads through it.
+    """
+    if not isinstance(x, torch.Tensor) or x._base is None or id(x._base) in given:
+        return x
+    with compat.below_autograd():
+        return x.view_as(x)
+
+
+def interpreted_by_group(gm: GraphModule, run: Run) -> Run:
+    """Return ``run``, but while a profiler is on ``gm`` node by node, in ranges ``fxprec group N``."""
+
+    def call(args: list[Any]) -> Any:
+        if not compat.is_profiling():
+            return run(args)
+        taken = list(args)
+        args.clear()
+        with torch.no_grad(), ExitStack() as ranges:
+            return _ByGroup(gm, ranges).run(*taken)
+
+    return compat.boxed(call)
+
+
+class _ByGroup(Interpreter):
+    """Opens a range where the group changes; a node of no group stays in that of the node before it."""
+
+    def __init__(self, gm: GraphModule, ranges: ExitStack) -> None:
+        super().__init__(gm)
+        self.group, self.ranges = None, ranges
+
+    def run_node(self, n: Node) -> Any:
+        group = n.meta.get(GROUP_META)
+        if group is not None and group != self.group:
+            self.group = group
+            self.ranges.close()
+            self.ranges.enter_context(record_function(f"fxprec group {group}"))
+        return super().run_node(n)

@@ -1,0 +1,280 @@
+"""One attempt to compile a captured graph that the cache has no code of: passes run, then each half is lowered.
+
+Imported only then: a start from the cache needs no pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import Graph, GraphModule
+
+from fxprec import compat
+from fxprec.driver.capture import Captured
+from fxprec.driver.compiled import Compiled, Retry, Stop
+from fxprec.driver.event_log import Said
+from fxprec.driver.half_compilation import CompiledHalf, Halves
+from fxprec.driver.memory import CompiledPeak, over_ratio
+from fxprec.driver.warm_start import KnownHalf
+from fxprec.driver.wrappers import Run
+from fxprec.passes import pipeline
+from fxprec.passes.analysis import regions
+from fxprec.passes.analysis.joint import JointGraph
+from fxprec.passes.analysis.peak.step import drawn
+from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, read_by_backward
+from fxprec.passes.analysis.sizes import budget_note, ranges_of
+from fxprec.passes.base import Work
+from fxprec.passes.lowering.lowered import Generated
+from fxprec.passes.lowering.nonfinite import keep_nonfinite
+from fxprec.passes.lowering.rows import rows_of
+from fxprec.passes.notice import readable
+from fxprec.passes.partition import Partition, as_torch_does
+from fxprec.passes.pass_report import PassReport
+from fxprec.plan import PeakBytes, Plan
+from fxprec.report.watch import run_passes, write_plan
+
+if TYPE_CHECKING:
+    from fxprec.driver.compilation import Compiler
+    from fxprec.driver.interpreter import Calibration
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class JointCompilation:
+    """The backward half may be compiled in the first backward pass only, and finds here what it needs."""
+
+    compiler: Compiler
+    captured: Captured
+    given: Plan | None
+    step: int
+    key: str | None
+    """What the code is stored under; None: it is not."""
+    only_looks: bool = False
+    """Whether what the passes find of other peak budgets is all that is wanted."""
+    calibration: Calibration | None = None  # where this is the step that measures
+    saves_memory: bool = False  # the user has tensors computed again
+    ratio: tuple[float, int] | None = None  # torch's activation_memory_budget, and the bytes it is a share of
+    passes: tuple[PassReport, ...] = ()
+    partitioned: Partition | None = None  # as the passes decided
+    halves: Halves | None = None  # once the plan is complete
+    said: list[Said] = field(default_factory=list)  # by the passes
+
+    def __post_init__(self) -> None:
+        self.compiled = Compiled(capacity=self.captured.capacity)
+        self.peak: PeakBytes | None = None  # that the passes predict
+
+    @property
+    def is_training(self) -> bool:
+        return self.compiled.is_training
+
+    def run_passes(self, graph: Graph) -> None:
+        with self.compiler.log.heard() as said:
+            self._rewrite(graph)
+        self.said += said
+
+    def _rewrite(self, graph: Graph) -> None:
+        """Plan and rewrite one joint (or inference) graph."""
+        joint = JointGraph(graph, self.captured.inputs)
+        if not joint.has_table:  # of torch.cond or a nested_compile_region: left alone, as the outer graph's passes say
+            return
+        self.compiled = replace(self.compiled, is_training=bool(joint.tangents))
+        if joint.updates_weights:
+            self._note_unplanned(_STEPS_WEIGHTS)
+            return
+        work = self._work(joint)
+        if self.is_training and self.given is None and (calibration := self.compiler.calibration) is not None:
+            work.damage = calibration.by_tensor()
+            if work.damage is None:
+                self.calibration = calibration
+                pipeline.run(work, pipeline.calibration_for(work.settings))
+                return
+        known = frozenset(graph.nodes)
+        self.saves_memory = self.is_training and (work.memory_budget < 1 or regions.are_in(graph) or work.fits_peak)
+        self.passes = tuple(run_passes(work, self.compiler.dump))
+        if self.only_looks:
+            self.peak = work.peak
+            raise Stop(Retry(self.captured.capacity))
+        if self.compiler.tensors is not None:
+            self.compiler.tensors.expect(graph)
+        self.partitioned = Partition(work, known)
+        if work.memory_budget < 1 and self.is_training:
+            self.ratio = work.memory_budget, read_by_backward(joint)
+        for notice in work.notices:
+            self.compiler.log.notice(notice)
+        for fact in work.facts:
+            self.compiler.log.fact(fact)
+        self._take(work)
+
+    def partition(self, gm: GraphModule, inputs: Sequence[object], **options: Any) -> compat.Halves:
+        """Cut the joint graph that the passes rewrote, or one nested in it."""
+        if self.partitioned is None or not JointGraph(gm.graph, self.captured.inputs).has_table:
+            return as_torch_does(gm, inputs, **options)
+        assert self.partitioned.work.joint.graph is gm.graph, "torch's passes edit the graph, and make no other"
+        return self.partitioned(gm, inputs, **options)
+
+    def _work(self, joint: JointGraph) -> Work:
+        part = self.compiler.peak.part
+        return Work(
+            joint,
+            self.compiler.settings,
+            given=self.given,
+            siblings=self.compiler.trained(),
+            memory_budget=compat.memory_budget(joint.graph),
+            fixed_bytes=self.compiler.budget.fixed,
+            peak_part=replace(part, wants_curve=True) if self.only_looks else part,
+            looks_at_budgets=self.compiler.dump is not None,
+            may_exceed_budget=self.is_training and self._saves_codes,
+        )
+
+    def _take(self, work: Work) -> None:
+        plan, scales, joint = work.plan, work.scales, work.joint
+        rows = len(plan.sites) if scales is None else scales.num_rows(len(plan.sites))
+        if rows > self.captured.capacity:
+            raise Stop(Retry(1 << rows.bit_length()))
+        self.compiled = replace(
+            self.compiled,
+            plan=plan,
+            scales=scales,
+            rows=rows_of(plan, scales, self.compiler.settings),
+            num_results=joint.num_forward_outputs,
+            contiguous=joint.contiguous_gradients,
+            peak_sizes=work.peak_sizes,
+        )
+        if self.is_training and not plan.sites and not plan.gemms:
+            self._note_unplanned("nothing to hold low: no GEMM, and nothing of it is stored for backward")
+
+    def _set_plan(self, plan: Plan) -> None:
+        self.compiled = replace(self.compiled, plan=plan)
+        write_plan(plan, self.compiler.dump)
+
+    def _note_unplanned(self, detail: str) -> None:
+        self.compiler.log.note("unplanned", self.compiler.log.name, detail)
+
+    def compile_half(self, gm: GraphModule, examples: Sequence[Any], **options: Any) -> Run:
+        """Lower and compile the forward or the backward graph; strip its statistics from the results."""
+        if self.calibration is not None:
+            return self.calibration.watch(gm)
+        name = "backward" if options.get("is_backward") else "forward"
+        with self.compiler.log.heard() as said:
+            if name == "forward":
+                self._complete_plan(gm)
+                keep_nonfinite(gm.graph)  # first: what lowering is compared with keeps them too
+                self.halves = self._new_halves()
+            assert self.halves is not None, "forward comes first"
+            half = self.halves.compile(gm, examples, options, name)
+            self._say_how_lowered()
+        if self.key is None:
+            return half.run
+        return compat.storable(half.run, self._known(half, name, said), half.code)
+
+    def _say_how_lowered(self) -> None:
+        """Put into the plan which lowering was estimated to be less for the halves so far."""
+        chooser, plan = self.compiler.lowering.chooser, self.compiled.plan
+        if chooser is not None and chooser.halves and plan is not None:
+            self._set_plan(replace(plan, lowering=chooser.for_plan()))
+
+    def _known(self, half: CompiledHalf, name: str, said: Sequence[Said]) -> KnownHalf:
+        said = (*self.said, *said) if name == "forward" else tuple(said)
+        lowered = replace(half.lowered, generated=Generated())  # kernels are part of the code
+        return KnownHalf(name, lowered, half.num_outputs, said, self.compiled)
+
+    def _new_halves(self) -> Halves:
+        compiler = self.compiler
+        if compiler.recorder is not None:
+            compiler.recorder.inputs[compiler.log.name] = self.captured.inputs
+        return Halves(
+            compiler,
+            self.captured.device.type,
+            self.compiled,
+            saves_memory=self.saves_memory,
+            peak=self._new_peak(),
+        )
+
+    def _new_peak(self) -> CompiledPeak | None:
+        plan = self.compiled.plan
+        if plan is None or plan.peak_bytes is None:
+            return None
+        threads = self.compiler.settings.processor.threads
+        return CompiledPeak(self.compiled.num_results, self.captured.device.type, threads)
+
+    def _complete_plan(self, forward: GraphModule) -> None:
+        """Put into the plan what the partitioned graph really saves, and hold it to the budget."""
+        plan, num_results = self.compiled.plan, self.compiled.num_results
+        if plan is None:  # it steps weights
+            return
+        if self.is_training:
+            predicted = plan.saved_bytes
+            plan, saved = as_partitioned(plan, forward.graph, num_results, self.captured.inputs)
+            copied = copied_inputs(forward.graph, num_results, self.captured.inputs)
+            self.compiled = replace(self.compiled, copied=copied)
+            if self._saves_codes and self.given is None:
+                assert predicted is not None, "a plan made here says what it saves"
+                if not self.compiler.budget.hold(predicted.planned, saved):
+                    raise Stop(Retry(self.captured.capacity))
+            elif self._saves_codes:
+                self.compiler.budget.tell(saved, self.step)
+            self._tell_of_ratio(saved, forward.graph, num_results)
+            plan = self._with_budget_note(plan, forward.graph)
+        chooser = self.compiler.lowering.chooser
+        plan = replace(plan, lowering=None if chooser is None else chooser.for_plan())
+        self._set_plan(plan)
+        log.info("%s: %s", self.compiler.log.name, plan.summary())
+
+    def _tell_of_ratio(self, saved: int, forward: Graph, num_results: int) -> None:
+        if self.ratio is None:
+            return
+        notice = over_ratio(*self.ratio, saved, forward, num_results)
+        if notice is not None:
+            self.compiler.log.notice(notice, step=self.step)
+
+    def _with_budget_note(self, plan: Plan, forward: Graph) -> Plan:
+        """Say in the plan for which sizes the budget holds, where not for all that the guards allow."""
+        budget = plan.activation_budget
+        if budget is None or self.given is not None or not self._saves_codes:
+            return plan
+        size = partitioned_size(forward, self.compiled.num_results)
+        note = budget_note(budget, readable(budget), size, ranges_of(forward))
+        if note is None:
+            return plan
+        if note.is_broken:
+            self.compiler.log.tell(self.compiler.log.name, note.text, step=self.step)
+        return replace(plan, notes=(*plan.notes, note.text))
+
+    @property
+    def _saves_codes(self) -> bool:
+        """Whether a budget is held to what is saved. A simulation saves float32 carriers; its budget is of codes."""
+        return not self.compiler.settings.is_simulated
+
+    def finished(self, run: Run) -> Compiled | Retry:
+        """Return what both halves, or the forward one alone, were compiled to. Raises `BudgetError`."""
+        if not self._hold_peak():
+            return Retry(self.captured.capacity)
+        return replace(self.compiled, run=run, is_calibration=self.calibration is not None, passes=self.passes)
+
+    def _hold_peak(self) -> bool:
+        """Put into the plan what the compiled halves hold at their peak; say whether that is within the budget."""
+        plan = self.compiled.plan
+        if self.halves is None or self.halves.peak is None or plan is None:
+            return True
+        found, budget = self.halves.peak, self.compiler.peak
+        if found.bytes is None and found.unread:
+            note = f"peak budget: not compared with what is compiled: {found.unread}"
+            self.compiled = replace(self.compiled, plan=replace(plan, notes=(*plan.notes, note)))
+        if found.bytes is None or plan.peak_bytes is None:
+            return True
+        held = (
+            budget.hold(plan.peak_bytes, found.bytes, found.waiting)
+            if self.given is None
+            else budget.tell(plan.peak_bytes, found.bytes, self.step)
+        )
+        if held is not None:
+            self._set_plan(replace(plan, peak_bytes=replace(held, compiled_live=drawn(found.seen, int))))
+        return held is not None
+
+
+# A rounded second moment becomes 0, a rounded update is lost.
+_STEPS_WEIGHTS = "writes over weights or gradients, as an optimizer's step does: compiled as it is, nothing is rounded"

@@ -1,0 +1,208 @@
+"""The compiled graphs of one model, and the saved states and plans that wait for graphs to come."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Parameter
+
+from fxprec import compat
+from fxprec.config import Settings
+from fxprec.driver import saved_state
+from fxprec.driver.budget import SharedPeak
+from fxprec.driver.capture import Captured, Parameters
+from fxprec.driver.graph import PlannedGraph
+from fxprec.driver.saved_state import GraphState, Identity, SavedGraph, Waiting
+from fxprec.errors import PlanError
+from fxprec.plan import Plan
+from fxprec.report.dump_folder import DumpFolder
+from fxprec.runtime.scaling.skip_steps import StepSkipper
+
+if TYPE_CHECKING:
+    from fxprec.driver.record import Recorder
+
+
+class Model:
+    """Makes graphs, in the order of their first calls, and hands plans and promotions from one to another.
+
+    ``given`` is the plan that the user gave.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        given: Plan | None,
+        skips: StepSkipper | None,
+        dump: DumpFolder | None,
+        recorder: Recorder | None,
+    ) -> None:
+        self.settings, self.skips, self.recorder = settings, skips, recorder
+        self.shared_peak = SharedPeak(settings)
+        self.all: list[PlannedGraph] = []
+        self._given, self._dump = given, dump
+        self._dropped: list[PlannedGraph] = []  # by torch.compiler.reset(), and not traced again yet
+        self._waiting = Waiting()
+        self._trains_alike: dict[tuple[int, int], bool] = {}  # whether two graphs are of the same layers
+        self._taken: dict[tuple[int, int], Plan] = {}  # whose promotions the first graph has from the second
+
+    @property
+    def live(self) -> list[PlannedGraph]:
+        return [graph for graph in self.all if not graph.is_replaced]
+
+    def drop(self) -> None:
+        """What was compiled is no longer called: what is traced next takes over the state of what it replaces."""
+        self._dropped = self.live
+        self.shared_peak.forget()
+
+    # Making graphs.
+
+    def compiled(self, captured: Captured, parameters: Parameters) -> PlannedGraph:
+        """Compile a graph for the layer with these parameters; it takes over the state saved for it."""
+        identity = captured.identity
+        dropped = saved_state.likeliest(identity, self._dropped, lambda g: g.captured.identity)
+        old = next(iter(dropped), None)
+        waiting = self._waiting.fitting(identity, [g.captured.identity for g in self.all])
+        kept, mismatch = None if old is None else old.state_dict(), None
+        for saved in waiting or ([] if kept is None else [SavedGraph(kept)]):
+            try:
+                graph = self._built(captured, parameters, saved)
+            except PlanError as error:
+                mismatch = error
+            else:
+                self._waiting.take(saved)
+                break
+        else:
+            if mismatch is not None and old is None:
+                raise mismatch
+            if mismatch is not None:
+                old = None  # another model with parameters of the same names
+            graph = self._built(captured, parameters, None)
+        if old is not None:
+            old.is_replaced = True
+            self._dropped.remove(old)
+        self.all.append(graph)
+        return graph
+
+    def _built(self, captured: Captured, parameters: Parameters, saved: SavedGraph | None) -> PlannedGraph:
+        dump = None if self._dump is None else self._dump.graph(len(self.all))
+        graph = PlannedGraph(captured, parameters, self, dump)
+        graph.compile(self._given_to(captured) if saved is None else saved.plan)
+        if saved is not None and graph.controller is not None:
+            graph.controller.load_state_dict(saved.state)
+        return graph
+
+    def _given_to(self, captured: Captured) -> Plan | None:
+        """Return the plan file, but not for evaluation where it is of a training graph: that follows its groups."""
+        if self._given is None or (saved_state.is_of_training(self._given) and not captured.identity.is_training):
+            return None
+        return self._given
+
+    # What one graph has from others.
+
+    def others_in_training(self, own: PlannedGraph) -> Iterator[PlannedGraph]:
+        return (graph for graph in self.all if graph is not own and graph.is_training)
+
+    def training_plans(self, own: PlannedGraph) -> tuple[Plan, ...]:
+        """Return the plans of training for a graph to follow, the latest last; an equal layer's is none of them.
+
+        Those of a file, and of states whose graphs are not compiled yet, come first.
+        """
+        given = () if self._given is None or not saved_state.is_of_training(self._given) else (self._given,)
+        training = (g for g in self.live if g.is_training and not g.parameters.of_another(own.parameters))
+        return (*given, *self._waiting.training_plans, *(g.plan for g in training if g.plan is not None))
+
+    def share_promotions(self, own: PlannedGraph) -> None:
+        """Promote what other training graphs have promoted, those of other batch sizes above all."""
+        controller = own.controller
+        if controller is None or not own.is_training or controller.rules.promote_above is None:
+            return
+        for graph in self.live:
+            theirs, pair = graph.controller, (own.index, graph.index)
+            if theirs is None or graph is own or not self._train_alike(own, graph):
+                continue
+            theirs.catch_up()
+            if self._taken.get(pair) is not theirs.plan:
+                self._taken[pair] = theirs.plan
+                controller.promote_as(theirs.plan, f"promoted in graph {graph.index}, of the same model")
+
+    def _train_alike(self, own: PlannedGraph, other: PlannedGraph) -> bool:
+        pair = own.index, other.index
+        if pair not in self._trains_alike:
+            self._trains_alike[pair] = (
+                other.is_training
+                and own.plan is not None
+                and other.plan is not None
+                and other.plan.gemms_by_name == own.plan.gemms_by_name
+                and not other.parameters.of_another(own.parameters)
+            )
+        return self._trains_alike[pair]
+
+    # Saved state.
+
+    def states(self) -> list[GraphState | None]:
+        """Return the states of all graphs, and those that were loaded for graphs not compiled yet."""
+        for graph in self.live:
+            self.share_promotions(graph)
+        return [*(g.state_dict() for g in self.live), *self._waiting.states]
+
+    def load(self, states: Sequence[GraphState | None]) -> None:
+        """Give each graph the state saved of it; the others wait. Raises `PlanError`, and then changes nothing."""
+        waiting = Waiting(states)
+        found: list[tuple[PlannedGraph, SavedGraph]] = []
+        earlier: list[Identity] = []
+        for graph in sorted(self.live, key=lambda g: waiting.distance(g.captured.identity)):
+            saved = _own_state(graph, waiting.fitting(graph.captured.identity, earlier))
+            if saved is not None:
+                found.append((graph, saved))
+                waiting.take(saved)
+            earlier.append(graph.captured.identity)
+        for graph, saved in found:
+            graph.load_state(saved)
+        self._waiting = waiting
+
+
+def _own_state(graph: PlannedGraph, states: Sequence[SavedGraph]) -> SavedGraph | None:
+    """Return the first of these states that is of a graph. Raises the last one's `PlanError` where none is."""
+    for saved in states:
+        try:
+            if graph.controller is not None:
+                graph.controller.refuse_another(saved.state)
+        except PlanError:
+            if saved is states[-1]:
+                raise
+        else:
+            return saved
+    return None
+
+
+class Layers:
+    """What Dynamo gets for a captured graph: calls the graph of the layer whose parameters come in.
+
+    Dynamo calls one function for equal layers of one backend, and each has plans and scales of its own. The capture is
+    compiled once more for a layer not seen before; its code is there already where AOTAutograd's cache may keep it. A
+    capture without parameters cannot tell layers apart and has one graph.
+    """
+
+    def __init__(self, model: Model, captured: Captured, args: Sequence[Any]) -> None:
+        self._model, self._names = model, Parameters.names_of(captured.inputs)
+        self._graphs = [model.compiled(captured, Parameters(self._names, args))]
+        self._last_of: weakref.WeakValueDictionary[int, PlannedGraph] = weakref.WeakValueDictionary()
+
+    def __call__(self, *args: Any) -> Any:
+        return self._of(args)(*args)
+
+    def _of(self, args: Sequence[Any]) -> PlannedGraph:
+        """Find the graph by identity of its parameters; one whose layer is gone serves the next that comes."""
+        key = next((id(args[i]) for i in self._names if isinstance(args[i], Parameter)), 0)
+        likely = self._last_of.get(key, self._graphs[0])
+        if likely.parameters.may_be(args):
+            return likely
+        with compat.compile_lock:  # another thread may bring the same layer
+            found = next((g for g in self._graphs if g.parameters.may_be(args)), None)
+            if found is None:
+                found = self._model.compiled(self._graphs[0].captured, Parameters(self._names, args))
+                self._graphs.append(found)
+            self._last_of[key] = found
+        return found

@@ -1,0 +1,232 @@
+"""Compare what was asked for with the device, with the process and with other ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxprec import compat
+from fxprec.config import Config, Settings
+from fxprec.driver.event_log import EventLog
+from fxprec.driver.saved_state import Identity
+from fxprec.errors import ConfigError, FxprecWarning, PlanError
+from fxprec.passes.notice import Notice, readable
+from fxprec.plan import Plan
+from fxprec.runtime.cpu import compact
+
+LOCAL = frozenset(name for name in vars(Config) if name.startswith("dump"))  # each rank may look for itself
+MOST = 64  # ranks that the first one looks at
+
+
+def want_whole_graphs(settings: Settings) -> None:
+    """Turn off Dynamo's DDP optimizer, with a message, where an option is about the whole graph.
+
+    Else each bucket's piece is planned for itself, as after a graph break, and its gradients leave before the next
+    piece's backward runs.
+    """
+    whole = [name for name in ("plan", "peak_budget", "activation_budget") if getattr(settings.asked, name) is not None]
+    if not whole or not compat.widen_ddp_buckets():
+        return
+    warnings.warn(
+        f"Dynamo's DDP optimizer is off for this graph: it cuts graphs at DDP's buckets, and {whole[0]} is about the "
+        f"whole graph; gradients travel after the compiled backward pass. Leave {whole[0]} out, or compile by layer "
+        "(fxprec.integrations.compile_layers) before DDP, so that buckets leave early; or set "
+        "torch._dynamo.config.optimize_ddp = False to say so yourself",
+        FxprecWarning,
+        stacklevel=2,
+    )
+    raise compat.TraceAgain("fxprec plans whole graphs")
+
+
+def tell_of_new_versions(log: EventLog) -> None:
+    """Warn, once a backend and also under ``strict``: most of what worked before will."""
+    for line in compat.newer_than_tried():
+        if log.note("untried", log.name, line):
+            log.warn(line)
+
+
+def tell_of_no_effect(settings: Settings, log: EventLog) -> None:
+    """Say which of the options given have no effect; under ``strict`` that is an error."""
+    asked = settings.asked
+    if not settings.changes_anything:
+        why = (
+            f"recipe {settings.recipe.name!r} holds everything in float32; choose a recipe with a low format, such as "
+            "'fp8', or leave it out"
+        )
+        without_effect = [
+            name for name in ("low_ratio", "activation_budget", "plan", "dump_tensors") if getattr(asked, name)
+        ]
+    else:
+        why = "the plan given says what is low; leave one of them out, or edit the plan"
+        chosen = {f.name: f.default for f in fields(asked) if f.name in ("policy", "keep_high", "seed")}
+        without_effect = [n for n, default in chosen.items() if asked.plan and getattr(asked, n) != default]
+    for name in without_effect:
+        log.warn_of_loss(f"{name}={getattr(asked, name)!r} has no effect: {why}")
+
+
+def settings_on(device: torch.device, settings: Settings, log: EventLog, *, plans_only: bool) -> Settings:
+    """Return the settings that are in force on a device; tell of what was asked for and is not.
+
+    ``plans_only`` is for a dump that makes plans and runs nothing, on a machine that may be another.
+    """
+    held, notice = on_device(device, settings)
+    _tell([notice, unused_processor(device, held)], log)
+    place_tensors(device, held, log)
+    if not plans_only:
+        _tell([beyond_machine(held, device)], log)
+    return held
+
+
+def _tell(notices: Sequence[Notice | None], log: EventLog) -> None:
+    for notice in notices:
+        if notice is not None:
+            log.notice(notice)
+
+
+def on_device(device: torch.device, settings: Settings) -> tuple[Settings, Notice | None]:
+    """Return settings that the device can follow: packed where its code has no 8-bit dtypes; and what to tell."""
+    has_8_bits = any(fmt.bits <= 8 for fmt in settings.recipe.formats)
+    reason = compat.no_native_fp8(device) if settings.storage == "native" and has_8_bits else None
+    if reason is None:
+        return settings, None
+    detail = f"{reason}; stored as packed codes instead: the same numbers and bytes, cast in integer arithmetic"
+    return replace(settings, storage="packed"), Notice("storage='native'", detail)
+
+
+def refuse_offload(device: torch.device, settings: Settings, given: Plan | None) -> None:
+    """Raise `ConfigError` or `PlanError` where saved tensors are to wait in host memory, and never are elsewhere."""
+    if device.type != "cpu":
+        return
+    if settings.peak_budget is not None and "offload" in settings.ways:
+        raise ConfigError(
+            "ways has 'offload', which moves saved tensors to host memory, and a model on a CPU has them there; leave "
+            "it out, or move the model to a GPU"
+        )
+    moved = next((s for s in (given.sites if given is not None else ()) if s.way == "offload"), None)
+    if moved is not None or (given is not None and given.peak_bytes is not None and given.peak_bytes.offloaded):
+        where = f"sites[{moved.id}].way ({moved.tensor})" if moved is not None else "peak_bytes.offloaded"
+        raise PlanError(
+            f"{where} of the given plan says 'offload', to host memory, and a model on a CPU has it there; give it the "
+            "way 'keep', plan again, or move the model to a GPU"
+        )
+
+
+def unused_processor(device: torch.device, settings: Settings) -> Notice | None:
+    """Say that the option ``cpu`` has no effect on a model that is elsewhere."""
+    if settings.asked.cpu is None or device.type == "cpu":
+        return None
+    return Notice(f"cpu={settings.asked.cpu!r}", f"it has no effect: the model is on {device.type}; leave it out")
+
+
+def beyond_machine(settings: Settings, device: torch.device) -> Notice | None:
+    """Say where a budget is more memory than the device has: nothing is bound by it."""
+    asked = None if settings.peak_budget is None else settings.peak_budget.asked
+    most = _memory(device)
+    if not isinstance(asked, int) or most is None or asked <= most:
+        return None
+    detail = f"{device.type} has {readable(most)}; give it less than that, or a share of the step's peak such as '60%'"
+    return Notice(f"peak_budget {readable(asked)}", detail)
+
+
+def _memory(device: torch.device) -> int | None:
+    """Return the bytes of memory that a device has, where that is known."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def place_tensors(device: torch.device, settings: Settings, log: EventLog) -> None:
+    """Give CPU tensors the allocator that the settings ask for; tell of what was asked for and cannot be."""
+    asked = settings.asked
+    if asked.allocator == "system":
+        _process.has_asked_for_system = True
+        if compact.is_installed():
+            log.notice(Notice("allocator='system'", f"{_COMPACT_ALREADY}; {_APART}"))
+    elif settings.is_compact and device.type == "cpu":
+        _install_compact(settings, log)
+    elif asked.allocator == "compact":
+        why = f"it is for CPUs; on {device.type} torch's own allocator keeps blocks together"
+        log.notice(Notice("allocator='compact'", f"{why}; set PYTORCH_CUDA_ALLOC_CONF instead"))
+
+
+def _install_compact(settings: Settings, log: EventLog) -> None:
+    if compact.is_installed():
+        return
+    why = compact.install()
+    if why is not None:
+        log.notice(Notice("allocator='compact'", f"{why}; resident memory may be more than what is live"))
+        return
+    cause = "" if settings.asked.allocator else " (for peak_budget)"
+    log.note("allocator", "allocator='compact'", f"holds new CPU tensors of 16 KiB and more of this process{cause}")
+    if _process.has_asked_for_system:
+        log.warn_once("allocator='compact'", f"{_SYSTEM_BEFORE}; {_APART}")
+
+
+class _Process:
+    has_asked_for_system = False
+    """Whether a model asked for torch's own allocator by name."""
+
+
+_process = _Process()
+_COMPACT_ALREADY = (
+    "not in force: this process has the compact allocator already, which a model with allocator='compact' or a "
+    "peak_budget brought"
+)
+_SYSTEM_BEFORE = "holds the tensors of a model with allocator='system' too from now on: a process has one allocator"
+_APART = "give the models one allocator, or train them in processes of their own"
+
+
+def tell_of_other_options(config: Config, identity: Identity, log: EventLog) -> None:
+    """Warn, under ``strict`` raise `FallbackError`, where a rank that compiled this model before has other options.
+
+    Each rank leaves its options in the process group's store as it compiles, and looks at those that are there by then:
+    no rank waits for another, so one that compiles later, or not at all, stops none.
+    """
+    group = compat.process_group_store()
+    if group is None or not identity.is_training:
+        return
+    rank, world, store = group
+    key, own = f"fxprec/{json.dumps(identity.parameters)}", _options(config)
+
+    def left_by(other: int) -> list[dict[str, Any]]:
+        """Of every model of these parameters' names; there may be two."""
+        name = f"{key}/{other}"
+        return json.loads(store.get(name)) if store.check([name]) else []
+
+    store.set(f"{key}/{rank}", json.dumps([*left_by(rank), own]))
+    for other in range(1, min(world, MOST)) if rank == 0 else (0,):
+        found = left_by(other)
+        if found and own not in found:
+            log.tell("options", _difference(rank, own, other, found[-1]))
+            return
+
+
+def _options(config: Config) -> dict[str, Any]:
+    """Return the options; of a plan its text, since a path may be another file on another machine."""
+    options = {name: value for name, value in config.to_dict().items() if name not in LOCAL}
+    if config.plan is not None:
+        options["plan"] = Path(config.plan).read_text(encoding="utf-8")
+    return options
+
+
+def _difference(rank: int, own: Mapping[str, Any], other: int, found: Mapping[str, Any]) -> str:
+    name = next(name for name in own if own[name] != found.get(name))
+    values = "other contents" if name == "plan" else f"{_short(own[name])} here and {_short(found.get(name))} there"
+    return (
+        f"rank {rank} compiles this model with other options than rank {other}: {name} has {values}; ranks that train "
+        "one model should round alike: give all of them the same options"
+    )
+
+
+def _short(value: Any) -> str:
+    value = value.get("name", value) if isinstance(value, dict) else value
+    return repr(value)[:60]

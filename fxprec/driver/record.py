@@ -1,0 +1,271 @@
+"""Watch the halves of a graph as they run: `Recorder` keeps a step for `fxprec.doctor`, `TensorDump` writes tensors.
+
+For ``dump_tensors``, what enters or leaves a half is the very value of its compiled code. A tensor inside of it is
+computed once more from what entered, by the reference lowering, every n-th step alone; so other steps run what they
+always run, and wait for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from fxprec import compat
+from fxprec.compat import copied
+from fxprec.config import Settings
+from fxprec.driver.compiled import Compiled
+from fxprec.driver.event_log import EventLog
+from fxprec.driver.interpreter import draw_from_seeds
+from fxprec.driver.lowering import Lowering
+from fxprec.driver.wrappers import Run
+from fxprec.errors import ConfigError, LoweringError
+from fxprec.ir.symbolic import Quantize
+from fxprec.ir.symbolic_blocks import QuantizeBlocks
+from fxprec.passes.analysis.inputs import GraphInput
+from fxprec.passes.analysis.joint import results_of
+from fxprec.passes.analysis.ops import MUTATIONS
+from fxprec.passes.analysis.tensors import CountedTensor
+from fxprec.passes.analysis.wanted import CARRIED_META, wanted_in
+from fxprec.plan import Site
+from fxprec.report.folder import GraphDump
+from fxprec.report.tensors import Dumped, Origin
+from fxprec.runtime.controller import Controller
+
+if TYPE_CHECKING:
+    from fxprec.driver.graph import PlannedGraph
+
+EVERY = 100  # steps, of which one is written, unless asked otherwise
+LIMIT = 2**30  # bytes that a step may write, unless asked otherwise
+
+
+@dataclass
+class RecordedHalf:
+    """One half of a partitioned graph, casts symbolic. ``args`` are those of its last run, or None before one."""
+
+    gm: GraphModule
+    compiled: Compiled
+    args: tuple[Any, ...] | None = None
+
+
+@dataclass
+class Recorder:
+    """Halves by graph name (``graph 0``), then ``"forward"`` and ``"backward"``, of the latest compilation of each."""
+
+    graphs: dict[str, dict[str, RecordedHalf]] = field(default_factory=dict)
+    inputs: dict[str, tuple[GraphInput, ...]] = field(default_factory=dict)
+    """Of each graph, in the order of forward's arguments."""
+    copies: bool = False
+    """Whether arguments are copied: an optimizer steps the weights before they are looked at."""
+
+    def watch(self, graph: str, half: str, recorded: RecordedHalf, run: Run) -> Run:
+        """Return ``run``, but its arguments are kept alive."""
+        self.graphs.setdefault(graph, {})[half] = recorded
+
+        def call(args: list[Any]) -> Any:
+            recorded.args = tuple(a.detach().clone() if self.copies and isinstance(a, Tensor) else a for a in args)
+            return run(args)
+
+        return compat.boxed(call)
+
+
+@contextmanager
+def recorded(graph: PlannedGraph, recorder: Recorder) -> Iterator[None]:
+    """Run the reference lowering of a graph's plan meanwhile, which ``recorder`` sees; training goes on.
+
+    Raises what compiling raises, and `LoweringError` where the reference would carry other scales, or there is no plan
+    yet.
+    """
+    controller, compiler = graph.controller, graph.compiler
+    if controller is None:
+        raise LoweringError(f"{compiler.log.name} is being calibrated and has no plan; run a step before this")
+    asked = replace(compiler.settings.asked, lowering="eager", mode="default", verify=False)
+    reference = replace(
+        compiler,
+        settings=replace(compiler.settings, asked=asked),
+        lowering=Lowering(asked, graph.captured.device, compiler.log.notice),
+        dump=None,
+        recorder=recorder,
+        tensors=None,
+    )
+    seen = reference.compile(graph.captured, controller.plan, controller.step)
+    scales = None if controller.keeper is None else controller.keeper.graph
+    if seen.scales != scales or seen.capacity != graph.captured.capacity:
+        raise LoweringError(f"{compiler.log.name}: the reference lowering of its plan carries other scales")
+    with graph.running(replace(seen, plan=controller.plan)):
+        yield
+
+
+@dataclass
+class TensorDump:
+    """Writes one graph's tensors; sees its halves as a `Recorder` does."""
+
+    settings: Settings
+    folder: GraphDump
+    log: EventLog
+    controller: Callable[[], Controller | None]
+    """Of the graph, once there is one."""
+
+    def __post_init__(self) -> None:
+        self._written: set[tuple[int, str]] = set()
+        self._asked: frozenset[CountedTensor] = frozenset()
+        self._in_forward: frozenset[CountedTensor] = frozenset()
+
+    def expect(self, graph: Graph) -> None:
+        """Note what is marked in the joint graph, before Inductor simplifies it."""
+        self._asked, self._in_forward = frozenset(t for _, t in wanted_in(graph)), frozenset()
+
+    def watch(self, graph: str, half: str, recorded: RecordedHalf, run: Run) -> Run:
+        """Return ``run``, but in every n-th step what the half holds is written."""
+        found = {tensor: node for node, tensor in wanted_in(recorded.gm.graph) if tensor not in self._in_forward}
+        if half == "forward":
+            self._in_forward = frozenset(found)
+        else:
+            self._tell_of_missing(self._asked - self._in_forward - found.keys())
+        if not found or (plan := recorded.compiled.plan) is None:
+            return run
+        sites = {(s.tensor, s.kind): s for s in plan.sites}
+        of = {tensor: sites.get((tensor.name, tensor.kind)) for tensor in found}
+        watched = WatchedHalf(recorded.gm, found, _casts(recorded.gm.graph, of))
+
+        def call(args: list[Any]) -> Any:
+            controller = self.controller()
+            step = 0 if controller is None else controller.step
+            if controller is None or not self._is_due(step, half):
+                return run(args)
+            values = watched.before(args)
+            results = run(args)
+            values |= watched.after(results)
+            self._write(step, half, [self._row(t, of[t], watched, values, controller) for t in found])
+            return results
+
+        return compat.boxed(call)
+
+    def _tell_of_missing(self, missing: Set[CountedTensor]) -> None:
+        if missing:
+            names = [f"{t.name}:{t.kind}" for t in sorted(missing, key=lambda t: t.id)]
+            detail = f"{_shown(names)}: not in the compiled step, which simplifies it away; not written"
+            self.log.tell("dump_tensors", detail)
+
+    def _is_due(self, step: int, half: str) -> bool:
+        """Say whether this is an n-th step, and the first run of the half in it: a checkpoint runs forward again."""
+        every = self.settings.asked.dump_every or EVERY
+        if step < 1 or (step - 1) % every or (step, half) in self._written:
+            return False
+        self._written = {(s, h) for s, h in self._written if s == step} | {(step, half)}
+        return True
+
+    def _row(
+        self,
+        tensor: CountedTensor,
+        site: Site | None,
+        watched: WatchedHalf,
+        values: Mapping[Node, Tensor],
+        controller: Controller,
+    ) -> Dumped:
+        node = watched.nodes[tensor]
+        stored = watched.stored.get(tensor, node)
+        x, kept = (_unscaled(values[n], n, controller) for n in (node, stored))
+        return Dumped(self._origin(tensor, site, controller), x, kept)
+
+    def _write(self, step: int, half: str, rows: Sequence[Dumped]) -> None:
+        left_out = self.folder.write_tensors(step, half, rows, self._limit)
+        if left_out and self._limit:
+            over = f"beyond dump_limit ({self._limit:,} bytes), so of these only statistics and hashes"
+            detail = f"{_shown(left_out)}: {over}"
+            self.log.warn_once("dump_tensors", detail, step=step)
+
+    @cached_property
+    def _limit(self) -> int:
+        limit = self.settings.asked.dump_limit
+        assert not isinstance(limit, str), "stored in canonical form"
+        return LIMIT if limit is None else limit
+
+    def _origin(self, tensor: CountedTensor, site: Site | None, controller: Controller) -> Origin:
+        recipe, keeper = self.settings.recipe, controller.keeper
+        low = recipe.lo_backward if tensor.kind == "grad_output" else recipe.lo_forward
+        is_scaled = keeper is not None and site is not None and site.id in keeper.graph.casts
+        exponent = keeper.describe(site.id)["scale_exponent"] if keeper and site and is_scaled else 0
+        return Origin(
+            tensor=tensor.name,
+            kind=tensor.kind,
+            module=tensor.module,
+            source=tensor.source,
+            site=None if site is None else site.id,
+            format=low.name if site is None else site.stored_as,
+            scale_exponent=int(exponent),
+        )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _unscaled(x: Tensor, node: Node, controller: Controller) -> Tensor:
+    """Take off the power of two that a gradient travels with."""
+    variable = node.meta.get(CARRIED_META)
+    exponent = 0 if variable is None or controller.keeper is None else controller.keeper.exps[variable]
+    return x * 2.0**-exponent if exponent else x
+
+
+def _casts(graph: Graph, sites: Mapping[CountedTensor, Site | None]) -> dict[CountedTensor, Node]:
+    """Return what is stored of each forward tensor: that may be its difference from a mean, or have its signs kept."""
+    stored = {call.row: call.x for node in graph.nodes if (call := Quantize.match(node) or QuantizeBlocks.match(node))}
+    found = {t: stored.get(s.id) for t, s in sites.items() if s is not None and s.direction == "forward"}
+    return {t: node for t, node in found.items() if node is not None and node.meta["val"].numel() == t.elements}
+
+
+class WatchedHalf:
+    """Where a half holds the tensors asked for, and what is stored of them: as inputs, as results, or inside."""
+
+    def __init__(
+        self, gm: GraphModule, nodes: Mapping[CountedTensor, Node], stored: Mapping[CountedTensor, Node]
+    ) -> None:
+        self.nodes, self.stored = nodes, stored
+        wanted = dict.fromkeys((*nodes.values(), *stored.values()))
+        inputs, results = list(gm.graph.find_nodes(op="placeholder")), results_of(gm.graph)
+        self._inputs = {n: inputs.index(n) for n in wanted if n.op == "placeholder"}
+        self._results = {n: results.index(n) for n in wanted if n in results and n not in self._inputs}
+        self._inner = [n for n in wanted if n not in self._inputs and n not in self._results]
+        self._compute = _alone(gm, self._inner) if self._inner else None
+
+    def before(self, args: Sequence[Any]) -> dict[Node, Tensor]:
+        """Return what enters, and what is computed from it; called before the half runs and empties ``args``."""
+        found = {n: args[i].detach().clone() for n, i in self._inputs.items()}
+        if self._compute is not None:
+            devices = {a.get_device() for a in args if isinstance(a, Tensor) and a.is_cuda}
+            with torch.no_grad(), torch.random.fork_rng(devices):
+                found |= zip(self._inner, self._compute(*args), strict=True)
+        return found
+
+    def after(self, results: Sequence[Any]) -> dict[Node, Tensor]:
+        """Return what left."""
+        return {n: results[i].detach() for n, i in self._results.items()}
+
+
+def _alone(gm: GraphModule, nodes: Sequence[Node]) -> GraphModule:
+    """Return a graph that computes nothing but these nodes, and writes to none of its inputs."""
+    found = copied(gm)
+    by_name = {n.name: n for n in found.graph.nodes}
+    found.graph.output_node().args = (tuple(by_name[n.name] for n in nodes),)
+    for node in [n for n in found.graph.nodes if n.target in MUTATIONS]:
+        node.replace_all_uses_with(node.args[1])
+        found.graph.erase_node(node)
+    found.graph.eliminate_dead_code()
+    found.recompile()
+    return draw_from_seeds(found)
+
+
+def tensor_dump(
+    settings: Settings, folder: GraphDump | None, log: EventLog, controller: Callable[[], Controller | None]
+) -> TensorDump:
+    """Return what writes the tensors asked for. Raises `ConfigError` where there is no folder for them."""
+    if folder is None:
+        raise ConfigError("dump_tensors has no folder to write to; give dump='DIR' too")
+    return TensorDump(settings, folder, log, controller)

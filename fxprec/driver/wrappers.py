@@ -1,0 +1,73 @@
+"""What runs around the code of a half: profiler ranges, errors of kernels that cannot start, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from fxprec import compat
+from fxprec.errors import LoweringError
+from fxprec.passes.lowering.lowered import Lowered
+from fxprec.runtime.cpu.codes import count_codes
+from fxprec.runtime.stats import StatsQueue
+
+Run = Callable[..., Any]
+"""The code of a half, called with a list of its arguments."""
+
+
+def with_stats(run: Run, lowered: Lowered, num_outputs: int, queue: StatsQueue) -> Run:
+    """Return ``run``, but what lowering appended to its results goes to the queue."""
+    if not lowered.all_rows:
+        return run
+    compat.trim_output_strides(num_outputs)
+
+    def call(args: list[Any]) -> Any:
+        results = run(args)
+        if lowered.rows:
+            queue.push(lowered.rows, torch.cat(results[num_outputs:]), lowered.counted)
+        if lowered.coded and not queue.is_muted:
+            codes = [results[coded.position] for coded in lowered.coded]
+            queue.push(lowered.coded_rows, count_codes(codes, lowered.coded_formats))
+        return results[:num_outputs]
+
+    return compat.boxed(call)
+
+
+def named_launches(run: Run, kernels: Collection[str], half: str) -> Run:
+    """Return ``run``, whose ``kernels`` raise a `LoweringError` that names them where they cannot start.
+
+    The step is not run again without the kernel: what ran before it may have written to the model's buffers.
+    """
+    if not kernels:
+        return run
+
+    def call(args: list[Any]) -> Any:
+        try:
+            return run(args)
+        except Exception as error:
+            cause = compat.why_not_started(error)
+            name = compat.kernel_running(error)
+            if cause is None or (name is not None and name not in kernels):  # torch's own
+                raise
+            raise LoweringError(
+                f"the generated kernel {name or ', '.join(sorted(kernels)[:3]) + ' or another'} of {half} compiles and "
+                f"cannot start: {cause.rstrip('.')}; compile with options={{'lowering': 'inductor'}}, which generates "
+                "no kernels"
+            ) from error
+
+    return compat.boxed(call)
+
+
+def ranged(run: Run, graph: str, half: str) -> Run:
+    """Return ``run`` in a range ``fxprec graph 0 forward`` while a profiler is on; else it is called as it is."""
+
+    def call(args: list[Any]) -> Any:
+        if not compat.is_profiling():
+            return run(args)
+        with record_function(f"fxprec {graph} {half}"):
+            return run(args)
+
+    return compat.boxed(call)

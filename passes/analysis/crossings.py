@@ -1,0 +1,95 @@
+"""What crosses from forward to backward where the graph itself says what backward computes."""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE
+from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS
+from fxprec.ir.symbolic_gemms import TRANSPOSED
+from fxprec.passes.analysis.joint import JointGraph, is_backward
+from fxprec.passes.analysis.ops import CONVERT
+from fxprec.passes.analysis.peak.kernels import Kind, kind_of
+
+_DECODES = frozenset({DEQUANTIZE, DEQUANTIZE_BLOCKS})
+_COPIES = frozenset({QUANTIZE, DEQUANTIZE, TRANSPOSED, CONVERT})
+
+
+def crossings(joint: JointGraph) -> list[Node]:
+    """Return the inputs and forward nodes that backward reads, in the graph's order.
+
+    What forward does not need and what is computed from a decoded copy is backward's own. Of forward, backward repeats
+    views, what is decoded from stored copies, and copies of parameters.
+    """
+    own = _backwards_own(joint)
+    found, seen = set[Node](), set[Node]()
+    stack = [x for x in joint.results[joint.num_forward_outputs :] if isinstance(x, Node)]
+    while stack:
+        node = stack.pop()
+        if node in seen or joint.is_tangent(node):
+            continue
+        seen.add(node)
+        if node in own or _is_repeated(node, joint):
+            stack += node.all_input_nodes
+        elif node.op != "get_attr":  # a constant is in both halves
+            found.add(node)
+    return [node for node in joint.graph.nodes if node in found]
+
+
+def _backwards_own(joint: JointGraph) -> set[Node]:
+    """Return what is computed for backward alone, and there."""
+    needed, own = _needed_by_forward(joint), set[Node]()
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or (node in needed and not is_backward(node)):
+            continue
+        reads_own = any(n in own or joint.is_tangent(n) for n in node.all_input_nodes)
+        if is_backward(node) or reads_own or node.target in _DECODES:
+            own.add(node)
+    return own
+
+
+def _needed_by_forward(joint: JointGraph) -> set[Node]:
+    needed = {x for x in joint.results[: joint.num_forward_outputs] if isinstance(x, Node)}
+    for node in reversed(joint.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return needed
+
+
+def _is_repeated(node: Node, joint: JointGraph) -> bool:
+    """Say whether a node of forward costs nothing to repeat, and more to save: it is as wide as what it is made of."""
+    return kind_of(node) is Kind.VIEW or _is_decoded(node) or is_copy_of_parameter(node, joint)
+
+
+def is_copy_of_parameter(node: Node, joint: JointGraph) -> bool:
+    """Say whether a node stores or converts a parameter, which is there anyway, or reads back what does."""
+    source = node
+    while source.target in _COPIES:
+        source = source.all_input_nodes[0]
+    return source is not node and source.op == "placeholder" and joint.describe(source).kind == "param"
+
+
+def _of_backward(joint: JointGraph) -> set[Node]:
+    """Return what autograd or the passes made for backward, and what depends on an output's gradient."""
+    found = set[Node]()
+    for node in joint.graph.nodes:
+        depends = any(n in found or joint.is_tangent(n) for n in node.all_input_nodes)
+        if node.op == "call_function" and (is_backward(node) or depends):
+            found.add(node)
+    return found
+
+
+def _is_decoded(node: Node) -> bool:
+    """Say whether a node is decoded from a copy, or shows or converts what is."""
+    while kind_of(node) is Kind.VIEW or node.target is CONVERT:
+        node = node.all_input_nodes[0]
+    return node.target in _DECODES
+
+
+def wanted_by_backward(graph: Graph) -> set[Node]:
+    """Return what backward reads, and what forward computes that from."""
+    wanted = set[Node]()
+    for node in reversed(graph.nodes):
+        if any(is_backward(user) or user in wanted for user in node.users):
+            wanted.add(node)
+    return wanted

@@ -1,0 +1,38 @@
+"""A copy of each input that forward writes into, for backward, which would read what the input then holds."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec import compat
+from fxprec.passes.analysis.crossings import wanted_by_backward
+from fxprec.passes.analysis.joint import input_at, is_backward
+from fxprec.passes.casts.sites import emit
+
+_COPY_INTO = torch.ops.aten.copy_.default
+
+
+def copy_written_inputs(joint: Graph) -> list[Node]:
+    """Let backward read a copy of an input that forward writes into; return the copies.
+
+    torch's partition repeats what is cheap, and takes such an input for one that stays as it was (torch 2.13), whether
+    it is written in the graph or behind it. For after torch's own passes, which take copies out.
+    """
+    writes = [
+        (input_at(write, 0), write)
+        for write in joint.find_nodes(op="call_function", target=_COPY_INTO)
+        if input_at(write, 0).op == "placeholder" and not is_backward(input_at(write, 1))
+    ]
+    writes += [(written, joint.output_node()) for written in compat.inputs_written_behind(joint)]
+    wanted = wanted_by_backward(joint)
+    return [_copied(joint, written, write) for written, write in writes if written in wanted]
+
+
+def _copied(joint: Graph, written: Node, write: Node) -> Node:
+    """Have all but ``write`` read a copy of an input."""
+    with joint.inserting_before(next(n for n in joint.nodes if n.op != "placeholder")):
+        kept = emit(joint, torch.ops.aten.clone.default, (written,), written)
+    for user in [user for user in written.users if user not in (write, kept)]:
+        user.replace_input_with(written, kept)
+    return kept

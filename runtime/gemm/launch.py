@@ -1,0 +1,102 @@
+"""Launches of the kernels around GEMMs: started, or noted, so that they are compiled before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxprec.runtime import on_device
+
+ALIGNMENT = 16  # bytes or numbers: what Triton tells apart, beside 1
+_UNALIGNED = ALIGNMENT + 1
+_LARGE = 1 << 31
+
+Alternatives = tuple["Launch", ...]
+"""Launches of which one is enough: a product in different tiles."""
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A tensor as Triton's compiler sees it. The memory itself begins at a multiple of 16."""
+
+    dtype: torch.dtype
+    offset: int
+    """Bytes, below 16."""
+
+    def data_ptr(self) -> int:
+        return self.offset
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch, by what its machine code depends on."""
+
+    kernel: Any
+    device: torch.device
+    arguments: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...]
+    """In the order of the call, which is part of the key that Triton finds its code by."""
+
+    @classmethod
+    def of(cls, kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Launch:
+        device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
+        return cls(kernel, device, tuple(map(_specialised, arguments)), tuple(options.items()))
+
+    def why_not_compiled(self) -> str | None:
+        """Compile as the launch would; return the compiler's last line where that fails."""
+        try:
+            with on_device.current(self.device):
+                self.kernel.warmup(*self.arguments, grid=(1,), **dict(self.options))
+        except Exception as error:  # the compiler's own types differ by version
+            lines = str(error).strip().splitlines()
+            return f"it does not compile: {type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
+        return None
+
+
+def _specialised(argument: Any) -> Any:
+    """Return what stands for all arguments that Triton compiles alike."""
+    if isinstance(argument, torch.Tensor):
+        return Pointer(argument.dtype, int(argument.storage_offset()) * argument.itemsize % ALIGNMENT)
+    if argument == 1 or argument >= _LARGE:
+        return argument
+    return _UNALIGNED if argument % ALIGNMENT else ALIGNMENT
+
+
+_noted: ContextVar[list[Alternatives] | None] = ContextVar("noted launches", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[list[Alternatives]]:
+    """Note launches in the list that is yielded, instead of starting them."""
+    found: list[Alternatives] = []
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
+
+
+def is_noting() -> bool:
+    return _noted.get() is not None
+
+
+def enqueue(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch on the tensors' device, or note the launch."""
+    if (found := _noted.get()) is not None:
+        found.append((Launch.of(kernel, arguments, options),))
+        return
+    device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
+    with on_device.current(device):
+        kernel[grid](*arguments, **options)
+
+
+def note_alternatives(kernel: Any, arguments: Sequence[Any], options: Sequence[dict[str, Any]]) -> None:
+    """Note launches of which the fastest is found when the first one runs."""
+    found = _noted.get()
+    assert found is not None
+    found.append(tuple(Launch.of(kernel, arguments, each) for each in options))

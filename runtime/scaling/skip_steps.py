@@ -1,0 +1,57 @@
+"""Skip optimizer steps for the baseline ``grad_scaling="dynamic"``: no line of the training loop changes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fxprec.runtime.controller import Controller
+from fxprec.runtime.scaling.loss_scaling import LossScaleKeeper
+
+_UNTRACED = 'grad_scaling="dynamic" reads what the gradients are before it lets an optimizer step'
+
+
+class StepSkipper:
+    """Skips optimizer steps for the baseline ``grad_scaling="dynamic"``; lives as long as its backend.
+
+    A dynamic loss scale finds out by overflowing, and then the step is skipped (Micikevicius et al. 2018). No line of
+    the training loop changes: a hook before every optimizer's step takes the gradients away from the parameters
+    concerned, and an optimizer passes over those without.
+    """
+
+    def __init__(self, controllers: Callable[[], Sequence[Controller]]) -> None:
+        self.skipped = 0  # optimizer steps
+        self._controllers = controllers
+        self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        me = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (skipper := me()) is not None:
+                skipper._before_step(optimizer)
+
+        handle = register_optimizer_step_pre_hook(torch.compiler.disable(before_step, reason=_UNTRACED))
+        weakref.finalize(self, handle.remove)
+
+    def saw(self, args: Sequence[Any]) -> None:
+        """Remember the parameters a graph was called with."""
+        self._parameters.update((a, None) for a in args if isinstance(a, torch.nn.Parameter))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        own = [p for group in optimizer.param_groups for p in group["params"] if p in self._parameters]
+        if own and self._overflowed():
+            self.skipped += 1
+            for p in own:
+                p.grad = None
+
+    def _overflowed(self) -> bool:
+        """Say whether any gradient overflowed since the last forward; waits for the device."""
+        found = False
+        for controller in self._controllers():
+            controller.act_on_all()
+            found |= isinstance(controller.keeper, LossScaleKeeper) and controller.keeper.overflowed
+        return found

@@ -1,0 +1,44 @@
+"""Small models that several tests train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Apply(nn.Module):
+    """A function as a layer, to stand between others in a `nn.Sequential`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*inputs)
+
+
+class TanhLayer(nn.Module):
+    """(batch, 8) to (batch, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class FeedForward(nn.Module):
+    """(..., width) to the same: a residual sum around two layers with a GELU between, behind a norm or not."""
+
+    def __init__(self, width: int, hidden: int, *, norm: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width) if norm else nn.Identity()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))

@@ -1,0 +1,218 @@
+"""The partition: the stored copy is saved, what is read from it made again; under a peak budget the graph says all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+from helpers import compiled, eager_backend, leave_out
+from one_pass import Ran, run_pass
+from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from fxprec import compat
+from fxprec.errors import FxprecWarning
+from fxprec.ir import symbolic
+from fxprec.passes.analysis import regions
+from fxprec.passes.analysis.joint import is_backward, results_of
+from fxprec.passes.partition import Partition, told
+
+LAST = "write-plan"
+SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+
+
+def linears() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def policies(ran: Ran, target: object) -> set[object]:
+    found = told(ran.work)
+    return {found.get(n) for n in ran.nodes(target) if not is_backward(n)}
+
+
+class Cut:
+    """The halves of the last partition, and how many results of forward are the model's."""
+
+    forward: GraphModule
+    backward: GraphModule
+    num_results: int
+
+    @property
+    def saved(self) -> list[Node]:
+        return [x for x in results_of(self.forward.graph)[self.num_results :] if isinstance(x, Node)]
+
+    def names(self, half: GraphModule, target: object) -> set[str]:
+        return {n.name for n in half.graph.find_nodes(op="call_function", target=target)}
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
+    found, call = Cut(), Partition.__call__
+
+    def seen(self: Partition, gm: GraphModule, inputs: Any, **options: Any) -> compat.Halves:
+        found.forward, found.backward = call(self, gm, inputs, **options)
+        found.num_results = options["num_fwd_outputs"]
+        return found.forward, found.backward
+
+    monkeypatch.setattr(Partition, "__call__", seen)
+    return found
+
+
+def test_copies_are_saved_and_decoded_again() -> None:
+    ran = run_pass(LAST, linears(), torch.randn(8, 16), storage="packed")
+    assert policies(ran, symbolic.QUANTIZE) == {SAVE}
+    assert policies(ran, symbolic.DEQUANTIZE) == {AGAIN}
+
+
+def test_a_simulation_stores_nothing_to_save() -> None:
+    ran = run_pass(LAST, linears(), torch.randn(8, 16), storage="simulate")
+    assert policies(ran, symbolic.QUANTIZE) == policies(ran, symbolic.DEQUANTIZE) == {None}
+
+
+def test_forward_stores_the_copies_that_only_backward_reads(cut: Cut) -> None:
+    """torch would store them in backward, from the wide values: nothing that forward returns needs them."""
+    compiled(linears(), eager_backend(recipe="fp8", storage="packed"))(torch.randn(8, 16))
+    copies = cut.names(cut.forward, symbolic.QUANTIZE)
+    assert copies
+    assert copies <= {x.name for x in cut.saved}
+    assert results_of(cut.forward.graph)[: cut.num_results][0].name not in copies
+    assert not copies & cut.names(cut.backward, symbolic.QUANTIZE)
+
+
+class Checked(nn.Module):
+    """`torch.linalg.inv` checks its result: a side effect, whose token comes out of forward before the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.linalg.inv(self.first(x))
+
+
+def test_effect_tokens_stay_where_they_are(cut: Cut) -> None:
+    compiled(Checked(), eager_backend(recipe="fp8", storage="packed"))(torch.randn(8, 8)).sum().backward()
+    assert cut.names(cut.forward, symbolic.QUANTIZE) <= {x.name for x in cut.saved}
+
+
+def test_the_backward_half_is_not_marked() -> None:
+    ran = run_pass(LAST, linears(), torch.randn(8, 16), storage="packed", recipe="fp16")
+    assert ran.halves(symbolic.QUANTIZE)[1], "gradients are stored too"
+    assert not any(is_backward(n) for n in told(ran.work))
+
+
+def test_under_a_memory_budget_the_partitioner_chooses_among_copies() -> None:
+    def budget(work: object) -> None:
+        work.memory_budget = 0.5
+
+    ran = run_pass(LAST, linears(), torch.randn(8, 16), storage="packed", prepare=budget)
+    assert CheckpointPolicy.PREFER_SAVE in policies(ran, symbolic.QUANTIZE)
+    assert SAVE not in policies(ran, symbolic.QUANTIZE)
+
+
+class Region(nn.Module):
+    """Two layers, recomputed, between two that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 8)
+        self.inner = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.inner, self.first(x), use_reentrant=False).tanh())
+
+
+def test_a_copy_in_a_region_is_made_again_with_what_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where GEMMs multiply its codes: otherwise compute-high takes it away."""
+    leave_out(monkeypatch, "compute-high")
+    ran = run_pass(LAST, Region(), torch.randn(8, 16), storage="packed")
+    assert policies(ran, symbolic.QUANTIZE) == {SAVE, AGAIN}
+    (inside,) = (n for n in ran.nodes(symbolic.QUANTIZE) if n.args[0].name.startswith("mul") and not is_backward(n))
+    assert told(ran.work)[inside] == AGAIN
+
+
+def test_nothing_in_a_region_is_stored_but_what_it_starts_from() -> None:
+    ran = run_pass(LAST, Region(), torch.randn(8, 16), storage="packed", recipe="hfp8")
+    assert policies(ran, symbolic.QUANTIZE) == {SAVE}
+    sites = [ran.work.book.sites[cast.row] for _, cast in symbolic.Quantize.among(ran.nodes(symbolic.QUANTIZE))]
+    hi, lo = ran.work.settings.recipe.hi.name, ran.work.settings.recipe.lo_forward.name
+    assert {s.tensor: (s.format, s.reads) for s in sites} == {
+        "x": (lo, "backward"),
+        "addmm": (hi, "all"),
+        "tanh": (hi, "backward"),  # its gradient is 1 - y^2
+    }
+
+
+@pytest.mark.parametrize("storage", ["packed", "simulate"])
+def test_what_has_no_backward_or_stores_nothing_is_told_nothing(storage: str) -> None:
+    with torch.set_grad_enabled(storage == "simulate"):
+        ran = run_pass(LAST, linears(), torch.randn(8, 16), storage=storage)
+    assert not told(ran.work)
+
+
+class Deep(nn.Module):
+    """Layers whose activations may be computed again from their inputs, in a batch large enough for a budget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(nn.functional.gelu(layer(x)))
+        return x
+
+
+def under_a_budget(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile `Deep` for less than all that backward reads."""
+    torch.manual_seed(0)
+    backend = eager_backend(recipe="bf16", peak_budget="75%")
+    compiled(Deep(), backend)(torch.randn(512, 64)).sum().backward()
+
+
+def test_under_a_budget_torchs_min_cut_has_no_part(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*args: object, **options: object) -> compat.Halves:
+        raise AssertionError("min_cut is called")
+
+    monkeypatch.setattr(compat, "min_cut", asked)
+    under_a_budget(cut, monkeypatch)
+    assert cut.saved
+
+
+def test_under_a_budget_what_backward_repeats_is_in_backward_alone(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_a_budget(cut, monkeypatch)
+    tanh = torch.ops.aten.tanh.default
+    forward, backward = cut.names(cut.forward, tanh), cut.names(cut.backward, tanh)
+    assert len(forward) == 4, "nothing was moved to backward"
+    assert backward, "something is computed again"
+    assert not backward & {x.name for x in cut.saved}
+    assert not any(is_backward(n) for n in cut.forward.graph.nodes)
+    assert not any(regions.POLICY in n.meta for n in cut.backward.graph.nodes)
+
+
+def test_a_partitioner_of_the_users_is_not_silently_left_out() -> None:
+    class Theirs(CustomPartitionerFn):
+        def __call__(self, gm: GraphModule, joint_inputs: Any, **options: Any) -> compat.Halves:
+            raise AssertionError("it is called")
+
+        def uuid(self) -> str:
+            return "theirs"
+
+    told_of: Callable[..., Any] = pytest.warns(FxprecWarning, match="custom_partitioner_fn: is not called")
+    with torch._inductor.config.patch(custom_partitioner_fn=Theirs()), told_of:
+        compiled(linears(), eager_backend(recipe="fp8"))(torch.randn(8, 16))
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._functorch.config, "enable_activation_offloading"), reason="this torch has no such setting"
+)
+def test_torchs_offloading_is_not_silently_left_out() -> None:
+    backend = eager_backend(recipe="bf16", peak_budget="100%")
+    told_of = pytest.warns(FxprecWarning, match="enable_activation_offloading: moves nothing under a peak_budget")
+    with torch._functorch.config.patch(enable_activation_offloading=True), told_of:
+        compiled(Deep(), backend)(torch.randn(512, 64)).sum().backward()
