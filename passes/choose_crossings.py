@@ -1,47 +1,120 @@
-"""Save or compute again what backward needs, in the least time, by the chooser of peak budgets without a bound.
+"""Choose what crosses from forward to backward and in which form; the rest is computed again there.
 
-It is to take the place of torch's min-cut where nobody bounds memory; until plans, steps and gradients of all
-architectures agree it stands in no pipeline that is run by default (`pipeline.CHOSEN`).
+Backward asks for values of forward. The chooser (`analysis.peak`) takes the choice of least time: with a peak budget
+among those that never hold more, without one at a price a byte. `casts.ways` makes it real, and the partition follows
+the graph.
+
+Where the user's checkpointing, or torch's ``activation_memory_budget``, says what is saved, torch's min-cut chooses.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fxprec.ir.symbolic_blocks import QuantizeBlocks
+from fxprec.config.config import BLOCK_WAYS
 from fxprec.passes.analysis import regions
-from fxprec.passes.analysis.peak.choice import Chooser
+from fxprec.passes.analysis.peak.budget import within_budget
+from fxprec.passes.analysis.peak.choice import Chooser, Fit
 from fxprec.passes.analysis.peak.costs import Rates
-from fxprec.passes.analysis.peak.needs import needs_of
-from fxprec.passes.analysis.peak.problem import Problem
-from fxprec.passes.base import Work
+from fxprec.passes.analysis.peak.given import as_given
+from fxprec.passes.analysis.peak.needs import Needs, find_formats, needs_of
+from fxprec.passes.analysis.peak.other_sizes import other_sizes
+from fxprec.passes.analysis.peak.problem import FEW, NARROW, Problem, is_on_host
+from fxprec.passes.analysis.peak.progress import Progress
+from fxprec.passes.base import GivenPeak, Work
 from fxprec.passes.casts.ways import Rewrite
+from fxprec.passes.notice import Notice, readable
 
 
 @dataclass(frozen=True)
 class ChooseCrossings:
-    """Choose for each value that backward needs; what is read low alone is stored low."""
+    """Choose a way for each value that backward needs; under a peak budget fill ``work.peak``."""
 
     name: str = "choose-crossings"
 
     def apply(self, work: Work) -> None:
-        if not _may_choose(work):
-            return
-        needs = needs_of(work)
-        for node in needs.low.keys() - needs.exactly:
-            needs.high.pop(node, None)
-        rates = Rates.of(work.joint.table.meta["val"].device)
-        # A byte is worth one pass over it: else what is read low alone would be kept wide within another value.
-        problem = Problem(replace(needs, few={}), rates, ("narrow",), price=1 / rates.bytes_per_s)
-        fit = Chooser(problem).unlimited
-        Rewrite(work, needs, fit).rewrite()
-        work.is_cut = True
-        kept = len(fit.held.saved)
-        work.remarks.append(f"crossings: {kept} values are kept, {len(fit.held.repeated)} computed again in backward")
+        if work.fits_peak:
+            _fit_peak(work)
+        elif _is_free(work):
+            _choose(work)
 
 
-def _may_choose(work: Work) -> bool:
-    """Say whether nobody else decides: no budget, no checkpoint, no copies in blocks."""
-    graph = work.joint.graph
-    is_free = bool(work.joint.tangents) and not work.fits_peak and work.memory_budget == 1
-    return is_free and not regions.are_in(graph) and not any(QuantizeBlocks.nodes(graph))
+def _is_free(work: Work) -> bool:
+    """Say whether neither the user nor torch's own budget says what is saved."""
+    is_asked = work.memory_budget < 1 or regions.are_in(work.joint.graph)
+    return bool(work.joint.tangents) and not is_asked and not work.settings.is_simulated
+
+
+def _choose(work: Work) -> None:
+    needs = needs_of(work)
+    for node in needs.low.keys() - needs.exactly:
+        needs.high.pop(node, None)  # what is read low alone is stored low
+    rates = Rates.of(work.joint.table.meta["val"].device)
+    # A byte is worth one pass over it: else what is read low alone would be kept wide within another value.
+    problem = Problem(replace(needs, few={}), rates, ("narrow",), price=1 / rates.bytes_per_s)
+    fit = Chooser(problem).unlimited
+    Rewrite(work, needs, fit).rewrite()
+    work.is_cut = True
+    work.remarks.append(
+        f"crossings: {len(fit.held.saved)} values are kept, {len(fit.held.repeated)} computed again in backward"
+    )
+
+
+def _fit_peak(work: Work) -> None:
+    goal = work.peak_goal
+    assert goal is not None, "asked by fits_peak"
+    needs, progress = needs_of(work), Progress()
+    try:
+        fit, work.peak = (
+            as_given(work, needs, goal) if isinstance(goal, GivenPeak) else within_budget(work, needs, goal, progress)
+        )
+    finally:
+        progress.end()
+    work.peak_sizes = other_sizes(fit.held, work.joint.graph, work.peak.room - work.peak_part.beyond)
+    Rewrite(work, needs, fit).run()
+    work.is_cut = True
+    work.remarks.append(_remark(needs, fit))
+    _tell_of_graphs(work)
+    _tell_unused(work, needs)
+    if work.peak_sizes is not None:
+        work.remarks.append(work.peak_sizes.note())
+
+
+def _tell_of_graphs(work: Work) -> None:
+    """Say whom the budget is shared with."""
+    part = work.peak_part
+    if part.is_provisional:
+        work.remarks.append(
+            "peak budget: the first step knows its graphs one by one, and this one holds the least there"
+        )
+    elif part.is_cut:
+        work.remarks.append("peak budget: a graph break ends this graph, and what follows, not planned here, shares it")
+    elif part.num_graphs > 1:
+        assert part.budget is not None, "graphs that share have a budget to share"
+        work.remarks.append(
+            f"peak budget: {readable(part.budget)} are shared by {part.num_graphs} graphs of the step; while this one "
+            f"runs, {readable(part.beside)} of others wait or are gradients, and of it at most "
+            f"{readable(int(part.waiting))} wait"
+        )
+
+
+def _tell_unused(work: Work, needs: Needs) -> None:
+    """Say which block formats of ``ways`` no value may be kept in."""
+    borne = {fmt for formats in needs.few.values() for fmt in formats}
+    for fmt in find_formats(work) if work.given is None and set(work.settings.ways) & set(BLOCK_WAYS) else ():
+        if fmt not in borne:
+            why = next(iter(filter(None, needs.refused.values())), "backward reads no copy in 8 bits")
+            work.notices.append(
+                Notice(f"ways {fmt.name!r}", f"no value of this graph may be kept in it; for one, {why}")
+            )
+
+
+def _remark(needs: Needs, fit: Fit) -> str:
+    repeated = sum(n in needs.high for n, _ in fit.held.repeated)
+    narrow, few = (sum(way == NARROW for way in fit.ways.values()), sum(way >= FEW for way in fit.ways.values()))
+    moved = sum(is_on_host(way) for way in fit.ways.values())
+    kept, blocks = len(fit.held.saved) - narrow - few - moved, f"{few} in blocks, " if few else ""
+    blocks += f"{moved} in host memory, " if moved else ""
+    return (
+        f"peak budget: {kept} values are kept, {narrow} kept in 8 bits, {blocks}{repeated} computed again in backward"
+    )

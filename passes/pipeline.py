@@ -16,7 +16,6 @@ from fxprec.passes.carry_scales import CarryScales
 from fxprec.passes.choose_crossings import ChooseCrossings
 from fxprec.passes.compute_high import ComputeHigh
 from fxprec.passes.drop_round_trips import DropRoundTrips
-from fxprec.passes.fit_peak import FitPeak
 from fxprec.passes.group_tensors import GroupTensors
 from fxprec.passes.insert_casts import InsertCasts
 from fxprec.passes.insert_observers import InsertObservers
@@ -27,6 +26,7 @@ from fxprec.passes.narrow_accumulators import NarrowAccumulators
 from fxprec.passes.narrow_gemms import NarrowGemms
 from fxprec.passes.pass_report import PassReport, target_text
 from fxprec.passes.recover_operators import RecoverOperators
+from fxprec.passes.shorten_lives import ShortenLives
 from fxprec.passes.store_blocks import StoreBlocks
 from fxprec.passes.store_centred import StoreCentred
 from fxprec.passes.sum_narrow import SumNarrow
@@ -54,12 +54,10 @@ PIPELINE: tuple[Pass, ...] = (
     DropRoundTrips(),  # after it: between two GEMMs it leaves bf16 -> float32 -> bf16
     SumNarrow(),  # needs the copies that GEMMs multiply
     LowGemms(),  # takes what is left of them; after it, since a GEMM over codes keeps the dtype it has by then
-    FitPeak(),  # needs the step as it will run
+    ShortenLives(),  # needs the graph that will run
+    ChooseCrossings(),  # needs what lives when
     WritePlan(),  # needs the sites and the answers
 )
-
-# As `PIPELINE`, and our chooser decides what torch's min-cut does there. Not run by default yet (docs/architecture.md).
-CHOSEN: tuple[Pass, ...] = (*PIPELINE[:-2], ChooseCrossings(), *PIPELINE[-2:])
 
 # Storage ``simulate``: every counted tensor is rounded for every reader, as in the papers, and held in float32.
 SIMULATION: tuple[Pass, ...] = (

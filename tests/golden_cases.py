@@ -45,10 +45,6 @@ def _on_h100(patch: pytest.MonkeyPatch) -> None:
     plan_for(patch, 90, traces_only=True)
 
 
-def _chosen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pipeline, "PIPELINE", pipeline.CHOSEN)
-
-
 CASES = (
     Case(
         name="real",
@@ -65,14 +61,7 @@ CASES = (
         name="budget",
         what="as real, with a peak budget of 75%",
         options={"recipe": "fp8", "peak_budget": "75%"},
-        shows=("fit-peak", PARTITION),
-    ),
-    Case(
-        name="chosen",
-        what="as real, by the pipeline in which our chooser does what torch's min-cut does",
-        options={"recipe": "fp8"},
-        prepare=_chosen,
-        shows=("choose-crossings", PARTITION),
+        shows=("shorten-lives", "choose-crossings", PARTITION),
     ),
     Case(
         name="gpu",

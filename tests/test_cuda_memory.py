@@ -14,9 +14,9 @@ from fxprec.driver.budget import PeakBudget
 from fxprec.driver.event_log import EventLog
 from fxprec.driver.memory import StepMemory
 from fxprec.errors import BudgetError
-from fxprec.passes import fit_peak
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
+from fxprec.passes.analysis.peak import budget as peak_budget
 from fxprec.passes.analysis.peak import reserve
 from fxprec.passes.analysis.peak.part import Part
 from fxprec.plan import PeakBytes, entries, files
@@ -162,7 +162,7 @@ def test_a_plan_file_keeps_what_is_reserved_and_says_nothing_where_nothing_is() 
 def test_a_budget_in_bytes_is_planned_without_what_stays_free_and_a_share_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fit_peak, "reserved", lambda device, budget: budget // 20)
+    monkeypatch.setattr(peak_budget, "reserved", lambda device, budget: budget // 20)
 
     def planned(budget: int | str) -> PeakBytes:
         torch.compiler.reset()

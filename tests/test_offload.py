@@ -21,7 +21,7 @@ import fxprec.driver.graph
 import fxprec.driver.joint_compilation
 from fxprec import Plan, cli
 from fxprec.ir.symbolic_host import WAIT_OFFLOAD
-from fxprec.passes import fit_peak
+from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.peak.loops import Loops
 from fxprec.passes.analysis.peak.step import Held
@@ -154,7 +154,7 @@ def test_what_waits_in_host_memory_is_there_for_a_second_backward() -> None:
 
 def held_by(**options: Any) -> Held:
     found: list[Held] = []
-    solved = fit_peak._solved
+    solved = choose_crossings.within_budget
 
     def watch(work: Any, needs: Any, *rest: Any) -> Any:
         fit, peak = solved(work, needs, *rest)
@@ -162,7 +162,7 @@ def held_by(**options: Any) -> Held:
         return fit, peak
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit_peak, "_solved", watch)
+        patch.setattr(choose_crossings, "within_budget", watch)
         trained(transformer(), TOKENS, **options)
     return found[0]
 

@@ -17,7 +17,7 @@ from benchmarks.memory.measure import peak_bytes
 from benchmarks.memory.pairs import loops_left_out
 from fxprec import Backend, Config
 from fxprec.ir.symbolic import InMemory
-from fxprec.passes import fit_peak
+from fxprec.passes import choose_crossings, shorten_lives
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.analysis.peak.choice import Fit
 from fxprec.passes.casts import two_gradients
@@ -62,7 +62,7 @@ def compiled(model: nn.Module, backend: Backend | None = None, **options: Any) -
 def laid(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Shapes and dtypes of what lies apart, and of what is joined, of each joint graph."""
     found: list[dict[str, Any]] = []
-    lay = fit_peak.lay_apart
+    lay = shorten_lives.lay_apart
 
     def watch(work: Any) -> None:
         lay(work)
@@ -71,7 +71,7 @@ def laid(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         vals = {name: map(tensor_of, found) for name, found in nodes.items()}
         found.append({name: [(tuple(x.shape), x.dtype) for x in xs] for name, xs in vals.items()})
 
-    monkeypatch.setattr(fit_peak, "lay_apart", watch)
+    monkeypatch.setattr(shorten_lives, "lay_apart", watch)
     return found
 
 
@@ -127,8 +127,8 @@ def test_bits_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Skips()
     found = gradients(model, compiled(model, recipe="bf16"))
-    monkeypatch.setattr(fit_peak, "lay_apart", lambda work: None)
-    monkeypatch.setattr(fit_peak, "part_gradients", lambda graph: None)
+    monkeypatch.setattr(shorten_lives, "lay_apart", lambda work: None)
+    monkeypatch.setattr(shorten_lives, "part_gradients", lambda graph: None)
     assert torch.equal(found, gradients(model, compiled(model, recipe="bf16")))
 
 
@@ -139,7 +139,7 @@ def test_the_allocator_sees_a_part_wait_and_not_the_whole(monkeypatch: pytest.Mo
     model = Skips()
     images = 16  # together larger than what a convolution without bf16 instructions converts at once
     with_parts = peak_of(model, images)
-    monkeypatch.setattr(fit_peak, "lay_apart", lambda work: None)
+    monkeypatch.setattr(shorten_lives, "lay_apart", lambda work: None)
     part = 2 * images * WIDTH * SIDE * SIDE
     assert with_parts < peak_of(model, images) - part
 
@@ -186,13 +186,13 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
 def test_sums_of_gradients_that_wait_lie_in_16_bits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[torch.Size, torch.dtype]] = []
-    narrow = fit_peak.narrow_sums
+    narrow = shorten_lives.narrow_sums
 
     def watch(work: Any) -> None:
         narrow(work)
         found.extend((tensor_of(n).shape, tensor_of(n).dtype) for n in InMemory.nodes(work.joint.graph))
 
-    monkeypatch.setattr(fit_peak, "narrow_sums", watch)
+    monkeypatch.setattr(shorten_lives, "narrow_sums", watch)
     model = Residual()
     gradients(model, compiled(model, recipe=recipe))
     assert found == [((IMAGES, WIDTH, SIDE, SIDE), torch.bfloat16)] * 3
@@ -204,7 +204,7 @@ def test_a_sum_of_gradients_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> 
     model, rounding = Residual(), Residual(rounds=True)
     rounding.load_state_dict(model.state_dict())
     found = gradients(model, compiled(model, recipe="bf16"))
-    monkeypatch.setattr(fit_peak, "narrow_sums", lambda work: None)
+    monkeypatch.setattr(shorten_lives, "narrow_sums", lambda work: None)
     assert torch.equal(found, gradients(rounding, compiled(rounding, recipe="bf16")))
     assert not torch.equal(found, gradients(model, compiled(model, recipe="bf16")))
 
@@ -212,14 +212,14 @@ def test_a_sum_of_gradients_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_sum_waits_and_not_its_addends(monkeypatch: pytest.MonkeyPatch) -> None:
     def most_of_backward() -> int:
         fits: list[Fit] = []
-        monkeypatch.setattr(fit_peak, "_remark", lambda needs, fit: fits.append(fit) or "")
+        monkeypatch.setattr(choose_crossings, "_remark", lambda needs, fit: fits.append(fit) or "")
         gradients(model, compiled(model))
         timeline = fits[-1].held.timeline
         return max(timeline.live[timeline.split :])
 
     model = Residual()
     narrow = most_of_backward()
-    monkeypatch.setattr(fit_peak, "narrow_sums", lambda work: None)
+    monkeypatch.setattr(shorten_lives, "narrow_sums", lambda work: None)
     assert narrow <= most_of_backward() - 2 * IMAGES * WIDTH * SIDE * SIDE
 
 

@@ -14,9 +14,10 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxprec.passes import fit_peak
+from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
+from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.either import Either
 from fxprec.passes.analysis.peak.kernels import Kind, flops_of, kind_of
 from fxprec.passes.analysis.peak.part import Bound
@@ -153,15 +154,15 @@ def test_a_number_written_over_a_constant_is_compared_instead() -> None:
 def chooser_of(model: nn.Module, x: torch.Tensor, **options: Any) -> Chooser:
     """Return what chooses for a network in fp8."""
     found: list[Chooser] = []
-    solved = fit_peak._solved
+    solved = choose_crossings.within_budget
 
     def watch(work: Any, needs: Any, *rest: Any) -> tuple[Fit, Any]:
-        problem = Problem(needs, fit_peak.Rates.of(torch.device("cpu")), ("narrow", "recompute"))
+        problem = Problem(needs, Rates.of(torch.device("cpu")), ("narrow", "recompute"))
         found.append(Chooser(problem))
         return solved(work, needs, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit_peak, "_solved", watch)
+        patch.setattr(choose_crossings, "within_budget", watch)
         backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%", **options)
         torch.compile(model, backend=backend)(x)
     return found[0]
@@ -216,7 +217,7 @@ def test_of_all_choices_with_block_formats_it_finds_the_one_of_least_time() -> N
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
     found = chooser_of(model, torch.randn(1024, 64), ways=("narrow", "int4", "int2", "recompute"))
-    slow = fit_peak.Rates(bytes_per_s=1e10, flop_per_s=1e9)  # to compute a GEMM again is no way out
+    slow = Rates(bytes_per_s=1e10, flop_per_s=1e9)  # to compute a GEMM again is no way out
     either = Either.of(found.problem.needs, slow, ("narrow", "recompute"))
     assert either.blocks is not None
     found, problem = either.blocks, either.blocks.problem
@@ -229,7 +230,7 @@ def test_of_all_choices_with_host_memory_it_finds_the_one_of_least_time() -> Non
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
     needs = chooser_of(model, torch.randn(2048, 64)).problem.needs
-    slow = fit_peak.Rates(bytes_per_s=1e10, flop_per_s=1e9, host_bytes_per_s=1e9)
+    slow = Rates(bytes_per_s=1e10, flop_per_s=1e9, host_bytes_per_s=1e9)
     found = Chooser(Problem(needs, slow, ("narrow", "recompute", "offload")))
     problem, fits = found.problem, least_times(found, found.within)
     assert any(is_on_host(way) for fit in fits for way in fit.ways.values())
@@ -275,7 +276,7 @@ def test_block_formats_never_make_a_choice_worse(monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
     needs = chooser_of(model, torch.randn(1024, 64), ways=("narrow", "int4", "recompute")).problem.needs
-    either = Either.of(needs, fit_peak.Rates(bytes_per_s=1e10, flop_per_s=1e9), ("narrow", "recompute"))
+    either = Either.of(needs, Rates(bytes_per_s=1e10, flop_per_s=1e9), ("narrow", "recompute"))
     plain = Chooser(either.plain.problem)
     least = plain.least()
     assert either.least().peak < least.peak, "4 bits are fewer than 8"

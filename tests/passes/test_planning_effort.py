@@ -10,9 +10,10 @@ from backend_helpers import eager_backend
 
 from fxprec import BudgetError, Plan
 from fxprec.demo.models import CharTransformer
-from fxprec.passes import fit_peak
+from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.peak import problem as problems
 from fxprec.passes.analysis.peak.choice import Chooser
+from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.needs import Needs
 from fxprec.passes.analysis.peak.part import Bound
 from fxprec.passes.analysis.peak.problem import Problem
@@ -38,11 +39,11 @@ def chooser_for(layers: int) -> Chooser:
         raise Seen
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit_peak, "_solved", watch)
+        patch.setattr(choose_crossings, "within_budget", watch)
         backend = eager_backend("native", recipe="fp8", low_ratio=None, peak_budget="100%")
         with pytest.raises(Exception, match="Seen"):
             torch.compile(transformer(layers), backend=backend)(TOKENS)
-    return Chooser(Problem(found[0], fit_peak.Rates.of(torch.device("cpu")), ("narrow", "recompute")))
+    return Chooser(Problem(found[0], Rates.of(torch.device("cpu")), ("narrow", "recompute")))
 
 
 def test_equal_blocks_are_found_whatever_stands_around_them() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxprec.passes import fit_peak, partition
+from fxprec.passes import partition, shorten_lives
 from fxprec.passes.casts.upsampled import sum_upsampled
 
 aten = torch.ops.aten
@@ -96,7 +96,7 @@ def test_a_step_scatters_nothing(monkeypatch: pytest.MonkeyPatch, budget: str | 
         scatters.append(len(graph.find_nodes(op="call_function", target=aten.index_put.default)))
 
     def put(sums: Callable[[Graph], None]) -> None:
-        for module in (fit_peak, partition):
+        for module in (shorten_lives, partition):
             monkeypatch.setattr(module, "sum_upsampled", sums)
 
     torch.manual_seed(0)

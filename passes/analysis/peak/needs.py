@@ -73,7 +73,7 @@ def needs_of(work: Work) -> Needs:
     for node in needs.step.forward:
         if _can_keep(node):
             needs.high.setdefault(node, None)
-        else:
+        elif needs.high.get(node) is None:  # a view of another value, of which no copy is made
             needs.high.pop(node, None)
     _add_movable(needs)
     return needs

@@ -1,0 +1,87 @@
+"""The choice for a peak budget: of least time among those that never hold more."""
+
+from __future__ import annotations
+
+from fxprec.config.settings import PeakBudget
+from fxprec.errors import BudgetError
+from fxprec.passes.analysis.peak.choice import Chooser, Fit
+from fxprec.passes.analysis.peak.costs import Rates
+from fxprec.passes.analysis.peak.either import Either
+from fxprec.passes.analysis.peak.needs import Needs
+from fxprec.passes.analysis.peak.problem import Problem
+from fxprec.passes.analysis.peak.progress import Progress
+from fxprec.passes.analysis.peak.reserve import enough_for, reserved
+from fxprec.passes.base import Work
+from fxprec.passes.notice import readable
+from fxprec.plan.rows import PeakBytes, PeakPoint
+
+_MOMENTS = 40  # drawn of each other budget
+
+
+def within_budget(work: Work, needs: Needs, asked: PeakBudget, progress: Progress) -> tuple[Fit, PeakBytes]:
+    """Choose for the budget. Raises `BudgetError` where none is found."""
+    device = work.joint.table.meta["val"].device
+    part, rates = work.peak_part, Rates.of(device)
+    high = Chooser(Problem(needs, rates, ())).unlimited
+    chooser = Either.of(needs, rates, work.settings.ways, progress)
+    budget = asked.bytes_of(high.peak) if part.budget is None else part.budget
+    offers = part.shares or part.wants_curve  # to other graphs
+    fits = chooser.curve(waiting=offers) if offers or work.looks_at_budgets else ()
+    if part.is_provisional and asked.is_share:
+        budget = max(budget, fits[-1].peak)  # of all graphs' together it will be a share
+    free = 0 if asked.is_share else reserved(device, budget)
+    bound = part.bound(budget, free)
+    fit = fits[-1] if part.is_provisional else chooser.within(bound)
+    if fit is None or fit.excess(bound) > 0:
+        fit = min((chooser.least(), *fits), key=lambda fit: fit.peak)
+        if fit.excess(bound) > 0:
+            raise _out_of_reach(budget, fit.peak + part.beside + part.beyond, free, work, fit)
+    sited = needs.rows.keys()
+    moved = fit.held.moved
+    kept = tuple(node.name for node in fit.held.saved if node not in sited and node not in moved)
+    seconds = rates.step(needs.step)
+    peak = PeakBytes(
+        budget=budget,
+        high=high.peak,
+        planned=fit.peak + part.beyond,
+        live=fit.held.live_by_kind(),
+        kept=kept,
+        offloaded=tuple(node.name for node in fit.held.saved if node not in sited and node in moved),
+        graphs=part.num_graphs,
+        beside=part.beside,
+        reserved=free,
+        waiting=fit.waiting + part.beyond_waiting,
+        seconds=seconds + fit.seconds,
+        points=tuple(_point(found, seconds) for found in (high, *fits)) if fits else (),
+    )
+    return fit, peak
+
+
+def _point(fit: Fit, seconds: float) -> PeakPoint:
+    live = fit.held.live_by_kind(_MOMENTS)
+    return PeakPoint(peak=fit.peak, waiting=fit.waiting, seconds=seconds + fit.seconds, live=live)
+
+
+def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit) -> BudgetError:
+    enough = enough_for(least - budget + free, budget) if free else least
+    ways = [f"raise it to {readable(enough)}", "take a smaller batch"]
+    if "recompute" not in work.settings.ways:
+        ways.append("add 'recompute' to ways")
+    if "narrow" not in work.settings.ways:
+        ways.append("add 'narrow' to ways")
+    elif not work.settings.recipe.has_low:
+        ways.append(f"choose a recipe with a low format ({work.settings.recipe.name!r} has none)")
+    left = f", {readable(free)} of it left free for libraries" if free else ""
+    return BudgetError(
+        f"peak_budget is {readable(budget)}{left}, and the least peak found holds {readable(least)}, "
+        f"{_what_holds(fit)} among them; {', '.join(ways[:-1])} or {ways[-1]}"
+    )
+
+
+def _what_holds(fit: Fit) -> str:
+    """Name the largest tensors that live at the peak, and what takes most of it."""
+    timeline, held = fit.held.timeline, fit.held
+    peak = max(range(len(timeline.live)), key=timeline.live.__getitem__)
+    living = [i for i, born in timeline.born.items() if born <= peak <= timeline.dies[i]]
+    largest = sorted(living, key=lambda i: -held.items[i].bytes)[:3]
+    return ", ".join(f"{held.anchors[i].name} ({readable(held.items[i].bytes).partition(' (')[0]})" for i in largest)

@@ -1,0 +1,31 @@
+"""Shorten how long large tensors live, before a peak budget chooses what to keep.
+
+Parts of a concat lie in memory of their own, a convolution's two gradients are made one after the other, the gradient
+of an upsampling is a sum of slices, and sums of 16-bit gradients wait in 16 bits. Each costs a copy or a second kernel,
+so nothing is done without a budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxprec.passes.base import Work
+from fxprec.passes.casts.apart import lay_apart
+from fxprec.passes.casts.narrow_sums import narrow_sums
+from fxprec.passes.casts.two_gradients import part_gradients
+from fxprec.passes.casts.upsampled import sum_upsampled
+
+
+@dataclass(frozen=True)
+class ShortenLives:
+    """Edit joins, convolutions' gradients, upsamplings and sums under a peak budget."""
+
+    name: str = "shorten-lives"
+
+    def apply(self, work: Work) -> None:
+        if not work.fits_peak:
+            return
+        lay_apart(work)
+        part_gradients(work.joint.graph)
+        sum_upsampled(work.joint.graph)
+        narrow_sums(work)
