@@ -42,7 +42,7 @@ class ChooseCrossings:
 def _is_free(work: Work) -> bool:
     """Say whether neither the user nor torch's own budget says what is saved."""
     is_asked = work.memory_budget < 1 or regions.are_in(work.joint.graph)
-    return bool(work.joint.tangents) and not is_asked and not work.settings.is_simulated
+    return bool(work.joint.tangents) and not is_asked
 
 
 def _choose(work: Work) -> None:
@@ -55,9 +55,6 @@ def _choose(work: Work) -> None:
     fit = Chooser(problem).unlimited
     Rewrite(work, needs, fit).rewrite()
     work.is_cut = True
-    work.remarks.append(
-        f"crossings: {len(fit.held.saved)} values are kept, {len(fit.held.repeated)} computed again in backward"
-    )
 
 
 def _fit_peak(work: Work) -> None:

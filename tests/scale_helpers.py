@@ -84,6 +84,7 @@ def joint_of(function: Callable[..., Any], *args: Any, recipe: Any = IDENTITY, s
         after = passes[len(before) : names.index("write-plan") + 1]
         for step in after:
             step.apply(work)
+        work.joint.graph.eliminate_dead_code()
         work.joint.graph.lint()
         carried = {n.name: v for n, v in walks[-1].carried.items() if n in set(work.joint.graph.nodes)}
         root = work.joint.graph.owning_module

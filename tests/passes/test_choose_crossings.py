@@ -1,17 +1,18 @@
-"""Pass choose-crossings: our chooser in the place of torch's min-cut gives the same gradients and saves no more."""
+"""Pass choose-crossings: without a budget its choice gives the gradients of torch's min-cut and saves no more."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import compiled, eager_backend
+from helpers import compiled, eager_backend, leave_out
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxprec.passes import pipeline
+from fxprec import compat
 from tests.golden_model import Block
 
 
@@ -49,8 +50,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def trained(name: str, recipe: str) -> tuple[list[Tensor], int, tuple[str, ...]]:
-    """Return the gradients of two steps, the bytes that the plan saves, and its notes."""
+def trained(name: str, recipe: str) -> tuple[list[Tensor], int]:
+    """Return the gradients of two steps, and the bytes that the forward half saves."""
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model, x, backend = make(), torch.randn(shape), eager_backend(recipe=recipe)
@@ -60,29 +61,41 @@ def trained(name: str, recipe: str) -> tuple[list[Tensor], int, tuple[str, ...]]
         run(x).square().mean().backward()
     (plan,) = backend.plans
     assert plan.saved_bytes is not None
-    return [p.grad for p in model.parameters() if p.grad is not None], plan.saved_bytes.planned, plan.notes
+    return [p.grad for p in model.parameters() if p.grad is not None], plan.saved_bytes.planned
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
+@pytest.fixture
+def who_cuts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who has cut each joint graph."""
+    found: list[str] = []
+    for name in ("cut", "min_cut"):
+        monkeypatch.setattr(compat, name, partial(_noted, getattr(compat, name), name, found))
+    return found
+
+
+def _noted(function: Callable[..., object], name: str, found: list[str], *args: object, **options: object) -> object:
+    found.append(name)
+    return function(*args, **options)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "bf16", "fp8+int4"])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_torchs_min_cut_and_no_more_is_saved(
-    name: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+    name: str, recipe: str, monkeypatch: pytest.MonkeyPatch, who_cuts: list[str]
 ) -> None:
-    wanted, bytes_of_min_cut, _ = trained(name, recipe)
-    monkeypatch.setattr(pipeline, "PIPELINE", pipeline.CHOSEN)
-    found, saved, notes = trained(name, recipe)
-    assert any("crossings:" in note for note in notes), "torch's min-cut has chosen"
+    found, saved = trained(name, recipe)
+    leave_out(monkeypatch, "choose-crossings")
+    wanted, bytes_of_min_cut = trained(name, recipe)
+    assert who_cuts == ["cut", "min_cut"]
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert saved <= bytes_of_min_cut
 
 
-def test_a_users_checkpoint_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "PIPELINE", pipeline.CHOSEN)
+def test_a_users_checkpoint_is_left_to_torch(who_cuts: list[str]) -> None:
     inner, last = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 16)
 
     def model(x: Tensor) -> Tensor:
         return last(checkpoint(inner, x, use_reentrant=False))
 
-    backend = eager_backend(recipe="fp8")
-    torch.compile(model, backend=backend)(torch.randn(8, 16)).sum().backward()
-    assert not any("crossings:" in note for plan in backend.plans for note in plan.notes)
+    torch.compile(model, backend=eager_backend(recipe="fp8"))(torch.randn(8, 16)).sum().backward()
+    assert who_cuts == ["min_cut"]

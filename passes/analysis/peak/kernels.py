@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from fxprec.config.processor import Processor
 from fxprec.ir.operators import Cost, Trait, having, those
+from fxprec.ir.symbolic import QUANTIZE
 from fxprec.ir.wide_gemms import WIDE
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import (
@@ -92,9 +93,16 @@ def workspace_of(node: Node, processor: Processor) -> int:
 def can_repeat(node: Node) -> bool:
     """Say whether computing a node a second time gives the same: no random numbers, no effect, no write.
 
-    Nor a decision about numbers, which may be rounded the second time: an order, a maximum's place, a comparison.
+    Nor a decision about numbers, which may be rounded the second time: an order, a maximum's place, a comparison. Nor
+    a stored copy, whose statistics are counted where it is made.
     """
-    if node.op != "call_function" or node.is_impure() or node.target in ops.MUTATIONS or _decides(made_by(node)):
+    if (
+        node.target is QUANTIZE
+        or node.op != "call_function"
+        or node.is_impure()
+        or node.target in ops.MUTATIONS
+        or _decides(made_by(node))
+    ):
         return False
     if has_tag(node, torch.Tag.nondeterministic_seeded) or has_tag(made_by(node), torch.Tag.nondeterministic_seeded):
         return False

@@ -15,7 +15,8 @@ import sympy
 from torch.fx import Node
 
 from fxprec.config.processor import Processor
-from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Quantize
+from fxprec.ir.symbolic import QUANTIZE, Dequantize, Quantize
+from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS
 from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.joint import JointGraph, numel_expr, numel_hint, tensor_of, value
@@ -56,7 +57,7 @@ class Step:
             if self.joint.is_tangent(node) or any(n in behind for n in sources):
                 behind.add(node)
                 halves[1].append(node)
-            elif not self.is_there(node) and (self.joint.in_backward(node) or any(n in decoded for n in sources)):
+            elif not self.is_there(node) and self._is_read_back(node, decoded):
                 decoded.add(node)
             else:
                 halves[0].append(node)
@@ -111,6 +112,11 @@ class Step:
         holds_nothing = value(node) is None and not isinstance(node.meta.get("val"), list | tuple)
         return node.op != "call_function" or holds_nothing
 
+    def _is_read_back(self, node: Node, decoded: Collection[Node]) -> bool:
+        """Say whether only backward computes a node, without a gradient, or from a stored copy."""
+        is_decode = node.target is DEQUANTIZE_BLOCKS
+        return is_decode or self.joint.in_backward(node) or any(n in decoded for n in node.all_input_nodes)
+
     def _copied(self, cast: Quantize) -> Format | None:
         """Return the format of the copy that is made of an input; None of any other value."""
         fmt = parse(cast.format)
@@ -118,8 +124,12 @@ class Step:
         return fmt if is_narrower and self.is_there(cast.x) else None
 
     def _is_cast(self, q: Node) -> bool:
-        """Say whether a value of forward is stored to be decoded for backward, and nothing else reads its codes."""
-        return not self.joint.in_backward(q) and all(user.target is DEQUANTIZE for user in q.users)
+        """Say whether a value of forward is stored to be decoded for backward, and nothing else reads its codes.
+
+        A decode that takes a gradient's scale off is an operator of backward that reads the codes.
+        """
+        reads = [Dequantize.match(user) for user in q.users]
+        return not self.joint.in_backward(q) and all(read is not None and read.is_as_stored for read in reads)
 
 
 def drawn(moments: Sequence[_T], size: Callable[[_T], int], most: int = _MOMENTS) -> tuple[_T, ...]:
