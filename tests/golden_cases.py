@@ -32,6 +32,7 @@ class Case:
     what: str
     options: dict[str, Any]
     prepare: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
+    wants_input_gradient: bool = False
     shows: tuple[str, ...] | None = None
     """The passes that the case is there for; None: all of them."""
 
@@ -59,9 +60,10 @@ CASES = (
     ),
     Case(
         name="budget",
-        what="as real, with a peak budget of 75%",
+        what="as real, with a peak budget of 75%, and a gradient of the input",
         options={"recipe": "fp8", "peak_budget": "75%"},
-        shows=("shorten-lives", "choose-crossings", PARTITION),
+        wants_input_gradient=True,
+        shows=(TRACED, "shorten-lives", "choose-crossings", PARTITION),
     ),
     Case(
         name="gpu",
@@ -118,7 +120,7 @@ def texts_of(case: Case) -> dict[str, str]:
         case.prepare(patch)
         model, x = make()
         with pytest.raises(Exception, match="_Enough"):
-            compiled(model, eager_backend(**case.options))(x)
+            compiled(model, eager_backend(**case.options))(x.requires_grad_(case.wants_input_gradient))
     return found
 
 

@@ -29,7 +29,7 @@ def crossings(joint: JointGraph) -> list[Node]:
         if node in seen or joint.is_tangent(node):
             continue
         seen.add(node)
-        if node in own or _is_repeated(node, joint):
+        if node in own or is_repeated(node, joint):
             stack += node.all_input_nodes
         elif node.op != "get_attr":  # a constant is in both halves
             found.add(node)
@@ -56,7 +56,7 @@ def _needed_by_forward(joint: JointGraph) -> set[Node]:
     return needed
 
 
-def _is_repeated(node: Node, joint: JointGraph) -> bool:
+def is_repeated(node: Node, joint: JointGraph) -> bool:
     """Say whether a node of forward costs nothing to repeat, and more to save: it is as wide as what it is made of."""
     return kind_of(node) is Kind.VIEW or _is_decoded(node) or is_copy_of_parameter(node, joint)
 

@@ -17,6 +17,7 @@ from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, stored_dtype
 from fxprec.ir.symbolic_host import Offload, Reload, WaitOffload, WaitReload
 from fxprec.numerics.blocks import BlockFormat
 from fxprec.numerics.formats import Format, parse
+from fxprec.passes.analysis.crossings import is_repeated
 from fxprec.passes.analysis.joint import operator_of, tensor_of
 from fxprec.passes.analysis.peak.choice import Fit
 from fxprec.passes.analysis.peak.needs import Needs
@@ -139,6 +140,8 @@ class Rewrite:
         ):
             return
         sources = {n: self._there(n, reader) for n in node.all_input_nodes}
+        if is_repeated(node, self.work.joint) and all(there is n for n, there in sources.items()):
+            return  # the partition repeats it
         with self.graph.inserting_before(reader):
             again = emit(self.graph, operator_of(node), (), node, backward=True, val=node.meta.get("val"))
         again.args, again.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: sources[n])
