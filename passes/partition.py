@@ -1,11 +1,11 @@
 """Cut the joint graph where the passes decided: what crosses from forward to backward, and what backward repeats.
 
-It runs once torch's own joint passes are over. Under a peak budget the graph says all of it: what backward repeats is
-made by nodes of its own, and what they read of forward crosses (`cut`). Without one, torch's min-cut chooses, and is
-told of stored copies: a copy is saved, and what is decoded from it is repeated. An opaque ``dequantize`` could not be
-repeated, so it would save the wide result.
+It runs once torch's own joint passes are over. Where choose-crossings has chosen, the graph says all of it: what
+backward repeats is made by nodes of its own, and what they read of forward crosses (`cut`).
 
-Where the user recomputes (`regions`), a stored copy is recomputed with the tensor it copies, but at the region's
+Where the user recomputes (`regions`), or bounds what torch saves, torch's min-cut chooses, and is told of stored
+copies: a copy is saved, and what is decoded from it is repeated. An opaque ``dequantize`` could not be repeated, so it
+would save the wide result. In a region a stored copy is recomputed with the tensor it copies, but at the region's
 boundary, which is saved as its stored copy. Under an ``activation_memory_budget`` no copy must be saved: torch's
 partition chooses among them.
 """

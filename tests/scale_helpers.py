@@ -60,7 +60,9 @@ class Joint:
         return with_scales(base, self.scales, exps, measure=False)
 
 
-def joint_of(function: Callable[..., Any], *args: Any, recipe: Any = IDENTITY, storage: str = "simulate") -> Joint:
+def joint_of(
+    function: Callable[..., Any], *args: Any, recipe: Any = IDENTITY, storage: str = "simulate", **more: Any
+) -> Joint:
     """Trace ``function`` as the backend does, up to and with carry-scales.
 
     Every gradient that a GEMM multiplies is stored: compute-high, which on a CPU would leave none, is left out.
@@ -92,7 +94,7 @@ def joint_of(function: Callable[..., Any], *args: Any, recipe: Any = IDENTITY, s
         raise Captured
 
     torch._dynamo.reset()
-    backend = eager_backend(recipe, storage=storage, low_ratio=0.5)
+    backend = eager_backend(recipe, storage=storage, **{"low_ratio": 0.5, **more})
     with mock.patch.object(pipeline, "run", run), mock.patch.object(carry_scales._Walk, "__post_init__", remember):
         try:
             torch.compile(function, backend=backend, fullgraph=True)(*args)

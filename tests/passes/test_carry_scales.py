@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
@@ -162,6 +162,9 @@ class Shapes(nn.Module):
         return F.nll_loss(F.log_softmax(self.out(rows.mean(1)), -1), y) + F.adaptive_avg_pool2d(h, 1).tanh().sum()
 
 
+BUDGET = {"storage": "packed", "peak_budget": "100%", "low_ratio": None}
+
+
 def examples() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
     torch.manual_seed(0)
     images, labels = torch.randn(4, 3, 8, 8), torch.randint(5, (4,))
@@ -175,14 +178,16 @@ def examples() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
     }
 
 
-@pytest.mark.parametrize("storage", ["simulate", "packed"])
+@pytest.mark.parametrize(
+    "options", [{"storage": "simulate"}, {"storage": "packed"}, BUDGET], ids=["simulate", "packed", "budget"]
+)
 @pytest.mark.parametrize("name", list(examples()))
-def test_rescaling_alone_changes_no_bit_of_what_leaves(name: str, storage: str) -> None:
+def test_rescaling_alone_changes_no_bit_of_what_leaves(name: str, options: dict[str, Any]) -> None:
     """Powers of two in float32: parameter gradients are those without scaling, whatever the exponents."""
     model, args = in_float32(examples)[name]
     with scaled_identity():
-        joint = joint_of(model, *args, storage=storage)
-    assert joint.remarks == []
+        joint = joint_of(model, *args, **options)
+    assert [text for text in joint.remarks if not text.startswith("peak budget")] == []
     assert any(isinstance(v, Join) for v in joint.scales.variables) or name == "explicit attention", (
         "gradients are summed"
     )
