@@ -11,18 +11,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch.fx import Node
+
 from fxprec.config.config import BLOCK_WAYS
+from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import regions
+from fxprec.passes.analysis.joint import value
 from fxprec.passes.analysis.peak.budget import within_budget
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
 from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.given import as_given
 from fxprec.passes.analysis.peak.needs import Needs, find_formats, needs_of
 from fxprec.passes.analysis.peak.other_sizes import other_sizes
-from fxprec.passes.analysis.peak.problem import FEW, NARROW, Problem, is_on_host
+from fxprec.passes.analysis.peak.problem import FEW, KEEP, NARROW, Problem, is_on_host
 from fxprec.passes.analysis.peak.progress import Progress
 from fxprec.passes.base import GivenPeak, Work
 from fxprec.passes.casts.ways import Rewrite
+from fxprec.passes.compute_high import UNREAD
 from fxprec.passes.notice import Notice, readable
 
 
@@ -51,10 +56,36 @@ def _choose(work: Work) -> None:
         needs.high.pop(node, None)  # what is read low alone is stored low
     rates = Rates.of(work.joint.table.meta["val"].device)
     # A byte is worth one pass over it: else what is read low alone would be kept wide within another value.
-    problem = Problem(replace(needs, few={}), rates, ("narrow",), price=1 / rates.bytes_per_s)
+    price, inputs = 1 / rates.bytes_per_s, _inputs(work, needs)
+    problem = Problem(replace(needs, few={}), rates, ("narrow",), price=price, inputs=inputs)
     fit = Chooser(problem).unlimited
     Rewrite(work, needs, fit).rewrite()
     work.is_cut = True
+    _tell_of_copies(work, needs, fit)
+
+
+AGAIN = f"{UNREAD}: it is computed again in backward, which takes less time than to store it"
+KEPT = f"{UNREAD}: backward reads the value itself as well"
+
+
+def _tell_of_copies(work: Work, needs: Needs, fit: Fit) -> None:
+    """Say in the sites of which values no copy is stored."""
+    hi, repeated = work.settings.recipe.hi, {node for node, _ in fit.held.repeated}
+    for node, row in needs.rows.items():
+        site, is_kept = work.book.sites[row], node in fit.held.saved
+        if is_kept and not (fit.ways[node] == KEEP and parse(site.format).bits < hi.bits):
+            continue
+        if is_kept or node in repeated:
+            was_low = parse(site.format).bits < hi.bits
+            told = replace(site, reads="all", format=hi.name)
+            why = KEPT if is_kept else AGAIN
+            work.book.sites[row] = replace(told, why=why, unread=True) if was_low else told
+
+
+def _inputs(work: Work, needs: Needs) -> set[Node]:
+    """Return the inputs, not parameters or buffers, of which backward reads nothing or a copy."""
+    inputs = (node for node in work.joint.graph.find_nodes(op="placeholder") if value(node) is not None)
+    return {node for node in inputs if work.joint.describe(node).kind == "input"} - needs.exactly
 
 
 def _fit_peak(work: Work) -> None:

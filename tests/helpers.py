@@ -68,9 +68,9 @@ def recorded_works() -> Iterator[list[Any]]:
         yield works
 
 
-def leave_out(patch: pytest.MonkeyPatch, name: str) -> None:
-    """Take a pass out of the pipeline of real storage; without compute-high every reader gets the stored copy."""
-    patch.setattr(pipeline, "PIPELINE", tuple(step for step in pipeline.PIPELINE if step.name != name))
+def leave_out(patch: pytest.MonkeyPatch, *names: str) -> None:
+    """Take passes out of the pipeline of real storage; without compute-high every reader gets the stored copy."""
+    patch.setattr(pipeline, "PIPELINE", tuple(step for step in pipeline.PIPELINE if step.name not in names))
 
 
 UNMEASURED = Statistics(0.0, 0.0, 0.0)[3:]

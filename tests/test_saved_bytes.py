@@ -156,9 +156,9 @@ def test_a_budget_in_bytes_is_held_or_refused() -> None:
     """Prediction knows the counted tensors; statistics of norms show in the partition only."""
     x = torch.randn(ROWS, WIDTH)
     high = eager_backend("native", recipe="fp8", low_ratio=0.0)
-    most = num_bytes(step(block(), x, high))
+    most = num_bytes(step(Blocks("plain"), x, high))
     low = eager_backend("native", recipe="fp8", low_ratio=1.0)
-    least = num_bytes(step(block(), x, low))
+    least = num_bytes(step(Blocks("plain"), x, low))
     assert low.plans[0].saved_bytes.planned == least < most
     fits = saved_held((least + most) // 2)
     assert least < fits <= (least + most) // 2
@@ -170,7 +170,7 @@ def test_a_budget_in_bytes_is_held_or_refused() -> None:
 def saved_held(budget: int) -> int:
     torch.compiler.reset()
     backend = eager_backend("native", recipe="fp8", low_ratio=None, activation_budget=budget)
-    saved = step(block(), torch.randn(ROWS, WIDTH), backend)
+    saved = step(Blocks("plain"), torch.randn(ROWS, WIDTH), backend)
     assert_plan_is_true(backend, saved)
     assert backend.plans[0].activation_budget == budget
     return num_bytes(saved)

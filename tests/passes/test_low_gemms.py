@@ -97,7 +97,7 @@ def test_a_step_over_codes_has_the_bits_of_the_decoded_step(
     A GEMM that decodes multiplies the values. Only without compute-high does it multiply the numbers that are stored.
     """
     if decodes_alike:
-        leave_out(monkeypatch, "compute-high")
+        leave_out(monkeypatch, "compute-high", "choose-crossings")
     options = {"recipe": recipe, "storage": storage}
     found, backend = step(network(act), **options)
     products = [n for gm in graphs for n in calls(gm, aten._scaled_mm.default)]
@@ -208,7 +208,7 @@ def test_forward_adds_up_fast_and_gradients_exactly_unless_asked_otherwise(graph
 
 def test_under_a_dynamic_batch_only_what_sums_over_it_is_not_native(graphs, monkeypatch) -> None:
     """dW sums over the rows, whose number no kernel may assume to be a multiple of 16."""
-    leave_out(monkeypatch, "compute-high")
+    leave_out(monkeypatch, "compute-high", "choose-crossings")
     with recorded_works() as works:
         found, _ = step(network(), shape=(48, 32), dynamic=True)
     kernels = [call.kernel for _, call in CodedGemm.among(works[0].joint.graph.nodes)]

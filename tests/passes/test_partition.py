@@ -129,7 +129,7 @@ class Region(nn.Module):
 
 def test_a_copy_in_a_region_is_made_again_with_what_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where GEMMs multiply its codes: otherwise compute-high takes it away."""
-    leave_out(monkeypatch, "compute-high")
+    leave_out(monkeypatch, "compute-high", "choose-crossings")
     ran = run_pass(LAST, Region(), torch.randn(8, 16), storage="packed")
     assert policies(ran, symbolic.QUANTIZE) == {SAVE, AGAIN}
     (inside,) = (n for n in ran.nodes(symbolic.QUANTIZE) if n.args[0].name.startswith("mul") and not is_backward(n))

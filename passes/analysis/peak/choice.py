@@ -193,8 +193,10 @@ class Chooser:
 
     def replayed(self, ways: Ways) -> Fit:
         """Return what a choice holds, and takes."""
-        needs = self.problem.needs
-        saved: Saved = {node: self.problem.format(node, way) for node, way in ways.items() if is_kept(way)}
+        needs, inputs = self.problem.needs, self.problem.inputs
+        saved: Saved = {
+            node: self.problem.format(node, way) for node, way in ways.items() if is_kept(way) and node not in inputs
+        }
         moved = {node for node, way in ways.items() if is_on_host(way)}
         return Fit(
             Held(needs.step, saved, moved), ways, sum(self.problem.seconds(node, way) for node, way in ways.items())

@@ -112,6 +112,8 @@ class Problem:
     effort: Effort = field(default_factory=Effort)
     price: float = 0.0
     """Seconds that a byte on the device is worth, where no bound says so."""
+    inputs: Collection[Node] = ()
+    """Inputs that backward holds only if something is computed again from them: the caller may let them go."""
 
     def __post_init__(self) -> None:
         self.nodes = self._closure()
@@ -145,7 +147,7 @@ class Problem:
         found, stack = set[Node](), [*self.needs.exactly, *self.needs.roughly]
         while stack:
             node = stack.pop()
-            if not self.needs.step.is_there(node) and node not in found:
+            if not self._is_there(node) and node not in found:
                 found.add(node)
                 stack += self.sources(node)
         return [n for n in self.needs.step.forward if n in found]
@@ -153,9 +155,15 @@ class Problem:
     def sources(self, node: Node) -> set[Node]:
         """Return the values that computing a value again asks for."""
         shown = {self.needs.step.shown(n) for n in node.all_input_nodes}
-        return {n for n in shown if not self.needs.step.is_there(n)}
+        return {n for n in shown if not self._is_there(n)}
+
+    def _is_there(self, node: Node) -> bool:
+        return self.needs.step.is_there(node) and node not in self.inputs
 
     def _ways(self, node: Node) -> Iterator[int]:
+        if node in self.inputs:
+            yield KEEP
+            return
         if node in self.needs.high:
             yield KEEP
         if node in self.needs.low and "narrow" in self.allowed:
@@ -211,7 +219,7 @@ class Problem:
         """Return the format in which a value is kept; None: its own dtype."""
         if way >= FEW:
             return self._few(node)[way - FEW]
-        return self.needs.low[node] if way in (NARROW, HOST_LOW) else self.needs.high[node]
+        return self.needs.low[node] if way in (NARROW, HOST_LOW) else self.needs.high.get(node)
 
     def _few(self, node: Node) -> Sequence[AnyFormat]:
         return self.needs.few.get(node, ()) if self.allowed else ()
@@ -235,6 +243,8 @@ class Problem:
         for node in self.nodes:
             few = range(FEW, FEW + len(self._few(node)))
             yield self._sum(node, (*_ROUGH, *few)), -np.inf, 1.0
+            if node in self.inputs:
+                continue
             if node in self.needs.exactly:
                 yield self._sum(node, (*_EXACT, *few)), 1.0, np.inf
             elif node in self.needs.roughly:
