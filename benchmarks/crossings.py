@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks import machine
 from benchmarks.architectures.modules import OWN
@@ -41,6 +42,24 @@ class Side:
     passes_s: float
 
 
+class Saved(saved_tensors_hooks):
+    """Counts the bytes of storages that autograd keeps for backward, inputs included, parameters and buffers not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(self._keep, lambda x: x)
+        self._own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+        self._kept: dict[int, Tensor] = {}  # held, lest another storage take the address
+
+    def _keep(self, x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in self._own:
+            self._kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.untyped_storage().nbytes() for x in self._kept.values())
+
+
 def train(name: str, recipe: str, side: str) -> Side:
     """Take two steps; return the last one's gradients."""
     torch.compiler.reset()
@@ -62,7 +81,9 @@ def train(name: str, recipe: str, side: str) -> Side:
         for _ in range(2):
             torch.manual_seed(1)
             model.zero_grad()
-            loss = loss_of(compiled)
+            saved = Saved(model)
+            with saved:
+                loss = loss_of(compiled)
             loss.backward()
             losses.append(float(loss.detach()))
     gradients = {
@@ -70,8 +91,7 @@ def train(name: str, recipe: str, side: str) -> Side:
         for n, p in model.named_parameters()
         if p.grad is not None
     }
-    saved = sum(plan.saved_bytes.planned for plan in backend.plans if plan.saved_bytes is not None)
-    return Side(losses, gradients, saved, passes_s)
+    return Side(losses, gradients, saved.bytes, passes_s)
 
 
 def measure(name: str, recipe: str) -> dict[str, object]:
