@@ -52,6 +52,8 @@ class Row:
     explained: float | None = None
     """Relative error of the gradient that noise of the format's size gives; only where it was asked for."""
     promoted: int = 0
+    computed_again: int = 0
+    """Tensors of which no low copy is stored, since computing them again takes less time."""
     graphs: int = 0
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
@@ -129,6 +131,7 @@ def _train_compiled(row: Row, architecture: Buildable) -> Trained:
     compiled = torch.compile(model, backend=backend)
     trained = train(model, lambda: loss_of(compiled), lambda: promote_all(backend))
     row.promoted = sum(len(plan.promoted) for plan in backend.plans)
+    row.computed_again = sum(site.why == AGAIN for plan in backend.plans for site in plan.sites)
     row.graphs = len(backend.plans)
     kinds = ("fallback", "uncompiled", "kept")
     row.notes = sorted({f"{event.kind}: {event.detail}"[:300] for event in backend.events if event.kind in kinds})
@@ -157,7 +160,7 @@ def _missed(row: Row, wanted: Trained, architecture: Buildable) -> str | None:
     losses = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(row.losses, wanted.losses, strict=True))
     gradients = max(row.gradient_errors)
     assert row.cosine is not None
-    if not row.promoted:
+    if not row.promoted and not row.computed_again:
         return "no tensor is held low, so that none was promoted"
     if not math.isfinite(losses) or not math.isfinite(gradients):
         return "a loss or a gradient is no number"
