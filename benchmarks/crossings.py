@@ -122,7 +122,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     rows = [measure(name, recipe) for name in args.only for recipe in args.recipes]
-    print(f"written to {machine.save('crossings', {'rows': rows}).name}")
+    print(f"written to {machine.save('crossings', rows).name}")
 
 
 if __name__ == "__main__":

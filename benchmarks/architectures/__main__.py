@@ -6,7 +6,8 @@
     python -m benchmarks.architectures --resume benchmarks/results/2026-11-22-architectures.json
 
 What ``aot_eager`` does not compile is named and left out. Before the third step every forward tensor held low is
-promoted; where there is none, and none is computed again instead, that is a failure. Results are written after every architecture.
+promoted; where there is none, and none is computed again instead, that is a failure. Results are written after every
+architecture.
 """
 
 from __future__ import annotations

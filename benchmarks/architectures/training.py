@@ -23,6 +23,7 @@ from benchmarks.architectures.registry import Buildable
 from benchmarks.fidelity.one_step import cosine
 from benchmarks.graphs.check import NEAR, in_a_line, promote_all
 from benchmarks.graphs.values import Noise
+from fxprec.passes.choose_crossings import AGAIN
 
 STEPS, RATE = 3, 1e-3
 PLAIN = "aot_eager"
