@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from fxprec.plan import Plan as Plan
     from fxprec.runtime.events import Event as Event
 
+    __version__: str
+
 _HOMES = {
     "Accumulator": "config.accumulator",
     "Backend": "driver.backend",
@@ -96,7 +98,7 @@ _HOMES = {
 }
 _MODULES = ("aps", "arith", "formats", "optim", "testing")
 
-__all__ = [*sorted(_HOMES), *_MODULES]
+__all__ = ["__version__", *sorted(_HOMES), *_MODULES]
 
 
 def __getattr__(name: str) -> object:
@@ -105,6 +107,8 @@ def __getattr__(name: str) -> object:
         return getattr(importlib.import_module(f"fxprec.{_HOMES[name]}"), name)
     if name in _MODULES:
         return importlib.import_module(f"fxprec.{name}")
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("fxprec")
     raise AttributeError(f"module 'fxprec' has no attribute {name!r}")
 
 

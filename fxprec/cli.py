@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,9 +14,11 @@ from fxprec.commands.choose import choose
 from fxprec.commands.ci import ci
 from fxprec.commands.compare import compare
 from fxprec.commands.doctor import doctor
+from fxprec.commands.env import env
 from fxprec.commands.gpu_check import gpu_check
 from fxprec.commands.inspect import diff, dump, explain, report
 from fxprec.commands.minify import minify
+from fxprec.commands.output import AsJson, names, print_json
 from fxprec.commands.predict import predict
 from fxprec.errors import FxprecError
 
@@ -25,11 +27,24 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="fxprec",
-    help="Decide, tensor by tensor, what a PyTorch training step holds in 8 or 16 bits.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print("fxprec", metadata.version("fxprec"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print fxprec's version.")
+    ] = False,
+) -> None:
+    """Decide, tensor by tensor, what a PyTorch training step holds in 8 or 16 bits."""
 
 
 @app.command()
@@ -40,23 +55,28 @@ def demo(
     recipes: Annotated[str, typer.Option(help="Recipes, for instance fp32,hfp8. Default: all four.")] = "",
     only: Annotated[str, typer.Option(help="One model: digits or text. Default: both.")] = "",
     threads: Annotated[int, typer.Option(help="Threads to train with.")] = 1,
+    as_json: AsJson = False,
 ) -> None:
     """Train two small models on real data in fp32, bf16, fp8 and hfp8, and compare."""
     from fxprec.console import console_for
-    from fxprec.demo.run import DemoOptions, run_demo
+    from fxprec.demo.run import DemoOptions, result_of, run_demo
 
-    chosen = tuple(name.strip() for name in recipes.split(",") if name.strip())
-    run_demo(DemoOptions(out=out, seed=seed, quick=quick, recipes=chosen, only=only, threads=threads), console_for())
+    asked = DemoOptions(out=out, seed=seed, quick=quick, recipes=names(recipes), only=only, threads=threads)
+    outcomes = run_demo(asked, console_for(stderr=as_json))
+    if as_json:
+        print_json([{"model": o.task, "recipe": o.recipe} | result_of(o) for o in outcomes])
 
 
 @app.command()
-def formats() -> None:
+def formats(as_json: AsJson = False) -> None:
     """List the named number formats and their limits."""
+    if as_json:
+        print_json({"formats": list(_formats()), "block_formats": list(_block_formats())})
+        return
     from rich import box
     from rich.table import Table
 
     from fxprec.console import console_for
-    from fxprec.numerics import formats as known
 
     table = Table(
         "name",
@@ -67,31 +87,60 @@ def formats() -> None:
     )
     for column in ("bits", "largest", "smallest normal", "smallest", "above it", "torch dtype"):
         table.add_column(column, justify="right")
+    for row in _formats():
+        limits = (f"{row[name]:.7g}" for name in ("largest", "smallest_normal", "smallest"))
+        native = row["torch_dtype"] or "-"
+        table.add_row(row["name"], row["constant"], str(row["bits"]), *limits, row["overflow"], native)
+    console_for().print(table)
+    console_for().print(_block_table())
+
+
+def _formats() -> Iterator[dict[str, Any]]:
+    """Yield each named format as data."""
+    from fxprec.numerics import formats as known
+
     for constant, fmt in vars(known).items():
         if isinstance(fmt, known.Format):
-            limits = (f"{x:.7g}" for x in (fmt.largest, fmt.smallest_normal, fmt.smallest_subnormal))
-            native = str(fmt.torch_dtype or "-").removeprefix("torch.")
-            table.add_row(fmt.name, constant, str(fmt.bits), *limits, str(fmt.overflow), native)
-    console_for().print(table)
-    console_for().print(_block_formats())
+            limits = {
+                "largest": fmt.largest,
+                "smallest_normal": fmt.smallest_normal,
+                "smallest": fmt.smallest_subnormal,
+            }
+            native = None if fmt.torch_dtype is None else str(fmt.torch_dtype).removeprefix("torch.")
+            named = {"name": fmt.name, "constant": constant, "bits": fmt.bits}
+            yield named | limits | {"overflow": str(fmt.overflow), "torch_dtype": native}
 
 
-def _block_formats() -> Table:
+def _block_formats() -> Iterator[dict[str, Any]]:
+    """Yield each named format whose blocks share a scale, as data."""
+    from fxprec.numerics import blocks as known
+
+    for constant, fmt in vars(known).items():
+        if isinstance(fmt, known.BlockFormat):
+            yield {
+                "name": fmt.name,
+                "constant": constant,
+                "element": fmt.element.name,
+                "block": fmt.block,
+                "scale": fmt.scale,
+                "offset": "bf16" if fmt.has_offset else None,
+                "tensor_scale": "fp32" if fmt.tensor_scale else None,
+                "bits_per_element": fmt.bits_per_element,
+            }
+
+
+def _block_table() -> Table:
     """Return the table of formats whose blocks share a scale."""
     from rich import box
     from rich.table import Table
-
-    from fxprec.numerics import blocks as known
 
     table = Table("name", "fxprec.formats", "element", box=box.SIMPLE_HEAD, caption_justify="left")
     table.caption = "Any other: element/block:scale, as int4/64:bf16"
     for column in ("block", "scale", "offset", "tensor scale", "bits an element"):
         table.add_column(column, justify="right")
-    for constant, fmt in vars(known).items():
-        if isinstance(fmt, known.BlockFormat):
-            offset, whole = "bf16" if fmt.has_offset else "-", "fp32" if fmt.tensor_scale else "-"
-            size = f"{fmt.bits_per_element:g}"
-            table.add_row(fmt.name, constant, fmt.element.name, str(fmt.block), fmt.scale, offset, whole, size)
+    for row in _block_formats():
+        named = (row["name"], row["constant"], row["element"], str(row["block"]), row["scale"])
+        table.add_row(*named, row["offset"] or "-", row["tensor_scale"] or "-", f"{row['bits_per_element']:g}")
     return table
 
 
@@ -102,7 +151,7 @@ def version() -> None:
         print(name, metadata.version(name))
 
 
-for command in (predict, dump, diff, explain, report, doctor, choose, compare, minify, ci, gpu_check):
+for command in (predict, dump, diff, explain, report, doctor, choose, compare, minify, ci, gpu_check, env):
     app.command()(command)
 
 
@@ -112,7 +161,7 @@ def main(args: Sequence[str] | None = None) -> None:
     An `FxprecError` becomes one line on standard error and exit code 2.
     """
     try:
-        app(args)
+        app(args, prog_name="fxprec")
     except FxprecError as error:
         print(f"fxprec: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

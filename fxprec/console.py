@@ -7,7 +7,10 @@ from rich.console import Console
 PLAIN_WIDTH = 120  # characters
 
 
-def console_for() -> Console:
-    """Return a console on standard output that does not cut tables where the output is no terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+def console_for(*, stderr: bool = False) -> Console:
+    """Return a console that does not cut tables where its output is no terminal.
+
+    It prints on standard output, or on standard error where JSON goes to standard output.
+    """
+    console = Console(highlight=False, stderr=stderr)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH, stderr=stderr)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fxprec.commands.output import AsJson, print_json, teller
 from fxprec.errors import ConfigError
 
 
@@ -23,30 +23,31 @@ def choose(
     seeds: Annotated[int, typer.Option(help="Runs at each ratio.")] = 3,
     tolerance: Annotated[float, typer.Option(help="How much worse the score may be, in its own units.")] = 0.01,
     higher: Annotated[bool, typer.Option("--higher", help="The score is better where it is higher: accuracy.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a small run at several low ratios and choose the largest that costs little enough."""
     from fxprec.diagnosis.choose import RATIOS
     from fxprec.diagnosis.choose import choose as run_trials
-    from fxprec.report.target import find_factory
+    from fxprec.report.target import called, find_factory
 
     options: dict[str, Any] = {"recipe": recipe, "policy": policy} | ({"storage": storage} if storage else {})
-    start = time.perf_counter()
-
-    def tell(line: str) -> None:
-        print(f"[{time.perf_counter() - start:5.1f} s] {line}", flush=True)
-
+    train = find_factory(target)
     found = run_trials(
-        find_factory(target),
+        lambda backend, seed: called(train, target, backend, seed),
         options=options,
         ratios=_numbers(ratios) if ratios else RATIOS,
         seeds=seeds,
         tolerance=tolerance,
         higher_is_better=higher,
-        tell=tell,
+        tell=teller(as_json=as_json),
     )
-    print(f"\n{found}")
     if out is not None:
         found.save(out)
+    if as_json:
+        print_json(found.to_dict())
+        return
+    print(f"\n{found}")
+    if out is not None:
         print(out)
 
 

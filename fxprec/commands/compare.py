@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fxprec.commands.output import AsJson, print_json
+
 
 def compare(
     a: Annotated[Path, typer.Argument(help="Dump folder of a run (options={'dump': DIR} while it trained).")],
@@ -18,6 +20,7 @@ def compare(
         bool, typer.Option("--bitwise", help="By hashes of what dump_tensors saw, to the last bit.")
     ] = False,
     out: Annotated[str, typer.Option(help="Folder for a page and its JSON.")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Say where two runs' tensors part first, step by step. Exit code 1 where they do, 0 where not."""
     from fxprec.diagnosis.compare import compare as compare_both
@@ -26,7 +29,9 @@ def compare(
     if not 0 <= tolerance < float("inf"):
         raise ConfigError(f"--tolerance is {tolerance}; give a relative difference of at least 0, such as 0.1")
     found = compare_both(a, b, tolerance=tolerance, bitwise=bitwise)
-    print(found)
-    if out:
-        print(found.save(out))
+    page = found.save(out) if out else None
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print(found, *([] if page is None else [page]), sep="\n")
     raise typer.Exit(int(bool(found.partings)))

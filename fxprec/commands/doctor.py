@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fxprec.commands.output import AsJson, modules, names, print_json, teller
 from fxprec.errors import ConfigError
 
 
@@ -26,6 +26,7 @@ def doctor(
     tolerance: Annotated[float | None, typer.Option(help="Damage a recommendation may do. Default: 0.1.")] = None,
     checkpoint: Annotated[str, typer.Option(help="Instead: saved states of a run, for instance 'run/step-*.pt'.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of weights and batch.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Examine one training step: what each stored tensor costs in each format, checked; recommend options.
 
@@ -34,34 +35,30 @@ def doctor(
     import torch
 
     from fxprec.diagnosis.doctor import doctor as examine
-    from fxprec.report.target import find_factory
+    from fxprec.report.target import called, find_factory
 
     options: dict[str, Any] = {"recipe": recipe}
     options |= {"storage": storage} if storage else {}
     options |= {} if low_ratio is None else {"low_ratio": low_ratio}
     options |= {"plan": plan} if plan else {}
-    options |= {"keep_high": _names(keep_high)} if keep_high else {}
-    options |= {"formats": _names(formats)} if formats else {}
+    options |= {"keep_high": modules(keep_high)} if keep_high else {}
+    options |= {"formats": names(formats)} if formats else {}
     options |= {} if tolerance is None else {"tolerance": tolerance}
-    factory, start = find_factory(target), time.perf_counter()
+    factory, tell = find_factory(target), teller(as_json=as_json)
     torch.manual_seed(seed)
-    model, batch, loss = _made(factory(), target)
-
-    def tell(line: str) -> None:
-        print(f"[{time.perf_counter() - start:5.1f} s] {line}", flush=True)
-
+    model, batch, loss = _made(called(factory, target), target)
     if checkpoint:
         from fxprec.diagnosis.checkpoints import over_checkpoints
 
-        print(f"\n{over_checkpoints(model, batch, checkpoint, loss=loss, options=options, tell=tell)}")
+        course = over_checkpoints(model, batch, checkpoint, loss=loss, options=options, tell=tell)
+        print_json(course) if as_json else print(f"\n{course}")
         return
     found = examine(model, batch, loss=loss, options=options, tell=tell)
-    print(f"\n{found}")
-    print(found.save(out))
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    page = found.save(out)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print(f"\n{found}\n{page}")
 
 
 def _made(result: Any, target: str) -> tuple[Any, Any, Any]:

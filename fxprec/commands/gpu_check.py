@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from fxprec.commands.output import AsJson, names, print_json
 from fxprec.errors import ConfigError, LoweringError
 
 
@@ -17,6 +18,7 @@ def gpu_check(
     only: Annotated[str, typer.Option(help="Items, for instance casts,products. Default: all ten.")] = "",
     limit: Annotated[float, typer.Option(help="Seconds an item may take.")] = 60.0,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the text.")] = Path("fxprec-gpu-check"),
+    as_json: AsJson = False,
 ) -> None:
     """Check this GPU against references: kernels, training, CUDA graphs, memory; write a report to send.
 
@@ -32,8 +34,8 @@ def gpu_check(
 
     if limit <= 0:
         raise ConfigError(f"--limit is {limit:g}; give seconds above 0")
-    items = chosen([name.strip() for name in only.split(",") if name.strip()])
-    console, start = console_for(), time.monotonic()
+    items = chosen(list(names(only)))
+    console, start = console_for(stderr=as_json), time.monotonic()
     with console.status("starting") as status:
 
         def watch(item: Item, findings: Findings) -> None:
@@ -41,7 +43,7 @@ def gpu_check(
 
         def done(item: Item, findings: Findings) -> None:
             if not console.is_terminal and not findings.refused:  # there is no status line in a file or a pipe
-                print(Report((item,), (findings,), 0.0, dry).line(item), flush=True)
+                print(Report((item,), (findings,), 0.0, dry).line(item), flush=True, file=console.file)
 
         found = run_items(items, dry=dry, limit=limit, watch=watch, done=done)
     for findings in found:
@@ -51,6 +53,8 @@ def gpu_check(
     out.mkdir(parents=True, exist_ok=True)
     (out / "gpu-check.json").write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
     (out / "gpu-check.txt").write_text(report.text() + "\n", encoding="utf-8")
+    if as_json:
+        print_json(report.to_dict())
     console.print(report.table())
     console.print(escape(report.last_line))
     console.print(escape(f"{out / 'gpu-check.txt'} is made to be pasted into an issue; gpu-check.json has all of it"))

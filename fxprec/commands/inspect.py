@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fxprec.commands.output import modules
 from fxprec.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def dump(
     budget: Annotated[str, typer.Option(help="Instead: bytes saved for backward, for instance 12GiB.")] = "",
     peak_budget: Annotated[str, typer.Option(help="Bytes a step may hold: 40GiB, or 60%.")] = "",
     ways: Annotated[str, typer.Option(help="How it may be met: narrow,recompute,offload (on GPUs).")] = "",
+    keep_high: Annotated[str, typer.Option(help="Modules held high, for instance head,layers.0.")] = "",
     policy: Annotated[str, typer.Option(help="Which groups go first.")] = "size",
     grouping: Annotated[str, typer.Option(help="execution, or dataflow: regions between GEMMs.")] = "execution",
     cpu: Annotated[
@@ -39,6 +41,7 @@ def dump(
         activation_budget=budget or None,
         peak_budget=peak_budget or None,
         ways=tuple(ways.split(",")) if ways else None,
+        keep_high=modules(keep_high),
         policy=policy,
         grouping=grouping,  # type: ignore[arg-type]
         cpu=cpu or None,
@@ -108,9 +111,11 @@ def diff(
 
 def explain(
     plan: Annotated[Path, typer.Argument(help="A plan file, or a dump folder.")],
-    tensor: Annotated[str, typer.Argument(help="Name of a tensor, a module, or a site's number; or lowering.")],
+    tensor: Annotated[
+        str, typer.Argument(help="Name of a tensor, a module, or a site's number; or lowering; or peak_budget.")
+    ],
 ) -> None:
-    """Say why a tensor has the precision it has, or which lowering was taken."""
+    """Say why a tensor has the precision it has, which lowering was taken, or what a step holds under its budget."""
     from fxprec.report.explain import explain as explained
     from fxprec.report.load import plans_of
 

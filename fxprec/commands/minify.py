@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fxprec.commands.output import AsJson, print_json
 from fxprec.errors import ConfigError, FxprecWarning
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def minify(
     tensor: Annotated[str, typer.Option(help="Whose error to explain. Default: the furthest off.")] = "",
     top: Annotated[int, typer.Option(help="Length of the short list.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Name the tensors that, held low, cause an error; reduce an error or a crash to a small script."""
     from fxprec.config import Config, Settings
@@ -52,12 +54,21 @@ def minify(
         warnings.simplefilter("ignore", DeprecationWarning)
         case = Case.make(find_factory(target), seed=seed)
         failure = _failure(case, config, target, error_above) if crash or error_above is not None else None
+        found: dict[str, Any] = {}
         if not crash:
             from fxprec.minify.culprits import find_culprits
 
-            print(find_culprits(case, config, tensor=tensor or None, top=top).text())
+            search = find_culprits(case, config, tensor=tensor or None, top=top)
+            found = search.to_dict()
+            if not as_json:
+                print(search.text())
         if failure is not None:
-            _reduce(case, failure, options, target, error_above, out, seed)
+            reduced = _reduce(case, failure, options, target, error_above, out, seed)
+            found |= {"reduced": reduced}
+            if not as_json:
+                print("{operators} operators reduced to {left}: {failure}\n{script}".format(**reduced))
+    if as_json:
+        print_json(found)
 
 
 def _failure(case: Case, config: Config, target: str, limit: float | None) -> Failure:
@@ -71,7 +82,8 @@ def _failure(case: Case, config: Config, target: str, limit: float | None) -> Fa
 
 def _reduce(
     case: Case, failure: Failure, options: dict[str, Any], target: str, limit: float | None, out: Path, seed: int
-) -> None:
+) -> dict[str, Any]:
+    """Write the script; return what was reduced to what."""
     from fxprec.minify.piece import capture
     from fxprec.minify.reduce import reduced
     from fxprec.minify.script import script
@@ -90,5 +102,4 @@ def _reduce(
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror}; choose a writable path") from None
-    print(f"{len(whole.operators)} operators reduced to {len(small.operators)}: {said}")
-    print(out)
+    return {"operators": len(whole.operators), "left": len(small.operators), "failure": said, "script": str(out)}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fxprec.commands.output import AsJson, print_json
 from fxprec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def predict(
         str | None, typer.Option(help="Predict a step on this GPU instead, beside bf16 autocast: h100, a100, b200, ...")
     ] = None,
     paper: Annotated[bool, typer.Option("--paper", help="Give back the paper's Tables 1 and 7 instead.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict the step time with 32-, 16- and 8-bit gradients (Dettmers 2016, appendix A), or a step on one GPU."""
     from fxprec.console import console_for
@@ -42,7 +41,7 @@ def predict(
     from fxprec.runtime.aps.predict import CODINGS, Link, Way, parse_rate, parse_seconds, predict_step, verdict
 
     if paper:
-        console_for().print(paper_table())
+        print_json({"speedups": list(paper_rows())}) if as_json else console_for().print(paper_table())
         return
     if plan is None:
         raise ConfigError("predict needs a plan file, or --paper; write one with Plan.save or the dump option")
@@ -56,7 +55,7 @@ def predict(
     wire = Link(parse_rate(link), parse_seconds(latency))
     found = [predict_step(layers, way, wire, coding) for coding in CODINGS]
     if as_json:
-        print(json.dumps({"predictions": [asdict(p) for p in found], "verdict": verdict(found)}, indent=1))
+        print_json({"predictions": found, "verdict": verdict(found)})
         return
     groups = "" if group_size is None else f" in groups of {group_size}"
     title = f"{world} ranks{groups}, {link}, {latency} a message: {way.steps} steps an all-reduce"
@@ -93,21 +92,37 @@ def _table(found: Sequence[Prediction], title: str) -> Table:
     return table
 
 
+def paper_rows() -> Iterator[dict[str, Any]]:
+    """Yield the rows of the paper's Tables 1 and 7: speedups predicted here, and those published."""
+    from fxprec.runtime.aps import predict_paper as p
+
+    four = {bits: (p.four_gpu_speedup(bits), wanted) for bits, wanted in p.PUBLISHED_FOUR_GPUS.items()}
+    yield _paper_row(4, 128, "nervana", four[32], four[8])
+    for kernels, rows in p.PUBLISHED_CLUSTER.items():
+        for row, published in zip(p.CLUSTER, rows, strict=True):
+            found = p.cluster_speedup(row, 32, kernels), p.cluster_speedup(row, 8, kernels)
+            yield _paper_row(96, row.sub_batch, kernels, *zip(found, published, strict=True))
+
+
+def _paper_row(
+    gpus: int, sub_batch: int, kernels: str, in_32: tuple[float, float], in_8: tuple[float, float]
+) -> dict[str, Any]:
+    found = {"gpus": gpus, "sub_batch": sub_batch, "kernels": kernels}
+    return found | {
+        name: {"predicted": speedup, "published": published}
+        for name, (speedup, published) in (("32-bit", in_32), ("8-bit", in_8))
+    }
+
+
 def paper_table() -> Table:
-    """Tables 1 and 7 of the paper, predicted and published side by side."""
+    """Return Tables 1 and 7 of the paper, predicted and published side by side."""
     from rich import box
     from rich.table import Table
-
-    from fxprec.runtime.aps import predict_paper as p
 
     table = Table("GPUs", "sub-batch", "kernels", box=box.SIMPLE_HEAD, title="Predicted speedup of AlexNet (published)")
     for column in ("32-bit", "8-bit"):
         table.add_column(column, justify="right")
-    four = [f"{p.four_gpu_speedup(bits):.2f} ({wanted})" for bits, wanted in p.PUBLISHED_FOUR_GPUS.items()]
-    table.add_row("4", "128", "nervana", *four)
-    for kernels, rows in p.PUBLISHED_CLUSTER.items():
-        for row, published in zip(p.CLUSTER, rows, strict=True):
-            found = p.cluster_speedup(row, 32, kernels), p.cluster_speedup(row, 8, kernels)
-            cells = [f"{value:.3g} ({wanted:g})" for value, wanted in zip(found, published, strict=True)]
-            table.add_row("96", str(row.sub_batch), kernels, *cells)
+    for row in paper_rows():
+        cells = (f"{row[name]['predicted']:.3g} ({row[name]['published']:g})" for name in ("32-bit", "8-bit"))
+        table.add_row(str(row["gpus"]), str(row["sub_batch"]), row["kernels"], *cells)
     return table

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
+from fxprec.commands.output import print_json
 from fxprec.errors import ConfigError, did_you_mean
 from fxprec.passes.analysis.gemm_costs import known_gpus
 from fxprec.plan import Plan
@@ -25,7 +25,7 @@ def show(plan: Plan, name: str, *, as_json: bool) -> None:
         )
     found = predict(plan, known[name.lower()])
     if as_json:
-        print(json.dumps(to_dict(found), indent=1))
+        print_json(to_dict(found))
         return
     console_for().print(_steps(found))
     console_for().print(_gemms(found))

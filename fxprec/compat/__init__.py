@@ -43,6 +43,9 @@ from fxprec.compat.callers import widen_ddp_buckets as widen_ddp_buckets
 from fxprec.compat.captured import ATTENTION as ATTENTION
 from fxprec.compat.captured import bodies_traced_in_place as bodies_traced_in_place
 from fxprec.compat.captured import copied as copied
+from fxprec.compat.compiler import NO_CXX_COMPILER as NO_CXX_COMPILER
+from fxprec.compat.compiler import cxx_compiler as cxx_compiler
+from fxprec.compat.compiler import no_compiler as no_compiler
 from fxprec.compat.cuda_memory import allocated as allocated
 from fxprec.compat.cuda_memory import cublas_workspace_bytes as cublas_workspace_bytes
 from fxprec.compat.cuda_memory import cuda_block_bytes as cuda_block_bytes
@@ -84,6 +87,9 @@ from fxprec.compat.partition import without_effect as without_effect
 from fxprec.compat.patches import optional as optional
 from fxprec.compat.processor import cpu_vectors as cpu_vectors
 from fxprec.compat.processor import has_cpu_gemm as has_cpu_gemm
+from fxprec.compat.raised import cause_of as cause_of
+from fxprec.compat.raised import quiet_fakes as quiet_fakes
+from fxprec.compat.raised import traced_line as traced_line
 from fxprec.compat.stored import loops_share_files as loops_share_files
 from fxprec.compat.stored import storable as storable
 from fxprec.compat.stored import stored_autograd as stored_autograd

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,10 +14,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from fxprec import compat
 from fxprec.demo.table import result_table, score_text
 from fxprec.demo.tasks import TASKS, Task
 from fxprec.demo.train import Outcome, train
-from fxprec.errors import ConfigError, FxprecError, did_you_mean
+from fxprec.errors import ConfigError, FxprecError, LoweringError, did_you_mean
 
 RECIPES: dict[str, dict[str, Any]] = {
     "fp32": {"recipe": "fp32"},
@@ -129,20 +128,14 @@ class Show:
 def _log_outcome(outcome: Outcome, log: Log) -> None:
     for event in outcome.events:
         log.write("event", outcome.task, outcome.recipe, event=asdict(event))
-    log.write(
-        "result",
-        outcome.task,
-        outcome.recipe,
-        metric=outcome.metric,
-        score=outcome.score,
-        requested_low_ratio=outcome.low_ratio("requested"),
-        achieved_low_ratio=outcome.low_ratio("achieved"),
-        saved_bytes=outcome.saved_bytes,
-        promotions=outcome.promotions,
-        compile_seconds=outcome.compile_seconds,
-        train_seconds=outcome.train_seconds,
-        notices=outcome.notices,
-    )
+    log.write("result", outcome.task, outcome.recipe, **result_of(outcome))
+
+
+def result_of(outcome: Outcome) -> dict[str, Any]:
+    """Return what one run gave, as plain data."""
+    names = ("metric", "score", "saved_bytes", "promotions", "compile_seconds", "train_seconds", "notices")
+    ratios = {f"{which}_low_ratio": outcome.low_ratio(which) for which in ("requested", "achieved")}
+    return {name: getattr(outcome, name) for name in names} | ratios
 
 
 def _save_plans(outcome: Outcome, out: Path) -> None:
@@ -187,13 +180,9 @@ def _progress(console: Console) -> Iterator[Progress]:
 
 
 def _need_cxx_compiler() -> None:
-    """Inductor compiles CPU kernels with a C++ compiler: say so before a page of traceback does."""
-    wanted = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(wanted) is None:
-        raise FxprecError(
-            f"no C++ compiler {wanted!r} found, which Inductor needs on CPU; install it (Debian: apt install g++) "
-            "or set CXX to the one you have"
-        )
+    """Inductor compiles CPU kernels with a C++ compiler: say so before anything is loaded or written."""
+    if compat.cxx_compiler() is None:
+        raise LoweringError(compat.NO_CXX_COMPILER)
 
 
 def _check(option: str, name: str, known: Mapping[str, object]) -> None:

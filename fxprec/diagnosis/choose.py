@@ -92,17 +92,23 @@ class Choice:
             )
         return {**self.options, "low_ratio": self.chosen.low_ratio}
 
-    def save(self, path: str | Path) -> None:
-        """Write the trials and the choice as JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the trials and the choice as plain data."""
         trials = [asdict(t) | {"drop": self.drop(t), "accepted": self.accepts(t)} for t in self.trials]
-        data = {
+        return {
             "tolerance": self.tolerance,
             "higher_is_better": self.higher_is_better,
             "reference": asdict(self.reference),
             "trials": trials,
             "low_ratio": None if self.chosen is None else self.chosen.low_ratio,
         }
-        Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+    def save(self, path: str | Path) -> None:
+        """Write `to_dict`'s result as JSON. Raises `ConfigError` for a path that cannot be written."""
+        try:
+            Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}; choose a writable path") from None
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxprec.compat import tree_leaves, tree_map_only
+from fxprec.compat import quiet_fakes, tree_leaves, tree_map_only
 from fxprec.errors import ConfigError, FxprecError
+from fxprec.report.target import line_of
 
 Loss = Callable[[Any], Tensor]
 
@@ -66,15 +67,15 @@ class Subject:
 
     def _loss_of(self, call: Callable[..., Any], args: Any, kwargs: Any, *, has_loss: bool) -> Tensor:
         try:
-            output = call(*args, **kwargs)
+            with quiet_fakes():
+                output = call(*args, **kwargs)
             value = output if has_loss else self.loss(output)
         except FxprecError:
             raise
         except Exception as error:
-            lines = str(error).strip().splitlines()
             raise ConfigError(
-                f"{self.name} does not run on its batch: {type(error).__name__}: {lines[0] if lines else ''}; give the "
-                "arguments that model(*args) takes, and a loss that takes its output"
+                f"{self.name} does not run on its batch: {line_of(error)}; give the arguments that model(*args) takes, "
+                "and a loss that takes its output"
             ) from error
         if not isinstance(value, Tensor) or value.numel() != 1:
             shown = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -77,7 +77,7 @@ class Backend(Watched):
         except FxprecError as error:
             raise compat.through_dynamo(error) from error
         except Exception as error:  # whatever torch raises
-            cause = compat.unwritable_cache(error)
+            cause = compat.unwritable_cache(error) or compat.no_compiler(error)
             if cause is None:
                 raise
             raise compat.through_dynamo(LoweringError(cause)) from error

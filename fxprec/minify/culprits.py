@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 from fxprec.config import Config
 from fxprec.errors import ConfigError
@@ -42,6 +43,16 @@ class Search:
     """Sites that were low, in all graphs."""
     runs: int
     """Steps it took."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data: the error, and the sites to blame, most harmful first."""
+        culprits = [
+            {name: getattr(c.site, name) for name in ("tensor", "kind", "module", "source", "format")}
+            | {"adds": c.error}
+            for c in self.culprits
+        ]
+        error = {"tensor": self.tensor, "error": self.error, "error_with_all_high": self.high}
+        return error | {"low_sites": self.sites, "runs": self.runs, "culprits": culprits}
 
     def text(self) -> str:
         """Return the short list as a table, most harmful first."""

@@ -16,17 +16,18 @@ from fxprec.report.graph_text import one_line
 def explain(plan: Plan, tensor: str) -> list[str]:
     """Return the lines on every site of a tensor or, where no tensor is called so, a module or a site's number.
 
-    ``lowering`` says which lowering ``"auto"`` took, and why; ``peak_budget`` what the step holds under one.
+    ``lowering`` says which lowering ``"auto"`` took, and why; ``peak_budget`` what the step holds under one. A plan
+    without them says why it has none.
 
     Raises `PlanError` for a name the plan does not have.
     """
     found = [s for s in plan.sites if s.tensor == tensor] or [s for s in plan.sites if s.module == tensor]
     if not found and tensor.isdecimal():
         found = [s for s in plan.sites if s.id == int(tensor)]
-    if not found and tensor == "lowering" and plan.lowering is not None:
-        return lowering_lines(plan.lowering)
-    if not found and tensor == "peak_budget" and plan.peak_bytes is not None:
-        return peak_lines(plan, plan.peak_bytes)
+    if not found and tensor == "lowering":
+        return [_NO_LOWERING] if plan.lowering is None else lowering_lines(plan.lowering)
+    if not found and tensor == "peak_budget":
+        return [_NO_PEAK] if plan.peak_bytes is None else peak_lines(plan, plan.peak_bytes)
     if not found:
         known = {s.tensor for s in plan.sites} | {s.module for s in plan.sites if s.module}
         raise PlanError(
@@ -34,6 +35,13 @@ def explain(plan: Plan, tensor: str) -> list[str]:
             "plan.sites and the dump's texts list them"
         )
     return [line for site in found for line in _site(plan, site)]
+
+
+_NO_LOWERING = (
+    "lowering: this plan has no choice of lowering='auto': it was planned without code (fxprec dump), or lowering= "
+    "named another; backend.plans[0].save(...) after a step has it"
+)
+_NO_PEAK = "peak_budget: none was asked for; plan with peak_budget='60%' or bytes such as '12GiB'"
 
 
 def lowering_lines(choice: LoweringChoice) -> list[str]:

@@ -6,6 +6,7 @@ import gc
 import importlib
 import importlib.util
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fxprec.compat import FakeTensor, FakeTensorMode, tree_map_only
+from fxprec.compat import FakeTensor, FakeTensorMode, cause_of, quiet_fakes, traced_line, tree_map_only
 from fxprec.errors import ConfigError, FxprecError, did_you_mean
 from fxprec.report.dump_folder import DumpFolder
 
@@ -30,12 +31,45 @@ def find_factory(target: str) -> Factory:
     try:
         module = _import(place)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"target {target!r}: cannot import {place}: {_line(error)}; {_FORM}") from error
+        raise ConfigError(f"target {target!r}: cannot import {place}: {line_of(error)}; {_FORM}") from error
     found: Factory | None = getattr(module, name, None)
     if not callable(found):
         near = did_you_mean(name, [n for n, v in vars(module).items() if callable(v)])
         raise ConfigError(f"target {target!r}: {place} has no callable {name!r}{near}; {_FORM}")
     return found
+
+
+def called(function: Factory, target: str, *args: Any) -> Any:
+    """Call the function that a target names.
+
+    Raises `ConfigError`, with the user's line, for what the user's code raises. An exception of fxprec's own
+    code, or of torch compiling for it, goes on as it is.
+    """
+    try:
+        return function(*args)
+    except FxprecError:
+        raise
+    except Exception as error:
+        place = _users_line(error, function)
+        if place is None:
+            raise
+        raise ConfigError(
+            f"target {target!r}: {place}: {line_of(error)}; call it in a script of yours to see the traceback"
+        ) from error
+
+
+def _users_line(error: Exception, function: Factory) -> str | None:
+    """Return ``"model.py:12"``, where the user's file raised; None where fxprec did after that."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return getattr(function, "__qualname__", type(function).__name__)
+    own, line = str(Path(__file__).parents[1]), code.co_firstlineno  # where arguments do not fit, no line of it ran
+    for frame in traceback.extract_tb(error.__traceback__)[1:]:
+        if frame.filename == code.co_filename:
+            line = frame.lineno or line
+        elif frame.filename.startswith(own):
+            return None
+    return f"{Path(code.co_filename).name}:{line}"
 
 
 def _import(place: str) -> Any:
@@ -58,7 +92,7 @@ def _import(place: str) -> Any:
 
 def plan_under_fakes(factory: Factory, backend: Callable[..., Any], target: str, folder: DumpFolder) -> None:
     """Build ``(model, example inputs)`` and compile until ``folder`` holds a plan. Raises `FxprecError`."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings(), _uncollected():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings(), _uncollected(), quiet_fakes():
         warnings.simplefilter("ignore")  # of the user's code and torch's tracing, which is not run here
         try:
             model, inputs = _made(factory(), target)
@@ -70,7 +104,7 @@ def plan_under_fakes(factory: Factory, backend: Callable[..., Any], target: str,
             if isinstance(error, FxprecError):
                 raise
             raise ConfigError(
-                f"target {target!r}: cannot be planned under fake tensors: {_line(error)}; make it run as "
+                f"target {target!r}: cannot be planned under fake tensors: {line_of(error)}; make it run as "
                 "model(*inputs) without reading values"
             ) from error
 
@@ -104,6 +138,9 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
 
-def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def line_of(error: BaseException) -> str:
+    """Return what went wrong in one line: of Dynamo's errors the one behind them, with the user's line it traced."""
+    cause, place = cause_of(error), traced_line(error)
+    lines = str(cause).strip().splitlines()
+    said = f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
+    return f"{said} ({place})" if place else said

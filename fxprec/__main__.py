@@ -1,0 +1,5 @@
+"""``python -m fxprec``: the command line."""
+
+from fxprec.cli import main
+
+main()

@@ -1,0 +1,34 @@
+"""The C++ compiler that Inductor calls."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+
+NO_CXX_COMPILER = (
+    "no C++ compiler found, which Inductor needs on a CPU; install one (Debian: apt install g++), set CXX to the one "
+    "you have, or run without one by options={'lowering': 'eager'}, the slow reference"
+)
+
+
+@functools.cache
+def cxx_compiler() -> str | None:
+    """Return the first line that Inductor's C++ compiler says of its version; None where Inductor finds none."""
+    try:
+        name = get_cpp_compiler()
+        said = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    except Exception:  # Inductor's own error, or the system's
+        return None
+    return f"{name}: {said.strip().partition(chr(10))[0]}"
+
+
+def no_compiler(error: BaseException | None) -> str | None:
+    """Say that Inductor found no C++ compiler, if that is what an error, or its cause, is of."""
+    while error is not None:
+        if isinstance(error, InvalidCxxCompiler):
+            return NO_CXX_COMPILER
+        error = error.__cause__ or error.__context__
+    return None

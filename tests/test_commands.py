@@ -1,0 +1,206 @@
+"""What all commands share: versions, JSON, a user's mistakes in one line, what a report of an error needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import fxprec
+from fxprec import Plan, cli
+from fxprec.commands.env import environment, where_to_report
+
+TARGETS = """import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(3, 4)
+
+def wrong_shapes():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(9, 2)), torch.ones(3, 4)
+
+class Views(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).view(7)
+
+def wrong_view():
+    return Views(4, 4), torch.ones(3, 4)
+
+def raises():
+    return {}["no"]
+
+def needs(x):
+    return x
+
+def score(backend, seed):
+    return 0.5
+
+def fails(backend, seed):
+    return torch.ones(2, 3) @ torch.ones(2, 3)
+
+def ours(backend, seed):
+    from fxprec import Plan
+    return Plan(gemms=(1,))
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "t.py").write_text(TARGETS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    return int(end.value.code or 0)
+
+
+def printed(*arguments: str) -> Any:
+    """Return the JSON that a command prints; nothing but JSON may be on standard output."""
+    result = CliRunner().invoke(cli.app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_version_in_all_places_is_the_packages() -> None:
+    said = subprocess.run([sys.executable, "-m", "fxprec", "--version"], capture_output=True, text=True, check=True)
+    assert said.stdout == f"fxprec {metadata.version('fxprec')}\n"
+    assert fxprec.__version__ == metadata.version("fxprec")
+    assert "__version__" in dir(fxprec)
+
+
+def test_completion_can_be_installed() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "fxprec", "--show-completion", "bash"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "_FXPREC_COMPLETE=complete_bash" in shown.stdout
+
+
+def test_every_command_that_prints_a_table_prints_json_too() -> None:
+    tables = {"demo", "formats", "predict", "doctor", "choose", "compare", "minify", "gpu-check", "env"}
+    for name in tables:
+        assert "--json" in CliRunner().invoke(cli.app, [name, "--help"]).output, name
+
+
+def test_formats_as_json_are_those_of_the_table() -> None:
+    found = printed("formats")
+    (e4m3,) = [row for row in found["formats"] if row["name"] == "e4m3fn"]
+    assert (e4m3["bits"], e4m3["largest"], e4m3["torch_dtype"]) == (8, 448.0, "float8_e4m3fn")
+    table = CliRunner().invoke(cli.app, ["formats"]).output
+    assert all(row["constant"] in table for row in [*found["formats"], *found["block_formats"]])
+
+
+def test_the_papers_tables_as_json() -> None:
+    first, *others = printed("predict", "--paper")["speedups"]
+    assert (first["gpus"], first["32-bit"]["published"], first["8-bit"]["published"]) == (4, 3.53, 3.67)
+    assert round(first["8-bit"]["predicted"], 2) == 3.67
+    assert len(others) == 12
+
+
+def test_choose_prints_json_and_its_progress_elsewhere(here: Path) -> None:
+    found = printed("choose", "t.py:score", "--ratios", "0", "--seeds", "1")
+    assert (found["low_ratio"], found["reference"]["scores"]) == (0, [0.5])
+
+
+def test_doctor_prints_json_and_its_progress_elsewhere(here: Path) -> None:
+    found = printed("doctor", "t.py:make", "--formats", "e4m3fn")
+    assert found["recommended"]["recipe"] == "fp8"
+    assert json.loads((here / "fxprec-doctor/diagnosis.json").read_text()) == found
+
+
+def test_minify_prints_json(here: Path) -> None:
+    found = printed("minify", "t.py:make", "--recipe", "hfp8")
+    assert found["error"] >= found["error_with_all_high"]
+    assert [c["adds"] for c in found["culprits"]] == sorted((c["adds"] for c in found["culprits"]), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("doctor t.py:raises", "target 't.py:raises': t.py:19: KeyError: 'no'; call it in a script of yours to see"),
+        ("doctor t.py:needs", "t.py:21: TypeError: needs() missing 1 required positional argument: 'x'"),
+        ("doctor t.py:wrong_shapes", "RuntimeError: a and b must have same reduction dim, but got [3, 8] X [9, 2]."),
+        ("choose t.py:needs --seeds 1", "t.py:21: TypeError: needs() takes 1 positional argument but 2 were given"),
+        ("choose t.py:fails --seeds 1", "t.py:28: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"),
+        ("choose t.py:score --ratios 0 --seeds 1 --out no/x", "no/x: cannot be written: No such file or directory"),
+        ("dump t.py:wrong_shapes", "fake tensors: RuntimeError: a and b must have same reduction dim, but got [3, 8] X"),
+        ("dump t.py:wrong_view", "RuntimeError: shape '[7]' is invalid for input of size 12 (t.py:13); make it run as"),
+    ],
+)  # fmt: skip
+def test_a_users_mistake_is_one_line_with_its_cause(
+    command: str, said: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*command.split()) == 2
+    error = capfd.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_an_error_of_fxprec_itself_keeps_its_traceback(here: Path) -> None:
+    with pytest.raises(AttributeError) as raised:
+        cli.main(["choose", "t.py:ours", "--seeds", "1"])
+    assert raised.traceback[-1].path.name != "t.py"
+
+
+def test_dump_holds_modules_high(here: Path) -> None:
+    low = {}
+    for name, options in (("all", []), ("kept", ["--keep-high", "0"]), ("ends", ["--keep-high", "ends"])):
+        assert run("dump", "t.py:make", "--out", name, *options) == 0
+        low[name] = Plan.load(here / name / "graph-0/plan.json").achieved_low_ratio
+    assert low["all"] > low["kept"] > low["ends"]
+
+
+def test_explain_says_why_a_plan_has_no_lowering_and_no_budget(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("dump", "t.py:make") == 0
+    for word, said in (("lowering", "planned without code"), ("peak_budget", "none was asked for")):
+        capsys.readouterr()
+        assert run("explain", "fxprec-dump", word) == 0
+        assert said in capsys.readouterr().out
+
+
+def test_env_names_what_numbers_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    monkeypatch.setenv("SECRET_TOKEN", "hidden")
+    found = environment()
+    assert found["torch"] == metadata.version("torch")
+    assert found["environment"]["TORCHINDUCTOR_MAX_AUTOTUNE"] == "1"
+    assert "hidden" not in str(found)
+    said = CliRunner().invoke(cli.app, ["env"]).output
+    assert all(name in said for name in ("fxprec", "triton", "python", "processor", "compiler", "gpu", "report to"))
+
+
+def test_where_to_report_is_the_address_that_the_package_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Named:
+        def get_all(self, name: str) -> list[str]:
+            return ["Source, https://example.org/s", "Issues, https://example.org/i"]
+
+    monkeypatch.setattr(metadata, "metadata", lambda name: Named())
+    assert where_to_report() == "https://example.org/i"
+
+
+def test_without_a_compiler_one_line_names_the_way_out(tmp_path: Path) -> None:
+    script = (
+        "import torch, fxprec\n"
+        "compiled = torch.compile(torch.nn.Linear(4, 4), backend='fxprec', options={'recipe': 'fp8'})\n"
+        "try:\n    compiled(torch.ones(2, 4))\n"
+        "except fxprec.LoweringError as error:\n    print(error)"
+    )
+    place = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PATH": str(tmp_path), "CXX": "no-such-compiler"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=place, check=True)
+    assert done.stdout.startswith("no C++ compiler found, which Inductor needs on a CPU; install one")
+    assert "options={'lowering': 'eager'}" in done.stdout
+    assert done.stdout.count("\n") == 1
