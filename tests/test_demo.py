@@ -141,8 +141,8 @@ def test_out_that_cannot_be_a_folder_is_one_line(tmp_path):
 
 
 def test_no_compiler_is_said_before_anything_is_trained(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(FxprecError, match=r"no C\+\+ compiler 'no-such-compiler' found.*or set CXX"):
+    monkeypatch.setattr("fxprec.compat.cxx_compiler", lambda: None)
+    with pytest.raises(FxprecError, match=r"no C\+\+ compiler found.*set CXX"):
         run.run_demo(run.DemoOptions(out=tmp_path, quick=True), Console(quiet=True))
 
 

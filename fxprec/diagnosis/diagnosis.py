@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from fxprec.diagnosis.advice import Advice
 from fxprec.diagnosis.rows import Check, GroupRow, Row
+from fxprec.plan.shown import table
+from fxprec.report.graph_text import one_line
 from fxprec.report.result import plain, write_result
 
 SCHEMA = 1
@@ -56,6 +59,19 @@ class Diagnosis:
         from fxprec.diagnosis.page import page
 
         return write_result(folder, "diagnosis", self.to_dict(), page(self))
+
+    def __repr__(self) -> str:
+        worst = f", worst {self.ranking[0].tensor} (damage {self.ranking[0].damage:.2g})" if self.ranking else ""
+        found = f"{self.model}, loss {self.loss:.4g}, {len(self.ranking)} stored tensors{worst}"
+        return f"<Diagnosis: {one_line(found)}; recommended {self.recommended!r}>"
+
+    def _repr_html_(self) -> str:
+        from fxprec.diagnosis.text import SHOWN
+
+        rows = [(r.tensor, r.module, r.format, f"{r.damage:.2g}", r.reason) for r in self.ranking[:SHOWN]]
+        advice = table([("options", repr(self.recommended)), ("why", self.advice.reason)])
+        head = f"<b>{escape(self.model)}: loss {self.loss:.6g}, {len(self.ranking)} stored tensors</b>"
+        return head + table(rows, ("tensor", "module", "format", "damage", "why")) + advice
 
     def __str__(self) -> str:
         from fxprec.diagnosis.text import text

@@ -27,7 +27,7 @@ from fxprec.driver.option_checks import (
 )
 from fxprec.driver.uncompiled import WATCH, Frames, Watched
 from fxprec.errors import FxprecError, FxprecWarning, LoweringError, NonfiniteError
-from fxprec.plan import Plan
+from fxprec.plan import Plan, shown
 from fxprec.plan.edits import as_edited
 from fxprec.report.dump_folder import DumpFolder
 from fxprec.runtime.controller import Controller, describe
@@ -155,9 +155,10 @@ class Backend(Watched):
 
     @property
     def mean_low_ratio(self) -> float:
-        """Elements held low / all elements of the training graphs, averaged over the steps run so far.
+        """Return the share of the training graphs' elements that the low formats held, averaged over steps so far.
 
-        What the papers report: a promotion lowers it from its step on. 0 where nothing is planned.
+        Elements are those of counted tensors: activations, parameters, and gradients of both. 0.9 means that 90 % of
+        them were low in the average step. A promotion lowers the ratio from its step on. 0 where nothing is planned.
         """
         trained = [g.controller for g in self._model.live if g.is_training and g.controller is not None]
         weights = [c.plan.total_elements * max(c.step, 1) for c in trained]
@@ -252,6 +253,16 @@ class Backend(Watched):
         Until training compiles, evaluation follows the loaded training plans.
         """
         self._model.load(saved_state.unpacked(state))
+
+    def summary(self) -> str:
+        """Return in one line what the training graphs save for backward, hold at their peak, and in how many bits."""
+        return shown.line(self.plans)
+
+    def __repr__(self) -> str:
+        return f"<Backend, step {self._step()}: {self.summary()}>"
+
+    def _repr_html_(self) -> str:
+        return shown.html(self.plans, f"Backend, step {self._step()}; training graphs: {len(self.plans)}")
 
     def _step(self) -> int:
         return max((controller.step for controller in self._controllers()), default=0)

@@ -23,6 +23,7 @@ import fxprec.runtime.reference_blocks
 import fxprec.runtime.reference_ops  # noqa: F401  all register implementations
 from fxprec import compat
 from fxprec.config import Settings
+from fxprec.driver import progress
 from fxprec.driver.budget import PeakBudget, SavedBudget
 from fxprec.driver.capture import Captured
 from fxprec.driver.compiled import Compiled, Retry, Stop
@@ -114,7 +115,8 @@ class Compiler:
 
         ``step`` is the one events are noted for.
         """
-        with captured.tracing() as examples:
+        verb = "compiling" if captured.identity.is_training else "compiling for evaluation:"
+        with captured.tracing() as examples, progress.telling(f"{verb} {self.log.name}"):
             key = self._key(captured, given)
             while True:
                 found = Compilation(self, captured, given, step, key).compile(examples)

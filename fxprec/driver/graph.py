@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxprec import compat
+from fxprec.driver import progress
 from fxprec.driver.backward import InFlight, Steps, Version, Versions, check_backward
 from fxprec.driver.capture import Captured, Parameters
 from fxprec.driver.compilation import Compiler
@@ -22,6 +23,7 @@ from fxprec.passes.notice import Notice
 from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.compare import low_groups_with
 from fxprec.plan.plan import latest_of_gemms
+from fxprec.plan.shown import line
 from fxprec.runtime.controller import Controller, describe
 from fxprec.runtime.events import Event
 from fxprec.runtime.on_device import refuse_capture
@@ -115,6 +117,7 @@ class PlannedGraph:
 
     def _take(self, compiled: Compiled) -> None:
         """Put in force what was just compiled."""
+        is_first = not self._seconds
         self.compiled, self._seconds = compiled, (*self._seconds, compiled.seconds)
         if compiled.capacity != self.captured.capacity:
             self.captured = replace(self.captured, capacity=compiled.capacity)
@@ -124,6 +127,11 @@ class PlannedGraph:
             self.controller = controller_of(compiled, self.settings, self.captured.device, self.compiler.queue)
         else:
             self.controller.adopt(compiled.plan, keeper_of(compiled, self.settings), compiled.capacity)
+        if self.is_training and compiled.plan.sites:
+            said = line((compiled.plan,), self._log.name if self.index else "")
+            log.info("%s; compiled in %.1f s", said, compiled.seconds)
+            if is_first:
+                progress.announce(said)
 
     def __call__(self, *args: Any) -> Any:
         refuse_capture(self.captured.device, "a model compiled with fxprec runs", NO_CAPTURE)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import Graph, GraphModule
 
 from fxprec import compat
+from fxprec.driver import progress
 from fxprec.driver.capture import Captured
 from fxprec.driver.compiled import Compiled, Retry, Stop
 from fxprec.driver.event_log import Said
@@ -72,7 +73,11 @@ class JointCompilation:
         return self.compiled.is_training
 
     def run_passes(self, graph: Graph) -> None:
-        with self.compiler.log.heard() as said:
+        searches = self.compiler.settings.peak_budget is not None  # fit-peak has a line of its own
+        with (
+            self.compiler.log.heard() as said,
+            progress.telling("" if searches else f"planning {self.compiler.log.name}"),
+        ):
             self._rewrite(graph)
         self.said += said
 
@@ -159,7 +164,9 @@ class JointCompilation:
         if self.calibration is not None:
             return self.calibration.watch(gm)
         name = "backward" if options.get("is_backward") else "forward"
-        with self.compiler.log.heard() as said:
+        verb = "compiling" if self.is_training else "compiling for evaluation:"
+        doing = progress.telling(f"{verb} {self.compiler.log.name}, {name} half")
+        with self.compiler.log.heard() as said, doing:
             if name == "forward":
                 self._complete_plan(gm)
                 keep_nonfinite(gm.graph)  # first: what lowering is compared with keeps them too

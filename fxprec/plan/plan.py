@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from fxprec.config.recipes import BF16, Recipe
 from fxprec.errors import PlanError
 from fxprec.numerics.formats import Format, parse
-from fxprec.plan import files
+from fxprec.plan import files, shown
 from fxprec.plan.compare import first_difference
 from fxprec.plan.entries import Entry
 from fxprec.plan.files import SCHEMA
@@ -155,6 +155,12 @@ class Plan:
         out, so that plans of one model at two batch sizes agree.
         """
         return first_difference(self, other, there=there, sizes=sizes)
+
+    def __repr__(self) -> str:
+        return f"<Plan: {shown.line((self,))}>"
+
+    def _repr_html_(self) -> str:
+        return shown.html((self,), f"Plan: {self.recipe.name}, {self.storage} storage, policy {self.policy}")
 
     def summary(self) -> str:
         """Return what was decided, in one line."""

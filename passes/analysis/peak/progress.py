@@ -20,6 +20,10 @@ class Progress:
 
     def show(self, message: str) -> None:
         log.info("%s", message)
+        self.tick(message)
+
+    def tick(self, message: str) -> None:
+        """Show a message that is logged already, with the seconds so far."""
         passed = time.monotonic() - self._began
         if passed > self.quiet_s and sys.stderr.isatty():
             sys.stderr.write(f"\r\x1b[Kfxprec: {message}, {passed:.0f} s")

@@ -1,0 +1,99 @@
+"""A plan in one line, and as a table for a notebook: what it saves, its peak, how many tensors have how many bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from fxprec.numerics.blocks import find
+
+if TYPE_CHECKING:
+    from fxprec.plan.plan import Plan
+
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
+_ROWS = 50  # of a notebook's table of tensors
+
+
+def line(plans: Sequence[Plan], graph: str = "") -> str:
+    """Return what the plans of one model, or of one graph of it, save and hold; what they do not know is left out."""
+    if not plans:
+        return "fxprec: nothing planned yet; the first training step compiles"
+    name = plans[0].recipe.name + (", simulated" if plans[0].storage == "simulate" else "")
+    name += f", {graph}" if graph else ""
+    return f"fxprec {name}: " + "; ".join(parts(plans))
+
+
+def parts(plans: Sequence[Plan]) -> list[str]:
+    """Return what is known of the plans of one model: bytes saved, the peak, bits, promotions."""
+    promoted = sum(len(plan.promoted) for plan in plans)
+    found = (_saved(plans), _peak(plans), _tensors(plans), f"{promoted} promoted" if promoted else "")
+    return [text for text in found if text]
+
+
+def _saved(plans: Sequence[Plan]) -> str:
+    """Float32 takes four bytes an element and bf16 two."""
+    counts = [plan.saved_bytes for plan in plans]
+    known = [count for count in counts if count is not None]
+    if not known or len(known) < len(counts):
+        return ""
+    planned, fp32 = sum(count.planned for count in known), sum(count.fp32 for count in known)
+    ours, bf16, float32 = _sizes(planned, fp32 // 2, fp32)
+    return f"{ours} saved for backward (bf16 {bf16.partition(' ')[0]}, float32 {float32.partition(' ')[0]})"
+
+
+def _peak(plans: Sequence[Plan]) -> str:
+    """Of several graphs the one that leaves least of its part."""
+    peaks = [plan.peak_bytes for plan in plans if plan.peak_bytes is not None]
+    if not peaks:
+        return ""
+    held = [(peak.planned if peak.compiled is None else peak.compiled, peak.room) for peak in peaks]
+    most, room = max(held, key=lambda sizes: sizes[0] / max(sizes[1], 1))
+    ours, whole = _sizes(most, room)
+    return f"peak {ours.partition(' ')[0]} of {whole}" + ("" if peaks[0].compiled is not None else " as predicted")
+
+
+def _tensors(plans: Sequence[Plan]) -> str:
+    sites = [site for plan in plans for site in plan.sites]
+    stored = Counter(find(site.stored_as).bits for site in sites if site.way not in ("recompute", "offload"))
+    counts = [f"{count} in {bits}{' bits' if i == 0 else ''}" for i, (bits, count) in enumerate(sorted(stored.items()))]
+    ways = Counter[str](site.way for site in sites)
+    counts += [f"{ways[way]} {said}" for way, said in _WAYS.items() if ways[way]]
+    return counts[0].replace(" in ", " tensors in ", 1) + "".join(f", {more}" for more in counts[1:]) if counts else ""
+
+
+_WAYS = {"recompute": "computed again", "offload": "in host memory"}
+
+
+def _sizes(*sizes: int) -> list[str]:
+    """Return sizes in the unit of the smallest that is not 0, three digits or more each."""
+    least = min((size for size in sizes if size), default=0)
+    scale, unit = next(((s, u) for s, u in _UNITS if least >= s), _UNITS[-1])
+    return [f"{_digits(size / scale) if scale > 1 else size} {unit}" for size in sizes]
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
+    """Return an HTML table; every cell is escaped, since names come from the user's model."""
+    lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"] if head else []
+    lines += [
+        "<tr>" + "".join(f"<td style='text-align:left'>{escape(str(cell))}</td>" for cell in row) + "</tr>"
+        for row in rows
+    ]
+    return "<table>" + "".join(lines) + "</table>"
+
+
+def html(plans: Sequence[Plan], title: str) -> str:
+    """Return what `line` says as a table, and each plan's tensors folded below it."""
+    found = [f"<b>{escape(title)}</b>", table([part] for part in parts(plans))]
+    for plan in plans:
+        rows = [(s.tensor, s.kind, s.module, s.shape, s.stored_as, s.why) for s in plan.sites[:_ROWS]]
+        more = f", the first {_ROWS}" if len(plan.sites) > _ROWS else ""
+        summary = f"{len(plan.sites)} tensors in {len(plan.groups)} groups{more}"
+        head = ("tensor", "kind", "module", "shape", "stored as", "why")
+        found.append(f"<details><summary>{escape(summary)}</summary>{table(rows, head)}</details>")
+    return "".join(found)

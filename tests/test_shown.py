@@ -1,0 +1,172 @@
+"""What a person sees of a plan: one line, a short repr, a table in a notebook; what compiles, with the seconds."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import fxprec
+from fxprec import Plan
+from fxprec.driver import progress
+from fxprec.integrations.statistics import summary
+from fxprec.passes.analysis.peak.progress import Progress
+from fxprec.plan import ByteCount, PeakBytes
+from fxprec.plan.shown import line
+from tests.helpers import compiled, eager_backend
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def backend() -> fxprec.Backend:
+    torch.manual_seed(0)
+    found = eager_backend(recipe="fp8", storage="native")
+    step = compiled(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), found)
+    step(torch.randn(64, 8)).sum().backward()
+    return found
+
+
+@pytest.fixture
+def plan(backend: fxprec.Backend) -> Plan:
+    return backend.plans[0]
+
+
+def test_the_line_has_the_plans_own_figures(plan: Plan) -> None:
+    sites = [replace(site, format="e4m3fn", saved_as="", way="") for site in plan.sites]
+    sites[0] = replace(sites[0], format="bf16")
+    known = replace(plan, sites=tuple(sites), saved_bytes=ByteCount(fp32=112 * 1024, planned=28 * 1024))
+    said = f"{len(sites) - 1} tensors in 8 bits, 1 in 16"
+    assert line([known]) == f"fxprec fp8: 28 KiB saved for backward (bf16 56, float32 112); {said}"
+    peak = PeakBytes(budget=24_100_000, high=1, planned=20_000_000, compiled=23_600_000)
+    assert "; peak 22.5 of 23 MiB; " in line([replace(known, peak_bytes=peak)])
+    assert "; peak 19.1 of 23 MiB as predicted; " in line([replace(known, peak_bytes=replace(peak, compiled=None))])
+    shared = replace(peak, graphs=2, beside=5_000_000, compiled=None, planned=9_550_000)
+    assert "; peak 9.11 of 18.2 MiB as predicted; " in line([replace(known, peak_bytes=shared)])
+
+
+def test_the_line_leaves_out_what_is_not_known(plan: Plan) -> None:
+    assert line([replace(plan, saved_bytes=None, sites=())]) == "fxprec fp8: "
+    assert line([]) == "fxprec: nothing planned yet; the first training step compiles"
+    assert line([plan], "graph 1").startswith("fxprec fp8, graph 1: ")
+    assert line([replace(plan, storage="simulate")]).startswith("fxprec fp8, simulated: ")
+
+
+def test_the_line_adds_graphs_up_and_counts_promotions(plan: Plan) -> None:
+    promoted = plan.promote([next(s.id for s in plan.sites if s.kind == "output" and s.format != "bf16")], step=3)
+    assert plan.saved_bytes is not None
+    both = line([plan, promoted])
+    doubled = replace(plan, saved_bytes=ByteCount(fp32=2 * plan.saved_bytes.fp32, planned=2 * plan.saved_bytes.planned))
+    assert line([doubled]).partition(";")[0] == both.partition(";")[0]
+    assert both.endswith("; 1 promoted")
+
+
+def test_what_is_recomputed_has_no_bits(plan: Plan) -> None:
+    ways = ("recompute", "offload", *["keep"] * (len(plan.sites) - 2))
+    known = replace(plan, sites=tuple(replace(s, way=way) for s, way in zip(plan.sites, ways, strict=True)))
+    said = line([known])
+    assert "1 computed again, 1 in host memory" in said
+    counted = sum(int(word) for word in said.rpartition("; ")[2].replace(",", "").split() if word.isdigit())
+    assert counted == len(plan.sites) + 8 + 16 - (0 if " 16" in said else 16)
+
+
+def test_the_line_is_logged_once_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    found = eager_backend(recipe="fp8", storage="native")
+    with caplog.at_level(logging.INFO, "fxprec"):
+        compiled(nn.Linear(8, 8), found)(torch.randn(4, 8)).sum().backward()
+    assert [m for m in caplog.messages if m.startswith(f"{found.summary()}; compiled in ")]
+
+
+def test_reprs_are_short_and_say_what_is_saved(backend: fxprec.Backend) -> None:
+    assert repr(backend.plans[0]) == f"<Plan: {backend.summary()}>"
+    assert repr(backend) == f"<Backend, step 1: {backend.summary()}>"
+    assert len(repr(backend)) < 200
+    assert repr(fxprec.Backend()) == "<Backend, step 0: fxprec: nothing planned yet; the first training step compiles>"
+
+
+def test_tables_for_notebooks_escape_names(backend: fxprec.Backend) -> None:
+    (plan,) = backend.plans
+    named = replace(plan, sites=(replace(plan.sites[0], module="<script>"), *plan.sites[1:]))
+    shown = named._repr_html_()
+    assert "<script>" not in shown
+    assert "&lt;script&gt;" in shown
+    assert "saved for backward" in backend._repr_html_()
+
+
+def test_a_diagnosis_is_shown_short_and_escaped() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 4))
+    found = fxprec.doctor(model, torch.randn(32, 8), options={"formats": ("e4m3fn",), "reruns": 0})
+    assert repr(found).startswith(f"<Diagnosis: Sequential, loss {found.loss:.4g}, {len(found.ranking)} stored tensors")
+    assert len(repr(found)) < 300
+    hostile = replace(found, model="<b>", ranking=(replace(found.ranking[0], tensor="<i>"),))
+    assert "<td style='text-align:left'>&lt;i&gt;</td>" in hostile._repr_html_()
+    assert "<b>&lt;b&gt;: loss" in hostile._repr_html_()
+
+
+def test_logs_carry_the_bytes_saved() -> None:
+    torch._dynamo.reset()
+    options = {"recipe": "fp8", "lowering": "eager"}
+    model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), backend="fxprec", options=options)
+    model(torch.randn(4, 8)).sum().backward()
+    (plan,) = fxprec.backend_of(model).plans
+    assert plan.saved_bytes is not None
+    assert plan.saved_bytes.planned > 0
+    assert summary(model)["fxprec/saved_bytes"] == plan.saved_bytes.planned
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Put a terminal in the place of standard error; no fixture, since pytest replaces the stream after those."""
+    err = Terminal()
+    monkeypatch.setattr("sys.stderr", err)
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    monkeypatch.setattr(progress, "Progress", lambda: Progress(quiet_s=-1.0))
+    progress.announce.cache_clear()
+    return err
+
+
+def test_a_terminal_shows_what_compiles_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    with progress.telling("compiling graph 0"):
+        time.sleep(0.1)
+        with progress.telling("planning graph 0"):
+            time.sleep(0.1)
+    shown = terminal.getvalue()
+    assert "\r\x1b[Kfxprec: compiling graph 0, 0 s" in shown
+    assert "fxprec: planning graph 0, 0 s" in shown
+    assert shown.endswith("\r\x1b[K")
+
+
+def test_what_ends_in_an_error_takes_its_line_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    with pytest.raises(ZeroDivisionError), progress.telling("compiling graph 0"):
+        time.sleep(0.1) or 1 / 0  # type: ignore[func-returns-value]
+    assert terminal.getvalue().endswith("\r\x1b[K")
+    assert progress._ticker is None
+
+
+def test_no_thread_runs_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    err = io.StringIO()
+    monkeypatch.setattr("sys.stderr", err)
+    with progress.telling("compiling graph 0"):
+        assert progress._ticker is None
+    progress.announce("fxprec fp8: 1 KiB")
+    assert err.getvalue() == ""
+
+
+def test_a_line_is_announced_once_and_by_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    for _ in range(2):
+        progress.announce("fxprec fp8: 1 KiB")
+    assert terminal.getvalue() == "fxprec fp8: 1 KiB\n"
+    monkeypatch.setenv("RANK", "1")
+    progress.announce("fxprec fp8: 2 KiB")
+    assert "2 KiB" not in terminal.getvalue()
