@@ -204,3 +204,33 @@ def test_without_a_compiler_one_line_names_the_way_out(tmp_path: Path) -> None:
     assert done.stdout.startswith("no C++ compiler found, which Inductor needs on a CPU; install one")
     assert "options={'lowering': 'eager'}" in done.stdout
     assert done.stdout.count("\n") == 1
+
+
+def origin(monkeypatch: pytest.MonkeyPatch, **entry: Any) -> None:
+    """Let fxprec be installed from somewhere (PEP 610); nothing: from an index."""
+
+    class Installed:
+        version = "1.2.3"
+
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return json.dumps(entry) if entry else None
+
+    monkeypatch.setattr(metadata, "distribution", lambda name: Installed())
+
+
+def test_ci_installs_from_where_fxprec_was_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    origin(monkeypatch)
+    assert run("ci") == 0
+    assert 'run: pip install -e . "fxprec[testing]==1.2.3"\n' in capsys.readouterr().out
+    origin(monkeypatch, url="https://host/o/fxprec", vcs_info={"vcs": "git", "commit_id": "abc"})
+    assert run("ci") == 0
+    assert '"fxprec[testing] @ git+https://host/o/fxprec@abc"\n' in capsys.readouterr().out
+    origin(monkeypatch, url="file:///home/me/fxprec", dir_info={"editable": True})
+    assert run("ci") == 2
+    assert "another machine does not have; say what pip installs it from, --install" in capsys.readouterr().err
+    assert run("ci", "--install", "fxprec[testing]>=1") == 0
+    assert 'run: pip install -e . "fxprec[testing]>=1"\n' in capsys.readouterr().out
+    assert run("ci", "--install", 'x"; rm -r /') == 2

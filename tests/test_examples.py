@@ -81,8 +81,9 @@ def test_the_numerics_tests_golden_file_holds_and_its_workflow_is_what_the_comma
     golden = ROOT / "examples/numerics/test_block/test_block_in_fp8.json"
     same_torch = json.loads(golden.read_text())["torch"] == torch.__version__.partition("+")[0]
     verify(numerics_test.make, options={"recipe": "fp8"}, golden=golden if same_torch else None).raise_if_wrong()
+    install = "fxprec[testing] @ git+https://host/owner/fxprec"
     with pytest.raises(SystemExit):
-        cli.main(["ci", "--tests", "examples/numerics"])
+        cli.main(["ci", "--tests", "examples/numerics", "--install", install])
     assert (ROOT / "examples/numerics/numerics.yml").read_text() == capsys.readouterr().out
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import resources
+import json
+from importlib import metadata, resources
 from typing import Annotated
 
 import typer
@@ -13,10 +14,40 @@ from fxprec.errors import ConfigError
 def ci(
     tests: Annotated[str, typer.Option(help="What pytest runs.")] = "tests",
     python: Annotated[str, typer.Option(help="Python version.")] = "3.12",
+    install: Annotated[
+        str, typer.Option(help="What pip installs fxprec from. Default: from where this one was installed.")
+    ] = "",
 ) -> None:
     """Print a GitHub Actions workflow that runs the numerics tests and keeps their report."""
     for name, value in (("tests", tests), ("python", python)):
         if not value or not all(c.isalnum() or c in "._-/ " for c in value):
             raise ConfigError(f"--{name} is {value!r}; give letters, digits, and . _ - / only")
+    if not all(c.isalnum() or c in "._-/ @:+=[]#<>!,~" for c in install):
+        raise ConfigError(f"--install is {install!r}; give what pip takes, such as {_EXAMPLE!r}")
     text = resources.files("fxprec.commands").joinpath("workflow.yml").read_text(encoding="utf-8")
-    print(text.replace("{{tests}}", tests).replace("{{python}}", python), end="")
+    for name, value in (("tests", tests), ("python", python), ("install", install or requirement())):
+        text = text.replace(f"{{{{{name}}}}}", value)
+    print(text, end="")
+
+
+_EXAMPLE = "fxprec[testing] @ git+https://host/owner/fxprec"
+
+
+def requirement() -> str:
+    """Return what pip installs this fxprec from, on any machine.
+
+    Raises `ConfigError` for one that was installed from a folder or file of this machine.
+    """
+    found = metadata.distribution("fxprec")
+    origin = json.loads(found.read_text("direct_url.json") or "{}")  # absent: from a package index
+    if not origin:
+        return f"fxprec[testing]=={found.version}"
+    if "vcs_info" in origin:
+        vcs = origin["vcs_info"]
+        return f"fxprec[testing] @ {vcs['vcs']}+{origin['url']}@{vcs['commit_id']}"
+    if origin["url"].startswith("file:"):
+        raise ConfigError(
+            f"fxprec was installed from {origin['url']}, which another machine does not have; say what pip installs it "
+            f"from, --install {_EXAMPLE!r}"
+        )
+    return f"fxprec[testing] @ {origin['url']}"
