@@ -14,7 +14,7 @@ from fxprec.passes.analysis import sensitive
 from fxprec.plan.rows import Reads
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
+PAGES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY"))])
 SOURCES = [p for room in ("fxprec", "passes", "runtime", "tests", "benchmarks") for p in ROOT.glob(f"{room}/**/*.py")]
 EXAMPLES = re.compile(r"count_casts|count-casts|my_pass")  # what the pages invent to show how it is done
 
