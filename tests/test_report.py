@@ -101,7 +101,8 @@ def test_the_page_holds_graph_and_statistics_and_is_the_same_again(trained, caps
     assert len(data["nodes"]) == len(trained.drawing.nodes)
     assert {tuple(h["steps"]) for h in data["history"]} == {(1, 2)}
     history = read_history(trained.folder / "stats.jsonl", len(trained.plan.sites))
-    assert again == report_html(trained.plan, title="graph-0", drawing=trained.drawing, history=history)
+    title = f"graph-0: {trained.plan.recipe.name}, {trained.plan.storage} storage"
+    assert again == report_html(trained.plan, title=title, drawing=trained.drawing, history=history)
 
 
 def test_names_stay_text(trained):

@@ -33,6 +33,11 @@ class Advice:
     stored: Mapping[int, str] = field(default_factory=dict, repr=False)
     """Formats other than planned, by the position of their row."""
 
+    @property
+    def holds_high(self) -> bool:
+        """Whether something is stored otherwise than planned; else the plan may stay as it is."""
+        return bool(self.stored)
+
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in plain(self).items() if name != "stored"}
 

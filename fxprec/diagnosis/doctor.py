@@ -55,9 +55,17 @@ class Request:
         if not Settings.of(asked).changes_anything:
             raise ConfigError(f"recipe {asked.recipe!r} holds everything in float32: nothing to diagnose; choose 'fp8'")
         config = replace(
-            asked, lowering="eager", mode="default", gemms="high", promote_above=None, dump=None, verify=False
+            asked,
+            lowering="eager",
+            mode="default",
+            gemms="high",
+            promote_above=None,
+            dump=None,
+            dump_tensors=None,
+            verify=False,
         )
-        return cls(config, given, formats, tolerance, reruns)
+        base = {name: value for name, value in given.items() if name not in ("dump", "dump_tensors")}
+        return cls(config, base, formats, tolerance, reruns)
 
 
 def _formats(value: object) -> tuple[str, ...]:

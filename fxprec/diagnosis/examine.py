@@ -157,7 +157,7 @@ def _group(graph: int, group: int, rows: Sequence[Row]) -> GroupRow:
     return GroupRow(
         graph=graph,
         group=group,
-        modules=tuple(dict.fromkeys(row.module for row in rows if row.module)),
+        modules=tuple(dict.fromkeys(name for row in rows if (name := row.module or row.source))),
         tensors=len(rows),
         elements=sum(row.elements for row in rows),
         damage=combined({row.site: row.damage for row in rows}),

@@ -56,14 +56,15 @@ def _first(found: Diagnosis) -> str:
     worst = [(g.name, modules(g), _number(g.damage)) for g in first_groups(found.groups)]
     free = [(g.name, modules(g), _number(g.damage)) for g in free_groups(found.groups)]
     heads = ("group", "modules", "damage")
-    return f"<h3>Keep high first</h3>{_table(heads, worst)}<h3>Free</h3>{_table(heads, free)}"
+    first = "Keep high first" if found.advice.holds_high else "Most of the damage, and within the tolerance"
+    return f"<h3>{first}</h3>{_table(heads, worst)}<h3>Free</h3>{_table(heads, free)}"
 
 
 def _heat(found: Diagnosis) -> list[dict[str, Any]]:
     """Return each module's damages, as planned and in each format, in execution order."""
     by_module: dict[str, list[Row]] = {}
     for row in sorted(found.ranking, key=lambda r: (r.graph, r.site)):
-        by_module.setdefault(row.module or "(no module)", []).append(row)
+        by_module.setdefault(row.module or row.source or "(no module)", []).append(row)
     return [
         {"module": module, "damages": [_short(damage) for damage in _damages(rows, found.formats)]}
         for module, rows in by_module.items()

@@ -44,14 +44,15 @@ def _groups(found: Diagnosis) -> str:
     for group in found.groups[:SHOWN]:
         lines.append((group.name, modules(group), *(f"{group.damages[f]:.2g}" for f in found.formats)))
     worst = ", ".join(g.name for g in first_groups(found.groups))
-    said = f"Keep high first: {worst}." if worst else ""
+    first = "Keep high first" if found.advice.holds_high else "Most of the damage, and within the tolerance"
+    said = f"{first}: {worst}." if worst else ""
     free = free_groups(found.groups)
     said += f" Free: {', '.join(g.name for g in free[:SHOWN])}{' ...' if len(free) > SHOWN else ''}." if free else ""
     return f"Groups, damage by format\n{aligned(lines)}{_more(len(found.groups) - SHOWN)}\n{said.strip()}"
 
 
 def modules(group: GroupRow) -> str:
-    """Return a group's modules, shortened."""
+    """Return a group's modules, shortened; of tensors that no module made, their source lines."""
     shown = ", ".join(group.modules[:3])
     return shown + (f" and {len(group.modules) - 3} more" if len(group.modules) > 3 else "")
 

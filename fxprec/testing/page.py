@@ -39,8 +39,15 @@ def _test(test: Mapping[str, Any]) -> str:
     failed = test["outcome"] != "passed"
     name = html.escape(test["test"])
     checks = "".join(map(_check, test["checks"]))
+    checks += _WAY_OUT if failed else ""
     opened = " open" if failed else ""
     return f'<details class="{"bad" if failed else "good"}"{opened}><summary>{name}</summary>{checks}</details>\n'
+
+
+_WAY_OUT = (
+    "<p>If the change is meant, <code>pytest --numerics-update</code> rewrites the golden files of the tests run, "
+    "where the rules hold.</p>"
+)
 
 
 def _check(check: Mapping[str, Any]) -> str:

@@ -67,7 +67,9 @@ def test_first_run_writes_and_fails_then_passes_then_shows_a_table_then_updates(
     (check,) = test["checks"]
     assert {row["tensor"] for row in check["rows"]} >= {"output", "loss", "up.weight.grad", "norm.bias.grad"}
     assert check["message"] in text
-    assert "test_block.py::test_block" in (project.path / "out" / "index.html").read_text()
+    page = (project.path / "out" / "index.html").read_text()
+    assert '<details class="bad" open><summary>test_block.py::test_block' in page
+    assert "<code>pytest --numerics-update</code>" in page
 
     assert run(project, "--numerics-update").ret == 0
     assert golden.read_bytes() != written
@@ -220,7 +222,11 @@ def test_under_xdist_every_check_reaches_the_report(pytester):
 
 def test_ci_prints_a_workflow_and_refuses_what_is_no_path(capsys):
     for arguments, code, words in (
-        (["ci", "--tests", "tests/numerics"], 0, "run: pytest tests/numerics --numerics-report=numerics-report"),
+        (
+            ["ci", "--tests", "tests/numerics", "--install", "fxprec[testing]"],
+            0,
+            "run: pytest tests/numerics --numerics-report=numerics-report",
+        ),
         (["ci", "--tests", "$(rm)"], 2, "fxprec: error: --tests is '$(rm)'; give letters, digits"),
     ):
         with pytest.raises(SystemExit) as end:
