@@ -150,6 +150,15 @@ def test_a_users_mistake_is_one_line_with_its_cause(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["dump", "doctor"])
+def test_torch_logs_no_page_beside_the_line(command: str, here: Path) -> None:
+    """In a process of its own: torch's handler holds the stream that was there when torch was imported."""
+    words = [sys.executable, "-m", "fxprec", command, "t.py:wrong_shapes"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
 def test_an_error_of_fxprec_itself_keeps_its_traceback(here: Path) -> None:
     with pytest.raises(AttributeError) as raised:
         cli.main(["choose", "t.py:ours", "--seeds", "1"])
