@@ -85,6 +85,20 @@ def test_the_line_is_logged_once_compiled(caplog: pytest.LogCaptureFixture) -> N
     assert [m for m in caplog.messages if m.startswith(f"{found.summary()}; compiled in ")]
 
 
+def test_what_it_is_at_is_told_of_training_and_of_evaluation(caplog: pytest.LogCaptureFixture) -> None:
+    found = eager_backend(recipe="fp8", storage="native")
+    step = compiled(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), found)
+    with caplog.at_level(logging.DEBUG, "fxprec.driver.progress"):
+        step(torch.randn(4, 8)).sum().backward()
+        with torch.no_grad():
+            step(torch.randn(4, 8))
+    told = [r.getMessage() for r in caplog.records if r.name == "fxprec.driver.progress"]
+    halves = ["compiling graph 0, forward half", "compiling graph 0, backward half"]
+    evaluation = ["compiling for evaluation: graph 1", "planning graph 1"]
+    first = ["compiling graph 0", "planning graph 0", *halves]
+    assert told == [*first, *evaluation, "compiling for evaluation: graph 1, forward half"]
+
+
 def test_reprs_are_short_and_say_what_is_saved(backend: fxprec.Backend) -> None:
     assert repr(backend.plans[0]) == f"<Plan: {backend.summary()}>"
     assert repr(backend) == f"<Backend, step 1: {backend.summary()}>"
