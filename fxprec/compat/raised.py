@@ -14,10 +14,13 @@ import torch
 _TORCH = str(Path(torch.__file__).parent)
 
 
+_WRAPPED = "Dynamo failed to run FX node"  # torch 2.15 has an exception of the user's type beside its own
+
+
 def cause_of(error: BaseException) -> BaseException:
     """Return the error that Dynamo met while it traced, such as a shape mismatch; any other exception itself."""
     found = error
-    while type(found).__module__.startswith("torch._dynamo"):
+    while type(found).__module__.startswith("torch._dynamo") or str(found).startswith(_WRAPPED):
         behind = found.__cause__ or found.__context__
         if behind is None:
             return error
