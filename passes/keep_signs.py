@@ -1,11 +1,13 @@
-"""Keep apart from 0 what backward asks for its sign.
+"""Round a copy to no other side of a bound than its value is on, where backward compares the copy with the bound.
 
 A ReLU's gradient is masked by whether its result is above 0, and in e4m3fn all below 2^-10 is 0: of activations of rms
 0.1 nearly 1 % would lose their gradient. They are stored as the smallest number instead, an error that no sum notices.
+So it is with other bounds: a ReLU6 has no gradient from 6 on, and in e4m3fn 5.75 is 6; it is stored as 5.5.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +16,7 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.operators import Trait, having
 from fxprec.ir.symbolic import Dequantize, Quantize
-from fxprec.numerics.formats import parse
+from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, is_backward, readers
 from fxprec.passes.base import Work
@@ -26,7 +28,7 @@ _ASKS_BELOW = having(Trait.ASKS_BELOW)
 
 @dataclass(frozen=True)
 class KeepSigns:
-    """Have casts round what is not 0 to what is not 0, where backward compares the copy with 0."""
+    """Have casts keep what is beyond a bound beyond it, where backward compares the copy with that bound."""
 
     name: str = "keep-signs"
 
@@ -48,22 +50,68 @@ def asks_above(reader: Node) -> bool:
 
 
 def _asking(read: Node) -> set[object]:
-    return {reader.target for _, reader in readers(read, through=ops.CASTS) if argument(reader, 1) == 0}
+    return {target for target, bound in _bounds(read) if bound == 0}
+
+
+def _bounds(read: Node) -> set[tuple[object, float]]:
+    """Return the comparisons of a copy with numbers."""
+    found = {(reader.target, argument(reader, 1)) for _, reader in readers(read, through=ops.CASTS)}
+    return {
+        (target, float(bound))
+        for target, bound in found
+        if target in _ASKS_ABOVE | _ASKS_BELOW and isinstance(bound, int | float)
+    }
 
 
 def _keep_signs(graph: Graph, q: Node, cast: Quantize) -> None:
-    asking = {target for read, _ in Dequantize.among(q.users) for target in _asking(read)}
-    nearest, x = parse(cast.format).smallest_subnormal, cast.x
+    bounds = {known for read, _ in Dequantize.among(q.users) for known in _bounds(read)}
+    fmt, x = parse(cast.format), cast.x
     with graph.inserting_before(q):
-        if asking & _ASKS_ABOVE:
-            x = _away_from_zero(graph, x, ops.aten.gt.Scalar, ops.aten.clamp_min.default, nearest)
-        if asking & _ASKS_BELOW:
-            x = _away_from_zero(graph, x, ops.aten.lt.Scalar, ops.aten.clamp_max.default, -nearest)
+        for asks, is_beyond in ((_ASKS_ABOVE, ops.aten.gt.Scalar), (_ASKS_BELOW, ops.aten.lt.Scalar)):
+            for bound in sorted({bound for target, bound in bounds if target in asks}):
+                if abs(bound) < fmt.largest:
+                    x = _kept_beyond(graph, x, is_beyond, bound, fmt)
     q.args = replace(cast, x=x).args
 
 
-def _away_from_zero(
-    graph: Graph, x: Node, is_beyond_zero: Callable[..., Any], clamp: Callable[..., Any], nearest: float
-) -> Node:
-    beyond = emit(graph, is_beyond_zero, (x, 0), x)
-    return emit(graph, ops.aten.where.self, (beyond, emit(graph, clamp, (x, nearest), x), x), x, val=x.meta["val"])
+def _kept_beyond(graph: Graph, x: Node, is_beyond: Callable[..., Any], bound: float, fmt: Format) -> Node:
+    """Return ``x`` with what is beyond the bound at the next number beyond it, or further.
+
+    Rounding takes what is not beyond a number of the format to nothing beyond it; else it is kept on its side too.
+    """
+    upwards = is_beyond is ops.aten.gt.Scalar
+    beyond = emit(graph, is_beyond, (x, int(bound) if bound.is_integer() else bound), x)
+    first, second = (_at_least, _at_most) if upwards else (_at_most, _at_least)
+    inside = x if _is_number(fmt, bound) else second(graph, x, beside(fmt, bound, not upwards))
+    outside = first(graph, x, beside(fmt, bound, upwards))
+    return emit(graph, ops.aten.where.self, (beyond, outside, inside), x, val=x.meta["val"])
+
+
+def _at_least(graph: Graph, x: Node, bound: float) -> Node:
+    return emit(graph, ops.aten.clamp_min.default, (x, bound), x)
+
+
+def _at_most(graph: Graph, x: Node, bound: float) -> Node:
+    return emit(graph, ops.aten.clamp_max.default, (x, bound), x)
+
+
+def beside(fmt: Format, bound: float, upwards: bool) -> float:
+    """Return the format's next number above a number, or below it."""
+    if bound < 0:
+        return -beside(fmt, -bound, not upwards)
+    step = _step(fmt, bound)
+    if upwards:
+        return (math.floor(bound / step) + 1) * step
+    if bound == step * 2**fmt.mantissa_bits and bound > fmt.smallest_normal:
+        return bound - step / 2  # below a power of two numbers are twice as dense
+    return (math.ceil(bound / step) - 1) * step
+
+
+def _step(fmt: Format, bound: float) -> float:
+    """Return the distance of the format's numbers from a number on."""
+    exponent = math.frexp(bound)[1] - 1 if bound else fmt.min_exponent
+    return float(2.0 ** (max(exponent, fmt.min_exponent) - fmt.mantissa_bits))
+
+
+def _is_number(fmt: Format, bound: float) -> bool:
+    return (bound / _step(fmt, abs(bound))).is_integer()

@@ -52,11 +52,10 @@ def test_the_architecture_lists_the_passes_in_their_order() -> None:
 
 def test_the_page_on_compute_has_each_entry_of_the_tables_of_sensitive_values() -> None:
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", (ROOT / "docs/compute.md").read_text(encoding="utf-8"), re.MULTILINE)
-    kept = {**sensitive.RESULTS, **sensitive.OPERANDS}
-    for name, entry in kept.items():
-        (what,) = [what for what, why in rows if f"`{name}`" in what and why == entry.why]
-        assert what.startswith("result of" if name in sensitive.RESULTS else "operand of")
-        assert ("*own*" in what) == entry.as_it_is, name
+    for role, table in (("result of", sensitive.RESULTS), ("operand of", sensitive.OPERANDS)):
+        for name, entry in table.items():
+            (what,) = [what for what, why in rows if f"`{name}`" in what and why == entry.why and what.startswith(role)]
+            assert ("*own*" in what) == entry.as_it_is, name
     for entry in (sensitive.EXPONENTIATED, sensitive.STATISTIC, sensitive.COMPARED):
         assert [("*own*" in what) for what, why in rows if why == entry.why] == [entry.as_it_is]
 

@@ -2,15 +2,17 @@
 
 Backward reads a saved value through one formula. Where the formula is linear in it, an error of 6 % (e4m3fn) is an
 error of 6 % in a summand, and errors of many summands cancel. Where it is not, the error is multiplied or does not
-cancel: such a value keeps the recipe's high format, and a statistic, one number that many elements are multiplied by,
-its own dtype. What the model or its backward divides by, and log-softmax's result, which backward exponentiates, no
-pass touches at all (`values`).
+cancel: such a value keeps the recipe's high format, or its own dtype where 16 bits spoil it too. So does a statistic,
+one number that many elements are multiplied by. What the model or its backward divides by, and log-softmax's result,
+which backward exponentiates, no pass touches at all (`values`).
 
-The bounds are tested one by one (tests/passes/test_sensitive.py).
+The table is measured (`fxprec.ir.operators.measured`); reasons given by hand are tested one by one
+(tests/passes/test_sensitive.py).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -44,31 +46,56 @@ COMPARED = Kept(
 
 
 def kept(grouped: Grouped) -> dict[int, Kept]:
-    """Return which counted forward tensors stay above 8 bits when they are saved, by id."""
-    operators = grouped.operators
-    exponentiated, compared = _exponentiated(operators), _compared(operators)
-    operands = {
-        operators.base(n): _named(OPERANDS[op.aten], op)
-        for op in operators.all
-        if op.aten in OPERANDS
-        for n in op.inputs
-        if _is_meant(OPERANDS[op.aten], n)
-    }
+    """Return which counted forward tensors stay above 8 bits when they are saved, by id.
+
+    Of several reasons the first that asks for the tensor's own dtype counts, or else the first.
+    """
+    reasons = _Reasons(grouped)
     found: dict[int, Kept] = {}
     for node, tensor in grouped.values.items():
-        if node in compared:
-            found[tensor.id] = COMPARED
-        elif tensor.kind != "param" and _is_statistic(node, tensor):
-            found[tensor.id] = STATISTIC
-        elif (unknown := next(_unknown_readers(operators, node), None)) is not None:
-            found[tensor.id] = unknown
-        elif node in exponentiated:
-            found[tensor.id] = EXPONENTIATED
-        elif node in operands:
-            found[tensor.id] = operands[node]
-        elif (op := operators.of_node.get(node)) is not None and op.aten in RESULTS and node in op.outputs:
-            found[tensor.id] = _named(RESULTS[op.aten], op)
+        known = list(reasons.of(node, tensor))
+        if known:
+            found[tensor.id] = next((reason for reason in known if reason.as_it_is), known[0])
     return found
+
+
+class _Reasons:
+    """Why tensors of one graph stay above 8 bits."""
+
+    def __init__(self, grouped: Grouped) -> None:
+        self.operators = operators = grouped.operators
+        self.exponentiated, self.compared = _exponentiated(operators), _compared(operators)
+        self.operands: dict[Node, list[Kept]] = defaultdict(list)
+        for op in reversed(operators.all):
+            if (entry := _entry(OPERANDS, op)) is not None:
+                for n in op.inputs:
+                    if _is_meant(entry, n):
+                        self.operands[operators.base(n)].append(_named(entry, op))
+
+    def of(self, node: Node, tensor: CountedTensor) -> Iterator[Kept]:
+        """Yield the reasons of one tensor."""
+        if node in self.compared:
+            yield COMPARED
+        if tensor.kind != "param" and _is_statistic(node, tensor):
+            yield STATISTIC
+        yield from _unknown_readers(self.operators, node)
+        if node in self.exponentiated:
+            yield EXPONENTIATED
+        yield from self.operands.get(node, ())
+        op = self.operators.of_node.get(node)
+        if op is not None and node in op.outputs and (entry := _entry(RESULTS, op)) is not None:
+            yield _named(entry, op)
+
+
+def _entry(table: Mapping[str, Kept], op: Operator) -> Kept | None:
+    """Return what a table says of an operator's overload, or of all overloads."""
+    found = (table.get(name) for name in _names(op))
+    return next((entry for entry in found if entry is not None), None)
+
+
+def _names(op: Operator) -> tuple[str, str]:
+    """Return the names of an operator's overload and of all its overloads: ``aten.clamp.Tensor``, ``aten.clamp``."""
+    return str(op.nodes[0].meta.get("original_aten", op.nodes[0].target)), op.aten
 
 
 def _is_meant(entry: Kept, operand: Node) -> bool:
@@ -138,9 +165,13 @@ def _is_statistic(node: Node, tensor: CountedTensor) -> bool:
         return False
     own = numel_hint(tensor_of(node))
     found = [user for _, user in readers(node) if user.op == "call_function" and not is_backward(user)]
-    return bool(found) and all(
-        has_tag(user, torch.Tag.pointwise) and numel_hint(tensor_of(user)) > own for user in found
-    )
+    return bool(found) and all(has_tag(user, torch.Tag.pointwise) and _size(user) > own for user in found)
+
+
+def _size(node: Node) -> int:
+    """Return the elements of a node's result; 0 where it has several, as ``frexp`` has."""
+    val = value(node)
+    return 0 if val is None else numel_hint(val)
 
 
 def _unknown_readers(operators: Operators, value: Node) -> Iterator[Kept]:
@@ -157,5 +188,4 @@ def _unknown_readers(operators: Operators, value: Node) -> Iterator[Kept]:
 
 
 def _is_known(op: Operator) -> bool:
-    names = {op.aten, str(op.nodes[0].meta.get("original_aten", op.nodes[0].target))}
-    return op.is_gemm or not names.isdisjoint(HARMLESS | RESULTS.keys() | OPERANDS.keys())
+    return op.is_gemm or not (HARMLESS | RESULTS.keys() | OPERANDS.keys()).isdisjoint(_names(op))

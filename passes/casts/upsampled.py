@@ -46,6 +46,8 @@ def _factors(node: Node) -> list[int] | None:
     whole, made = tensor_of(zeros).shape[-len(places) :], tensor_of(values).shape[-len(places) :]
     if len(indices) != tensor_of(zeros).ndim or not all(isinstance(n, int) and n for n in (*whole, *made)):
         return None
+    if len(made) < len(whole):  # a place is one number, as in ``x[2]`` of a tensor of places
+        return None
     factors = [wide // narrow for wide, narrow in zip(made, whole, strict=True)]
     for i, place in enumerate(places):
         shape = (made[i], *[1] * (len(places) - 1 - i))

@@ -1,4 +1,4 @@
-"""Pass keep-signs: what is not 0 is stored as no 0, where backward compares the copy with 0."""
+"""Pass keep-signs: a copy is on the side of a bound that its value is on, where backward compares the copy with it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxprec.ir.symbolic import Quantize
+from fxprec.numerics.formats import parse
+from fxprec.passes.keep_signs import beside
 from tests.helpers import compiled, eager_backend
 
 NAME = "keep-signs"
@@ -47,9 +49,47 @@ def test_a_piece_of_what_is_stored_is_compared_like_the_whole():
     assert guarded(Gated()) == [SMALLEST]
 
 
-@pytest.mark.parametrize("activation", [nn.GELU(), nn.Hardswish()], ids=["gelu", "hardswish"])
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.SiLU()], ids=["gelu", "silu"])
 def test_other_copies_are_only_rounded(activation):
     assert guarded(activation) == []
+
+
+def test_what_is_compared_with_another_bound_stays_beyond_it():
+    assert guarded(nn.ReLU6()) == [5.5], "below 6; what is above 0 is clamped first"
+
+
+BOUNDED = {
+    "relu6": F.relu6,
+    "hardtanh": lambda x: F.hardtanh(x, -0.3, 0.7),  # neither is a number of e4m3fn
+    "clamp": lambda x: x.clamp(-2.0, 3.1),
+    "threshold": lambda x: F.threshold(x, 1.9, 0.0),
+    "hardshrink": lambda x: F.hardshrink(x, 0.9),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_no_gradient_is_masked_that_was_not_nor_the_other_way(name):
+    """Numbers are far denser than those of e4m3fn: most round, some across a bound if they may."""
+    x = torch.linspace(-8, 8, 4096).view(64, 64)
+    stored, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
+
+    def function(x):
+        return BOUNDED[name](x * 1.01).square()
+
+    for run, leaf in ((compiled(function, eager_backend("fp8", low_ratio=1.0)), stored), (function, wanted)):
+        run(leaf).sum().backward()
+    assert torch.equal(stored.grad == 0, wanted.grad == 0)
+    assert (stored.grad - wanted.grad).norm() <= 2**-4 * wanted.grad.norm()
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2"])
+def test_the_number_beside_a_bound(name):
+    fmt = parse(name)
+    codes = torch.arange(256, dtype=torch.uint8).view(fmt.torch_dtype).double()
+    numbers = sorted(set(codes[codes.isfinite()].tolist()))
+    for bound in (*numbers[1:-1], 0.3, -0.3, 5.9, 1e-4, -2.6):
+        assert beside(fmt, bound, upwards=True) == min(n for n in numbers if n > bound)
+        assert beside(fmt, bound, upwards=False) == max(n for n in numbers if n < bound)
 
 
 def test_bf16_has_exponents_enough():

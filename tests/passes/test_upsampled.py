@@ -107,3 +107,13 @@ def test_a_step_scatters_nothing(monkeypatch: pytest.MonkeyPatch, budget: str | 
     assert set(scatters) == {0}
     put(lambda graph: None)
     assert torch.equal(summed, gradients())
+
+
+def test_a_place_that_is_one_number_is_left() -> None:
+    """``x[index]`` with an index of no dimension: the gradient has fewer dimensions than what it goes to."""
+
+    def scatter(gradient: Tensor) -> Tensor:
+        found: Tensor = aten.index_put(torch.full((4,), 0.0), [torch.tensor(2)], gradient, True)
+        return found
+
+    assert is_left(make_fx(scatter, tracing_mode="fake")(torch.randn(())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxprec.ir.operators.names import row
-from fxprec.ir.operators.spec import FIRST, Cost, Terms, Trait
+from fxprec.ir.operators.spec import FIRST, Cost, Kept, Terms, Trait
 
 _SUM: Terms = ((0,), (1,))
 _PRODUCT: Terms = ((0, 1),)
@@ -29,7 +29,12 @@ POINTWISE = (
     row("prims.fma", terms=((0, 1), (2,))),
     row("clamp clamp_min", hands_on="first", traits=Trait.HANDS_ON_DIVISOR),
     row("clamp_max clamp_min.Tensor clamp_max.Tensor", hands_on="first"),
-    row("clamp.Tensor maximum minimum", hands_on="any"),
+    row(
+        "clamp.Tensor",
+        hands_on="any",
+        operands=Kept("backward asks on which side of another tensor it is, which is rounded too"),
+    ),
+    row("maximum minimum", hands_on="any"),
     row("reciprocal rsqrt sqrt log log2 log10", divisor_at=0),
     row("exp", traits=Trait.HEAVY),
     row("sigmoid", traits=Trait.HEAVY | Trait.WRITES_NEW),

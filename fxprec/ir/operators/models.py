@@ -1,12 +1,14 @@
 """Rows of a model's operators, all overloads of each: how their backward bears 8 bits in what it reads.
 
 Backward reads a saved value through one formula. Where that is not linear in the value, the table says why the value
-stays above 8 bits; tests/passes/test_sensitive.py measures each reason. What the backward of an operator reads that
-has no row here keeps its own dtype.
+stays above 8 bits. Most rows are measured (``measured``). A row by hand says what random numbers do not show: why, by
+the formula (tests/passes/test_sensitive.py measures each reason), and what is no function of one number and yet linear
+in what its backward reads, or bounded. What the backward of an operator reads that has no row keeps its own dtype.
 """
 
 from __future__ import annotations
 
+from fxprec.ir.operators import measured
 from fxprec.ir.operators.names import row
 from fxprec.ir.operators.spec import Kept, Trait
 
@@ -50,24 +52,27 @@ OPERANDS = (
     row("sinh.* cosh.*", operands=Kept(_GROWS)),
 )
 
+BY_HAND = RESULTS + OPERANDS
+
 HARMLESS = (
     row("silu.* gelu.* mish.* softplus.*", traits=Trait.BEARS_ROUNDING | Trait.GENTLE),
+    # Asked on which side of a bound it is, a copy keeps to it (`passes.keep_signs`). A product that Inductor makes of a
+    # GEMM, of one row perhaps, is linear in its factors.
     row(
-        "add.* sub.* rsub.* mul.* div.* neg.* abs.* sign.* square.* pow.Tensor_Scalar addcmul.* addcdiv.* lerp.*"
-        " where.* clamp.* clamp_min.* clamp_max.* maximum.* minimum.* sum.* mean.* cumsum.* var.* var_mean.* std.*"
-        " std_mean.* linalg_vector_norm.* norm.* masked_fill.* constant_pad_nd.* embedding.* index.* index_select.*"
-        " index_put.* gather.* scatter.* scatter_add.* cat.* stack.* repeat.* dropout.* native_dropout.* relu.* relu6.*"
-        " threshold.* leaky_relu.* rrelu_with_noise.* prelu.* _prelu_kernel.* hardtanh.* hardsigmoid.* hardswish.*"
-        " tan.* elu.* celu.* selu.* log_sigmoid.* log_sigmoid_forward.* glu.* erf.* erfc.* atan.* asinh.*"
-        " native_layer_norm.* native_group_norm.* native_batch_norm.* _native_batch_norm_legit.* rms_norm.*"
-        " _fused_rms_norm.* _native_batch_norm_legit_functional.* cudnn_batch_norm.* avg_pool1d.* avg_pool2d.*"
-        " avg_pool3d.* _adaptive_avg_pool2d.* _adaptive_avg_pool3d.* max_pool2d_with_indices.*"
-        " max_pool3d_with_indices.* adaptive_max_pool2d.* adaptive_max_pool3d.* upsample_nearest2d.*"
-        " upsample_bilinear2d.* replication_pad1d.* replication_pad2d.* replication_pad3d.* linalg_cross.*"
-        " _trilinear.* mse_loss.* smooth_l1_loss.* huber_loss.* l1_loss.* nll_loss_forward.* nll_loss2d_forward.*"
-        " binary_cross_entropy_with_logits.* _grouped_mm.*",
+        "mul.* div.* abs.* square.* pow.Tensor_Scalar addcmul.* addcdiv.* lerp.* clamp.* clamp_min.*"
+        " clamp_max.* maximum.* minimum.* var.* var_mean.* std.* std_mean.* linalg_vector_norm.* norm.*"
+        " dropout.* native_dropout.* relu.* relu6.* leaky_relu.* rrelu_with_noise.* prelu.* _prelu_kernel.*"
+        " hardtanh.* hardsigmoid.* hardswish.* selu.* log_sigmoid.* glu.* native_layer_norm.*"
+        " native_group_norm.* native_batch_norm.* _native_batch_norm_legit.* rms_norm.* _fused_rms_norm.*"
+        " _native_batch_norm_legit_functional.* cudnn_batch_norm.* avg_pool1d.* avg_pool2d.* avg_pool3d.*"
+        " _adaptive_avg_pool2d.* _adaptive_avg_pool3d.* max_pool3d_with_indices.* adaptive_max_pool2d.*"
+        " adaptive_max_pool3d.* upsample_nearest2d.* upsample_bilinear2d.* replication_pad1d.*"
+        " replication_pad2d.* replication_pad3d.* linalg_cross.* _trilinear.* mse_loss.* smooth_l1_loss.*"
+        " huber_loss.* l1_loss.* nll_loss_forward.* binary_cross_entropy_with_logits.* _grouped_mm.* mm.*"
+        " bmm.* mv.* dot.* addmm.* addmv.* baddbmm.* addbmm.*",
         traits=Trait.BEARS_ROUNDING,
     ),
 )
 
-ROWS = RESULTS + OPERANDS + HARMLESS
+_SAID = frozenset(name.partition(".")[0] for one in BY_HAND + HARMLESS for name in one.names.split())
+ROWS = BY_HAND + HARMLESS + tuple(measured.rows(by_hand=_SAID))

@@ -1,0 +1,1 @@
+"""Public suites of tests that nobody here wrote, run against fxprec."""

@@ -1,0 +1,114 @@
+"""Public yardsticks: suites of tests that nobody here wrote, one row each.
+
+    pip install expecttest                              # torch's own test suites need it
+    python -m benchmarks.yardsticks op_db               # every operator of torch's op_db
+    python -m benchmarks.yardsticks op_db --only tanh linalg.inv
+    python -m benchmarks.yardsticks op_db --sample 40   # drawn by a fixed seed
+    python -m benchmarks.yardsticks op_db --recipes fp32      # through Inductor: 5 s each
+    python -m benchmarks.yardsticks sensitivity         # writes fxprec/ir/operators/measured.json: 10 minutes
+
+Columns: plain torch in float32 (eager), `torch.autocast` in bfloat16, and fxprec's recipes; each operator passed,
+failed, or is refused in words. What is left out has no gradient in plain torch, or is wrong in torch's own backends. The
+criterion: `benchmarks/yardsticks/op_db.py`. Exit code 1 where something failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import machine
+from benchmarks.yardsticks import conditioning, op_db
+from benchmarks.yardsticks.op_db import COLUMNS, FAILED, LEFT_OUT, PASSED, RECIPES, REFUSED, Row
+
+BY_THE_REFERENCE = [name for name in RECIPES if name != "fp32"]
+
+
+def summary(rows: list[Row]) -> dict[str, dict[str, int]]:
+    """Return how many operators passed, failed, are refused and were left out, by column."""
+    found = {}
+    for column in COLUMNS:
+        verdicts = Counter(row.cells[column].verdict for row in rows if column in row.cells)
+        verdicts[LEFT_OUT] += sum(bool(row.left_out) for row in rows)
+        if any(column in row.cells for row in rows):
+            found[column] = {verdict: verdicts[verdict] for verdict in (PASSED, FAILED, REFUSED, LEFT_OUT)}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=["op_db", "sensitivity"])
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these operators, as op_db names them")
+    parser.add_argument("--sample", type=int, metavar="N", help="N operators, drawn by a fixed seed")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="inputs of each operator, of other shapes")
+    parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=BY_THE_REFERENCE)
+    parser.add_argument("--seconds", type=int, default=60, help="an operator's time")
+    args = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # Dynamo tells of every graph break
+    torch.set_num_threads(1)
+    try:
+        operators = op_db.chosen(args.only, args.sample)
+    except LookupError as error:
+        parser.error(str(error))
+    is_whole = not args.only and args.sample is None
+    if args.suite == "sensitivity":
+        _measure(operators, args.seconds, is_whole)
+    else:
+        _judge(operators, args, is_whole)
+
+
+def _judge(operators: list[Any], args: argparse.Namespace, is_whole: bool) -> None:
+    rows = []
+    print(f"{'operator':44} {' '.join(f'{name:>8}' for name in COLUMNS)}")
+    with _progress("op_db", len(operators)) as tick:
+        for row in op_db.rows(operators, args.samples, args.recipes, args.seconds):
+            rows.append(row)
+            print(op_db.text_of(row), flush=True)
+            tick(row.operator)
+    found = summary(rows)
+    for column, verdicts in found.items():
+        print(f"{column:9}", "  ".join(f"{verdict} {count}" for verdict, count in verdicts.items()))
+    if is_whole:
+        print(machine.save("yardsticks-op_db", {"summary": found, "operators": [asdict(row) for row in rows]}))
+    raise SystemExit(any(verdicts[FAILED] for name, verdicts in found.items() if name in RECIPES))
+
+
+def _measure(operators: list[Any], seconds: int, is_whole: bool) -> None:
+    with _progress("sensitivity", len(operators)) as tick:
+
+        def tell(name: str, failed: str) -> None:
+            tick(name)
+            if failed:
+                print(f"{name:44} not measured: {failed}", flush=True)
+
+        found = conditioning.measured(operators, seconds, tell)
+    for name, row in found.table().items():
+        for role in ("operands", "result"):
+            if role in row:
+                print(f"{name:36} {role:8}", "  ".join(f"{key} {value}" for key, value in row[role].items()))
+    if is_whole:
+        print(conditioning.write(found))
+
+
+@contextmanager
+def _progress(name: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar in a terminal; yield what moves it on, given what was done."""
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(name, total=total)
+        yield lambda done: progress.update(bar, advance=1, description=done[:40])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""torch's op_db: every operator with float32 gradients, behind one Linear, in fxprec's recipes against float64.
+
+The step (`exercise`) is forward and backward under a fixed seed; the loss is a random projection of all outputs. An
+error is relative, in the Euclidean norm; the largest of the outputs and the largest of the gradients are judged.
+
+**fp32** is what Inductor compiles, and **near** the passes in formats of 18 and 22 mantissa bits, by the reference
+lowering. Criterion: the error is float32's noise, ``NOISE`` times plain torch's own in float32 or that many times the
+format's rounding of a factor.
+
+**bf16**: the error is at most ``TIMES`` that of `torch.autocast` in bfloat16 of the same module, or that many times
+2^-8, the largest error of one number of 8 significant bits, where autocast happens to round nothing. Where autocast
+raises, or ends in inf or NaN, plain float32 stands in for it with operands, results and saved tensors rounded to bfloat16.
+
+**fp8** computes on unrounded values and rounds what it saves: outputs are judged like bf16's. A gradient may be off by
+``TIMES`` the sum of two errors: autocast's, of the products in bfloat16 that both do; and 2^-4, the largest error of one
+number of 4 significant bits, as e4m3fn has. A backward that is linear in what it reads is off by 2^-4 at most, by a
+third of that on average (0.024: the mantissa uniform, rounding uniform in a step); so a formula may multiply its copy's
+error by 3 in the worst case, by 8 on average. What multiplies it more is ill-conditioned, and must be stored in more
+bits (``passes/analysis/sensitive.py``).
+
+Operators that draw random numbers are compared with plain torch's float32 where float64 draws others. What plain torch
+cannot differentiate to finite numbers is left out, as is what a backend of torch alone gets wrong too; both are named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import fxprec
+from benchmarks.graphs.check import NEAR, in_a_line
+from benchmarks.yardsticks import exercise
+from benchmarks.yardsticks.exercise import Exercised, Numbers
+
+TIMES, NOISE = 3.0, 30.0
+BF16, E4M3FN = 2.0**-8, 2.0**-4
+FLOAT32, NEARLY = 2.0**-20, 2.0**-17
+OWN = 0.01  # float64 that is further from float32 is no reference
+RECIPES: dict[str, dict[str, Any]] = {
+    "fp32": {"recipe": "fp32"},
+    "near": {"recipe": NEAR, "low_ratio": 1.0, "storage": "packed"},
+    "bf16": {"recipe": "bf16"},
+    "fp8": {"recipe": "fp8", "low_ratio": 1.0},
+}
+COLUMNS = ("eager", "autocast", *RECIPES)
+PASSED, FAILED, REFUSED, LEFT_OUT = "passed", "failed", "refused", "left out"
+
+
+@dataclass
+class Cell:
+    """What one column has of one operator: its worst sample."""
+
+    verdict: str = PASSED
+    outputs: float = 0.0
+    gradients: float = 0.0
+    detail: str = ""
+
+    def worse(self, other: Cell) -> Cell:
+        order = (PASSED, LEFT_OUT, REFUSED, FAILED)
+        return max(self, other, key=lambda cell: (order.index(cell.verdict), cell.gradients))
+
+
+@dataclass
+class Row:
+    """One operator: how many samples were tried, and the cells by column."""
+
+    operator: str
+    samples: int = 0
+    cells: dict[str, Cell] = field(default_factory=dict)
+    left_out: str = ""
+
+    def add(self, column: str, cell: Cell) -> None:
+        self.cells[column] = self.cells[column].worse(cell) if column in self.cells else cell
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The exact step of a sample, and what plain torch makes of it in fewer bits."""
+
+    model: Exercised
+    exact: Numbers
+    float32: tuple[float, float]
+    bf16: tuple[float, float]
+    autocast: Cell
+
+    @staticmethod
+    def of(model: Exercised) -> Reference | None:
+        """Return None where plain torch has no finite gradient to compare with."""
+        plain, exact = exercise.step(model), exercise.step(model.widened())
+        if any(a.shape != b.shape for a, b in zip(plain.all(), exact.all(), strict=True)):
+            exact = plain
+        own = exercise.errors(plain, exact, model.values)
+        if max(own) > OWN:
+            exact, own = plain, (0.0, 0.0)
+        if not exact.is_finite:
+            return None
+        autocast = _autocast(model, exact)
+        errors = (autocast.outputs, autocast.gradients)
+        if autocast.verdict != PASSED:
+            with _rounded(torch.bfloat16):
+                errors = exercise.errors(exercise.step(model, model.rounded(torch.bfloat16)), exact, model.values)
+        return Reference(model, exact, own, errors, autocast)
+
+    def bounds(self, recipe: str) -> tuple[float, float]:
+        """Return how far off outputs, and gradients, may be."""
+        if recipe in ("fp32", "near"):
+            unit = FLOAT32 if recipe == "fp32" else NEARLY
+            return NOISE * max(unit, self.float32[0]), NOISE * max(unit, self.float32[1])
+        outputs, gradients = (TIMES * max(BF16, error) for error in self.bf16)
+        return outputs, gradients + (TIMES * E4M3FN if recipe == "fp8" else 0.0)
+
+
+def _autocast(model: Exercised, exact: Numbers) -> Cell:
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = exercise.step(model)
+    except Exception as error:
+        return Cell(REFUSED, detail=in_a_line(error))
+    outputs, gradients = exercise.errors(found, exact, model.values)
+    finite = max(outputs, gradients) < float("inf")
+    return Cell(PASSED if finite else FAILED, outputs, gradients, "" if finite else "inf or NaN")
+
+
+@contextlib.contextmanager
+def _rounded(dtype: torch.dtype) -> Iterator[None]:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: exercise.rounded(t, dtype), lambda t: t):
+        yield
+
+
+def measure(op: Any, samples: int, recipes: list[str]) -> Row:
+    """Return the operator's row from its first samples that plain torch differentiates to finite numbers."""
+    row = Row(exercise.name_of(op))
+    tried: set[tuple[torch.Size, ...]] = set()
+    for model in exercise.samples_of(op):
+        shapes = tuple(v.shape for v in model.values)
+        if shapes in tried:
+            continue
+        reference = Reference.of(model) or Reference.of(model.smaller())
+        if reference is None:
+            continue
+        tried.add(shapes)
+        row.samples += 1
+        row.add("eager", Cell(PASSED, *reference.float32))
+        row.add("autocast", reference.autocast)
+        for recipe in recipes:
+            row.add(recipe, judged(recipe, reference))
+        if row.samples == samples:
+            break
+    if not row.samples:
+        row.left_out = "plain torch has no finite gradient of a dense operand"
+    return row
+
+
+def judged(recipe: str, reference: Reference) -> Cell:
+    """Compile a sample in one recipe, run it, and compare it with float64."""
+    backend = fxprec.Backend(fxprec.Config(lowering="eager", **RECIPES[recipe]))
+    cell = _compared(backend, reference, recipe)
+    if cell.verdict == FAILED:
+        plain = _compared("inductor" if recipe == "fp32" else "aot_eager_decomp_partition", reference, "near")
+        if plain.verdict != PASSED:
+            return Cell(LEFT_OUT, detail=f"torch's own backend: {plain.detail}")
+    return cell
+
+
+def _compared(backend: Any, reference: Reference, recipe: str) -> Cell:
+    torch._dynamo.reset()
+    model = reference.model
+    try:
+        found = exercise.step(model, torch.compile(model, backend=backend))
+        outputs, gradients = exercise.errors(found, reference.exact, model.values)
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)
+        return Cell(REFUSED if isinstance(inner, fxprec.errors.FxprecError) else FAILED, detail=in_a_line(error))
+    bounds = reference.bounds(recipe)
+    for what, off, bound in (("an output", outputs, bounds[0]), ("a gradient", gradients, bounds[1])):
+        if not off <= bound:
+            return Cell(FAILED, outputs, gradients, f"{what} is off by {off:.3g}, at most {bound:.3g}")
+    return Cell(PASSED, outputs, gradients)
+
+
+def measured(op: Any, samples: int, recipes: list[str], seconds: int) -> Row:
+    """`measure` within a time, without warnings; what raises or takes longer is left out by name."""
+    signal.signal(signal.SIGALRM, functools.partial(_late, seconds))
+    signal.alarm(seconds)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return measure(op, samples, recipes)
+    except Exception as error:
+        return Row(exercise.name_of(op), left_out=in_a_line(error))
+    finally:
+        signal.alarm(0)
+
+
+def _late(seconds: int, *_: object) -> None:
+    raise TimeoutError(f"longer than {seconds} s")
+
+
+def chosen(only: list[str], sample: int | None) -> list[Any]:
+    """Return the operators of these names, or ``sample`` of all, drawn by a fixed seed. Raises `LookupError`."""
+    all_ = exercise.operators()
+    if only:
+        found = [op for op in all_ if {op.name, exercise.name_of(op)} & set(only)]
+        if missing := set(only) - {n for op in found for n in (op.name, exercise.name_of(op))}:
+            raise LookupError(f"op_db has no operator {', '.join(sorted(missing))} with float32 gradients on CPU")
+        return found
+    if sample is None:
+        return all_
+    order = torch.randperm(len(all_), generator=torch.Generator().manual_seed(exercise.SEED)).tolist()
+    return [all_[i] for i in sorted(order[:sample])]
+
+
+def rows(operators: list[Any], samples: int, recipes: list[str], seconds: int) -> Iterator[Row]:
+    """Yield a row an operator."""
+    for op in operators:
+        yield measured(op, samples, recipes, seconds)
+
+
+def text_of(row: Row) -> str:
+    """Return a row as one line of errors: gradients, by column; what failed has its reason behind."""
+    if row.left_out:
+        return f"{row.operator[:44]:44} left out: {row.left_out}"
+    cells = [row.cells.get(name) for name in COLUMNS]
+    numbers = " ".join(f"{'-' if c is None else _short(c):>8}" for c in cells)
+    said = "; ".join(
+        f"{name}: {c.detail}" for name, c in row.cells.items() if c.verdict in (FAILED, REFUSED) and name != "autocast"
+    )
+    return f"{row.operator[:44]:44} {numbers}  {said}"[:240]
+
+
+def _short(cell: Cell) -> str:
+    return f"{cell.gradients:.1e}" if cell.verdict == PASSED else cell.verdict

@@ -1,0 +1,56 @@
+"""Rows of a model's operators as measured: how far copies of what their backward reads put the gradient off.
+
+``measured.json`` has, by operator and by what its backward reads (its operands, its result), the relative error of the
+gradients that it hands on, where that is read from a copy in each format. ``python -m benchmarks.yardsticks
+sensitivity`` writes it, by the samples of torch's op_db.
+
+A number in e4m3fn is off by 2^-4 at most, in bfloat16 by 2^-8, and a backward that is linear in what it reads hands on
+that. One that hands on more than ``TIMES`` as much in e4m3fn is sensitive: it reads ``hi``, and where it hands on more
+than ``TIMES`` 2^-8 in bfloat16 too, the value itself. Samples show harm and no harmlessness: known to bear rounding is
+what was exercised over its whole domain, what reads nothing that could be stored, and what a row by hand says it of
+(``models``). The rest is in no row, as an operator that was never measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxprec.ir.operators.names import Row, row
+from fxprec.ir.operators.spec import Kept, Trait
+
+TIMES = 3
+E4M3FN, BF16 = 2.0**-4, 2.0**-8
+ROLES = ("operands", "result")
+MEASURED: Mapping[str, Mapping[str, Any]] = json.loads(
+    Path(__file__).with_name("measured.json").read_text(encoding="utf-8")
+)["operators"]
+SAMPLES_ONLY = Kept("a few samples of its gradient were measured, and not all of its domain", as_it_is=True)
+
+
+def verdict(errors: Mapping[str, Any], *, covered: bool = True) -> Kept | None:
+    """Return why what is read stays above 8 bits; None where it may have them."""
+    is_spoiled = errors["bf16"] > TIMES * BF16
+    if is_spoiled or (covered and errors["e4m3fn"] > TIMES * E4M3FN):
+        fmt = "bf16" if is_spoiled else "e4m3fn"
+        return Kept(f"read from a copy in {fmt} it puts its gradient off by {_text(errors[fmt])}", as_it_is=is_spoiled)
+    return None if covered else SAMPLES_ONLY
+
+
+def _text(error: float) -> str:
+    return f"{error:.0%}" if error < 10 else "more than ten times what it is"
+
+
+def rows(by_hand: frozenset[str]) -> Iterator[Row]:
+    """Yield a row for each operator of this torch of which enough is known, but for those with a row ``by_hand``."""
+    for name, entry in MEASURED.items():
+        packet = name.removeprefix("aten.")
+        kept = {role: verdict(entry[role], covered=entry["covered"]) for role in ROLES if role in entry}
+        found: dict[str, Any] = {role: why for role, why in kept.items() if why is not None}
+        is_known = not found or set(found.values()) != {SAMPLES_ONLY}
+        if is_known and packet not in by_hand and hasattr(torch.ops.aten, packet):
+            yield row(f"{packet}.*", **(found or {"traits": Trait.BEARS_ROUNDING}))

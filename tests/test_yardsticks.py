@@ -1,0 +1,98 @@
+"""A fixed part of torch's op_db in the gate, and the table that is measured with it.
+
+The names are those that were wrong once, and some of each kind. All of op_db: `python -m benchmarks.yardsticks op_db`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.yardsticks import conditioning, exercise, op_db
+from fxprec.ir.operators import measured
+
+WRONG_ONCE = {
+    "lgamma": "fp8",  # NaN
+    "digamma": "fp8",  # 2e12 times too large
+    "polygamma.polygamma_n_1": "fp8",  # infinite
+    "special.log_ndtr": "fp8",  # 37 times too large
+    "nn.functional.relu6": "fp8",  # half of the gradient was masked: 5.75 is 6 in e4m3fn
+    "clamp": "fp8",  # the copy was on the other side of a bound
+    "frexp": "bf16",  # AssertionError: two results
+    "index_select": "bf16",  # ValueError: a place that is one number
+    "index_reduce.prod": "bf16",
+}
+OTHERS = {
+    "linalg.inv": "fp8",
+    "nn.functional.silu": "fp8",
+    "softmax": "fp8",
+    "cumprod": "fp8",
+    "nn.functional.conv2d": "fp8",
+    "nn.functional.scaled_dot_product_attention": "fp8",
+    "nn.functional.layer_norm": "fp8",
+    "nn.functional.embedding": "fp8",
+    "scatter_add": "bf16",
+    "amax": "near",
+    "nn.functional.gelu": "near",
+    "logsumexp": "near",
+}
+MEASURED = ("tanh", "lgamma", "tan", "erfinv", "nn.functional.gelu")
+
+
+@functools.cache
+def operators() -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # op_db's own
+        return {exercise.name_of(op): op for op in exercise.operators()}
+
+
+@pytest.mark.core  # half a minute
+@pytest.mark.parametrize(("name", "recipe"), (WRONG_ONCE | OTHERS).items())
+def test_an_operator_of_op_db_is_as_right_as_autocast(name: str, recipe: str) -> None:
+    row = op_db.measured(operators()[name], 1, [recipe], seconds=60)
+    assert row.samples == 1, row.left_out
+    assert row.cells[recipe].verdict == op_db.PASSED, row.cells[recipe]
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that lgamma's backward reads in 8 bits, as before there was a table."""
+    from fxprec.passes.analysis import sensitive
+
+    monkeypatch.setattr(sensitive, "kept", lambda grouped: {})
+    row = op_db.measured(operators()["lgamma"], 1, ["fp8"], seconds=60)
+    assert row.cells["fp8"].verdict == op_db.FAILED
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_table_is_what_is_measured(name: str) -> None:
+    found = conditioning.measured([operators()[name]], 60, lambda name, failed: None).table()
+    table = json.loads(conditioning.TABLE.read_text(encoding="utf-8"))
+    is_its_torch = importlib.metadata.version("torch") == table["torch"]
+    checked = 0
+    for aten, row in found.items():
+        for role in {"operands", "result"} & row.keys():
+            kept = table["operators"][aten][role]
+            if kept["by"] == name:
+                checked += 1
+                assert (measured.verdict(row[role]) is None) == (measured.verdict(kept) is None)
+                if is_its_torch:
+                    for fmt in conditioning.FORMATS:
+                        assert row[role][fmt] == pytest.approx(kept[fmt], rel=0.1)
+    assert checked
+
+
+def test_the_autocast_bound_is_not_met_by_chance() -> None:
+    """Autocast's error is that of 16 bits; what stands in for it where it raises is too."""
+    model = next(exercise.samples_of(operators()["nn.functional.gelu"]))
+    reference = op_db.Reference.of(model)
+    assert reference is not None
+    assert 1e-4 < reference.autocast.gradients < 0.05
+    with op_db._rounded(torch.bfloat16):
+        rounded = exercise.errors(exercise.step(model, model.rounded(torch.bfloat16)), reference.exact, model.values)
+    assert 1e-4 < rounded[1] < 0.05
