@@ -182,7 +182,8 @@ def _unknown_readers(operators: Operators, value: Node) -> Iterator[Kept]:
     for _, reader in readers(value):
         op = operators.of_backward_node.get(reader)
         if op is not None and not _is_known(op):
-            yield replace(_named(UNKNOWN, op), unknown=f"{op.aten} ({op.module})" if op.module else op.aten)
+            place = ", ".join(part for part in (op.name, op.module, op.source) if part)
+            yield replace(_named(UNKNOWN, op), unknown=f"{op.aten} ({place})")
         elif op is None and is_backward(reader) and reader.target not in ops.TERMS.keys() | ops.GEMMS_BACKWARD:
             yield replace(UNKNOWN, why=f"{UNKNOWN.why} ({reader.target})", unknown=str(reader.target))
 

@@ -7,6 +7,7 @@ rounded one; errors are relative, in the Euclidean norm. Inputs are those that m
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -313,8 +314,11 @@ class Prod(nn.Module):
 
 def test_an_operator_that_no_table_knows_is_named_in_the_notes() -> None:
     plan = run_pass("write-plan", Prod(), torch.randn(5, 4)).work.plan
-    assert plan.notes == (
-        "aten.prod: what its backward reads keeps its own dtype, since no table says how it bears rounding",
+    (note,) = plan.notes
+    assert re.fullmatch(
+        r"aten\.prod \(prod, test_sensitive\.py:\d+\): what its backward reads keeps its own dtype, "
+        "since no table says how it bears rounding",
+        note,
     )
     assert set(sites_because(plan.sites, f"{sensitive.UNKNOWN.why} (aten.prod)")) == {"fp32"}
     high = run_pass("write-plan", Prod(), torch.randn(5, 4), low_ratio=0.0).work.plan

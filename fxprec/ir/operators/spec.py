@@ -72,7 +72,7 @@ class Kept:
     last_size: int | None = None
     """Which operands are meant: those whose last dimension has this size."""
     unknown: str = ""
-    """The operator in no table whose backward reads the tensor, and its module."""
+    """The operator in no table whose backward reads the tensor, and its node, module and source line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
