@@ -29,6 +29,7 @@ WRONG_ONCE = {
     "index_reduce.prod": "bf16",
 }
 OTHERS = {
+    "tan": "fp8",
     "linalg.inv": "fp8",
     "nn.functional.silu": "fp8",
     "softmax": "fp8",

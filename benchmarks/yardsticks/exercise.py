@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 SEED = 0
-SAMPLES = 12  # of an operator, those looked at
+LOOKED_AT, SAMPLES = 200, 12  # of an operator
 LARGEST = 4096  # elements of all operands
 FEATURES = 2  # a product with a side of 1 is no GEMM to Inductor
 GAIN = 1.3  # what the Linear makes, times this, needs more bits than bfloat16 has
@@ -105,15 +105,30 @@ class Exercised(nn.Module):
 
 
 def samples_of(op: Any) -> Iterator[Exercised]:
-    """Yield the operator's first samples with a dense operand that wants a gradient, as models. Seeded."""
+    """Yield the operator's first samples whose operands that want a gradient are dense, as models. Seeded.
+
+    Those of no elements are left out. Of more than ``LARGEST`` elements, and beyond the first ``SAMPLES``, one is taken
+    where there is no other.
+    """
     torch.manual_seed(SEED)
-    for sample in itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), SAMPLES):
-        tensors = [t for t in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(t, Tensor)]
-        wanted = [t for t in tensors if t.requires_grad]
-        if wanted and all(t.layout is torch.strided and t.dtype == torch.float32 for t in wanted):
-            size = sum(t.numel() for t in tensors)
-            if 0 < size <= LARGEST and all(t.numel() for t in wanted):
-                yield Exercised(op, sample)
+    samples = list(itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), LOOKED_AT))
+    first = [sample for sample in samples[:SAMPLES] if _is_suitable(sample) and _size(sample) <= LARGEST]
+    suitable = (sample for sample in samples if _is_suitable(sample))
+    for sample in first or itertools.islice(suitable, 1):
+        yield Exercised(op, sample)
+
+
+def _tensors(sample: Any) -> list[Tensor]:
+    return [t for t in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(t, Tensor)]
+
+
+def _size(sample: Any) -> int:
+    return sum(t.numel() for t in _tensors(sample))
+
+
+def _is_suitable(sample: Any) -> bool:
+    wanted = [t for t in _tensors(sample) if t.requires_grad]
+    return bool(wanted) and all(t.layout is torch.strided and t.dtype == torch.float32 and t.numel() for t in wanted)
 
 
 @dataclass

@@ -154,7 +154,7 @@ def measure(op: Any, samples: int, recipes: list[str]) -> Row:
         if row.samples == samples:
             break
     if not row.samples:
-        row.left_out = "plain torch has no finite gradient of a dense operand"
+        row.left_out = "plain torch has no finite gradient of a dense float32 operand"
     return row
 
 
