@@ -24,7 +24,6 @@ WRONG_ONCE = {
     "special.log_ndtr": "fp8",  # 37 times too large
     "nn.functional.relu6": "fp8",  # half of the gradient was masked: 5.75 is 6 in e4m3fn
     "clamp": "fp8",  # the copy was on the other side of a bound
-    "frexp": "bf16",  # AssertionError: two results
     "index_select": "bf16",  # ValueError: a place that is one number
     "index_reduce.prod": "bf16",
 }
@@ -59,6 +58,15 @@ def test_an_operator_of_op_db_is_as_right_as_autocast(name: str, recipe: str) ->
     row = op_db.measured(operators()[name], 1, [recipe], seconds=60)
     assert row.samples == 1, row.left_out
     assert row.cells[recipe].verdict == op_db.PASSED, row.cells[recipe]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="what crosses is planned without its second result: KeyError in peak/timeline.py"
+)
+def test_an_operator_of_two_results() -> None:
+    """It was an AssertionError: two results have no one size."""
+    row = op_db.measured(operators()["frexp"], 1, ["bf16"], seconds=60)
+    assert row.cells["bf16"].verdict == op_db.PASSED
 
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
