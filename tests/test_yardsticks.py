@@ -60,9 +60,6 @@ def test_an_operator_of_op_db_is_as_right_as_autocast(name: str, recipe: str) ->
     assert row.cells[recipe].verdict == op_db.PASSED, row.cells[recipe]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what crosses is planned without its second result: KeyError in peak/timeline.py"
-)
 def test_an_operator_of_two_results() -> None:
     """It was an AssertionError: two results have no one size."""
     row = op_db.measured(operators()["frexp"], 1, ["bf16"], seconds=60)

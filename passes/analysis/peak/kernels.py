@@ -62,6 +62,8 @@ def kind_of(node: Node) -> Kind:
         return Kind.FREE
     if node.target in ops.VIEWS and node.target not in ops.COPIES:
         return Kind.VIEW
+    if value(node) is None:
+        return Kind.EXTERN  # of several results, whatever makes them
     if node.target in _REDUCED:
         return Kind.REDUCED
     if node.target in _FUSED or has_tag(node, torch.Tag.pointwise) or _writes_on_constant(node):
