@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxprec.ir.symbolic import Dequantize, Quantize
+from fxprec.ir.symbolic import Dequantize, Quantize, is_in_blocks
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import is_view, operator_of, value
@@ -37,7 +37,7 @@ class DropRoundTrips:
                 _converted(graph, node)
             elif node.target is _CAT:
                 _joined(graph, node)
-            elif cast is not None and parse(cast.format).has_float32_range:
+            elif cast is not None and not is_in_blocks(cast.format) and parse(cast.format).has_float32_range:
                 _stored(graph, node, cast)
 
 

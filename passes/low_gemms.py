@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir.symbolic import QUANTIZE, Dequantize, KeepCodes, KeepNonfinite
-from fxprec.ir.symbolic_gemms import TRANSPOSED, CodedGemm, Transposed
+from fxprec.ir.symbolic import QUANTIZE, TRANSPOSED, CodedGemm, Dequantize, KeepCodes, KeepNonfinite, Transposed
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.coded_gemms import PURE_VIEWS, Coded, Layout
 from fxprec.passes.analysis.joint import input_at, is_backward, tensor_of

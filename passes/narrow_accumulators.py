@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.config.accumulator import Accumulator
-from fxprec.ir import symbolic_sums
+from fxprec.kernels import accumulators
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import factors_of, input_at, item_of, value
 from fxprec.passes.analysis.operators import module_of, source_of
@@ -68,7 +68,7 @@ class _Emitter:
         return emit(self.graph, target, args, self.gemm)
 
     def matmul(self, a: object, b: object) -> Node:
-        return self.op(symbolic_sums.MATMUL, a, b, *self.sums)
+        return self.op(accumulators.MATMUL, a, b, *self.sums)
 
     def replace(self, old: Node, new: Node) -> None:
         val = value(old)
@@ -105,7 +105,7 @@ def _vector_product(out: _Emitter) -> None:
 
 def _convolution(out: _Emitter) -> None:
     x, weight, bias, *window = out.gemm.args
-    sums = out.op(symbolic_sums.CONVOLUTION, x, weight, *window, _is_channels_last(out.gemm), *out.sums)
+    sums = out.op(accumulators.CONVOLUTION, x, weight, *window, _is_channels_last(out.gemm), *out.sums)
     if isinstance(bias, Node):
         ones = [1] * (out.gemm.meta["val"].dim() - 2)
         sums = out.op(ops.aten.add.Tensor, sums, out.op(ops.aten.view.default, bias, [-1, *ones]))
@@ -118,7 +118,7 @@ def _convolution_backward(out: _Emitter) -> None:
     assert isinstance(grad, Node)
     parts = {user: item[1] for user in out.gemm.users if (item := item_of(user)) is not None}
     layout = any(_is_channels_last(part) for part, index in parts.items() if index != 2)
-    both = out.op(symbolic_sums.CONVOLUTION_BACKWARD, grad, x, weight, *window, layout, list(mask[:2]), *out.sums)
+    both = out.op(accumulators.CONVOLUTION_BACKWARD, grad, x, weight, *window, layout, list(mask[:2]), *out.sums)
     for part, index in parts.items():
         if index == 2:
             dims = [d for d in range(grad.meta["val"].dim()) if d != 1]

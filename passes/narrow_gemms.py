@@ -14,7 +14,6 @@ from torch.fx import Graph, Node
 
 from fxprec.config.processor import PORTABLE
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite
-from fxprec.ir.symbolic_blocks import DequantizeBlocks
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import (
     dim_hint,
@@ -146,7 +145,7 @@ class _Convert:
         return emit(self.graph, CONVERT, (kept, self.dtype), node)
 
     def _operand(self, node: Node, gemm: Node) -> Node:
-        read, kept = Dequantize.match(node) or DequantizeBlocks.match(node), KeepNonfinite.match(node)
+        read, kept = Dequantize.match(node), KeepNonfinite.match(node)
         if read is not None:
             return emit_call(self.graph, replace(read, dtype=self.dtype), node)
         if kept is not None:

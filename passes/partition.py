@@ -21,9 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec import compat
-from fxprec.ir import symbolic
-from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS, QUANTIZE_BLOCKS, TENSOR_SCALE
-from fxprec.ir.symbolic_gemms import TRANSPOSED
+from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, TENSOR_SCALE, TRANSPOSED
 from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.crossings import crossings, is_copy_of_parameter, wanted_by_backward
 from fxprec.passes.analysis.joint import has_tag, is_backward, tensor_of, value
@@ -115,7 +113,7 @@ def _of_parameters_copy(node: Node, work: Work, stores_copies: bool) -> Checkpoi
 
 def _of_copy(node: Node, work: Work) -> CheckpointPolicy | None:
     """Return what becomes of a stored copy, and of what is read from it; under a budget the partitioner chooses."""
-    if node.target in _DECODES:
+    if node.target is DEQUANTIZE:
         return AGAIN
     if node.target not in (*_ENCODES, TRANSPOSED):
         return None
@@ -139,7 +137,7 @@ def _add_repeated(policies: Policies, forward: Sequence[Node], work: Work) -> No
     Under a memory budget only behind a decoded tensor: the policy forces what a node reads to be there for backward.
     So does that of a node which backward does not want, and an input that forward writes into cannot be (torch 2.15).
     """
-    decoded = {n for n in policies if n.target in _DECODES}
+    decoded = {n for n in policies if n.target is DEQUANTIZE}
     wanted = wanted_by_backward(work.joint.graph)
     for node in forward:
         if node in policies or node not in wanted:
@@ -158,8 +156,7 @@ def _is_read_in_backward(copy: Node) -> bool:
 
 # What may stand in forward between a stored copy and who reads it in backward: repeated there.
 _BETWEEN = regions.CASTS | ops.VIEWS | ops.CASTS
-_ENCODES = (symbolic.QUANTIZE, QUANTIZE_BLOCKS, TENSOR_SCALE)
-_DECODES = (symbolic.DEQUANTIZE, DEQUANTIZE_BLOCKS)
+_ENCODES = (QUANTIZE, TENSOR_SCALE)
 
 
 def _is_cheap(node: Node) -> bool:

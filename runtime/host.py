@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fxprec.ir.symbolic_host import Offload, Reload, WaitOffload, WaitReload
+from fxprec.kernels.host import Offload, Reload, WaitOffload, WaitReload
 from fxprec.runtime.pinned import PinnedPool
 
 _lanes: dict[torch.device, Lane] = {}

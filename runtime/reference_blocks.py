@@ -1,4 +1,4 @@
-"""Reference implementations of the operators of block formats: the codec's text, op by op, on any device.
+"""Reference implementations of casts to block formats: the codec's text, op by op, on any device.
 
 What decides in doubt is `fxprec.numerics.block_reference`, which is too slow for a graph to run.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fxprec.ir.symbolic_blocks import DequantizeBlocks, QuantizeBlocks, TensorScale
+from fxprec.ir.symbolic import TensorScale
 from fxprec.numerics import block_codec
 from fxprec.numerics.blocks import find_blocks
 
@@ -31,6 +31,4 @@ def tensor_scale(x: torch.Tensor, format: str) -> torch.Tensor:
     return block_codec.tensor_scale(x, find_blocks(format))
 
 
-QuantizeBlocks.implement(quantize_blocks)
-DequantizeBlocks.implement(dequantize_blocks)
 TensorScale.implement(tensor_scale)

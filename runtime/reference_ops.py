@@ -21,10 +21,11 @@ from fxprec.ir.symbolic import (
     Observe,
     Quantize,
     Rescale,
-    SideBySide,
+    is_in_blocks,
     stored_dtype,
 )
-from fxprec.ir.symbolic_stats import Ln
+from fxprec.kernels.counts import Ln
+from fxprec.kernels.layout import SideBySide
 from fxprec.numerics.formats import E4M3FN_NAN, E5M2, Format, kept_codes, parse
 from fxprec.numerics.reference import (
     Grid,
@@ -36,10 +37,21 @@ from fxprec.numerics.reference import (
 )
 from fxprec.numerics.rows import FormatRow, row_of
 from fxprec.numerics.stats import UNMEASURED, Counts
+from fxprec.runtime.reference_blocks import dequantize_blocks, quantize_blocks
 from fxprec.runtime.scaling.histogram import count_exponents
 
 
-def quantize(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str) -> torch.Tensor:
+def quantize(
+    x: torch.Tensor,
+    table: torch.Tensor,
+    row: int,
+    format: str,
+    storage: str,
+    seed: torch.Tensor | None = None,
+    whole: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if is_in_blocks(format):
+        return quantize_blocks(x, seed, whole, row, format)
     scaled = _scaled(x, table, row)
     if storage == "simulate":
         return _rounded(scaled, row_of(table[row].tolist()))
@@ -57,8 +69,17 @@ def _as_stored(codes: torch.Tensor, fmt: Format, storage: str) -> torch.Tensor:
 
 
 def dequantize(
-    q: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, dtype: torch.dtype
+    q: torch.Tensor,
+    table: torch.Tensor,
+    row: int,
+    format: str,
+    storage: str,
+    dtype: torch.dtype,
+    elements: int = 0,
+    whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if is_in_blocks(format):
+        return dequantize_blocks(q, whole, row, format, elements, dtype)
     fmt = parse(format)
     x = q if storage == "simulate" else reference_decode(q.view(fmt.code_dtype), fmt)
     return (x * 2.0 ** -_scale_exp(table, row)).to(dtype)

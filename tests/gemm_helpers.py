@@ -7,7 +7,7 @@ import torch.fx.passes.fake_tensor_prop
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from fxprec.ir import symbolic, symbolic_gemms
+from fxprec.ir import symbolic
 from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import format_row
 
@@ -25,11 +25,11 @@ def half_graph(table: Tensor) -> GraphModule:
     q = call(symbolic.QUANTIZE, (x, t, 0, "e4m3fn", "native"))
     qd = call(symbolic.QUANTIZE, (dy, t, 1, "e5m2_sat", "native"))
     kept = call(symbolic.KEEP_NONFINITE, (qd, dy))
-    turned, turned_dy = call(symbolic_gemms.TRANSPOSED, (q,)), call(symbolic_gemms.TRANSPOSED, (kept,))
+    turned, turned_dy = call(symbolic.TRANSPOSED, (q,)), call(symbolic.TRANSPOSED, (kept,))
     b = call(torch.ops.aten.permute.default, (turned, [1, 0]))
     args = (turned_dy, b, None, t, 1, -1, "e5m2_sat", "e4m3fn", torch.float32)
-    dw = call(symbolic_gemms.GEMM, (*args, "native", True))
-    y = call(symbolic_gemms.GEMM, (*args, "generated", False))
+    dw = call(symbolic.GEMM, (*args, "native", True))
+    y = call(symbolic.GEMM, (*args, "generated", False))
     qy = call(symbolic.QUANTIZE, (y, t, 2, "1-5-2", "packed"))
     graph.output((q, turned, turned_dy, dw, qy))
     gm = GraphModule(torch.nn.Module(), graph)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir import symbolic_cpu, symbolic_gemms
 from fxprec.ir.calls import Call
-from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, Rescale
+from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, Rescale, TensorScale, is_in_blocks
+from fxprec.kernels import casts, coded_gemms
 
 
 def stored() -> tuple[Graph, Node, Node, Node]:
@@ -55,7 +55,7 @@ def declared(base: type[Call] = Call) -> list[type[Call]]:
 
 def test_the_schema_is_printed_from_the_fields():
     assert str(Rescale.target._schema) == "fxprec::rescale(Tensor g, Tensor table, int row) -> Tensor"
-    assert {Quantize, symbolic_cpu.StoreOver, symbolic_gemms.MatmulToCodes} < set(declared())
+    assert {Quantize, casts.StoreOver, coded_gemms.MatmulToCodes} < set(declared())
     for operator in declared():
         assert [f.name for f in fields(operator)] == [a.name for a in operator.target._schema.arguments]
 
@@ -68,9 +68,43 @@ def test_an_implementation_with_other_parameters_is_refused():
         return g
 
     for function in (swapped, retyped):
-        for register in (Rescale.fake, Rescale.implement):
-            with pytest.raises(AssertionError, match="is not fxprec::rescale"):
-                register(function)
+        with pytest.raises(AssertionError, match="is not fxprec::rescale"):
+            Rescale.implement(function)
+        with pytest.raises(AssertionError, match=r"is not fxprec::wrong\(Tensor g, Tensor table, int row\)"):
+
+            class Wrong(Call, op="wrong", fake=function):
+                g: Node
+                table: Node
+                row: int
+
+
+def test_an_implementation_without_a_default_is_refused():
+    def scale(x: torch.Tensor, format: str = "int4") -> torch.Tensor:
+        return x
+
+    with pytest.raises(AssertionError, match="is not fxprec::tensor_scale"):
+        TensorScale.implement(scale)
+
+
+def test_the_last_arguments_are_left_out_where_they_are_their_defaults():
+    graph, x, table, q = stored()
+    assert "Tensor? seed=None, Tensor? whole=None)" in str(Quantize.target._schema)
+    assert (len(q.args), Quantize.of(q).seed) == (5, None)
+    whole = graph.placeholder("whole")
+    blocks = Quantize(x, table, 3, "nvfp4", "packed", whole=whole).insert(graph)
+    assert blocks.args == (x, table, 3, "nvfp4", "packed", None, whole)
+    assert Quantize.of(blocks).whole is whole
+    q.args = q.args[:4]
+    with pytest.raises(AssertionError, match=r"%quantize.*: fxprec::quantize\("):
+        Quantize.of(q)
+
+
+def test_one_operator_stores_in_blocks_and_not():
+    graph, x, table, q = stored()
+    blocks = Quantize(x, table, 3, "int4", "packed").insert(graph)
+    read = Dequantize(blocks, table, 3, "int4", "packed", torch.float32, 7).insert(graph)
+    assert all(map(is_in_blocks, (blocks, read, "int4", "int4/64:bf16")))
+    assert not any(map(is_in_blocks, (q, x, "e4m3fn", "1-4-3+4")))
 
 
 def test_a_call_is_read_when_its_turn_comes() -> None:

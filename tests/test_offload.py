@@ -20,7 +20,7 @@ import fxprec
 import fxprec.driver.graph
 import fxprec.driver.joint_compilation
 from fxprec import Plan, cli
-from fxprec.ir.symbolic_host import WAIT_OFFLOAD
+from fxprec.kernels.host import WAIT_OFFLOAD
 from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.peak.loops import Loops

@@ -15,7 +15,7 @@ from torch.fx import Graph
 
 import fxprec
 from fxprec.errors import NativeArgumentError
-from fxprec.ir.symbolic_cpu import LaidOut
+from fxprec.kernels.layout import LaidOut
 from fxprec.passes.lowering import lower, weights
 from fxprec.runtime.cpu import layout
 

@@ -33,7 +33,7 @@ from benchmarks.gpu.attention import choose_as_on_gpu
 from fxprec.compat import copied
 from fxprec.config import Settings
 from fxprec.config.processor import Processor
-from fxprec.ir.symbolic_host import RELOAD
+from fxprec.kernels.host import RELOAD
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu

@@ -19,8 +19,7 @@ from fxprec.compat import tree_map_only
 from fxprec.diagnosis.subject import same_random_numbers
 from fxprec.driver.interpreter import draw_from_seeds
 from fxprec.driver.record import RecordedHalf
-from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, Rescale
-from fxprec.ir.symbolic_blocks import DequantizeBlocks, QuantizeBlocks, TensorScale
+from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, Rescale, TensorScale, is_in_blocks
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.ops import MUTATIONS
 from fxprec.runtime.reference_ops import keep_nonfinite
@@ -37,8 +36,8 @@ class Cast:
     """Of the ``quantize`` node."""
     row: int
     in_backward: bool
-    call: Quantize | QuantizeBlocks
-    reads: tuple[Dequantize | DequantizeBlocks, ...]
+    call: Quantize
+    reads: tuple[Dequantize, ...]
     """How what is stored is read back."""
     keeps_above: bool = False
     """Whether what is above 0 is stored as no less than the format's smallest number (pass keep-signs)."""
@@ -70,13 +69,13 @@ class Lab:
         self._saved = [n.name for n in self.backward.gm.graph.find_nodes(op="placeholder")]
         self.casts = tuple(_casts(*self._halves))
         self._by_name = {cast.name: cast for cast in self.casts}
-        self._is_fixed = not _nodes(self.forward.gm, *_READS) and self._stores_only_copies()
+        self._is_fixed = not Dequantize.nodes(self.forward.gm.graph) and self._stores_only_copies()
         self._kept: dict[str, Any] | None = None
 
     def _stores_only_copies(self) -> bool:
         """Say whether what forward saves of its casts are their very results, so that backward alone can run again."""
         results = set(results_of(self.forward.gm.graph))
-        casts = _nodes(self.forward.gm, *_STORES)
+        casts = Quantize.nodes(self.forward.gm.graph)
         return all(q in results and all(u.op == "output" for u in q.users) for q in casts)
 
     @property
@@ -87,7 +86,7 @@ class Lab:
             for _, call in Quantize.among(Quantize.nodes(half.gm.graph)):
                 result: Tensor = self._args(half)[names.index(call.table.name)]
                 return result
-        return torch.zeros(0, 0, dtype=torch.int32, device="cpu")  # all is in blocks, which have their own scales
+        return torch.zeros(0, 0, dtype=torch.int32, device="cpu")  # no cast reads it
 
     def run(self, read: Read = exact, *, differentiate: bool = False) -> list[Any]:
         """Return what backward returns: gradients in the order of forward's inputs, None where there is none."""
@@ -149,12 +148,10 @@ class _Walk(Interpreter):
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if n.target in _STORES:
+        if n.target is Quantize.target:
             return self.read(self.lab._by_name[n.name], args[0])
         if n.target is Dequantize.target:
-            return args[0].to(args[5])
-        if n.target is DequantizeBlocks.target:
-            return args[0].reshape(-1).to(args[5])
+            return (args[0].reshape(-1) if is_in_blocks(n) else args[0]).to(args[5])
         if n.target is TensorScale.target:
             return args[0].new_zeros(1, dtype=torch.float32)  # nobody decodes with it
         if n.target is Rescale.target:
@@ -193,8 +190,7 @@ def _casts(*halves: GraphModule) -> list[Cast]:
     """Return the casts of both halves in execution order, each with the places that read it."""
     found = []
     for i, gm in enumerate(halves):
-        for q in _nodes(gm, *_STORES):
-            call = Quantize.match(q) or QuantizeBlocks.of(q)
+        for q, call in Quantize.among(Quantize.nodes(gm.graph)):
             reads = [d for half in halves[i:] for d in _reads(half, q.name)]
             found.append(Cast(q.name, call.row, bool(i), call, tuple(reads), *_keeps_signs(call.x)))
     return found
@@ -211,22 +207,14 @@ def _keeps_signs(x: Node) -> tuple[bool, bool]:
     return aten.clamp_min.default in clamps, aten.clamp_max.default in clamps
 
 
-_STORES = (Quantize.target, QuantizeBlocks.target)
-_READS = (Dequantize.target, DequantizeBlocks.target)
-
-
-def _nodes(gm: GraphModule, *targets: object) -> list[Node]:
-    return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in targets]
-
-
-def _reads(gm: GraphModule, name: str) -> list[Dequantize | DequantizeBlocks]:
+def _reads(gm: GraphModule, name: str) -> list[Dequantize]:
     start = next((n for n in gm.graph.nodes if n.name == name), None)
     if start is None:
         return []
-    found, waiting = list[Dequantize | DequantizeBlocks](), [start]
+    found, waiting = list[Dequantize](), [start]
     while waiting:
         for user in waiting.pop().users:
-            if (call := Dequantize.match(user) or DequantizeBlocks.match(user)) is not None:
+            if (call := Dequantize.match(user)) is not None:
                 found.append(call)
             elif user.op == "call_function":
                 waiting.append(user)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fxprec.diagnosis.lab import Cast
 from fxprec.diagnosis.rounding import Lost
-from fxprec.ir.symbolic import Quantize
 from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import parse
 from fxprec.plan import Site
@@ -25,7 +24,7 @@ def reason(cast: Cast, site: Site, fmt: AnyFormat, found: Lost, damage: float) -
 
 
 def _decoded(cast: Cast, fmt: AnyFormat) -> str:
-    if isinstance(fmt, BlockFormat) or not isinstance(cast.call, Quantize) or cast.call.is_simulated:
+    if isinstance(fmt, BlockFormat) or cast.call.is_simulated:
         return ""
     wrong = next((r.format for r in cast.reads if not parse(r.format).has_numbers_of(fmt)), None)
     if wrong is None:

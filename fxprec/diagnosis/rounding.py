@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from fxprec.diagnosis.lab import Cast
-from fxprec.ir.symbolic import CARRIED, DEQUANTIZE, QUANTIZE, Dequantize, Quantize
-from fxprec.ir.symbolic_blocks import (
-    DEQUANTIZE_BLOCKS,
-    QUANTIZE_BLOCKS,
-    TENSOR_SCALE,
-    DequantizeBlocks,
-    QuantizeBlocks,
-)
+from fxprec.ir.symbolic import CARRIED, DEQUANTIZE, QUANTIZE, TENSOR_SCALE, Dequantize, is_in_blocks
 from fxprec.numerics.blocks import AnyFormat, BlockFormat, find
 from fxprec.numerics.rounding import COMPILE_ABOVE, quantize
 from fxprec.numerics.rows import format_row
@@ -98,8 +91,8 @@ def as_cast(table: Tensor) -> Round:
         if not cast.reads:
             return x
         call, back = cast.call, cast.reads[0]
-        if isinstance(call, QuantizeBlocks) or isinstance(back, DequantizeBlocks):
-            return _in_blocks(cast, x)
+        if is_in_blocks(call.format):
+            return _in_blocks(table, cast, x)
         carried = int(table[call.row, CARRIED]) if cast.in_backward else 0
         stored = QUANTIZE(x * 2.0**carried, table, call.row, call.format, call.storage)
         found = DEQUANTIZE(stored, table, back.row, back.format, back.storage, torch.float32)
@@ -116,22 +109,19 @@ def _taken_off(table: Tensor, cast: Cast, back: Dequantize) -> int:
     return 0 if back.is_as_stored or own else int(table[back.row, 0])
 
 
-def _in_blocks(cast: Cast, x: Tensor) -> Tensor:
+def _in_blocks(table: Tensor, cast: Cast, x: Tensor) -> Tensor:
     """Store and read in blocks, rounded at random where the graph does; of another seed."""
     call, back = cast.call, cast.reads[0]
-    assert isinstance(call, QuantizeBlocks)
-    assert isinstance(back, DequantizeBlocks)
     seed = None if call.seed is None else torch.tensor([cast.row], dtype=torch.int32, device=x.device)
     whole = None if call.whole is None else TENSOR_SCALE(x, call.format)
-    stored = QUANTIZE_BLOCKS(x, seed, whole, call.row, call.format)
-    found: Tensor = DEQUANTIZE_BLOCKS(stored, whole, back.row, back.format, x.numel(), x.dtype)
+    stored = QUANTIZE(x, table, call.row, call.format, call.storage, seed, whole)
+    found: Tensor = DEQUANTIZE(stored, table, back.row, back.format, back.storage, x.dtype, x.numel(), whole)
     return found.view(x.shape)
 
 
 def stored_format(cast: Cast, planned: str) -> AnyFormat:
     """Return the format a cast stores in: its own, or in ``simulate``, where the table says it, the plan's."""
-    is_simulated = isinstance(cast.call, Quantize) and cast.call.is_simulated
-    return find(planned if is_simulated else cast.call.format)
+    return find(planned if cast.call.is_simulated else cast.call.format)
 
 
 def bits_of(fmt: str) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxprec.compat import tree_map_only
-from fxprec.ir.wide_gemms import WIDE
+from fxprec.kernels.wide_gemms import WIDE
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -52,7 +52,7 @@ def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_float32(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a 16-bit GEMM that is computed in float32 and rounded, as `fxprec.ir.wide_gemms`."""
+    """Return a 16-bit GEMM that is computed in float32 and rounded, as `fxprec.kernels.wide_gemms`."""
 
     def run(*args: Any, **options: Any) -> Any:
         wide = tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, (args, options))

@@ -19,7 +19,6 @@ import fxprec.runtime.cpu.wide_gemms
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.host
-import fxprec.runtime.reference_blocks
 import fxprec.runtime.reference_ops  # noqa: F401  all register implementations
 from fxprec import compat
 from fxprec.config import Settings

@@ -20,7 +20,7 @@ from fxprec.driver.memory import CompiledPeak, PlainHalf
 from fxprec.driver.record import RecordedHalf
 from fxprec.driver.warm_start import codegen_sources
 from fxprec.driver.wrappers import Run, ranged
-from fxprec.ir.symbolic_host import IN_PLACE_ORDER
+from fxprec.kernels.host import IN_PLACE_ORDER
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
 from fxprec.passes.lowering.lower import lower

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node, map_arg
 
 from fxprec import compat
 from fxprec.ir.calls import call_of
-from fxprec.ir.symbolic_gemms import GemmKernel, QuantizeTranspose, kernel_called
+from fxprec.kernels.coded_gemms import GemmKernel, QuantizeTranspose, kernel_called
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis.joint import dim_hint
 from fxprec.passes.analysis.traffic.nodes import set_values

@@ -19,7 +19,7 @@ from fxprec.compat import copied
 from fxprec.config import Config
 from fxprec.driver.event_log import in_one_line
 from fxprec.driver.wrappers import Run
-from fxprec.ir.symbolic_gemms import kernel_called
+from fxprec.kernels.coded_gemms import kernel_called
 from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.notice import Notice
 from fxprec.plan.rows import HalfLowering, LoweringChoice, LoweringEstimate, Moved

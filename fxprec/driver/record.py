@@ -27,7 +27,6 @@ from fxprec.driver.lowering import Lowering
 from fxprec.driver.wrappers import Run
 from fxprec.errors import ConfigError, LoweringError
 from fxprec.ir.symbolic import Quantize
-from fxprec.ir.symbolic_blocks import QuantizeBlocks
 from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.ops import MUTATIONS
@@ -216,7 +215,7 @@ def _unscaled(x: Tensor, node: Node, controller: Controller) -> Tensor:
 
 def _casts(graph: Graph, sites: Mapping[CountedTensor, Site | None]) -> dict[CountedTensor, Node]:
     """Return what is stored of each forward tensor: that may be its difference from a mean, or have its signs kept."""
-    stored = {call.row: call.x for node in graph.nodes if (call := Quantize.match(node) or QuantizeBlocks.match(node))}
+    stored = {cast.row: cast.x for _, cast in Quantize.among(graph.nodes)}
     found = {t: stored.get(s.id) for t, s in sites.items() if s is not None and s.direction == "forward"}
     return {t: node for t, node in found.items() if node is not None and node.meta["val"].numel() == t.elements}
 

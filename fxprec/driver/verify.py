@@ -26,8 +26,9 @@ from fxprec.driver.verify_references import (
     name_of,
     statistics_differ,
 )
-from fxprec.ir import symbolic, symbolic_cpu
-from fxprec.ir.symbolic_blocks import LoadBlocks, StoreBlocks
+from fxprec.ir import symbolic
+from fxprec.kernels import casts
+from fxprec.kernels.casts import LoadBlocks, StoreBlocks
 from fxprec.numerics.stats import WIDTH
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.lowering.blocks import BlockCall
@@ -219,11 +220,11 @@ def _load(found: Any, x: Any, q: torch.Tensor, table: torch.Tensor, row: int, fm
     return [("its values", found, symbolic.DEQUANTIZE(q, table, row, fmt, storage, torch.float32))]
 
 
-IN_PLACE = (symbolic_cpu.STORE_, symbolic_cpu.ROUND_)
+IN_PLACE = (casts.STORE_, casts.ROUND_)
 CPU_REFERENCES: Mapping[object, Callable[..., _Compared]] = {
-    symbolic_cpu.STORE: _store,
-    symbolic_cpu.STORE_: _store,
-    symbolic_cpu.ROUND: _round,
-    symbolic_cpu.ROUND_: _round,
-    symbolic_cpu.LOAD: _load,
+    casts.STORE: _store,
+    casts.STORE_: _store,
+    casts.ROUND: _round,
+    casts.ROUND_: _round,
+    casts.LOAD: _load,
 }

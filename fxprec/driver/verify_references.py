@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxprec.ir import symbolic, symbolic_blocks, symbolic_gemms
-from fxprec.ir.symbolic_stats import Totals
+from fxprec.ir import symbolic
+from fxprec.kernels import casts, coded_gemms
+from fxprec.kernels.counts import GATHERED, Totals
 from fxprec.numerics import stats
 from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import format_row
 from fxprec.numerics.stats import COLUMNS, SITE_COUNTERS, STRIPES, SUMS, UNMEASURED, WIDTH, Counts, finish
 from fxprec.runtime.gemm.reference_ops import numbers, transposed
+from fxprec.runtime.reference_blocks import dequantize_blocks, quantize_blocks
 
 aten = torch.ops.aten
 MAX_DIFFERING = 0.02
@@ -236,37 +238,35 @@ def _wrong_rows(found: torch.Tensor, wanted: torch.Tensor, rows: Sequence[int]) 
 
 
 def _store_blocks(found: torch.Tensor, *args: Any) -> Checked:
-    wanted = symbolic_blocks.QUANTIZE_BLOCKS(*args)
+    wanted = quantize_blocks(*args)
     return Checked(wanted, difference(found, wanted, "its records", exact=True))
 
 
 def _load_blocks(found: torch.Tensor, *args: Any) -> Checked:
-    wanted = symbolic_blocks.DEQUANTIZE_BLOCKS(*args)
+    wanted = dequantize_blocks(*args)
     return Checked(wanted, difference(found, wanted.view(found.shape), "its values", exact=True))
 
 
 REFERENCES: Mapping[object, Reference] = {
-    symbolic_gemms.QuantizeTranspose.target: _quantize_transpose,
-    symbolic_gemms.TRANSPOSE_CODES: _transpose_codes,
-    symbolic_gemms.MATMUL_CODES: _matmul_codes,
-    symbolic_gemms.MatmulToCodes.target: _matmul_to_codes,
-    symbolic_gemms.GATHERED: _gathered,
+    coded_gemms.QuantizeTranspose.target: _quantize_transpose,
+    coded_gemms.TRANSPOSE_CODES: _transpose_codes,
+    coded_gemms.MATMUL_CODES: _matmul_codes,
+    coded_gemms.MatmulToCodes.target: _matmul_to_codes,
+    GATHERED: _gathered,
     Totals.target: _totals,
     aten._scaled_mm.default: _scaled_mm,
-    symbolic_blocks.StoreBlocks.target: _store_blocks,
-    symbolic_blocks.LoadBlocks.target: _load_blocks,
+    casts.StoreBlocks.target: _store_blocks,
+    casts.LoadBlocks.target: _load_blocks,
 }
 """Of kernels that write nothing but what they return: called with what was found and the call's arguments."""
-GEMMS = (symbolic_gemms.MATMUL_CODES, symbolic_gemms.MatmulToCodes.target, aten._scaled_mm.default)
+GEMMS = (coded_gemms.MATMUL_CODES, coded_gemms.MatmulToCodes.target, aten._scaled_mm.default)
 
 
 def name_of(node: Node, args: Sequence[Any]) -> str:
     """Return what messages and `lower` call the kernel of a call in `REFERENCES`."""
-    kernel = symbolic_gemms.kernel_called(node)
+    kernel = coded_gemms.kernel_called(node)
     if kernel is not None:
         return kernel.name
     return (
-        symbolic_gemms.native_name(*args[:2])
-        if node.target is aten._scaled_mm.default
-        else f"{node.name} ({node.target})"
+        coded_gemms.native_name(*args[:2]) if node.target is aten._scaled_mm.default else f"{node.name} ({node.target})"
     )

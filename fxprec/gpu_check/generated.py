@@ -13,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops
-import fxprec.runtime.reference_blocks
 import fxprec.runtime.reference_ops  # noqa: F401  registers implementations
 from fxprec import compat
 from fxprec.compat import copied
@@ -21,7 +20,7 @@ from fxprec.driver.verify import checked_run
 from fxprec.gpu_check.ground import Ground, require, same
 from fxprec.gpu_check.samples import table_of
 from fxprec.ir import symbolic
-from fxprec.ir.symbolic_blocks import DequantizeBlocks, QuantizeBlocks, TensorScale
+from fxprec.ir.symbolic import Dequantize, Quantize, TensorScale
 from fxprec.numerics import blocks
 from fxprec.passes.lowering.blocks import lower_blocks
 from fxprec.passes.lowering.lower import lower
@@ -74,27 +73,27 @@ def check_region(ground: Ground, function: Callable[..., Any], inputs: tuple[Ten
 
 def check_blocks(ground: Ground, name: str) -> None:
     """Cast to a block format and back, rounding to nearest and at random: the bytes and numbers of the CPU's text."""
-    seed = torch.tensor([12345], dtype=torch.int32)
+    seed, table = torch.tensor([12345], dtype=torch.int32), table_of(FORMATS, torch.device("cpu"))
     for count, dtype in ((1100, torch.float32), (2048, torch.bfloat16), (1, torch.float32)):
         x = (torch.randn(count) * 2.0 ** torch.randint(-20, 20, (count,))).to(dtype)
         for stochastic in (False, True):
             gm = _block_graph(name, x, stochastic=stochastic)
-            wanted = gm(x, seed)
+            wanted = gm(x, seed, table)
             lower_blocks(gm, "triton", ground.device.type, compat.TritonCalls())
             gm.recompile()
-            found = gm(x.to(ground.device), seed.to(ground.device))
+            found = gm(*(each.to(ground.device) for each in (x, seed, table)))
             for what, mine, theirs in zip(("bytes", "numbers"), found, wanted, strict=True):
                 same(f"{what} of {count}{', stochastic' if stochastic else ''}", mine, theirs)
 
 
 def _block_graph(name: str, x: Tensor, *, stochastic: bool) -> GraphModule:
-    """Return a cast to blocks of an input, and back; the other input is the seed."""
+    """Return a cast to blocks of an input, and back; the other inputs are the seed and the scale table."""
     fmt, graph = blocks.find_blocks(name), Graph()
-    at, seed = graph.placeholder("x"), graph.placeholder("seed")
+    at, seed, table = (graph.placeholder(name) for name in ("x", "seed", "table"))
     at.meta["val"], seed.meta["val"] = x, torch.zeros(1, dtype=torch.int32)
     whole = TensorScale(at, name).insert(graph) if fmt.tensor_scale else None
-    stored = QuantizeBlocks(at, seed if stochastic else None, whole, 5, name).insert(graph)
-    read = DequantizeBlocks(stored, whole, 5, name, x.numel(), x.dtype).insert(graph)
+    stored = Quantize(at, table, 5, name, "packed", seed if stochastic else None, whole).insert(graph)
+    read = Dequantize(stored, table, 5, name, "packed", x.dtype, x.numel(), whole).insert(graph)
     if whole is not None:
         whole.meta["val"] = x.new_empty(1)
     stored.meta["val"] = x.new_empty(-(-x.numel() // fmt.block), fmt.head_bytes + fmt.code_bytes, dtype=torch.uint8)

@@ -1,15 +1,15 @@
 """How an operator of ours is declared: its arguments are the fields of a dataclass, and stand nowhere else.
 
-The schema that torch dispatches by is printed from the fields; fake, reference and kernels are refused at import where
-their parameters are others. ``Quantize.of(node)`` reads a node's arguments by name, ``cast.insert(graph)`` and
-`fxprec.passes.casts.sites.emit` write them.
+The schema that torch dispatches by is printed from the fields, their defaults included; fake, reference and kernels are
+refused at import where their parameters are others. ``Quantize.of(node)`` reads a node's arguments by name,
+``cast.insert(graph)`` and `fxprec.passes.casts.sites.emit_call` write them.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 import torch
 from torch.fx import Graph, Node
@@ -50,26 +50,41 @@ _HELD: dict[str, tuple[type, ...]] = {
     "bool[]": (list, tuple),
 }
 _DECLARED: dict[object, type[Call]] = {}
+_REQUIRED = inspect.Parameter.empty
 _library = torch.library.Library("fxprec", "DEF")
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Call:
     """A call of an operator of ours: subclasses are frozen dataclasses, a field for each argument, in order.
 
-    A subclass with ``op`` is an operator; one without holds fields that several share.
+    A subclass with ``op`` and ``fake``, what it returns for fake tensors, is an operator; one without holds fields that
+    several share. `implement` registers the implementation.
     """
 
     op: ClassVar[str]
+    schema: ClassVar[str]
     target: ClassVar[torch._ops.OpOverload]
     kinds: ClassVar[dict[str, str]]  # how the schema names the type of each argument, in order
+    defaults: ClassVar[dict[str, Any]]  # of each argument, `_REQUIRED` where it has none
 
-    def __init_subclass__(cls, *, op: str = "", returns: str = "Tensor", tags: Sequence[torch.Tag] = ()) -> None:
+    def __init_subclass__(
+        cls,
+        *,
+        op: str = "",
+        fake: Callable[..., Any] | None = None,
+        returns: str = "Tensor",
+        tags: Sequence[torch.Tag] = (),
+    ) -> None:
         if not op:
             return
         cls.op, cls.kinds = op, _arguments(cls)
-        arguments = ", ".join(f"{kind} {name}" for name, kind in cls.kinds.items())
-        _library.define(f"{op}({arguments}) -> {returns}", tags=tuple(tags))
+        cls.defaults = {name: getattr(cls, name, _REQUIRED) for name in cls.kinds}
+        arguments = ", ".join(f"{kind} {name}{_default(cls.defaults[name])}" for name, kind in cls.kinds.items())
+        cls.schema = f"{op}({arguments}) -> {returns}"
+        assert fake is not None, f"fxprec::{cls.schema} has no fake"
+        _check(cls, fake)
+        _library.define(cls.schema, tags=tuple(tags))
+        torch.library.register_fake(f"fxprec::{op}", fake)
         cls.target = getattr(torch.ops.fxprec, op).default
         _DECLARED[cls.target] = cls
 
@@ -85,8 +100,10 @@ class Call:
         """Return the call an argument makes, if it is a node that makes one of this operator."""
         if not isinstance(node, Node) or node.target is not cls.target:
             return None
-        assert (len(node.args), len(node.kwargs)) == (len(cls.kinds), 0), f"{node.format_node()}: {cls.target._schema}"
-        for arg, (name, kind) in zip(node.args, cls.kinds.items(), strict=True):
+        required = sum(default is _REQUIRED for default in cls.defaults.values())
+        is_whole = required <= len(node.args) <= len(cls.kinds) and not node.kwargs
+        assert is_whole, f"{node.format_node()}: {cls.target._schema}"
+        for arg, (name, kind) in zip(node.args, cls.kinds.items(), strict=False):
             held = _HELD[_without_alias(kind)]
             assert isinstance(arg, held), f"{node.format_node()}: {name} is {arg!r}, no {kind}"
         return cls(*node.args)
@@ -122,18 +139,15 @@ class Call:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.kinds)
+        """The arguments of a node, without the last ones that are their defaults: torch leaves these out too."""
+        found = [(getattr(self, name), default) for name, default in self.defaults.items()]
+        while found and found[-1][0] is found[-1][1]:
+            found.pop()
+        return tuple(arg for arg, _ in found)
 
     def insert(self, graph: Graph) -> Node:
         """Append this call at the graph's insertion point, without a fake value."""
         return graph.call_function(self.target, self.args)
-
-    @classmethod
-    def fake(cls, function: F) -> F:
-        """Register the fake implementation."""
-        _check(cls, function)
-        torch.library.register_fake(f"fxprec::{cls.op}", function)
-        return function
 
     @classmethod
     def implement(cls, function: Callable[..., Any], *keys: str) -> None:
@@ -141,6 +155,11 @@ class Call:
         _check(cls, function)
         for key in keys or ("CompositeExplicitAutograd",):
             torch.library.impl(f"fxprec::{cls.op}", key, function)
+
+
+def like_first(*args: Any) -> torch.Tensor:
+    """Return a tensor like the first argument: the fake of many operators."""
+    return torch.empty_like(args[0])
 
 
 def call_of(node: Node) -> Call:
@@ -159,13 +178,17 @@ def _printed(annotation: Any) -> str:
     return _PRINTED[annotation]
 
 
+def _default(value: object) -> str:
+    return "" if value is _REQUIRED else f"={value}"
+
+
 def _check(cls: type[Call], function: Callable[..., Any]) -> None:
     """Refuse a function whose parameters are not the operator's; ``*rest`` takes all that remain."""
     parameters = inspect.signature(function, eval_str=True).parameters.values()
     has_rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    named = [(p.name, _PRINTED[p.annotation]) for p in parameters if p.kind is not p.VAR_POSITIONAL]
-    wanted = [(name, _as_parameter(kind)) for name, kind in cls.kinds.items()]
-    assert named == (wanted[: len(named)] if has_rest else wanted), f"{function} is not {cls.target._schema}"
+    named = [(p.name, _PRINTED[p.annotation], p.default) for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    wanted = [(name, _as_parameter(kind), cls.defaults[name]) for name, kind in cls.kinds.items()]
+    assert named == (wanted[: len(named)] if has_rest else wanted), f"{function} is not fxprec::{cls.schema}"
 
 
 def _as_parameter(kind: str) -> str:

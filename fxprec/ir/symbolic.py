@@ -1,10 +1,16 @@
 """Symbolic operators that passes insert and lowering expands: casts, counts, scales. See `docs/architecture.md`.
 
-``quantize(x, table, row, format, storage) -> q``
+``quantize(x, table, row, format, storage, seed=None, whole=None) -> q``
     Round ``x * 2**table[row, 0]`` to ``format`` and store it. The row is the site's id; where a site is stored in
     several places, the later ones have rows of their own.
-``dequantize(q, table, row, format, storage, dtype) -> x``
-    Read ``q`` back as ``dtype``, multiplied by ``2**-table[row, 0]``; row ``AS_STORED`` leaves it as it is.
+    A block format (`fxprec.numerics.blocks`) has scales of its own and reads no table: the elements of ``x`` are
+    encoded in row-major order, (blocks, bytes) uint8, a block's scale, offset and codes. ``seed`` (1,) int32 rounds at
+    random, each row in its own way; None rounds to nearest. ``whole`` is the tensor's scale, of formats that have one.
+``dequantize(q, table, row, format, storage, dtype, elements=0, whole=None) -> x``
+    Read ``q`` back as ``dtype``, multiplied by ``2**-table[row, 0]``; row ``AS_STORED`` leaves it as it is. Of blocks,
+    decode the first ``elements``, (elements,).
+``tensor_scale(x, format) -> whole``
+    The float32 (1,) that multiplies the scales of a tensor's blocks.
 ``keep_nonfinite(rounded, x) -> y``
     ``rounded`` where ``x`` is finite, else ``x``: inf and NaN of a gradient survive formats that have none.
 ``keep_codes(rounded, x, format) -> y``
@@ -18,26 +24,32 @@
     Multiply by ``2**table[row, 0]``; exact, since the factor is a power of two.
 ``in_memory(x) -> x``
     ``x`` in memory of its own, where a compiler would lay it into a larger tensor's, or keep that one for it.
-``side_by_side(pieces) -> x``
-    The pieces joined along the last dimension, each written by the kernel that makes it.
+``gemm(a, b, bias, table, row_a, row_b, format_a, format_b, dtype, kernel, fast) -> y``
+    The product of what codes ``a`` (M, K) and ``b`` (K, N) stand for, each divided by ``2**table[row, 0]`` (row
+    ``AS_STORED``: as it is), plus ``bias``, summed in float32 and rounded to ``dtype``. ``kernel`` is ``native``
+    (``torch._scaled_mm``: ``a`` row-major, ``b`` column-major; ``fast``: adds up in fewer bits) or ``generated`` (any
+    layout).
+``transposed(q) -> t``
+    Codes (..., N) as a contiguous matrix (N, rest): the second copy that a native GEMM over the rows reads.
 ``observe(grad, x, tensor, format, grad_format) -> grad``
     Identity on the gradient of ``x``; marks where policy ``exact`` measures, with ``damage``, what rounding the
     counted tensor ``x`` and its gradient would cost.
 
 Passes see the declarations (`fxprec.ir.calls`) and the fake implementations here; `fxprec.runtime.reference_ops`
-registers the real ones, so a graph runs at every stage of compilation.
+registers the real ones, so a graph runs at every stage of compilation. Kernels that lowering calls instead:
+`fxprec.kernels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.fx import Node
 
-from fxprec.ir.calls import Call, Tensors
+from fxprec.ir.calls import Call, Size, like_first
+from fxprec.numerics.blocks import BlockFormat, find, find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.stats import CARRIED as CARRIED
 from fxprec.numerics.stats import WIDTH
@@ -66,6 +78,14 @@ def stored_dtype(fmt: Format, storage: str) -> torch.dtype:
     return fmt.code_dtype
 
 
+def is_in_blocks(stored: Node | str) -> bool:
+    """Say whether a format is a block format, or a node a cast to one or from one."""
+    if isinstance(stored, str):
+        return isinstance(find(stored), BlockFormat)
+    cast = Quantize.match(stored) or Dequantize.match(stored)
+    return cast is not None and is_in_blocks(cast.format)
+
+
 @dataclass(frozen=True)
 class Stored(Call):
     x: Node
@@ -80,24 +100,56 @@ class Stored(Call):
         return self.storage == "simulate"
 
 
-@dataclass(frozen=True)
-class Quantize(Stored, op="quantize"):
-    pass
+def records_like(x: torch.Tensor, format: str) -> torch.Tensor:
+    """Return what holds ``x`` in a block format, not filled."""
+    fmt = find_blocks(format)
+    blocks = (x.numel() + fmt.block - 1) // fmt.block
+    return x.new_empty((blocks, fmt.head_bytes + fmt.code_bytes), dtype=torch.uint8)
 
 
-@Quantize.fake
-def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str) -> torch.Tensor:
+def _quantized(
+    x: torch.Tensor,
+    table: torch.Tensor,
+    row: int,
+    format: str,
+    storage: str,
+    seed: torch.Tensor | None = None,
+    whole: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if is_in_blocks(format):
+        return records_like(x, format)
     return torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
 
 
 @dataclass(frozen=True)
-class Dequantize(Call, op="dequantize"):
+class Quantize(Stored, op="quantize", fake=_quantized):
+    seed: Node | None = None
+    whole: Node | None = None
+
+
+def _dequantized(
+    q: torch.Tensor,
+    table: torch.Tensor,
+    row: int,
+    format: str,
+    storage: str,
+    dtype: torch.dtype,
+    elements: int = 0,
+    whole: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return q.new_empty(elements, dtype=dtype) if is_in_blocks(format) else torch.empty_like(q, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Dequantize(Call, op="dequantize", fake=_dequantized):
     q: Node
     table: Node
     row: int
     format: str
     storage: str
     dtype: torch.dtype
+    elements: Size = 0
+    whole: Node | None = None
 
     @property
     def is_simulated(self) -> bool:
@@ -110,32 +162,27 @@ class Dequantize(Call, op="dequantize"):
         return self.row == AS_STORED
 
 
-@Dequantize.fake
-def _(q: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(q, dtype=dtype)
+def _tensor_scale(x: torch.Tensor, format: str) -> torch.Tensor:
+    return x.new_empty(1, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
-class KeepNonfinite(Call, op="keep_nonfinite"):
-    rounded: Node
-    x: Node
-
-
-@KeepNonfinite.fake
-def _(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(rounded)
-
-
-@dataclass(frozen=True)
-class KeepCodes(Call, op="keep_codes"):
-    rounded: Node
+class TensorScale(Call, op="tensor_scale", fake=_tensor_scale):
     x: Node
     format: str
 
 
-@KeepCodes.fake
-def _(rounded: torch.Tensor, x: torch.Tensor, format: str) -> torch.Tensor:
-    return torch.empty_like(rounded)
+@dataclass(frozen=True)
+class KeepNonfinite(Call, op="keep_nonfinite", fake=like_first):
+    rounded: Node
+    x: Node
+
+
+@dataclass(frozen=True)
+class KeepCodes(Call, op="keep_codes", fake=like_first):
+    rounded: Node
+    x: Node
+    format: str
 
 
 @dataclass(frozen=True)
@@ -146,56 +193,84 @@ class _Counted(Call):
     format: str
 
 
-@dataclass(frozen=True)
-class Count(_Counted, op="counts"):
-    pass
-
-
-@Count.fake
-def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+def _counts(x: torch.Tensor, *rest: object) -> torch.Tensor:
     return x.new_empty(WIDTH, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Histogram(_Counted, op="histogram"):
+class Count(_Counted, op="counts", fake=_counts):
     pass
 
 
-@Histogram.fake
-def _(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+def _bins(x: torch.Tensor, *rest: object) -> torch.Tensor:
     return x.new_empty(2 * HISTOGRAM_BINS, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Rescale(Call, op="rescale"):
+class Histogram(_Counted, op="histogram", fake=_bins):
+    pass
+
+
+@dataclass(frozen=True)
+class Rescale(Call, op="rescale", fake=like_first):
     g: Node
     table: Node
     row: int
 
 
-@Rescale.fake
-def _(g: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
-    return torch.empty_like(g)
-
-
 @dataclass(frozen=True)
-class InMemory(Call, op="in_memory"):
+class InMemory(Call, op="in_memory", fake=like_first):
     x: Node
 
 
-@InMemory.fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+@dataclass(frozen=True)
+class Product(Call):
+    a: Node
+    b: Node
+    bias: Node | None
+    table: Node
+    row_a: int
+    row_b: int
+    format_a: str
+    format_b: str
+    dtype: torch.dtype
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        return self.format_a, self.format_b
+
+
+def product_like(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    table: torch.Tensor,
+    row_a: int,
+    row_b: int,
+    format_a: str,
+    format_b: str,
+    dtype: torch.dtype,
+    *rest: object,
+) -> torch.Tensor:
+    """Return what holds a product of codes, not filled."""
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
 @dataclass(frozen=True)
-class SideBySide(Call, op="side_by_side"):
-    pieces: Tensors
+class CodedGemm(Product, op="gemm", fake=product_like):
+    kernel: str
+    fast: bool
+    """Whether tensor cores may add up in fewer bits than float32 (``use_fast_accum`` of `torch._scaled_mm`)."""
 
 
-@SideBySide.fake
-def _(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(pieces), -1)
+def transposed_like(q: torch.Tensor) -> torch.Tensor:
+    """Return what holds a transposed copy, not filled."""
+    return q.new_empty(q.shape[-1], q.numel() // q.shape[-1])
+
+
+@dataclass(frozen=True)
+class Transposed(Call, op="transposed", fake=transposed_like):
+    q: Node
 
 
 @dataclass(frozen=True)
@@ -208,29 +283,26 @@ class _Observed(Call):
 
 
 @dataclass(frozen=True)
-class Observe(_Observed, op="observe"):
+class Observe(_Observed, op="observe", fake=like_first):
     pass
 
 
-@Observe.fake
-def _(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_format: str) -> torch.Tensor:
-    return torch.empty_like(grad)
+def _damage(grad: torch.Tensor, *rest: object) -> torch.Tensor:
+    return grad.new_empty(2, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
-class Damage(_Observed, op="damage"):
+class Damage(_Observed, op="damage", fake=_damage):
     pass
-
-
-@Damage.fake
-def _(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_format: str) -> torch.Tensor:
-    return grad.new_empty(2, dtype=torch.float32)
 
 
 QUANTIZE = Quantize.target
 DEQUANTIZE = Dequantize.target
+TENSOR_SCALE = TensorScale.target
 KEEP_NONFINITE = KeepNonfinite.target
 KEEP_CODES = KeepCodes.target
 COUNTS = Count.target
 RESCALE = Rescale.target
+GEMM = CodedGemm.target
+TRANSPOSED = Transposed.target
 OBSERVE = Observe.target

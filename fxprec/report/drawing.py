@@ -13,7 +13,6 @@ from torch.fx import Node
 
 from fxprec.errors import PlanError
 from fxprec.ir.symbolic import QUANTIZE, Quantize
-from fxprec.ir.symbolic_blocks import QUANTIZE_BLOCKS, QuantizeBlocks
 from fxprec.passes.analysis.joint import numel_hint, shape_text, value
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.base import Work
@@ -126,7 +125,7 @@ class _Walk:
         if getattr(node.target, "namespace", "") != "fxprec":
             return True
         self.stands_for[node] = self._origin(node.all_input_nodes[0])
-        if node.target in (QUANTIZE, QUANTIZE_BLOCKS):
+        if node.target is QUANTIZE:
             self._note_site(node)
         return False
 
@@ -134,7 +133,7 @@ class _Walk:
         book = self.work.book
         origin = self.stands_for[cast]
         further = {} if self.work.scales is None else self.work.scales.site_of
-        row = (Quantize.match(cast) or QuantizeBlocks.of(cast)).row
+        row = Quantize.of(cast).row
         site = further.get(row, row)
         if not self.work.settings.is_simulated:  # a copy of the value less its mean stands for the value
             origin = book.values.get(site, origin)

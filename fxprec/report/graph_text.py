@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Node
 
-from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize
-from fxprec.ir.symbolic_blocks import DequantizeBlocks, QuantizeBlocks
+from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, is_in_blocks
 from fxprec.passes.analysis.joint import shape_text, value
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.base import Work
@@ -72,11 +71,8 @@ def _notes(node: Node, work: Work) -> list[str]:
     if cast is not None:
         is_site = work.has("book") and 0 <= cast.row < len(work.book.sites)
         place = "" if cast.row == AS_STORED else f"{'site' if is_site else 'row'} {cast.row} "
-        reads = work.book.sites[cast.row].reads if is_site else "all"
+        reads = work.book.sites[cast.row].reads if is_site and not is_in_blocks(cast.format) else "all"
         notes += [place + cast.format] + ([f"reads {reads}"] if reads != "all" else [])
-    blocks = QuantizeBlocks.match(node) or DequantizeBlocks.match(node)
-    if blocks is not None:
-        notes.append(f"site {blocks.row} {blocks.format}")
     module, source = module_of(node), source_of(node)
     return notes + ([f"module {module}"] if module else []) + ([source] if source else [])
 

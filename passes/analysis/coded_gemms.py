@@ -24,7 +24,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxprec.ir.operators import Moves, moving_as
-from fxprec.ir.symbolic import QUANTIZE, Dequantize, KeepNonfinite
+from fxprec.ir.symbolic import QUANTIZE, Dequantize, KeepNonfinite, is_in_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.joint import factors_of, input_at, tensor_of, value
 
@@ -72,7 +72,7 @@ def coded(operand: Node) -> Coded | str:
     kept = KeepNonfinite.match(node)
     source = None if kept is None else kept.x
     read = Dequantize.match(node if kept is None else kept.rounded)
-    if read is None:
+    if read is None or is_in_blocks(read.format):
         return "an operand is not stored in a planned format"
     q, fmt = read.q, parse(read.format)
     if q.target is not QUANTIZE or fmt.bits > 16:

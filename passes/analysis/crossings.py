@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE
-from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS
-from fxprec.ir.symbolic_gemms import TRANSPOSED
+from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, TRANSPOSED
 from fxprec.passes.analysis.joint import JointGraph, is_backward
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.peak.kernels import Kind, kind_of
 
-_DECODES = frozenset({DEQUANTIZE, DEQUANTIZE_BLOCKS})
 _COPIES = frozenset({QUANTIZE, DEQUANTIZE, TRANSPOSED, CONVERT})
 
 
@@ -43,7 +40,7 @@ def _backwards_own(joint: JointGraph) -> set[Node]:
         if node.op != "call_function" or (node in needed and not is_backward(node)):
             continue
         reads_own = any(n in own or joint.is_tangent(n) for n in node.all_input_nodes)
-        if is_backward(node) or reads_own or node.target in _DECODES:
+        if is_backward(node) or reads_own or node.target is DEQUANTIZE:
             own.add(node)
     return own
 
@@ -83,7 +80,7 @@ def _is_decoded(node: Node) -> bool:
     """Say whether a node is decoded from a copy, or shows or converts what is."""
     while kind_of(node) is Kind.VIEW or node.target is CONVERT:
         node = node.all_input_nodes[0]
-    return node.target in _DECODES
+    return node.target is DEQUANTIZE
 
 
 def wanted_by_backward(graph: Graph) -> set[Node]:

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.ir.operators import Trait, having
-from fxprec.ir.symbolic import KEEP_NONFINITE, Dequantize, Quantize
+from fxprec.ir.symbolic import KEEP_NONFINITE, Dequantize, Quantize, is_in_blocks
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, dim_hint, input_at, is_backward, item_of, tensor_of
 from fxprec.passes.analysis.operators import Operators
@@ -79,7 +79,7 @@ def _gemm(node: Node, casts: Mapping[Node, int]) -> GradientGemm | None:
 def _row(factor: Node, casts: Mapping[Node, int]) -> tuple[int, bool] | None:
     """Return (row of the table where a factor is stored, whether it is a gradient); None where it is not stored."""
     read = Dequantize.match(_through(factor))
-    if read is None:
+    if read is None or is_in_blocks(read.format):
         return None
     if read.q in casts:
         return casts[read.q], True

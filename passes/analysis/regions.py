@@ -14,16 +14,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxprec.ir import symbolic
-from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS, QUANTIZE_BLOCKS
-from fxprec.ir.symbolic_gemms import TRANSPOSED
+from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, TRANSPOSED
 from fxprec.passes.analysis.joint import is_backward, is_view
 
 POLICY, REGION = "recompute", "ac_graph_id"
 REGION_META = (POLICY, REGION)
-CASTS = frozenset(
-    {symbolic.QUANTIZE, symbolic.DEQUANTIZE, symbolic.KEEP_NONFINITE, TRANSPOSED, QUANTIZE_BLOCKS, DEQUANTIZE_BLOCKS}
-)
+CASTS = frozenset({QUANTIZE, DEQUANTIZE, KEEP_NONFINITE, TRANSPOSED})
 _COPIES = CASTS | {torch.ops.prims.convert_element_type.default}
 
 

@@ -16,10 +16,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.config.recipes import Recipe
-from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Quantize
-from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS, QUANTIZE_BLOCKS, TENSOR_SCALE, QuantizeBlocks
-from fxprec.ir.symbolic_gemms import TRANSPOSED
-from fxprec.ir.symbolic_host import WaitOffload
+from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, TENSOR_SCALE, TRANSPOSED, Quantize, is_in_blocks
+from fxprec.kernels.host import WaitOffload
 from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.inputs import GraphInput
@@ -166,14 +164,14 @@ def _is_view(target: object) -> bool:
 
 
 def _group(node: Node, plan: Plan) -> int:
-    cast = Quantize.match(node) or QuantizeBlocks.match(node)
+    cast = Quantize.match(node)
     if cast is not None:
         return plan.sites[cast.row].group
     return int(node.meta.get(GROUP_META, 0))
 
 
 def _holds_floats(node: Node) -> bool:
-    return tensor_of(node).dtype.is_floating_point or node.target in (QUANTIZE, TRANSPOSED, QUANTIZE_BLOCKS)
+    return tensor_of(node).dtype.is_floating_point or node.target in (QUANTIZE, TRANSPOSED)
 
 
 def _elements(node: Node, in_blocks: set[int]) -> int:
@@ -181,12 +179,13 @@ def _elements(node: Node, in_blocks: set[int]) -> int:
 
     A tensor ``in_blocks`` counts once, though its signs may be stored beside it.
     """
-    blocks = QuantizeBlocks.match(node)
-    if node.target is TENSOR_SCALE or (blocks is not None and blocks.row in in_blocks):
+    cast = Quantize.match(node)
+    if cast is None or not is_in_blocks(cast.format):
+        return 0 if node.target is TENSOR_SCALE else numel_hint(tensor_of(node))
+    if cast.row in in_blocks:
         return 0
-    if blocks is not None:
-        in_blocks.add(blocks.row)
-    return numel_hint(tensor_of(node if blocks is None else blocks.x))
+    in_blocks.add(cast.row)
+    return numel_hint(tensor_of(cast.x))
 
 
 def _is_copy_of_parameter(node: Node, joint: JointGraph) -> bool:
@@ -200,4 +199,4 @@ def _copied(node: Node) -> Node:
     return node
 
 
-_COPIES = (QUANTIZE, DEQUANTIZE, QUANTIZE_BLOCKS, DEQUANTIZE_BLOCKS, TRANSPOSED, CONVERT)
+_COPIES = (QUANTIZE, DEQUANTIZE, TRANSPOSED, CONVERT)

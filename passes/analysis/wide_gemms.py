@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.config.processor import Processor
-from fxprec.ir.wide_gemms import WIDE
+from fxprec.kernels.wide_gemms import WIDE
 from fxprec.passes.analysis.joint import factors_of, tensor_of
 
 

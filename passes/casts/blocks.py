@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir.symbolic import Dequantize, Quantize
-from fxprec.ir.symbolic_blocks import DequantizeBlocks, QuantizeBlocks, TensorScale
+from fxprec.ir.symbolic import Dequantize, Quantize, TensorScale
 from fxprec.numerics.blocks import BlockFormat, Integer
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import is_backward, tensor_of
@@ -78,25 +77,24 @@ class _Stored:
     """A value stored in blocks, in the order of its elements in memory."""
 
     records: Node
-    whole: Node | None
-    row: int
-    fmt: BlockFormat
+    cast: Quantize
     val: torch.Tensor
 
     @classmethod
     def of(cls, graph: Graph, x: Node, q: Node, fmt: BlockFormat, seed: Node | None) -> Self:
         """Store ``x`` where ``q`` stores it."""
-        val, row, order = tensor_of(x), Quantize.of(q).row, _memory_order(tensor_of(x))
+        val, order = tensor_of(x), _memory_order(tensor_of(x))
         with graph.inserting_before(q):
             x = emit(graph, aten.permute.default, (x, order), q) if order else x
             whole = emit_call(graph, TensorScale(x, fmt.name), q) if fmt.tensor_scale else None
-            return cls(emit_call(graph, QuantizeBlocks(x, seed, whole, row, fmt.name), q), whole, row, fmt, val)
+            cast = replace(Quantize.of(q), x=x, format=fmt.name, seed=seed, whole=whole)
+            return cls(emit_call(graph, cast, q), cast, val)
 
     def read_at(self, read: Node, dtype: torch.dtype) -> Node:
         """Return the value as it is read where ``read`` reads it."""
         graph, order = read.graph, _memory_order(self.val)
         shape = [self.val.shape[d] for d in order] if order else list(self.val.shape)
-        call = DequantizeBlocks(self.records, self.whole, self.row, self.fmt.name, self.val.numel(), dtype)
+        call = Dequantize.like(self.cast, q=self.records, dtype=dtype, elements=self.val.numel())
         with graph.inserting_before(read):
             shown = emit(graph, aten.view.default, (emit_call(graph, call, read), shape), read)
             if order:

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.calls import Call
 from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, stored_dtype
-from fxprec.ir.symbolic_host import Offload, Reload, WaitOffload, WaitReload
+from fxprec.kernels.host import Offload, Reload, WaitOffload, WaitReload
 from fxprec.numerics.blocks import BlockFormat
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.crossings import is_repeated

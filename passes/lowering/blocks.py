@@ -14,7 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import compat
-from fxprec.ir.symbolic_blocks import DequantizeBlocks, LoadBlocks, QuantizeBlocks, StoreBlocks, TensorScale
+from fxprec.ir.symbolic import Dequantize, Quantize, TensorScale, is_in_blocks
+from fxprec.kernels.casts import LoadBlocks, StoreBlocks
 from fxprec.numerics import block_codec, block_device
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.passes.analysis.joint import tensor_of
@@ -52,21 +53,21 @@ def lower_blocks(
     """
     graph = gm.graph
     for node, scale in TensorScale.among(TensorScale.nodes(graph)):
-        _expand(graph, node, partial(block_codec.tensor_scale, fmt=find_blocks(scale.format)))
-    for q, cast in QuantizeBlocks.among(QuantizeBlocks.nodes(graph)):
+        _expand(graph, node, partial(block_codec.tensor_scale, fmt=find_blocks(scale.format)), scale.x)
+    for q, cast in Quantize.among(filter(is_in_blocks, Quantize.nodes(graph))):
         if lowering == "triton" and _store_kernel(cast).name not in without:
             _launch_store(graph, q, cast, calls)
         elif device_type == "cpu":
             _replace(graph, q, StoreBlocks.like(cast))
         else:
-            _expand(graph, q, _encoding(cast))
-    for x, read in DequantizeBlocks.among(DequantizeBlocks.nodes(graph)):
+            _expand(graph, q, _encoding(cast), cast.x, cast.seed, cast.whole)
+    for x, read in Dequantize.among(filter(is_in_blocks, Dequantize.nodes(graph))):
         if lowering == "triton" and block_device.load_kernel(find_blocks(read.format)).name not in without:
             _launch_load(graph, x, read, calls)
         elif device_type == "cpu":
             _replace(graph, x, LoadBlocks.like(read))
         else:
-            _expand(graph, x, _decoding(read))
+            _expand(graph, x, _decoding(read), read.q, read.whole)
 
 
 def _replace(graph: Graph, node: Node, call: StoreBlocks | LoadBlocks) -> None:
@@ -83,7 +84,7 @@ def _put(graph: Graph, node: Node, new: Node) -> None:
 # What Inductor fuses.
 
 
-def _encoding(cast: QuantizeBlocks) -> Any:
+def _encoding(cast: Quantize) -> Any:
     fmt = find_blocks(cast.format)
 
     def encode(x: Tensor, *others: Tensor) -> Tensor:
@@ -95,7 +96,7 @@ def _encoding(cast: QuantizeBlocks) -> Any:
     return encode
 
 
-def _decoding(read: DequantizeBlocks) -> Any:
+def _decoding(read: Dequantize) -> Any:
     fmt = find_blocks(read.format)
 
     def decode(q: Tensor, *whole: Tensor) -> Tensor:
@@ -104,9 +105,9 @@ def _decoding(read: DequantizeBlocks) -> Any:
     return decode
 
 
-def _expand(graph: Graph, node: Node, function: Any) -> None:
-    """Trace a function of the node's tensors, whose shapes are known, and copy it in."""
-    inputs = node.all_input_nodes
+def _expand(graph: Graph, node: Node, function: Any, *tensors: Node | None) -> None:
+    """Trace a function of ``tensors``, whose shapes are known, those that are None left out, and copy it in."""
+    inputs = [n for n in tensors if n is not None]
     vals = [tensor_of(n) for n in inputs]
     with compat.FakeTensorMode():
         examples = [torch.empty(val.shape, dtype=val.dtype, device="cpu") for val in vals]
@@ -118,7 +119,7 @@ def _expand(graph: Graph, node: Node, function: Any) -> None:
 # Generated kernels.
 
 
-def _launch_store(graph: Graph, q: Node, cast: QuantizeBlocks, calls: KernelCalls) -> None:
+def _launch_store(graph: Graph, q: Node, cast: Quantize, calls: KernelCalls) -> None:
     fmt, kernel = find_blocks(cast.format), _store_kernel(cast)
     with graph.inserting_before(q):
         x = _contiguous(graph, cast.x)
@@ -132,11 +133,11 @@ def _launch_store(graph: Graph, q: Node, cast: QuantizeBlocks, calls: KernelCall
         _put(graph, q, _launch(graph, q, kernel, arguments, tensor_of(x).numel(), fmt, calls, described))
 
 
-def _store_kernel(cast: QuantizeBlocks) -> block_device.BlockKernel:
+def _store_kernel(cast: Quantize) -> block_device.BlockKernel:
     return block_device.store_kernel(find_blocks(cast.format), stochastic=cast.seed is not None)
 
 
-def _launch_load(graph: Graph, x: Node, read: DequantizeBlocks, calls: KernelCalls) -> None:
+def _launch_load(graph: Graph, x: Node, read: Dequantize, calls: KernelCalls) -> None:
     fmt = find_blocks(read.format)
     with graph.inserting_before(x):
         arguments: dict[str, object] = {"q": read.q, "whole": read.whole}

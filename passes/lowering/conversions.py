@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.ir.symbolic_gemms import TransposeCodes
+from fxprec.kernels.coded_gemms import TransposeCodes
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, input_at, tensor_of
 from fxprec.passes.analysis.ops import CONVERT

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
-from fxprec.ir.symbolic_cpu import Load, Round, RoundOver, Store, StoreOver
+from fxprec.kernels.casts import Load, Round, RoundOver, Store, StoreOver
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.layout import prefer_channels_last
 from fxprec.passes.lowering.reuse import is_ours_alone

@@ -19,8 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxprec import compat
 from fxprec.ir.calls import call_of
 from fxprec.ir.symbolic import CARRIED, Count, Dequantize, KeepCodes, KeepNonfinite, Quantize, Rescale, stored_dtype
-from fxprec.ir.symbolic_gemms import Gathered
-from fxprec.ir.symbolic_stats import Ln
+from fxprec.kernels.counts import Gathered, Ln
 from fxprec.numerics import codec, formats, stats
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.rows import INFINITY, MAGNITUDE, FormatRow, format_row, row_of

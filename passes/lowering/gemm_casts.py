@@ -9,16 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir.symbolic import Dequantize, KeepCodes, KeepNonfinite, Quantize
-from fxprec.ir.symbolic_gemms import (
-    GEMM,
-    MATMUL_CODES,
-    CodedGemm,
-    GemmKernel,
-    MatmulToCodes,
-    QuantizeTranspose,
-    Transposed,
-)
+from fxprec.ir.symbolic import GEMM, CodedGemm, Dequantize, KeepCodes, KeepNonfinite, Quantize, Transposed
+from fxprec.kernels.coded_gemms import MATMUL_CODES, GemmKernel, MatmulToCodes, QuantizeTranspose
 from fxprec.numerics.stats import SITE_COUNTERS
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.coded_gemms import PURE_VIEWS

@@ -9,8 +9,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec import compat
-from fxprec.ir.symbolic import Dequantize
-from fxprec.ir.symbolic_gemms import CodedGemm, GemmKernel, MatmulCodes, TransposeCodes, Transposed, native_name
+from fxprec.ir.symbolic import CodedGemm, Dequantize, Transposed
+from fxprec.kernels.coded_gemms import GemmKernel, MatmulCodes, TransposeCodes, native_name
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.expand import insert

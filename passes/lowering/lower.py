@@ -10,7 +10,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec import compat
 from fxprec.ir.symbolic import InMemory
-from fxprec.ir.symbolic_gemms import GATHERED, GemmKernel
+from fxprec.kernels.coded_gemms import GemmKernel
+from fxprec.kernels.counts import GATHERED
 from fxprec.passes.lowering.blocks import BlockCall, lower_blocks
 from fxprec.passes.lowering.clamps import compare_to_clamp
 from fxprec.passes.lowering.conversions import share_conversions, show_bytes_in_memory, widen_products

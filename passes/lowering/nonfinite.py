@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from torch.fx import Graph
 
-from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
+from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, is_in_blocks
 from fxprec.numerics.formats import Format, parse
 
 
 def keep_nonfinite(graph: Graph) -> None:
     """Insert ``keep_nonfinite`` behind each tensor read back where it was just stored, in the forward graph."""
     for q, cast in Quantize.among(Quantize.nodes(graph)):
-        if not loses_nonfinite(parse(cast.format)):
+        if is_in_blocks(cast.format) or not loses_nonfinite(parse(cast.format)):
             continue
         for x in [x for x, read in Dequantize.among(q.users) if read.is_as_stored]:
             users = list(x.users)

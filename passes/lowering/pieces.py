@@ -14,7 +14,8 @@ from torch.fx import Graph, Node
 
 from fxprec import compat
 from fxprec.ir.operators import Moves, moving_as
-from fxprec.ir.symbolic import Count, KeepCodes, KeepNonfinite, Quantize, SideBySide
+from fxprec.ir.symbolic import Count, KeepCodes, KeepNonfinite, Quantize
+from fxprec.kernels.layout import SideBySide
 from fxprec.passes.analysis.joint import argument, input_at, tensor_of
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.gemm_casts import call, substitute

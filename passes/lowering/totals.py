@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Count, Quantize
-from fxprec.ir.symbolic_stats import Totals
+from fxprec.kernels.counts import Totals
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.lowering.expand import MOST_DIMS, counted_parts
 from fxprec.passes.lowering.gemm_casts import call

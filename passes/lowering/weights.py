@@ -12,7 +12,7 @@ from collections.abc import Collection
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir.symbolic_cpu import LAID_OUT_DTYPES, LaidOut
+from fxprec.kernels.layout import LAID_OUT_DTYPES, LaidOut
 from fxprec.passes.analysis.joint import input_at, item_of, results_of, tensor_of, unconverted
 from fxprec.passes.analysis.ops import CONVERT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import Graph
 
 from fxprec.config.processor import Processor
-from fxprec.ir.wide_gemms import WIDE
+from fxprec.kernels.wide_gemms import WIDE
 from fxprec.passes.analysis.wide_gemms import is_widened
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxprec.ir.symbolic_sums import Convolution, ConvolutionBackward, Matmul
+from fxprec.kernels.accumulators import Convolution, ConvolutionBackward, Matmul
 from fxprec.numerics.formats import parse
 from fxprec.runtime.arith import functions
 from fxprec.runtime.arith.convolution import Multiply, Window, correlate, correlate_transposed, weight_gradient

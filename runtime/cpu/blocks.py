@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fxprec.ir.symbolic_blocks import LoadBlocks, StoreBlocks
+from fxprec.kernels.casts import LoadBlocks, StoreBlocks
 from fxprec.numerics import block_codec, native
 from fxprec.numerics.block_cpp import c_blocks, with_blocks
 from fxprec.numerics.blocks import find_blocks

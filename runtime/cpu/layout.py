@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fxprec.ir.symbolic_cpu import LAID_OUT_DTYPES, LaidOut
+from fxprec.kernels.layout import LAID_OUT_DTYPES, LaidOut
 from fxprec.numerics import native
 
 _SOURCE = Path(__file__).with_name("layout.cpp")

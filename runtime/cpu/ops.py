@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fxprec.ir.symbolic import AS_STORED, CARRIED, TABLE_COLUMNS, stored_dtype
-from fxprec.ir.symbolic_cpu import Load, Round, RoundOver, Store, StoreOver
+from fxprec.kernels.casts import Load, Round, RoundOver, Store, StoreOver
 from fxprec.numerics import cpp, native
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.memory import empty_like

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxprec.ir.wide_gemms import BLOCK, ELEMENTS, NAMESPACE, WIDE, convolution_layout
+from fxprec.kernels.wide_gemms import BLOCK, ELEMENTS, NAMESPACE, WIDE, convolution_layout
 
 aten = torch.ops.aten
 

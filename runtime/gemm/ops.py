@@ -12,8 +12,8 @@ from fxprec import compat
 from fxprec.errors import LoweringError
 from fxprec.ir.calls import Call
 from fxprec.ir.symbolic import AS_STORED, stored_dtype
-from fxprec.ir.symbolic_gemms import Gathered, MatmulCodes, MatmulToCodes, QuantizeTranspose, TransposeCodes
-from fxprec.ir.symbolic_stats import Totals
+from fxprec.kernels.coded_gemms import MatmulCodes, MatmulToCodes, QuantizeTranspose, TransposeCodes
+from fxprec.kernels.counts import Gathered, Totals
 from fxprec.numerics import stats
 from fxprec.numerics.formats import parse
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fxprec.ir.symbolic import AS_STORED
-from fxprec.ir.symbolic_gemms import CodedGemm, Gathered, Transposed
+from fxprec.ir.symbolic import AS_STORED, CodedGemm, Transposed
+from fxprec.kernels.counts import Gathered
 from fxprec.numerics import stats
 from fxprec.numerics.formats import parse
 from fxprec.numerics.reference import reference_decode

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import fxprec.driver.compilation
 import fxprec.driver.half_compilation
 from fxprec import Backend, Config, GradScaling
-from fxprec.ir import symbolic_gemms
-from fxprec.ir.symbolic import SideBySide
+from fxprec.kernels import coded_gemms
+from fxprec.kernels.layout import SideBySide
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
 from fxprec.passes.lowering.lower import lower
@@ -111,7 +111,7 @@ def test_steps_for_a_gpu_have_the_references_bits(
         same = ("site", "overflow_ratio", "underflow_ratio", "amax", "scale_exponent")
         assert [got[k] for k in same] == [right[k] for k in same]
     if lowering == "auto":
-        called = {symbolic_gemms.kernel_called(n) for gm in lowered for n in gm.graph.nodes} - {None}
+        called = {coded_gemms.kernel_called(n) for gm in lowered for n in gm.graph.nodes} - {None}
         native = [n for gm in lowered for n in gm.graph.nodes if n.target is aten._scaled_mm.default]
         assert len(native) == (0 if gpu is A100 or recipe == "hfp8" else 12), "three GEMMs of four layers"
         kinds = {k.kind for k in called if k is not None}

@@ -11,9 +11,9 @@ from torch.fx import Graph, GraphModule
 
 pytest.importorskip("triton")
 
-import fxprec.runtime.reference_blocks  # noqa: F401  registers implementations
+import fxprec.runtime.reference_ops  # noqa: F401  registers implementations
 from fxprec import compat
-from fxprec.ir.symbolic_blocks import DequantizeBlocks, QuantizeBlocks, TensorScale
+from fxprec.ir.symbolic import TABLE_COLUMNS, Dequantize, Quantize, TensorScale
 from fxprec.numerics import ahead, block_device, blocks
 from fxprec.passes.lowering.blocks import lower_blocks
 from fxprec.passes.store_blocks import SIGNS
@@ -22,13 +22,13 @@ NAMES = ("mxfp6", "nvfp4", "int4", "int8/32:bf16", SIGNS.name)
 
 
 def graph_of(name: str, x: torch.Tensor, dtype: torch.dtype, *, stochastic: bool) -> GraphModule:
-    """A cast to blocks of ``x`` (an input, as is the seed) and back."""
+    """A cast to blocks of ``x`` (an input, as are the seed and the table) and back."""
     fmt, graph = blocks.find_blocks(name), Graph()
-    at, seed = graph.placeholder("x"), graph.placeholder("seed")
+    at, seed, table = (graph.placeholder(name) for name in ("x", "seed", "table"))
     at.meta["val"], seed.meta["val"] = x, torch.zeros(1, dtype=torch.int32)
     whole = TensorScale(at, name).insert(graph) if fmt.tensor_scale else None
-    stored = QuantizeBlocks(at, seed if stochastic else None, whole, 5, name).insert(graph)
-    read = DequantizeBlocks(stored, whole, 5, name, x.numel(), dtype).insert(graph)
+    stored = Quantize(at, table, 5, name, "packed", seed if stochastic else None, whole).insert(graph)
+    read = Dequantize(stored, table, 5, name, "packed", dtype, x.numel(), whole).insert(graph)
     if whole is not None:
         whole.meta["val"] = x.new_empty(1)
     stored.meta["val"] = x.new_empty(-(-x.numel() // fmt.block), fmt.head_bytes + fmt.code_bytes, dtype=torch.uint8)
@@ -39,7 +39,7 @@ def graph_of(name: str, x: torch.Tensor, dtype: torch.dtype, *, stochastic: bool
 
 def check(name: str, lowering: str, device_type: str) -> None:
     """Assert that a lowered cast gives the reference's bytes and numbers."""
-    seed = torch.tensor([12345], dtype=torch.int32)
+    seed, table = torch.tensor([12345], dtype=torch.int32), torch.zeros(6, TABLE_COLUMNS, dtype=torch.int32)
     for kind, count, dtype in (
         ("wide", 1100, torch.float32),
         ("mean", 1, torch.bfloat16),
@@ -49,12 +49,12 @@ def check(name: str, lowering: str, device_type: str) -> None:
         x = x > 0 if name == SIGNS.name else x
         for stochastic in (False, True):
             gm = graph_of(name, x, dtype, stochastic=stochastic)
-            wanted = gm(x, seed)
+            wanted = gm(x, seed, table)
             lower_blocks(gm, lowering, device_type, compat.TritonCalls())
             gm.recompile()
             assert "fxprec" not in gm.code
             with np.errstate(all="ignore"):
-                found = gm(x, seed)
+                found = gm(x, seed, table)
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), (kind, stochastic)
 
 

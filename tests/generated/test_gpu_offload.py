@@ -23,7 +23,7 @@ from benchmarks.gpu.absent import inductor_code, lowered_halves, pretend
 from fxprec import Backend, Config, Plan, compat
 from fxprec.driver.half_compilation import in_saving_order
 from fxprec.driver.memory import CompiledPeak, PlainHalf
-from fxprec.ir.symbolic_host import IN_PLACE_ORDER, OFFLOAD, RELOAD
+from fxprec.kernels.host import IN_PLACE_ORDER, OFFLOAD, RELOAD
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION", "ignore:weigh-gemms", "ignore:storage=")
 

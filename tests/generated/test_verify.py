@@ -9,14 +9,15 @@ import torch
 from generated.kernel_helpers import run, scale_table, stored, traced
 
 import fxprec.runtime.gemm.reference_ops
-import fxprec.runtime.reference_blocks  # noqa: F401  registers implementations
+import fxprec.runtime.reference_ops  # noqa: F401  registers implementations
 from fxprec import compat
 from fxprec.compat import copied
 from fxprec.config import Config
 from fxprec.driver import verify_references
 from fxprec.driver.lowering import Lowering
 from fxprec.driver.verify import checked_run
-from fxprec.ir import symbolic, symbolic_blocks, symbolic_gemms
+from fxprec.ir import symbolic
+from fxprec.kernels import casts, coded_gemms
 from fxprec.numerics import block_device, stats
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import parse
@@ -26,6 +27,7 @@ from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.runtime.cpu import ops
 from fxprec.runtime.cpu.params import params_of
+from fxprec.runtime.reference_blocks import dequantize_blocks, quantize_blocks
 
 
 def graph_and_inputs():
@@ -97,14 +99,14 @@ def a_call(kind: str) -> tuple[Any, tuple[Any, ...], Any]:
     torch.manual_seed(0)
     if kind == "transpose":
         q = codes(torch.randn(6, 4), 0, "1-4-3+4")
-        return symbolic_gemms.TRANSPOSE_CODES, (q,), q.t().contiguous()
+        return coded_gemms.TRANSPOSE_CODES, (q,), q.t().contiguous()
     if kind == "store blocks":
         args = torch.randn(100), None, None, 3, "mxfp6"
-        return symbolic_blocks.StoreBlocks.target, args, symbolic_blocks.QUANTIZE_BLOCKS(*args)
+        return casts.StoreBlocks.target, args, quantize_blocks(*args)
     if kind == "load blocks":
-        q = symbolic_blocks.QUANTIZE_BLOCKS(torch.randn(100), None, None, 3, "mxfp6")
+        q = quantize_blocks(torch.randn(100), None, None, 3, "mxfp6")
         args = q, None, 3, "mxfp6", 100, torch.float32
-        return symbolic_blocks.LoadBlocks.target, args, symbolic_blocks.DEQUANTIZE_BLOCKS(*args)
+        return casts.LoadBlocks.target, args, dequantize_blocks(*args)
     if kind == "native gemm":
         a, b = torch.randn(16, 32).to(torch.float8_e4m3fn), torch.randn(32, 16).to(torch.float8_e4m3fn)
         exact = (a.double() @ b.double()) * 0.25
@@ -113,10 +115,10 @@ def a_call(kind: str) -> tuple[Any, tuple[Any, ...], Any]:
     (a, b), bias = (verify_references.numbers(args[i], TABLE, args[4 + i], args[6 + i]) for i in (0, 1)), args[2]
     exact = (a.double() @ b.double() + bias.double()).float()
     if kind == "gemm":
-        return symbolic_gemms.MATMUL_CODES, args, exact
+        return coded_gemms.MATMUL_CODES, args, exact
     counts = verify_references._counts_of(exact, TABLE, 1, "1-5-2", moments=False)
     found = codes(exact, 1, "1-5-2"), verify_references._striped(counts)
-    return symbolic_gemms.MatmulToCodes.target, (*args, 1, "1-5-2", "packed", False, True), found
+    return coded_gemms.MatmulToCodes.target, (*args, 1, "1-5-2", "packed", False, True), found
 
 
 KINDS = ("transpose", "store blocks", "load blocks", "native gemm", "gemm", "gemm to codes")

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import fxprec
 from fxprec.driver import verify_references
-from fxprec.ir.symbolic import SideBySide
-from fxprec.ir.symbolic_stats import Ln
+from fxprec.kernels.counts import Ln
+from fxprec.kernels.layout import SideBySide
 from fxprec.passes.analysis import gemm_costs
 
 pytestmark = [interpreted, pytest.mark.filterwarnings("ignore:weigh-gemms")]

@@ -8,7 +8,7 @@ from one_pass import run_pass
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
-from fxprec.ir.symbolic import SideBySide
+from fxprec.kernels.layout import SideBySide
 from fxprec.passes.drop_round_trips import DropRoundTrips
 from fxprec.passes.lowering.conversions import share_conversions
 from fxprec.passes.lowering.pieces import narrow_in_pieces

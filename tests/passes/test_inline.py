@@ -15,9 +15,9 @@ from op_by_op import run_op_by_op
 
 import fxprec
 import fxprec.driver.compilation
-from fxprec.ir import symbolic_cpu
+from fxprec.kernels import casts
 
-KERNELS = (symbolic_cpu.STORE, symbolic_cpu.STORE_, symbolic_cpu.ROUND, symbolic_cpu.ROUND_, symbolic_cpu.LOAD)
+KERNELS = (casts.STORE, casts.STORE_, casts.ROUND, casts.ROUND_, casts.LOAD)
 
 
 class Step:

@@ -18,8 +18,8 @@ from op_by_op import run_op_by_op
 from processors import plan_on
 
 import fxprec.driver.compilation
-from fxprec.ir import symbolic_gemms
-from fxprec.ir.symbolic_gemms import CodedGemm
+from fxprec.ir import symbolic
+from fxprec.ir.symbolic import CodedGemm
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Costs, Gpu, Product
 from fxprec.passes.weigh_gemms import weigh
@@ -157,7 +157,7 @@ def test_each_operand_is_transposed_once_and_only_that_copy_is_saved(graphs, act
     with recorded_works() as works:
         low = saved_bytes(network(act), lowering="eager")
     nodes = works[0].joint.graph.nodes
-    copied = [n.args[0].name for n in nodes if n.target is symbolic_gemms.TRANSPOSED]
+    copied = [n.args[0].name for n in nodes if n.target is symbolic.TRANSPOSED]
     assert len(copied) == len(set(copied)) == 6, "x, W and dy of two layers"
     assert low == saved_bytes(network(act), lowering="eager", gemms="high")
 
@@ -312,4 +312,4 @@ def test_on_a_cpu_nobody_asks_and_nothing_changes(cpu: str | None) -> None:
     with recorded_works() as works:
         _, backend = step(network(), lowering="eager", gemms="auto", cpu=cpu)
     assert {(g.pays, g.why) for g in backend.plans[0].gemms} == {(None, "not asked on cpu")}
-    assert not [n for n in works[0].joint.graph.nodes if n.target is symbolic_gemms.GEMM]
+    assert not [n for n in works[0].joint.graph.nodes if n.target is symbolic.GEMM]

@@ -20,7 +20,8 @@ from helpers import UNMEASURED, assert_bits_equal, finished
 import fxprec.runtime.cpu.ops
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.reference_ops  # noqa: F401  all register implementations
-from fxprec.ir import symbolic, symbolic_cpu
+from fxprec.ir import symbolic
+from fxprec.kernels import casts
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.reference import reference_decode, reference_encode, reference_quantize, reference_stats
 from fxprec.numerics.rows import format_row
@@ -198,7 +199,7 @@ def test_moments_are_those_of_the_gradient_without_its_scale(magnitude):
     carried = 20 if magnitude < 1 else -20
     rows = table(parse("1-5-2"), 7, carried, measure=True)
     given = x * 2.0**carried
-    _, kernel = symbolic_cpu.ROUND(given, rows, 1, "1-5-2", "packed", False)
+    _, kernel = casts.ROUND(given, rows, 1, "1-5-2", "packed", False)
     reference = symbolic.COUNTS(given, rows, 1, "1-5-2")
     for stats in map(finished, (kernel, reference)):
         assert stats[2].item() == float(x.abs().max())
@@ -212,7 +213,7 @@ def test_moments_are_those_of_the_gradient_without_its_scale(magnitude):
 def test_moments_of_equal_values(fill):
     rows = table(parse("1-5-2"), 0, measure=True)
     x = torch.full((4000,), fill)
-    for counts in (symbolic_cpu.ROUND(x, rows, 1, "1-5-2", "packed", False)[1], symbolic.COUNTS(x, rows, 1, "1-5-2")):
+    for counts in (casts.ROUND(x, rows, 1, "1-5-2", "packed", False)[1], symbolic.COUNTS(x, rows, 1, "1-5-2")):
         stats = finished(counts)
         assert stats[3:].tolist() == pytest.approx(
             [fill, float(fill > 0), math.log(fill) if fill else 0, 0.0], abs=2e-5
@@ -225,7 +226,7 @@ def test_inf_and_nan_of_a_gradient_are_kept_where_asked(name, keep):
     """And what is finite saturates, also where the scale itself lifts it beyond float32."""
     fmt, rows = parse(name), table(parse(name), 60)
     x = torch.tensor([1e30, -1e30, torch.inf, -torch.inf, torch.nan, 0.0])
-    values, _ = symbolic_cpu.ROUND(x, rows, 1, name, "packed", keep)
+    values, _ = casts.ROUND(x, rows, 1, name, "packed", keep)
     limit = torch.inf if keep else fmt.largest
     assert values[:4].tolist() == [fmt.largest, -fmt.largest, limit, -limit]
     assert values[4].isnan()
@@ -239,7 +240,7 @@ def test_cpu_kernels_equal_the_reference_bit_for_bit(name, scale_exp):
     fmt = parse(name)
     x, rows = bit_patterns(200_000, fmt), table(fmt, scale_exp)
     scaled = x * 2.0**scale_exp
-    codes, values, stats = symbolic_cpu.STORE(x, rows, 1, name, "packed", True, False)
+    codes, values, stats = casts.STORE(x, rows, 1, name, "packed", True, False)
     wanted = reference_encode(scaled, fmt)
     assert_bits_equal(codes.view(fmt.code_dtype), wanted, "codes")
     exact = ~x.isnan()  # a format without NaN keeps it among the values and saturates the code
@@ -247,15 +248,13 @@ def test_cpu_kernels_equal_the_reference_bit_for_bit(name, scale_exp):
         values[exact], reference_quantize(scaled, fmt)[exact], "values, at the scale they are stored with"
     )
     assert values[~exact].isnan().all()
-    assert_bits_equal(symbolic_cpu.LOAD(codes, rows, 1, name), reference_decode(wanted, fmt) * 2.0**-scale_exp, "load")
-    assert_bits_equal(
-        symbolic_cpu.LOAD(codes, rows, symbolic.AS_STORED, name), reference_decode(wanted, fmt), "as stored"
-    )
-    rounded, again = symbolic_cpu.ROUND(x, rows, 1, name, "simulate", False)
+    assert_bits_equal(casts.LOAD(codes, rows, 1, name), reference_decode(wanted, fmt) * 2.0**-scale_exp, "load")
+    assert_bits_equal(casts.LOAD(codes, rows, symbolic.AS_STORED, name), reference_decode(wanted, fmt), "as stored")
+    rounded, again = casts.ROUND(x, rows, 1, name, "simulate", False)
     assert_bits_equal(rounded, values, "round")
     over, over2 = x.clone(), x.clone()
-    codes_, stats_ = symbolic_cpu.STORE_(over, rows, 1, name, "packed", False)
-    again_ = symbolic_cpu.ROUND_(over2, rows, 1, name, "simulate", False)
+    codes_, stats_ = casts.STORE_(over, rows, 1, name, "packed", False)
+    again_ = casts.ROUND_(over2, rows, 1, name, "simulate", False)
     for got, kept in ((codes_, codes), (over, values), (over2, values)):
         assert_bits_equal(got, kept, "in place")
     counted = reference_stats(scaled, fmt)
@@ -274,19 +273,19 @@ def test_cpu_kernels_keep_layouts_and_take_any_strides(storage):
     for given in layouts:
         promised = torch.empty_like(given).stride()
         wanted = reference_quantize(given, fmt)
-        rounded, _ = symbolic_cpu.ROUND(given, rows, 1, fmt.name, storage, False)
+        rounded, _ = casts.ROUND(given, rows, 1, fmt.name, storage, False)
         assert_bits_equal(rounded, wanted)
         assert rounded.stride() == promised
         if storage == "packed":
-            codes, values, _ = symbolic_cpu.STORE(given, rows, 1, fmt.name, storage, True, False)
+            codes, values, _ = casts.STORE(given, rows, 1, fmt.name, storage, True, False)
             assert_bits_equal(values, wanted)
-            assert_bits_equal(symbolic_cpu.LOAD(codes, rows, 1, fmt.name), wanted)
+            assert_bits_equal(casts.LOAD(codes, rows, 1, fmt.name), wanted)
             assert codes.stride() == values.stride() == promised
 
 
 def test_statistics_of_nothing_are_zero():
     rows = table(parse("1-4-3+4"), 0)
-    _, stats = symbolic_cpu.ROUND(torch.empty(0), rows, 1, "1-4-3+4", "simulate", False)
+    _, stats = casts.ROUND(torch.empty(0), rows, 1, "1-4-3+4", "simulate", False)
     assert finished(stats).tolist() == [0.0, 0.0, 0.0, *UNMEASURED]
 
 

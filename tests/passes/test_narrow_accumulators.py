@@ -8,7 +8,7 @@ from one_pass import run_pass
 from torch import Tensor, nn
 
 from fxprec import Accumulator
-from fxprec.ir import symbolic_sums
+from fxprec.kernels import accumulators
 from fxprec.passes.analysis import ops
 
 aten = torch.ops.aten
@@ -23,8 +23,8 @@ def linears() -> nn.Module:
 def test_each_product_of_both_halves_takes_the_format() -> None:
     accumulator = Accumulator(format="1-6-9", kahan=True, chunk=8)
     ran = run_pass(NAME, linears(), torch.randn(5, 4), storage="simulate", accumulator=accumulator)
-    assert ran.halves(symbolic_sums.MATMUL) == (2, 3)
-    assert {n.args[2:] for n in ran.nodes(symbolic_sums.MATMUL)} == {("fp32", "1-6-9", True, 8)}
+    assert ran.halves(accumulators.MATMUL) == (2, 3)
+    assert {n.args[2:] for n in ran.nodes(accumulators.MATMUL)} == {("fp32", "1-6-9", True, 8)}
     assert not any(n.target in ops.GEMMS | ops.GEMMS_BACKWARD for n in ran.graph.nodes)
     assert ran.work.remarks == ["GEMMs add up in 1-6-9, with Kahan's compensation, in chunks of 8"]
     assert ran.work.notices == []
@@ -38,13 +38,13 @@ def test_a_bias_is_added_in_float32_and_factors_multiply_the_product() -> None:
     ran = run_pass(NAME, function, *args, **OPTIONS)
     (added,) = ran.nodes(aten.add.Tensor)
     doubled, halved = added.args
-    assert (doubled.args[0].target, doubled.args[1], halved.args[1]) == (symbolic_sums.MATMUL, 2, 0.5)
+    assert (doubled.args[0].target, doubled.args[1], halved.args[1]) == (accumulators.MATMUL, 2, 0.5)
 
 
 def test_a_convolutions_gradients_are_sums_too_and_its_bias_gradient_is_not() -> None:
     ran = run_pass(NAME, nn.Conv2d(3, 4, 3), torch.randn(2, 3, 6, 6, requires_grad=True), **OPTIONS)
-    assert ran.halves(symbolic_sums.CONVOLUTION) == (1, 0)
-    assert ran.halves(symbolic_sums.CONVOLUTION_BACKWARD) == (0, 1)
+    assert ran.halves(accumulators.CONVOLUTION) == (1, 0)
+    assert ran.halves(accumulators.CONVOLUTION_BACKWARD) == (0, 1)
     (bias,) = ran.nodes(aten.sum.dim_IntList)
     assert bias.args[1] == [0, 2, 3]
     assert bias.meta["val"].shape == (4,)

@@ -17,7 +17,7 @@ from processors import plan_on
 import fxprec.driver.half_compilation
 from fxprec.demo.models import CharTransformer
 from fxprec.driver import event_log
-from fxprec.ir.wide_gemms import WIDE
+from fxprec.kernels.wide_gemms import WIDE
 from fxprec.passes import narrow_gemms
 from fxprec.passes.analysis import ops
 

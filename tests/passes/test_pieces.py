@@ -11,7 +11,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.reference_ops  # noqa: F401
-from fxprec.ir.symbolic import COUNTS, KEEP_NONFINITE, QUANTIZE, Count, Quantize, SideBySide
+from fxprec.ir.symbolic import COUNTS, KEEP_NONFINITE, QUANTIZE, Count, Quantize
+from fxprec.kernels.layout import SideBySide
 from fxprec.passes.lowering.expand import is_short
 from fxprec.passes.lowering.pieces import cast_in_pieces
 from fxprec.passes.lowering.rows import WatchedRows

@@ -19,7 +19,7 @@ import fxprec.runtime.reference_ops  # noqa: F401
 from fxprec.config import Config
 from fxprec.driver.lowering import Lowering
 from fxprec.errors import FallbackError
-from fxprec.ir.symbolic_gemms import GemmKernel, kernel_called
+from fxprec.kernels.coded_gemms import GemmKernel, kernel_called
 from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.rows import WatchedRows

@@ -24,7 +24,8 @@ import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.reference_ops  # noqa: F401
 from fxprec.errors import LoweringError
 from fxprec.gpu_check.samples import hard_numbers
-from fxprec.ir import symbolic, symbolic_gemms
+from fxprec.ir import symbolic
+from fxprec.kernels import coded_gemms, counts
 from fxprec.numerics import stats
 from fxprec.numerics.formats import Format, parse
 from fxprec.numerics.reference import reference_decode, reference_encode, reference_stats
@@ -185,11 +186,11 @@ def test_interpreted_graphs_do_casts_statistics_and_products_in_kernels(measure:
     append_gathered(gm.graph, counters.gathered(gm.graph))
     gm.recompile()
     names = [n.target for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
-    assert names.count(symbolic_gemms.QuantizeTranspose.target) == 2
-    assert names.count(symbolic_gemms.MatmulToCodes.target) == 1
+    assert names.count(coded_gemms.QuantizeTranspose.target) == 2
+    assert names.count(coded_gemms.MatmulToCodes.target) == 1
     assert names.count(torch.ops.aten._scaled_mm.default) == 1
-    assert names.count(symbolic_gemms.GATHERED) == 1
-    assert not {symbolic.QUANTIZE, symbolic_gemms.TRANSPOSED} & set(names), "one read of each source"
+    assert names.count(counts.GATHERED) == 1
+    assert not {symbolic.QUANTIZE, symbolic.TRANSPOSED} & set(names), "one read of each source"
     assert sorted(rows) == sorted(counters.rows) == list(WATCHED)
     *wanted, wanted_counts = plain(x, dy, table)
     *found, found_counts = gm(x, dy, table)

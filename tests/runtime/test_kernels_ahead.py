@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.gpu.absent import lowered_halves, pretend
 from fxprec.driver import kernels_ahead
 from fxprec.ir.calls import call_of
-from fxprec.ir.symbolic_gemms import GemmKernel, kernel_called
+from fxprec.kernels.coded_gemms import GemmKernel, kernel_called
 from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.runtime.gemm import hardware_casts, matmul, ops, totals, transpose, tuning

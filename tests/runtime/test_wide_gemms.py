@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxprec.runtime.cpu.wide_gemms
-from fxprec.ir import wide_gemms
-from fxprec.ir.wide_gemms import WIDE
+from fxprec.kernels import wide_gemms
+from fxprec.kernels.wide_gemms import WIDE
 from fxprec.passes.analysis.peak.workspace import workspace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -41,7 +41,7 @@ class Trait(Flag):
     GEMM_BACKWARD = auto()  # is a GEMM of backward, or contains some
     ATTENTION = auto()  # scaled-dot-product attention, its forward or its backward
     ON_CPU = auto()  # attention's variants for CPUs
-    WIDE = auto()  # has a twin that multiplies 16-bit tensors in float32 (`fxprec.ir.wide_gemms`)
+    WIDE = auto()  # has a twin that multiplies 16-bit tensors in float32 (`fxprec.kernels.wide_gemms`)
     MUTATES = auto()  # writes a functionalised mutation back to its input
     PASSES_SCALE = auto()  # moves or adds up: a scale comes off before it as cheaply as after
     AFFINE = auto()  # sum, difference or product

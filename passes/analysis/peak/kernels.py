@@ -12,8 +12,8 @@ from torch.fx import Node
 
 from fxprec.config.processor import Processor
 from fxprec.ir.operators import Cost, Trait, having, those
-from fxprec.ir.symbolic import QUANTIZE
-from fxprec.ir.wide_gemms import WIDE
+from fxprec.ir.symbolic import QUANTIZE, is_in_blocks
+from fxprec.kernels.wide_gemms import WIDE
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import (
     argument,
@@ -66,7 +66,8 @@ def kind_of(node: Node) -> Kind:
         return Kind.EXTERN  # of several results, whatever makes them
     if node.target in _REDUCED:
         return Kind.REDUCED
-    if node.target in _FUSED or has_tag(node, torch.Tag.pointwise) or _writes_on_constant(node):
+    is_fused = node.target in _FUSED and not is_in_blocks(node)
+    if is_fused or has_tag(node, torch.Tag.pointwise) or _writes_on_constant(node):
         return Kind.FUSED
     return Kind.EXTERN
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxprec.ir.wide_gemms import BLOCK, ELEMENTS, NAMESPACE
+from fxprec.kernels.wide_gemms import BLOCK, ELEMENTS, NAMESPACE
 from fxprec.passes.analysis.joint import dim_hint, numel_hint
 
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm")

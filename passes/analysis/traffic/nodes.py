@@ -13,8 +13,8 @@ from torch.fx import Graph, Node, map_arg
 
 from fxprec import compat
 from fxprec.ir.operators import Moves, moving_as
-from fxprec.ir.symbolic import SideBySide
-from fxprec.ir.symbolic_gemms import MatmulCodes, MatmulToCodes
+from fxprec.kernels.coded_gemms import MatmulCodes, MatmulToCodes
+from fxprec.kernels.layout import SideBySide
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, dim_hint, numel_hint, operator_of, tensor_of, value
 from fxprec.passes.analysis.peak.kernels import Kind, kind_of

@@ -22,48 +22,39 @@ from torch.fx import Node
 from fxprec.ir.calls import Call, Shown
 
 
-@dataclass(frozen=True)
-class Offload(Call, op="offload"):
-    x: Node
-
-
-@Offload.fake
-def _(x: torch.Tensor) -> torch.Tensor:
+def _offloaded(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, device="cpu")
 
 
 @dataclass(frozen=True)
-class WaitOffload(Call, op="wait_offload", returns="Tensor(a)"):
+class Offload(Call, op="offload", fake=_offloaded):
+    x: Node
+
+
+def _alias(*args: torch.Tensor) -> torch.Tensor:
+    shown: torch.Tensor = torch.ops.aten.alias.default(args[0])
+    return shown
+
+
+@dataclass(frozen=True)
+class WaitOffload(Call, op="wait_offload", fake=_alias, returns="Tensor(a)"):
     host: Shown
     x: Node
 
 
-@WaitOffload.fake
-def _(host: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    shown: torch.Tensor = torch.ops.aten.alias.default(host)
-    return shown
-
-
-@dataclass(frozen=True)
-class Reload(Call, op="reload"):
-    host: Node
-    table: Node
-
-
-@Reload.fake
-def _(host: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _reloaded(host: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(host, device=table.device)
 
 
 @dataclass(frozen=True)
-class WaitReload(Call, op="wait_reload", returns="Tensor(a)"):
+class Reload(Call, op="reload", fake=_reloaded):
+    host: Node
+    table: Node
+
+
+@dataclass(frozen=True)
+class WaitReload(Call, op="wait_reload", fake=_alias, returns="Tensor(a)"):
     x: Shown
-
-
-@WaitReload.fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    shown: torch.Tensor = torch.ops.aten.alias.default(x)
-    return shown
 
 
 OFFLOAD = Offload.target

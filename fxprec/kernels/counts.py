@@ -6,6 +6,8 @@
     underflow and that are not zero in 21 bits each; ``amax`` int32, the bits of the largest magnitude; ``moments``
     float32, of each ``measured`` site the sums of squares, of logarithms and of their squares. ``scaled`` sites carry
     their own exponent too.
+``gathered(counters) -> (10 * sites,) float64``
+    Rows of counts from the striped counters of kernels (`fxprec.numerics.stats`).
 ``ln(x) -> Tensor``
     Natural logarithm of positive float32. A GPU takes its approximation, off by 2e-7 near 1 and by 2^-22 of the result
     elsewhere: in a third of the instructions of one that is right to the last bit, and statistics need no more.
@@ -19,12 +21,23 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fxprec.ir.calls import Call, Flags, Sizes
-from fxprec.numerics.stats import WIDTH
+from fxprec.ir.calls import Call, Flags, Sizes, like_first
+from fxprec.numerics.stats import SITE_COUNTERS, WIDTH
+
+
+def _totals(
+    lost: torch.Tensor,
+    amax: torch.Tensor,
+    moments: torch.Tensor,
+    table: torch.Tensor,
+    rows: Sequence[int],
+    *rest: object,
+) -> torch.Tensor:
+    return lost.new_empty(len(rows) * WIDTH, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Totals(Call, op="totals"):
+class Totals(Call, op="totals", fake=_totals):
     lost: Node
     amax: Node
     moments: Node
@@ -36,26 +49,18 @@ class Totals(Call, op="totals"):
     scaled: Flags
 
 
-@Totals.fake
-def _(
-    lost: torch.Tensor,
-    amax: torch.Tensor,
-    moments: torch.Tensor,
-    table: torch.Tensor,
-    rows: Sequence[int],
-    sizes: Sequence[int],
-    elements: Sequence[int],
-    measured: Sequence[bool],
-    scaled: Sequence[bool],
-) -> torch.Tensor:
-    return lost.new_empty(len(rows) * WIDTH, dtype=torch.float64)
+def _gathered(counters: torch.Tensor) -> torch.Tensor:
+    return counters.new_empty(counters.shape[0] // SITE_COUNTERS * WIDTH, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Ln(Call, op="ln", tags=(torch.Tag.pointwise,)):
+class Gathered(Call, op="gathered", fake=_gathered):
+    counters: Node
+
+
+@dataclass(frozen=True)
+class Ln(Call, op="ln", fake=like_first, tags=(torch.Tag.pointwise,)):
     x: Node
 
 
-@Ln.fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+GATHERED = Gathered.target

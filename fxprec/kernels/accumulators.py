@@ -11,8 +11,12 @@ from torch.fx import Node
 from fxprec.ir.calls import Call, Flags, Size, Sizes
 
 
+def _matmul(a: torch.Tensor, b: torch.Tensor, *sums: object) -> torch.Tensor:
+    return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32)
+
+
 @dataclass(frozen=True)
-class Matmul(Call, op="matmul"):
+class Matmul(Call, op="matmul", fake=_matmul):
     a: Node
     b: Node
     products: str
@@ -21,13 +25,14 @@ class Matmul(Call, op="matmul"):
     chunk: int
 
 
-@Matmul.fake
-def _(a: torch.Tensor, b: torch.Tensor, *sums: object) -> torch.Tensor:
-    return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32)
+def _convolution(x: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
+    *window, channels_last = options[:7]
+    shape = torch.ops.aten.convolution(x, weight, None, *window).shape
+    return _in_layout(x.new_empty(shape, dtype=torch.float32), channels_last)
 
 
 @dataclass(frozen=True)
-class Convolution(Call, op="convolution"):
+class Convolution(Call, op="convolution", fake=_convolution):
     x: Node
     weight: Node
     stride: Sizes
@@ -43,15 +48,17 @@ class Convolution(Call, op="convolution"):
     chunk: int
 
 
-@Convolution.fake
-def _(x: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
-    *window, channels_last = options[:7]
-    shape = torch.ops.aten.convolution(x, weight, None, *window).shape
-    return _in_layout(x.new_empty(shape, dtype=torch.float32), channels_last)
+def _convolution_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    channels_last, mask = options[6:8]
+    wanted = (t if asked else t.new_empty(0) for t, asked in zip((x, weight), mask, strict=True))
+    first, second = (_in_layout(t.new_empty(t.shape, dtype=torch.float32), channels_last) for t in wanted)
+    return first, second
 
 
 @dataclass(frozen=True)
-class ConvolutionBackward(Call, op="convolution_backward", returns="(Tensor, Tensor)"):
+class ConvolutionBackward(Call, op="convolution_backward", fake=_convolution_backward, returns="(Tensor, Tensor)"):
     grad: Node
     x: Node
     weight: Node
@@ -67,14 +74,6 @@ class ConvolutionBackward(Call, op="convolution_backward", returns="(Tensor, Ten
     sums: str
     kahan: bool
     chunk: int
-
-
-@ConvolutionBackward.fake
-def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    channels_last, mask = options[6:8]
-    wanted = (t if asked else t.new_empty(0) for t, asked in zip((x, weight), mask, strict=True))
-    first, second = (_in_layout(t.new_empty(t.shape, dtype=torch.float32), channels_last) for t in wanted)
-    return first, second
 
 
 def _in_layout(t: torch.Tensor, channels_last: bool) -> torch.Tensor:

@@ -1,0 +1,120 @@
+"""Kernels of GEMMs over codes, which lowering makes of ``gemm`` and ``transposed``, and of the casts beside them.
+
+``quantize_transpose`` (codes, transposed codes, counters), ``transpose_codes``, ``matmul_codes`` and
+``matmul_to_codes`` (codes, counters; its product is rounded to ``dtype`` before it is encoded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.fx import Node
+
+from fxprec.ir.calls import Call
+from fxprec.ir.symbolic import Product, Stored, product_like, stored_dtype, transposed_like
+from fxprec.kernels.counts import GATHERED, Totals
+from fxprec.numerics.formats import parse
+from fxprec.numerics.stats import SITE_COUNTERS
+
+
+def _quantize_transpose(
+    x: torch.Tensor,
+    table: torch.Tensor,
+    row: int,
+    format: str,
+    storage: str,
+    keep: bool,
+    row_major: bool,
+    stats: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes = x.new_empty(x.shape, dtype=stored_dtype(parse(format), storage))
+    counters = x.new_empty(SITE_COUNTERS if stats else 0, dtype=torch.int32)
+    return codes if row_major else codes.new_empty(0), transposed_like(codes), counters
+
+
+@dataclass(frozen=True)
+class QuantizeTranspose(Stored, op="quantize_transpose", fake=_quantize_transpose, returns="(Tensor, Tensor, Tensor)"):
+    keep: bool
+    row_major: bool
+    """Whether the codes themselves are wanted too."""
+    stats: bool
+
+
+@dataclass(frozen=True)
+class TransposeCodes(Call, op="transpose_codes", fake=transposed_like):
+    q: Node
+
+
+@dataclass(frozen=True)
+class MatmulCodes(Product, op="matmul_codes", fake=product_like):
+    pass
+
+
+def _matmul_to_codes(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    table: torch.Tensor,
+    row_a: int,
+    row_b: int,
+    format_a: str,
+    format_b: str,
+    dtype: torch.dtype,
+    row: int,
+    format: str,
+    storage: str,
+    *rest: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = a.new_empty(a.shape[0], b.shape[1], dtype=stored_dtype(parse(format), storage))
+    return codes, a.new_empty(SITE_COUNTERS, dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class MatmulToCodes(Product, op="matmul_to_codes", fake=_matmul_to_codes, returns="(Tensor, Tensor)"):
+    row: int
+    format: str
+    storage: str
+    keep: bool
+    stats: bool
+
+
+TRANSPOSE_CODES = TransposeCodes.target
+MATMUL_CODES = MatmulCodes.target
+
+
+@dataclass(frozen=True)
+class GemmKernel:
+    """A kernel of `fxprec.runtime.gemm`, by what its machine code depends on."""
+
+    kind: Literal["gemm", "quantize+transpose", "transpose", "totals"]
+    formats: tuple[str, ...] = ()
+    """Of a GEMM: of its operands, then of the codes it stores, if any."""
+
+    @property
+    def name(self) -> str:
+        operands = " x ".join(self.formats[:2])
+        out = f" to {self.formats[2]}" if len(self.formats) > 2 else ""
+        return f"{self.kind} {operands}{out}".rstrip()
+
+
+def kernel_called(node: Node) -> GemmKernel | None:
+    """Return the kernel a node calls, if it calls one of these."""
+    if node.target is TRANSPOSE_CODES:
+        return GemmKernel("transpose")
+    if node.target is Totals.target or node.target is GATHERED:
+        return GemmKernel("totals")
+    if (both := QuantizeTranspose.match(node)) is not None:
+        return GemmKernel("quantize+transpose", (both.format,))
+    if (product := MatmulCodes.match(node)) is not None:
+        return GemmKernel("gemm", product.formats)
+    if (stored := MatmulToCodes.match(node)) is not None:
+        return GemmKernel("gemm", (*stored.formats, stored.format))
+    return None
+
+
+def native_name(a: torch.Tensor, b: torch.Tensor) -> str:
+    """Return what messages, and `lower`, call torch's GEMM of 8-bit floats."""
+    names = (str(x.dtype).removeprefix("torch.") for x in (a, b))
+    return f"torch._scaled_mm {' x '.join(names)}"

@@ -1,0 +1,43 @@
+"""Operators that lay tensors out as kernels want them.
+
+``laid_out(x, dtype, channels_last) -> y``
+    On CPUs, a convolution's weights, or their gradient, in float32 or bfloat16 and as they are read next:
+    ``channels_last``, or contiguous.
+``side_by_side(pieces) -> x``
+    The pieces joined along the last dimension, each written by the kernel that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fxprec.ir.calls import Call, Tensors
+from fxprec.kernels.casts import KERNEL_TAGS
+
+LAID_OUT_DTYPES = frozenset({torch.float32, torch.bfloat16})
+"""What a compiled kernel converts between."""
+
+
+def _laid_out(x: torch.Tensor, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty_like(x, dtype=dtype, memory_format=layout)
+
+
+@dataclass(frozen=True)
+class LaidOut(Call, op="laid_out", fake=_laid_out, tags=KERNEL_TAGS):
+    x: Node
+    dtype: torch.dtype
+    channels_last: bool
+
+
+def _side_by_side(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(pieces), -1)
+
+
+@dataclass(frozen=True)
+class SideBySide(Call, op="side_by_side", fake=_side_by_side):
+    pieces: Tensors
