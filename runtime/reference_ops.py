@@ -21,11 +21,14 @@ from fxprec.ir.symbolic import (
     Observe,
     Quantize,
     Rescale,
+    TensorScale,
     is_in_blocks,
     stored_dtype,
 )
 from fxprec.kernels.counts import Ln
 from fxprec.kernels.layout import SideBySide
+from fxprec.numerics import block_codec
+from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import E4M3FN_NAN, E5M2, Format, kept_codes, parse
 from fxprec.numerics.reference import (
     Grid,
@@ -37,7 +40,6 @@ from fxprec.numerics.reference import (
 )
 from fxprec.numerics.rows import FormatRow, row_of
 from fxprec.numerics.stats import UNMEASURED, Counts
-from fxprec.runtime.reference_blocks import dequantize_blocks, quantize_blocks
 from fxprec.runtime.scaling.histogram import count_exponents
 
 
@@ -51,7 +53,7 @@ def quantize(
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if is_in_blocks(format):
-        return quantize_blocks(x, seed, whole, row, format)
+        return block_codec.stored(x, seed, whole, row, format)
     scaled = _scaled(x, table, row)
     if storage == "simulate":
         return _rounded(scaled, row_of(table[row].tolist()))
@@ -79,10 +81,14 @@ def dequantize(
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if is_in_blocks(format):
-        return dequantize_blocks(q, whole, row, format, elements, dtype)
+        return block_codec.loaded(q, whole, row, format, elements, dtype)
     fmt = parse(format)
     x = q if storage == "simulate" else reference_decode(q.view(fmt.code_dtype), fmt)
     return (x * 2.0 ** -_scale_exp(table, row)).to(dtype)
+
+
+def tensor_scale(x: torch.Tensor, format: str) -> torch.Tensor:
+    return block_codec.tensor_scale(x, find_blocks(format))
 
 
 def keep_nonfinite(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -171,6 +177,7 @@ def ln(x: torch.Tensor) -> torch.Tensor:
 
 Quantize.implement(quantize)
 Dequantize.implement(dequantize)
+TensorScale.implement(tensor_scale)
 KeepNonfinite.implement(keep_nonfinite)
 KeepCodes.implement(keep_codes)
 Rescale.implement(rescale)

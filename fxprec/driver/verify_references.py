@@ -12,12 +12,11 @@ from torch.fx import Node
 from fxprec.ir import symbolic
 from fxprec.kernels import casts, coded_gemms
 from fxprec.kernels.counts import GATHERED, Totals
-from fxprec.numerics import stats
+from fxprec.numerics import block_codec, stats
 from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import format_row
 from fxprec.numerics.stats import COLUMNS, SITE_COUNTERS, STRIPES, SUMS, UNMEASURED, WIDTH, Counts, finish
 from fxprec.runtime.gemm.reference_ops import numbers, transposed
-from fxprec.runtime.reference_blocks import dequantize_blocks, quantize_blocks
 
 aten = torch.ops.aten
 MAX_DIFFERING = 0.02
@@ -238,12 +237,12 @@ def _wrong_rows(found: torch.Tensor, wanted: torch.Tensor, rows: Sequence[int]) 
 
 
 def _store_blocks(found: torch.Tensor, *args: Any) -> Checked:
-    wanted = quantize_blocks(*args)
+    wanted = block_codec.stored(*args)
     return Checked(wanted, difference(found, wanted, "its records", exact=True))
 
 
 def _load_blocks(found: torch.Tensor, *args: Any) -> Checked:
-    wanted = dequantize_blocks(*args)
+    wanted = block_codec.loaded(*args)
     return Checked(wanted, difference(found, wanted.view(found.shape), "its values", exact=True))
 
 

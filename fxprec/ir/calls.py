@@ -1,8 +1,8 @@
 """How an operator of ours is declared: its arguments are the fields of a dataclass, and stand nowhere else.
 
-The schema that torch dispatches by is printed from the fields, their defaults included; fake, reference and kernels are
-refused at import where their parameters are others. ``Quantize.of(node)`` reads a node's arguments by name,
-``cast.insert(graph)`` and `fxprec.passes.casts.sites.emit_call` write them.
+The schema that torch dispatches by is printed from the fields, their defaults included; the fake reads them by name;
+reference and kernels are refused at import where their parameters are others. ``Quantize.of(node)`` reads a node's
+arguments by name, ``cast.insert(graph)`` and `fxprec.passes.casts.sites.emit_call` write them.
 """
 
 from __future__ import annotations
@@ -57,12 +57,11 @@ _library = torch.library.Library("fxprec", "DEF")
 class Call:
     """A call of an operator of ours: subclasses are frozen dataclasses, a field for each argument, in order.
 
-    A subclass with ``op`` and ``fake``, what it returns for fake tensors, is an operator; one without holds fields that
-    several share. `implement` registers the implementation.
+    A subclass with ``op`` is an operator; one without holds fields that several share. ``fake`` returns the result of a
+    call whose tensors are fake ones; `implement` registers the implementation.
     """
 
     op: ClassVar[str]
-    schema: ClassVar[str]
     target: ClassVar[torch._ops.OpOverload]
     kinds: ClassVar[dict[str, str]]  # how the schema names the type of each argument, in order
     defaults: ClassVar[dict[str, Any]]  # of each argument, `_REQUIRED` where it has none
@@ -71,7 +70,7 @@ class Call:
         cls,
         *,
         op: str = "",
-        fake: Callable[..., Any] | None = None,
+        fake: Callable[[Any], Any] | None = None,
         returns: str = "Tensor",
         tags: Sequence[torch.Tag] = (),
     ) -> None:
@@ -80,11 +79,9 @@ class Call:
         cls.op, cls.kinds = op, _arguments(cls)
         cls.defaults = {name: getattr(cls, name, _REQUIRED) for name in cls.kinds}
         arguments = ", ".join(f"{kind} {name}{_default(cls.defaults[name])}" for name, kind in cls.kinds.items())
-        cls.schema = f"{op}({arguments}) -> {returns}"
-        assert fake is not None, f"fxprec::{cls.schema} has no fake"
-        _check(cls, fake)
-        _library.define(cls.schema, tags=tuple(tags))
-        torch.library.register_fake(f"fxprec::{op}", fake)
+        _library.define(f"{op}({arguments}) -> {returns}", tags=tuple(tags))
+        assert fake is not None, f"fxprec::{op} has no fake"
+        torch.library.register_fake(f"fxprec::{op}", lambda *args: fake(cls(*args)))
         cls.target = getattr(torch.ops.fxprec, op).default
         _DECLARED[cls.target] = cls
 
@@ -157,11 +154,6 @@ class Call:
             torch.library.impl(f"fxprec::{cls.op}", key, function)
 
 
-def like_first(*args: Any) -> torch.Tensor:
-    """Return a tensor like the first argument: the fake of many operators."""
-    return torch.empty_like(args[0])
-
-
 def call_of(node: Node) -> Call:
     """Return the call a node makes, of whichever operator of ours."""
     return _DECLARED[node.target].of(node)
@@ -188,7 +180,7 @@ def _check(cls: type[Call], function: Callable[..., Any]) -> None:
     has_rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     named = [(p.name, _PRINTED[p.annotation], p.default) for p in parameters if p.kind is not p.VAR_POSITIONAL]
     wanted = [(name, _as_parameter(kind), cls.defaults[name]) for name, kind in cls.kinds.items()]
-    assert named == (wanted[: len(named)] if has_rest else wanted), f"{function} is not fxprec::{cls.schema}"
+    assert named == (wanted[: len(named)] if has_rest else wanted), f"{function} is not {cls.target._schema}"
 
 
 def _as_parameter(kind: str) -> str:

@@ -43,14 +43,14 @@ registers the real ones, so a graph runs at every stage of compilation. Kernels 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.fx import Node
 
-from fxprec.ir.calls import Call, Size, like_first
-from fxprec.numerics.blocks import BlockFormat, find, find_blocks
-from fxprec.numerics.formats import Format, parse
+from fxprec.ir.calls import Call, Size
+from fxprec.numerics.blocks import BlockFormat, find
+from fxprec.numerics.formats import Format
 from fxprec.numerics.stats import CARRIED as CARRIED
 from fxprec.numerics.stats import WIDTH
 
@@ -100,48 +100,29 @@ class Stored(Call):
         return self.storage == "simulate"
 
 
-def records_like(x: torch.Tensor, format: str) -> torch.Tensor:
-    """Return what holds ``x`` in a block format, not filled."""
-    fmt = find_blocks(format)
-    blocks = (x.numel() + fmt.block - 1) // fmt.block
-    return x.new_empty((blocks, fmt.head_bytes + fmt.code_bytes), dtype=torch.uint8)
-
-
-def _quantized(
-    x: torch.Tensor,
-    table: torch.Tensor,
-    row: int,
-    format: str,
-    storage: str,
-    seed: torch.Tensor | None = None,
-    whole: torch.Tensor | None = None,
-) -> torch.Tensor:
-    if is_in_blocks(format):
-        return records_like(x, format)
-    return torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
+def codes_like(x: torch.Tensor, format: str, storage: str) -> torch.Tensor:
+    """Return what ``x`` is stored in, not filled."""
+    fmt = find(format)
+    if isinstance(fmt, BlockFormat):
+        blocks = (x.numel() + fmt.block - 1) // fmt.block
+        return x.new_empty((blocks, fmt.head_bytes + fmt.code_bytes), dtype=torch.uint8)
+    return torch.empty_like(x, dtype=stored_dtype(fmt, storage))
 
 
 @dataclass(frozen=True)
-class Quantize(Stored, op="quantize", fake=_quantized):
+class Quantize(Stored, op="quantize", fake=lambda call: codes_like(call.x, call.format, call.storage)):
     seed: Node | None = None
     whole: Node | None = None
 
 
-def _dequantized(
-    q: torch.Tensor,
-    table: torch.Tensor,
-    row: int,
-    format: str,
-    storage: str,
-    dtype: torch.dtype,
-    elements: int = 0,
-    whole: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return q.new_empty(elements, dtype=dtype) if is_in_blocks(format) else torch.empty_like(q, dtype=dtype)
+def _decoded(call: Any) -> Any:
+    if is_in_blocks(call.format):
+        return call.q.new_empty(call.elements, dtype=call.dtype)
+    return torch.empty_like(call.q, dtype=call.dtype)
 
 
 @dataclass(frozen=True)
-class Dequantize(Call, op="dequantize", fake=_dequantized):
+class Dequantize(Call, op="dequantize", fake=_decoded):
     q: Node
     table: Node
     row: int
@@ -162,24 +143,20 @@ class Dequantize(Call, op="dequantize", fake=_dequantized):
         return self.row == AS_STORED
 
 
-def _tensor_scale(x: torch.Tensor, format: str) -> torch.Tensor:
-    return x.new_empty(1, dtype=torch.float32)
-
-
 @dataclass(frozen=True)
-class TensorScale(Call, op="tensor_scale", fake=_tensor_scale):
+class TensorScale(Call, op="tensor_scale", fake=lambda call: call.x.new_empty(1, dtype=torch.float32)):
     x: Node
     format: str
 
 
 @dataclass(frozen=True)
-class KeepNonfinite(Call, op="keep_nonfinite", fake=like_first):
+class KeepNonfinite(Call, op="keep_nonfinite", fake=lambda call: torch.empty_like(call.rounded)):
     rounded: Node
     x: Node
 
 
 @dataclass(frozen=True)
-class KeepCodes(Call, op="keep_codes", fake=like_first):
+class KeepCodes(Call, op="keep_codes", fake=lambda call: torch.empty_like(call.rounded)):
     rounded: Node
     x: Node
     format: str
@@ -193,33 +170,30 @@ class _Counted(Call):
     format: str
 
 
-def _counts(x: torch.Tensor, *rest: object) -> torch.Tensor:
+def counts_like(x: torch.Tensor) -> torch.Tensor:
+    """Return what holds a row of counts, not filled."""
     return x.new_empty(WIDTH, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Count(_Counted, op="counts", fake=_counts):
-    pass
-
-
-def _bins(x: torch.Tensor, *rest: object) -> torch.Tensor:
-    return x.new_empty(2 * HISTOGRAM_BINS, dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class Histogram(_Counted, op="histogram", fake=_bins):
+class Count(_Counted, op="counts", fake=lambda call: counts_like(call.x)):
     pass
 
 
 @dataclass(frozen=True)
-class Rescale(Call, op="rescale", fake=like_first):
+class Histogram(_Counted, op="histogram", fake=lambda call: call.x.new_empty(2 * HISTOGRAM_BINS, dtype=torch.float64)):
+    pass
+
+
+@dataclass(frozen=True)
+class Rescale(Call, op="rescale", fake=lambda call: torch.empty_like(call.g)):
     g: Node
     table: Node
     row: int
 
 
 @dataclass(frozen=True)
-class InMemory(Call, op="in_memory", fake=like_first):
+class InMemory(Call, op="in_memory", fake=lambda call: torch.empty_like(call.x)):
     x: Node
 
 
@@ -240,20 +214,9 @@ class Product(Call):
         return self.format_a, self.format_b
 
 
-def product_like(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    table: torch.Tensor,
-    row_a: int,
-    row_b: int,
-    format_a: str,
-    format_b: str,
-    dtype: torch.dtype,
-    *rest: object,
-) -> torch.Tensor:
-    """Return what holds a product of codes, not filled."""
-    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+def product_like(call: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return what holds the product that a call makes, not filled."""
+    return call.a.new_empty(call.a.shape[0], call.b.shape[1], dtype=dtype or call.dtype)
 
 
 @dataclass(frozen=True)
@@ -269,7 +232,7 @@ def transposed_like(q: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Transposed(Call, op="transposed", fake=transposed_like):
+class Transposed(Call, op="transposed", fake=lambda call: transposed_like(call.q)):
     q: Node
 
 
@@ -283,16 +246,12 @@ class _Observed(Call):
 
 
 @dataclass(frozen=True)
-class Observe(_Observed, op="observe", fake=like_first):
+class Observe(_Observed, op="observe", fake=lambda call: torch.empty_like(call.grad)):
     pass
 
 
-def _damage(grad: torch.Tensor, *rest: object) -> torch.Tensor:
-    return grad.new_empty(2, dtype=torch.float32)
-
-
 @dataclass(frozen=True)
-class Damage(_Observed, op="damage", fake=_damage):
+class Damage(_Observed, op="damage", fake=lambda call: call.grad.new_empty(2, dtype=torch.float32)):
     pass
 
 

@@ -11,12 +11,13 @@ from torch.fx import Node
 from fxprec.ir.calls import Call, Flags, Size, Sizes
 
 
-def _matmul(a: torch.Tensor, b: torch.Tensor, *sums: object) -> torch.Tensor:
-    return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32)
+def _product(call: Any) -> Any:
+    shape = (*call.a.shape[:-1], call.b.shape[-1])
+    return call.a.new_empty(shape, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
-class Matmul(Call, op="matmul", fake=_matmul):
+class Matmul(Call, op="matmul", fake=_product):
     a: Node
     b: Node
     products: str
@@ -25,10 +26,14 @@ class Matmul(Call, op="matmul", fake=_matmul):
     chunk: int
 
 
-def _convolution(x: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
-    *window, channels_last = options[:7]
-    shape = torch.ops.aten.convolution(x, weight, None, *window).shape
-    return _in_layout(x.new_empty(shape, dtype=torch.float32), channels_last)
+def _in_layout(t: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    return t.contiguous(memory_format=torch.channels_last) if channels_last and t.dim() == 4 else t
+
+
+def _convolution(call: Any) -> torch.Tensor:
+    window = call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups
+    shape = torch.ops.aten.convolution(call.x, call.weight, None, *window).shape
+    return _in_layout(call.x.new_empty(shape, dtype=torch.float32), call.channels_last)
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,9 @@ class Convolution(Call, op="convolution", fake=_convolution):
     chunk: int
 
 
-def _convolution_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    channels_last, mask = options[6:8]
-    wanted = (t if asked else t.new_empty(0) for t, asked in zip((x, weight), mask, strict=True))
-    first, second = (_in_layout(t.new_empty(t.shape, dtype=torch.float32), channels_last) for t in wanted)
+def _convolution_backward(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    wanted = (t if asked else t.new_empty(0) for t, asked in zip((call.x, call.weight), call.mask, strict=True))
+    first, second = (_in_layout(t.new_empty(t.shape, dtype=torch.float32), call.channels_last) for t in wanted)
     return first, second
 
 
@@ -74,10 +76,6 @@ class ConvolutionBackward(Call, op="convolution_backward", fake=_convolution_bac
     sums: str
     kahan: bool
     chunk: int
-
-
-def _in_layout(t: torch.Tensor, channels_last: bool) -> torch.Tensor:
-    return t.contiguous(memory_format=torch.channels_last) if channels_last and t.dim() == 4 else t
 
 
 MATMUL = Matmul.target

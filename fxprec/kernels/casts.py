@@ -8,31 +8,20 @@ and NaN there. ``store_blocks`` and ``load_blocks`` are ``quantize`` and ``dequa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fxprec.ir.calls import Call, Overwritten, Size
-from fxprec.ir.symbolic import Stored, records_like, stored_dtype
-from fxprec.numerics.formats import parse
-from fxprec.numerics.stats import WIDTH
+from fxprec.ir.symbolic import Stored, codes_like, counts_like
 
 KERNEL_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
 
-def _codes_like(x: torch.Tensor, format: str, storage: str) -> torch.Tensor:
-    return torch.empty_like(x, dtype=stored_dtype(parse(format), storage))
-
-
-def _counts(x: torch.Tensor, *rest: object) -> torch.Tensor:
-    return x.new_empty(WIDTH, dtype=torch.float64)
-
-
-def _stored(
-    x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, value: bool, keep: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    values = torch.empty_like(x, dtype=torch.float32) if value else x.new_empty(0, dtype=torch.float32)
-    return _codes_like(x, format, storage), values, _counts(x)
+def _stored(call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    values = torch.empty_like(call.x, dtype=torch.float32) if call.value else call.x.new_empty(0, dtype=torch.float32)
+    return codes_like(call.x, call.format, call.storage), values, counts_like(call.x)
 
 
 @dataclass(frozen=True)
@@ -41,8 +30,8 @@ class Store(Stored, op="store", fake=_stored, returns="(Tensor, Tensor, Tensor)"
     keep: bool
 
 
-def _rounded(x: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x, dtype=torch.float32), _counts(x)
+def _rounded(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(call.x, dtype=torch.float32), counts_like(call.x)
 
 
 @dataclass(frozen=True)
@@ -56,10 +45,8 @@ class _StoredOver(Stored):
     keep: bool
 
 
-def _stored_over(
-    x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _codes_like(x, format, storage), _counts(x)
+def _stored_over(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return codes_like(call.x, call.format, call.storage), counts_like(call.x)
 
 
 @dataclass(frozen=True)
@@ -68,30 +55,20 @@ class StoreOver(_StoredOver, op="store_", fake=_stored_over, returns="(Tensor, T
 
 
 @dataclass(frozen=True)
-class RoundOver(_StoredOver, op="round_", fake=_counts, tags=KERNEL_TAGS):
+class RoundOver(_StoredOver, op="round_", fake=lambda call: counts_like(call.x), tags=KERNEL_TAGS):
     pass
 
 
-def _loaded(q: torch.Tensor, *rest: object) -> torch.Tensor:
-    return torch.empty_like(q, dtype=torch.float32)
-
-
 @dataclass(frozen=True)
-class Load(Call, op="load", fake=_loaded, tags=KERNEL_TAGS):
+class Load(Call, op="load", fake=lambda call: torch.empty_like(call.q, dtype=torch.float32), tags=KERNEL_TAGS):
     q: Node
     table: Node
     row: int
     format: str
 
 
-def _blocks(
-    x: torch.Tensor, seed: torch.Tensor | None, whole: torch.Tensor | None, row: int, format: str
-) -> torch.Tensor:
-    return records_like(x, format)
-
-
 @dataclass(frozen=True)
-class StoreBlocks(Call, op="store_blocks", fake=_blocks):
+class StoreBlocks(Call, op="store_blocks", fake=lambda call: codes_like(call.x, call.format, "packed")):
     x: Node
     seed: Node | None
     whole: Node | None
@@ -99,14 +76,8 @@ class StoreBlocks(Call, op="store_blocks", fake=_blocks):
     format: str
 
 
-def _loaded_blocks(
-    q: torch.Tensor, whole: torch.Tensor | None, row: int, format: str, elements: int, dtype: torch.dtype
-) -> torch.Tensor:
-    return q.new_empty(elements, dtype=dtype)
-
-
 @dataclass(frozen=True)
-class LoadBlocks(Call, op="load_blocks", fake=_loaded_blocks):
+class LoadBlocks(Call, op="load_blocks", fake=lambda call: call.q.new_empty(call.elements, dtype=call.dtype)):
     q: Node
     whole: Node | None
     row: int

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.fx import Node
@@ -19,19 +19,10 @@ from fxprec.numerics.formats import parse
 from fxprec.numerics.stats import SITE_COUNTERS
 
 
-def _quantize_transpose(
-    x: torch.Tensor,
-    table: torch.Tensor,
-    row: int,
-    format: str,
-    storage: str,
-    keep: bool,
-    row_major: bool,
-    stats: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    codes = x.new_empty(x.shape, dtype=stored_dtype(parse(format), storage))
-    counters = x.new_empty(SITE_COUNTERS if stats else 0, dtype=torch.int32)
-    return codes if row_major else codes.new_empty(0), transposed_like(codes), counters
+def _quantize_transpose(call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes = call.x.new_empty(call.x.shape, dtype=stored_dtype(parse(call.format), call.storage))
+    counters = call.x.new_empty(SITE_COUNTERS if call.stats else 0, dtype=torch.int32)
+    return codes if call.row_major else codes.new_empty(0), transposed_like(codes), counters
 
 
 @dataclass(frozen=True)
@@ -43,7 +34,7 @@ class QuantizeTranspose(Stored, op="quantize_transpose", fake=_quantize_transpos
 
 
 @dataclass(frozen=True)
-class TransposeCodes(Call, op="transpose_codes", fake=transposed_like):
+class TransposeCodes(Call, op="transpose_codes", fake=lambda call: transposed_like(call.q)):
     q: Node
 
 
@@ -52,23 +43,9 @@ class MatmulCodes(Product, op="matmul_codes", fake=product_like):
     pass
 
 
-def _matmul_to_codes(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    table: torch.Tensor,
-    row_a: int,
-    row_b: int,
-    format_a: str,
-    format_b: str,
-    dtype: torch.dtype,
-    row: int,
-    format: str,
-    storage: str,
-    *rest: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    codes = a.new_empty(a.shape[0], b.shape[1], dtype=stored_dtype(parse(format), storage))
-    return codes, a.new_empty(SITE_COUNTERS, dtype=torch.int32)
+def _matmul_to_codes(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = product_like(call, stored_dtype(parse(call.format), call.storage))
+    return codes, call.a.new_empty(SITE_COUNTERS, dtype=torch.int32)
 
 
 @dataclass(frozen=True)

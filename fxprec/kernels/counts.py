@@ -15,29 +15,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxprec.ir.calls import Call, Flags, Sizes, like_first
+from fxprec.ir.calls import Call, Flags, Sizes
 from fxprec.numerics.stats import SITE_COUNTERS, WIDTH
 
 
-def _totals(
-    lost: torch.Tensor,
-    amax: torch.Tensor,
-    moments: torch.Tensor,
-    table: torch.Tensor,
-    rows: Sequence[int],
-    *rest: object,
-) -> torch.Tensor:
-    return lost.new_empty(len(rows) * WIDTH, dtype=torch.float64)
-
-
 @dataclass(frozen=True)
-class Totals(Call, op="totals", fake=_totals):
+class Totals(Call, op="totals", fake=lambda call: call.lost.new_empty(len(call.rows) * WIDTH, dtype=torch.float64)):
     lost: Node
     amax: Node
     moments: Node
@@ -49,8 +38,9 @@ class Totals(Call, op="totals", fake=_totals):
     scaled: Flags
 
 
-def _gathered(counters: torch.Tensor) -> torch.Tensor:
-    return counters.new_empty(counters.shape[0] // SITE_COUNTERS * WIDTH, dtype=torch.float64)
+def _gathered(call: Any) -> Any:
+    sites = call.counters.shape[0] // SITE_COUNTERS
+    return call.counters.new_empty(sites * WIDTH, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,7 @@ class Gathered(Call, op="gathered", fake=_gathered):
 
 
 @dataclass(frozen=True)
-class Ln(Call, op="ln", fake=like_first, tags=(torch.Tag.pointwise,)):
+class Ln(Call, op="ln", fake=lambda call: torch.empty_like(call.x), tags=(torch.Tag.pointwise,)):
     x: Node
 
 

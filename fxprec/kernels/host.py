@@ -15,6 +15,7 @@ On a GPU the copies run on a stream of their own, and the waits are events betwe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -22,38 +23,29 @@ from torch.fx import Node
 from fxprec.ir.calls import Call, Shown
 
 
-def _offloaded(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x, device="cpu")
+def _alias(x: Any) -> Any:
+    return torch.ops.aten.alias.default(x)
 
 
 @dataclass(frozen=True)
-class Offload(Call, op="offload", fake=_offloaded):
+class Offload(Call, op="offload", fake=lambda call: torch.empty_like(call.x, device="cpu")):
     x: Node
 
 
-def _alias(*args: torch.Tensor) -> torch.Tensor:
-    shown: torch.Tensor = torch.ops.aten.alias.default(args[0])
-    return shown
-
-
 @dataclass(frozen=True)
-class WaitOffload(Call, op="wait_offload", fake=_alias, returns="Tensor(a)"):
+class WaitOffload(Call, op="wait_offload", fake=lambda call: _alias(call.host), returns="Tensor(a)"):
     host: Shown
     x: Node
 
 
-def _reloaded(host: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(host, device=table.device)
-
-
 @dataclass(frozen=True)
-class Reload(Call, op="reload", fake=_reloaded):
+class Reload(Call, op="reload", fake=lambda call: torch.empty_like(call.host, device=call.table.device)):
     host: Node
     table: Node
 
 
 @dataclass(frozen=True)
-class WaitReload(Call, op="wait_reload", fake=_alias, returns="Tensor(a)"):
+class WaitReload(Call, op="wait_reload", fake=lambda call: _alias(call.x), returns="Tensor(a)"):
     x: Shown
 
 

@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -22,9 +22,9 @@ LAID_OUT_DTYPES = frozenset({torch.float32, torch.bfloat16})
 """What a compiled kernel converts between."""
 
 
-def _laid_out(x: torch.Tensor, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty_like(x, dtype=dtype, memory_format=layout)
+def _laid_out(call: Any) -> torch.Tensor:
+    layout = torch.channels_last if call.channels_last else torch.contiguous_format
+    return torch.empty_like(call.x, dtype=call.dtype, memory_format=layout)
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,6 @@ class LaidOut(Call, op="laid_out", fake=_laid_out, tags=KERNEL_TAGS):
     channels_last: bool
 
 
-def _side_by_side(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(pieces), -1)
-
-
 @dataclass(frozen=True)
-class SideBySide(Call, op="side_by_side", fake=_side_by_side):
+class SideBySide(Call, op="side_by_side", fake=lambda call: torch.cat(list(call.pieces), -1)):
     pieces: Tensors

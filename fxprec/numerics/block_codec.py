@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxprec.numerics import codec, directed
-from fxprec.numerics.blocks import BlockFormat, Integer
+from fxprec.numerics.blocks import BlockFormat, Integer, find_blocks
 from fxprec.numerics.formats import BF16, E4M3FN, Format
 from fxprec.numerics.rows import (
     INFINITY,
@@ -302,6 +302,18 @@ def decode(encoded: Encoded, fmt: BlockFormat, elements: Any, whole: Tensor | No
     """Return the first ``elements`` numbers, (elements,) float32."""
     codes, scales, offsets = encoded
     return numbers(unpacked(codes, fmt.bits), scales, offsets, whole, fmt).reshape(-1)[:elements]
+
+
+def stored(x: Tensor, seed: Tensor | None, whole: Tensor | None, row: int, format: str) -> Tensor:
+    """Return the `records` of a tensor in a block format; each ``row`` is rounded at random in its own way."""
+    fmt = find_blocks(format)
+    return records(encode(x, fmt, whole, None if seed is None else salted(seed, row)), fmt)
+
+
+def loaded(q: Tensor, whole: Tensor | None, row: int, format: str, elements: Any, dtype: torch.dtype) -> Tensor:
+    """Return the first ``elements`` of what was `stored`, (elements,)."""
+    fmt = find_blocks(format)
+    return decode(from_records(q, fmt), fmt, elements, whole).to(dtype)
 
 
 def records(encoded: Encoded, fmt: BlockFormat) -> Tensor:

@@ -60,14 +60,16 @@ def lower_blocks(
         elif device_type == "cpu":
             _replace(graph, q, StoreBlocks.like(cast))
         else:
-            _expand(graph, q, _encoding(cast), cast.x, cast.seed, cast.whole)
+            stored = partial(block_codec.stored, row=cast.row, format=cast.format)
+            _expand(graph, q, stored, cast.x, cast.seed, cast.whole)
     for x, read in Dequantize.among(filter(is_in_blocks, Dequantize.nodes(graph))):
         if lowering == "triton" and block_device.load_kernel(find_blocks(read.format)).name not in without:
             _launch_load(graph, x, read, calls)
         elif device_type == "cpu":
             _replace(graph, x, LoadBlocks.like(read))
         else:
-            _expand(graph, x, _decoding(read), read.q, read.whole)
+            form: Any = {"row": read.row, "format": read.format, "elements": read.elements, "dtype": read.dtype}
+            _expand(graph, x, partial(block_codec.loaded, **form), read.q, read.whole)
 
 
 def _replace(graph: Graph, node: Node, call: StoreBlocks | LoadBlocks) -> None:
@@ -84,34 +86,18 @@ def _put(graph: Graph, node: Node, new: Node) -> None:
 # What Inductor fuses.
 
 
-def _encoding(cast: Quantize) -> Any:
-    fmt = find_blocks(cast.format)
-
-    def encode(x: Tensor, *others: Tensor) -> Tensor:
-        seed = block_codec.salted(others[0], cast.row) if cast.seed is not None else None
-        return block_codec.records(
-            block_codec.encode(x, fmt, others[-1] if cast.whole is not None else None, seed), fmt
-        )
-
-    return encode
-
-
-def _decoding(read: Dequantize) -> Any:
-    fmt = find_blocks(read.format)
-
-    def decode(q: Tensor, *whole: Tensor) -> Tensor:
-        return block_codec.decode(block_codec.from_records(q, fmt), fmt, read.elements, *whole).to(read.dtype)
-
-    return decode
-
-
 def _expand(graph: Graph, node: Node, function: Any, *tensors: Node | None) -> None:
-    """Trace a function of ``tensors``, whose shapes are known, those that are None left out, and copy it in."""
+    """Trace a function of ``tensors``, whose shapes are known, and copy it in."""
     inputs = [n for n in tensors if n is not None]
     vals = [tensor_of(n) for n in inputs]
     with compat.FakeTensorMode():
         examples = [torch.empty(val.shape, dtype=val.dtype, device="cpu") for val in vals]
-    template = make_fx(function, decomposition_table=compat.decompositions(), tracing_mode="fake")(*examples)
+
+    def traced(*given: Tensor) -> Any:
+        left = iter(given)
+        return function(*(None if n is None else next(left) for n in tensors))
+
+    template = make_fx(traced, decomposition_table=compat.decompositions(), tracing_mode="fake")(*examples)
     with graph.inserting_before(node):
         _put(graph, node, inline(graph, template, tuple(inputs), vals[0].device))
 

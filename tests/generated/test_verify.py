@@ -18,7 +18,7 @@ from fxprec.driver.lowering import Lowering
 from fxprec.driver.verify import checked_run
 from fxprec.ir import symbolic
 from fxprec.kernels import casts, coded_gemms
-from fxprec.numerics import block_device, stats
+from fxprec.numerics import block_codec, block_device, stats
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import parse
 from fxprec.passes.lowering.blocks import BlockCall, lower_blocks
@@ -27,7 +27,6 @@ from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.runtime.cpu import ops
 from fxprec.runtime.cpu.params import params_of
-from fxprec.runtime.reference_blocks import dequantize_blocks, quantize_blocks
 
 
 def graph_and_inputs():
@@ -102,11 +101,11 @@ def a_call(kind: str) -> tuple[Any, tuple[Any, ...], Any]:
         return coded_gemms.TRANSPOSE_CODES, (q,), q.t().contiguous()
     if kind == "store blocks":
         args = torch.randn(100), None, None, 3, "mxfp6"
-        return casts.StoreBlocks.target, args, quantize_blocks(*args)
+        return casts.StoreBlocks.target, args, block_codec.stored(*args)
     if kind == "load blocks":
-        q = quantize_blocks(torch.randn(100), None, None, 3, "mxfp6")
+        q = block_codec.stored(torch.randn(100), None, None, 3, "mxfp6")
         args = q, None, 3, "mxfp6", 100, torch.float32
-        return casts.LoadBlocks.target, args, dequantize_blocks(*args)
+        return casts.LoadBlocks.target, args, block_codec.loaded(*args)
     if kind == "native gemm":
         a, b = torch.randn(16, 32).to(torch.float8_e4m3fn), torch.randn(32, 16).to(torch.float8_e4m3fn)
         exact = (a.double() @ b.double()) * 0.25

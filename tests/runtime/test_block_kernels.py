@@ -7,8 +7,8 @@ import torch
 from block_samples import FORMATS, KINDS, ids, numbers
 
 from fxprec.errors import NativeArgumentError
+from fxprec.numerics import block_codec
 from fxprec.numerics.blocks import BlockFormat
-from fxprec.runtime import reference_blocks as reference
 from fxprec.runtime.cpu import blocks as cpu
 
 
@@ -24,10 +24,10 @@ def test_cpu_kernels_give_the_references_bits(fmt: BlockFormat) -> None:
         for count, seed in ((3 * fmt.block, None), (5 * fmt.block + 5, 12345), (1, 3), (0, None)):
             x = numbers(kind, count)
             seeds = None if seed is None else torch.tensor([seed], dtype=torch.int32)
-            whole = reference.tensor_scale(x, fmt.name) if fmt.tensor_scale else None
-            wanted = reference.quantize_blocks(x, seeds, whole, 7, fmt.name)
+            whole = block_codec.tensor_scale(x, fmt) if fmt.tensor_scale else None
+            wanted = block_codec.stored(x, seeds, whole, 7, fmt.name)
             found = cpu.store_blocks(x, seeds, whole, 7, fmt.name)
-            values = reference.dequantize_blocks(wanted, whole, 7, fmt.name, count, torch.float32)
+            values = block_codec.loaded(wanted, whole, 7, fmt.name, count, torch.float32)
             known = ~values.isnan().view(-1)[:: fmt.block] if count else torch.zeros(0, dtype=torch.bool)
             assert torch.equal(found[known], wanted[known])  # the codes of a NaN block mean nothing
             for dtype in (torch.float32, torch.bfloat16):
@@ -37,7 +37,7 @@ def test_cpu_kernels_give_the_references_bits(fmt: BlockFormat) -> None:
 def test_any_layout_and_dtype_is_read_in_row_major_order() -> None:
     x = torch.randn(6, 10, 40)
     for strided in (x.transpose(0, 2), x[:, ::2, 3:], x.to(torch.bfloat16), x.to(torch.float16).permute(1, 0, 2)):
-        wanted = reference.quantize_blocks(strided, None, None, 0, "int4/64:bf16")
+        wanted = block_codec.stored(strided, None, None, 0, "int4/64:bf16")
         assert torch.equal(cpu.store_blocks(strided, None, None, 0, "int4/64:bf16"), wanted)
 
 
