@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import recorded_works
 from torch import Tensor, nn
 
 import fxprec
@@ -18,6 +19,7 @@ from fxprec.config.recipes import find_recipe
 from fxprec.errors import ConfigError, FxprecWarning, PlanError
 from fxprec.numerics import blocks
 from fxprec.passes.choose_crossings import AGAIN
+from fxprec.passes.analysis.saved_bytes import read_by_backward
 from fxprec.passes.store_blocks import SIGNS
 from fxprec.plan import Site
 from fxprec.report.explain import explain
@@ -113,6 +115,15 @@ def test_eight_bits_go_wherever_backward_reads_but_does_not_ask_for_a_sign():
     sites = by_name(planned("fp8+int8")[0])
     low = [s for s in sites.values() if s.reads == "backward" and s.format == "e4m3fn"]
     assert {s.saved_as or s.why.partition("its ")[2][:4] for s in low} == {"int8", "sign"}
+
+
+def test_what_backward_reads_in_blocks_counts_by_its_blocks():
+    read = {}
+    for recipe in ("fp8", "fp8+int8"):
+        with recorded_works() as works:
+            step(recipe)
+        read[recipe] = read_by_backward(works[0].joint)
+    assert read["fp8"] < read["fp8+int8"] < 1.02 * read["fp8"]
 
 
 class Skip(nn.Module):

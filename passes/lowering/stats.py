@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxprec.ir.symbolic import Count, Histogram, Quantize, is_in_blocks
+from fxprec.ir.symbolic import Count, Histogram, Quantize
 from fxprec.kernels.counts import Gathered
 from fxprec.passes.analysis.joint import results_of, set_results
 
@@ -27,7 +27,7 @@ def _add_beside(
 ) -> tuple[tuple[int, ...], list[Node]]:
     nodes: dict[int, Node] = {}
     for q, cast in Quantize.among(Quantize.nodes(graph)):
-        if cast.row in rows and cast.row not in nodes and not is_in_blocks(cast.format):
+        if cast.row in rows and cast.row not in nodes:
             with graph.inserting_before(q):
                 nodes[cast.row] = counter.like(cast).insert(graph)
     return tuple(nodes), list(nodes.values())

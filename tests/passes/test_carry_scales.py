@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -23,6 +24,7 @@ from test_casts_simulated import CNN, Program, Transformer
 from fxprec.config.recipes import HFP8, Recipe
 from fxprec.ir import symbolic
 from fxprec.passes.analysis.joint import is_backward
+from fxprec.passes.analysis.producers import producer_of
 from fxprec.plan.scales import Cast, GradientGemm, Join
 
 Made = TypeVar("Made")
@@ -214,6 +216,29 @@ def test_producers_are_recognised(storage: str) -> None:
     assert made.producer == "gemm"
     weight = next(s for s in sites if s.tensor == "2.weight")
     assert made.gemm == GradientGemm(length=4 * 9, gradient=casts["convolution_1"].row, operand=weight.id)
+
+
+@pytest.mark.parametrize(("fmt", "producer"), [("1-4-3+4", "gemm"), ("int8", "other")])
+def test_a_gemms_operand_in_blocks_says_nothing_of_its_product(fmt: str, producer: str) -> None:
+    """Nobody counts what is in blocks, and the scale of the product follows what is counted of both operands."""
+    graph = torch.fx.Graph()
+    gradient, x, table = (graph.placeholder(name) for name in ("gradient", "x", "table"))
+    stored = [
+        symbolic.Quantize(gradient, table, 1, "1-5-2", "packed").insert(graph),
+        symbolic.Quantize(x, table, 0, fmt, "packed").insert(graph),
+    ]
+    formats = ("1-5-2", fmt)
+    read = [
+        symbolic.Dequantize(q, table, symbolic.AS_STORED, f, "packed", torch.float32, 32 if f == "int8" else 0)
+        for q, f in zip(stored, formats, strict=True)
+    ]
+    factors = [
+        graph.call_function(torch.ops.aten.view.default, (call.insert(graph), list(shape)))
+        for call, shape in zip(read, ((8, 4), (4, 8)), strict=True)
+    ]
+    factors[0].meta["val"] = torch.empty(8, 4)
+    product = graph.call_function(torch.ops.aten.mm.default, tuple(factors))
+    assert producer_of(product, SimpleNamespace(of_backward_node={}), {stored[0]: 1})[0] == producer
 
 
 def test_scales_come_off_in_the_decode_of_a_gemm_where_there_is_one() -> None:

@@ -21,6 +21,7 @@ import fxprec.driver.compilation
 from fxprec.ir import symbolic
 from fxprec.ir.symbolic import CodedGemm
 from fxprec.passes.analysis import gemm_costs
+from fxprec.passes.analysis.coded_gemms import coded
 from fxprec.passes.analysis.gemm_costs import Costs, Gpu, Product
 from fxprec.passes.weigh_gemms import weigh
 
@@ -115,6 +116,13 @@ def test_a_step_over_codes_has_the_bits_of_the_decoded_step(
     for node in products:
         a, b = node.args[:2]
         assert (a.meta["val"].stride(1), b.meta["val"].stride(0)) == (1, 1), "both along the summed dimension"
+
+
+def test_what_is_in_blocks_is_decoded_for_a_gemm() -> None:
+    graph = torch.fx.Graph()
+    q, table = graph.placeholder("q"), graph.placeholder("table")
+    read = symbolic.Dequantize(q, table, 0, "int8", "packed", torch.float32, 512).insert(graph)
+    assert coded(read) == "an operand is not stored in a planned format"
 
 
 class Attention(nn.Module):

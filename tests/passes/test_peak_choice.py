@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxprec.ir.symbolic import Quantize
 from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
@@ -149,6 +150,16 @@ def test_a_number_written_over_a_constant_is_compared_instead() -> None:
         node = graph.call_function(aten.scatter.value, (written, 1, places, -1.0))
         node.meta["val"] = torch.empty(4, 8)
         assert kind_of(node) is (Kind.FUSED if written.op == "call_function" else Kind.EXTERN)
+
+
+def test_a_cast_is_part_of_a_loop_but_not_one_to_blocks() -> None:
+    """A block's scale is known when all of its elements are: a kernel of its own reads them twice."""
+    graph = Graph()
+    x, table = graph.placeholder("x"), graph.placeholder("table")
+    for fmt, kind in (("e4m3fn", Kind.FUSED), ("int4", Kind.EXTERN)):
+        q = Quantize(x, table, 0, fmt, "native").insert(graph)
+        q.meta["val"] = torch.empty(4)
+        assert kind_of(q) is kind
 
 
 def chooser_of(model: nn.Module, x: torch.Tensor, **options: Any) -> Chooser:

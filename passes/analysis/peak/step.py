@@ -15,8 +15,7 @@ import sympy
 from torch.fx import Node
 
 from fxprec.config.processor import Processor
-from fxprec.ir.symbolic import QUANTIZE, Dequantize, Quantize
-from fxprec.ir.symbolic_blocks import DEQUANTIZE_BLOCKS
+from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Dequantize, Quantize, is_in_blocks
 from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.joint import JointGraph, numel_expr, numel_hint, tensor_of, value
@@ -114,8 +113,7 @@ class Step:
 
     def _is_read_back(self, node: Node, decoded: Collection[Node]) -> bool:
         """Say whether only backward computes a node, without a gradient, or from a stored copy."""
-        is_decode = node.target is DEQUANTIZE_BLOCKS
-        return is_decode or self.joint.in_backward(node) or any(n in decoded for n in node.all_input_nodes)
+        return node.target is DEQUANTIZE or self.joint.in_backward(node) or any(n in decoded for n in node.all_input_nodes)
 
     def _copied(self, cast: Quantize) -> Format | None:
         """Return the format of the copy that is made of an input; None of any other value."""
