@@ -18,8 +18,8 @@ from fxprec import Backend, Config, Plan, Recipe
 from fxprec.config.recipes import find_recipe
 from fxprec.errors import ConfigError, FxprecWarning, PlanError
 from fxprec.numerics import blocks
-from fxprec.passes.choose_crossings import AGAIN
 from fxprec.passes.analysis.saved_bytes import read_by_backward
+from fxprec.passes.choose_crossings import AGAIN
 from fxprec.passes.store_blocks import SIGNS
 from fxprec.plan import Site
 from fxprec.report.explain import explain

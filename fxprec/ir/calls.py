@@ -76,11 +76,11 @@ class Call:
     ) -> None:
         if not op:
             return
+        assert fake is not None, f"fxprec::{op} has no fake"
         cls.op, cls.kinds = op, _arguments(cls)
         cls.defaults = {name: getattr(cls, name, _REQUIRED) for name in cls.kinds}
         arguments = ", ".join(f"{kind} {name}{_default(cls.defaults[name])}" for name, kind in cls.kinds.items())
         _library.define(f"{op}({arguments}) -> {returns}", tags=tuple(tags))
-        assert fake is not None, f"fxprec::{op} has no fake"
         torch.library.register_fake(f"fxprec::{op}", lambda *args: fake(cls(*args)))
         cls.target = getattr(torch.ops.fxprec, op).default
         _DECLARED[cls.target] = cls

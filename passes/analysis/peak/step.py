@@ -15,7 +15,7 @@ import sympy
 from torch.fx import Node
 
 from fxprec.config.processor import Processor
-from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, Dequantize, Quantize, is_in_blocks
+from fxprec.ir.symbolic import QUANTIZE, Dequantize, Quantize, is_in_blocks
 from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.joint import JointGraph, numel_expr, numel_hint, tensor_of, value
@@ -113,7 +113,8 @@ class Step:
 
     def _is_read_back(self, node: Node, decoded: Collection[Node]) -> bool:
         """Say whether only backward computes a node, without a gradient, or from a stored copy."""
-        return node.target is DEQUANTIZE or self.joint.in_backward(node) or any(n in decoded for n in node.all_input_nodes)
+        is_decode = Dequantize.match(node) is not None and is_in_blocks(node)
+        return is_decode or self.joint.in_backward(node) or any(n in decoded for n in node.all_input_nodes)
 
     def _copied(self, cast: Quantize) -> Format | None:
         """Return the format of the copy that is made of an input; None of any other value."""
@@ -124,8 +125,11 @@ class Step:
     def _is_cast(self, q: Node) -> bool:
         """Say whether a value of forward is stored to be decoded for backward, and nothing else reads its codes.
 
-        A decode that takes a gradient's scale off is an operator of backward that reads the codes.
+        What is in blocks stays so. A decode that takes a gradient's scale off is an operator of backward that reads the
+        codes.
         """
+        if is_in_blocks(q):
+            return False
         reads = [Dequantize.match(user) for user in q.users]
         return not self.joint.in_backward(q) and all(read is not None and read.is_as_stored for read in reads)
 
