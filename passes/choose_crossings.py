@@ -1,10 +1,11 @@
 """Choose what crosses from forward to backward and in which form; the rest is computed again there.
 
 Backward asks for values of forward. The chooser (`analysis.peak`) takes the choice of least time: with a peak budget
-among those that never hold more, without one at a price a byte. `casts.ways` makes it real, and the partition follows
-the graph.
+among those that never hold more, under torch's ``activation_memory_budget`` among those that save no more, without
+either at a price a byte. `casts.ways` makes it real, and the partition follows the graph.
 
-Where the user's checkpointing, or torch's ``activation_memory_budget``, says what is saved, torch's min-cut chooses.
+Where the user's checkpointing says what is saved, torch's min-cut chooses: a region is computed again casts and all,
+and what is read low of it lies in 8 bits there too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fxprec.passes.analysis.peak.needs import Needs, find_formats, needs_of
 from fxprec.passes.analysis.peak.other_sizes import other_sizes
 from fxprec.passes.analysis.peak.problem import FEW, KEEP, NARROW, Problem, is_on_host
 from fxprec.passes.analysis.peak.progress import Progress
+from fxprec.passes.analysis.peak.share import within_share
 from fxprec.passes.base import GivenPeak, Work
 from fxprec.passes.casts.ways import Rewrite
 from fxprec.passes.compute_high import UNREAD
@@ -45,9 +47,8 @@ class ChooseCrossings:
 
 
 def _is_free(work: Work) -> bool:
-    """Say whether neither the user nor torch's own budget says what is saved."""
-    is_asked = work.memory_budget < 1 or regions.are_in(work.joint.graph)
-    return bool(work.joint.tangents) and not is_asked
+    """Say whether it trains and no checkpoint of the user's says what is saved."""
+    return bool(work.joint.tangents) and not regions.are_in(work.joint.graph)
 
 
 def _choose(work: Work) -> None:
@@ -58,7 +59,8 @@ def _choose(work: Work) -> None:
     # A byte is worth one pass over it: else what is read low alone would be kept wide within another value.
     price, inputs = 1 / rates.bytes_per_s, _inputs(work, needs)
     problem = Problem(replace(needs, few={}), rates, ("narrow",), price=price, inputs=inputs)
-    fit = Chooser(problem).unlimited
+    share = work.memory_budget
+    fit = Chooser(problem).unlimited if share == 1 else within_share(problem, share)
     Rewrite(work, needs, fit).rewrite()
     work.is_cut = True
     _tell_of_copies(work, needs, fit)

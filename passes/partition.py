@@ -3,11 +3,11 @@
 It runs once torch's own joint passes are over. Where choose-crossings has chosen, the graph says all of it: what
 backward repeats is made by nodes of its own, and what they read of forward crosses (`cut`).
 
-Where the user recomputes (`regions`), or bounds what torch saves, torch's min-cut chooses, and is told of stored
+Where the user recomputes (`regions`), and in storage ``simulate``, torch's min-cut chooses, and is told of stored
 copies: a copy is saved, and what is decoded from it is repeated. An opaque ``dequantize`` could not be repeated, so it
 would save the wide result. In a region a stored copy is recomputed with the tensor it copies, but at the region's
-boundary, which is saved as its stored copy. Under an ``activation_memory_budget`` no copy must be saved: torch's
-partition chooses among them.
+boundary, which is saved as its stored copy. Under an ``activation_memory_budget`` beside regions no copy must be saved:
+torch's partition chooses among them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.crossings import crossings, is_copy_of_parameter, wanted_by_backward
 from fxprec.passes.analysis.joint import has_tag, is_backward, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
+from fxprec.passes.analysis.peak.kernels import draws
 from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.base import Work
 from fxprec.passes.casts.upsampled import sum_upsampled
@@ -73,7 +74,7 @@ def tidy(gm: GraphModule) -> list[Node]:
     """Do what torch's own passes would undo; return what has to be saved for it."""
     kept = copy_written_inputs(gm.graph)
     sum_upsampled(gm.graph)
-    compat.keep_random_numbers(gm.graph)
+    compat.keep_random_numbers(gm.graph, [node for node in gm.graph.nodes if draws(node)])
     return kept
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ def memory_budget(graph: Graph) -> float:
     return next((b for n in graph.nodes if (b := _annotated_budget(n)) is not None), budget)
 
 
-def keep_random_numbers(graph: Graph) -> None:
+def keep_random_numbers(graph: Graph, drawn: Sequence[Node]) -> None:
     """Under a memory budget, have what is random saved: recomputed, a dropout would draw another mask (torch 2.13).
 
     Of a random number that Inductor generates that is its seed. A budget of 0 would save nothing whatever is marked.
@@ -31,7 +31,6 @@ def keep_random_numbers(graph: Graph) -> None:
     budget = memory_budget(graph)
     if budget == 1:
         return
-    drawn = [n for n in graph.nodes if _draws(n)]
     for node in drawn:
         node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
     if budget == 0 and drawn:
@@ -39,18 +38,6 @@ def keep_random_numbers(graph: Graph) -> None:
             node.meta["memory_budget"] = _NEXT_TO_NOTHING
             if _annotated_budget(node) is not None:
                 node.meta["custom"] = {**node.meta["custom"], _BUDGET_KEY: _NEXT_TO_NOTHING}
-
-
-def _draws(node: Node) -> bool:
-    """Say whether a node draws random numbers: attention is tagged so, and draws none where it drops nothing."""
-    target: Any = node.target
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return False
-    arguments: dict[str, Any] = {}
-    for i, argument in enumerate(target._schema.arguments):
-        given = node.args[i] if i < len(node.args) else argument.default_value
-        arguments[argument.name] = node.kwargs.get(argument.name, given)
-    return arguments.get("dropout_p") != 0
 
 
 _NEXT_TO_NOTHING = 1e-9

@@ -162,7 +162,7 @@ def over_ratio(budget: float, read: int, saved: int, forward: Graph, num_outputs
     where = f"{made.name} ({module})" if module else made.name
     return Notice(
         f"activation_memory_budget={budget:g}",
-        f"{readable(saved)} are saved for backward, {saved / read:.2f} of what it reads: torch's partitioner finds no "
-        f"less, or has to save it; the largest is {where}, {readable(size)}. torch.utils.checkpoint around a module "
+        f"{readable(saved)} are saved for backward, {saved / read:.2f} of what it reads, and no choice was found "
+        f"that saves less; the largest is {where}, {readable(size)}. torch.utils.checkpoint around a module "
         "saves what the module starts from and nothing else of it",
     )

@@ -102,14 +102,25 @@ def can_repeat(node: Node) -> bool:
     if (
         node.target is QUANTIZE
         or node.op != "call_function"
-        or node.is_impure()
+        or node.is_impure(impure_random=False)  # `draws` knows better
         or node.target in ops.MUTATIONS
         or _decides(made_by(node))
     ):
         return False
-    if has_tag(node, torch.Tag.nondeterministic_seeded) or has_tag(made_by(node), torch.Tag.nondeterministic_seeded):
+    if draws(node) or draws(made_by(node)):
         return False
     return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+
+
+def draws(node: Node) -> bool:
+    """Say whether a node draws random numbers: attention is tagged so, and draws none where it drops nothing."""
+    if not has_tag(node, torch.Tag.nondeterministic_seeded):
+        return False
+    target: Any = node.target
+    for i, asked in enumerate(target._schema.arguments):
+        if asked.name == "dropout_p":
+            return node.kwargs.get("dropout_p", argument(node, i, asked.default_value)) != 0
+    return True
 
 
 def _decides(node: Node) -> bool:
