@@ -1,4 +1,4 @@
-"""A fixed part of torch's op_db in the gate, and the table that is measured with it.
+"""A fixed part of torch's op_db and module_db in the gate, and the table that is measured with it.
 
 The names are those that were wrong once, and some of each kind. All of op_db: `python -m benchmarks.yardsticks op_db`.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.yardsticks import conditioning, exercise, op_db
+from benchmarks.yardsticks import conditioning, exercise, module_db, op_db
 from fxprec.ir.operators import measured
 
 WRONG_ONCE = {
@@ -58,6 +58,20 @@ def test_an_operator_of_op_db_is_as_right_as_autocast(name: str, recipe: str) ->
     row = op_db.measured(operators()[name], 1, [recipe], seconds=60)
     assert row.samples == 1, row.left_out
     assert row.cells[recipe].verdict == op_db.PASSED, row.cells[recipe]
+
+
+@functools.cache
+def modules() -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {module.name: module for module in module_db.modules()}
+
+
+@pytest.mark.parametrize("name", ["nn.Linear", "nn.BatchNorm2d", "nn.MultiheadAttention", "nn.LSTMCell", "nn.Conv1d"])
+def test_a_module_of_module_db_is_as_right_as_autocast(name: str) -> None:
+    row = op_db.measured(modules()[name], 1, ["fp8"], seconds=60)
+    assert row.samples == 1, row.left_out
+    assert row.cells["fp8"].verdict == op_db.PASSED, row.cells["fp8"]
 
 
 def test_an_operator_of_two_results() -> None:

@@ -5,6 +5,7 @@
     python -m benchmarks.yardsticks op_db --only tanh linalg.inv
     python -m benchmarks.yardsticks op_db --sample 40   # drawn by a fixed seed
     python -m benchmarks.yardsticks op_db --recipes fp32      # through Inductor: 5 s each
+    python -m benchmarks.yardsticks module_db           # every module of torch's module_db, by the same rules
     python -m benchmarks.yardsticks sensitivity         # writes fxprec/ir/operators/measured.json: 10 minutes
 
 Columns: plain torch in float32 (eager), `torch.autocast` in bfloat16, and fxprec's recipes; each operator passed,
@@ -28,9 +29,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import machine
-from benchmarks.yardsticks import conditioning, op_db
+from benchmarks.yardsticks import conditioning, exercise, module_db, op_db
 from benchmarks.yardsticks.op_db import COLUMNS, FAILED, LEFT_OUT, PASSED, RECIPES, REFUSED, Row
 
+SUITES: dict[str, Callable[[], list[Any]]] = {"op_db": exercise.operators, "module_db": module_db.modules}
 BY_THE_REFERENCE = [name for name in RECIPES if name != "fp32"]
 
 
@@ -47,17 +49,17 @@ def summary(rows: list[Row]) -> dict[str, dict[str, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=["op_db", "sensitivity"])
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these operators, as op_db names them")
-    parser.add_argument("--sample", type=int, metavar="N", help="N operators, drawn by a fixed seed")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="inputs of each operator, of other shapes")
+    parser.add_argument("suite", choices=[*SUITES, "sensitivity"])
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these, as the suite names them")
+    parser.add_argument("--sample", type=int, metavar="N", help="N of the suite, drawn by a fixed seed")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="inputs of each, of other shapes")
     parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=BY_THE_REFERENCE)
-    parser.add_argument("--seconds", type=int, default=60, help="an operator's time")
+    parser.add_argument("--seconds", type=int, default=60, help="the time of one of the suite")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)  # Dynamo tells of every graph break
     torch.set_num_threads(1)
     try:
-        operators = op_db.chosen(args.only, args.sample)
+        operators = op_db.chosen(SUITES.get(args.suite, exercise.operators)(), args.only, args.sample)
     except LookupError as error:
         parser.error(str(error))
     is_whole = not args.only and args.sample is None
@@ -70,7 +72,7 @@ def main() -> None:
 def _judge(operators: list[Any], args: argparse.Namespace, is_whole: bool) -> None:
     rows = []
     print(f"{'operator':44} {' '.join(f'{name:>8}' for name in COLUMNS)}")
-    with _progress("op_db", len(operators)) as tick:
+    with _progress(args.suite, len(operators)) as tick:
         for row in op_db.rows(operators, args.samples, args.recipes, args.seconds):
             rows.append(row)
             print(op_db.text_of(row), flush=True)
@@ -79,7 +81,7 @@ def _judge(operators: list[Any], args: argparse.Namespace, is_whole: bool) -> No
     for column, verdicts in found.items():
         print(f"{column:9}", "  ".join(f"{verdict} {count}" for verdict, count in verdicts.items()))
     if is_whole:
-        print(machine.save("yardsticks-op_db", {"summary": found, "operators": [asdict(row) for row in rows]}))
+        print(machine.save(f"yardsticks-{args.suite}", {"summary": found, "operators": [asdict(row) for row in rows]}))
     raise SystemExit(any(verdicts[FAILED] for name, verdicts in found.items() if name in RECIPES))
 
 

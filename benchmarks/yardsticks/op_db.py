@@ -203,13 +203,12 @@ def _late(seconds: int, *_: object) -> None:
     raise TimeoutError(f"longer than {seconds} s")
 
 
-def chosen(only: list[str], sample: int | None) -> list[Any]:
-    """Return the operators of these names, or ``sample`` of all, drawn by a fixed seed. Raises `LookupError`."""
-    all_ = exercise.operators()
+def chosen(all_: list[Any], only: list[str], sample: int | None) -> list[Any]:
+    """Return those of these names, or ``sample`` of all, drawn by a fixed seed. Raises `LookupError`."""
     if only:
         found = [op for op in all_ if {op.name, exercise.name_of(op)} & set(only)]
         if missing := set(only) - {n for op in found for n in (op.name, exercise.name_of(op))}:
-            raise LookupError(f"op_db has no operator {', '.join(sorted(missing))} with float32 gradients on CPU")
+            raise LookupError(f"the suite has no {', '.join(sorted(missing))} with float32 gradients on CPU")
         return found
     if sample is None:
         return all_
