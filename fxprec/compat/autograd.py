@@ -111,3 +111,12 @@ def without_source(node: Node) -> Node:
     """Return an input that is no input of Dynamo's: AOTAutograd asks each for its name."""
     node._dynamo_source = None
     return node
+
+
+without_torch_function: Any = torch._C._disabled_torch_function_impl
+"""A tensor subclass' ``__torch_function__`` that leaves results as they are."""
+
+
+def will_run(node: Any) -> bool:
+    """Say whether the backward pass under way runs a node of autograd. Raises `RuntimeError` in autograd.grad()."""
+    return bool(torch._C._will_engine_execute_node(node))

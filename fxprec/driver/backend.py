@@ -48,7 +48,8 @@ class Backend(Watched):
     One backend serves every graph of one model: Dynamo calls it once per captured graph. Equal layers that are compiled
     with one backend share a capture, and each has a graph of its own, in the order of their first calls.
 
-    A ``recorder`` sees every half that runs.
+    A ``recorder`` sees every half that runs. An ``optimizer`` of `fxprec.optim` steps parameters inside of backward; a
+    copy of the backend has none. Raises `ConfigError` for an optimizer of another class.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Backend(Watched):
         *,
         dump: DumpFolder | None = None,
         recorder: Recorder | None = None,
+        optimizer: object = None,
     ) -> None:
         WATCH.keep(self)  # now: a frame may be left uncompiled before the backend is called
         self.config = config or Config()
@@ -69,6 +71,11 @@ class Backend(Watched):
         self._skips = StepSkipper(self._controllers) if is_dynamic else None
         given = None if self.config.plan is None else as_edited(Plan.load(self.config.plan))
         self._model = Model(self._settings, given, self._skips, dump or DumpFolder.of(self.config), recorder)
+        if optimizer is not None:
+            from fxprec.driver.updates import stepper_of  # few runs want it
+            from fxprec.runtime.optim.in_backward import InBackward
+
+            self._model.binding = InBackward(stepper_of(optimizer))
         self._graphs: Sequence[PlannedGraph] = self._model.all
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fxprec.driver.joint_compilation import JointCompilation
     from fxprec.driver.memory import StepMemory
     from fxprec.driver.record import Recorder, TensorDump
+    from fxprec.driver.updates import Updates
     from fxprec.report.folder import GraphDump
 
 log = logging.getLogger(__name__)  # TORCH_LOGS="fxprec" shows it, "+fxprec" the passes too
@@ -66,6 +67,8 @@ class Compiler:
     tensors: TensorDump | None = None
     memory: StepMemory | None = None
     """Compares the first step with the plan, under a peak budget."""
+    updates: Updates | None = None
+    """What backward steps, where an optimizer is given."""
 
     @classmethod
     def of(
@@ -123,6 +126,11 @@ class Compiler:
                     return found
                 captured = replace(captured, capacity=found.capacity)
 
+    @property
+    def stepped(self) -> tuple[int, ...]:
+        """Positions among the graph's inputs of the parameters that backward steps."""
+        return () if self.updates is None or self.recorder is not None else tuple(self.updates.stepped)
+
     def look(self, captured: Captured, step: int) -> PeakBytes | None:
         """Return what the passes find of other peak budgets, and compile nothing."""
         with captured.tracing() as examples:
@@ -135,6 +143,8 @@ class Compiler:
         run = named_launches(run, lowered.kernel_names, f"{self.log.name}'s {half} half")
         if self.memory is not None:
             run = self.memory.watch(run, half)
+        if self.updates is not None and half == "backward":
+            run = self.updates.around(run)
         return with_stats(run, lowered, num_outputs, self.queue)
 
     def _key(self, captured: Captured, given: Plan | None) -> str | None:
@@ -145,7 +155,7 @@ class Compiler:
         held = self.settings.peak_budget is not None or (given is not None and given.peak_bytes is not None)
         if callable(self.settings.asked.policy) or held:  # a plan held to its peak may be refused once it is compiled
             return None
-        more = (self.budget.fixed, self.lowering.name, sorted(self.lowering.without))
+        more = (self.budget.fixed, self.lowering.name, sorted(self.lowering.without), self.stepped)
         return plan_key(self.settings, captured, given, self.trained(), more)
 
 

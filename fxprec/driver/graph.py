@@ -32,6 +32,7 @@ from fxprec.runtime.stats import NO_CAPTURE
 if TYPE_CHECKING:
     from fxprec.driver.model import Model
     from fxprec.report.folder import GraphDump
+    from fxprec.runtime.optim.in_backward import InBackward
 
 log = logging.getLogger(__name__)
 MAX_GIVEN_UP = 3
@@ -94,6 +95,13 @@ class PlannedGraph:
     @property
     def step(self) -> int:
         return 0 if self.controller is None else self.controller.step
+
+    def step_in_backward(self, binding: InBackward, args: Sequence[Any]) -> None:
+        """Let backward step what it may of the parameters among ``args``; before `compile`."""
+        from fxprec.driver.updates import Updates  # few runs want it
+
+        updates = Updates.of(binding, self.captured.inputs, args, self.settings, self._log)
+        self.compiler = replace(self.compiler, updates=updates)
 
     def compile(self, given: Plan | None) -> None:
         """Compile for the first time: for a plan, or for one to be solved."""
@@ -171,6 +179,8 @@ class PlannedGraph:
         if compiled.peak_sizes is not None and (excess := compiled.peak_sizes.excess(args)) is not None:
             self._log.tell("peak_budget", f"{excess}; give it smaller batches", step=self.step)
         results = version(*args)
+        if self.compiler.updates is not None:
+            self.compiler.updates.saw_forward(results)
         if self.controller is not None:
             if self.is_training:
                 check_backward(results, Versions(compiled.copied, self.captured.inputs, args))

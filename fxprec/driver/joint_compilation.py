@@ -27,6 +27,8 @@ from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.peak.step import drawn
 from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, read_by_backward
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
+from fxprec.passes.apply_updates import insert as insert_updates
+from fxprec.passes.apply_updates import settle as settle_updates
 from fxprec.passes.base import Work
 from fxprec.passes.lowering.lowered import Generated
 from fxprec.passes.lowering.nonfinite import keep_nonfinite
@@ -119,7 +121,12 @@ class JointCompilation:
         if self.partitioned is None or not JointGraph(gm.graph, self.captured.inputs).has_table:
             return as_torch_does(gm, inputs, **options)
         assert self.partitioned.work.joint.graph is gm.graph, "torch's passes edit the graph, and make no other"
-        return self.partitioned(gm, inputs, **options)
+        stepped = self.compiler.stepped
+        if not self.is_training or not insert_updates(JointGraph(gm.graph, self.captured.inputs), stepped):
+            return self.partitioned(gm, inputs, **options)
+        forward, backward = self.partitioned(gm, inputs, **options)
+        settle_updates(forward, backward)
+        return forward, backward
 
     def _work(self, joint: JointGraph) -> Work:
         part = self.compiler.peak.part

@@ -22,6 +22,7 @@ from fxprec.runtime.scaling.skip_steps import StepSkipper
 
 if TYPE_CHECKING:
     from fxprec.driver.record import Recorder
+    from fxprec.runtime.optim.in_backward import InBackward
 
 
 class Model:
@@ -39,6 +40,7 @@ class Model:
         recorder: Recorder | None,
     ) -> None:
         self.settings, self.skips, self.recorder = settings, skips, recorder
+        self.binding: InBackward | None = None  # of the optimizer that backward steps parameters of
         self.shared_peak = SharedPeak(settings)
         self.all: list[PlannedGraph] = []
         self._given, self._dump = given, dump
@@ -58,7 +60,7 @@ class Model:
 
     # Making graphs.
 
-    def compiled(self, captured: Captured, parameters: Parameters) -> PlannedGraph:
+    def compiled(self, captured: Captured, parameters: Parameters, args: Sequence[Any]) -> PlannedGraph:
         """Compile a graph for the layer with these parameters; it takes over the state saved for it."""
         identity = captured.identity
         dropped = saved_state.likeliest(identity, self._dropped, lambda g: g.captured.identity)
@@ -67,7 +69,7 @@ class Model:
         kept, mismatch = None if old is None else old.state_dict(), None
         for saved in waiting or ([] if kept is None else [SavedGraph(kept)]):
             try:
-                graph = self._built(captured, parameters, saved)
+                graph = self._built(captured, parameters, saved, args)
             except PlanError as error:
                 mismatch = error
             else:
@@ -78,16 +80,20 @@ class Model:
                 raise mismatch
             if mismatch is not None:
                 old = None  # another model with parameters of the same names
-            graph = self._built(captured, parameters, None)
+            graph = self._built(captured, parameters, None, args)
         if old is not None:
             old.is_replaced = True
             self._dropped.remove(old)
         self.all.append(graph)
         return graph
 
-    def _built(self, captured: Captured, parameters: Parameters, saved: SavedGraph | None) -> PlannedGraph:
+    def _built(
+        self, captured: Captured, parameters: Parameters, saved: SavedGraph | None, args: Sequence[Any]
+    ) -> PlannedGraph:
         dump = None if self._dump is None else self._dump.graph(len(self.all))
         graph = PlannedGraph(captured, parameters, self, dump)
+        if self.binding is not None and captured.identity.is_training:
+            graph.step_in_backward(self.binding, args)
         graph.compile(self._given_to(captured) if saved is None else saved.plan)
         if saved is not None and graph.controller is not None:
             graph.controller.load_state_dict(saved.state)
@@ -187,7 +193,7 @@ class Layers:
 
     def __init__(self, model: Model, captured: Captured, args: Sequence[Any]) -> None:
         self._model, self._names = model, Parameters.names_of(captured.inputs)
-        self._graphs = [model.compiled(captured, Parameters(self._names, args))]
+        self._graphs = [model.compiled(captured, Parameters(self._names, args), args)]
         self._last_of: weakref.WeakValueDictionary[int, PlannedGraph] = weakref.WeakValueDictionary()
 
     def __call__(self, *args: Any) -> Any:
@@ -202,7 +208,7 @@ class Layers:
         with compat.compile_lock:  # another thread may bring the same layer
             found = next((g for g in self._graphs if g.parameters.may_be(args)), None)
             if found is None:
-                found = self._model.compiled(self._graphs[0].captured, Parameters(self._names, args))
+                found = self._model.compiled(self._graphs[0].captured, Parameters(self._names, args), args)
                 self._graphs.append(found)
             self._last_of[key] = found
         return found

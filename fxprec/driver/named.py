@@ -54,7 +54,7 @@ class _NamedBackend(Watched):
     ) -> Callable[..., Any]:
         wrapper = compat.calling_wrapper()
         try:
-            backend = Backend(self.config(options, mode)) if wrapper is None else self.backend_of(wrapper)
+            backend = self.made(options, mode) if wrapper is None else self.backend_of(wrapper)
         except FxprecError as error:
             raise compat.through_dynamo(error) from error
         return backend(gm, example_inputs)
@@ -63,9 +63,15 @@ class _NamedBackend(Watched):
         found = getattr(wrapper, "fxprec_backend", None)
         if found is None:
             given: Mapping[str, Any] = wrapper.kwargs  # type: ignore[attr-defined]
-            found = Backend(self.config(given.get("options"), given.get("mode")))
+            found = self.made(given.get("options"), given.get("mode"))
             wrapper.fxprec_backend = found  # type: ignore[attr-defined]
         return found
+
+    def made(self, options: Mapping[str, Any] | None, mode: str | None) -> Backend:
+        """Return a backend for what ``torch.compile`` was given: the optimizer is no part of its config."""
+        rest = dict(options or {})
+        optimizer = rest.pop("optimizer", None)
+        return Backend(self.config(rest, mode), optimizer=optimizer)
 
     def config(self, options: Mapping[str, Any] | None, mode: str | None) -> Config:
         """Return the config of what ``torch.compile`` was given; it takes options or a mode, not both."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxprec.errors import ConfigError, FxprecWarning, GradientError
+from fxprec.runtime.optim.applied import is_held
 from fxprec.runtime.optim.options import name_of
 from fxprec.runtime.optim.rounding import nearest
 from fxprec.runtime.optim.rule import Rule
@@ -18,7 +19,7 @@ from fxprec.runtime.optim.rule import Rule
 def check_gradients(groups: list[dict[str, Any]]) -> None:
     """Raise for sparse gradients, and for non-finite ones in groups with ``error_if_nonfinite``."""
     for position, group in enumerate(groups):
-        given = [(i, p.grad) for i, p in enumerate(group["params"]) if p.grad is not None]
+        given = [(i, p.grad) for i, p in enumerate(group["params"]) if is_held(p.grad)]
         for index, grad in given:
             if grad.layout != torch.strided:
                 raise ConfigError(

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
+from fxprec.errors import ConfigError
 from fxprec.runtime.optim import cpp, guards, reference, scalars
+from fxprec.runtime.optim.applied import is_held
 from fxprec.runtime.optim.cancelled import By, CancelledRow, CancelledSteps, Counts, History, by_layer
 from fxprec.runtime.optim.local import dense_row, is_dense, place_of
 from fxprec.runtime.optim.options import OWN, check_group, name_of, rule_of
@@ -71,10 +73,25 @@ class Stepper(Optimizer):
         if any(every):
             self._history.note(self._counts(), min(n for n in every if n))
 
+    @torch.no_grad()
+    def step_one(self, param: Tensor, gradient: Tensor) -> None:
+        """Step one parameter by a gradient that is not its ``grad``, as `step` would."""
+        first = 0
+        for position, group in enumerate(self.param_groups):
+            index = next((i for i, p in enumerate(group["params"]) if p is param), None)
+            if index is not None:
+                rule = rule_of(group, self._algorithm, param.dtype)
+                if rule.update == "nearest" and rule.algorithm == "adamw" and not group.get("capturable"):
+                    self._warn_if_stuck(rule, group, position, list(range(len(group["params"]))))
+                self._step_batch(rule, group, self._batch(rule, group, [index], gradient), first)
+                return
+            first += len(group["params"])
+        raise ConfigError("the optimizer no longer holds a parameter that backward steps; compile the model anew")
+
     def _step_group(self, position: int, group: dict[str, Any], first: int) -> None:
         by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for index, param in enumerate(group["params"]):
-            if param.grad is not None:
+            if is_held(param.grad):
                 by_kind.setdefault((param.device, param.dtype), []).append(index)
         for (_, dtype), indices in by_kind.items():
             rule = rule_of(group, self._algorithm, dtype)
@@ -89,13 +106,15 @@ class Stepper(Optimizer):
             looked_at.add(position)
             guards.warn_if_stuck(rule, group, position, indices)
 
-    def _batch(self, rule: Rule, group: Mapping[str, Any], indices: list[int]) -> _Batch:
+    def _batch(
+        self, rule: Rule, group: Mapping[str, Any], indices: list[int], gradient: Tensor | None = None
+    ) -> _Batch:
         rows, steps, counts = [], [], []
         for index in indices:
             param = group["params"][index]
             state = self.state[param]
             self._fill_state(rule, group, param, state)
-            rows.append([param, param.grad, *(state[name] for name in rule.state)])
+            rows.append([param, param.grad if gradient is None else gradient, *(state[name] for name in rule.state)])
             if "step" in state:
                 steps.append(state["step"])
             if rule.statistics:

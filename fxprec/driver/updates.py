@@ -1,0 +1,125 @@
+"""Which parameters of a captured graph the backward half may step, for option ``optimizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from fxprec import compat
+from fxprec.config import Settings
+from fxprec.config.grad_scaling import LossScaling
+from fxprec.driver.event_log import EventLog
+from fxprec.driver.wrappers import Run
+from fxprec.errors import ConfigError
+from fxprec.passes.analysis.inputs import GraphInput
+from fxprec.runtime.optim.in_backward import InBackward, stepping
+from fxprec.runtime.optim.stepper import Stepper
+
+
+def stepper_of(optimizer: object) -> Stepper:
+    """Return the optimizer given. Raises `ConfigError` for one of another class."""
+    if not isinstance(optimizer, Stepper):
+        raise ConfigError(
+            f"optimizer is {type(optimizer).__name__}, whose step no kernel is known for; give it a fxprec.optim.AdamW "
+            "or SGD, or leave it out"
+        )
+    return optimizer
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What backward steps of one graph's parameters, by position among the graph's inputs."""
+
+    binding: InBackward
+    stepped: dict[int, Parameter]
+
+    @classmethod
+    def of(
+        cls,
+        binding: InBackward,
+        inputs: Sequence[GraphInput],
+        args: Sequence[Any],
+        settings: Settings,
+        log: EventLog,
+    ) -> Updates:
+        """Choose the parameters that backward may step; tell of the others, a line for each reason."""
+        known = [(i, known.name, args[i]) for i, known in enumerate(inputs) if known.kind == "param"]
+        held: dict[str, list[str]] = {}
+        stepped, why_none = dict[int, Parameter](), _why_none(settings, args)
+        addresses = [arg.data_ptr() for _, _, arg in known if type(arg) is Parameter]
+        for i, name, arg in known:
+            if not isinstance(arg, torch.Tensor) or not arg.requires_grad:
+                continue
+            why = why_none or next(_why_held(arg, binding.optimizer, addresses), None)
+            if why is None:
+                stepped[i] = arg  # type: ignore[assignment]
+            else:
+                held.setdefault(why, []).append(name)
+        for why, names in held.items():
+            log.tell(f"optimizer: {', '.join(names)}", f"optimizer.step() applies it and backward does not: {why}")
+        binding.take({inputs[i].name: parameter for i, parameter in stepped.items()})
+        return cls(binding, stepped)
+
+    def saw_forward(self, results: Any) -> None:
+        """Count a forward, and look at its backward before it runs."""
+        parameters = list(self.stepped.values())
+        self.binding.saw_forward(parameters)
+        for result in results if isinstance(results, list | tuple) else [results]:
+            if isinstance(result, torch.Tensor) and result.requires_grad:
+                result.register_hook(_before(self.binding, parameters))
+
+    def around(self, run: Run) -> Run:
+        """Return the backward half ``run``, whose updates go to the optimizer."""
+
+        def call(args: list[Any]) -> Any:
+            with stepping(self.binding):
+                return run(args)
+
+        return compat.boxed(call)
+
+
+def _before(binding: InBackward, parameters: Sequence[Parameter]) -> Any:
+    seen = -1
+
+    def check(grad: torch.Tensor) -> None:
+        nonlocal seen
+        if seen != compat.backward_id():
+            seen = compat.backward_id()
+            binding.before_backward(parameters)
+
+    return check
+
+
+def _why_none(settings: Settings, args: Sequence[Any]) -> str | None:
+    """Say why no parameter may be stepped in backward, or None."""
+    asked, scaling = settings.asked, settings.grad_scaling
+    if isinstance(scaling, LossScaling) and scaling.dynamic:
+        return "grad_scaling='dynamic' may skip the step once all gradients are there"
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        return "gradients are exchanged between ranks after backward has made them"
+    if asked.verify or asked.dump_tensors:
+        return "verify and dump_tensors run parts of backward again"
+    if asked.mode in ("reduce-overhead", "max-autotune") and any(getattr(arg, "is_cuda", False) for arg in args):
+        return f"mode={asked.mode!r} records backward as a CUDA graph, which would keep a step's learning rate"
+    return None
+
+
+def _why_held(arg: torch.Tensor, optimizer: Stepper, addresses: Sequence[int]) -> Iterator[str]:
+    """Yield why one parameter may not be stepped in backward."""
+    if not isinstance(arg, Parameter) or isinstance(arg, DTensor | compat.FakeTensor) or not arg.is_leaf:
+        yield "it is no plain parameter"
+        return
+    group = next((g for g in optimizer.param_groups if any(arg is p for p in g["params"])), None)
+    if group is None:
+        yield "the optimizer does not hold it"
+    elif group["error_if_nonfinite"]:
+        yield "error_if_nonfinite looks at all gradients before the first step"
+    if arg._backward_hooks or arg._post_accumulate_grad_hooks:
+        yield "it has hooks, which want its gradient"
+    if not arg.numel() or addresses.count(arg.data_ptr()) > 1:
+        yield "it has no memory of its own"

@@ -1,0 +1,88 @@
+"""Let the backward half step parameters: `insert` puts updates into the joint graph, `settle` orders them later.
+
+An update must follow every reader of its parameter, and views of the parameter are readers too. Torch's partition knows
+neither, so a half's updates are placed after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch.fx import Graph, GraphModule, Node
+
+from fxprec.kernels.updates import ApplyUpdate
+from fxprec.passes.analysis.joint import JointGraph, input_index, is_view, results_of, set_results, tensor_of
+
+
+def insert(joint: JointGraph, inputs: Collection[int]) -> int:
+    """Put an update in the place of each gradient of these captured inputs; return how many there are."""
+    graph, results = joint.graph, list(joint.results)
+    count = 0
+    for parameter, (at, gradient) in joint.gradients.items():
+        if input_index(parameter) not in inputs or tensor_of(parameter).dtype != tensor_of(gradient).dtype:
+            continue
+        with graph.inserting_before(joint.output):
+            update = ApplyUpdate(parameter, gradient).insert(graph)
+        update.meta["val"] = tensor_of(gradient).new_empty(0)
+        update.meta["partitioner_tag"] = "is_backward"
+        results[at] = update
+        count += 1
+    set_results(graph, results)
+    return count
+
+
+def settle(forward: GraphModule, backward: GraphModule) -> None:
+    """Place each update behind its gradient and its parameter's last reader; the half returns None for the gradient."""
+    graph = backward.graph
+    updates = ApplyUpdate.nodes(graph)
+    _repeat_views(forward.graph, graph, {ApplyUpdate.of(update).parameter for update in updates})
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for update in updates:
+        call = ApplyUpdate.of(update)
+        assert call.parameter.op == "placeholder", "a parameter crosses as it is"
+        behind = [call.gradient, *(reader for reader in _readers(call.parameter) if reader is not update)]
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        max([*behind, inputs[-1]], key=order.__getitem__).append(update)
+        order = {node: i for i, node in enumerate(graph.nodes)}
+    set_results(graph, [None if node in updates else node for node in results_of(graph)])
+    graph.lint()
+    backward.recompile()
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Yield the nodes that read a tensor's memory, its views among them."""
+    for user in node.users:
+        if user.op == "output":
+            continue
+        yield user
+        if is_view(user):
+            yield from _readers(user)
+
+
+def _repeat_views(forward: Graph, backward: Graph, parameters: Collection[Node]) -> None:
+    """Make views of stepped parameters again where they cross as inputs: nothing tells that those share memory."""
+    made = {node.name: node for node in forward.nodes}
+    inputs = {node.name: node for node in backward.nodes if node.op == "placeholder"}
+    copies = {parameter.name: parameter for parameter in parameters}
+    last = list(inputs.values())[-1]
+    for name, crossing in inputs.items():
+        chain = _chain(made.get(name))
+        if not chain or chain[0].all_input_nodes[0].name not in copies:
+            continue
+        for view in chain:
+            if view.name not in copies:
+                with backward.inserting_after(last):
+                    last = backward.node_copy(view, lambda node: copies[node.name])
+                copies[view.name] = last
+        crossing.replace_all_uses_with(copies[chain[-1].name])
+
+
+def _chain(node: Node | None) -> list[Node]:
+    """Return the views that lead from an input of forward to ``node``, none where something is computed."""
+    found: list[Node] = []
+    while node is not None and node.op != "placeholder":
+        if not is_view(node) or len(node.all_input_nodes) != 1:
+            return []
+        found.insert(0, node)
+        node = node.all_input_nodes[0]
+    return found if node is not None else []

@@ -1,0 +1,54 @@
+"""What stands at ``p.grad`` of a parameter that backward has stepped: no memory, and an error for who reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fxprec import compat
+from fxprec.errors import GradientError
+
+_HARMLESS = {"aten.detach.default", "aten.zero_.default", "aten._foreach_zero_.default"}
+
+
+class AppliedGradient(Tensor):
+    """A gradient that is not held: shape, dtype and device alone. Raises `GradientError` for any other operation."""
+
+    of: str
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, name: str) -> AppliedGradient:
+        found = Tensor._make_wrapper_subclass(
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        found.of = name
+        return found
+
+    __torch_function__ = compat.without_torch_function
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"AppliedGradient({self.of})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if str(func) in _HARMLESS:
+            return args[0]
+        found = next(_found(args), None)
+        raise GradientError(
+            f"the gradient of {'a parameter' if found is None else found.of} is not held: the compiled backward has "
+            "stepped the parameter already (option optimizer); do not read p.grad, as clip_grad_norm_ does, or compile "
+            "without option optimizer"
+        )
+
+
+def _found(args: Any) -> Any:
+    for arg in args if isinstance(args, list | tuple) else ():
+        if isinstance(arg, AppliedGradient):
+            yield arg
+        yield from _found(arg)
+
+
+def is_held(gradient: Tensor | None) -> bool:
+    """Say whether ``p.grad`` is there to be applied."""
+    return gradient is not None and not isinstance(gradient, AppliedGradient)

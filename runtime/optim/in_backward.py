@@ -1,0 +1,142 @@
+"""Steps that a compiled backward half makes: which optimizer, which parameter, and what a step may not do."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fxprec import compat
+from fxprec.errors import GradientError
+from fxprec.kernels.updates import ApplyUpdate
+from fxprec.runtime.optim.applied import AppliedGradient
+from fxprec.runtime.optim.stepper import Stepper
+
+
+class InBackward:
+    """What backward steps of one optimizer's parameters.
+
+    A parameter that two forwards read before backward has two gradients. So has one whose ``p.grad`` is there already.
+    Both are held: the gradient is added to ``p.grad``, and ``optimizer.step()`` applies it.
+    """
+
+    def __init__(self, optimizer: Stepper) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._names: dict[Tensor, str] = {}
+        self._by_address: dict[int, Parameter] = {}
+        self._forwards: Counter[int] = Counter()  # by id of the parameter, since the last step
+        self._applied: set[int] = set()  # ids, since the last step
+        optimizer.register_step_post_hook(lambda *_: self.finish_step())
+
+    @property
+    def optimizer(self) -> Stepper:
+        """Raises `GradientError` where it is gone."""
+        found = self._optimizer()
+        if found is None:
+            raise GradientError(
+                "option optimizer: the optimizer that the model was compiled with is gone, and backward steps its "
+                "parameters; keep it, or compile the model anew with another"
+            )
+        return found
+
+    def take(self, parameters: Mapping[str, Parameter]) -> None:
+        """Step these from now on."""
+        self._names |= {parameter: name for name, parameter in parameters.items()}
+        self._by_address |= {parameter.data_ptr(): parameter for parameter in parameters.values()}
+
+    def saw_forward(self, parameters: Iterable[Parameter]) -> None:
+        """A forward that may have a backward read these."""
+        self._forwards.update(map(id, parameters))
+
+    def before_backward(self, parameters: Iterable[Parameter]) -> None:
+        """Raise `GradientError`, before anything is changed, for what a step in backward cannot be right for."""
+        world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        for parameter in parameters:
+            name = self._names[parameter]
+            if id(parameter) in self._applied:
+                raise GradientError(
+                    f"a second backward before optimizer.step(): the first has stepped {name} already, and its "
+                    "gradient is not held to add to; call optimizer.step() after each backward, or compile without "
+                    "option optimizer to accumulate gradients"
+                )
+            if isinstance(parameter.grad, AppliedGradient):
+                raise GradientError(
+                    f"backward would add to the gradient of {name}, which is not held: an earlier backward has stepped "
+                    "the parameter; call optimizer.zero_grad(set_to_none=True) before backward"
+                )
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise GradientError(
+                    f"parameter {name} got a hook after the model was compiled with option optimizer, and backward "
+                    "makes no p.grad for it; register hooks before the first call"
+                )
+            if world > 1:
+                raise GradientError(
+                    f"backward would step {name} before its gradient is exchanged: a process group of {world} ranks "
+                    "began after the model was compiled; begin it before, or compile without option optimizer"
+                )
+
+    def apply(self, tensor: Tensor, gradient: Tensor) -> None:
+        """Step the parameter that lies at ``tensor``, or add to its ``p.grad`` where it has two gradients."""
+        parameter = self._at(tensor)
+        if not _is_wanted(parameter, self._names[parameter]):
+            return
+        if parameter.grad is not None:  # `before_backward` has refused one that is not held
+            parameter.grad.add_(gradient)
+        elif self._forwards[id(parameter)] > 1:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        else:
+            self.optimizer.step_one(parameter, gradient)
+            self._applied.add(id(parameter))
+            parameter.grad = AppliedGradient(parameter, self._names[parameter])
+
+    def _at(self, tensor: Tensor) -> Parameter:
+        found = self._by_address.get(tensor.data_ptr())
+        if found is None or found.data_ptr() != tensor.data_ptr():  # parameters were moved
+            self._by_address = {parameter.data_ptr(): parameter for parameter in self._names}  # type: ignore[misc]
+            found = self._by_address[tensor.data_ptr()]
+        return found
+
+    def finish_step(self) -> None:
+        """The optimizer has stepped what was left."""
+        self._applied.clear()
+        self._forwards.clear()
+
+
+def _is_wanted(parameter: Parameter, name: str) -> bool:
+    """Say whether this backward pass accumulates a gradient for it. Raises `GradientError` for autograd.grad()."""
+    with torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return compat.will_run(node)
+    except RuntimeError:
+        raise GradientError(
+            f"torch.autograd.grad() asks for the gradient of {name}, which backward steps and does not return; call "
+            "backward(), or compile without option optimizer"
+        ) from None
+
+
+_binding: list[InBackward] = []
+
+
+@contextmanager
+def stepping(binding: InBackward) -> Iterator[None]:
+    """Let updates of the half that runs meanwhile go to an optimizer."""
+    _binding.append(binding)
+    try:
+        yield
+    finally:
+        _binding.pop()
+
+
+def apply_update(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Step a parameter of the optimizer whose backward half runs."""
+    _binding[-1].apply(parameter, gradient)
+    return gradient.new_empty(0)
+
+
+ApplyUpdate.implement(apply_update)
