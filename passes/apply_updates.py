@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 
 from torch.fx import Graph, GraphModule, Node
 
+from fxprec import compat
 from fxprec.kernels.updates import ApplyUpdate
 from fxprec.passes.analysis.joint import JointGraph, input_index, is_view, results_of, set_results, tensor_of
 
@@ -33,6 +34,7 @@ def insert(joint: JointGraph, inputs: Collection[int]) -> int:
 
 def settle(forward: GraphModule, backward: GraphModule) -> None:
     """Place each update behind its gradient and its parameter's last reader; the half returns None for the gradient."""
+    compat.writes_after_reading(ApplyUpdate.target)
     graph = backward.graph
     updates = ApplyUpdate.nodes(graph)
     _repeat_views(forward.graph, graph, {ApplyUpdate.of(update).parameter for update in updates})

@@ -76,6 +76,7 @@ from fxprec.compat.inductor import trim_output_strides as trim_output_strides
 from fxprec.compat.inductor import unwritable_cache as unwritable_cache
 from fxprec.compat.inductor import waits_for_collectives as waits_for_collectives
 from fxprec.compat.inductor import whole_gemms as whole_gemms
+from fxprec.compat.inductor import writes_after_reading as writes_after_reading
 from fxprec.compat.inductor import writes_in_place as writes_in_place
 from fxprec.compat.loop_calls import call_in_loop as call_in_loop
 from fxprec.compat.loop_calls import calls_in_loops as calls_in_loops

@@ -43,6 +43,25 @@ def writes_in_place(joins: Any) -> None:
         lowering.register_lowering(joins, type_promotion_kind=None)(join)
 
 
+def writes_after_reading(writes: Any) -> None:
+    """Let Inductor compute what reads the first argument of ``writes`` before it is written.
+
+    Inductor does that for any operator that writes, but behind it: so what is pointwise and not yet in memory would
+    read what was written (torch 2.13).
+    """
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+
+    fallback = lowering.fallback_handler(writes, add_to_fallback_set=False)
+
+    def write(written: Any, *args: Any) -> Any:
+        V.graph.mark_buffer_mutated(written.get_name())
+        return fallback(written, *args)
+
+    if writes not in lowering.lowerings:
+        lowering.register_lowering(writes, type_promotion_kind=None)(write)
+
+
 def lies_in_memory(keeps: Any) -> None:
     """Let Inductor's code have what ``keeps`` returns, ``keeps(x)``, in a buffer that is no part of another."""
     from torch._inductor import lowering
