@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxprec import compat
 from fxprec.errors import GradientError
-
-_HARMLESS = {"aten.detach.default", "aten.zero_.default", "aten._foreach_zero_.default"}
 
 
 class AppliedGradient(Tensor):
@@ -32,7 +31,7 @@ class AppliedGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if str(func) in _HARMLESS:
+        if _reads_nothing(func):
             return args[0]
         found = next(_found(args), None)
         raise GradientError(
@@ -40,6 +39,11 @@ class AppliedGradient(Tensor):
             "stepped the parameter already (option optimizer); do not read p.grad, as clip_grad_norm_ does, or compile "
             "without option optimizer"
         )
+
+
+def _reads_nothing(func: Any) -> bool:
+    """Say whether an operator is what ``zero_grad`` and a copy of the module ask for."""
+    return func is torch.ops.aten.detach.default or func._schema.name.endswith("zero_")
 
 
 def _found(args: Any) -> Any:
