@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -120,22 +121,29 @@ def _is_wanted(parameter: Parameter, name: str) -> bool:
         ) from None
 
 
-_binding: list[InBackward] = []
+class _Running(threading.local):
+    """The optimizers whose backward halves run, the innermost last: threads train models of their own."""
+
+    def __init__(self) -> None:
+        self.bindings: list[InBackward] = []
+
+
+_running = _Running()
 
 
 @contextmanager
 def stepping(binding: InBackward) -> Iterator[None]:
     """Let updates of the half that runs meanwhile go to an optimizer."""
-    _binding.append(binding)
+    _running.bindings.append(binding)
     try:
         yield
     finally:
-        _binding.pop()
+        _running.bindings.pop()
 
 
 def apply_update(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Step a parameter of the optimizer whose backward half runs."""
-    _binding[-1].apply(parameter, gradient)
+    _running.bindings[-1].apply(parameter, gradient)
     return gradient.new_empty(0)
 
 

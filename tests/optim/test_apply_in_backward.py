@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ import fxprec
 from fxprec.demo.models import CharTransformer
 from fxprec.errors import ConfigError, FxprecWarning, GradientError
 from fxprec.runtime.optim.applied import AppliedGradient
+from fxprec.runtime.optim.in_backward import InBackward, apply_update, stepping
 
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "sgd": (fxprec.optim.SGD, {"lr": 0.1, "momentum": 0.75, "nesterov": True}),
@@ -87,6 +89,31 @@ def test_bits_are_those_of_the_step(name: str, update: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bits_are_those_of_the_step_in_inductors_code(name: str) -> None:
     same(name, small, lowering="inductor")
+
+
+def test_each_thread_steps_its_own_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both halves run before either steps."""
+    found: list[tuple[object, object]] = []
+    monkeypatch.setattr(InBackward, "apply", lambda self, parameter, gradient: found.append((self, parameter)))
+    both = threading.Barrier(2, timeout=20)
+
+    def run() -> None:
+        weight = nn.Parameter(torch.ones(2))
+        mine = InBackward(fxprec.optim.SGD([weight]))
+        with stepping(mine):
+            both.wait()
+            apply_update(weight, torch.ones(2))
+            both.wait()
+        wanted.append((mine, weight))
+
+    wanted: list[tuple[object, object]] = []
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {(id(a), id(b)) for a, b in found} == {(id(a), id(b)) for a, b in wanted}
+    assert len(wanted) == 2
 
 
 @pytest.mark.inductor
