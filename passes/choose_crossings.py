@@ -4,8 +4,8 @@ Backward asks for values of forward. The chooser (`analysis.peak`) takes the cho
 among those that never hold more, under torch's ``activation_memory_budget`` among those that save no more, without
 either at a price a byte. `casts.ways` makes it real, and the partition follows the graph.
 
-Where the user's checkpointing says what is saved, torch's min-cut chooses: a region is computed again casts and all,
-and what is read low of it lies in 8 bits there too.
+What the user's checkpoints say is no choice: what a region starts from is kept, and what it recomputes the partition
+repeats.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.fx import Node
 
 from fxprec.config.config import BLOCK_WAYS
 from fxprec.numerics.formats import parse
-from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import value
 from fxprec.passes.analysis.peak.budget import within_budget
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
@@ -42,13 +41,8 @@ class ChooseCrossings:
     def apply(self, work: Work) -> None:
         if work.fits_peak:
             _fit_peak(work)
-        elif _is_free(work):
+        elif work.joint.tangents:
             _choose(work)
-
-
-def _is_free(work: Work) -> bool:
-    """Say whether it trains and no checkpoint of the user's says what is saved."""
-    return bool(work.joint.tangents) and not regions.are_in(work.joint.graph)
 
 
 def _choose(work: Work) -> None:

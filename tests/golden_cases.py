@@ -13,7 +13,6 @@ import pytest
 from benchmarks.gpu.absent import plan_for
 from fxprec.passes.analysis.crossings import crossings
 from fxprec.passes.base import Work
-from fxprec.passes.partition import told
 from fxprec.passes.pass_report import PassReport
 from fxprec.plan import Plan, Site
 from fxprec.report.graph_text import graph_text
@@ -167,11 +166,9 @@ def _decisions(work: Work) -> Iterator[str]:
 
 
 def _cut(work: Work) -> Iterator[str]:
-    """Say what crosses to backward, or what torch's min-cut is told of it."""
+    """Say what crosses to backward, where torch's min-cut does not choose it."""
     if work.is_cut:
         yield from (f"crosses: {node.name}" for node in crossings(work.joint))
-    else:
-        yield from (f"{policy.name} {node.name}" for node, policy in sorted(told(work).items()))
 
 
 def _names(nodes: Sequence[Any]) -> str:

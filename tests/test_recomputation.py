@@ -149,6 +149,23 @@ def test_a_memory_budget_is_a_bound() -> None:
     assert 0 < saved_under(0.2, model, x) <= 0.2 * whole
 
 
+class Half(nn.Module):
+    """`Attending`, checkpointed, and the same as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Attending(), Attending()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(checkpoint(self.first, x, use_reentrant=False))  # type: ignore[no-any-return]
+
+
+def test_a_memory_budget_bounds_what_is_saved_beside_a_checkpoint() -> None:
+    model, x = Half(), torch.randn(8, 64, 64)
+    whole = saved_under(1.0, model, x)
+    assert 0 < saved_under(0.4, model, x) <= 0.4 * whole
+
+
 class Counts(nn.Module):
     """What backward needs of each layer was drawn, and without a seed: it has to be saved."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch._functorch.config as functorch_config
@@ -49,44 +49,16 @@ def without_effect(*, is_cut: bool) -> Iterator[tuple[str, str]]:
         )
 
 
-def min_cut(joint: GraphModule, inputs: Sequence[object], *, stored: Sequence[Node] = (), **options: Any) -> Halves:
-    """Return the halves of torch's own partition, with ``stored`` computed in forward.
+def min_cut(joint: GraphModule, inputs: Sequence[object], **options: Any) -> Halves:
+    """Return the halves of torch's own partition."""
+    return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
 
-    torch computes in backward what no result of forward needs: so they are results of forward while it partitions.
+
+def cut(joint: GraphModule, saved: Sequence[Node], drawn: Collection[Node] = (), *, num_fwd_outputs: int) -> Halves:
+    """Return the halves between which ``saved`` crosses, and what backward computes from it.
+
+    What is ``drawn`` at random in both halves is drawn from the same state of the generator.
     """
-    first: int = options["num_fwd_outputs"]
-    _insert_results(joint, first, stored)
-    options["num_fwd_outputs"] = first + len(stored)
-    forward, backward = partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
-    _drop_results(forward, first, len(stored))
-    return forward, backward
-
-
-def _insert_results(gm: GraphModule, first: int, nodes: Sequence[Node]) -> None:
-    output: Any = gm.graph.output_node()
-    results = output.args[0]
-    output.args = ((*results[:first], *nodes, *results[first:]),)
-    if "desc" in output.meta:
-        descs = output.meta["desc"]
-        output.meta["desc"] = [*descs[:first], *[None] * len(nodes), *descs[first:]]
-
-
-def _drop_results(gm: GraphModule, first: int, count: int) -> None:
-    if not count:
-        return
-    output: Any = gm.graph.output_node()
-    results = output.args[0]
-    output.args = ((*results[:first], *results[first + count :]),)
-    for name in ("desc", "output_stack_traces"):  # one entry a result
-        if name in output.meta:
-            of_results = output.meta[name]
-            output.meta[name] = [*of_results[:first], *of_results[first + count :]]
-    gm.graph.eliminate_dead_code()
-    gm.recompile()
-
-
-def cut(joint: GraphModule, saved: Sequence[Node], *, num_fwd_outputs: int) -> Halves:
-    """Return the halves between which ``saved`` crosses, and what backward computes from it."""
     numbers = [node for node in saved if is_sym_node(node)]
     opaque = [node for node in saved if _is_opaque(node)]
     tensors = [node for node in saved if node not in numbers and node not in opaque]
@@ -94,6 +66,11 @@ def cut(joint: GraphModule, saved: Sequence[Node], *, num_fwd_outputs: int) -> H
     forward, backward = partitioners._extract_fwd_bwd_modules(
         joint, tensors, saved_sym_nodes=numbers, num_fwd_outputs=num_fwd_outputs, **more
     )
+    if drawn:
+        for node in joint.graph.nodes:
+            if node not in drawn:  # attention that drops nothing is tagged as random, too
+                node.meta.pop("recompute", None)
+        forward, backward = partitioners.functionalize_rng_ops(joint, forward, backward, len(numbers))
     backward = partitioners.reordering_to_mimic_autograd_engine(backward)
     return raise_getitems(forward), raise_getitems(backward)
 

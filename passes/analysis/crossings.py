@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, TRANSPOSED
+from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph, is_backward
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.peak.kernels import Kind, kind_of
@@ -16,7 +17,7 @@ def crossings(joint: JointGraph) -> list[Node]:
     """Return the inputs and forward nodes that backward reads, in the graph's order.
 
     What forward does not need and what is computed from a decoded copy is backward's own. Of forward, backward repeats
-    views, what is decoded from stored copies, and copies of parameters.
+    views, what is decoded from stored copies, copies of parameters, and what the user's checkpoints recompute.
     """
     own = _backwards_own(joint)
     found, seen = set[Node](), set[Node]()
@@ -26,7 +27,7 @@ def crossings(joint: JointGraph) -> list[Node]:
         if node in seen or joint.is_tangent(node):
             continue
         seen.add(node)
-        if node in own or is_repeated(node, joint):
+        if node in own or is_repeated(node, joint) or regions.runs_again(node):
             stack += node.all_input_nodes
         elif node.op != "get_attr":  # a constant is in both halves
             found.add(node)
@@ -35,7 +36,7 @@ def crossings(joint: JointGraph) -> list[Node]:
 
 def _backwards_own(joint: JointGraph) -> set[Node]:
     """Return what is computed for backward alone, and there."""
-    needed, own = _needed_by_forward(joint), set[Node]()
+    needed, own = needed_by_forward(joint), set[Node]()
     for node in joint.graph.nodes:
         if node.op != "call_function" or (node in needed and not is_backward(node)):
             continue
@@ -45,7 +46,8 @@ def _backwards_own(joint: JointGraph) -> set[Node]:
     return own
 
 
-def _needed_by_forward(joint: JointGraph) -> set[Node]:
+def needed_by_forward(joint: JointGraph) -> set[Node]:
+    """Return the nodes that the results of forward depend on, themselves included."""
     needed = {x for x in joint.results[: joint.num_forward_outputs] if isinstance(x, Node)}
     for node in reversed(joint.graph.nodes):
         if node in needed:
@@ -60,20 +62,15 @@ def is_repeated(node: Node, joint: JointGraph) -> bool:
 
 def is_copy_of_parameter(node: Node, joint: JointGraph) -> bool:
     """Say whether a node stores or converts a parameter, which is there anyway, or reads back what does."""
-    source = node
-    while source.target in _COPIES:
-        source = source.all_input_nodes[0]
+    source = source_of_copy(node)
     return source is not node and source.op == "placeholder" and joint.describe(source).kind == "param"
 
 
-def _of_backward(joint: JointGraph) -> set[Node]:
-    """Return what autograd or the passes made for backward, and what depends on an output's gradient."""
-    found = set[Node]()
-    for node in joint.graph.nodes:
-        depends = any(n in found or joint.is_tangent(n) for n in node.all_input_nodes)
-        if node.op == "call_function" and (is_backward(node) or depends):
-            found.add(node)
-    return found
+def source_of_copy(node: Node) -> Node:
+    """Return what a node stores, converts or reads back; the node itself where it does none of that."""
+    while node.target in _COPIES:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _is_decoded(node: Node) -> bool:
@@ -81,12 +78,3 @@ def _is_decoded(node: Node) -> bool:
     while kind_of(node) is Kind.VIEW or node.target is CONVERT:
         node = node.all_input_nodes[0]
     return node.target is DEQUANTIZE
-
-
-def wanted_by_backward(graph: Graph) -> set[Node]:
-    """Return what backward reads, and what forward computes that from."""
-    wanted = set[Node]()
-    for node in reversed(graph.nodes):
-        if any(is_backward(user) or user in wanted for user in node.users):
-            wanted.add(node)
-    return wanted

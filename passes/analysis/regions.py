@@ -87,6 +87,16 @@ def is_boundary(node: Node) -> bool:
     return any(is_backward(u) and u.meta.get("seq_nr") in numbers for u in readers)
 
 
+def runs_again(node: Node) -> bool:
+    """Say whether backward computes a forward node again: it is recomputed, and no boundary, which is saved."""
+    return is_recomputed(node) and not is_boundary(node)
+
+
+def is_saved(node: Node) -> bool:
+    """Say whether the user's policy saves a node of a region."""
+    return is_marked(node) and node.meta[POLICY] == CheckpointPolicy.MUST_SAVE
+
+
 def is_start(node: Node) -> bool:
     """Say whether a recomputation starts from a forward value: a boundary, or one that no region recomputes."""
     if is_recomputed(node):

@@ -134,9 +134,11 @@ class Rewrite:
             return emit(self.graph, _CONVERT, (node, dtype), node, backward=True, val=tensor_of(node).to(dtype))
 
     def _repeat(self, node: Node, reader: Node) -> None:
-        """Compute a value again before ``reader``, from what backward has."""
-        if node in self.needs.step.casts or (
-            node in self.needs.step.decoded and not any(self._changed(n) for n in node.all_input_nodes)
+        """Compute a value again before ``reader``, from what backward has; the partition repeats checkpoints."""
+        if (
+            node in self.needs.step.again
+            or node in self.needs.step.casts
+            or (node in self.needs.step.decoded and not any(self._changed(n) for n in node.all_input_nodes))
         ):
             return
         sources = {n: self._there(n, reader) for n in node.all_input_nodes}

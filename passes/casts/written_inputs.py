@@ -6,7 +6,6 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec import compat
-from fxprec.passes.analysis.crossings import wanted_by_backward
 from fxprec.passes.analysis.joint import input_at, is_backward
 from fxprec.passes.casts.sites import emit
 
@@ -25,7 +24,7 @@ def copy_written_inputs(joint: Graph) -> list[Node]:
         if input_at(write, 0).op == "placeholder" and not is_backward(input_at(write, 1))
     ]
     writes += [(written, joint.output_node()) for written in compat.inputs_written_behind(joint)]
-    wanted = wanted_by_backward(joint)
+    wanted = _wanted_by_backward(joint)
     return [_copied(joint, written, write) for written, write in writes if written in wanted]
 
 
@@ -36,3 +35,12 @@ def _copied(joint: Graph, written: Node, write: Node) -> Node:
     for user in [user for user in written.users if user not in (write, kept)]:
         user.replace_input_with(written, kept)
     return kept
+
+
+def _wanted_by_backward(graph: Graph) -> set[Node]:
+    """Return what backward reads, and what forward computes that from."""
+    wanted = set[Node]()
+    for node in reversed(graph.nodes):
+        if any(is_backward(user) or user in wanted for user in node.users):
+            wanted.add(node)
+    return wanted

@@ -1,4 +1,4 @@
-"""The partition: the stored copy is saved, what is read from it made again; under a peak budget the graph says all."""
+"""The partition: the stored copy is saved, what is read from it made again, and so are the user's regions."""
 
 from __future__ import annotations
 
@@ -9,30 +9,25 @@ import pytest
 import torch
 import torch._functorch.config
 from helpers import compiled, eager_backend, leave_out
-from one_pass import Ran, run_pass
+from one_pass import run_pass
 from torch import Tensor, nn
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule, Node
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from fxprec import compat
 from fxprec.errors import FxprecWarning
 from fxprec.ir import symbolic
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import is_backward, results_of
-from fxprec.passes.partition import Partition, told
+from fxprec.passes.base import Work
+from fxprec.passes.partition import Partition
 
 LAST = "write-plan"
-SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
 
 def linears() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
-
-
-def policies(ran: Ran, target: object) -> set[object]:
-    found = told(ran.work)
-    return {found.get(n) for n in ran.nodes(target) if not is_backward(n)}
 
 
 class Cut:
@@ -63,15 +58,12 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
     return found
 
 
-def test_copies_are_saved_and_decoded_again() -> None:
-    ran = run_pass(LAST, linears(), torch.randn(8, 16), storage="packed")
-    assert policies(ran, symbolic.QUANTIZE) == {SAVE}
-    assert policies(ran, symbolic.DEQUANTIZE) == {AGAIN}
-
-
-def test_a_simulation_stores_nothing_to_save() -> None:
-    ran = run_pass(LAST, linears(), torch.randn(8, 16), storage="simulate")
-    assert policies(ran, symbolic.QUANTIZE) == policies(ran, symbolic.DEQUANTIZE) == {None}
+def test_copies_are_saved_and_decoded_again(cut: Cut) -> None:
+    compiled(linears(), eager_backend(recipe="fp8", storage="packed"))(torch.randn(8, 16))
+    saved = {x.name for x in cut.saved}
+    assert saved & cut.names(cut.forward, symbolic.QUANTIZE)
+    assert not saved & cut.names(cut.forward, symbolic.DEQUANTIZE)
+    assert cut.names(cut.backward, symbolic.DEQUANTIZE)
 
 
 def test_forward_stores_the_copies_that_only_backward_reads(cut: Cut) -> None:
@@ -100,21 +92,6 @@ def test_effect_tokens_stay_where_they_are(cut: Cut) -> None:
     assert cut.names(cut.forward, symbolic.QUANTIZE) <= {x.name for x in cut.saved}
 
 
-def test_the_backward_half_is_not_marked() -> None:
-    ran = run_pass(LAST, linears(), torch.randn(8, 16), storage="packed", recipe="fp16")
-    assert ran.halves(symbolic.QUANTIZE)[1], "gradients are stored too"
-    assert not any(is_backward(n) for n in told(ran.work))
-
-
-def test_under_a_memory_budget_the_partitioner_chooses_among_copies() -> None:
-    def budget(work: object) -> None:
-        work.memory_budget = 0.5
-
-    ran = run_pass(LAST, linears(), torch.randn(8, 16), storage="packed", prepare=budget)
-    assert CheckpointPolicy.PREFER_SAVE in policies(ran, symbolic.QUANTIZE)
-    assert SAVE not in policies(ran, symbolic.QUANTIZE)
-
-
 class Region(nn.Module):
     """Two layers, recomputed, between two that are not."""
 
@@ -127,19 +104,31 @@ class Region(nn.Module):
         return self.last(checkpoint(self.inner, self.first(x), use_reentrant=False).tanh())
 
 
-def test_a_copy_in_a_region_is_made_again_with_what_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_region(cut: Cut, **options: Any) -> None:
+    """Compile `Region`."""
+    torch.manual_seed(0)
+    compiled(Region(), eager_backend(storage="packed", **options))(torch.randn(8, 16)).sum().backward()
+
+
+def test_a_copy_in_a_region_is_made_again_with_what_it_copies(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where GEMMs multiply its codes: otherwise compute-high takes it away."""
     leave_out(monkeypatch, "compute-high", "choose-crossings")
-    ran = run_pass(LAST, Region(), torch.randn(8, 16), storage="packed")
-    assert policies(ran, symbolic.QUANTIZE) == {SAVE, AGAIN}
-    (inside,) = (n for n in ran.nodes(symbolic.QUANTIZE) if n.args[0].name.startswith("mul") and not is_backward(n))
-    assert told(ran.work)[inside] == AGAIN
+    monkeypatch.setattr(Work, "is_cut", True)
+    in_region(cut, recipe="fp8")
+    stored = {n.name: n for n in cut.forward.graph.find_nodes(op="call_function", target=symbolic.QUANTIZE)}
+    inside = {name for name, n in stored.items() if regions.runs_again(n)}
+    assert inside
+    assert not inside & {x.name for x in cut.saved}
+    assert inside & cut.names(cut.backward, symbolic.QUANTIZE), "of what its backward reads"
 
 
-def test_nothing_in_a_region_is_stored_but_what_it_starts_from() -> None:
+def test_nothing_in_a_region_is_stored_but_what_it_starts_from(cut: Cut) -> None:
+    in_region(cut, recipe="hfp8")
+    assert not cut.names(cut.backward, symbolic.QUANTIZE) & cut.names(cut.forward, symbolic.QUANTIZE)
     ran = run_pass(LAST, Region(), torch.randn(8, 16), storage="packed", recipe="hfp8")
-    assert policies(ran, symbolic.QUANTIZE) == {SAVE}
-    sites = [ran.work.book.sites[cast.row] for _, cast in symbolic.Quantize.among(ran.nodes(symbolic.QUANTIZE))]
+    stored = [n for n in ran.nodes(symbolic.QUANTIZE) if not is_backward(n)]
+    assert not any(regions.runs_again(n) for n in stored)
+    sites = [ran.work.book.sites[cast.row] for _, cast in symbolic.Quantize.among(stored)]
     hi, lo = ran.work.settings.recipe.hi.name, ran.work.settings.recipe.lo_forward.name
     assert {s.tensor: (s.format, s.reads) for s in sites} == {
         "x": (lo, "backward"),
@@ -148,11 +137,13 @@ def test_nothing_in_a_region_is_stored_but_what_it_starts_from() -> None:
     }
 
 
-@pytest.mark.parametrize("storage", ["packed", "simulate"])
-def test_what_has_no_backward_or_stores_nothing_is_told_nothing(storage: str) -> None:
-    with torch.set_grad_enabled(storage == "simulate"):
-        ran = run_pass(LAST, linears(), torch.randn(8, 16), storage=storage)
-    assert not told(ran.work)
+def test_a_region_runs_again_from_what_it_starts_from(cut: Cut) -> None:
+    in_region(cut, recipe="bf16")
+    addmm = torch.ops.aten.addmm.default
+    assert len(cut.names(cut.forward, addmm)) == 4
+    assert len(cut.names(cut.backward, addmm)) == 1, "of the region's two, the one whose result its backward reads"
+    shapes = [tuple(x.meta["val"].shape) for x in cut.saved if x.op == "call_function"]
+    assert shapes.count((8, 32)) == 2, "where the region starts, and what stands behind it"
 
 
 class Deep(nn.Module):

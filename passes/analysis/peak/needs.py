@@ -11,6 +11,8 @@ from fxprec.config.config import BLOCK_WAYS
 from fxprec.ir.symbolic import Quantize
 from fxprec.numerics.blocks import AnyFormat, BlockFormat, find_blocks
 from fxprec.numerics.formats import Format, parse
+from fxprec.passes.analysis import regions
+from fxprec.passes.analysis.crossings import is_repeated
 from fxprec.passes.analysis.joint import tensor_of, value
 from fxprec.passes.analysis.peak.kernels import Kind, kind_of
 from fxprec.passes.analysis.peak.step import Step
@@ -30,6 +32,8 @@ class Needs:
     """Values of which it reads a low copy."""
     high: dict[Node, Format | None] = field(default_factory=dict)
     """The format in which a value may be kept; None: its own dtype."""
+    kept: set[Node] = field(default_factory=set)
+    """Values that the user's checkpoints save: what a region starts from, and what its policy saves."""
     read_as_it_is: set[Node] = field(default_factory=set)
     """Values that backward reads itself, not a copy."""
     low: dict[Node, Format] = field(default_factory=dict)
@@ -56,11 +60,12 @@ def needs_of(work: Work) -> Needs:
     for node in needs.step.backward:
         for wanted in needs.step.wanted_by(node):
             cast = needs.step.casts.get(wanted)
+            if needs.step.shown(wanted) in needs.step.again:
+                continue
             if cast is None:
-                needs.exactly.add(wanted)
-                needs.read_as_it_is.add(wanted)
-                needs.low.pop(wanted, None)
-                needs.high[wanted] = None
+                _need_itself(needs, wanted)
+                if regions.is_saved(wanted):
+                    needs.kept.add(wanted)
                 continue
             fmt = parse(cast.format)
             is_low = fmt.bits < hi.bits
@@ -69,6 +74,7 @@ def needs_of(work: Work) -> Needs:
             needs.high[cast.x] = _unless_own(cast.x, hi if is_low else fmt)
             if is_low:
                 needs.low[cast.x] = fmt
+    _add_starts(needs)
     _add_few(needs, work, find_formats(work))
     for node in needs.step.forward:
         if _can_keep(node):
@@ -77,6 +83,25 @@ def needs_of(work: Work) -> Needs:
             needs.high.pop(node, None)
     _add_movable(needs)
     return needs
+
+
+def _need_itself(needs: Needs, wanted: Node) -> None:
+    needs.exactly.add(wanted)
+    needs.read_as_it_is.add(wanted)
+    needs.low.pop(wanted, None)
+    needs.high[wanted] = None
+
+
+def _add_starts(needs: Needs) -> None:
+    """Have what checkpointed regions start from kept: forward and its recomputation read the one value."""
+    step = needs.step
+    for node in step.again:
+        for source in node.all_input_nodes:
+            while is_repeated(source, step.joint) and source not in step.again:
+                source = source.all_input_nodes[0]
+            if source not in step.again and not step.is_there(source):
+                _need_itself(needs, source)
+                needs.kept.add(source)
 
 
 def find_formats(work: Work) -> list[BlockFormat]:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from torch.fx import Node
 
 from fxprec.numerics.blocks import AnyFormat
+from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import value
 from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.kernels import Kind, can_repeat, kind_of
@@ -158,12 +159,15 @@ class Problem:
         return {n for n in shown if not self._is_there(n)}
 
     def _is_there(self, node: Node) -> bool:
-        return self.needs.step.is_there(node) and node not in self.inputs
+        step = self.needs.step
+        return (step.is_there(node) or node in step.again) and node not in self.inputs
 
     def _ways(self, node: Node) -> Iterator[int]:
-        if node in self.inputs:
+        if node in self.inputs or node in self.needs.kept:
             yield KEEP
             return
+        if regions.runs_again(node):
+            return  # not there, and nothing is to ask for it: a whole region would run for it
         if node in self.needs.high:
             yield KEEP
         if node in self.needs.low and "narrow" in self.allowed:

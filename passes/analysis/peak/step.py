@@ -18,6 +18,8 @@ from fxprec.config.processor import Processor
 from fxprec.ir.symbolic import QUANTIZE, Dequantize, Quantize, is_in_blocks
 from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format, parse
+from fxprec.passes.analysis import regions
+from fxprec.passes.analysis.crossings import is_repeated, needed_by_forward
 from fxprec.passes.analysis.joint import JointGraph, numel_expr, numel_hint, tensor_of, value
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.peak.kernels import HEAVY, Kind, bytes_of, kind_of, workspace_of
@@ -43,6 +45,7 @@ class Step:
     def __post_init__(self) -> None:
         put = object.__setattr__
         nodes = list(self.joint.graph.nodes)
+        put(self, "needed", needed_by_forward(self.joint))
         put(self, "casts", {x: cast for q, cast in Quantize.among(nodes) if self._is_cast(q) for x in q.users})
         put(self, "copied", {c.x: fmt for c in self.casts.values() if (fmt := self._copied(c)) is not None})
         put(self, "asked", {cast.x for x, cast in self.casts.items() if asking(x)})
@@ -64,8 +67,13 @@ class Step:
         put(self, "behind", behind)
         put(self, "forward", halves[0])
         put(self, "backward", halves[1])
+        put(self, "again", set(self._run_again()))
         put(self, "returned", {n for n in self.joint.results if isinstance(n, Node)})
 
+    needed: set[Node] = field(init=False)
+    """What the results of forward depend on."""
+    again: set[Node] = field(init=False)
+    """What the user's checkpoints compute again in backward, of what backward asks for."""
     casts: Mapping[Node, Quantize] = field(init=False)
     """What each decoded copy is a copy of."""
     copied: Mapping[Node, Format] = field(init=False)
@@ -111,6 +119,20 @@ class Step:
         holds_nothing = value(node) is None and not isinstance(node.meta.get("val"), list | tuple)
         return node.op != "call_function" or holds_nothing
 
+    def _run_again(self) -> Iterator[Node]:
+        asked = [wanted for node in self.backward for wanted in self.wanted_by(node)]
+        stack, seen = [self.shown(node) for node in asked], set[Node]()
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if regions.runs_again(node):
+                yield node
+                stack += map(self.shown, node.all_input_nodes)
+            elif is_repeated(node, self.joint):
+                stack += node.all_input_nodes
+
     def _is_read_back(self, node: Node, decoded: Collection[Node]) -> bool:
         """Say whether only backward computes a node, without a gradient, or from a stored copy."""
         is_decode = Dequantize.match(node) is not None and is_in_blocks(node)
@@ -126,9 +148,9 @@ class Step:
         """Say whether a value of forward is stored to be decoded for backward, and nothing else reads its codes.
 
         What is in blocks stays so. A decode that takes a gradient's scale off is an operator of backward that reads the
-        codes.
+        codes. Nor is there a copy where forward reads the stored value itself: a checkpointed region starts from it.
         """
-        if is_in_blocks(q):
+        if is_in_blocks(q) or any(x in self.needed for x in q.users):
             return False
         reads = [Dequantize.match(user) for user in q.users]
         return not self.joint.in_backward(q) and all(read is not None and read.is_as_stored for read in reads)
