@@ -111,7 +111,7 @@ class _Attention:
         size = value.shape[-1]
         return -size % ALIGNMENT if isinstance(size, int) else 0
 
-    def _mask(self, mask: Any) -> Any:
+    def _mask(self, mask: object) -> Any:
         """Convert a mask of floats; float32's least number, as models write it, becomes the least one, not -inf."""
         value = _value(mask)
         if value is None or not value.is_floating_point() or value.dtype == self.dtype:

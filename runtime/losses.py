@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -44,7 +43,7 @@ class LossWatch:
         self._past: deque[float] = deque(maxlen=WINDOW)
         self._is_high = False
 
-    def note(self, step: int, loss: Any) -> None:
+    def note(self, step: int, loss: object) -> None:
         """Take a step's loss, a tensor of one element or a number. Raises `ConfigError` for anything else."""
         if isinstance(loss, int | float):
             self._pending.append((step, float(loss), None))

@@ -61,7 +61,7 @@ def doctor(
         print(f"\n{found}\n{page}")
 
 
-def _made(result: Any, target: str) -> tuple[Any, Any, Any]:
+def _made(result: object, target: str) -> tuple[Any, Any, Any]:
     if not isinstance(result, tuple | list) or len(result) not in (2, 3):
         raise ConfigError(
             f"target {target!r} returned {type(result).__name__}; let it return (model, batch) or (model, batch, loss)"

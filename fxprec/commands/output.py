@@ -6,14 +6,14 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     """Print data as JSON: dataclasses by their fields, numbers that are not finite as text."""
     from fxprec.report.result import plain
 

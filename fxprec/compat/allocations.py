@@ -42,14 +42,14 @@ class LiveBytes:
     """What lived each time something was made."""
     _holders: Counter[int] = field(default_factory=Counter)
 
-    def hold(self, value: Any) -> None:
+    def hold(self, value: object) -> None:
         for storage, size in _storages(value, self.device):
             self._holders[storage] += 1
             if self._holders[storage] == 1 and storage not in self.free:
                 self.live += self.taken(size)
         self._see(self.live)
 
-    def drop(self, value: Any) -> None:
+    def drop(self, value: object) -> None:
         for storage, size in _storages(value, self.device):
             self._holders[storage] -= 1
             if not self._holders[storage] and storage not in self.free:
@@ -73,7 +73,7 @@ def storage_bytes(values: Sequence[Any], free: Collection[int], device: str = "c
     return sum(size for storage, size in dict(_storages(values, device)).items() if storage not in free)
 
 
-def _storages(value: Any, device: str | None = None) -> Iterator[tuple[int, int]]:
+def _storages(value: object, device: str | None = None) -> Iterator[tuple[int, int]]:
     if isinstance(value, Tensor):
         if device not in (None, value.device.type):
             return
@@ -90,18 +90,18 @@ def fakes_like(values: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
         return [_fake_like(value) for value in values]
 
 
-def _fake_like(value: Any) -> Any:
+def _fake_like(value: object) -> Any:
     if not isinstance(value, Tensor):
         return _number(value)
     size, stride = ([_number(n) for n in dims] for dims in (value.shape, value.stride()))
     return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat) else value
 
 
-def replayed(code: Any, inputs: Sequence[Any], mode: FakeTensorMode, memory: LiveBytes) -> tuple[Any, ...]:
+def replayed(code: object, inputs: Sequence[Any], mode: FakeTensorMode, memory: LiveBytes) -> tuple[Any, ...]:
     """Run the code of a compiled graph on fake ``inputs``, which it may free; return its results, which are held.
 
     Results share memory with each other and with inputs where they do in the compiled graph. Raises
@@ -128,7 +128,7 @@ def _call(source: str) -> ast.FunctionDef:
     raise NotReplayedError("the compiled graph has no function 'call'")
 
 
-def _constants(code: Any, mode: FakeTensorMode) -> dict[str, Any]:
+def _constants(code: object, mode: FakeTensorMode) -> dict[str, Any]:
     constants = getattr(code, "constants", None) or {}
     return dict(zip(constants, fakes_like(list(constants.values()), mode), strict=True))
 
@@ -167,7 +167,7 @@ class _Run:
         else:
             self.bind(ast.unparse(target), value)
 
-    def bind(self, name: str, value: Any) -> None:
+    def bind(self, name: str, value: object) -> None:
         self.memory.hold(value)
         self.memory.drop(self.names.get(name))
         self.names[name] = value
@@ -207,7 +207,7 @@ def _reinterpret(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: 
     return x.as_strided(size, stride, x.storage_offset() + offset)
 
 
-def _device(*args: Any) -> None:
+def _device(*args: object) -> None:
     """Stand for a stream, which holds nothing."""
 
 

@@ -22,14 +22,14 @@ compile_fx: Callable[..., Any] = _compile_fx.compile_fx
 compile_fx_inner: Callable[..., Any] = _compile_fx.compile_fx_inner
 
 
-SEEDED_RANDOM: Any = inductor_prims.random  # (size, seed, mode, *, align_dtype); run op by op, it ignores the seed
-SEEDED_RANDINT: Any = inductor_prims.randint  # (low, high, size, seed), likewise
+SEEDED_RANDOM: object = inductor_prims.random  # (size, seed, mode, *, align_dtype); run op by op, it ignores the seed
+SEEDED_RANDINT: object = inductor_prims.randint  # (low, high, size, seed), likewise
 
 
 FORCE_STRIDES: Any = torch.ops.prims.inductor_force_stride_order.default  # (x, strides)
 
 
-def writes_in_place(joins: Any) -> None:
+def writes_in_place(joins: object) -> None:
     """Let Inductor's code make each piece of what ``joins`` pieces, (pieces), where it belongs.
 
     What it does for ``cat`` depends on the pieces: pointwise ones it makes again, in a kernel over the whole.
@@ -43,7 +43,7 @@ def writes_in_place(joins: Any) -> None:
         lowering.register_lowering(joins, type_promotion_kind=None)(join)
 
 
-def writes_after_reading(writes: Any) -> None:
+def writes_after_reading(writes: object) -> None:
     """Let Inductor compute what reads the first argument of ``writes`` before it is written.
 
     Inductor does that for any operator that writes, but behind it: so what is pointwise and not yet in memory would
@@ -62,12 +62,12 @@ def writes_after_reading(writes: Any) -> None:
         lowering.register_lowering(writes, type_promotion_kind=None)(write)
 
 
-def lies_in_memory(keeps: Any) -> None:
+def lies_in_memory(keeps: object) -> None:
     """Let Inductor's code have what ``keeps`` returns, ``keeps(x)``, in a buffer that is no part of another."""
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
 
-    def realized(x: Any) -> Any:
+    def realized(x: object) -> Any:
         copy = lowering.clone(x)
         copy.realize()
         buffer = copy.data.data
@@ -79,7 +79,7 @@ def lies_in_memory(keeps: Any) -> None:
         lowering.register_lowering(keeps, type_promotion_kind=None)(realized)
 
 
-def takes_approximate_logarithm(logarithm: Any) -> None:
+def takes_approximate_logarithm(logarithm: object) -> None:
     """Let Inductor's code for a GPU compute ``logarithm(x)``, natural, by the GPU's instruction."""
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import ops

@@ -19,7 +19,7 @@ _texts: dict[str, LoopText] = {}
 bytes_in_registers = optional("fxprec.compat.avx2", "bytes_in_registers", "loops over bytes for AVX2 are slower")
 
 
-def call_in_loop(x: Any, name: str, text: LoopText, dtype: torch.dtype) -> Any:
+def call_in_loop(x: object, name: str, text: LoopText, dtype: torch.dtype) -> Any:
     """Return, in the body of a loop, what the function of that text makes of ``x``, as ``dtype``.
 
     ``name`` names the text and nothing else. Inductor's own operator for a text it does not know is a GPU's: in its
@@ -29,7 +29,7 @@ def call_in_loop(x: Any, name: str, text: LoopText, dtype: torch.dtype) -> Any:
     return virtualized.ops.inline_asm_elementwise(x, asm=name, constraints="", dtype=dtype, is_pure=True, pack=1)
 
 
-def converted_in_loop(x: Any, dtype: torch.dtype, source: torch.dtype) -> Any:
+def converted_in_loop(x: object, dtype: torch.dtype, source: torch.dtype) -> Any:
     """Return ``x`` as another dtype, in the body of a loop; between 8-bit dtypes its bits."""
     if dtype == source:
         return x
@@ -38,7 +38,7 @@ def converted_in_loop(x: Any, dtype: torch.dtype, source: torch.dtype) -> Any:
     return virtualized.ops.to_dtype(x, dtype, src_dtype=source)
 
 
-def lower_pointwise(target: Any, result: Callable[..., torch.dtype], element: Callable[..., Any]) -> None:
+def lower_pointwise(target: object, result: Callable[..., torch.dtype], element: Callable[..., Any]) -> None:
     """Let Inductor make a loop of an operator on a tensor and constants, ``args``.
 
     ``result(*args)`` is the dtype of what it returns, ``element(x, dtype, *args)`` its element made of the tensor's,

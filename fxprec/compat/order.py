@@ -110,9 +110,9 @@ def _bytes(buffer: Any) -> int:
     return 0 if any(name in V.graph.graph_inputs for name in shown) else int(buffer.mpi_buffer.size_free)
 
 
-def _owner(buffer: Any) -> Any:
+def _owner(buffer: object) -> Any:
     """Return the buffer whose memory one is: another's where a call returns its argument."""
-    made: Any = getattr(buffer, "node", None)
+    made: object = getattr(buffer, "node", None)
     shown = made.get_inputs_that_alias_output() if type(made) is FallbackKernel else ()
     others = V.graph.scheduler.name_to_buf
     return _owner(others[shown[0]]) if len(shown) == 1 and shown[0] in others else buffer
@@ -149,7 +149,7 @@ def saving_memory(ordered: Ordered, key: str, in_place: Collection[OpOverload] =
     results of all allocated before and the operands of all freed after it (torch 2.13). ``key`` names what ``ordered``
     does, for Inductor's code cache. Calls of ``in_place`` stay before the kernel that follows them.
     """
-    loops: Any = cpp.CppScheduling
+    loops: object = cpp.CppScheduling
     orders = hasattr(memory, "prepare_planning_info") and "is_fake" in {f.name for f in fields(WeakDep)}
     if not orders or not hasattr(loops, _LOOPS):
         yield

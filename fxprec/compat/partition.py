@@ -22,7 +22,7 @@ class Partitioner(CustomPartitionerFn):
     def __init__(self, function: Callable[..., Halves], key: str) -> None:
         self.function, self.key = function, key
 
-    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **options: Any) -> Halves:
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **options: object) -> Halves:
         return self.function(gm, joint_inputs, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:

@@ -29,7 +29,7 @@ def optional(module: str, name: str, lost: str) -> Patch:
     """
 
     @contextmanager
-    def patched(*args: Any, **options: Any) -> Iterator[None]:
+    def patched(*args: object, **options: object) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(getattr(importlib.import_module(module), name)(*args, **options))
@@ -56,7 +56,7 @@ def tell_of_missing(cause: object, lost: str) -> None:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(owner: object, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Put ``make(old)`` in the place of an attribute of torch's, and back again, unless another came meanwhile."""
     attribute = vars(owner)[name] if name in vars(owner) else getattr(owner, name)  # of a class: its staticmethod
     made = make(getattr(owner, name))

@@ -36,7 +36,7 @@ class StoredHalf(OutputCode):
     """A compiled half that AOTAutograd's cache can store, if Inductor's has its code."""
 
     run: Run
-    known: Any
+    known: object
     """What the driver needs to run it again: dataclasses of plain data, no code."""
     guards: str | None = None
     """As Inductor stored them."""
@@ -63,7 +63,7 @@ class StoredHalf(OutputCode):
         """Inductor's entry has it."""
 
 
-def storable(run: Run, known: Any, code: object) -> StoredHalf:
+def storable(run: Run, known: object, code: object) -> StoredHalf:
     """Return ``run`` as AOTAutograd's cache takes it; ``code`` is what ``compile_fx_inner`` returned."""
     half = StoredHalf(run, known, getattr(code, "guards_expr", None))
     half._fx_graph_cache_key = getattr(code, "_fx_graph_cache_key", None)  # None: not stored

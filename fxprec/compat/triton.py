@@ -120,7 +120,7 @@ def no_native_fp8(device: torch.device) -> str | None:
 
 
 def compile_triton(
-    kernel: Any,
+    kernel: object,
     kinds: Mapping[str, str],
     constants: Mapping[str, Any],
     aligned: Iterable[int],

@@ -50,7 +50,7 @@ class _Wanted:
     types: tuple[str, ...]
     source: str
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: object) -> None:
         """Run it, where nobody has waited: another thread's code, written before it could see that loops are shared."""
         self.alone()(*args)
 
@@ -76,14 +76,14 @@ def loops_share_files() -> Iterator[None]:
         replaced.cpp_pybinding, replaced.wait = _alone, _wait
 
 
-def _want(self: AsyncCompile, argtypes: Sequence[str], source_code: str, *args: Any, **kwargs: Any) -> Any:
+def _want(self: AsyncCompile, argtypes: Sequence[str], source_code: str, *args: object, **kwargs: object) -> Any:
     if args or kwargs:  # a setting that a shared file does not have
         return _alone(self, argtypes, source_code, *args, **kwargs)
     kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
     return _Wanted(tuple(argtypes), source_code)
 
 
-def _wait_for_all(self: AsyncCompile, scope: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+def _wait_for_all(self: AsyncCompile, scope: dict[str, Any], *args: object, **kwargs: object) -> None:
     wanted = {name: value for name, value in scope.items() if isinstance(value, _Wanted)}
     loops = _compiled(list(dict.fromkeys(wanted.values())), self)
     scope.update((name, loops[value]) for name, value in wanted.items())

@@ -88,7 +88,7 @@ class Log:
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
-    def write(self, kind: str, task: str, recipe: str, **values: Any) -> None:
+    def write(self, kind: str, task: str, recipe: str, **values: object) -> None:
         line = {"kind": kind, "model": task, "recipe": recipe} | values
         self._stream.write(json.dumps(line, default=str) + "\n")
         self._stream.flush()
@@ -101,7 +101,7 @@ class Show:
         self._log, self._progress = log, progress
         self._told: set[str] = set()
 
-    def start(self, task: Task, recipe: str, **settings: Any) -> None:
+    def start(self, task: Task, recipe: str, **settings: object) -> None:
         self._task, self._recipe = task, recipe
         self._bar = self._progress.add_task(f"{task.name:6} {recipe:5}", total=task.steps, note="compiling")
         self._log.write("start", task.name, recipe, **settings, torch=torch.__version__)

@@ -48,7 +48,7 @@ class Course:
 
 def over_checkpoints(
     model: nn.Module,
-    args: Any,
+    args: object,
     pattern: str,
     *,
     loss: Callable[[Any], Any] | None = None,

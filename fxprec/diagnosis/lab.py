@@ -139,7 +139,7 @@ class _Walk(Interpreter):
         super().__init__(gm)
         self.lab, self.read, self.differentiate = lab, read, differentiate
 
-    def run(self, *args: Any) -> Sequence[Any]:  # type: ignore[override]
+    def run(self, *args: object) -> Sequence[Any]:  # type: ignore[override]
         with torch.set_grad_enabled(self.differentiate):
             result: Sequence[Any] = super().run(*args)
             return result

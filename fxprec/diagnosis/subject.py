@@ -97,7 +97,7 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def default_loss(output: Any) -> Tensor:
+def default_loss(output: object) -> Tensor:
     """Return the output's ``.loss``, a scalar itself, or the mean square of what floats in it. Raises `ConfigError`."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(found, Tensor):
@@ -117,5 +117,5 @@ class WithLoss(nn.Module):
         super().__init__()
         self.model, self.loss = model, loss
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         return self.loss(self.model(*args, **kwargs))

@@ -187,7 +187,7 @@ class Backend(Watched):
         """Warn, once, of what was asked for and has no effect, and note it. Raises `FallbackError` under ``strict``."""
         self._log.tell(site, detail)
 
-    def note_loss(self, loss: Any) -> None:
+    def note_loss(self, loss: object) -> None:
         """Take the loss of the step that ran, a tensor of one element or a number, without waiting for it.
 
         A jump is told in a later call, with the first tensor that moved, as ``on_nonfinite`` says: an event, a warning

@@ -48,7 +48,7 @@ class Version:
     run: Callable[..., Any]
     table: torch.Tensor
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         return self.run(*args, self.table)
 
 
@@ -114,7 +114,7 @@ class Versions:
         self._checked = compat.backward_id()
 
 
-def check_backward(results: Any, versions: Versions) -> None:
+def check_backward(results: object, versions: Versions) -> None:
     """Raise `DoubleBackwardError` and `ModifiedInPlaceError` before backward runs, where the cause is in sight."""
 
     def check(grad: torch.Tensor) -> None:

@@ -144,7 +144,7 @@ class SharedPeak:
         is_one_of_several = is_cut or (self._waits() and not self._is_backward)
         return Part(is_provisional=self._asked is not None and is_one_of_several)
 
-    def saw(self, graph: PlannedGraph, results: Any) -> None:
+    def saw(self, graph: PlannedGraph, results: object) -> None:
         """Note that a training graph ran forward."""
         if self._asked is None:
             return
@@ -220,5 +220,5 @@ def _compiled_node(result: torch.Tensor) -> Any:
     return node
 
 
-def _tensors(results: Any) -> list[torch.Tensor]:
+def _tensors(results: object) -> list[torch.Tensor]:
     return [r for r in (results if isinstance(results, list | tuple) else [results]) if isinstance(r, torch.Tensor)]

@@ -237,10 +237,10 @@ class Compilation:
     def _run_passes(self, graph: Graph) -> None:
         self._tracing().run_passes(graph)
 
-    def _partition(self, gm: GraphModule, inputs: Sequence[object], **options: Any) -> compat.Halves:
+    def _partition(self, gm: GraphModule, inputs: Sequence[object], **options: object) -> compat.Halves:
         return self._tracing().partition(gm, inputs, **options)
 
-    def _compile_half(self, gm: GraphModule, examples: Sequence[Any], **options: Any) -> Run:
+    def _compile_half(self, gm: GraphModule, examples: Sequence[Any], **options: object) -> Run:
         return self._tracing().compile_half(gm, examples, **options)
 
     def _load(self, known: KnownHalf, run: Run) -> Run:

@@ -141,7 +141,7 @@ class PlannedGraph:
             if is_first:
                 progress.announce(said)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         refuse_capture(self.captured.device, "a model compiled with fxprec runs", NO_CAPTURE)
         if any(isinstance(x, compat.FakeTensor) for x in args):  # Dynamo's DDP optimizer asks for shapes: no step
             with compat.unset_fake_temporarily():  # what compiling makes is real

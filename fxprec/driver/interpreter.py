@@ -108,7 +108,7 @@ def interpreted(gm: GraphModule) -> Callable[..., Any]:
     return compat.boxed(call)
 
 
-def _own(x: Any, given: Collection[int]) -> Any:
+def _own(x: object, given: Collection[int]) -> Any:
     """Return a result that is no view of the graph's own tensors to a user, who may write into it.
 
     A view of what was given stays one: autograd counts writes into the tensor that backward reads through it.

@@ -116,7 +116,7 @@ class JointCompilation:
             self.compiler.log.fact(fact)
         self._take(work)
 
-    def partition(self, gm: GraphModule, inputs: Sequence[object], **options: Any) -> compat.Halves:
+    def partition(self, gm: GraphModule, inputs: Sequence[object], **options: object) -> compat.Halves:
         """Cut the joint graph that the passes rewrote, or one nested in it."""
         if self.partitioned is None or not JointGraph(gm.graph, self.captured.inputs).has_table:
             return as_torch_does(gm, inputs, **options)
@@ -166,7 +166,7 @@ class JointCompilation:
     def _note_unplanned(self, detail: str) -> None:
         self.compiler.log.note("unplanned", self.compiler.log.name, detail)
 
-    def compile_half(self, gm: GraphModule, examples: Sequence[Any], **options: Any) -> Run:
+    def compile_half(self, gm: GraphModule, examples: Sequence[Any], **options: object) -> Run:
         """Lower and compile the forward or the backward graph; strip its statistics from the results."""
         if self.calibration is not None:
             return self.calibration.watch(gm)

@@ -71,7 +71,7 @@ class CompiledPeak:
         taken = compat.cuda_block_bytes if self.device == "cuda" else int
         return compat.LiveBytes(self._free, self.device, partial(workspace, threads=self.threads), taken)
 
-    def saw(self, half: PlainHalf, code: Any) -> None:
+    def saw(self, half: PlainHalf, code: object) -> None:
         """Take in a compiled half."""
         try:
             if half.is_backward:
@@ -81,7 +81,7 @@ class CompiledPeak:
         except compat.NotReplayedError as error:
             self.unread = str(error)
 
-    def _saw_forward(self, half: PlainHalf, code: Any) -> None:
+    def _saw_forward(self, half: PlainHalf, code: object) -> None:
         self._inputs = compat.fakes_like(half.examples, self._mode)
         self._free = compat.storages_of(self._inputs)
         memory = self._memory()
@@ -90,7 +90,7 @@ class CompiledPeak:
         self.seen = tuple(memory.seen)
         self._forward, self.waiting = memory.peak, compat.storage_bytes(self._results, self._free, self.device)
 
-    def _saw_backward(self, half: PlainHalf, code: Any) -> None:
+    def _saw_backward(self, half: PlainHalf, code: object) -> None:
         new = compat.fakes_like(half.examples, self._mode)
         inputs = [self._named.get(name, x) for name, x in zip(half.inputs, new, strict=True)]
         memory = self._memory()

@@ -196,7 +196,7 @@ class Layers:
         self._graphs = [model.compiled(captured, Parameters(self._names, args), args)]
         self._last_of: weakref.WeakValueDictionary[int, PlannedGraph] = weakref.WeakValueDictionary()
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         return self._of(args)(*args)
 
     def _of(self, args: Sequence[Any]) -> PlannedGraph:

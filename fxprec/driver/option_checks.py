@@ -227,6 +227,6 @@ def _difference(rank: int, own: Mapping[str, Any], other: int, found: Mapping[st
     )
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     value = value.get("name", value) if isinstance(value, dict) else value
     return repr(value)[:60]

@@ -167,7 +167,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= _LARGEST**4
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= _LARGEST
 
 

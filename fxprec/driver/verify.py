@@ -77,7 +77,7 @@ def is_compared(lowered_gm: GraphModule) -> bool:
     return any(node.target in known for node in lowered_gm.graph.nodes)
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

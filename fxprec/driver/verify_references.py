@@ -31,7 +31,7 @@ GENERATED_GEMM, NATIVE_GEMM = 1e-4, 4e-3
 class Checked:
     """A kernel's result as it should be, and what is wrong with the one found."""
 
-    wanted: Any
+    wanted: object
     reason: str | None
 
 
@@ -172,7 +172,7 @@ def _coded_product(a: Any, b: Any, bias: Any, table: Any, *rest: Any) -> _Produc
     return _Product.of(*factors, bias, dtype, GENERATED_GEMM)
 
 
-def _matmul_codes(found: torch.Tensor, *args: Any) -> Checked:
+def _matmul_codes(found: torch.Tensor, *args: object) -> Checked:
     product = _coded_product(*args)
     return Checked(product.value.to(found.dtype), product.reason(found))
 

@@ -29,7 +29,7 @@ class Step:
     rows: list[dict[str, Any]]
 
 
-def step(ground: Ground, lowering: str | None, **options: Any) -> Step:
+def step(ground: Ground, lowering: str | None, **options: object) -> Step:
     """Run one step of the same model on the same batch; ``lowering`` None: as it is, in float32."""
     torch.compiler.reset()
     width, tokens = (256, 128) if ground.on_gpu else (32, 16)

@@ -37,7 +37,7 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
     """
 
     def __init__(
-        self, options: Mapping[str, Any] | None = None, *, layer: str | None = None, log_to: Any = None
+        self, options: Mapping[str, Any] | None = None, *, layer: str | None = None, log_to: object = None
     ) -> None:
         self.options, self.layer, self.log_to = dict(options or {}), layer, log_to
         self._model: nn.Module | None = None
@@ -84,7 +84,7 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
         """Return what the trainer writes into ``trainer_state.json``: this rank's state, until `on_save`."""
         return _exported({} if self._model is None else RankStates(self._model).own_state_dict())
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Add the other ranks' states to ``trainer_state.json``, which the trainer has written on one rank."""
         if args.world_size == 1:
             return
@@ -100,7 +100,7 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Add a few numbers to the trainer's log of a step, and write the statistics to ``log_to``."""
         if logs is None or "loss" not in logs:

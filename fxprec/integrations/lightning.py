@@ -48,7 +48,7 @@ class FxprecCallback(Callback):  # type: ignore[misc, unused-ignore]
         RankStates(self._module).load_state_dict(state_dict)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if trainer.global_step == 1 and not any(backend.all_plans for backend in backends_in(pl_module).values()):
             self._tell_of_nothing(pl_module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from fxprec.config.checks import integer
 from fxprec.driver.backend import Backend
@@ -15,7 +14,7 @@ from fxprec.integrations.statistics import check_target, log_rows
 class LogTo:
     """Call it after each step with the model, and the loss if jumps of it should be told; see `log_to`."""
 
-    def __init__(self, to: Any, every: int, alerts: Iterable[object], *, every_tensor: bool) -> None:
+    def __init__(self, to: object, every: int, alerts: Iterable[object], *, every_tensor: bool) -> None:
         check_target(to)
         self._to, self._every_tensor = to, every_tensor
         self._every = integer("every", every, least=1)
@@ -23,7 +22,7 @@ class LogTo:
         self._calls = 0
         self._seen: tuple[object, dict[str, Backend]] | None = None  # a walk over all modules, once
 
-    def __call__(self, model: object, loss: Any = None, *, step: int | None = None) -> None:
+    def __call__(self, model: object, loss: object = None, *, step: int | None = None) -> None:
         self._calls += 1
         step = self._calls if step is None else step
         if self._seen is None or self._seen[0] is not model:
@@ -36,7 +35,7 @@ class LogTo:
             log_rows(backends, self._to, step, every_tensor=self._every_tensor, alerts=self._alerts)
 
 
-def log_to(to: Any, every: int = 100, *, alerts: Iterable[object] = (), every_tensor: bool = False) -> LogTo:
+def log_to(to: object, every: int = 100, *, alerts: Iterable[object] = (), every_tensor: bool = False) -> LogTo:
     """Return a callback that logs a model's statistics every so many steps, without waiting for a device.
 
     ``log = fxprec.log_to(writer, every=100)``, then ``log(model, loss)`` after each step. ``to`` and ``every_tensor``

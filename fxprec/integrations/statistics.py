@@ -50,7 +50,7 @@ def _summary(backends: Mapping[str, Backend], rows: Sequence[Mapping[str, Any]])
 
 
 def log_statistics(
-    model: object, to: Any, step: int, *, every_tensor: bool = False, alerts: Iterable[object] = ()
+    model: object, to: object, step: int, *, every_tensor: bool = False, alerts: Iterable[object] = ()
 ) -> None:
     """Log what is known of the latest step, without waiting for a device.
 
@@ -64,7 +64,7 @@ def log_statistics(
 
 
 def log_rows(
-    backends: Mapping[str, Backend], to: Any, step: int, *, every_tensor: bool, alerts: Sequence[Alert]
+    backends: Mapping[str, Backend], to: object, step: int, *, every_tensor: bool, alerts: Sequence[Alert]
 ) -> None:
     """Do as `log_statistics` does, of backends by module name."""
     rows = _rows(backends)
@@ -109,7 +109,7 @@ def _send(values: Mapping[str, float], to: Any, step: int) -> None:
         to.log({**values, "fxprec/step": step})
 
 
-def check_target(to: Any) -> None:
+def check_target(to: object) -> None:
     """Raise `ConfigError` for what takes no statistics; None takes them and keeps none."""
     if to is not None and not isinstance(to, str | Path) and not any(hasattr(to, name) for name in _TAKES):
         raise ConfigError(

@@ -164,7 +164,7 @@ def _arguments(cls: type[object]) -> dict[str, str]:
     return {name: _printed(hint) for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
 
-def _printed(annotation: Any) -> str:
+def _printed(annotation: object) -> str:
     if get_origin(annotation) is Annotated:
         return str(get_args(annotation)[1])
     return _PRINTED[annotation]

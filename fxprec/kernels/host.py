@@ -23,7 +23,7 @@ from torch.fx import Node
 from fxprec.ir.calls import Call, Shown
 
 
-def _alias(x: Any) -> Any:
+def _alias(x: object) -> Any:
     return torch.ops.aten.alias.default(x)
 
 

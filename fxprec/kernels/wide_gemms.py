@@ -53,7 +53,7 @@ def convolution_layout(x: Tensor, weight: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def _convolution(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+def _convolution(x: Tensor, weight: Tensor, *options: object) -> Tensor:
     out: Tensor = aten.convolution.default(x, weight, *options)
     return torch.empty_like(out, memory_format=convolution_layout(x, weight))
 

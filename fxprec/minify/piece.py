@@ -109,7 +109,7 @@ def capture(case: Case) -> Piece:
     def backend(gm: GraphModule, examples: list[Any]) -> Any:
         captured = Captured.take(gm, examples)
 
-        def run(*args: Any) -> Any:
+        def run(*args: object) -> Any:
             taken.append((captured, args))
             return gm(*args)
 

@@ -133,7 +133,7 @@ def _imports(names: Mapping[str, Any], source: str) -> str:
     return "\n".join(lines)
 
 
-def _import_of(name: str, value: Any) -> str:
+def _import_of(name: str, value: object) -> str:
     module, own = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
     parts = [*str(module).split("."), str(own)]
     if not all(part.isidentifier() for part in parts):

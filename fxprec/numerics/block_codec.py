@@ -41,7 +41,7 @@ _WHOLE = float_bits(_TWO_23)
 class BlockRow(NamedTuple):
     """A block format's constants, as int32 numbers; "bits" are those of a float32."""
 
-    largest_exponent: Any
+    largest_exponent: object
     """Of the element's numbers; e8m0 only."""
     carry: Any
     """Added to the largest magnitude's bits before its exponent is read; e8m0 only."""
@@ -91,7 +91,7 @@ def power_factors(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def coded_scale(
-    amax: Tensor, whole: Any, row: BlockRow, form: FormatRow[Any], code: CodeRow[Any], *, stochastic: bool
+    amax: Tensor, whole: object, row: BlockRow, form: FormatRow[Any], code: CodeRow[Any], *, stochastic: bool
 ) -> Tensor:
     """Return the code of a block's scale in a format; ``whole`` is the tensor's scale, if it has one."""
     share = amax.view(torch.float32) / as_float(row.largest)
@@ -298,7 +298,7 @@ def _in_blocks(x: Tensor, block: int) -> Tensor:
     return x.view(x.shape[0] // block, block)
 
 
-def decode(encoded: Encoded, fmt: BlockFormat, elements: Any, whole: Tensor | None = None) -> Tensor:
+def decode(encoded: Encoded, fmt: BlockFormat, elements: object, whole: Tensor | None = None) -> Tensor:
     """Return the first ``elements`` numbers, (elements,) float32."""
     codes, scales, offsets = encoded
     return numbers(unpacked(codes, fmt.bits), scales, offsets, whole, fmt).reshape(-1)[:elements]
@@ -310,7 +310,7 @@ def stored(x: Tensor, seed: Tensor | None, whole: Tensor | None, row: int, forma
     return records(encode(x, fmt, whole, None if seed is None else salted(seed, row)), fmt)
 
 
-def loaded(q: Tensor, whole: Tensor | None, row: int, format: str, elements: Any, dtype: torch.dtype) -> Tensor:
+def loaded(q: Tensor, whole: Tensor | None, row: int, format: str, elements: object, dtype: torch.dtype) -> Tensor:
     """Return the first ``elements`` of what was `stored`, (elements,)."""
     fmt = find_blocks(format)
     return decode(from_records(q, fmt), fmt, elements, whole).to(dtype)

@@ -38,7 +38,7 @@ class _Rounded(NamedTuple):
     """float32, of a subnormal: the rounded number plus the format's magic number."""
 
 
-def _nearest_even(magnitude: Tensor, row: FormatRow[Any], rebias: Any = 0) -> _Rounded:
+def _nearest_even(magnitude: Tensor, row: FormatRow[Any], rebias: object = 0) -> _Rounded:
     """Round magnitude bits to nearest, ties to the even code. ``rebias`` is taken off the units' exponent.
 
     A normal number: half a unit, less what makes an exact tie stay even, is added below the kept bits, which are then
@@ -52,7 +52,7 @@ def _nearest_even(magnitude: Tensor, row: FormatRow[Any], rebias: Any = 0) -> _R
     return _Rounded(_shifted(units, row.shift), anchored)
 
 
-def _is(scalar: Any, value: int) -> bool:
+def _is(scalar: object, value: int) -> bool:
     return isinstance(scalar, int) and scalar == value
 
 

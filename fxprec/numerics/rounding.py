@@ -146,7 +146,7 @@ class _StraightThrough(torch.autograd.Function):
         return _quantize(x, fmt, rounding, generator, None)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return grad, None, None, None
 
 

@@ -73,7 +73,7 @@ def float_bits(value: float) -> int:
     return bits
 
 
-def as_float(bits: Any) -> Any:
+def as_float(bits: object) -> Any:
     """Return the float32 of ``bits``: of an int a float, of a tensor a tensor."""
     if isinstance(bits, torch.Tensor):
         return bits.view(torch.float32)

@@ -114,7 +114,7 @@ def _unnumbered(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
-def _identity(row: Any, name: str) -> Any:
+def _identity(row: object, name: str) -> Any:
     """Return what of a field makes up the model."""
     value = getattr(row, name)
     if name not in _NODES or getattr(row, "kind", "").endswith("param"):
@@ -127,7 +127,7 @@ def _in_rows(table: str, ours: Sequence[Any], theirs: Sequence[Any], names: Sequ
     return next((difference for difference in found if difference is not None), None)
 
 
-def _in_row(table: str, i: int, a: Any, b: Any, names: Sequence[str], there: str) -> str | None:
+def _in_row(table: str, i: int, a: object, b: object, names: Sequence[str], there: str) -> str | None:
     for name in names:
         if _identity(a, name) != _identity(b, name):
             what = f"{table[:-1]} {i}" if name == names[0] else f"{table[:-1]} {i}{_called(a, names[0])} {name}"
@@ -135,12 +135,12 @@ def _in_row(table: str, i: int, a: Any, b: Any, names: Sequence[str], there: str
     return None
 
 
-def _called(row: Any, name: str) -> str:
+def _called(row: object, name: str) -> str:
     value = getattr(row, name)
     return f" ({value})" if isinstance(value, str) else ""
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return ", ".join(value) or "empty" if isinstance(value, tuple) else repr(value)
 
 

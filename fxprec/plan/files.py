@@ -73,13 +73,13 @@ def _list(values: tuple[Any, ...]) -> list[Any]:
     return [list(value) if isinstance(value, tuple) else value for value in values]
 
 
-def _site(row: Any, *, simulated: bool) -> dict[str, Any]:
+def _site(row: object, *, simulated: bool) -> dict[str, Any]:
     empty = {key for key in ("why", "unread", "saved_as", "way") if not getattr(row, key)}
     left_out = ({"reads"} if simulated else set()) | empty
     return {key: value for key, value in _row(row).items() if key not in left_out}
 
 
-def dumps(plan: Any) -> str:
+def dumps(plan: object) -> str:
     """Return the text of a plan file: the same plan gives the same text."""
     data = to_dict(plan)
     lines = [f" {_compact(key)}: {_table(value) if key in _TABLES else _compact(value)}" for key, value in data.items()]
@@ -94,7 +94,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return "[\n" + ",\n".join(f"  {_compact(row)}" for row in rows) + "\n ]" if rows else "[]"
 
 
-def save(plan: Any, path: str | os.PathLike[str]) -> None:
+def save(plan: object, path: str | os.PathLike[str]) -> None:
     """Write a plan file: whole or not at all. Raises `PlanError`."""
     content = dumps(plan).encode("ascii")
     target = Path(path).resolve()  # through a link: what it points to is replaced, the link stays

@@ -214,7 +214,7 @@ def _cost(row: Mapping[str, Any], nodes: int) -> GemmCost:
     return GemmCost(flops=flops, operands=operands, result=_within(row["result"]))
 
 
-def _within(number: Any, end: int = 2**63) -> int:
+def _within(number: object, end: int = 2**63) -> int:
     if type(number) is not int or not 0 <= number < end:
         raise ValueError(f"{str(number)[:20]} is no number below {end}")
     return number

@@ -58,7 +58,7 @@ def _flops(node: Node, result: torch.Tensor | None) -> int | None:
         return None
 
 
-def _sized(argument: Any) -> Any:
+def _sized(argument: object) -> Any:
     """Put a tensor of the traced sizes, without storage, in the place of a node or a fake tensor."""
     val = value(argument) if isinstance(argument, Node) else argument
     return torch.empty([dim_hint(s) for s in val.shape], device="meta") if isinstance(val, torch.Tensor) else val

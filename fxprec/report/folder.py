@@ -42,7 +42,7 @@ def _spares_training(write: F) -> F:
     """Let a write that fails once training has begun end the dump, and not the training."""
 
     @wraps(write)
-    def spared(dump: GraphDump, *args: Any, **kwargs: Any) -> Any:
+    def spared(dump: GraphDump, *args: object, **kwargs: object) -> Any:
         if dump.is_given_up:
             return None
         try:

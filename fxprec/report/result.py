@@ -12,7 +12,7 @@ from typing import Any
 from fxprec.errors import ConfigError
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return JSON data: numbers that are not finite as text, a dataclass by its fields."""
     if is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}

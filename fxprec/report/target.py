@@ -39,7 +39,7 @@ def find_factory(target: str) -> Factory:
     return found
 
 
-def called(function: Factory, target: str, *args: Any) -> Any:
+def called(function: Factory, target: str, *args: object) -> Any:
     """Call the function that a target names.
 
     Raises `ConfigError`, with the user's line, for what the user's code raises. An exception of fxprec's own
@@ -124,7 +124,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _made(result: Any, target: str) -> tuple[Any, tuple[Any, ...]]:
+def _made(result: object, target: str) -> tuple[Any, tuple[Any, ...]]:
     if not isinstance(result, tuple | list) or len(result) != 2 or not callable(result[0]):
         raise ConfigError(
             f"target {target!r} returned {type(result).__name__}; let it return (model, example inputs), the inputs "

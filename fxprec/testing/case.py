@@ -38,7 +38,9 @@ class Case:
     seed: int = 0
 
     @classmethod
-    def make(cls, factory: Callable[[], Any], inputs: Any = None, *, loss: Loss | None = None, seed: int = 0) -> Case:
+    def make(
+        cls, factory: Callable[[], Any], inputs: object = None, *, loss: Loss | None = None, seed: int = 0
+    ) -> Case:
         """Call ``factory`` under ``seed``. It returns a module, or ``(module, inputs)`` where ``inputs`` is None.
 
         ``inputs`` is a tensor, a tuple of arguments, or a function of no arguments that returns either. Raises
@@ -115,7 +117,7 @@ class Compiled:
         with quiet():
             self._call = torch.compile(self.model, backend=self.backend)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         return self._call(*args)
 
     def run(self, steps: int) -> Tensors:
@@ -169,7 +171,7 @@ def _is_float(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _own(inputs: Any, dtype: torch.dtype | None = None) -> Any:
+def _own(inputs: object, dtype: torch.dtype | None = None) -> Any:
     """Copy the inputs, floating-point ones to ``dtype``."""
 
     def convert(t: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ def _own(inputs: Any, dtype: torch.dtype | None = None) -> Any:
     return tree_map_only(Tensor, convert, inputs)
 
 
-def _step(model: nn.Module, inputs: tuple[Any, ...], outputs: Any, loss: Loss | None) -> Tensors:
+def _step(model: nn.Module, inputs: tuple[Any, ...], outputs: object, loss: Loss | None) -> Tensors:
     """Take the loss of ``outputs``, run backward, and name what came out."""
     found = {}
     for path, leaf in tree_flatten_with_path(outputs)[0]:

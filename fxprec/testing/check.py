@@ -79,7 +79,7 @@ class Outcome:
 
 def verify(
     factory: Callable[[], Any],
-    inputs: Any = None,
+    inputs: object = None,
     *,
     options: Mapping[str, Any] | None = None,
     loss: Loss | None = None,

@@ -40,7 +40,7 @@ class Numerics:
     def check(
         self,
         factory: Callable[[], Any],
-        inputs: Any = None,
+        inputs: object = None,
         *,
         options: Mapping[str, Any] | None = None,
         loss: Callable[[Any], Tensor] | None = None,
@@ -110,7 +110,7 @@ class Numerics:
             self._fail_if_first(curve.wrote)
         return curve
 
-    def check_identical(self, before: Any, after: Any) -> None:
+    def check_identical(self, before: object, after: object) -> None:
         """Check that two tensors, modules, plans or nests of them are the same bit for bit; see `assert_identical`."""
         from fxprec.testing.identical import assert_identical
 

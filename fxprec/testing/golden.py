@@ -252,19 +252,19 @@ def read_json(path: Path, schema: int) -> dict[str, Any]:
     return data
 
 
-def _typed(data: Any, key: str, kind: type, where: str = "") -> Any:
+def _typed(data: object, key: str, kind: type, where: str = "") -> Any:
     if not isinstance(data, dict) or not isinstance(data.get(key), kind):
         raise GoldenError(f"{where}{key} is missing or no {kind.__name__}")
     return data[key]
 
 
-def _entry(row: Any, index: int) -> Entry:
+def _entry(row: object, index: int) -> Entry:
     where = f"statistics[{index}]."
     numbers = _typed(row, "numbers", dict, where)
     return Entry(_typed(row, "name", str, where), {n: _number(x, f"{where}numbers.{n}") for n, x in numbers.items()})
 
 
-def _number(pair: Any, where: str) -> Number:
+def _number(pair: object, where: str) -> Number:
     if isinstance(pair, list) and len(pair) == 2:
         value, tolerance = (_float(x) for x in pair)
         if value is not None and tolerance is not None and tolerance >= 0:
@@ -272,7 +272,7 @@ def _number(pair: Any, where: str) -> Number:
     raise GoldenError(f"{where} is {pair!r:.60}, and must be [value, tolerance]")
 
 
-def _float(x: Any) -> float | None:
+def _float(x: object) -> float | None:
     if isinstance(x, str):
         return float(x) if x in ("inf", "-inf", "nan") else None
     return float(x) if isinstance(x, int | float) and not isinstance(x, bool) else None

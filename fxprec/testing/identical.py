@@ -16,7 +16,7 @@ from fxprec.testing.finding import SHOWN
 _INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-def assert_identical(before: Any, after: Any) -> None:
+def assert_identical(before: object, after: object) -> None:
     """Raise `NumericsError` unless both are the same bit for bit: dtypes, shapes, signs of zeros, NaN codes.
 
     Takes tensors, modules (parameters, buffers and gradients), plans, plain values and nests of them, or functions of
@@ -35,13 +35,13 @@ def assert_identical(before: Any, after: Any) -> None:
         raise NumericsError(text + (f"\n... and {more} more" if more > 0 else ""))
 
 
-def _leaves(value: Any) -> dict[str, Any]:
+def _leaves(value: object) -> dict[str, Any]:
     if callable(value) and not isinstance(value, nn.Module):
         value = value()
     return {keystr(path): leaf for path, leaf in tree_flatten_with_path(_expanded(value))[0]}
 
 
-def _expanded(value: Any) -> Any:
+def _expanded(value: object) -> Any:
     if isinstance(value, nn.Module):
         grads = {f"{n}.grad": p.grad for n, p in value.named_parameters() if p.grad is not None}
         return {**value.state_dict(), **grads}
@@ -52,7 +52,7 @@ def _expanded(value: Any) -> Any:
     return {k: _expanded(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _difference(a: Any, b: Any) -> str | None:
+def _difference(a: object, b: object) -> str | None:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return None if type(a) is type(b) and a == b else f"{a!r:.60} is not {b!r:.60}"
     if (a.dtype, a.shape) != (b.dtype, b.shape):

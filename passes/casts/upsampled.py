@@ -72,7 +72,7 @@ def _constant(node: Node) -> torch.Tensor | None:
     while stack:
         made = stack[-1]
         behind = [n for n in made.all_input_nodes if n not in values]
-        target: Any = made.target
+        target: object = made.target
         is_random = has_tag(made, torch.Tag.nondeterministic_seeded)
         if is_random or not isinstance(target, torch._ops.OpOverload) or _is_symbolic(target):
             return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +58,7 @@ class APSReduceScatter(ReduceScatter):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: object,
         async_op: bool = False,
     ) -> dist.Work | None:
         """Write the sum (or average) over ranks of this rank's row of `input_tensor` (world * n,) to (n,)."""

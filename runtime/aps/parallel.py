@@ -156,7 +156,7 @@ class _OwnSamples(torch.autograd.Function):
         return _concatenate(grad, 0, ctx.codec, ctx.group) / _world(ctx.group), None, None
 
 
-def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+def _applied(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
     apply: Any = function.apply  # typed in some versions of torch only
     result: Tensor = apply(*arguments)
     return result

@@ -51,7 +51,7 @@ def baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float
     return out
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *options: object) -> Tensor:
     """Return the convolution of ``x`` (batch, channels, ...), some images at a time."""
     shape = _promised(aten.convolution.default, x, weight, bias, *options).shape
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=convolution_layout(x, weight))
@@ -202,7 +202,7 @@ def _promised(operator: Any, *args: Any, **options: Any) -> Any:
     return operator(*map(_on_meta, args), **{name: _on_meta(each) for name, each in options.items()})
 
 
-def _on_meta(x: Any) -> Any:
+def _on_meta(x: object) -> Any:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 

@@ -20,7 +20,7 @@ class Specialization:
     """One kernel with everything its machine code depends on."""
 
     name: str
-    kernel: Any
+    kernel: object
     signature: dict[str, str]
     constants: dict[str, Any]
     options: dict[str, int]

@@ -95,7 +95,7 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any)
         kernel[grid](*arguments, **options)
 
 
-def note_alternatives(kernel: Any, arguments: Sequence[Any], options: Sequence[dict[str, Any]]) -> None:
+def note_alternatives(kernel: object, arguments: Sequence[Any], options: Sequence[dict[str, Any]]) -> None:
     """Note launches of which the fastest is found when the first one runs."""
     found = _noted.get()
     assert found is not None

@@ -30,7 +30,7 @@ class StepSkipper:
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         me = weakref.ref(self)
 
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        def before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
             if (skipper := me()) is not None:
                 skipper._before_step(optimizer)
 
