@@ -146,6 +146,20 @@ def test_a_region_runs_again_from_what_it_starts_from(cut: Cut) -> None:
     assert shapes.count((8, 32)) == 2, "where the region starts, and what stands behind it"
 
 
+@pytest.mark.parametrize("probability", [0.0, 0.25])
+def test_of_attention_that_drops_nothing_no_random_state_is_kept(cut: Cut, probability: float) -> None:
+    """torch tags it as random whatever it drops, and would save the generator's state for its recomputation."""
+
+    def attend(x: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=probability)
+
+    x = torch.randn(2, 4, 16, 16, requires_grad=True)
+    with torch._inductor.config.patch(fallback_random=True):
+        compiled(lambda v: checkpoint(attend, v, use_reentrant=False).sin(), eager_backend(recipe="bf16"))(x).sum()
+    names = {str(node.target) for node in (*cut.forward.graph.nodes, *cut.backward.graph.nodes)}
+    assert any("rng_state" in name for name in names) == (probability > 0)
+
+
 class Deep(nn.Module):
     """Layers whose activations may be computed again from their inputs, in a batch large enough for a budget."""
 
