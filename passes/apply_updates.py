@@ -12,16 +12,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxprec import compat
 from fxprec.kernels.updates import ApplyUpdate
-from fxprec.passes.analysis.joint import JointGraph, input_index, is_view, results_of, set_results, tensor_of
+from fxprec.passes.analysis.joint import JointGraph, is_view, results_of, set_results, tensor_of
+from fxprec.passes.analysis.peak.kernels import Kind, kind_of
 
 
 def insert(joint: JointGraph, inputs: Collection[int]) -> int:
     """Put an update in the place of each gradient of these captured inputs; return how many there are."""
     graph, results = joint.graph, list(joint.results)
     count = 0
-    for parameter, (at, gradient) in joint.gradients.items():
-        if input_index(parameter) not in inputs or tensor_of(parameter).dtype != tensor_of(gradient).dtype:
-            continue
+    for parameter, at, gradient in joint.stepped(inputs):
         with graph.inserting_before(joint.output):
             update = ApplyUpdate(parameter, gradient).insert(graph)
         update.meta["val"] = tensor_of(gradient).new_empty(0)
@@ -42,7 +41,7 @@ def settle(forward: GraphModule, backward: GraphModule) -> None:
     for update in updates:
         call = ApplyUpdate.of(update)
         assert call.parameter.op == "placeholder", "a parameter crosses as it is"
-        behind = [call.gradient, *(reader for reader in _readers(call.parameter) if reader is not update)]
+        behind = {call.gradient, *_made_in_loops(set(_readers(call.parameter)) - {update})}
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         max([*behind, inputs[-1]], key=order.__getitem__).append(update)
         order = {node: i for i, node in enumerate(graph.nodes)}
@@ -59,6 +58,22 @@ def _readers(node: Node) -> Iterator[Node]:
         yield user
         if is_view(user):
             yield from _readers(user)
+
+
+def _made_in_loops(readers: Collection[Node]) -> set[Node]:
+    """Return ``readers``, and all that Inductor computes in loops from them up to what lies in memory.
+
+    An update writes each loop's unfinished value to memory that reads the parameter: the gradient of a residual stream
+    would wait as its addends, one for each norm, where it is one sum.
+    """
+    found, stack = set(readers), list(readers)
+    while stack:
+        node = stack.pop()
+        if kind_of(node) in (Kind.FUSED, Kind.VIEW):
+            behind = {user for user in node.users if user.op != "output"} - found
+            found |= behind
+            stack += behind
+    return found
 
 
 def _repeat_views(forward: Graph, backward: Graph, parameters: Collection[Node]) -> None:

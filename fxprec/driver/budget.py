@@ -197,7 +197,7 @@ class SharedPeak:
     def _parts(
         self, asked: AskedPeak, graphs: Mapping[int, PlannedGraph], peaks: Mapping[int, PeakBytes]
     ) -> Mapping[int, Part]:
-        gradients = {index: graph.captured.gradient_bytes for index, graph in graphs.items()}
+        gradients = {index: graph.captured.gradient_bytes(graph.compiler.stepped) for index, graph in graphs.items()}
         together = Together({i: peak.points for i, peak in peaks.items()}, self._known, gradients)
         budget = asked.bytes_of(together.peak({i: peak.points[0] for i, peak in peaks.items()}))
         room = budget - max(peak.reserved for peak in peaks.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,11 +91,10 @@ class Captured:
         with self.ambient.restored(), compat.tracing_with(self.fake_mode), compat.backward_at_once():
             yield self.fake_examples
 
-    @cached_property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients of its parameters."""
-        pairs = zip(self.inputs, self.fake_examples, strict=False)
-        return sum(x.nbytes for known, x in pairs if known.kind == "param" and x.requires_grad)
+    def gradient_bytes(self, stepped: Collection[int] = ()) -> int:
+        """Return the bytes of its parameters' gradients, without those at the positions that backward steps."""
+        held = ((at, known, x) for at, (known, x) in enumerate(zip(self.inputs, self.fake_examples, strict=False)))
+        return sum(x.nbytes for at, known, x in held if known.kind == "param" and x.requires_grad and at not in stepped)
 
     def empty_table(self) -> torch.Tensor:
         """Return a scale table of zeros, ``(capacity, TABLE_COLUMNS)`` int32."""

@@ -135,6 +135,7 @@ class JointCompilation:
             self.compiler.settings,
             given=self.given,
             siblings=self.compiler.trained(),
+            stepped=self.compiler.stepped,
             memory_budget=compat.memory_budget(joint.graph),
             fixed_bytes=self.compiler.budget.fixed,
             peak_part=replace(part, wants_curve=True) if self.only_looks else part,

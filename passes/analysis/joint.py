@@ -287,6 +287,18 @@ class JointGraph:
         for i, (node, gradient) in enumerate(zip(self.placeholders, self.results[first:], strict=True)):
             yield node, (first + i, gradient)
 
+    def stepped(self, inputs: Collection[int]) -> Iterator[tuple[Node, int, Node]]:
+        """Yield (parameter, position of its gradient among the results, gradient) of captured inputs backward steps.
+
+        The step is made by a kernel for one dtype, so a gradient of another is returned.
+        """
+        for parameter, (at, _) in self.gradients.items():
+            gradient = self.results[at]
+            if not isinstance(gradient, Node) or input_index(parameter) not in inputs:
+                continue
+            if tensor_of(parameter).dtype == tensor_of(gradient).dtype:
+                yield parameter, at, gradient
+
     def returned_for(self, tangent: Node) -> Node | None:
         """Return the forward output that a tangent is the gradient of."""
         whole, path = descriptors.key(tangent.meta.get("desc"))

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxprec
 from fxprec.demo.models import CharTransformer
-from fxprec.errors import ConfigError, FxprecWarning, GradientError
+from fxprec.errors import BudgetError, ConfigError, FxprecWarning, GradientError
 from fxprec.runtime.optim.applied import AppliedGradient
 from fxprec.runtime.optim.in_backward import InBackward, apply_update, stepping
 
@@ -309,3 +309,39 @@ def test_the_peak_falls_by_gradients() -> None:
 
     gradient = 512 * 512 * 4
     assert peak(in_backward=False) - peak(in_backward=True) > 6 * gradient
+
+
+def test_a_peak_budget_counts_no_gradient_that_backward_steps() -> None:
+    """Of eight layers, two gradients of 16-bit products and one in float32 live at once; of the last none is read."""
+
+    def planned(*, in_backward: bool, budget: str = "100%") -> int:
+        torch._dynamo.reset()
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+        optimizer = fxprec.optim.AdamW(model.parameters(), lr=1e-3)
+        run = compiled(model, optimizer if in_backward else None, peak_budget=budget)
+        run(torch.ones(8, 512)).sum().backward()
+        (plan,) = fxprec.backend_of(run).plans
+        assert plan.peak_bytes is not None
+        return plan.peak_bytes.planned
+
+    gradient = 512 * 512 * 4
+    held, stepped = planned(in_backward=False), planned(in_backward=True)
+    assert 8 * gradient < held
+    assert stepped < 2 * gradient
+    with pytest.raises(BudgetError, match=r"least peak found holds 8\.\d+ MiB"):
+        planned(in_backward=False, budget="3MiB")
+    assert planned(in_backward=True, budget="3MiB") < 3 << 20
+
+
+@pytest.mark.inductor
+def test_the_gradient_of_a_residual_stream_waits_as_one_sum() -> None:
+    """A step of a norm's weight writes unfinished loops to memory: made too early, all addends of that gradient wait."""
+    torch.manual_seed(0)
+    model = CharTransformer(vocab=96, context=64, layers=3, heads=2, width=64)
+    optimizer = fxprec.optim.AdamW(model.parameters(), lr=1e-4)
+    run = compiled(model, optimizer, recipe="fp8", lowering="inductor", peak_budget="70%")
+    run(torch.randint(0, 96, (8, 64))).sum().backward()
+    (plan,) = fxprec.backend_of(run).plans
+    assert plan.peak_bytes is not None
+    assert plan.peak_bytes.compiled == plan.peak_bytes.planned, "as planned at first, and not planned again"
+    assert "replanned" not in {event.kind for event in fxprec.backend_of(run).events}

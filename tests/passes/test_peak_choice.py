@@ -76,6 +76,15 @@ def test_much_arithmetic_is_not_repeated() -> None:
     assert step(is_heavy=True).order == [0, 1, 2, 3]
 
 
+def test_what_writes_over_an_item_comes_after_those_that_read_it() -> None:
+    """A parameter, its gradient, the step, and a GEMM that reads the parameter by way of a view and a conversion."""
+    parameter, gradient = Item(Kind.FREE, 64, ()), extern(32)
+    gemm = [Item(Kind.VIEW, 64, (0,)), fused(16, 3), extern(4, 4, is_returned=True)]
+    assert Timeline([parameter, gradient, extern(0, 1), *gemm], border=0).order == [1, 2, 4, 5]
+    order = Timeline([parameter, gradient, extern(0, 1, writes=0), *gemm], border=0).order
+    assert order.index(4) < order.index(2)  # the conversion reads it; the GEMM reads the copy
+
+
 def test_reads_of_one_tensor_count_once() -> None:
     """Six times read by way of others, one buffer: little to repeat, so two loops do it each for itself."""
     items = [extern(8), *(fused(8, 0) for _ in range(6)), fused(8, 1, 2, 3, 4, 5, 6)]

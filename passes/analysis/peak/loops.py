@@ -31,6 +31,8 @@ class Item:
     """Whether its arithmetic is too much to repeat."""
     workspace: int = 0
     """Bytes that it takes while it runs, beside its result."""
+    writes: int | None = None
+    """The item over which it writes, once all others have read that."""
 
 
 class Loops:

@@ -54,7 +54,7 @@ class Needs:
 
 def needs_of(work: Work) -> Needs:
     """Read off who reads what, where the readers of stored copies are settled (`compute_high`)."""
-    needs = Needs(Step(work.joint, work.settings.processor))
+    needs = Needs(Step(work.joint, work.settings.processor, work.stepped))
     hi = work.settings.recipe.hi
     _add_unread(needs, work)
     for node in needs.step.backward:

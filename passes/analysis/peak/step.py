@@ -20,7 +20,7 @@ from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.crossings import is_repeated, needed_by_forward
-from fxprec.passes.analysis.joint import JointGraph, numel_expr, numel_hint, tensor_of, value
+from fxprec.passes.analysis.joint import JointGraph, is_view, numel_expr, numel_hint, tensor_of, value
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.peak.kernels import HEAVY, Kind, bytes_of, kind_of, workspace_of
 from fxprec.passes.analysis.peak.loops import Item
@@ -41,6 +41,8 @@ class Step:
 
     joint: JointGraph
     processor: Processor = field(default_factory=Processor.here)
+    stepped: Collection[int] = ()
+    """Positions of the captured inputs that backward steps, and of which it returns no gradient."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -68,7 +70,9 @@ class Step:
         put(self, "forward", halves[0])
         put(self, "backward", halves[1])
         put(self, "again", set(self._run_again()))
-        put(self, "returned", {n for n in self.joint.results if isinstance(n, Node)})
+        updates = {at: (parameter, gradient) for parameter, at, gradient in self.joint.stepped(self.stepped)}
+        put(self, "returned", {n for i, n in enumerate(self.joint.results) if isinstance(n, Node) and i not in updates})
+        put(self, "updates", self._placed(updates.values()))
 
     needed: set[Node] = field(init=False)
     """What the results of forward depend on."""
@@ -87,7 +91,26 @@ class Step:
     behind: set[Node] = field(init=False)
     """Backward's nodes: what depends on an output's gradient."""
     returned: set[Node] = field(init=False)
+    updates: Mapping[Node, Sequence[tuple[Node, Node]]] = field(init=False)
+    """(parameter, its gradient) by the backward node behind which backward steps the parameter."""
     _traits: dict[Node, tuple[Kind, int, bool, int]] = field(init=False, default_factory=dict, repr=False)
+
+    def _placed(self, updates: Iterable[tuple[Node, Node]]) -> dict[Node, list[tuple[Node, Node]]]:
+        order = {node: i for i, node in enumerate(self.backward)}
+        found: dict[Node, list[tuple[Node, Node]]] = {}
+        for parameter, gradient in updates:
+            if gradient in order:
+                behind = (gradient, *(reader for reader in self._readers_behind(parameter)))
+                found.setdefault(max(behind, key=order.__getitem__), []).append((parameter, gradient))
+        return found
+
+    def _readers_behind(self, node: Node) -> Iterator[Node]:
+        """Yield the backward nodes that read a value, or a view or conversion of it."""
+        for user in node.users:
+            if user in self.behind:
+                yield user
+            elif is_view(user) or user.target in CASTS or user in self.decoded:
+                yield from self._readers_behind(user)
 
     def wanted_by(self, node: Node) -> Iterator[Node]:
         """Yield what a backward node reads of the forward half: values, and decoded copies."""
@@ -197,6 +220,8 @@ class Held:
             sources = node.all_input_nodes
             reads = [self.at[n] if n in self.step.behind else self._find(n, node) for n in sources]
             self.at[node] = self._add(node, reads, node)
+            for parameter, gradient in self.step.updates.get(node, ()):
+                self._append(Item(Kind.EXTERN, 0, [self.at[gradient]], writes=self.at[parameter]), node, gradient)
         for x in {x for node, _ in self.repeated for x in node.all_input_nodes} & self.step.copied.keys():
             self.items[self.copies[x]].bytes = 0  # the input waits itself, for what is computed again from it
         self.timeline = Timeline(self.items, self.border)

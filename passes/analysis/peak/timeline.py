@@ -33,6 +33,7 @@ class Timeline:
     def __post_init__(self) -> None:
         loops = Loops(self.items)
         self._readers, self._returned, lies, reads = loops.readers, loops.returned, loops.lies, loops.reads
+        self._lies = lies
         run = [position for position in range(len(self.items)) if lies[position] and self._maker(position) == position]
         halves = [p for p in run if p < self.border], [p for p in run if p >= self.border]
         kept = {p for p in halves[0] if self.items[p].is_stored or self._returned[p]}
@@ -56,13 +57,26 @@ class Timeline:
             Kernel(
                 {str(m): self.items[m].bytes for m in self._made_by(p)},
                 {str(r): self.items[r].bytes for r in reads[p]},
-                frozenset(at[r] for r in reads[p] if r in at),
+                frozenset(at[r] for r in (*reads[p], *self._overwrites(p)) if r in at),
             )
             for p in half
         ]
         order, names = saving_order(kernels), frozenset(map(str, returned))
-        is_better = peak_bytes(kernels, order, names) < peak_bytes(kernels, range(len(kernels)), names)
+        waits = any(max(kernel.after, default=-1) > i for i, kernel in enumerate(kernels))
+        is_better = waits or peak_bytes(kernels, order, names) < peak_bytes(kernels, range(len(kernels)), names)
         return [half[i] for i in (order if is_better else range(len(half)))]
+
+    def _overwrites(self, position: int) -> set[int]:
+        """Return the kernels that read, through views and loops that are theirs, what an item writes over."""
+        written = self.items[position].writes
+        found, stack = set[int](), [] if written is None else [*self._readers[written]]
+        while stack:
+            reader = stack.pop()
+            if self._lies[reader]:
+                found.add(reader)
+            else:
+                stack += self._readers[reader]
+        return found - {position}
 
     def _fill(self, reads: Sequence[Collection[int]]) -> None:
         end = len(self.order)
