@@ -5,12 +5,11 @@
 
 `use_aps` does the same for FSDP2; `all_gather`, `all_reduce`, `all_to_all`, `copy_to_group` and `reduce_from_group`
 carry the activations of model parallelism in Dettmers' 8-bit types, `sub_batches` those of the next sub-batch while one
-is computed. `OneBitState` and `one_bit_hook` are the baseline of one bit with error feedback (Seide et al. 2014).
+is computed.
 """
 
 from fxprec.runtime.aps.fsdp import APSReduceScatter, use_aps
 from fxprec.runtime.aps.hook import aps_hook
-from fxprec.runtime.aps.one_bit import OneBitState, one_bit_hook
 from fxprec.runtime.aps.options import APSOptions
 from fxprec.runtime.aps.parallel import (
     all_gather,
@@ -26,13 +25,11 @@ __all__ = [
     "APSOptions",
     "APSReduceScatter",
     "APSState",
-    "OneBitState",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "aps_hook",
     "copy_to_group",
-    "one_bit_hook",
     "reduce_from_group",
     "sub_batches",
     "use_aps",

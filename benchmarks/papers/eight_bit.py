@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from benchmarks.papers.claims import Predicate, Verdict
 from benchmarks.papers.found import Found
+from benchmarks.papers.one_bit import dequantize, quantize
 from fxprec.demo.data import Digits, load_digits
 from fxprec.runtime.aps import codecs
 from fxprec.runtime.aps.codecs import codec
-from fxprec.runtime.aps.one_bit import dequantize, quantize
 
 ONE_BIT = "1-bit"
 TYPES = ("dynamic-tree", "linear", "mantissa", "static-tree")

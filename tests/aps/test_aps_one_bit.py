@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,9 +18,11 @@ from aps_ranks import run_ranks, several
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fxprec.aps import OneBitState, one_bit_hook
+sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not installed
+
+from benchmarks.papers import one_bit
+from benchmarks.papers.one_bit import OneBitState, one_bit_hook
 from fxprec.errors import ConfigError
-from fxprec.runtime.aps import one_bit
 from fxprec.runtime.aps.layout import layout
 
 WORLD, STEPS = 3, 4
