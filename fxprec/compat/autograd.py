@@ -78,7 +78,7 @@ def _checkpoint_of(pack: Callable[..., object]) -> tuple[object, Hashable | None
     code, cells = getattr(pack, "__code__", None), getattr(pack, "__closure__", None) or ()
     names = () if code is None else code.co_freevars
     known = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-    frame_type: Any = getattr(torch.utils.checkpoint, "_CheckpointFrame", None)
+    frame_type = getattr(torch.utils.checkpoint, "_CheckpointFrame", None)
     if frame_type is not None and isinstance(known.get("frame"), frame_type):
         return known["frame"], None
     if "target_frame_ref" in known and "gid" in known:
@@ -117,6 +117,6 @@ without_torch_function: Any = torch._C._disabled_torch_function_impl
 """A tensor subclass' ``__torch_function__`` that leaves results as they are."""
 
 
-def will_run(node: Any) -> bool:
+def will_run(node: torch.autograd.graph.Node) -> bool:
     """Say whether the backward pass under way runs a node of autograd. Raises `RuntimeError` in autograd.grad()."""
     return bool(torch._C._will_engine_execute_node(node))

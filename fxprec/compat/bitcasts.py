@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def _of_vectors() -> Iterator[None]:
         yield
         return
 
-    def to_dtype_bitcast(x: Any, dtype: torch.dtype, src_dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    def to_dtype_bitcast(x: Any, dtype: torch.dtype, src_dtype: torch.dtype, *args: object, **kwargs: object) -> Any:
         if args or kwargs or x.dtype != src_dtype or dtype.itemsize != src_dtype.itemsize:
             return one_by_one.__func__(x, dtype, src_dtype, *args, **kwargs)
         # std::bit_cast needs C++20, which Inductor's code before torch 2.12 is not
@@ -52,14 +52,14 @@ def _of_values() -> Iterator[None]:
     table: MutableMapping[Any, Callable[..., Any]] = lowering.lowerings
     of_storage = table[_VIEW]
 
-    def view(x: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    def view(x: Any, dtype: torch.dtype, *args: object, **kwargs: object) -> Any:
         source = x.get_dtype()
         as_wide = dtype != source and dtype.itemsize == source.itemsize and not (dtype.is_complex or source.is_complex)
         if args or kwargs or not as_wide or x.get_device().type != "cpu" or ir.is_storage_and_layout(x):
             return of_storage(x, dtype, *args, **kwargs)
         load = x.make_loader()
 
-        def bits(index: Any) -> Any:
+        def bits(index: Sequence[Any]) -> Any:
             return virtualized.ops.to_dtype_bitcast(load(index), dtype, source)
 
         return ir.Pointwise.create(device=x.get_device(), dtype=dtype, inner_fn=bits, ranges=list(x.get_size()))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ def _reason_of(error: Exception) -> str:
     return f"{reason} ({hint})" if hint else reason
 
 
-def _owner(frame: Any) -> object:
+def _owner(frame: FrameType) -> object:
     return frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
 
 

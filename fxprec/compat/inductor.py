@@ -12,6 +12,7 @@ import torch
 from torch._inductor import codecache, config, inductor_prims, list_mode_options
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._ops import OpOverload
 from torch._prims_common import make_channels_last_2d_strides_for
 from torch.fx import Graph
 
@@ -26,7 +27,7 @@ SEEDED_RANDOM: object = inductor_prims.random  # (size, seed, mode, *, align_dty
 SEEDED_RANDINT: object = inductor_prims.randint  # (low, high, size, seed), likewise
 
 
-FORCE_STRIDES: Any = torch.ops.prims.inductor_force_stride_order.default  # (x, strides)
+FORCE_STRIDES: OpOverload = torch.ops.prims.inductor_force_stride_order.default  # (x, strides)
 
 
 def writes_in_place(joins: object) -> None:
@@ -54,7 +55,7 @@ def writes_after_reading(writes: object) -> None:
 
     fallback = lowering.fallback_handler(writes, add_to_fallback_set=False)
 
-    def write(written: Any, *args: Any) -> Any:
+    def write(written: Any, *args: object) -> Any:
         V.graph.mark_buffer_mutated(written.get_name())
         return fallback(written, *args)
 
@@ -91,7 +92,7 @@ def takes_approximate_logarithm(logarithm: object) -> None:
             return exact(x)
         load = x.make_loader()
 
-        def log(index: Any) -> Any:
+        def log(index: object) -> Any:
             binary = ops.inline_asm_elementwise(
                 load(index), asm="lg2.approx.f32 $0, $1;", constraints="=f,f", dtype=torch.float32
             )

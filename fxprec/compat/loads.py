@@ -34,14 +34,14 @@ def _inner_values_are_no_loads() -> Iterator[None]:
     inside of the kernel alone, too: of a gradient with its bias's sum beside our counts some were left out, and for
     these masks of every element were written and read again.
     """
-    reductions: Any = getattr(scheduler, "FusedMixOrderReductions", None)
+    reductions = getattr(scheduler, "FusedMixOrderReductions", None)
     most = getattr(config.triton, _LIMIT, 0)
     if reductions is None or most <= 0:
         yield
         return
     can_fuse_with = reductions.can_fuse_with
 
-    def can_fuse_within_loads(self: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
+    def can_fuse_within_loads(self: Any, other: Any, *args: object, **kwargs: object) -> bool:
         if len(_loads([*self.get_nodes(), *other.get_nodes()])) > most:
             return False
         with config.patch({f"triton.{_LIMIT}": 0}):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,10 +47,10 @@ def lower_pointwise(target: object, result: Callable[..., torch.dtype], element:
     if target in lowering.lowerings:
         return
 
-    def lower(x: Any, *args: Any) -> Any:
+    def lower(x: ir.TensorBox, *args: object) -> Any:
         load, dtype = x.make_loader(), x.get_dtype()
 
-        def inner(index: Any) -> Any:
+        def inner(index: Sequence[Any]) -> Any:
             return element(load(index), dtype, *args)
 
         return ir.Pointwise.create(
@@ -64,7 +64,7 @@ def lower_pointwise(target: object, result: Callable[..., torch.dtype], element:
 def calls_in_loops() -> Iterator[None]:
     """Let Inductor's C++ write `call_in_loop`'s texts."""
 
-    def inline_asm_elementwise(x: Any, *, asm: str, **_: Any) -> str:
+    def inline_asm_elementwise(x: Any, *, asm: str, **_: object) -> str:
         types = "float", "int32_t"
         if x.is_vec:
             types = tuple(virtualized.V.kernel._get_vec_type(dtype) for dtype in (torch.float32, torch.int32))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch._functorch.config
 from torch._dynamo.utils import counters
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -49,7 +50,9 @@ class _Seen(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 

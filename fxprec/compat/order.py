@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch._inductor import config, custom_graph_pass, memory
 from torch._inductor.codegen import cpp
@@ -16,6 +16,9 @@ from torch._inductor.scheduler import FusedSchedulerNode
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 from torch.utils._ordered_set import OrderedSet
+
+if TYPE_CHECKING:
+    from torch._inductor.scheduler import SchedulerBuffer
 
 _Kernel = tuple[dict[str, int], dict[str, int], frozenset[int]]
 
@@ -44,7 +47,7 @@ class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraph
     def __call__(self, nodes: list[Any]) -> list[Any]:
         if self.before is not None:
             nodes = self.before(nodes)
-        scheduler: Any = V.graph.scheduler
+        scheduler = V.graph.scheduler
         kept = OrderedSet(V.graph.get_output_names())
         if any(isinstance(node, FusedSchedulerNode) for node in nodes):  # of foreach operators; has no such dependency
             return nodes
@@ -101,9 +104,9 @@ def _as_kernel(nodes: Sequence[Any], at: Mapping[Any, int]) -> _Kernel:
     return makes, {name: size for name, size in reads.items() if name not in makes}, frozenset(after - {at[nodes[0]]})
 
 
-def _bytes(buffer: Any) -> int:
+def _bytes(buffer: SchedulerBuffer) -> int:
     """Return what is free when a buffer is; nothing where it shows an input."""
-    made: Any = getattr(buffer, "node", None)
+    made = getattr(buffer, "node", None)
     while isinstance(made, MultiOutput):
         (made,) = made.inputs
     shown = made.get_inputs_that_alias_output() if isinstance(made, FallbackKernel) else ()
@@ -118,7 +121,7 @@ def _owner(buffer: object) -> Any:
     return _owner(others[shown[0]]) if len(shown) == 1 and shown[0] in others else buffer
 
 
-def _is_on_host(buffer: Any) -> bool:
+def _is_on_host(buffer: SchedulerBuffer) -> bool:
     """Say whether a GPU's graph has a buffer in host memory."""
     made: Any = getattr(buffer, "node", None) or V.graph.graph_inputs.get(buffer.get_name())
     device = made.get_device() if hasattr(made, "get_device") else None

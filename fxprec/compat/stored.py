@@ -107,7 +107,7 @@ def _can_store() -> bool:
 def _storing_whole_halves(make_entry: Callable[..., Any]) -> Callable[..., Any]:
     """Return what stores a half of ours whole: AOTAutograd else stores Inductor's key alone."""
 
-    def make_whole_entry(compiled_fw_func: Any, *args: Any, **options: Any) -> Any:
+    def make_whole_entry(compiled_fw_func: Callable[..., object], *args: object, **options: object) -> Any:
         if not isinstance(inspect.unwrap(compiled_fw_func), StoredHalf):
             return make_entry(compiled_fw_func, *args, **options)
         with torch._functorch.config.patch(bundled_autograd_cache=True):
@@ -131,5 +131,5 @@ def traced_facts(gm: GraphModule) -> Iterator[str]:
 def _sizes(value: object) -> Iterator[tuple[str, str, str]]:
     for size in value.shape if isinstance(value, torch.Tensor) else (value,):
         if isinstance(size, torch.SymInt | torch.SymFloat):
-            node: Any = size.node
+            node = size.node
             yield str(node.expr), str(node.hint), str(node.shape_env.var_to_range.get(node.expr))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any
 
 from fxprec.config.checks import Options
 from fxprec.errors import ConfigError, FormatError, did_you_mean
@@ -112,8 +111,8 @@ def _format(role: str, value: object) -> Format:
 
 
 def _same(format: str, name: str | None = None, *, pure: bool = False) -> Recipe:
-    formats: Any = {"hi": format, "lo_forward": format, "lo_backward": format}
-    return Recipe(name=name or format, pure=pure, **formats)
+    fmt = parse(format)
+    return Recipe(name=name or format, hi=fmt, lo_forward=fmt, lo_backward=fmt, pure=pure)
 
 
 FP32 = _same("fp32")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +65,9 @@ class Subject:
             value.backward()
         return float(value.detach())
 
-    def _loss_of(self, call: Callable[..., Any], args: Any, kwargs: Any, *, has_loss: bool) -> Tensor:
+    def _loss_of(
+        self, call: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object], *, has_loss: bool
+    ) -> Tensor:
         try:
             with quiet_fakes():
                 output = call(*args, **kwargs)

@@ -214,7 +214,7 @@ class SharedPeak:
 
 def _compiled_node(result: torch.Tensor) -> Any:
     """Return the compiled function's node behind a result, or None; views that AOTAutograd makes again lie between."""
-    node: Any = result.grad_fn
+    node = result.grad_fn
     while node is not None and not isinstance(node, BackwardCFunction):
         node = next((before for before, _ in node.next_functions if before is not None), None)
     return node

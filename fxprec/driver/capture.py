@@ -31,7 +31,7 @@ class Captured:
     gm: GraphModule
     examples: list[Any]  # until `forget_examples`
     device: torch.device
-    fake_mode: Any
+    fake_mode: compat.FakeTensorMode | None
     capacity: int  # rows of the scale table
     ambient: compat.Ambient
     identity: Identity
@@ -138,7 +138,7 @@ def _shapes(graph: Graph) -> tuple[Shape, ...]:
     )
 
 
-def _fake_mode(graph: Graph) -> Any:
+def _fake_mode(graph: Graph) -> compat.FakeTensorMode | None:
     """Return the fake mode of the inputs' own fake values: that of a Python float knows its symbol in no other."""
     values = (n.meta.get("example_value") for n in _placeholders(graph))
     modes = (mode for v in values if (mode := compat.fake_mode_of(v)) is not None)

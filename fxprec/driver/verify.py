@@ -150,7 +150,7 @@ class _Checker(Interpreter):
         given = self.fetch_args_kwargs_from_env(n)[1]["kwargs"]
         cast = (given.get("whole"), block.row, block.format)
 
-        def compare(found: Any) -> Checked:
+        def compare(found: Mapping[str, torch.Tensor]) -> Checked:
             out = found["out"]
             if block.stores:
                 return REFERENCES[StoreBlocks.target](out, given["x"], given.get("seed"), *cast)
@@ -201,21 +201,29 @@ def _values(x: torch.Tensor, table: torch.Tensor, row: int, fmt: str, storage: s
     return result
 
 
-def _store(found: Any, x: Any, *args: Any) -> _Compared:
-    source, table, row, fmt, storage = args[:5]
+def _store(
+    found: Sequence[torch.Tensor],
+    x: torch.Tensor | None,
+    source: torch.Tensor,
+    table: torch.Tensor,
+    row: int,
+    fmt: str,
+    storage: str,
+    *flags: bool,
+) -> _Compared:
     compared = [("its codes", found[0], symbolic.QUANTIZE(source, table, row, fmt, storage))]
     values = x if x is not None else found[1]
     if values.numel():
-        compared.append(("its values", values, _values(source, table, row, fmt, storage, args[-1])))
+        compared.append(("its values", values, _values(source, table, row, fmt, storage, flags[-1])))
     return compared
 
 
-def _round(found: Any, x: Any, *args: Any) -> _Compared:
+def _round(found: Sequence[torch.Tensor], x: torch.Tensor | None, *args: Any) -> _Compared:
     values: torch.Tensor = _values(*args)
     return [("its values", found[0] if x is None else x, values)]
 
 
-def _load(found: Any, x: Any, q: torch.Tensor, table: torch.Tensor, row: int, fmt: str) -> _Compared:
+def _load(found: torch.Tensor, x: object, q: torch.Tensor, table: torch.Tensor, row: int, fmt: str) -> _Compared:
     storage = "packed" if not q.dtype.is_floating_point else "native"
     return [("its values", found, symbolic.DEQUANTIZE(q, table, row, fmt, storage, torch.float32))]
 

@@ -135,11 +135,6 @@ def _striped(counts: torch.Tensor) -> torch.Tensor:
     return table.view(SITE_COUNTERS).to(counts.device)
 
 
-def _transpose_codes(found: torch.Tensor, q: torch.Tensor) -> Checked:
-    turned = transposed(q)
-    return Checked(turned, difference(found, turned, "its codes", exact=True))
-
-
 @dataclass(frozen=True)
 class _Product:
     """A product in float32, before it is rounded, and by how much each element may be off."""
@@ -166,13 +161,23 @@ class _Product:
         return f"{count} of {found.numel()} elements of its product are off by more than sums may be" if count else None
 
 
-def _coded_product(a: Any, b: Any, bias: Any, table: Any, *rest: Any) -> _Product:
-    row_a, row_b, format_a, format_b, dtype = rest[:5]
+def _coded_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    table: torch.Tensor,
+    row_a: int,
+    row_b: int,
+    format_a: str,
+    format_b: str,
+    dtype: torch.dtype,
+    *rest: object,
+) -> _Product:
     factors = numbers(a, table, row_a, format_a), numbers(b, table, row_b, format_b)
     return _Product.of(*factors, bias, dtype, GENERATED_GEMM)
 
 
-def _matmul_codes(found: torch.Tensor, *args: object) -> Checked:
+def _matmul_codes(found: torch.Tensor, *args: Any) -> Checked:
     product = _coded_product(*args)
     return Checked(product.value.to(found.dtype), product.reason(found))
 
@@ -219,9 +224,9 @@ def _scaled_mm(
     return Checked(product.value.to(found.dtype), product.reason(found))
 
 
-def _totals(found: torch.Tensor, lost: torch.Tensor, amax: torch.Tensor, *rest: Any) -> Checked:
-    wanted = stats.totals(lost, amax, *rest)
-    return Checked(wanted.flatten(), _wrong_rows(found, wanted, rest[2]))
+def _totals(found: torch.Tensor, *args: Any) -> Checked:
+    wanted = stats.totals(*args)
+    return Checked(wanted.flatten(), _wrong_rows(found, wanted, args[4]))
 
 
 def _gathered(found: torch.Tensor, counters: torch.Tensor) -> Checked:
@@ -236,26 +241,26 @@ def _wrong_rows(found: torch.Tensor, wanted: torch.Tensor, rows: Sequence[int]) 
     return f"its sums of rows {', '.join(map(str, wrong[:5]))} are not the reference's" if wrong else None
 
 
-def _store_blocks(found: torch.Tensor, *args: Any) -> Checked:
-    wanted = block_codec.stored(*args)
-    return Checked(wanted, difference(found, wanted, "its records", exact=True))
+def _exact(made: Callable[..., torch.Tensor], what: str) -> Reference:
+    """Return the comparison, bit by bit, of a kernel that returns one tensor, which ``made`` makes of its arguments."""
 
+    def check(found: torch.Tensor, *args: object) -> Checked:
+        wanted = made(*args)
+        return Checked(wanted, difference(found, wanted.view(found.shape), what, exact=True))
 
-def _load_blocks(found: torch.Tensor, *args: Any) -> Checked:
-    wanted = block_codec.loaded(*args)
-    return Checked(wanted, difference(found, wanted.view(found.shape), "its values", exact=True))
+    return check
 
 
 REFERENCES: Mapping[object, Reference] = {
     coded_gemms.QuantizeTranspose.target: _quantize_transpose,
-    coded_gemms.TRANSPOSE_CODES: _transpose_codes,
+    coded_gemms.TRANSPOSE_CODES: _exact(transposed, "its codes"),
     coded_gemms.MATMUL_CODES: _matmul_codes,
     coded_gemms.MatmulToCodes.target: _matmul_to_codes,
     GATHERED: _gathered,
     Totals.target: _totals,
     aten._scaled_mm.default: _scaled_mm,
-    casts.StoreBlocks.target: _store_blocks,
-    casts.LoadBlocks.target: _load_blocks,
+    casts.StoreBlocks.target: _exact(block_codec.stored, "its records"),
+    casts.LoadBlocks.target: _exact(block_codec.loaded, "its values"),
 }
 """Of kernels that write nothing but what they return: called with what was found and the call's arguments."""
 GEMMS = (coded_gemms.MATMUL_CODES, coded_gemms.MatmulToCodes.target, aten._scaled_mm.default)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 
@@ -51,7 +52,7 @@ def _fits(ground: Ground, budget: str, options: dict[str, Any]) -> None:
     width, tokens, layers = (1024, 1024, 4) if ground.on_gpu else (32, 64, 2)
     model = transformer(ground.device, width=width, heads=width // 64 or 1, layers=layers)
     x = torch.randn(4, tokens, width, device=ground.device)
-    lowering: Any = "auto" if ground.on_gpu else "eager"
+    lowering: Literal["auto", "eager"] = "auto" if ground.on_gpu else "eager"
     backend = fxprec.Backend(fxprec.Config(recipe="fp8", peak_budget=budget, lowering=lowering, **options))
     compiled, peak = torch.compile(model, backend=backend), 0
     for _ in range(3 if ground.on_gpu else 1):
@@ -70,7 +71,7 @@ def _fits(ground: Ground, budget: str, options: dict[str, Any]) -> None:
     within("bytes allocated over the budget", peak / planned.budget, MOST)
 
 
-def _peak(ground: Ground, step: Any) -> int:
+def _peak(ground: Ground, step: Callable[[], object]) -> int:
     """Return the bytes a step allocated at its peak, beside parameters and inputs."""
     if not ground.on_gpu:
         step()

@@ -6,8 +6,8 @@ import importlib
 import resource
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from fxprec.gpu_check.findings import Findings
 from fxprec.gpu_check.items import Mode
@@ -33,7 +33,7 @@ def run(*, item: str, module: str, mode: Mode, path: str, seconds: float) -> Non
     save()
 
 
-def _run(module: str, mode: Mode, findings: Findings, seconds: float, save: Any) -> None:
+def _run(module: str, mode: Mode, findings: Findings, seconds: float, save: Callable[[], None]) -> None:
     import torch
 
     from fxprec.gpu_check.ground import Ground

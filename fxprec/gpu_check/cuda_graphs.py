@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 from unittest import mock
 
 import torch
@@ -59,12 +59,14 @@ def check(ground: Ground) -> None:
 class Compiler:
     """Stands before Inductor's compiler of one half, and notes the static inputs."""
 
-    def __init__(self, compile_half: Any) -> None:
+    def __init__(self, compile_half: Callable[..., object]) -> None:
         self.compile_half, self.static = compile_half, list[int]()
 
-    def __call__(self, gm: torch.fx.GraphModule, examples: Any, **options: Any) -> Any:
-        self.static.append(len(options["static_input_idxs"]))
-        return self.compile_half(gm, examples, **options)
+    def __call__(
+        self, gm: torch.fx.GraphModule, examples: object, *, static_input_idxs: Sequence[int], **options: object
+    ) -> object:
+        self.static.append(len(static_input_idxs))
+        return self.compile_half(gm, examples, static_input_idxs=static_input_idxs, **options)
 
 
 def run(ground: Ground, mode: str) -> Run:

@@ -6,7 +6,6 @@ import tempfile
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,8 +70,7 @@ def _trained(device: torch.device) -> Tensor:
 def _exchange(ground: Ground) -> None:
     """Fail where ranks differ by a bit, or are farther from the mean in float32 than two roundings."""
     with tempfile.TemporaryDirectory(prefix="fxprec-gpu-check-") as folder:
-        start_processes: Any = mp.start_processes  # type: ignore[attr-defined]
-        context = start_processes(
+        context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
             _rank, (folder, ground.device.type), RANKS, join=False, start_method="spawn" if ground.on_gpu else "fork"
         )
         while not context.join(timeout=1.0):
@@ -93,7 +91,7 @@ def _rank(rank: int, folder: str, device_type: str) -> None:
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store: Any = dist.FileStore(str(Path(folder, "store")), RANKS)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(Path(folder, "store")), RANKS)  # type: ignore[attr-defined]
     name = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(name, store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=40))
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ def _measured(ground: Ground, side: str) -> tuple[float, list[str]]:
 
         model = convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("tensorwise"))
     if side.startswith("fxprec"):
-        lowering: Any = "auto" if ground.on_gpu else "eager"
+        lowering: Literal["auto", "eager"] = "auto" if ground.on_gpu else "eager"
         backend = fxprec.Backend(fxprec.Config(recipe="fp8", low_ratio=1.0, lowering=lowering))
     compiled = torch.compile(model, backend=backend or ("inductor" if ground.on_gpu else "eager"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ground.on_gpu)

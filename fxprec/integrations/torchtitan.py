@@ -53,7 +53,7 @@ class FxprecConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore
 
         @dataclass(kw_only=True, slots=True)
         class Compiled(kind):  # type: ignore[misc, valid-type]
-            def build(self, **arguments: Any) -> Any:
+            def build(self, **arguments: object) -> Any:
                 built = kind.build(self, **arguments)
                 compile_in_place(built, options)
                 return built

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Protocol, Self, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch.fx import Graph, Node
@@ -54,6 +54,12 @@ _REQUIRED = inspect.Parameter.empty
 _library = torch.library.Library("fxprec", "DEF")
 
 
+class FakeCall(Protocol):
+    """A `Call` whose tensors are fake ones and whose sizes may be symbols, by the fields' names."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
 class Call:
     """A call of an operator of ours: subclasses are frozen dataclasses, a field for each argument, in order.
 
@@ -70,7 +76,7 @@ class Call:
         cls,
         *,
         op: str = "",
-        fake: Callable[[Any], Any] | None = None,
+        fake: Callable[[FakeCall], object] | None = None,
         returns: str = "Tensor",
         tags: Sequence[torch.Tag] = (),
     ) -> None:
@@ -81,7 +87,7 @@ class Call:
         cls.defaults = {name: getattr(cls, name, _REQUIRED) for name in cls.kinds}
         arguments = ", ".join(f"{kind} {name}{_default(cls.defaults[name])}" for name, kind in cls.kinds.items())
         _library.define(f"{op}({arguments}) -> {returns}", tags=tuple(tags))
-        torch.library.register_fake(f"fxprec::{op}", lambda *args: fake(cls(*args)))
+        torch.library.register_fake(f"fxprec::{op}", lambda *args: fake(cast(FakeCall, cls(*args))))
         cls.target = getattr(torch.ops.fxprec, op).default
         _DECLARED[cls.target] = cls
 

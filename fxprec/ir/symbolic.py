@@ -48,7 +48,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from fxprec.ir.calls import Call, Size
+from fxprec.ir.calls import Call, FakeCall, Size
 from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.numerics.formats import Format
 from fxprec.numerics.stats import CARRIED as CARRIED
@@ -115,7 +115,7 @@ class Quantize(Stored, op="quantize", fake=lambda call: codes_like(call.x, call.
     whole: Node | None = None
 
 
-def _decoded(call: Any) -> Any:
+def _decoded(call: FakeCall) -> object:
     if is_in_blocks(call.format):
         return call.q.new_empty(call.elements, dtype=call.dtype)
     return torch.empty_like(call.q, dtype=call.dtype)
@@ -214,7 +214,7 @@ class Product(Call):
         return self.format_a, self.format_b
 
 
-def product_like(call: Any, dtype: torch.dtype | None = None) -> Any:
+def product_like(call: FakeCall, dtype: torch.dtype | None = None) -> Any:
     """Return what holds the product that a call makes, not filled."""
     return call.a.new_empty(call.a.shape[0], call.b.shape[1], dtype=dtype or call.dtype)
 

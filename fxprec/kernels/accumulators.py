@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxprec.ir.calls import Call, Flags, Size, Sizes
+from fxprec.ir.calls import Call, FakeCall, Flags, Size, Sizes
 
 
-def _product(call: Any) -> Any:
+def _product(call: FakeCall) -> object:
     shape = (*call.a.shape[:-1], call.b.shape[-1])
     return call.a.new_empty(shape, dtype=torch.float32)
 
@@ -30,7 +29,7 @@ def _in_layout(t: torch.Tensor, channels_last: bool) -> torch.Tensor:
     return t.contiguous(memory_format=torch.channels_last) if channels_last and t.dim() == 4 else t
 
 
-def _convolution(call: Any) -> torch.Tensor:
+def _convolution(call: FakeCall) -> torch.Tensor:
     window = call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups
     shape = torch.ops.aten.convolution(call.x, call.weight, None, *window).shape
     return _in_layout(call.x.new_empty(shape, dtype=torch.float32), call.channels_last)
@@ -53,7 +52,7 @@ class Convolution(Call, op="convolution", fake=_convolution):
     chunk: int
 
 
-def _convolution_backward(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _convolution_backward(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
     wanted = (t if asked else t.new_empty(0) for t, asked in zip((call.x, call.weight), call.mask, strict=True))
     first, second = (_in_layout(t.new_empty(t.shape, dtype=torch.float32), call.channels_last) for t in wanted)
     return first, second

@@ -8,18 +8,17 @@ and NaN there. ``store_blocks`` and ``load_blocks`` are ``quantize`` and ``dequa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxprec.ir.calls import Call, Overwritten, Size
+from fxprec.ir.calls import Call, FakeCall, Overwritten, Size
 from fxprec.ir.symbolic import Stored, codes_like, counts_like
 
 KERNEL_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
 
-def _stored(call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _stored(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     values = torch.empty_like(call.x, dtype=torch.float32) if call.value else call.x.new_empty(0, dtype=torch.float32)
     return codes_like(call.x, call.format, call.storage), values, counts_like(call.x)
 
@@ -30,7 +29,7 @@ class Store(Stored, op="store", fake=_stored, returns="(Tensor, Tensor, Tensor)"
     keep: bool
 
 
-def _rounded(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _rounded(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(call.x, dtype=torch.float32), counts_like(call.x)
 
 
@@ -45,7 +44,7 @@ class _StoredOver(Stored):
     keep: bool
 
 
-def _stored_over(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _stored_over(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
     return codes_like(call.x, call.format, call.storage), counts_like(call.x)
 
 

@@ -7,19 +7,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.fx import Node
 
-from fxprec.ir.calls import Call
+from fxprec.ir.calls import Call, FakeCall
 from fxprec.ir.symbolic import Product, Stored, product_like, stored_dtype, transposed_like
 from fxprec.kernels.counts import GATHERED, Totals
 from fxprec.numerics.formats import parse
 from fxprec.numerics.stats import SITE_COUNTERS
 
 
-def _quantize_transpose(call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _quantize_transpose(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     codes = call.x.new_empty(call.x.shape, dtype=stored_dtype(parse(call.format), call.storage))
     counters = call.x.new_empty(SITE_COUNTERS if call.stats else 0, dtype=torch.int32)
     return codes if call.row_major else codes.new_empty(0), transposed_like(codes), counters
@@ -43,7 +43,7 @@ class MatmulCodes(Product, op="matmul_codes", fake=product_like):
     pass
 
 
-def _matmul_to_codes(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _matmul_to_codes(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
     codes = product_like(call, stored_dtype(parse(call.format), call.storage))
     return codes, call.a.new_empty(SITE_COUNTERS, dtype=torch.int32)
 

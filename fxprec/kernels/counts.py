@@ -16,12 +16,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxprec.ir.calls import Call, Flags, Sizes
+from fxprec.ir.calls import Call, FakeCall, Flags, Sizes
 from fxprec.numerics.stats import SITE_COUNTERS, WIDTH
 
 
@@ -38,7 +37,7 @@ class Totals(Call, op="totals", fake=lambda call: call.lost.new_empty(len(call.r
     scaled: Flags
 
 
-def _gathered(call: Any) -> Any:
+def _gathered(call: FakeCall) -> object:
     sites = call.counters.shape[0] // SITE_COUNTERS
     return call.counters.new_empty(sites * WIDTH, dtype=torch.float64)
 

@@ -10,19 +10,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxprec.ir.calls import Call, Tensors
+from fxprec.ir.calls import Call, FakeCall, Tensors
 from fxprec.kernels.casts import KERNEL_TAGS
 
 LAID_OUT_DTYPES = frozenset({torch.float32, torch.bfloat16})
 """What a compiled kernel converts between."""
 
 
-def _laid_out(call: Any) -> torch.Tensor:
+def _laid_out(call: FakeCall) -> torch.Tensor:
     layout = torch.channels_last if call.channels_last else torch.contiguous_format
     return torch.empty_like(call.x, dtype=call.dtype, memory_format=layout)
 

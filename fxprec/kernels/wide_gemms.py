@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fxprec.ir.operators import TABLE, Trait
 
@@ -38,7 +39,7 @@ def _declare(operator: Any) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _as_in_aten(operator: Any, *args: Any, **options: Any) -> Any:
+def _as_in_aten(operator: OpOverload, *args: object, **options: object) -> Any:
     return operator(*args, **options)
 
 

@@ -45,7 +45,7 @@ class Resources:
 
 
 def compile_for(
-    kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], arch: int, **options: Any
+    kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], arch: int, **options: object
 ) -> Any:
     """Return the compiled kernel; ``signature`` names the run-time arguments' types, ``constants`` the others.
 

@@ -100,7 +100,7 @@ def coded_scale(
     return codec.codes(torch.where(amax >= INFINITY, math.nan, rounded), form, code)
 
 
-def inverse_or_zero(scale: Tensor, whole: Any = None) -> Tensor:
+def inverse_or_zero(scale: Tensor, whole: Tensor | None = None) -> Tensor:
     """Return 1 / scale, by the tensor's scale too; 0 where it has no normal number, so that all elements are 0."""
     inverse = torch.reciprocal(scale) if whole is None else torch.reciprocal(whole) / scale
     return torch.where(scale < 2.0**-126, 0.0, inverse)
@@ -169,7 +169,7 @@ def salt_of(cast: int) -> int:
     return salt - (salt >> 31 << 32)
 
 
-def random_bits(index: Tensor, seed: Any) -> Tensor:
+def random_bits(index: Tensor, seed: Tensor | int) -> Tensor:
     """Return 31 random bits of an element, from its position in the tensor and the cast's seed, both int32.
 
     Two rounds of a 32-bit mixer (xor-shift-multiply, constants of C. Wellons' search): one alone would only permute

@@ -56,11 +56,11 @@ def _is(scalar: object, value: int) -> bool:
     return isinstance(scalar, int) and scalar == value
 
 
-def _plus(x: Tensor, scalar: Any) -> Tensor:
+def _plus(x: Tensor, scalar: Tensor | int) -> Tensor:
     return x if _is(scalar, 0) else x + scalar
 
 
-def _shifted(x: Tensor, scalar: Any) -> Tensor:
+def _shifted(x: Tensor, scalar: Tensor | int) -> Tensor:
     return x if _is(scalar, 0) else x >> scalar
 
 

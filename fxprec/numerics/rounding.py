@@ -86,7 +86,7 @@ def encode(
 
 def encode(
     x: torch.Tensor,
-    fmt: Any,
+    fmt: AnyFormat | str,
     rounding: Rounding = "nearest",
     generator: torch.Generator | None = None,
 ) -> Any:
@@ -142,7 +142,9 @@ class _StraightThrough(torch.autograd.Function):
     """Rounding whose derivative is 1, also where it saturates: straight-through."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, fmt: AnyFormat, rounding: Rounding, generator: Any) -> torch.Tensor:
+    def forward(
+        ctx: object, x: torch.Tensor, fmt: AnyFormat, rounding: Rounding, generator: torch.Generator | None
+    ) -> torch.Tensor:
         return _quantize(x, fmt, rounding, generator, None)
 
     @staticmethod

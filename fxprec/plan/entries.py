@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, partial
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from fxprec.config.recipes import FORMAT_ROLES, Recipe
 from fxprec.errors import FxprecError, PlanError, did_you_mean
@@ -18,7 +18,9 @@ from fxprec.numerics.blocks import AnyFormat, find_blocks
 from fxprec.numerics.formats import parse
 from fxprec.plan.rows import LIVE, BlockFormatName, FormatName, Live, Reason, Share, Site
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from fxprec.plan.plan import Plan
+
 MAX_TEXT = 100_000
 MAX_REASON = 200
 _LARGEST = 2**63 - 1
@@ -224,11 +226,11 @@ def _reader(hint: Any) -> Reader:
 _REQUIRED = ("recipe", "policy", "requested_low_ratio", "achieved_low_ratio", "gemms", "groups", "sites")
 
 
-def read_plan(entry: Entry, kind: type[T]) -> T:
+def read_plan(entry: Entry, kind: type[Plan]) -> Plan:
     """Return the plan of a parsed file, made by ``kind``. Raises `PlanError` naming the entry."""
     for key in _REQUIRED:
         entry.get(key)
-    plan: T = _record(kind, entry)
+    plan: Plan = _record(kind, entry)
     _check_compute(entry)
     _check_groups(plan)
     _check_references(plan)
@@ -248,7 +250,7 @@ def _check_compute(entry: Entry) -> None:
         )
 
 
-def _check_groups(plan: Any) -> None:
+def _check_groups(plan: Plan) -> None:
     orders: dict[int, int] = {}
     for group in plan.groups:
         parts = group.elements_by_kind.total
@@ -265,7 +267,7 @@ def _check_groups(plan: Any) -> None:
         raise here.fail(f"is {plan.total_elements}, but the groups add up to {total}", "plan again")
 
 
-def _check_references(plan: Any) -> None:
+def _check_references(plan: Plan) -> None:
     references: Sequence[tuple[str, int]] = [
         *((f"gemms[{g.id}].group_before", g.group_before) for g in plan.gemms),
         *((f"gemms[{g.id}].group_after", g.group_after) for g in plan.gemms),
@@ -276,7 +278,7 @@ def _check_references(plan: Any) -> None:
             raise Entry(group, path).fail(f"is {group}, and there is no such group", "name one in 'groups'")
 
 
-def _check_directions(plan: Any) -> None:
+def _check_directions(plan: Plan) -> None:
     for site in plan.sites:
         here = Entry(site.direction, f"sites[{site.id}].direction")
         is_gradient = site.kind.startswith("grad")

@@ -9,19 +9,24 @@ import stat
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fxprec.errors import FxprecError, PlanError
 from fxprec.plan.entries import Entry, read_plan
+from fxprec.plan.rows import PeakBytes, Site
 
-P = TypeVar("P")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from fxprec.plan.plan import Plan
+
 SCHEMA = 1
 MAX_BYTES = 64 * 2**20
 MAX_VALUES = 4_000_000  # 64 MiB of sites hold 3.3 million; an array of zeros would hold 32 million and 1 GB
 _TABLES = ("gemms", "groups", "sites")
 
 
-def to_dict(plan: Any) -> dict[str, Any]:
+def to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON data: what is said of the whole first, then the tables.
 
     ``grouping`` is written where it is not the default, ``compute`` and ``reads`` in real storage, a site's
@@ -52,11 +57,11 @@ def to_dict(plan: Any) -> dict[str, Any]:
     return head | {name: [_row(row) for row in getattr(plan, name)] for name in _TABLES} | {"sites": sites}
 
 
-def _row(row: Any) -> dict[str, Any]:
+def _row(row: DataclassInstance) -> dict[str, Any]:
     return {key: _list(value) if isinstance(value, tuple) else value for key, value in asdict(row).items()}
 
 
-def _peak(row: Any) -> dict[str, Any]:
+def _peak(row: PeakBytes) -> dict[str, Any]:
     """Leave out what is said only of several graphs, or where other budgets were looked at."""
     alone = {"graphs", "beside"} if row.graphs == 1 else set()
     empty = alone | {name for name in ("points", "compiled_live", "offloaded", "reserved") if not getattr(row, name)}
@@ -73,13 +78,13 @@ def _list(values: tuple[Any, ...]) -> list[Any]:
     return [list(value) if isinstance(value, tuple) else value for value in values]
 
 
-def _site(row: object, *, simulated: bool) -> dict[str, Any]:
+def _site(row: Site, *, simulated: bool) -> dict[str, Any]:
     empty = {key for key in ("why", "unread", "saved_as", "way") if not getattr(row, key)}
     left_out = ({"reads"} if simulated else set()) | empty
     return {key: value for key, value in _row(row).items() if key not in left_out}
 
 
-def dumps(plan: object) -> str:
+def dumps(plan: Plan) -> str:
     """Return the text of a plan file: the same plan gives the same text."""
     data = to_dict(plan)
     lines = [f" {_compact(key)}: {_table(value) if key in _TABLES else _compact(value)}" for key, value in data.items()]
@@ -94,7 +99,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return "[\n" + ",\n".join(f"  {_compact(row)}" for row in rows) + "\n ]" if rows else "[]"
 
 
-def save(plan: object, path: str | os.PathLike[str]) -> None:
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan file: whole or not at all. Raises `PlanError`."""
     content = dumps(plan).encode("ascii")
     target = Path(path).resolve()  # through a link: what it points to is replaced, the link stays
@@ -118,7 +123,7 @@ def _write_through(content: bytes, beside: Path, target: Path) -> None:
         beside.unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike[str], kind: type[P]) -> P:
+def load(path: str | os.PathLike[str], kind: type[Plan]) -> Plan:
     """Read a plan file. Raises `PlanError` naming the file, the entry, the cause and the way out."""
     name = os.fsdecode(path)
     try:
@@ -127,7 +132,7 @@ def load(path: str | os.PathLike[str], kind: type[P]) -> P:
         raise PlanError(f"{name}: {error}") from None
 
 
-def read_checked(entry: Entry, kind: type[P]) -> P:
+def read_checked(entry: Entry, kind: type[Plan]) -> Plan:
     """Return the plan at a place of larger data. Raises `PlanError` naming the entry."""
     _check_schema(entry)
     return read_plan(entry, kind)

@@ -180,12 +180,12 @@ class Plan:
         files.save(self, path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan file as plain data; nothing in it is executed. Raises `PlanError`, naming the entry."""
         return files.load(path, cls)
 
     @classmethod
-    def from_dict(cls, data: object) -> Self:
+    def from_dict(cls, data: object) -> Plan:
         """Return the plan of `to_dict`'s result, checked like a file. Raises `PlanError` naming the entry."""
         return files.read_checked(Entry(data), cls)
 

@@ -187,7 +187,7 @@ class _Walk:
         return tuple(total)
 
 
-def _checked(data: Any, plan: Plan) -> Drawing:
+def _checked(data: Mapping[str, Any], plan: Plan) -> Drawing:
     if data["schema"] != SCHEMA:
         raise ValueError(f"schema {str(data['schema'])[:20]}, wanted {SCHEMA}")
     nodes = tuple(_node(row, plan) for row in data["nodes"])

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
-from typing import Any
 
 import sympy
 import torch
@@ -64,7 +63,7 @@ def ranges_of(graph: Graph) -> Ranges:
             if not isinstance(size, torch.SymInt) or not isinstance(size.node.expr, Symbol):
                 continue
             if isinstance(size.node.hint, int):  # a jagged dimension has a tensor of lengths instead
-                environment: Any = size.node.shape_env
+                environment = size.node.shape_env
                 bounds = environment.var_to_range[size.node.expr]
                 least = int(bounds.lower) if bounds.lower > -_UNBOUNDED else -_UNBOUNDED
                 most = int(bounds.upper) if bounds.upper < _UNBOUNDED else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,8 +68,8 @@ def lower_blocks(
         elif device_type == "cpu":
             _replace(graph, x, LoadBlocks.like(read))
         else:
-            form: Any = {"row": read.row, "format": read.format, "elements": read.elements, "dtype": read.dtype}
-            _expand(graph, x, partial(block_codec.loaded, **form), read.q, read.whole)
+            loaded = partial(block_codec.loaded, row=read.row, format=read.format)
+            _expand(graph, x, partial(loaded, elements=read.elements, dtype=read.dtype), read.q, read.whole)
 
 
 def _replace(graph: Graph, node: Node, call: StoreBlocks | LoadBlocks) -> None:
@@ -86,14 +86,14 @@ def _put(graph: Graph, node: Node, new: Node) -> None:
 # What Inductor fuses.
 
 
-def _expand(graph: Graph, node: Node, function: Any, *tensors: Node | None) -> None:
+def _expand(graph: Graph, node: Node, function: Callable[..., object], *tensors: Node | None) -> None:
     """Trace a function of ``tensors``, whose shapes are known, and copy it in."""
     inputs = [n for n in tensors if n is not None]
     vals = [tensor_of(n) for n in inputs]
     with compat.FakeTensorMode():
         examples = [torch.empty(val.shape, dtype=val.dtype, device="cpu") for val in vals]
 
-    def traced(*given: Tensor) -> Any:
+    def traced(*given: Tensor) -> object:
         left = iter(given)
         return function(*(None if n is None else next(left) for n in tensors))
 

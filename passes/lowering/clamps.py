@@ -31,11 +31,11 @@ def compare_to_clamp(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _at_least(x: Tensor, _: Any, least: float = 0) -> Tensor:
+def _at_least(x: Tensor, _: object, least: float = 0) -> Tensor:
     return torch.where(x < least, least, x)
 
 
-def _at_most(x: Tensor, _: Any, most: float) -> Tensor:
+def _at_most(x: Tensor, _: object, most: float) -> Tensor:
     return torch.where(x > most, most, x)
 
 

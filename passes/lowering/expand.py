@@ -180,7 +180,7 @@ def is_short(x: Node, dims: tuple[int, ...]) -> bool:
     return all(isinstance(size, int) for size in sizes) and math.prod(sizes) < stats.SHORT
 
 
-def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node, *static: Any) -> Node:
+def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node, *static: object) -> Node:
     """Insert ``function(x, (), *static)``, decomposed as Inductor wants it, at the graph's insertion point."""
     return inline(graph, _traced(function, (_dtype(x),), static, 0), (x,), _device(graph))
 

@@ -36,7 +36,7 @@ def _stored(table: object, row: int, format: str, storage: str) -> torch.dtype:
     return stored_dtype(parse(format), storage)
 
 
-def _encode(x: Any, dtype: torch.dtype, table: object, row: int, format: str, storage: str) -> Any:
+def _encode(x: object, dtype: torch.dtype, table: object, row: int, format: str, storage: str) -> Any:
     text = partial(loop_function, "encode", parse(format))
     wide = compat.converted_in_loop(x, torch.float32, dtype)
     code = compat.call_in_loop(wide, f"encode {format}", text, torch.int32)
@@ -48,7 +48,9 @@ def _read(table: object, row: int, format: str, storage: str, dtype: torch.dtype
     return dtype
 
 
-def _decode(q: Any, stored: torch.dtype, table: object, row: int, format: str, storage: str, dtype: torch.dtype) -> Any:
+def _decode(
+    q: object, stored: torch.dtype, table: object, row: int, format: str, storage: str, dtype: torch.dtype
+) -> Any:
     text = partial(loop_function, "decode", parse(format))
     byte = compat.converted_in_loop(q, torch.uint8, stored)
     code = compat.converted_in_loop(byte, torch.int32, torch.uint8)

@@ -8,7 +8,7 @@ All ranks get the same bits. Shapes are equal on all ranks. A tensor with an inf
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -94,39 +94,48 @@ def _swap(x: Tensor, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
     return _exchange_rows(x.reshape(world, -1), c, group).view(x.shape).to(x.dtype)
 
 
+class _Kept(Protocol):
+    """What a forward leaves for its backward."""
+
+    codec: Codec
+    group: dist.ProcessGroup | None
+    dim: int
+    sums: bool
+
+
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: _Kept, x: Tensor, dim: int, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
         ctx.dim, ctx.codec, ctx.group = dim, c, group
         return _concatenate(x, dim, c, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _sum_of_parts(grad, ctx.dim, ctx.codec, ctx.group), None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, c: Codec, group: dist.ProcessGroup | None, forward: bool, backward: bool
+        ctx: _Kept, x: Tensor, c: Codec, group: dist.ProcessGroup | None, forward: bool, backward: bool
     ) -> Tensor:
         ctx.codec, ctx.group, ctx.sums = c, group, backward
         return _sum_over_ranks(x, c, group) if forward else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         result = _sum_over_ranks(grad, ctx.codec, ctx.group) if ctx.sums else grad
         return result, None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: _Kept, x: Tensor, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
         ctx.codec, ctx.group = c, group
         return _swap(x, c, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor, None, None]:
         return _swap(grad.contiguous(), ctx.codec, ctx.group), None, None
 
 
@@ -134,12 +143,12 @@ class _Arrive(torch.autograd.Function):
     """The samples of a sub-batch, all ranks' in rank order; a rank's gradient is that of its own loss."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, gather: _Gather) -> Tensor:
+    def forward(ctx: _Kept, part: Tensor, gather: _Gather) -> Tensor:
         ctx.codec, ctx.group = gather.codec, gather.group
         return gather.rows().view(-1, *part.shape[1:]).to(part.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor, None]:
         return _sum_of_parts(grad, 0, ctx.codec, ctx.group) * _world(ctx.group), None
 
 
@@ -147,12 +156,12 @@ class _OwnSamples(torch.autograd.Function):
     """This rank's part of dimension 0; the gradient is that of the mean of all ranks' losses."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: _Kept, y: Tensor, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
         ctx.codec, ctx.group = c, group
         return y.chunk(_world(group))[dist.get_rank(group)].clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor, None, None]:
         return _concatenate(grad, 0, ctx.codec, ctx.group) / _world(ctx.group), None, None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fxprec.kernels.wide_gemms import BLOCK, ELEMENTS, NAMESPACE, WIDE, convolution_layout
 
@@ -191,14 +192,13 @@ def _heads(query: Tensor) -> Iterator[_Heads]:
             yield _Heads(batches, heads)
 
 
-def _empty_results(operator: Any, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+def _empty_results(operator: OpOverload, first: Tensor, /, *args: object, **options: object) -> tuple[Tensor, ...]:
     """Return tensors with the shapes, strides and dtypes that the operator promises, and nothing in them."""
-    device = args[0].device
-    promised = _promised(operator, *args, **options)
-    return tuple(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in promised)
+    promised = _promised(operator, first, *args, **options)
+    return tuple(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=first.device) for x in promised)
 
 
-def _promised(operator: Any, *args: Any, **options: Any) -> Any:
+def _promised(operator: OpOverload, *args: object, **options: object) -> Any:
     return operator(*map(_on_meta, args), **{name: _on_meta(each) for name, each in options.items()})
 
 
@@ -206,12 +206,13 @@ def _on_meta(x: object) -> Any:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
-def _whole(operator: Any) -> Callable[..., Tensor]:
+def _whole(operator: OpOverload) -> Callable[..., Tensor]:
     """Return the operator on whole float32 copies, for vectors."""
 
-    def run(*args: Any, **options: Any) -> Tensor:
-        result: Tensor = operator(*(a.float() if isinstance(a, Tensor) else a for a in args), **options)
-        return result.to(args[0].dtype)
+    def run(first: Tensor, *args: object, **options: object) -> Tensor:
+        rest = (a.float() if isinstance(a, Tensor) else a for a in args)
+        result: Tensor = operator(first.float(), *rest, **options)
+        return result.to(first.dtype)
 
     return run
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +18,14 @@ _LARGE = 1 << 31
 
 Alternatives = tuple["Launch", ...]
 """Launches of which one is enough: a product in different tiles."""
+
+
+class TritonKernel(Protocol):
+    """What ``triton.jit`` returns."""
+
+    def warmup(self, *args: object, grid: tuple[int, ...], **options: object) -> object: ...
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
 
 
 @dataclass(frozen=True)
@@ -36,14 +44,14 @@ class Pointer:
 class Launch:
     """One launch, by what its machine code depends on."""
 
-    kernel: Any
+    kernel: TritonKernel
     device: torch.device
     arguments: tuple[Any, ...]
     options: tuple[tuple[str, Any], ...]
     """In the order of the call, which is part of the key that Triton finds its code by."""
 
     @classmethod
-    def of(cls, kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Launch:
+    def of(cls, kernel: TritonKernel, arguments: Sequence[Any], options: dict[str, Any]) -> Launch:
         device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
         return cls(kernel, device, tuple(map(_specialised, arguments)), tuple(options.items()))
 
@@ -58,7 +66,7 @@ class Launch:
         return None
 
 
-def _specialised(argument: Any) -> Any:
+def _specialised(argument: torch.Tensor | int) -> Pointer | int:
     """Return what stands for all arguments that Triton compiles alike."""
     if isinstance(argument, torch.Tensor):
         return Pointer(argument.dtype, int(argument.storage_offset()) * argument.itemsize % ALIGNMENT)
@@ -85,7 +93,7 @@ def is_noting() -> bool:
     return _noted.get() is not None
 
 
-def enqueue(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+def enqueue(kernel: TritonKernel, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
     """Launch on the tensors' device, or note the launch."""
     if (found := _noted.get()) is not None:
         found.append((Launch.of(kernel, arguments, options),))
@@ -95,7 +103,7 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any)
         kernel[grid](*arguments, **options)
 
 
-def note_alternatives(kernel: object, arguments: Sequence[Any], options: Sequence[dict[str, Any]]) -> None:
+def note_alternatives(kernel: TritonKernel, arguments: Sequence[Any], options: Sequence[dict[str, Any]]) -> None:
     """Note launches of which the fastest is found when the first one runs."""
     found = _noted.get()
     assert found is not None

@@ -135,15 +135,15 @@ def _named(function: Callable[..., Any]) -> Callable[..., Any]:
     """Turn Triton's own errors into one line that names kernel, cause and way out."""
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
+    def call(first: torch.Tensor, *args: object) -> Any:
         try:
-            return function(*args)
+            return function(first, *args)
         except Exception as error:
             if type(error).__module__.partition(".")[0] != "triton":
                 raise
             cause = (str(error).strip() or type(error).__name__).splitlines()[-1]
             raise LoweringError(
-                f"the Triton kernel of fxprec::{function.__name__} does not run on {_device_name(args[0])}: {cause}; "
+                f"the Triton kernel of fxprec::{function.__name__} does not run on {_device_name(first)}: {cause}; "
                 "compile with options={'gemms': 'high'}, which leaves GEMMs and casts to torch"
             ) from error
 
