@@ -8,15 +8,15 @@ checkpoint is a file like any other, so nothing is taken before all of it is che
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeAlias, TypeVar
 
 from fxprec.errors import PlanError
 from fxprec.plan import Plan
-from fxprec.plan.entries import Entry
 from fxprec.plan.files import read_checked
+from fxprec.plan.reading import Entry, Reader, each, fields_of, flag, integer, or_one_of, text
 from fxprec.runtime.controller_state import plan_of
 
 VERSION = 3
@@ -144,124 +144,86 @@ def unpacked(state: object) -> list[GraphState | None]:
         raise PlanError(f"the saved state is damaged: its graphs are not a list of states; {_WAY_OUT}")
     for i, saved in enumerate(graphs):
         if saved is not None:
-            check_graph(Entry(saved, f"graphs[{i}]"))
+            check_graph(Entry(saved, f"graphs[{i}]", _WAY_OUT))
     return graphs
 
 
-Check = Callable[[Entry], object]
-"""Raises `PlanError` for an entry that is not as `state_dict` writes it."""
 _WAY_OUT = "pass what state_dict() returned"
 _LARGEST_EXP = 1_000  # exponents of scales; float32 holds less
 _LARGEST = 2**53
+_count = integer(0, _LARGEST, "2**53")
+_exponent = integer(-_LARGEST_EXP, _LARGEST_EXP, str(_LARGEST_EXP))
 
 
-def _must(be: str, holds: Callable[[Any], bool]) -> Check:
-    def check(entry: Entry) -> None:
-        if not holds(entry.value):
-            raise entry.wrong(be)
-
-    return check
+def _number(entry: Entry) -> float:
+    if type(entry.value) not in (int, float) or not abs(entry.value) <= _LARGEST**4:
+        raise entry.wrong("a finite number")
+    return float(entry.value)
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= _LARGEST**4
+def _size(entry: Entry) -> object:
+    """Read a dtype's name, a size, or -1 for a size that may vary."""
+    return entry.value if isinstance(entry.value, str) or entry.value == -1 else _count(entry)
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _LARGEST
+def _rows(read: Reader) -> Reader:
+    """Return what reads an object whose keys are rows of the table, as JSON has them."""
 
-
-_number = _must("a finite number", _is_number)
-_any_number = _must("a finite number", lambda value: value in ("inf", "-inf", "nan") or _is_number(value))
-_count = _must("an int from 0 to 2**53", _is_count)
-_count_or_none = _must("an int from 0 to 2**53", lambda value: value is None or _is_count(value))
-_text_or_size = _must("an int from 0 to 2**53", lambda value: type(value) is str or value == -1 or _is_count(value))
-_exponent = _must(
-    f"an int from -{_LARGEST_EXP} to {_LARGEST_EXP}", lambda value: type(value) is int and abs(value) <= _LARGEST_EXP
-)
-_flag = _must("true or false", lambda value: isinstance(value, bool))
-_text = _must("text", lambda value: isinstance(value, str))
-
-
-def _each(check: Check) -> Check:
-    return lambda entry: [check(item) for item in entry.items()]
-
-
-def _rows(check: Check) -> Check:
-    """Check an object whose keys are rows of the table, as JSON has them."""
-
-    def check_all(entry: Entry) -> None:
-        for key, value in _mapping(entry).items():
+    def read_all(entry: Entry) -> None:
+        for key in entry.mapping():
             if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
                 raise entry.fail(f"has the key {key!r:.60}, which is no row of the table", _WAY_OUT)
-            check(Entry(value, f"{entry.path}.{key}"))
+            read(entry.get(key))
 
-    return check_all
-
-
-def _object(checks: Mapping[str, Check], required: Collection[str] | None = None, *, others: bool = False) -> Check:
-    """Check an object with these keys; ``required`` are all unless given. ``others`` are keys nothing here checks."""
-
-    def check_all(entry: Entry) -> None:
-        given = _mapping(entry)
-        for key in checks if required is None else required:
-            if key not in given:
-                raise entry.fail(f"has no {key!r}", _WAY_OUT)
-        for key in checks:
-            if key in given:
-                checks[key](Entry(given[key], f"{entry.path}.{key}"))
-        if not others and (unknown := given.keys() - set(checks)):  # of a newer version, or damage
-            raise entry.fail(f"has an unknown key {min(unknown, key=str)!r:.60}", f"{_WAY_OUT}, or update fxprec")
-
-    return check_all
+    return read_all
 
 
-def _mapping(entry: Entry) -> Mapping[str, Any]:
-    if not isinstance(entry.value, Mapping):
-        raise entry.wrong("an object")
-    return entry.value
-
-
-def _statistics(number: Check) -> Check:
+def _statistics(number: Reader) -> Reader:
     names = ("overflow_ratio", "underflow_ratio", "amax", "rms", "nonzero_ratio", "mean_ln", "std_ln")
-    return _object({"site": _count, **dict.fromkeys(names, number), "counts": _each(_number)})
+    return fields_of({"site": _count, **dict.fromkeys(names, number), "counts": each(_number)})
 
 
 def _scales(entry: Entry) -> None:
-    if entry.value is not None:
-        of_loss = isinstance(entry.value, Mapping) and "good_steps" in entry.value
-        _object(_SCALES, _OF_LOSS if of_loss else _OF_EACH)(entry)
+    """Read the scales of each cast, or of a loss, which has a counter that they lack."""
+    of_loss = isinstance(entry.value, Mapping) and "good_steps" in entry.value
+    fields_of(_SCALES, _SCALES.keys() - (_OF_LOSS if of_loss else _OF_EACH))(entry)
 
 
-_OF_LOSS = ("exps", "overflowed", "seen", "good_steps")
-_OF_EACH = ("exps", "measured", "amax", "margins", "saturating", "fresh", "due", "settling", "last_refresh")
-_SCALES: Mapping[str, Check] = {
-    "exps": _each(_exponent),
-    "measured": _each(_statistics(_number)),
+_OF_LOSS = {"exps", "overflowed", "seen", "good_steps"}
+_OF_EACH = {"exps", "measured", "amax", "margins", "saturating", "fresh", "due", "settling", "last_refresh"}
+_SCALES: Mapping[str, Reader] = {
+    "exps": each(_exponent),
+    "measured": each(_statistics(_number)),
     "amax": _rows(_number),
     "margins": _rows(_exponent),
     "saturating": _rows(_number),
     "clipped": _rows(_exponent),
-    "recent": _rows(_each(_number)),
+    "recent": _rows(each(_number)),
     "small": _rows(_count),
-    "fresh": _each(_count),
-    "due": _flag,
+    "fresh": each(_count),
+    "due": flag,
     "settling": _count,
     "last_refresh": _count,
     "in_force_since": _count,
-    "overflowed": _flag,
-    "seen": _flag,
+    "overflowed": flag,
+    "seen": flag,
     "good_steps": _count,
 }
-_IDENTITY: Mapping[str, Check] = {"training": _flag, "parameters": _each(_text), "inputs": _each(_each(_text_or_size))}
-check_graph = _object(
+_IDENTITY: Mapping[str, Reader] = {"training": flag, "parameters": each(text), "inputs": each(each(_size))}
+_PENDING = fields_of(
+    {
+        "step": or_one_of([None], _count),
+        "statistics": each(_statistics(or_one_of(["inf", "-inf", "nan"], _number))),
+    }
+)
+check_graph = fields_of(
     {
         "step": _count,
-        "scales": _scales,
+        "scales": or_one_of([None], _scales),
         "plan": partial(read_checked, kind=Plan),
-        "pending": _each(_object({"step": _count_or_none, "statistics": _each(_statistics(_any_number))})),
-        "graph": _object(_IDENTITY, ("training", "parameters"), others=True),
+        "pending": each(_PENDING),
+        "graph": fields_of(_IDENTITY, ("inputs",), unread=None),
     },
-    ("step", "scales", "plan"),
-    others=True,
+    ("pending", "graph"),
+    unread=None,
 )

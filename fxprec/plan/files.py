@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fxprec.errors import FxprecError, PlanError
-from fxprec.plan.entries import Entry, read_plan
+from fxprec.plan.entries import read_plan
+from fxprec.plan.reading import Entry
 from fxprec.plan.rows import PeakBytes, Site
 
 if TYPE_CHECKING:

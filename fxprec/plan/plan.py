@@ -14,8 +14,8 @@ from fxprec.errors import PlanError
 from fxprec.numerics.formats import Format, parse
 from fxprec.plan import files, shown
 from fxprec.plan.compare import first_difference
-from fxprec.plan.entries import Entry
 from fxprec.plan.files import SCHEMA
+from fxprec.plan.reading import Entry
 from fxprec.plan.rows import ByteCount, Gemm, Group, LoweringChoice, PeakBytes, Share, Site
 
 

@@ -1,0 +1,118 @@
+"""Read JSON data as hostile input: each reader checks the type of a value and returns it; none evaluates anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxprec.errors import PlanError, did_you_mean
+
+MAX_TEXT = 100_000
+SHOWN = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A JSON value and where it stands (``sites[3].format``)."""
+
+    value: Any
+    path: str = ""
+    if_missing: str = "add it, or plan again"
+    """The way out where a key is missing."""
+
+    def fail(self, cause: str, way_out: str) -> PlanError:
+        return PlanError(f"{self.path or 'top level'}: {cause}; {way_out}")
+
+    def wrong(self, wanted: str) -> PlanError:
+        shown = repr(self.value)
+        return self.fail(f"is {shown if len(shown) <= SHOWN else shown[: SHOWN - 3] + '...'}", f"it must be {wanted}")
+
+    def get(self, key: str) -> Entry:
+        mapping = self.mapping()
+        if key not in mapping:
+            near = did_you_mean(key, [k for k in mapping if len(str(k)) <= SHOWN])
+            raise self.fail(f"has no {key!r}{near.replace('did you mean', 'is it')}", self.if_missing)
+        return Entry(mapping[key], f"{self.path}.{key}" if self.path else key, self.if_missing)
+
+    def mapping(self) -> Mapping[str, Any]:
+        if not isinstance(self.value, Mapping):
+            raise self.wrong("an object")
+        return self.value
+
+    def items(self) -> Iterator[Entry]:
+        if not isinstance(self.value, list):
+            raise self.wrong("an array")
+        for i, value in enumerate(self.value):
+            yield Entry(value, f"{self.path}[{i}]", self.if_missing)
+
+
+Reader = Callable[[Entry], Any]
+"""Returns what an entry holds. Raises `PlanError` where that is not as it was written."""
+
+
+def text(entry: Entry) -> str:
+    if not isinstance(entry.value, str):
+        raise entry.wrong("text")
+    if len(entry.value) > MAX_TEXT:
+        raise entry.fail(f"is text of {len(entry.value)} characters", f"the longest allowed has {MAX_TEXT}")
+    return entry.value
+
+
+def integer(least: int, most: int, shown: str) -> Reader:
+    """Return what reads an int of a range; ``shown`` is its end as text."""
+
+    def read(entry: Entry) -> int:
+        if type(entry.value) is not int or not least <= entry.value <= most:
+            raise entry.wrong(f"an int from {least} to {shown}")
+        return entry.value
+
+    return read
+
+
+def flag(entry: Entry) -> bool:
+    if not isinstance(entry.value, bool):
+        raise entry.wrong("true or false")
+    return entry.value
+
+
+def finite(entry: Entry) -> float:
+    if type(entry.value) not in (int, float) or not math.isfinite(entry.value):
+        raise entry.wrong("a finite number")
+    return float(entry.value)
+
+
+def word(*allowed: str) -> Reader:
+    def read(entry: Entry) -> str:
+        if not isinstance(entry.value, str) or entry.value not in allowed:
+            hint = did_you_mean(entry.value, allowed) if isinstance(entry.value, str) else ""
+            raise entry.wrong(f"one of {', '.join(map(repr, allowed))}{hint}")
+        return entry.value
+
+    return read
+
+
+def or_one_of(others: Sequence[str | None], read: Reader) -> Reader:
+    """Return what reads one of these values as it is, and all else by ``read``."""
+    return lambda entry: entry.value if entry.value in others else read(entry)
+
+
+def each(read: Reader) -> Reader:
+    return lambda entry: tuple(map(read, entry.items()))
+
+
+def fields_of(
+    readers: Mapping[str, Reader], optional: Collection[str] = (), unread: Collection[str] | None = ()
+) -> Reader:
+    """Return what reads an object with these keys as a dict. Keys in ``unread`` may be there too; None: any other."""
+
+    def read(entry: Entry) -> dict[str, Any]:
+        given = entry.mapping()
+        for key in [] if unread is None else [key for key in given if key not in readers and key not in unread]:
+            hint = did_you_mean(str(key), readers) if len(str(key)) <= SHOWN else ""
+            raise entry.fail(f"has an unknown key {str(key)[:SHOWN]!r}{hint}", "remove it, or update fxprec")
+        wanted = [name for name in readers if name in given or name not in optional]
+        return {name: readers[name](entry.get(name)) for name in wanted}
+
+    return read
