@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from block_reference import reference_encode_blocks, reference_tensor_scale
 from block_samples import FORMATS, KINDS, ids, numbers
 from gfloat import formats as gf
 from hypothesis import given, settings
@@ -20,7 +21,6 @@ import fxprec
 from fxprec import cli
 from fxprec.errors import FormatError
 from fxprec.numerics import block_codec, blocks
-from fxprec.numerics.block_reference import reference_encode_blocks, reference_tensor_scale
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.numerics.formats import E4M3FN, E4M3FN_NAN, Format
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,14 +58,6 @@ def compile_for(
     ordered = {name: kinds[name] for name in kernel.arg_names}
     aligned = [i for i, name in enumerate(ordered) if signature.get(name, "").endswith(":16")]
     return compat.compile_triton(kernel, ordered, constants, aligned, arch, {"enable_fp_fusion": False, **options})
-
-
-def at_launch(signature: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yield the signatures that launches can make of one: each integer alone equal to 1, then none divisible by 16."""
-    plain = {name: kind.partition(":")[0] for name, kind in signature.items()}
-    integers = [name for name, kind in plain.items() if not kind.startswith("*")]
-    yield from ({**signature, name: f"{plain[name]}:1"} for name in integers)
-    yield {**signature, **{name: plain[name] for name in integers}}
 
 
 def compile_generated(source: str, name: str, parameters: Sequence[tuple[str, str]], num_warps: int, arch: int) -> Any:

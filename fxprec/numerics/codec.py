@@ -137,30 +137,10 @@ def numbers(code: Tensor, row: FormatRow[Any], codes: CodeRow[Any]) -> Tensor:
     return (value | sign).view(torch.float32)
 
 
-class RoundStats(NamedTuple):
-    """A rounded tensor with what rounding did; counts are 0-dim int32 tensors, ``amax`` is 0-dim float32."""
-
-    rounded: Tensor
-    overflow: Tensor
-    underflow: Tensor
-    amax: Tensor
-
-
 def lost(magnitude: Tensor, row: FormatRow[Any]) -> tuple[Tensor, Tensor]:
     """Return where magnitude bits overflow (|x| >= largest + half a unit, inf, NaN) and where they round to zero."""
     limits = thresholds(row)
     return magnitude >= limits.overflow, (magnitude > 0) & (magnitude <= limits.underflow)
-
-
-def round_stats(x: Tensor, row: FormatRow[Any]) -> RoundStats:
-    """Round float32 ``x`` and count what overflows and underflows."""
-    over, under = lost(x.view(torch.int32) & MAGNITUDE, row)
-    return RoundStats(
-        nearest(x, row),
-        over.sum(dtype=torch.int32),
-        under.sum(dtype=torch.int32),
-        torch.amax(x.abs()) if x.numel() else x.new_zeros(()),
-    )
 
 
 # One format's constants folded in, with what only a known format allows. These forms are Inductor's and Triton's.

@@ -46,11 +46,6 @@ class Codec:
         """Largest magnitude."""
         return self.magnitudes[-1]
 
-    @property
-    def has_zero(self) -> bool:
-        """Whether zero has a code; the static tree has none."""
-        return self.magnitudes[0] == 0.0
-
 
 def codec(name: str) -> Codec:
     """Return the codec of that name; raises `FormatError` for an unknown one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -54,21 +55,29 @@ def test_kernels_compile_without_spilling(arch: int) -> None:
         assert 8 <= found.registers <= 160, kernel["name"]
 
 
+def at_launch(signature: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yield the signatures that launches can make of one: each integer alone equal to 1, then none divisible by 16."""
+    plain = {name: kind.partition(":")[0] for name, kind in signature.items()}
+    integers = [name for name, kind in plain.items() if not kind.startswith("*")]
+    yield from ({**signature, name: f"{plain[name]}:1"} for name in integers)
+    yield {**signature, **{name: plain[name] for name in integers}}
+
+
 @pytest.mark.parametrize("arch", [80, 89, 90, 100])
 def test_kernels_compile_for_each_size_that_a_launch_tells_apart(arch: int) -> None:
     """Triton's launcher makes a constant of an integer equal to 1, which has no method of a tensor."""
     every = slice(None) if arch == 90 else slice(1)  # the first integer alone: rows, or a slot of the table
     kernel, source = kernels()[0]
     assert "i32" in dict(kernel["parameters"]).values()
-    for signature in [*ahead.at_launch(dict(kernel["parameters"]))][every]:
+    for signature in [*at_launch(dict(kernel["parameters"]))][every]:
         ahead.compile_generated(source, kernel["name"], list(signature.items()), 4, arch)
     for case in gemm_kernels.cases(arch, quick=True):
-        for signature in [*ahead.at_launch(case.signature)][every]:
+        for signature in [*at_launch(case.signature)][every]:
             replace(case, signature=signature).compile(arch)
 
 
 def test_launches_tell_sizes_apart() -> None:
-    found = list(ahead.at_launch({"x": "*fp32:16", "m": "i32:16", "n": "i32"}))
+    found = list(at_launch({"x": "*fp32:16", "m": "i32:16", "n": "i32"}))
     assert found == [
         {"x": "*fp32:16", "m": "i32:1", "n": "i32"},
         {"x": "*fp32:16", "m": "i32:16", "n": "i32:1"},
