@@ -18,7 +18,7 @@ from fxprec.ir.operators import Trait, having
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import argument, is_backward, readers
+from fxprec.passes.analysis.joint import argument, is_backward, is_view_or_cast, readers
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
 
@@ -55,7 +55,7 @@ def _asking(read: Node) -> set[object]:
 
 def _bounds(read: Node) -> set[tuple[object, float]]:
     """Return the comparisons of a copy with numbers."""
-    found = {(reader.target, argument(reader, 1)) for _, reader in readers(read, through=ops.CASTS)}
+    found = {(reader.target, argument(reader, 1)) for _, reader in readers(read, is_view_or_cast)}
     return {
         (target, float(bound))
         for target, bound in found

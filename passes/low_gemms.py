@@ -7,7 +7,6 @@ it then reads from the copy too, so that only one is saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +15,7 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import QUANTIZE, TRANSPOSED, CodedGemm, Dequantize, KeepCodes, KeepNonfinite, Transposed
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.coded_gemms import PURE_VIEWS, Coded, Layout
-from fxprec.passes.analysis.joint import input_at, is_backward, tensor_of
+from fxprec.passes.analysis.joint import input_at, is_backward, readers, tensor_of
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, emit_call, emit_on
 from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
@@ -112,10 +111,10 @@ class _Rewrite:
             if is_backward(q):
                 continue
             for decode in Dequantize.nodes_among(q.users):
-                readers = list(_backward_readers(decode))
-                x = self._decoded(copy, decode, [reader for _, reader in readers]) if readers else None
+                found = [pair for pair in readers(decode, _shows_in_forward) if is_backward(pair[1])]
+                x = self._decoded(copy, decode, [reader for _, reader in found]) if found else None
                 if x is not None:
-                    for shown, reader in readers:
+                    for shown, reader in found:
                         with self.graph.inserting_before(reader):
                             reader.replace_input_with(shown, self._as_shown(shown, decode, x))
 
@@ -149,13 +148,5 @@ class _Rewrite:
         return clone
 
 
-def _backward_readers(decode: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield (what is read, by whom): backward nodes that read a decoded tensor, or forward views of it."""
-    stack = [decode]
-    while stack:
-        shown = stack.pop()
-        for user in shown.users:
-            if is_backward(user):
-                yield shown, user
-            elif user.target in PURE_VIEWS:
-                stack.append(user)
+def _shows_in_forward(node: Node) -> bool:
+    return not is_backward(node) and node.target in PURE_VIEWS

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.operators import Trait, having
 from fxprec.passes.analysis import ops, regions
-from fxprec.passes.analysis.joint import argument, input_at, is_backward, is_view, tensor_of, value
+from fxprec.passes.analysis.joint import argument, input_at, is_backward, is_view, readers, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, emit_on
@@ -41,17 +41,9 @@ class SumNarrow:
             if work.joint.in_backward(wide):
                 _read_by_sums(graph, wide, narrow)
             elif regions.is_recomputed(wide) and not is_backward(narrow):
-                for shown, mask in list(_masks(wide)):
-                    mask.replace_input_with(shown, narrow)
-
-
-def _masks(x: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield what of backward compares ``x`` with 0, each with the node of it that it reads."""
-    for user in x.users:
-        if user.target in ops.ALIASES:
-            yield from _masks(user)
-        elif user.target in _COMPARISONS and argument(user, 1) == 0 and is_backward(user):
-            yield x, user
+                for shown, mask in list(readers(wide, lambda user: user.target in ops.ALIASES)):
+                    if mask.target in _COMPARISONS and argument(mask, 1) == 0 and is_backward(mask):
+                        mask.replace_input_with(shown, narrow)
 
 
 def _read_by_sums(graph: Graph, wide: Node, narrow: Node) -> None:

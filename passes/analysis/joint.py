@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -76,11 +76,15 @@ def is_view(node: Node) -> bool:
     return (node if item is None else item[0]).target in ops.VIEWS
 
 
-def readers(node: Node, through: Collection[object] = ()) -> Iterator[tuple[Node, Node]]:
-    """Yield (what is read, by whom), seen through views, pieces of splits among them, and the operators ``through``."""
+def is_view_or_cast(node: Node) -> bool:
+    return is_view(node) or node.target in ops.CASTS
+
+
+def readers(node: Node, shows: Callable[[Node], bool] = is_view) -> Iterator[tuple[Node, Node]]:
+    """Yield (what is read, by whom), seen through what ``shows`` holds for: views, pieces of splits among them."""
     for user in node.users:
-        if is_view(user) or user.target in through:
-            yield from readers(user, through)
+        if shows(user):
+            yield from readers(user, shows)
         else:
             yield node, user
 

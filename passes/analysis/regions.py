@@ -7,7 +7,7 @@ that a later region, or backward of what stands behind the region, starts from.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, TRANSPOSED
-from fxprec.passes.analysis.joint import is_backward, is_view
+from fxprec.passes.analysis.joint import is_backward, is_view, readers
 
 POLICY, REGION = "recompute", "ac_graph_id"
 REGION_META = (POLICY, REGION)
@@ -78,13 +78,13 @@ def must_recompute(node: Node) -> bool:
 def is_boundary(node: Node) -> bool:
     """Say whether a recomputed node's value is where a later region starts, or what is behind its own region reads."""
     region = node.meta[REGION]
-    readers = list(readers_of(node))
-    behind = [u for u in readers if not is_backward(u) and u.meta.get(REGION) != region]
+    found = list(readers_of(node))
+    behind = [u for u in found if not is_backward(u) and u.meta.get(REGION) != region]
     if any(is_recomputed(u) and u.meta[REGION] > region for u in behind):
         return True
     # A backward node belongs to the forward operator of its number.
     numbers = {u.meta.get("seq_nr") for u in behind if not is_recomputed(u)} - {None}
-    return any(is_backward(u) and u.meta.get("seq_nr") in numbers for u in readers)
+    return any(is_backward(u) and u.meta.get("seq_nr") in numbers for u in found)
 
 
 def runs_again(node: Node) -> bool:
@@ -106,19 +106,11 @@ def is_start(node: Node) -> bool:
 
 def is_made_again(node: Node) -> bool:
     """Say whether a parameter is read in regions only: its stored copy can be made again from the parameter itself."""
-    readers = [u for u in readers_of(node, through=_COPIES) if not is_backward(u)]
-    return bool(readers) and all(is_marked(u) for u in readers)
+    forward = [u for u in readers_of(node, through=_COPIES) if not is_backward(u)]
+    return bool(forward) and all(is_marked(u) for u in forward)
 
 
-def readers_of(node: Node, through: Collection[object] = CASTS) -> Iterator[Node]:
-    """Yield what reads a value, seen through views and casts."""
-    stack, seen = [node], {node}
-    while stack:
-        for user in stack.pop().users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if not is_backward(user) and (is_view(user) or user.target in through):
-                stack.append(user)
-            elif user.op != "output":
-                yield user
+def readers_of(node: Node, through: Collection[object] = CASTS) -> Iterable[Node]:
+    """Return what reads a value, seen through views and casts of forward."""
+    found = readers(node, lambda user: not is_backward(user) and (is_view(user) or user.target in through))
+    return dict.fromkeys(reader for _, reader in found if reader.op != "output")

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Dequantize, Rescale
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import argument, input_at, is_backward, item_of, numel_hint, tensor_of
+from fxprec.passes.analysis.joint import argument, input_at, is_backward, item_of, numel_hint, readers, tensor_of
 from fxprec.passes.casts.sites import emit_call, emit_on
 
 _MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default})
@@ -76,20 +76,8 @@ def _is_cheaper(operand: Node, gradient: Node) -> bool:
     decode = _decode(operand)
     if decode is None:
         return False
-    return len(_backward_readers(decode)) == 1 or numel_hint(tensor_of(decode)) < numel_hint(tensor_of(gradient))
-
-
-def _backward_readers(decode: Node) -> set[Node]:
-    """Return the backward nodes that read a decoded value, through views."""
-    readers: set[Node] = set()
-    stack = list(decode.users)
-    while stack:
-        user = stack.pop()
-        if user.target in ops.VIEWS:
-            stack.extend(user.users)
-        elif is_backward(user):
-            readers.add(user)
-    return readers
+    behind = {reader for _, reader in readers(decode, lambda user: user.target in ops.VIEWS) if is_backward(reader)}
+    return len(behind) == 1 or numel_hint(tensor_of(decode)) < numel_hint(tensor_of(gradient))
 
 
 def _decoded_with(graph: Graph, node: Node, row: int, table: Node) -> Node:

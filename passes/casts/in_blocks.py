@@ -9,7 +9,7 @@ from fxprec.ir.symbolic import Dequantize
 from fxprec.numerics.blocks import BlockFormat, Integer
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import readers, shape_text, tensor_of
+from fxprec.passes.analysis.joint import is_view_or_cast, readers, shape_text, tensor_of
 from fxprec.passes.analysis.unbiased import Order
 from fxprec.passes.base import Work
 from fxprec.passes.casts.blocks import SIGNS, WHOLE_BITS, asking
@@ -73,5 +73,5 @@ class Refusals:
 
 def _is_attended(q: Node) -> bool:
     """Say whether attention's backward alone reads a copy, or pieces of it."""
-    found = [reader for read, _ in Dequantize.among(q.users) for _, reader in readers(read, through=ops.CASTS)]
+    found = [reader for read, _ in Dequantize.among(q.users) for _, reader in readers(read, is_view_or_cast)]
     return bool(found) and all(reader.target in ops.ATTENTION_BACKWARD for reader in found)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from fxprec.passes.analysis.joint import numel_hint
+from fxprec.passes.analysis.joint import numel_hint, readers
 from fxprec.passes.analysis.peak.kernels import Kind, kind_of
 from fxprec.passes.lowering.triton.regions import Region, is_constant, outputs
 
@@ -80,20 +80,15 @@ def _is_fused(x: Node, members: Collection[Node]) -> bool:
 
 def _torn(x: Node, region: Region, waits: _Waits) -> int:
     """Return the bytes that writing ``x`` and reading it again costs."""
-    readers = [reader for reader in _readers(x) if reader not in region.members]
-    if not any(_is_loop(reader) and not waits.is_behind(reader, region) for reader in readers):
+    outside = [reader for reader in _readers(x) if reader not in region.members]
+    if not any(_is_loop(reader) and not waits.is_behind(reader, region) for reader in outside):
         return 0
-    is_written = any(_needs_memory(reader) or waits.is_behind(reader, region) for reader in readers)
+    is_written = any(_needs_memory(reader) or waits.is_behind(reader, region) for reader in outside)
     return _bytes(x) * (1 if is_written else 2)
 
 
 def _readers(x: Node) -> Iterator[Node]:
-    """Yield what reads ``x``, seen through views."""
-    for user in x.users:
-        if user.op == "call_function" and kind_of(user) is Kind.VIEW:
-            yield from _readers(user)
-        else:
-            yield user
+    return (reader for _, reader in readers(x, lambda user: kind_of(user) is Kind.VIEW))
 
 
 def _is_loop(node: Node) -> bool:
