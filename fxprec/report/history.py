@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fxprec.errors import PlanError
+from fxprec.report.load import json_lines
 
 FILE = "stats.jsonl"
 MAX_POINTS = 40_000  # of all rows together: about 1.5 MB in the page
@@ -29,23 +28,16 @@ def read_history(path: Path, sites: int) -> list[dict[str, Any]]:
 
 
 def rows_of(path: Path, sites: int) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file, checked; none where there is no file. Raises `PlanError` as `read_history`."""
-    try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path}: cannot be read: {error}; dump the model again") from None
-    lines = text.split("\n")
-    for number, line in enumerate(lines[:-1], start=1):  # the last is empty, or half a line
-        try:
-            row = json.loads(line)
-            ok = type(row["row"]) is int and type(row["step"]) is int and 0 <= row["site"] < sites
-            row |= {name: float(row[name]) for name in ("amax", "overflow_ratio", "underflow_ratio")}
-            row["scale_exponent"] = None if row.get("scale_exponent") is None else int(row["scale_exponent"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            ok = False
-        if not ok:
-            raise PlanError(f"{path}: line {number} is no line of statistics of this plan; dump the model again")
-        yield row
+    """Return the lines of a file, checked; none where there is no file. Raises `PlanError` as `read_history`."""
+
+    def checked(row: dict[str, Any]) -> dict[str, Any]:
+        if type(row["row"]) is not int or type(row["step"]) is not int or not 0 <= row["site"] < sites:
+            raise ValueError(row)
+        row |= {name: float(row[name]) for name in ("amax", "overflow_ratio", "underflow_ratio")}
+        row["scale_exponent"] = None if row.get("scale_exponent") is None else int(row["scale_exponent"])
+        return row
+
+    return json_lines(path, checked, "statistics of this plan", "dump the model again")
 
 
 def _thinned(rows: list[dict[str, Any]], keep: int) -> list[dict[str, Any]]:

@@ -1,9 +1,12 @@
-"""Reading what a dump left: the plans of a file, of one graph's folder, or of a whole dump."""
+"""Reading what a dump left: plans of a file, of one graph's folder or of a whole dump, and lines of JSON."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from fxprec.errors import PlanError
 from fxprec.plan import Plan
@@ -33,6 +36,25 @@ def plans_of(path: Path) -> dict[str, Plan]:
         if not (folder / "plan.json").exists():
             raise _unfinished(folder)
     return {folder.relative_to(path).as_posix(): Plan.load(folder / "plan.json") for folder in folders}
+
+
+def json_lines(
+    path: Path, checked: Callable[[dict[str, Any]], dict[str, Any]], what: str, again: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file as ``checked`` returns them; none where there is no file, nor one half written.
+
+    Raises `PlanError` for a line that is no ``what``: ``checked`` raises for it what a missing or other value makes.
+    """
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: cannot be read: {error}; {again}") from None
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            row = checked(json.loads(line))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise PlanError(f"{path}: line {number} is no line of {what}; {again}") from None
+        yield row
 
 
 def _unfinished(folder: Path) -> PlanError:

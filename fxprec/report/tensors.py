@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxprec.errors import PlanError
 from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.numerics.codec import lost
 from fxprec.numerics.rounding import COMPILE_ABOVE, quantize
 from fxprec.numerics.rows import MAGNITUDE, format_row
 from fxprec.report import safetensors
+from fxprec.report.load import json_lines
 from fxprec.report.result import plain
 
 FILE = "tensors.jsonl"
@@ -150,29 +150,23 @@ class TensorFolder:
 
 
 def read_tensors(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of ``tensors.jsonl`` in a folder; none where there is no file, nor one that is half written.
+    """Return the lines of ``tensors.jsonl`` in a folder; none where there is no file, nor one that is half written.
 
     Raises `PlanError` for a line that fxprec cannot have written.
     """
-    file = path / FILE
-    try:
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{file}: cannot be read: {error}; train with dump_tensors again") from None
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
-        try:
-            row = json.loads(line)
-            row |= {name: float(row[name]) for name in ("amax", "norm")}
-            ok = all(type(row[name]) is int for name in ("step", "elements", "zeros", "overflow", "underflow"))
-            ok &= all(isinstance(row[name], str) for name in ("tensor", "kind", "module", "source", "hash", "format"))
-            ok &= all(type(n) is int for n in (row["exponents"]["first"], *row["exponents"]["counts"]))
-            ok &= all(name in row for name in ("site", "scale_exponent", "underflows_at", "range", "half"))
-            ok &= row["file"] is None or (isinstance(row["file"], str) and ".." not in row["file"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            ok = False
-        if not ok:
-            raise PlanError(f"{file}: line {number} is no line of dump_tensors; train with dump_tensors again")
-        yield row
+    return json_lines(path / FILE, _checked, "dump_tensors", "train with dump_tensors again")
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    row |= {name: float(row[name]) for name in ("amax", "norm")}
+    ok = all(type(row[name]) is int for name in ("step", "elements", "zeros", "overflow", "underflow"))
+    ok &= all(isinstance(row[name], str) for name in ("tensor", "kind", "module", "source", "hash", "format"))
+    ok &= all(type(n) is int for n in (row["exponents"]["first"], *row["exponents"]["counts"]))
+    ok &= all(name in row for name in ("site", "scale_exponent", "underflows_at", "range", "half"))
+    ok &= row["file"] is None or (isinstance(row["file"], str) and ".." not in row["file"])
+    if not ok:
+        raise ValueError(row)
+    return row
 
 
 def latest(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
