@@ -17,11 +17,28 @@ def _cpp_number(value: float, dtype: torch.dtype) -> str:
     return f"{float(value).hex()}f"
 
 
+_INFIX = {
+    "bitwise_and": "{0} & {1}",
+    "bitwise_or": "{0} | {1}",
+    "bitwise_xor": "{0} ^ {1}",
+    "__rshift__": "{0} >> {1}",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "scalar_tensor": "{0}",
+}
+"""What all three write alike."""
+
+
 CPP = Dialect(
     statement="const {type} {name} = {value};",
     types={torch.float32: "float", torch.int32: "int32_t", torch.bool: "bool"},
     number=_cpp_number,
-    expressions={
+    expressions=_INFIX
+    | {
         "add": "add({0}, {1})",
         "sub": "sub({0}, {1})",
         "rsub": "sub({1}, {0})",
@@ -35,19 +52,8 @@ CPP = Dialect(
         "clamp_min": "({0} < {1} ? {1} : {0})",
         "clamp_max": "({0} > {1} ? {1} : {0})",
         "clamp": "({0} < {1} ? {1} : {0} > {2} ? {2} : {0})",
-        "bitwise_and": "{0} & {1}",
-        "bitwise_or": "{0} | {1}",
-        "bitwise_xor": "{0} ^ {1}",
-        "__rshift__": "{0} >> {1}",
         "__lshift__": "shift_left({0}, {1})",
-        "lt": "{0} < {1}",
-        "le": "{0} <= {1}",
-        "gt": "{0} > {1}",
-        "ge": "{0} >= {1}",
-        "eq": "{0} == {1}",
-        "ne": "{0} != {1}",
         "where": "{0} ? {1} : {2}",
-        "scalar_tensor": "{0}",
         "bits_of": "bits_of({0})",
         "float_of": "float_of({0})",
     },
@@ -59,18 +65,13 @@ LOOPS = Dialect(
     statement="const auto {name} = {value};",
     types={torch.float32: "", torch.int32: "", torch.bool: ""},
     number=lambda value, dtype: f"{'F' if dtype == torch.float32 else 'I'}({_cpp_number(value, dtype)})",
-    expressions={
+    expressions=_INFIX
+    | {
         "add": "{0} + {1}",
         "sub": "{0} - {1}",
         "clamp_max": "least({0}, {1})",
-        "bitwise_and": "{0} & {1}",
-        "bitwise_or": "{0} | {1}",
-        "__rshift__": "{0} >> {1}",
         "__lshift__": "shift_left({0}, {1})",
-        "lt": "{0} < {1}",
-        "gt": "{0} > {1}",
         "where": "choose({0}, {1}, {2})",
-        "scalar_tensor": "{0}",
         "bits_of": "bits_of({0})",
         "float_of": "float_of({0})",
     },
@@ -88,7 +89,8 @@ TRITON = Dialect(
     statement="{name} = {value}",
     types={torch.float32: "", torch.int32: "", torch.bool: ""},
     number=_triton_number,
-    expressions={
+    expressions=_INFIX
+    | {
         "add": "{0} + {1}",
         "sub": "{0} - {1}",
         "rsub": "{1} - {0}",
@@ -102,19 +104,8 @@ TRITON = Dialect(
         "clamp_min": "tl.maximum({0}, {1})",
         "clamp_max": "tl.minimum({0}, {1})",
         "clamp": "tl.minimum(tl.maximum({0}, {1}), {2})",
-        "bitwise_and": "{0} & {1}",
-        "bitwise_or": "{0} | {1}",
-        "bitwise_xor": "{0} ^ {1}",
-        "__rshift__": "{0} >> {1}",
         "__lshift__": "{0} << {1}",
-        "lt": "{0} < {1}",
-        "le": "{0} <= {1}",
-        "gt": "{0} > {1}",
-        "ge": "{0} >= {1}",
-        "eq": "{0} == {1}",
-        "ne": "{0} != {1}",
         "where": "tl.where({0}, {1}, {2})",
-        "scalar_tensor": "{0}",
         "bits_of": "({0}).to(tl.int32, bitcast=True)",
         "float_of": "({0}).to(tl.float32, bitcast=True)",
     },
