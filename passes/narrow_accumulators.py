@@ -118,7 +118,7 @@ def _convolution_backward(out: _Emitter) -> None:
     assert isinstance(grad, Node)
     parts = {user: item[1] for user in out.gemm.users if (item := item_of(user)) is not None}
     layout = any(_is_channels_last(part) for part, index in parts.items() if index != 2)
-    both = out.op(accumulators.CONVOLUTION_BACKWARD, grad, x, weight, *window, layout, list(mask[:2]), *out.sums)
+    both = out.op(accumulators.CONVOLUTION_BACKWARD, x, weight, *window, layout, *out.sums, grad, list(mask[:2]))
     for part, index in parts.items():
         if index == 2:
             dims = [d for d in range(grad.meta["val"].dim()) if d != 1]

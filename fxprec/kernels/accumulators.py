@@ -36,7 +36,7 @@ def _convolution(call: FakeCall) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Convolution(Call, op="convolution", fake=_convolution):
+class _Convolves(Call):
     x: Node
     weight: Node
     stride: Sizes
@@ -50,6 +50,11 @@ class Convolution(Call, op="convolution", fake=_convolution):
     sums: str
     kahan: bool
     chunk: int
+
+
+@dataclass(frozen=True)
+class Convolution(_Convolves, op="convolution", fake=_convolution):
+    pass
 
 
 def _convolution_backward(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,22 +64,11 @@ def _convolution_backward(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class ConvolutionBackward(Call, op="convolution_backward", fake=_convolution_backward, returns="(Tensor, Tensor)"):
+class ConvolutionBackward(
+    _Convolves, op="convolution_backward", fake=_convolution_backward, returns="(Tensor, Tensor)"
+):
     grad: Node
-    x: Node
-    weight: Node
-    stride: Sizes
-    padding: Sizes
-    dilation: Sizes
-    transposed: bool
-    output_padding: Sizes
-    groups: Size
-    channels_last: bool
     mask: Flags
-    products: str
-    sums: str
-    kahan: bool
-    chunk: int
 
 
 MATMUL = Matmul.target

@@ -44,9 +44,9 @@ def convolution(
 
 
 def convolution_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
-    transposed: bool, output_padding: Sequence[int], groups: int, channels_last: bool, mask: Sequence[bool],
-    products: str, sums: str, kahan: bool, chunk: int,
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    transposed: bool, output_padding: Sequence[int], groups: int, channels_last: bool,
+    products: str, sums: str, kahan: bool, chunk: int, grad: Tensor, mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     multiply = _multiply(products, sums, kahan, chunk)
     window = Window(weight.shape[2:], stride, padding, dilation)
