@@ -27,6 +27,7 @@ from fxprec.driver.verify_references import (
     statistics_differ,
 )
 from fxprec.ir import symbolic
+from fxprec.ir.calls import FakeCall, call_of
 from fxprec.kernels import casts
 from fxprec.kernels.casts import LoadBlocks, StoreBlocks
 from fxprec.numerics.stats import WIDTH
@@ -169,13 +170,13 @@ class _Checker(Interpreter):
         return checked.wanted
 
     def _run_in_place(self, n: Node) -> Any:
-        args = [_copied(a) for a in self.fetch_args_kwargs_from_env(n)[0]]
+        call = type(call_of(n)).with_tensors(*map(_copied, self.fetch_args_kwargs_from_env(n)[0]))
         found = super().run_node(n)
         overwritten = self.fetch_args_kwargs_from_env(n)[0][0] if n.target in IN_PLACE else None
-        for name, mine, theirs in CPU_REFERENCES[n.target](found, overwritten, *args):
+        for name, mine, theirs in CPU_REFERENCES[n.target](found, overwritten, call):
             reason = difference(mine, theirs, name, exact=True)
             if reason is not None:
-                self.faults.append(Fault(f"{n.name} ({n.target}, row {n.args[2]})", reason))
+                self.faults.append(Fault(f"{n.name} ({n.target}, row {call.row})", reason))
                 mine.copy_(theirs)
         return found
 
@@ -194,38 +195,30 @@ class _Checker(Interpreter):
 _Compared = list[tuple[str, torch.Tensor, torch.Tensor]]
 
 
-def _values(x: torch.Tensor, table: torch.Tensor, row: int, fmt: str, storage: str, keep: bool) -> torch.Tensor:
-    q = symbolic.QUANTIZE(x, table, row, fmt, storage)
-    values = symbolic.DEQUANTIZE(q, table, symbolic.AS_STORED, fmt, storage, torch.float32)
-    result: torch.Tensor = symbolic.KEEP_NONFINITE(values, x) if keep else values
+def _values(call: FakeCall) -> torch.Tensor:
+    q = symbolic.QUANTIZE(call.x, call.table, call.row, call.format, call.storage)
+    values = symbolic.DEQUANTIZE(q, call.table, symbolic.AS_STORED, call.format, call.storage, torch.float32)
+    result: torch.Tensor = symbolic.KEEP_NONFINITE(values, call.x) if call.keep else values
     return result
 
 
-def _store(
-    found: Sequence[torch.Tensor],
-    x: torch.Tensor | None,
-    source: torch.Tensor,
-    table: torch.Tensor,
-    row: int,
-    fmt: str,
-    storage: str,
-    *flags: bool,
-) -> _Compared:
-    compared = [("its codes", found[0], symbolic.QUANTIZE(source, table, row, fmt, storage))]
-    values = x if x is not None else found[1]
+def _store(found: Sequence[torch.Tensor], over: torch.Tensor | None, call: FakeCall) -> _Compared:
+    codes = symbolic.QUANTIZE(call.x, call.table, call.row, call.format, call.storage)
+    compared = [("its codes", found[0], codes)]
+    values = found[1] if over is None else over
     if values.numel():
-        compared.append(("its values", values, _values(source, table, row, fmt, storage, flags[-1])))
+        compared.append(("its values", values, _values(call)))
     return compared
 
 
-def _round(found: Sequence[torch.Tensor], x: torch.Tensor | None, *args: Any) -> _Compared:
-    values: torch.Tensor = _values(*args)
-    return [("its values", found[0] if x is None else x, values)]
+def _round(found: Sequence[torch.Tensor], over: torch.Tensor | None, call: FakeCall) -> _Compared:
+    return [("its values", found[0] if over is None else over, _values(call))]
 
 
-def _load(found: torch.Tensor, x: object, q: torch.Tensor, table: torch.Tensor, row: int, fmt: str) -> _Compared:
-    storage = "packed" if not q.dtype.is_floating_point else "native"
-    return [("its values", found, symbolic.DEQUANTIZE(q, table, row, fmt, storage, torch.float32))]
+def _load(found: torch.Tensor, over: object, call: FakeCall) -> _Compared:
+    storage = "native" if call.q.dtype.is_floating_point else "packed"
+    values = symbolic.DEQUANTIZE(call.q, call.table, call.row, call.format, storage, torch.float32)
+    return [("its values", found, values)]
 
 
 IN_PLACE = (casts.STORE_, casts.ROUND_)

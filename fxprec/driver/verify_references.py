@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.ir import symbolic
+from fxprec.ir.calls import FakeCall
 from fxprec.kernels import casts, coded_gemms
 from fxprec.kernels.counts import GATHERED, Totals
 from fxprec.numerics import block_codec, stats
@@ -82,33 +83,24 @@ def _first(reasons: Iterator[str | None]) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _quantize_transpose(
-    found: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    table: torch.Tensor,
-    row: int,
-    format: str,
-    storage: str,
-    keep: bool,
-    row_major: bool,
-    counted: bool,
-) -> Checked:
-    fmt, wide = parse(format), x.to(torch.float32)
-    codes: torch.Tensor = symbolic.QUANTIZE(wide, table, row, format, storage)
-    if keep:
-        codes = symbolic.KEEP_CODES(codes.view(fmt.code_dtype), wide, format).view(codes.dtype)
+def _quantize_transpose(found: Sequence[torch.Tensor], *args: object) -> Checked:
+    call = coded_gemms.QuantizeTranspose.with_tensors(*args)
+    fmt, wide = parse(call.format), call.x.to(torch.float32)
+    codes: torch.Tensor = symbolic.QUANTIZE(wide, call.table, call.row, call.format, call.storage)
+    if call.keep:
+        codes = symbolic.KEEP_CODES(codes.view(fmt.code_dtype), wide, call.format).view(codes.dtype)
     turned = transposed(codes)
-    counts = _counts_of(wide, table, row, format) if counted else None
+    counts = _counts_of(wide, call.table, call.row, call.format) if call.stats else None
     counters = found[2] if counts is None else _striped(counts)
 
     def reasons() -> Iterator[str | None]:
-        if row_major:
+        if call.row_major:
             yield difference(found[0], codes, "its codes", exact=True)
         yield difference(found[1], turned, "its transposed codes", exact=True)
         if counts is not None and bool(statistics_differ(stats.gathered(found[2]), counts.view(1, -1)).any()):
-            yield f"its statistics of row {row} are not the reference's"
+            yield f"its statistics of row {call.row} are not the reference's"
 
-    return Checked((codes if row_major else found[0], turned, counters), _first(reasons()))
+    return Checked((codes if call.row_major else found[0], turned, counters), _first(reasons()))
 
 
 def _counts_of(x: torch.Tensor, table: torch.Tensor, row: int, format: str, *, moments: bool = True) -> torch.Tensor:
@@ -161,53 +153,43 @@ class _Product:
         return f"{count} of {found.numel()} elements of its product are off by more than sums may be" if count else None
 
 
-def _coded_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    table: torch.Tensor,
-    row_a: int,
-    row_b: int,
-    format_a: str,
-    format_b: str,
-    dtype: torch.dtype,
-    *rest: object,
-) -> _Product:
-    factors = numbers(a, table, row_a, format_a), numbers(b, table, row_b, format_b)
-    return _Product.of(*factors, bias, dtype, GENERATED_GEMM)
+def _coded_product(call: FakeCall) -> _Product:
+    a = numbers(call.a, call.table, call.row_a, call.format_a)
+    b = numbers(call.b, call.table, call.row_b, call.format_b)
+    return _Product.of(a, b, call.bias, call.dtype, GENERATED_GEMM)
 
 
-def _matmul_codes(found: torch.Tensor, *args: Any) -> Checked:
-    product = _coded_product(*args)
+def _matmul_codes(found: torch.Tensor, *args: object) -> Checked:
+    product = _coded_product(coded_gemms.MatmulCodes.with_tensors(*args))
     return Checked(product.value.to(found.dtype), product.reason(found))
 
 
-def _matmul_to_codes(found: Sequence[torch.Tensor], *args: Any) -> Checked:
+def _matmul_to_codes(found: Sequence[torch.Tensor], *args: object) -> Checked:
     """Codes lie between those of the least and the largest product that another order of the sum may give."""
-    product, table, dtype = _coded_product(*args), args[3], args[8]
-    row, format, storage, _, counted = args[9:]
-    rounded = product.value.to(dtype).to(torch.float32)
+    call = coded_gemms.MatmulToCodes.with_tensors(*args)
+    product = _coded_product(call)
+    rounded = product.value.to(call.dtype).to(torch.float32)
     low, wanted, high = (
-        symbolic.QUANTIZE(x, table, row, format, storage)
+        symbolic.QUANTIZE(x, call.table, call.row, call.format, call.storage)
         for x in (rounded - product.limit, rounded, rounded + product.limit)
     )
-    least, mine, most = (numbers(q, table, symbolic.AS_STORED, format) for q in (low, found[0], high))
+    least, mine, most = (numbers(q, call.table, symbolic.AS_STORED, call.format) for q in (low, found[0], high))
     same = (_bits(found[0]) == _bits(wanted)) | (_is_nan(found[0]) & _is_nan(wanted))
     count = int((~same & ~((least <= mine) & (mine <= most))).sum())
-    counts = _counts_of(rounded, table, row, format, moments=False)
+    counts = _counts_of(rounded, call.table, call.row, call.format, moments=False)
 
     def reasons() -> Iterator[str | None]:
         if count:
             yield f"{count} of {found[0].numel()} codes of its product are not the reference's"
-        if counted:
+        if call.stats:
             own = Counts(*stats.gathered(found[1]).flatten().tolist())
             theirs, slack = Counts(*counts.tolist()), MAX_DIFFERING * rounded.numel() + 1
             lost = max(abs(own.overflow - theirs.overflow), abs(own.underflow - theirs.underflow))
             amax = abs(own.amax - theirs.amax) > float(product.limit.max())
             if lost > slack or amax or own[3:] != theirs[3:]:
-                yield f"its statistics of row {row} are not the reference's"
+                yield f"its statistics of row {call.row} are not the reference's"
 
-    return Checked((wanted, _striped(counts) if counted else found[1]), _first(reasons()))
+    return Checked((wanted, _striped(counts) if call.stats else found[1]), _first(reasons()))
 
 
 def _scaled_mm(
@@ -226,7 +208,7 @@ def _scaled_mm(
 
 def _totals(found: torch.Tensor, *args: Any) -> Checked:
     wanted = stats.totals(*args)
-    return Checked(wanted.flatten(), _wrong_rows(found, wanted, args[4]))
+    return Checked(wanted.flatten(), _wrong_rows(found, wanted, Totals.with_tensors(*args).rows))
 
 
 def _gathered(found: torch.Tensor, counters: torch.Tensor) -> Checked:

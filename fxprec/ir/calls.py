@@ -55,7 +55,7 @@ _library = torch.library.Library("fxprec", "DEF")
 
 
 class FakeCall(Protocol):
-    """A `Call` whose tensors are fake ones and whose sizes may be symbols, by the fields' names."""
+    """A `Call` that holds tensors, fake ones mostly, where a node's call holds nodes; by the fields' names."""
 
     def __getattr__(self, name: str) -> Any: ...
 
@@ -87,9 +87,14 @@ class Call:
         cls.defaults = {name: getattr(cls, name, _REQUIRED) for name in cls.kinds}
         arguments = ", ".join(f"{kind} {name}{_default(cls.defaults[name])}" for name, kind in cls.kinds.items())
         _library.define(f"{op}({arguments}) -> {returns}", tags=tuple(tags))
-        torch.library.register_fake(f"fxprec::{op}", lambda *args: fake(cast(FakeCall, cls(*args))))
+        torch.library.register_fake(f"fxprec::{op}", lambda *args: fake(cls.with_tensors(*args)))
         cls.target = getattr(torch.ops.fxprec, op).default
         _DECLARED[cls.target] = cls
+
+    @classmethod
+    def with_tensors(cls, *args: Any) -> FakeCall:
+        """Return a call whose arguments are tensors in place of nodes."""
+        return cast(FakeCall, cls(*args))
 
     @classmethod
     def of(cls, node: Node) -> Self:

@@ -52,6 +52,5 @@ class WaitReload(Call, op="wait_reload", fake=lambda call: _alias(call.x), retur
 OFFLOAD = Offload.target
 WAIT_OFFLOAD = WaitOffload.target
 RELOAD = Reload.target
-WAIT_RELOAD = WaitReload.target
 IN_PLACE_ORDER = frozenset({OFFLOAD, WAIT_OFFLOAD, RELOAD})
 """Copies that begin, and waits that end, where the plan has them: the next kernel comes after them."""
