@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import Graph, GraphModule
@@ -160,8 +160,8 @@ class Compiler:
 
 
 @dataclass
-class Compilation:
-    """One attempt."""
+class Attempt:
+    """What one attempt is to compile."""
 
     compiler: Compiler
     captured: Captured
@@ -170,7 +170,13 @@ class Compilation:
     key: str | None
     """What the code is stored under; None: it is not."""
     only_looks: bool = False
-    """Whether the passes are all that runs."""
+    """Whether what the passes find of other peak budgets is all that is wanted."""
+
+
+@dataclass
+class Compilation(Attempt):
+    """One attempt, from the cache or by tracing."""
+
     traced: JointCompilation | None = None  # where the cache had nothing
     found: list[KnownHalf] = field(default_factory=list)  # in the cache
 
@@ -229,9 +235,7 @@ class Compilation:
                 JointCompilation,  # every pass: what comes from the cache needs none
             )
 
-            self.traced = JointCompilation(
-                self.compiler, self.captured, self.given, self.step, self.key, self.only_looks
-            )
+            self.traced = JointCompilation(**{f.name: getattr(self, f.name) for f in fields(Attempt)})
         return self.traced
 
     def _run_passes(self, graph: Graph) -> None:

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 
 from fxprec import compat
 from fxprec.driver import progress
-from fxprec.driver.capture import Captured
+from fxprec.driver.compilation import Attempt
 from fxprec.driver.compiled import Compiled, Retry, Stop
 from fxprec.driver.event_log import Said
 from fxprec.driver.half_compilation import CompiledHalf, Halves
@@ -40,24 +40,15 @@ from fxprec.plan import PeakBytes, Plan
 from fxprec.report.watch import run_passes, write_plan
 
 if TYPE_CHECKING:
-    from fxprec.driver.compilation import Compiler
     from fxprec.driver.interpreter import Calibration
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class JointCompilation:
+class JointCompilation(Attempt):
     """The backward half may be compiled in the first backward pass only, and finds here what it needs."""
 
-    compiler: Compiler
-    captured: Captured
-    given: Plan | None
-    step: int
-    key: str | None
-    """What the code is stored under; None: it is not."""
-    only_looks: bool = False
-    """Whether what the passes find of other peak budgets is all that is wanted."""
     calibration: Calibration | None = None  # where this is the step that measures
     saves_memory: bool = False  # the user has tensors computed again
     ratio: tuple[float, int] | None = None  # torch's activation_memory_budget, and the bytes it is a share of
