@@ -271,3 +271,49 @@ def test_a_budget_of_more_than_the_machine_has_is_told() -> None:
     ):
         torch.compile(model, backend=backend)(torch.randn(3, 4)).sum().backward()
     assert len([event for event in backend.events if event.kind == "fallback"]) == 1
+
+
+IN_PARTS = """
+def partition_0(args):
+    weight, x = args
+    args.clear()
+    buf0 = empty_strided_cpu((4, 16), (16, 1), torch.float32)
+    extern_kernels.mm(x, reinterpret_tensor(weight, (8, 16), (1, 8), 0), out=buf0)
+    return (buf0, weight, )
+
+def partition_1(args):
+    buf0, = args
+    args.clear()
+    buf1 = empty_strided_cpu((4, 16), (16, 1), torch.bfloat16)
+    cpp_fused_0(buf0, buf1)
+    buf2 = empty_strided_cpu((4, 16), (16, 1), torch.bfloat16)
+    cpp_fused_1(buf1, buf2)
+    return (buf2, buf0, )
+
+class Runner:
+    def call(self, args):
+        weight, x = args
+        args.clear()
+        partition0_args = [weight, x]
+        del weight
+        (buf0, weight) = self.partitions[0](partition0_args)
+        del partition0_args
+        partition1_args = [buf0]
+        del buf0
+        (buf2, buf0) = self.partitions[1](partition1_args)
+        del partition1_args
+        buf3 = empty_strided_cpu((4, 16), (16, 1), torch.float32)
+        del buf0
+        return (buf2, weight, )
+
+runner = Runner(partitions=[partition_0, partition_1])
+"""
+
+
+def test_parts_that_become_cuda_graphs_are_replayed_in_their_place() -> None:
+    """``mode="reduce-overhead"`` was not compared with its budget at all."""
+    peak = CompiledPeak(num_results=1)
+    peak.saw(PlainHalf(("weight", "x"), ("buf2", "weight"), (WEIGHT, X), is_backward=False), code(IN_PARTS))
+    assert not peak.unread
+    assert peak._forward == WIDE + NARROW + WIDE, "what a part made for itself is gone when it returns"
+    assert peak.waiting == NARROW

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from backend_helpers import eager_backend, mlp
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxprec import FxprecWarning, compat
 from fxprec.driver.budget import PeakBudget
 from fxprec.driver.event_log import EventLog
-from fxprec.driver.memory import StepMemory
+from fxprec.driver.memory import CompiledPeak, PlainHalf, StepMemory
 from fxprec.errors import BudgetError
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
@@ -47,6 +49,18 @@ def test_a_replayed_step_counts_blocks() -> None:
     memory.hold(tensors)
     memory.drop(tensors[0])
     assert (memory.peak, memory.live) == (512 + 1024, 1024)
+
+
+def test_what_is_compiled_for_a_gpu_is_counted_in_blocks() -> None:
+    source = (
+        "def call(args):\n    x, = args\n    args.clear()\n    y = empty_strided_cuda((200,), (1,), torch.float32)\n"
+    )
+    with FakeTensorMode():
+        x = torch.empty(1, device=CUDA)
+    peak = CompiledPeak(1, "cuda")
+    half = PlainHalf(("x",), ("y",), (x,), is_backward=False)
+    peak.saw(half, SimpleNamespace(source_code=source + "    return (y, )\n", constants=None))
+    assert (peak.unread, peak._forward, peak.waiting) == ("", 1024, 1024)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ class LiveBytes:
     """Of which type: what a GPU's step has in host memory is not counted."""
     workspace: Callable[[str, Sequence[Tensor]], int] = lambda name, operands: 0
     """Gives the bytes that an operator, ``"aten::mm"``, takes while it runs, beside its result."""
-    taken: Callable[[int], int] = lambda size: size
+    taken: Callable[[int], int] = int
     """Gives the bytes that the allocator takes for a storage."""
     peak: int = 0
     live: int = 0
@@ -68,9 +70,11 @@ def storages_of(values: Sequence[Any]) -> frozenset[int]:
     return frozenset(storage for storage, _ in _storages(values))
 
 
-def storage_bytes(values: Sequence[Any], free: Collection[int], device: str = "cpu") -> int:
-    """Return the bytes of the storages of fake tensors on a device, each once, those there anyway left out."""
-    return sum(size for storage, size in dict(_storages(values, device)).items() if storage not in free)
+def storage_bytes(
+    values: Sequence[Any], free: Collection[int], device: str = "cpu", taken: Callable[[int], int] = int
+) -> int:
+    """Return the bytes ``taken`` for the storages of fake tensors on a device, each once, without those in ``free``."""
+    return sum(taken(size) for storage, size in dict(_storages(values, device)).items() if storage not in free)
 
 
 def _storages(value: object, device: str | None = None) -> Iterator[tuple[int, int]]:
@@ -107,25 +111,41 @@ def replayed(code: object, inputs: Sequence[Any], mode: FakeTensorMode, memory: 
     Results share memory with each other and with inputs where they do in the compiled graph. Raises
     `NotReplayedError`.
     """
-    call = _call(getattr(code, "source_code", ""))
-    names: dict[str, Any] = {**_NAMES, **_constants(code, mode)}
+    functions = _functions(getattr(code, "source_code", ""))
+    shared: dict[str, Any] = {**_NAMES, **_constants(code, mode)}
+    runner = SimpleNamespace(partitions=[partial(_partition, f, shared, memory) for f in functions[1:]])
     with mode:
-        run = _Run(names, memory)
+        run = _Run({**shared, "self": runner}, memory)
         run.bind("args", list(inputs))
-        for statement in call.body:
+        for statement in functions[0].body:
             run.execute(statement)
+        memory.hold(run.results)
     return run.results
 
 
-def _call(source: str) -> ast.FunctionDef:
+def _functions(source: str) -> list[ast.FunctionDef]:
+    """Return the function ``call`` and, where CUDA graphs are made of parts of the code, those parts in order."""
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
         raise NotReplayedError("the compiled graph is no Python") from error
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name == "call":
-            return node
-    raise NotReplayedError("the compiled graph has no function 'call'")
+    found = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    if "call" not in found:
+        raise NotReplayedError("the compiled graph has no function 'call'")
+    parts = sorted((name for name in found if name.startswith("partition_")), key=lambda n: int(n.rpartition("_")[2]))
+    return [found["call"], *(found[name] for name in parts)]
+
+
+def _partition(
+    function: ast.FunctionDef, shared: dict[str, Any], memory: LiveBytes, args: list[Any]
+) -> tuple[Any, ...]:
+    """Run a part of the code on the list that its caller holds, and let go of what it does not return."""
+    run = _Run({**shared, "args": args}, memory)
+    for statement in function.body:
+        run.execute(statement)
+    for name in run.names.keys() - shared.keys():
+        memory.drop(run.names[name])
+    return run.results
 
 
 def _constants(code: object, mode: FakeTensorMode) -> dict[str, Any]:
@@ -149,13 +169,13 @@ class _Run:
                     self.memory.drop(self.names.pop(ast.unparse(target), None))
             case ast.Return(value=ast.expr() as value):
                 self.results = tuple(self._value(value))
-                self.memory.hold(self.results)
             case ast.With(body=body):
                 for inner in body:
                     self.execute(inner)
             case ast.Expr(value=value):
                 if ast.unparse(value) == "args.clear()":
                     self.memory.drop(self.names["args"])
+                    self.names["args"].clear()
                 self._run(value)
             case _:
                 raise NotReplayedError(ast.unparse(statement))

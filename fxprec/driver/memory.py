@@ -88,7 +88,8 @@ class CompiledPeak:
         self._results = compat.replayed(code, self._inputs, self._mode, memory)
         self._named = dict(zip(half.results, self._results, strict=False))  # statistics come after them
         self.seen = tuple(memory.seen)
-        self._forward, self.waiting = memory.peak, compat.storage_bytes(self._results, self._free, self.device)
+        self._forward = memory.peak
+        self.waiting = compat.storage_bytes(self._results, self._free, self.device, memory.taken)
 
     def _saw_backward(self, half: PlainHalf, code: object) -> None:
         new = compat.fakes_like(half.examples, self._mode)

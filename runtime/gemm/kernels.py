@@ -55,7 +55,7 @@ def cases(arch: int, *, quick: bool = False) -> Iterator[Specialization]:
     yield _gathered()
     tiles = [t for t in TILES if t.least_arch <= arch]
     for a, b, out in _PRODUCTS[1:2] if quick else _PRODUCTS:
-        yield from (_product(a, b, out, tile) for tile in (tiles[:1] if quick else tiles))
+        yield from (product(a, b, out, tile) for tile in (tiles[:1] if quick else tiles))
 
 
 def _pointer(name: str) -> str:
@@ -107,7 +107,7 @@ def _gathered() -> Specialization:
     return Specialization("gathered", totals.gather_kernel, signature, totals.GATHER, {"num_warps": 1})
 
 
-def _product(a: str, b: str, out: str | None, tile: Tile) -> Specialization:
+def product(a: str, b: str, out: str | None, tile: Tile) -> Specialization:
     signature = {"a_ptr": _pointer(a), "b_ptr": _pointer(b), "bias_ptr": "*bf16:16", "exp_a_ptr": "*i32"}
     signature |= {"exp_b_ptr": "*i32", "row_ptr": "*i32", "out_ptr": _pointer(out) if out else "*bf16:16"}
     signature |= {"counts_ptr": "*i32:16", "m": "i32:16", "n": "i32:16", "k": "i32:16", "bucket": "i32:16"}

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not installed
 
+from benchmarks.gpu.absent import GPUS
 from benchmarks.gpu.roofline import table
 from benchmarks.gpu.roofline.count import Counted, count
 from benchmarks.gpu.roofline.estimate import H100, Cost, Half
@@ -22,7 +23,10 @@ from benchmarks.gpu.roofline.minimum import minimum
 from benchmarks.gpu.roofline.replay import Launch, Memory
 from benchmarks.gpu.roofline.sides import NETWORKS, SIDES, Network, Side
 from benchmarks.gpu.roofline.traffic import KernelText
-from benchmarks.gpu.sass import Mix, read
+from benchmarks.gpu.sass import Mix, code_of, read
+from fxprec.passes.analysis.gemm_costs import costs_of
+from fxprec.runtime.gemm import kernels
+from fxprec.runtime.gemm.tiles import TILES
 
 SMALL = NETWORKS["small"]
 KERNEL = """
@@ -89,6 +93,22 @@ def test_instructions_are_counted_once_and_by_turn_without_the_longer_side_of_a_
     assert code.once == Mix(full=4, half=1), "a program leaves early only where it has no turn to take"
     assert code.cycles(turns=10) == 2 * ((4 + 2) + 10 * (4 + 2))
     assert Mix.of("MUFU.LG2").cycles == 8
+
+
+@pytest.mark.parametrize("arch", [80, 90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (89, 100))])
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another Triton issues other instructions")
+def test_a_generated_gemm_is_as_fast_as_its_loop_issues(arch: int) -> None:
+    """``gemm_costs.json`` had 4.7e14 for an H100, a guess; its loop allows less than half of that."""
+    costs = costs_of(GPUS[arch])
+    tile = next(tile for tile in TILES if tile.least_arch <= arch)
+    for a, b, out, rate in (
+        ("1-4-3+4", "1-5-2", "1-5-2", costs.generated_flop_per_s),
+        ("e4m3fn", "e5m2_sat", None, costs.generated_special_flop_per_s),
+    ):
+        code = code_of(kernels.product(a, b, out, tile).compile(arch))
+        cycles = sum(code.loops, Mix()).cycles * code.warps / 4
+        counted = 2 * tile.rows * tile.columns * tile.depth / cycles * costs.multiprocessors * costs.clock_hz
+        assert rate == pytest.approx(counted, rel=0.03)
 
 
 def test_expanded_memory_counts_once() -> None:
