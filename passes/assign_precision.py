@@ -31,8 +31,8 @@ class AssignPrecision:
 
     name: str = "assign-precision"
     rounds_values: bool = False
-    """Whether every reader gets the rounded value, and none is stored: a pattern of ``keep_high`` has an effect
-    wherever it matches, and an activation budget holds of the bytes predicted here."""
+    """True in simulation: every reader gets the rounded value, and no copy is stored. Then each match of a pattern of
+    ``keep_high`` changes numbers, and an activation budget bounds the bytes predicted here."""
 
     def apply(self, work: Work) -> None:
         tensors = work.grouped.tensors

@@ -49,7 +49,7 @@ class Filled(Generic[T]):
 
 @dataclass(frozen=True)
 class GivenPeak:
-    """What a plan to follow says of how backward gets each value."""
+    """The ways in which a given plan has backward get each value."""
 
     sites: tuple[Site, ...]
     peak: PeakBytes
@@ -57,7 +57,7 @@ class GivenPeak:
 
 @dataclass
 class Work:
-    """What the passes know of one graph so far. Each field is filled by the pass named beside it."""
+    """Facts and decisions about one graph. The pass named beside a field fills it."""
 
     joint: JointGraph
     settings: Settings
@@ -95,6 +95,7 @@ class Work:
 
     @property
     def fits_peak(self) -> bool:
+        """Say whether a peak budget, or a plan made for one, decides how backward gets each value."""
         return self.peak_goal is not None
 
     def has(self, name: str) -> bool:
@@ -106,6 +107,8 @@ class Pass(Protocol):
     """One step from joint graph to joint graph."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Return the name by which the command line and dumps know the pass."""
 
-    def apply(self, work: Work) -> None: ...
+    def apply(self, work: Work) -> None:
+        """Edit the joint graph of ``work``, or fill the fields of ``work`` that belong to the pass."""

@@ -22,7 +22,7 @@ class GroupTensors:
 
     name: str = "group-tensors"
     copies_parameters: bool = False
-    """Whether backward reads a rounded copy of a parameter, which is then saved for it."""
+    """Whether backward reads a rounded copy of a parameter, which forward then saves."""
 
     def apply(self, work: Work) -> None:
         work.grouped = group_tensors(work.operators, _grouping(work), copies_parameters=self.copies_parameters)

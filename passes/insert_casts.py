@@ -20,8 +20,8 @@ class InsertCasts:
 
     name: str = "insert-casts"
     everywhere: bool = False
-    """Whether every counted tensor is rounded for every reader, as the papers do; else a cast stands where a tensor is
-    written to memory, and what 8 bits would spoil keeps its precision."""
+    """True: round every counted tensor for every reader, as the papers do. False: cast where a tensor is written to
+    memory, and keep the precision of tensors that 8 bits would spoil."""
 
     def apply(self, work: Work) -> None:
         on_gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device) is not None

@@ -1,4 +1,4 @@
-"""What a user is told of: with nothing of the passes, which a start from the cache does not import."""
+"""Notices to the user. This module imports no pass, so that a start from the cache imports none."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Partition:
     traced: Collection[Node]
     """The nodes of the graph before the passes."""
     asked: Mapping[Node, Any] = field(init=False)
-    """What the user's checkpointing says of each node: torch's passes give some of it to other nodes."""
+    """The policy of the user's checkpoint for each node, read before torch's passes copy policies to other nodes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "asked", regions.policies(self.work.joint.graph))

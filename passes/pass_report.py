@@ -1,4 +1,4 @@
-"""What a pass did, for reports."""
+"""The report of one pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did: seconds, and operator counts that changed (``aten.mul 12 -> 9``)."""
+    """One pass: its seconds, and the operator counts that it changed (``aten.mul 12 -> 9``)."""
 
     name: str
     seconds: float

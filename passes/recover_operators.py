@@ -16,7 +16,7 @@ class RecoverOperators:
 
     name: str = "recover-operators"
     rounds_log_softmax: bool = False
-    """Whether log-softmax's result is rounded, as the papers do; otherwise it keeps its dtype."""
+    """True: round log-softmax's result, as the papers do. False: leave it in its dtype."""
 
     def apply(self, work: Work) -> None:
         mark_values(work.joint.graph, stored=not self.rounds_log_softmax)

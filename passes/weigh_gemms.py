@@ -24,7 +24,7 @@ class WeighGemms:
 
     name: str = "weigh-gemms"
     multiplies_codes: bool = True
-    """Whether there are codes to multiply; in simulation there are none, and the plan says that nothing was asked."""
+    """False in simulation, which has no codes to multiply: the plan then says that nothing was asked."""
 
     def apply(self, work: Work) -> None:
         gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)

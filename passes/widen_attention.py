@@ -61,7 +61,7 @@ class _Call:
 
     @property
     def operands(self) -> list[Node]:
-        """What it multiplies; a mask and statistics of forward are not among it, nor forward's result."""
+        """Return the tensors that attention multiplies, without the mask, forward's statistics and forward's result."""
         return list(dict.fromkeys(factors_of(self.node)))
 
     @property
@@ -71,7 +71,7 @@ class _Call:
 
     @property
     def is_between_float32(self) -> bool:
-        """Whether all operands are converted from float32, and all results to it."""
+        """Say whether all operands are converted from float32, and all results to it."""
         return all(map(_was_float32, self.operands)) and all(
             user.target in ops.ATTENTION_BACKWARD or (user.target is CONVERT and user.args[1] == torch.float32)
             for result in self.results

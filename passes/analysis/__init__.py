@@ -1,1 +1,1 @@
-"""What passes ask of a graph: nothing here edits one but for the helpers that insert casts."""
+"""Questions that passes ask about a graph. Only the helpers that insert casts edit one."""

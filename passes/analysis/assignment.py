@@ -23,7 +23,7 @@ from fxprec.plan import ByteCount
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What is low, in which order groups were demoted, and what that reaches."""
+    """The tensors held low, the order in which groups were demoted, and the share or bytes that this reaches."""
 
     low: frozenset[int]
     """Ids of the counted tensors held low (a low group's parameter gradients count, but keep their format)."""
@@ -41,7 +41,7 @@ class Assignment:
     saved: ByteCount
     """Predicted bytes saved for backward."""
     warnings: tuple[str, ...] = ()
-    """What was asked for and not reached."""
+    """One text for each goal that was asked for and not reached."""
 
 
 def assign(

@@ -50,11 +50,12 @@ class Coded:
     layout: Layout
     """``rows``: the operand is ``q`` as a row-major matrix; ``columns``: that, transposed."""
     source: Node | None
-    """What keeps its inf and NaN, of a guarded gradient."""
+    """For a gradient whose codes keep inf and NaN: the unrounded tensor. Else None."""
     table: Node
 
     @property
     def is_fp8(self) -> bool:
+        """Say whether the codes are those of a torch dtype of 8-bit floats that tensor cores multiply."""
         return self.fmt.torch_dtype in FP8
 
 

@@ -1,4 +1,4 @@
-"""What crosses from forward to backward where the graph itself says what backward computes."""
+"""Find the values that cross from forward to backward, in a graph that says which nodes backward computes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a GEMM costs with low operands and without, by GPU, from the figures in ``gemm_costs.json``.
+"""Estimate a GEMM's time over codes and over decoded values, by GPU, from the figures in ``gemm_costs.json``.
 
-Storage is the plan's to choose; what is weighed here is arithmetic: multiply the codes (in a transposed copy where
-the tensor cores need one), or decode them and multiply in high precision. A GEMM takes the longer of its arithmetic
-and its traffic, and every kernel a launch.
+The plan chooses what is stored in 8 bits. This module compares two ways to multiply it: multiply the codes, with a
+transposed copy where the tensor cores need one, or decode the codes and multiply in high precision. A GEMM takes the
+longer of its arithmetic and its memory traffic; each kernel takes a launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Whether multiplying codes pays for a GEMM, its backward included; None: not asked."""
+    """Whether multiplying codes pays for a GEMM and its backward, and why. ``pays`` is None where nobody asked."""
 
     pays: bool | None
     why: str
@@ -39,6 +39,7 @@ class Gpu:
 
     @property
     def has_fp8(self) -> bool:
+        """Say whether the tensor cores multiply 8-bit floats."""
         return self.capability >= FP8_CAPABILITY
 
 
@@ -60,14 +61,14 @@ class Costs:
     bf16_flop_per_s: float
     fp8_flop_per_s: float | None
     generated_flop_per_s: float
-    """Over codes of formats that have numbers only."""
+    """For codes of formats without inf and NaN."""
     generated_special_flop_per_s: float
-    """Over codes of a format that has a NaN, which decoding tells apart."""
+    """For codes of a format with NaN, which takes more instructions to decode."""
     fp32_flop_per_s: float
     launch_s: float
-    """Of the device, from one kernel to the next. The host takes as long to start a kernel of Inductor's or torch's."""
+    """Seconds of the device from one kernel to the next. The host starts a kernel of Inductor or torch in that time."""
     own_host_s: float
-    """Of the host, to start a kernel of ours, which compiled code calls through Python."""
+    """Seconds of the host to start a kernel of fxprec, which compiled code calls through Python."""
     host_bytes_per_s: float = 2.5e10
     """Between the device and pinned host memory, each way."""
     multiprocessors: int = 132
@@ -139,11 +140,11 @@ class Product:
     copies: tuple[int, ...] = ()
     """Transposed copies that a native GEMM needs and no GEMM before it made."""
     decodes: tuple[int, ...] = ()
-    """Operands saved by forward, which backward otherwise decodes in a kernel of its own each."""
+    """Sizes of operands saved by forward: without codes, backward decodes each in a kernel of its own."""
     written: int = 0
-    """Operands that the kernel which rounds them otherwise writes decoded as well."""
+    """Elements that the rounding kernel also writes decoded where the GEMM does not multiply codes."""
     high: torch.dtype = torch.bfloat16
-    """What the GEMM computes in otherwise."""
+    """Dtype that the GEMM computes in over decoded values."""
     has_special: bool = False
     """Whether an operand's format has a code of NaN."""
 

@@ -32,6 +32,7 @@ class GradientWalk:
         self.contributions: dict[Node, list[Node]] = {}  # value -> contributions, as they stand in the graph
 
     def run(self) -> None:
+        """Walk from the outputs to the inputs, and visit each gradient that an operator's backward passes on."""
         self._start_at_tangents()
         for op in reversed(self.operators.all):
             if op.is_view:

@@ -1,4 +1,4 @@
-"""How operators form groups: by execution order, as in the paper, or by data flow.
+"""Form groups of operators by execution order, as in the paper, or by data flow.
 
 **execution** (Lee et al. 2023, section 4.1). Group 0 opens with the graph's inputs, and each GEMM opens the next: an
 operator lies in the group of the GEMM that ran last before it, related or not. GEMM i stands between groups i and
@@ -43,7 +43,7 @@ Vertex: TypeAlias = Operator | Node
 
 @dataclass(frozen=True)
 class Grouping:
-    """Where each operator and each input lies."""
+    """The group of each operator and of each input."""
 
     name: GroupingName
     num_groups: int
@@ -51,7 +51,7 @@ class Grouping:
     of_input: Mapping[Node, int]
     """Inputs without a group are left out."""
     borders: Sequence[tuple[int, int]]
-    """Of each GEMM the groups before and after it."""
+    """The groups before and after each GEMM."""
 
 
 def by_execution(operators: Operators) -> Grouping:

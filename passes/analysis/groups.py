@@ -41,6 +41,7 @@ class Grouped:
 
     @cached_property
     def gemms(self) -> Sequence[Operator]:
+        """Return the GEMMs in execution order."""
         return [op for op in self.operators.all if op.is_gemm]
 
     @cached_property
@@ -65,10 +66,12 @@ class Grouped:
 
     @property
     def num_groups(self) -> int:
+        """Return the number of groups."""
         return self.grouping.num_groups
 
     @property
     def group_of(self) -> Mapping[Operator, int]:
+        """Return the group of each operator."""
         return self.grouping.of_operator
 
     def group_size(self, group: int) -> sympy.Expr:

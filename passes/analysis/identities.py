@@ -1,4 +1,4 @@
-"""Where a gradient goes: through sums, views and operators whose backward is the identity.
+"""Follow gradients through sums, views and operators whose backward is the identity.
 
 Autograd leaves no node for the backward of a residual ``add``, so a gradient that leaves an operator may reach the
 backward of operators far above its inputs. To find the input it belongs to, two things are compared: where its
@@ -35,12 +35,15 @@ class Ends:
 
     @classmethod
     def single(cls, index: int) -> Self:
+        """Return the multiset that holds number ``index`` once."""
         return cls(1 << index, random.Random(index).getrandbits(128))
 
     def plus(self, other: Ends) -> Ends:
+        """Return the sum of two multisets: how often each holds a number is added."""
         return Ends(self.mask | other.mask, (self.paths + other.paths) % (1 << 128))
 
     def times(self, count: int) -> Ends:
+        """Return the multiset with each number ``count`` times as often."""
         return Ends(self.mask, (self.paths * count) % (1 << 128))
 
 

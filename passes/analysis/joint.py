@@ -175,6 +175,7 @@ class JointGraph:
 
     @cached_property
     def tangents(self) -> tuple[Node, ...]:
+        """Return the inputs that are gradients of the outputs."""
         return tuple(n for n in self.graph.find_nodes(op="placeholder") if self.is_tangent(n))
 
     @staticmethod
@@ -188,10 +189,12 @@ class JointGraph:
 
     @cached_property
     def output(self) -> Node:
+        """Return the output node."""
         return self.graph.output_node()
 
     @property
     def results(self) -> Sequence[object]:
+        """Return what the graph returns: outputs of forward, then gradients; None where an input has no gradient."""
         return results_of(self.graph)
 
     @property
@@ -206,7 +209,7 @@ class JointGraph:
 
     @cached_property
     def has_table(self) -> bool:
-        """Whether this is the graph that was captured, and not one nested in it or made beside it."""
+        """Say whether this is the captured graph, and not one nested in it or made beside it."""
         return self._find_table() is not None
 
     @cached_property
@@ -320,6 +323,7 @@ class JointGraph:
                 yield node
 
     def backward_nodes(self) -> Iterator[Node]:
+        """Yield the calls that belong to the backward pass, in graph order."""
         for node in self.graph.nodes:
             if node.op == "call_function" and is_backward(node):
                 yield node

@@ -36,7 +36,7 @@ def _complex_values(operators: Operators) -> Iterator[Notice]:
 
 
 def _float64_values(work: Work) -> Iterator[Notice]:
-    """What an operator computes with inside of itself (``arange``'s steps) is its own affair."""
+    """Yield a notice of the first float64 input or operator result. Values inside of an operator have none."""
     inputs = [(work.joint.describe(node).name, node) for node in work.joint.used_inputs]
     results = [(_place(node, op.module, op.source), node) for op in work.operators.all for node in op.outputs]
     for where, node in (*inputs, *results):

@@ -39,11 +39,12 @@ class Operator:
 
     @property
     def name(self) -> str:
+        """Return the name of its first output, which plans and messages call it by."""
         return (self.outputs[0] if self.outputs else self.nodes[-1]).name
 
     @property
     def is_view(self) -> bool:
-        """Whether it only moves data. A decomposition may begin with a view and compute after it (group norm)."""
+        """Say whether it only moves data. A decomposition that begins with a view may compute after it (group norm)."""
         moves = ops.VIEWS | {operator.getitem}
         return self.nodes[0].meta.get("original_aten") in ops.VIEWS or all(node.target in moves for node in self.nodes)
 
@@ -57,10 +58,12 @@ class Operators:
 
     @cached_property
     def of_node(self) -> dict[Node, Operator]:
+        """Return the operator that each forward node is part of."""
         return {node: op for op in self.all for node in op.nodes}
 
     @cached_property
     def of_backward_node(self) -> dict[Node, Operator]:
+        """Return the operator whose backward each backward node is part of."""
         return {node: op for op in self.all for node in op.backward}
 
     def base(self, node: Node) -> Node:
@@ -87,7 +90,7 @@ class Operators:
 
     @cached_property
     def _gradients(self) -> frozenset[Node]:
-        """What is computed from the gradients that backward is handed, and not from forward values alone."""
+        """Return the nodes that depend on a gradient that backward is handed."""
         found = set(self.joint.tangents)
         for node in self.joint.graph.nodes:
             if not found.isdisjoint(node.all_input_nodes):

@@ -21,13 +21,13 @@ from fxprec.passes.analysis.tensors import CountedTensor
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a policy decides on. A group is listed with the tensors that may become low."""
+    """The input of a policy: tensors, settings, and each group with its tensors that may become low."""
 
     tensors: Sequence[CountedTensor]
     settings: Settings
     groups: Mapping[int, Sequence[CountedTensor]]
     gain: Mapping[int, int]
-    """What demoting a group brings towards the goal: elements, or bytes no longer saved."""
+    """The gain of demoting each group: elements, or bytes no longer saved."""
     need: int
     """The gain asked for."""
     damage: Mapping[int, Sequence[float]] | None
@@ -36,6 +36,7 @@ class Problem:
     """False where the recipe has no low format, or the ratio asked for is 0."""
 
     def elements(self, group: int) -> int:
+        """Return the elements of a group's tensors."""
         return sum(t.elements for t in self.groups[group])
 
     @property

@@ -1,4 +1,4 @@
-"""What made a gradient before it is cast, and so its distribution (Zhao et al. 2020, section 3)."""
+"""Find the operator that made a gradient: it decides the gradient's distribution (Zhao et al. 2020, section 3)."""
 
 from __future__ import annotations
 

@@ -72,6 +72,7 @@ def is_recomputed(node: Node) -> bool:
 
 
 def must_recompute(node: Node) -> bool:
+    """Say whether the user's checkpoint recomputes a node in backward."""
     return node.meta.get(POLICY) in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 

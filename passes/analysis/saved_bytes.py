@@ -1,4 +1,4 @@
-"""What tensors take in memory while they are saved for backward: predicted for a policy, and as partitioned.
+"""Count the bytes saved for backward: predicted for a policy, and as partitioned.
 
 Counted is each storage that the forward half hands to backward, once and whole; not the graph's inputs, parameters
 among them, since they are there anyway. A parameter's stored copy counts.

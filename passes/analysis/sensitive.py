@@ -155,7 +155,7 @@ _PRODUCTS = frozenset({ops.aten.mul.Tensor, ops.aten.div.Tensor})
 
 
 def _is_product_of_values(node: Node) -> bool:
-    """Of a square, as in GELU's exp(-x^2 / 2), the exponential decays before its error counts."""
+    """Say whether two tensors are multiplied or divided: GELU's exp(-x^2 / 2) decays before the error of x^2 counts."""
     return node.target in _PRODUCTS and all(isinstance(arg, Node) for arg in node.args)
 
 

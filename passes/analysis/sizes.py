@@ -104,7 +104,7 @@ def order_notes(
 
 @dataclass(frozen=True, slots=True)
 class BudgetNote:
-    """For which sizes a budget holds."""
+    """The sizes for which a budget holds."""
 
     text: str
     is_broken: bool

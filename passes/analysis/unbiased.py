@@ -1,4 +1,4 @@
-"""Where a stored copy may have any error whose mean is 0: gradients keep their mean.
+"""Find stored copies that may have any error of mean 0, since all gradients keep their mean.
 
 Backward is linear in the gradients that pass through it. A copy with errors of mean 0, independent of all others,
 keeps the mean of every gradient that is linear in it: where it is moved, scaled and added to other values, and each
@@ -35,14 +35,15 @@ def averaged_over(bits: int) -> int:
 
 @dataclass(frozen=True)
 class Order:
-    """Where the nodes of a joint graph stand."""
+    """The nodes of a joint graph by position, and those that depend on a tangent."""
 
     at: Mapping[Node, int]
     behind: Collection[Node]
-    """What depends on a gradient that backward is handed."""
+    """Nodes that depend on a gradient that backward is handed, and these gradients."""
 
     @classmethod
     def of(cls, graph: Graph, tangents: Collection[Node]) -> Order:
+        """Number the nodes, and collect all that depends on a tangent."""
         behind = set(tangents)
         for node in graph.nodes:
             if any(n in behind for n in node.all_input_nodes):

@@ -1,4 +1,4 @@
-"""What a pass may touch, decided here and nowhere else: one predicate on the value of a node.
+"""Decide which values passes may store, round, rescale or narrow: one predicate on the value of a node.
 
 A pass stores, rounds, rescales or narrows plain floating-point tensors: real numbers in float32, bfloat16 or float16,
 dense and strided. Everything else keeps the model's own precision and is read as it is: complex numbers, float64,

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class BlockCall:
-    """What a call of a generated kernel casts."""
+    """One call of a generated kernel that encodes or decodes blocks."""
 
     kernel: str
     stores: bool

@@ -65,7 +65,7 @@ def _device(graph: Graph) -> torch.device:
 
 @dataclass(frozen=True)
 class Rows:
-    """What is known of the table's rows when code is made."""
+    """Rows of the scale table that are scaled, and rows whose moments are measured."""
 
     scaled: frozenset[int]
     measured: frozenset[int]

@@ -30,6 +30,7 @@ def call(graph: Graph, target: Any, *args: Any) -> Node:
 
 
 def substitute(graph: Graph, node: Node, new: Node) -> None:
+    """Put ``new`` in the place of a node; it takes over the node's fake value."""
     new.meta.setdefault("val", node.meta.get("val"))
     node.replace_all_uses_with(new)
     graph.erase_node(node)

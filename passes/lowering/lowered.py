@@ -1,4 +1,4 @@
-"""What lowering hands over: what a start from the cache needs of it is plain data."""
+"""The result of lowering. A start from the cache needs only the part that is plain data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CodedResult:
 
 @dataclass(frozen=True)
 class Generated:
-    """What `call_generated` did: the kernels, the rows they count for, and where."""
+    """The result of `call_generated`: the kernels, the rows they count for, and the places without a kernel."""
 
     kernels: tuple[Kernel, ...] = ()
     watched: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Lowered:
-    """What lowering appended to a graph's outputs, and the kernels it generated."""
+    """The statistics that lowering appended to a graph's outputs, and the kernels it generated."""
 
     rows: tuple[int, ...]
     """Rows of the statistics, in order. They come as one vector, or as one a row."""
@@ -51,12 +51,15 @@ class Lowered:
 
     @cached_property
     def coded_rows(self) -> tuple[int, ...]:
+        """Return the rows of the table whose statistics are counted from codes."""
         return tuple(result.row for result in self.coded)
 
     @cached_property
     def coded_formats(self) -> tuple[Format, ...]:
+        """Return the formats of those codes."""
         return tuple(parse(result.format) for result in self.coded)
 
     @property
     def all_rows(self) -> tuple[int, ...]:
+        """Return all rows of the table that have statistics."""
         return (*self.rows, *self.coded_rows)

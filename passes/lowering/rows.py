@@ -1,4 +1,4 @@
-"""What compiled code does with rows of the scale table."""
+"""Rows of the scale table as compiled code uses them."""
 
 from __future__ import annotations
 

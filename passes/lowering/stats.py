@@ -44,6 +44,7 @@ class Counters:
 
     @property
     def rows(self) -> tuple[int, ...]:
+        """Return the rows that kernels count for, in the order of their counters."""
         return tuple(row for rows in self._found for row in rows)
 
     @property
@@ -57,9 +58,11 @@ class Counters:
         return node in self._found.values() or node in self._histograms
 
     def wants(self, row: int) -> bool:
+        """Say whether a row is watched and nothing counts for it so far."""
         return row in self._watched and row not in self.rows
 
     def wants_moments(self, row: int) -> bool:
+        """Say whether the row's moments are wanted too."""
         return self.wants(row) and row in self._measured
 
     def add(self, row: int, counters: Node) -> None:

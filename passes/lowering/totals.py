@@ -33,9 +33,9 @@ class _Site:
     measured: bool
     scaled: bool
     shape: tuple[int, ...]
-    """Of the parts."""
+    """The shape of each tensor of parts."""
     parts: tuple[tuple[Node, ...], ...]
-    """What is lost of each, its largest, and if they are measured three moments: of each piece of the tensor."""
+    """For each piece of the tensor the counts of its parts: losses, largest magnitudes, if measured three moments."""
 
 
 def cast_where_read(graph: Graph) -> None:

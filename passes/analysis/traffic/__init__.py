@@ -1,1 +1,1 @@
-"""What a lowered graph half moves and launches on a GPU, estimated from its nodes (`estimate.traffic_of`)."""
+"""Estimate the launches and bytes of a lowered graph half on a GPU from its nodes (`estimate.traffic_of`)."""

@@ -18,7 +18,7 @@ from fxprec.passes.analysis.traffic.nodes import Memory
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one half, GEMMs and attention left out."""
+    """Launches and bytes of one half, without GEMMs and attention."""
 
     launches: int
     bytes: int

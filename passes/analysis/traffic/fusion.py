@@ -14,9 +14,9 @@ from fxprec.passes.analysis.peak.kernels import Kind
 from fxprec.passes.analysis.traffic.nodes import Memory, Read
 
 _MOST_READERS = 24
-"""Of one tensor: of more, only neighbours are compared."""
+"""Most readers of one tensor that are compared with each other; of more readers only neighbours are."""
 _SMALL = 4096
-"""Bytes: what shares no more is not joined for it."""
+"""Bytes. Loops that share no more are not joined."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What each node of a lowered graph half is to memory: its item, how large the loop that makes it is, what it reads."""
+"""Describe each node of a lowered graph half: its item, the size of the loop that makes it, the loop's reads."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def _is_launch(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Read:
-    """What one loop reads of one tensor in memory."""
+    """One loop's read of one tensor in memory."""
 
     base: int
     """The item that lies there."""
     piece: str = ""
-    """Which part of it, where not all."""
+    """The part that is read; empty for all of the tensor."""
     bytes: int = 0
     is_moved: bool = False
-    """Whether it is read in another order, or in part: no loop that makes it can hand it over."""
+    """Whether the tensor is read in another order, or in part: then the loop that makes it cannot hand it over."""
 
 
 @dataclass
@@ -85,6 +85,7 @@ class Memory:
 
     @cached_property
     def loops(self) -> Loops:
+        """Say which items lie in memory, and which of these each item reads."""
         return Loops(self.items)
 
     def lies(self, position: int) -> bool:
@@ -94,11 +95,12 @@ class Memory:
         return given or self.loops.lies[position]
 
     def is_gemm(self, position: int) -> bool:
+        """Say whether the node at a position is a GEMM, a convolution or attention."""
         return self.nodes[position].target in _GEMMS
 
     @cached_property
     def reads(self) -> list[dict[tuple[int, str], Read]]:
-        """What each item reads from memory, seen through views and what is part of its loop."""
+        """Return the reads of each item, through views and through nodes that are part of its loop."""
         found: list[dict[tuple[int, str], Read]] = []
         for position, item in enumerate(self.items):
             reads: dict[tuple[int, str], Read] = {}

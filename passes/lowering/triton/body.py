@@ -64,6 +64,7 @@ class Body:
 
     @property
     def columns(self) -> int | None:
+        """Return the length of a row in elements; None for a flat region."""
         return self.region.columns
 
     @property
@@ -74,10 +75,12 @@ class Body:
 
     @property
     def padded(self) -> int:
+        """Return the length of a row rounded up to a power of two, as Triton's blocks have to be."""
         return 1 << (self.width - 1).bit_length()
 
     @property
     def per_program(self) -> int:
+        """Return how many elements, or rows, one program computes."""
         return BLOCK if self.columns is None else max(1, 2048 // self.padded)
 
     @property
@@ -88,6 +91,7 @@ class Body:
 
     @property
     def block(self) -> str:
+        """Return the shape of a program's values as Triton writes it."""
         return f"[{BLOCK}]" if self.columns is None else f"[{self.per_program}, {self.padded}]"
 
     @property
@@ -99,9 +103,11 @@ class Body:
 
     @property
     def elements(self) -> str:
+        """Return the expression for the number of elements of the whole region."""
         return "n" if self.columns is None else f"rows * {self.columns}"
 
     def head(self) -> list[str]:
+        """Return the first lines of the kernel: indices, and which of them lie inside of the tensors."""
         program = "tl.program_id(0)" + (".to(tl.int64)" if self._is_large() else "")
         if self.columns is None:
             return [f"i = {program} * {BLOCK} + tl.arange(0, {BLOCK})", "inside = i < n"]
@@ -119,6 +125,7 @@ class Body:
     # -- text
 
     def assign(self, base: str, expression: str, extent: frozenset[str], dtype: torch.dtype | None) -> Value:
+        """Append a line that assigns an expression to a new name, or return the name that an equal expression has."""
         found = self.known.get(expression)
         if found is None:
             number = self.numbers.get(base, 0)
@@ -128,11 +135,13 @@ class Body:
         return found
 
     def use(self, helper: str, source: str | None = None) -> str:
+        """Add a helper function to the kernel's source; return its name."""
         if helper not in self.helpers:
             self.helpers[helper] = codecs.helper(helper) if source is None else source
         return helper
 
     def helper_order(self) -> list[str]:
+        """Return the helpers' names so that each comes after those it calls."""
         order = {name: i for i, name in enumerate(codecs.HELPERS)}
         return sorted(self.helpers, key=lambda h: (order.get(h, len(order)), h))
 
@@ -219,6 +228,7 @@ class Body:
         return found
 
     def store(self, node: Node, i: int) -> Argument:
+        """Append the store of a node's value to output ``i``; return that parameter of the kernel."""
         val: torch.Tensor = node.meta["val"]
         value, of_row = self.values[node], node in self.region.rows
         if of_row:
@@ -294,6 +304,7 @@ def _same_memory(view: Node, source: Node) -> bool:
 
 
 def literal(number: float, dtype: torch.dtype) -> str:
+    """Return a number as Triton source; inf and NaN have no literal of their own."""
     if dtype == torch.bool:
         return str(bool(number))
     value = float(number)

@@ -40,7 +40,7 @@ class _Waits:
         self.at = {node: 1 << i for i, node in enumerate(graph.nodes)}
         self.before: dict[Node, int] = {}
         self.before_calls: dict[Node, int] = {}
-        """Of each node what the calls before it wait for."""
+        """For each node, as bits: the nodes that calls before it wait for."""
         for node in graph.nodes:
             before = behind = 0
             for source in node.all_input_nodes:

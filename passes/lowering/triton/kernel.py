@@ -28,10 +28,11 @@ class Argument:
     dtype: torch.dtype
     """As the kernel sees it: 8-bit floats are read and written as uint8."""
     elements: Size
-    """How many different ones the kernel touches."""
+    """Number of different elements that the kernel touches."""
 
     @property
     def pointer(self) -> str:
+        """Return Triton's pointer type of the tensor."""
         return POINTERS[self.dtype]
 
     @property
@@ -73,7 +74,7 @@ class Kernel:
     """Elements (flat) or rows (by rows) of a program."""
     num_warps: int
     is_exact: bool
-    """Whether it gives the bits of the reference: only + - * / and casts, no sum over a row."""
+    """Whether the kernel gives the bits of the reference: it has only + - * / and casts, no sum over a row."""
     formats: tuple[str, ...]
 
     @property
@@ -89,6 +90,7 @@ class Kernel:
 
     @property
     def bytes_moved(self) -> Size:
+        """Return the bytes that a launch reads and writes."""
         return sum(a.elements * a.dtype.itemsize for a in (*self.inputs, *self.outputs))
 
     def to_dict(self) -> dict[str, Any]:

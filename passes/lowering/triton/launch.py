@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class KernelCalls(Protocol):
-    """How this version of torch calls a user's Triton kernel from a graph."""
+    """The node by which this version of torch calls a user's Triton kernel from a graph."""
 
     @property
     def target(self) -> Any:

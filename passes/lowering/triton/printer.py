@@ -30,7 +30,7 @@ _NAMED = 3  # operators that give a kernel its name
 
 @dataclass(frozen=True)
 class Tables:
-    """What is known of the scale table's rows when code is made, and which rows' statistics are wanted here."""
+    """Rows of the scale table that are scaled, and rows that a kernel counts statistics for."""
 
     scaled: Collection[int]
     watched: Collection[int]

@@ -31,7 +31,7 @@ from fxprec.passes.lowering.triton.table import (
 
 aten = torch.ops.aten
 MAX_NODES = 160
-"""Of one region: beyond it a kernel's values no longer fit the registers."""
+"""Most nodes of a region. The values of more nodes do not fit the registers."""
 MAX_COLUMNS = 8192
 """Elements of a row that one program holds: 16 a thread at 16 warps. Longer rows are left to Inductor."""
 
@@ -57,10 +57,12 @@ class Region:
 
     @property
     def members(self) -> set[Node]:
+        """Return all nodes of the region, those with one value a row too."""
         return self.full | self.rows
 
     @property
     def has_codec(self) -> bool:
+        """Say whether the region encodes or decodes."""
         return any(n.target in _CODECS for n in self.members)
 
 

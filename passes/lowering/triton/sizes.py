@@ -21,18 +21,22 @@ def size_of(value: object) -> Size:
 
 
 def shape_of(val: torch.Tensor) -> tuple[Size, ...]:
+    """Return the shape, with symbols for dynamic sizes."""
     return tuple(map(size_of, val.shape))
 
 
 def strides_of(val: torch.Tensor) -> tuple[Size, ...]:
+    """Return the strides in elements, with symbols for dynamic sizes."""
     return tuple(map(size_of, val.stride()))
 
 
 def numel_of(val: torch.Tensor) -> Size:
+    """Return the number of elements, an expression of symbols where a size is dynamic."""
     return product(shape_of(val))
 
 
 def product(sizes: Sequence[Size]) -> Size:
+    """Return the product of sizes, an int where no symbol is left."""
     found = math.prod(sizes)
     return int(found) if isinstance(found, sympy.Integer) else found
 

@@ -1,4 +1,4 @@
-"""What the generator can print: ATen operators as Triton expressions. Data only.
+"""ATen operators as Triton expressions: all that the generator can print. Data only.
 
 Every value is float32 or bool inside a kernel. Products are rounded before they are added to anything, divisions and
 square roots are the correctly rounded ones; NaN goes through every comparison as in ATen.
@@ -57,7 +57,7 @@ EXPRESSIONS: Mapping[str, str] = {
     "prims.convert_element_type.default": "{0}",
     "aten.clone.default": "{0}",
 }
-"""By operator: with ``{0}``, ``{1}``, ... for the arguments."""
+"""The Triton expression of each operator, with ``{0}``, ``{1}``, ... for its arguments."""
 
 POWERS: Mapping[object, str] = {
     1.0: "{0}",
@@ -77,7 +77,7 @@ INEXACT = frozenset({"exp", "exp2", "log", "log2", "erf", "sin", "cos", "sigmoid
 """Functions that ATen does not round correctly on every device; square roots are, here."""
 
 REDUCTIONS = frozenset({aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dims})
-"""Of one dimension, the last; `aten.var_mean.correction` beside them gives two values."""
+"""Reductions of the last dimension that give one value. `aten.var_mean.correction` gives two and is no part of them."""
 
 FLAT_VIEWS = moving_as(Moves.SHAPE, Moves.RANK, Moves.ALIAS)
 """Views that keep elements in row-major order: inside a kernel they are nothing at all."""
