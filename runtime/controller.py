@@ -39,7 +39,7 @@ MAX_EVENTS = 10_000  # scales change as long as training runs; the oldest are fo
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What the controller may do to forward tensors."""
+    """When a forward tensor is promoted, and to which format."""
 
     promote_above: float | None = 0.01
     hi: str = "bf16"  # the format a promoted tensor gets
@@ -47,7 +47,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Nonfinite:
-    """What to do when an inf or a NaN comes."""
+    """The watch for infs and NaNs, and what follows one."""
 
     watch: NonfiniteWatch
     action: Literal["report", "raise"] | None
@@ -72,7 +72,7 @@ class Controller:
     _refused: frozenset[int] = frozenset()  # sites whose promotion could not be made real
     _held: Mapping[int, str] = field(default_factory=dict)  # other formats than the plan's, by site
     departures: list[Departure] = field(default_factory=list)
-    """Who left its range first, each time that an inf or a NaN came."""
+    """The tensor that left its range first, each time that an inf or a NaN came."""
     _alerting: set[tuple[int, str]] = field(default_factory=set)
     _told_of: int | None = None  # site whose inf or NaN the latest statistics had
     _warned: set[str] = field(default_factory=set)
@@ -83,7 +83,7 @@ class Controller:
 
     @property
     def table(self) -> torch.Tensor:
-        """The current table; the same tensor until something changes."""
+        """Return the current table; the same tensor until something changes."""
         keeper = self.keeper
         held = tuple(self._held.items())
         formats = Formats(self.plan.sites, None if keeper is None else keeper.graph, self.capacity, held)
@@ -99,7 +99,7 @@ class Controller:
         self._held = dict(formats)
 
     def settle(self) -> None:
-        """A step begins: act on the statistics whose time it is; ``plan`` and ``table`` are then of that step.
+        """Begin a step: act on the statistics whose time it is; ``plan`` and ``table`` are then of that step.
 
         Those of step ``n`` are acted on `steps_late` steps later, whenever they arrive. The second step is to be
         scaled, so it waits for the first.

@@ -1,4 +1,4 @@
-"""What happened while training: promotions, scale changes, fallbacks."""
+"""Events of a training run: promotions, scale changes, fallbacks."""
 
 from __future__ import annotations
 

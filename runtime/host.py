@@ -20,7 +20,7 @@ class Lane:
     stream: torch.cuda.Stream
     pool: PinnedPool
     arriving: dict[int, torch.cuda.Event] = field(default_factory=dict)
-    """What each tensor that is on its way back waits for, by its address."""
+    """The event of each copy back that is under way, by the address of the tensor it fills."""
 
     @classmethod
     def of(cls, device: torch.device) -> Lane:

@@ -69,7 +69,7 @@ class NonfiniteWatch:
     """The last steps' statistics of every row, and who was first."""
 
     def __init__(self, *, gradients: bool) -> None:
-        """``gradients``: whether an inf there is news, which under a dynamic loss scale it is not."""
+        """Watch; with ``gradients``, theirs too. Under a dynamic loss scale an inf there is no news."""
         self._gradients = gradients
         self._rings: dict[tuple[int, ...], _Ring] = {}  # by the rows that came together
         self._was_bad = False
@@ -172,7 +172,7 @@ class _Series:
 
     @property
     def value(self) -> str:
-        """What the tensor held last."""
+        """Say what the tensor held last: NaN, inf, or an overflow."""
         amax = float(self._table[-1, 1])
         return "NaN" if math.isnan(amax) else "inf" if math.isinf(amax) else "overflow"
 

@@ -32,6 +32,7 @@ class Block:
 
     @property
     def is_free(self) -> bool:
+        """Say whether no tensor shows the block's memory any more."""
         return self.lent is None or self.lent.expired()
 
     def lend(self, like: torch.Tensor, loan: int) -> torch.Tensor:
@@ -69,7 +70,7 @@ class PinnedPool:
 
     @property
     def bytes(self) -> int:
-        """The pinned bytes, lent or free."""
+        """Return the pinned bytes, lent or free."""
         return sum(block.bytes for block in self.blocks.values())
 
     def _pin(self, size: int) -> Block:

@@ -25,7 +25,7 @@ NO_CAPTURE = (
     "make_graphed_callables, and compile with mode='reduce-overhead'"
 )
 STEPS_LATE = {"cpu": 1, "cuda": 2}
-"""By device type: what step ``n`` counted is acted on at the start of step ``n`` plus this."""
+"""Steps, by device type: the statistics of step ``n`` are acted on at the start of step ``n`` plus these."""
 MAX_PENDING = 256  # backward passes without a forward between them; then the oldest statistics are dropped
 
 
@@ -50,13 +50,14 @@ class SiteStats(NamedTuple):
     nonzero_ratio: float = -1.0
     """-1 in steps that do not measure moments."""
     mean_ln: float = 0.0
-    """Of ln|x| over the non-zero elements, as is ``std_ln``."""
+    """Mean of ln|x| over the non-zero elements; ``std_ln`` is their standard deviation."""
     std_ln: float = 0.0
     counts: tuple[float, ...] = ()
     """Histogram of exponents, where one was taken."""
 
     @property
     def is_measured(self) -> bool:
+        """Say whether the step measured moments."""
         return self.nonzero_ratio >= 0
 
 
@@ -85,7 +86,7 @@ class _Push:
 
 @dataclass(slots=True)
 class _Step:
-    """What one step pushed; the last one is open until the next step begins."""
+    """The pushes of one step. The last step is open until the next one begins."""
 
     number: int | None = None
     pushes: list[_Push] = field(default_factory=list)
@@ -111,6 +112,7 @@ class StatsQueue:
 
     @property
     def is_muted(self) -> bool:
+        """Say whether pushes are dropped, since what runs repeats what was seen."""
         return self._is_muted
 
     def push(self, sites: Sequence[int], stats: torch.Tensor, counted: Sequence[int] = ()) -> None:
@@ -130,7 +132,7 @@ class StatsQueue:
                 self._steps.popleft()
 
     def close(self, step: int) -> None:
-        """A step begins: what was pushed since the last one is of number ``step``."""
+        """Begin a step: what was pushed since the last one is of number ``step``."""
         if self._steps and self._steps[-1].number is None:
             self._steps[-1].number = step
 

@@ -22,7 +22,7 @@ from fxprec.plan.scales import Cast, ScaleGraph
 
 @dataclass(frozen=True)
 class Formats:
-    """What the rounding columns of the table are a function of."""
+    """All that the rounding columns of the table depend on."""
 
     sites: tuple[Site, ...]
     scales: ScaleGraph | None
@@ -33,11 +33,11 @@ class Formats:
 
 @dataclass(frozen=True)
 class TableState:
-    """What the whole table is a function of."""
+    """All that the table depends on."""
 
     formats: Formats
     exps: tuple[int, ...]
-    """By variable of the scale graph."""
+    """The exponent of each variable of the scale graph."""
     measures: bool
 
 

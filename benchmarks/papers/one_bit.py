@@ -25,7 +25,7 @@ _VALUE_BYTES = 4
 
 
 def quantize(x: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Signs (bool, true from 0 on) of x (n,), and the mean of each sign in each of ``count`` slots (count, 2), float32.
+    """Return signs (bool, x >= 0) of x (n,), and each sign's mean in each of ``count`` slots (count, 2), float32.
 
     ``slots`` (n,) int64 says where each number belongs. A sign that a slot lacks has mean 0.
     """
@@ -44,7 +44,7 @@ def _counted(keys: Tensor, count: int) -> Tensor:
 
 
 def dequantize(positive: Tensor, slots: Tensor, means: Tensor) -> Tensor:
-    """Values (n,) of the signs."""
+    """Return the values (n,) of signs."""
     return means.view(-1)[2 * slots + positive]
 
 
@@ -63,7 +63,7 @@ class _Rows:
 
     @cached_property
     def _runs(self) -> tuple[Tensor, Tensor]:
-        """The number of each row in its chunk, and its elements, int64 (rows + 1,)."""
+        """Return the number of each row in its chunk, and its elements, int64 (rows + 1,)."""
         owned = [list(enumerate(self.lay.owned(rank))) for rank in range(self.lay.num_ranks)]
         numbers = [number for mine in owned for number, _ in mine] + [self.count - 1]
         sizes = [piece.end - piece.start for mine in owned for _, piece in mine]
@@ -89,14 +89,14 @@ class _Rows:
         return self._expanded(*self._runs_on[device])
 
     def coded(self, chunk: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The message of one rank's chunk (chunk,), whose ``slots`` are given, and what arrives of it."""
+        """Return the message of one rank's chunk (chunk,), whose ``slots`` are given, and the values it decodes to."""
         positive, means = quantize(chunk, slots, self.count)
         padded = torch.nn.functional.pad(positive.to(torch.uint8), (0, 8 * self.bits - len(positive)))
         packed = (padded.view(-1, 8) << _shifts(chunk.device)).sum(1, dtype=torch.uint8)
         return torch.cat([means.view(-1).view(torch.uint8), packed]), dequantize(positive, slots, means)
 
     def decoded(self, message: Tensor, slots: Tensor) -> Tensor:
-        """Values (chunk,) of a message of one rank's chunk, whose ``slots`` are given."""
+        """Return the values (chunk,) of a message of one rank's chunk, whose ``slots`` are given."""
         size = 2 * self.count * _VALUE_BYTES
         means = message[:size].clone().view(torch.float32)
         positive = (message[size:, None] >> _shifts(message.device) & 1).view(-1)[: self.lay.chunk].to(torch.int64)
@@ -129,10 +129,10 @@ class OneBitState:
             "gradients": WeakTensorKeyDictionary(),
             "sums": WeakTensorKeyDictionary(),
         }
-        """What rounding took, by parameter: of this rank's gradients, and of the sums of the rows it owns."""
+        """What rounding took, by parameter, from this rank's gradients and from the sums of the rows it owns."""
 
     def mean(self, layers: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-        """Mean over ranks of flat float32 gradients, as it arrives on all of them (elements,)."""
+        """Return the mean over ranks of flat float32 gradients, as it arrives on all of them (elements,)."""
         rows = _rows(tuple(size for p in parameters for size in row_sizes(p)), self.size)
         flat = self._with_lost("gradients", torch.cat(list(layers)), parameters)
         mine = slice(self.rank * rows.lay.chunk, (self.rank + 1) * rows.lay.chunk)
@@ -174,7 +174,7 @@ def _padded(flat: Tensor, rows: _Rows) -> Tensor:
 
 
 def row_sizes(parameter: Tensor) -> list[int]:
-    """Elements of each row of a parameter."""
+    """Return the elements of each row of a parameter."""
     if parameter.dim() < 2 or not parameter.numel():
         return [parameter.numel()]
     return [parameter.numel() // len(parameter)] * len(parameter)

@@ -86,7 +86,7 @@ class Exchange:
         self.in_place = False
         self.lost: Tensor | None = None
         self.message = torch.empty(0, dtype=torch.uint8, device="cpu")
-        """What the next stage sends, or has received: codes."""
+        """The codes that the next stage sends, or that the last one received."""
 
     def start(self) -> None:
         """Gather the coded layers as float32, and begin the exchange of their exponents."""
@@ -177,7 +177,7 @@ class Exchange:
         return self.state.options.scaling == "none"
 
     def _flatten(self) -> Tensor:
-        """The coded layers, flat: in place in the buffer where they are float32 and lie one after another."""
+        """Return the coded layers, flat: in place in the buffer where they are float32 and lie one after another."""
         low = self.bucket.low
         first = low[0].storage_offset()
         expected = [first + start for start, _ in self.layout.bounds]

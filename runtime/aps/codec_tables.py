@@ -13,7 +13,7 @@ DYNAMIC_SPLIT = 0.45  # the author's tables halve (0.1, 1) here, and each side u
 
 
 def _midpoints(low: float, high: float, count: int) -> list[float]:
-    """Midpoints of `count` equal intervals of (low, high)."""
+    """Return the midpoints of `count` equal intervals of (low, high)."""
     step = (high - low) / count
     return [low + step * (k + 0.5) for k in range(count)]
 
@@ -28,33 +28,33 @@ def _decade_split(leaves: int) -> list[float]:
 
 
 def _dynamic(decade: Callable[[int], list[float]]) -> list[float]:
-    """n = 0..5 leading zeros, a flag bit, 6 - n bits of tree over (0.1, 1) * 10^-n; plus 0 and 1."""
+    """Return 0, 1 and n = 0..5 leading zeros, a flag bit, 6 - n bits of tree over (0.1, 1) * 10^-n."""
     tree = [m * 10.0**-n for n in range(6) for m in decade(2 ** (6 - n))]
     return [0.0, *tree, 1.0]
 
 
 def dynamic_tree() -> list[float]:
-    """Dynamic exponent and bisection tree, the first split at 0.45 (0.2345678 is held as 0.236719)."""
+    """List a dynamic exponent and a bisection tree, first split at 0.45 (0.2345678 is held as 0.236719)."""
     return _dynamic(_decade_split)
 
 
 def dynamic_uniform() -> list[float]:
-    """Dynamic exponent, intervals split uniformly as in bitsandbytes."""
+    """List a dynamic exponent and intervals that are split uniformly, as in bitsandbytes."""
     return _dynamic(_decade_uniform)
 
 
 def static_tree() -> list[float]:
-    """Three bits choose the decade 10^-n, four bits a leaf of (0.1, 1), split at 0.45; no zero."""
+    """List a decade 10^-n by three bits, and a leaf of (0.1, 1), split at 0.45, by four bits; no zero."""
     return [m * 10.0**-n for n in range(8) for m in _decade_split(16)]
 
 
 def mantissa() -> list[float]:
-    """Three bits choose the decade, four bits the integer k of k * 10^-(n+1); some values occur twice."""
+    """List a decade by three bits and the integer k of k * 10^-(n+1) by four; some values occur twice."""
     return [k * 10.0 ** -(n + 1) for n in range(8) for k in range(16)]
 
 
 def linear() -> list[float]:
-    """k / 127."""
+    """List k / 127."""
     return [k / 127 for k in range(NUM_MAGNITUDES)]
 
 

@@ -48,7 +48,7 @@ def _decode_kernel(
 
 
 def encode_values(x: Tensor, c: Codec) -> Tensor:
-    """Codes (uint8, shape of `x`) of values in the table's range; as `codecs.encode_values`."""
+    """Return codes (uint8, shape of `x`) of values in the table's range, as `codecs.encode_values`."""
     values = x.detach().to(torch.float32).contiguous()
     out = torch.empty(values.shape, dtype=torch.uint8, device=x.device)
     if values.numel():
@@ -60,7 +60,7 @@ def encode_values(x: Tensor, c: Codec) -> Tensor:
 
 
 def decode_values(codes: Tensor, c: Codec) -> Tensor:
-    """Values (float32, shape of `codes`); as `codecs.decode_values`."""
+    """Return values (float32, shape of `codes`), as `codecs.decode_values`."""
     source = codes.contiguous()
     out = torch.empty(source.shape, dtype=torch.float32, device=codes.device)
     if source.numel():
@@ -72,7 +72,7 @@ def decode_values(codes: Tensor, c: Codec) -> Tensor:
 
 
 def compile_to_ptx(arch: int) -> tuple[str, str]:
-    """PTX of both kernels for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
+    """Return PTX of both kernels for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
     pointers = {"x_ptr": "*fp32", "borders_ptr": "*fp32", "out_ptr": "*u8", "n": "i32"}
     encode = ahead.compile_for(_encode_kernel, pointers, {"BLOCK": _BLOCK, "STEPS": _SEARCH_STEPS}, arch)
     pointers = {"codes_ptr": "*u8", "table_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}

@@ -43,7 +43,7 @@ class Codec:
 
     @property
     def largest(self) -> float:
-        """Largest magnitude."""
+        """Return the largest magnitude."""
         return self.magnitudes[-1]
 
 
@@ -63,14 +63,14 @@ def _named(name: str) -> Codec:
 
 @cache
 def decode_table(c: Codec, device: torch.device) -> Tensor:
-    """All 256 values by code, float32."""
+    """Return all 256 values by code, float32."""
     positive = torch.tensor(c.magnitudes, dtype=torch.float32, device="cpu")
     return torch.cat([positive, -positive]).to(device)
 
 
 @cache
 def thresholds(c: Codec, device: torch.device) -> Tensor:
-    """The 127 float32 borders between neighbours: x <= border is nearer to (or ties with) the lower one.
+    """Return the 127 float32 borders of neighbours: x <= border is nearer to (or ties with) the lower one.
 
     The exact midpoint rarely is a float32; rounding it down keeps every comparison with a float32 exact.
     """
@@ -82,7 +82,7 @@ def thresholds(c: Codec, device: torch.device) -> Tensor:
 
 
 def encode_values(x: Tensor, c: Codec, uniform: Tensor | None = None) -> Tensor:
-    """Codes (uint8, shape of `x`) of values in the table's range; larger ones and NaN become the largest.
+    """Return codes (uint8, shape of `x`) of values in the table's range; larger ones and NaN become the largest.
 
     With `uniform` (float32 in [0, 1), shape of `x`), rounding is stochastic: up with the share of the way gone.
     """
@@ -103,12 +103,12 @@ def _stochastic_index(magnitude: Tensor, c: Codec, uniform: Tensor) -> Tensor:
 
 
 def decode_values(codes: Tensor, c: Codec) -> Tensor:
-    """Values (float32, shape of `codes`) of the codes, without any scale."""
+    """Return the values (float32, shape of `codes`) of codes, without any scale."""
     return decode_table(c, codes.device)[codes.to(torch.int32)]
 
 
 def scale_of(x: Tensor, c: Codec) -> Tensor:
-    """The float32 scalar a tensor is divided by before encoding: its largest magnitude, or a power of ten above it.
+    """Return the float32 divisor before encoding: the largest magnitude, or a power of ten above it.
 
     A tensor of zeros, or an empty one, has scale 1; one with an inf or a NaN has scale NaN, and decodes to NaN.
     """
@@ -127,10 +127,10 @@ def encode(x: Tensor, c: Codec, scale: Tensor | None = None) -> tuple[Tensor, Te
 
 
 def decode(codes: Tensor, scale: Tensor, c: Codec, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of the codes times the scale."""
+    """Return the values of codes times their scale."""
     return (decode_values(codes, c) * scale).to(dtype)
 
 
 def names() -> Sequence[str]:
-    """Names of all codecs."""
+    """Return the names of all codecs."""
     return tuple(TABLES)

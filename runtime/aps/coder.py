@@ -22,24 +22,24 @@ class Coder:
     generator: torch.Generator | None
     """None rounds to nearest."""
     bounded: bool
-    """Whether magnitudes are at most 2^top, as APS scales them."""
+    """True where magnitudes are at most 2^top, as APS scales them."""
 
     def encode(self, values: Tensor) -> Tensor:
-        """Bytes of scaled values."""
+        """Return the bytes of scaled values."""
         return self.wire.encode(values, generator=self.generator, bounded=self.bounded)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values of bytes."""
+        """Return the values of bytes."""
         return self.wire.decode(codes, bounded=self.bounded)
 
     def round(self, values: Tensor) -> Tensor:
-        """Values of the wire format nearest to these, overflow by the format's own rule."""
+        """Return the nearest values of the wire format, overflow by the format's own rule."""
         if self.generator is not None:
             return self.wire.decode(self.wire.encode(values, generator=self.generator))
         return self.values_of(self.codes_of(values))
 
     def codes_of(self, values: Tensor) -> Tensor:
-        """Bytes of unscaled values, to nearest, overflow by the format's own rule."""
+        """Return the bytes of unscaled values, to nearest, overflow by the format's own rule."""
         if not self._fast(values):
             return self.wire.encode(values)
         codes = torch.empty(values.numel(), dtype=torch.uint8, device="cpu")
@@ -47,7 +47,7 @@ class Coder:
         return codes
 
     def values_of(self, codes: Tensor) -> Tensor:
-        """Values of bytes, overflow codes among them."""
+        """Return the values of bytes, overflow codes among them."""
         if not self._fast(codes):
             return self.wire.decode(codes)
         values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
@@ -55,7 +55,7 @@ class Coder:
         return values
 
     def scale_and_encode(self, values: Tensor, bounds: Bounds, exponents: Tensor) -> Tensor:
-        """Bytes of values (n,) whose pieces are multiplied by 2^exponent; `values` may be scaled in place."""
+        """Return bytes of values (n,) whose pieces are multiplied by 2^exponent; may scale `values` in place."""
         if self.generator is not None or not self._fast(values):
             scale_by_powers(values, bounds, exponents)
             return self.encode(values)
@@ -79,7 +79,7 @@ class Coder:
     def decode_scaled(
         self, codes: Tensor, bounds: Bounds, exponents: Tensor, mask: Tensor, divisor: int, out: Tensor | None = None
     ) -> Tensor:
-        """Values of bytes, each piece times 2^exponent and `mask`, divided by `divisor`; into `out` (n,) if given."""
+        """Return values of bytes, each piece times 2^exponent and `mask`, over `divisor`; in `out` (n,) if given."""
         count = bounds[-1][1] if bounds else 0
         if self._fast(codes) and (out is None or kernels.usable(out)):
             values = torch.empty(count, dtype=torch.float32, device="cpu") if out is None else out
@@ -100,7 +100,7 @@ class Coder:
 
 
 def _scaled_tables(table: Tensor, exponents: Tensor, mask: Tensor, divisor: int) -> Tensor:
-    """The 256 values as each piece decodes them (pieces, 256): the same operations as on the values themselves."""
+    """Return the 256 values as each piece decodes them (pieces, 256), by the operations used on values."""
     first = exponents.clamp(-MAX_FACTOR_EXPONENT, MAX_FACTOR_EXPONENT)
     scaled = table * (power_of_two(first) * mask)[:, None] * power_of_two(exponents - first)[:, None]
     return scaled / divisor

@@ -22,7 +22,7 @@ _all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tenso
 
 
 def sum_fp32(rows: Tensor, coder: Coder, lay: Layout, rank: int, lost: Tensor | None = None) -> Tensor:
-    """This owner's message: its chunk of all ranks' codes, added in float32 in rank order and rounded once more.
+    """Return this owner's message: all ranks' codes of its chunk, added in float32 in rank order, rounded again.
 
     The owner scales its pieces of layers by a second power of two and sends those exponents before the codes. What
     the second rounding takes is written to `lost` (total,), if given, scaled like the codes.
@@ -47,14 +47,14 @@ def sum_fp32(rows: Tensor, coder: Coder, lay: Layout, rank: int, lost: Tensor | 
 
 
 def _second_exponents(total: Tensor, bounds: Bounds, coder: Coder) -> Tensor:
-    """t of each piece of the sum; 0 where it is all zero or not finite."""
+    """Return t for each piece of the sum; 0 where it is all zero or not finite."""
     wide = largest_magnitudes(total, bounds).double()
     usable = torch.isfinite(wide) & (wide > 0)
     return torch.where(usable, coder.wire.top - ceil_log2(torch.where(usable, wide, 1.0)), 0)
 
 
 def split_messages(messages: Tensor, lay: Layout) -> tuple[Tensor, Tensor]:
-    """The codes (padded,) of all owners' messages, and the second exponent (int32) of each of `lay.pieces`."""
+    """Return the codes (padded,) of all owners' messages, and the second exponent (int32) of each of `lay.pieces`."""
     header_bytes = lay.max_pieces * _HEADER.itemsize
     codes = messages[:, header_bytes:].reshape(-1)
     headers = messages[:, :header_bytes].contiguous().view(_HEADER).to(torch.int32)
@@ -62,7 +62,7 @@ def split_messages(messages: Tensor, lay: Layout) -> tuple[Tensor, Tensor]:
 
 
 def sum_in_format(rows: Tensor, coder: Coder, rank: int, kahan: bool) -> Tensor:
-    """Codes of this owner's chunk with every partial sum rounded to the wire format, in ring order.
+    """Return codes of this owner's chunk with every partial sum rounded to the wire format, in ring order.
 
     The sum of rank c's chunk starts with rank c + 1 and ends with rank c.
     """
@@ -71,7 +71,7 @@ def sum_in_format(rows: Tensor, coder: Coder, rank: int, kahan: bool) -> Tensor:
 
 
 def exchange_hierarchical(codes: Tensor, coder: Coder, groups: SubGroups, kahan: bool) -> Tensor:
-    """Codes of the sum: members send to their master, which adds in rank order; the masters form a ring; broadcast."""
+    """Return codes of the sum: each master adds its members in rank order, masters form a ring and broadcast."""
     if groups.masters is None:
         dist.gather(codes, None, dst=groups.master, group=groups.members)
         result = torch.empty_like(codes)
@@ -113,7 +113,7 @@ def _pad(codes: Tensor, size: int) -> Tensor:
 
 
 def to_owners(codes: Tensor, lay: Layout, code_bytes: int, group: dist.ProcessGroup) -> Tensor:
-    """All-to-all of the chunks: this rank's chunk as every rank coded it (num_ranks, chunk * code_bytes)."""
+    """Send chunks to their owners; return this rank's chunk as every rank coded it (num_ranks, chunk * code_bytes)."""
     sent = _pad(codes, lay.padded * code_bytes)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -121,7 +121,7 @@ def to_owners(codes: Tensor, lay: Layout, code_bytes: int, group: dist.ProcessGr
 
 
 def all_gather(message: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's message as a row (num_ranks, bytes)."""
+    """Return every rank's message as a row (num_ranks, bytes)."""
     size = dist.get_world_size(group)
     gathered = message.new_empty(size * message.numel())
     _all_gather_into(gathered, message, group=group)

@@ -21,7 +21,7 @@ EXPONENT_BIAS = 12
 
 
 def largest_magnitudes(layers: list[Tensor]) -> Tensor:
-    """Largest magnitude of each layer, float32 (layers,); 0 for an empty one, NaN where there is a NaN."""
+    """Return the largest magnitude of each layer, float32 (layers,); 0 for an empty one, NaN where there is a NaN."""
     device = layers[0].device if layers else torch.device("cpu")
     zero = torch.zeros((), dtype=torch.float32, device=device)
     if layers and all(v.dtype == torch.float32 for v in layers) and kernels.usable(*layers):
@@ -33,13 +33,13 @@ def largest_magnitudes(layers: list[Tensor]) -> Tensor:
 
 
 def ceil_log2(magnitudes: Tensor) -> Tensor:
-    """Exact ceil(log2(x)) as int32 of positive finite float64 values."""
+    """Return the exact ceil(log2(x)) as int32, for positive finite float64 values."""
     mantissa, exponent = torch.frexp(magnitudes)
     return exponent.to(torch.int32) - (mantissa == 0.5).to(torch.int32)
 
 
 def exponent_codes(magnitudes: Tensor, num_terms: int = 1) -> Tensor:
-    """The int8 vector to be all-reduced with MAX, for sums of `num_terms` values of these magnitudes (layers,)."""
+    """Return the int8 vector to all-reduce with MAX, for sums of `num_terms` values of these magnitudes (layers,)."""
     wide = magnitudes.double() * num_terms
     finite = torch.isfinite(wide)
     code = (ceil_log2(torch.where(finite, wide, 1.0)) - EXPONENT_BIAS).clamp(-127, 126)
@@ -48,19 +48,19 @@ def exponent_codes(magnitudes: Tensor, num_terms: int = 1) -> Tensor:
 
 
 def factor_exponents(codes: Tensor, top: int) -> Tensor:
-    """t = top - E per layer (int32), 0 for the sentinels; `top` is the exponent the largest value is brought to."""
+    """Return t = top - E per layer (int32), 0 for sentinels; 2^t brings the largest value to `top` at most."""
     code = codes.to(torch.int32)
     sentinel = (code == ZERO_LAYER) | (code == NON_FINITE_LAYER)
     return torch.where(sentinel, 0, top - EXPONENT_BIAS - code)
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """2^k as float32 for int32 k in -126..127."""
+    """Return 2^k as float32 for int32 k in -126..127."""
     return ((exponents.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 def mask_factors(codes: Tensor) -> Tensor:
-    """What a decoded layer is multiplied by beside its scale: 0 for an all-zero layer, NaN for a non-finite one."""
+    """Return each decoded layer's factor beside its scale: 0 for a layer of zeros, NaN for a non-finite one, else 1."""
     ones = torch.ones(codes.shape, dtype=torch.float32, device=codes.device)
     ones = torch.where(codes == ZERO_LAYER, 0.0, ones)
     return torch.where(codes == NON_FINITE_LAYER, torch.nan, ones)

@@ -50,7 +50,7 @@ class APSReduceScatter(ReduceScatter):
         self.calls = 0
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A fresh buffer, as FSDP2's default."""
+        """Return a fresh buffer, as FSDP2's default."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -141,13 +141,13 @@ def _stays_high(owner: nn.Module, state: APSState) -> bool:
 
 
 def _own_parameters(owner: nn.Module) -> list[Tensor]:
-    """The parameters that FSDP2 reduces with this module, in its order: those of no FSDP2 module inside it."""
+    """Return the parameters that FSDP2 reduces with this module, in its order: those of no FSDP2 module inside it."""
     nested = {id(p) for m in owner.modules() if m is not owner and isinstance(m, FSDPModule) for p in m.parameters()}
     return [p for p in owner.parameters() if id(p) not in nested]
 
 
 def _shard_sizes(owner: nn.Module) -> list[int]:
-    """Elements of each of the module's own parameters in one rank's padded shard, in FSDP2's order."""
+    """Return the elements of each of the module's own parameters in one rank's padded shard, in FSDP2's order."""
     sizes = []
     for p in _own_parameters(owner):
         if isinstance(p, DTensor):

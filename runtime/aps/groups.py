@@ -19,14 +19,14 @@ from fxprec.errors import ConfigError
 
 @dataclass(frozen=True)
 class SubGroups:
-    """Of the hierarchical all-reduce: the one this rank is in, and that of all masters, None on other ranks."""
+    """Process groups of the hierarchical all-reduce: this rank's own, and that of all masters (None on other ranks)."""
 
     members: dist.ProcessGroup
     masters: dist.ProcessGroup | None
 
     @property
     def master(self) -> int:
-        """Global rank of the master of this rank's sub-group."""
+        """Return the global rank of the master of this rank's sub-group."""
         return dist.get_global_rank(self.members, 0)
 
 
@@ -47,7 +47,7 @@ class Groups:
 
 
 def parent_of(process_group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
-    """The group, or the default one. Raises `ConfigError` where there is none, naming what needs it."""
+    """Return the group, or the default one. Raises `ConfigError` where there is none, naming what needs it."""
     is_set_up = dist.is_available() and dist.is_initialized()
     parent = process_group if process_group is not None else dist.group.WORLD if is_set_up else None
     if parent is None or not is_set_up:
@@ -56,7 +56,7 @@ def parent_of(process_group: dist.ProcessGroup | None, who: str) -> dist.Process
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout a group was made with, None where it does not tell."""
+    """Return the timeout a group was made with, None where it does not tell."""
     try:
         options = group._get_backend(communication_device(group)).options
     except (AttributeError, RuntimeError):
@@ -66,7 +66,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def communication_device(group: dist.ProcessGroup) -> torch.device:
-    """The device whose tensors this group carries."""
+    """Return the device whose tensors this group carries."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -102,7 +102,7 @@ def _own_group(parts: list[list[int]], rank: int, timeout: timedelta | None) -> 
 
 
 def _new_group(ranks: Sequence[int], timeout: timedelta | None, world_wide: bool) -> dist.ProcessGroup:
-    """A group made by all ranks of the world together, or, over a part of it, by its members alone."""
+    """Make a group by all ranks of the world together, or, over a part of the world, by its members alone."""
     new: Any = dist.new_group  # typed by some versions of torch as that or a number, for who is no member
     made: dist.ProcessGroup = new(list(ranks), timeout=timeout, use_local_synchronization=not world_wide)
     return made
@@ -120,7 +120,7 @@ def agree(text: str, group: dist.ProcessGroup) -> None:
 
 
 def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
-    """The text of every rank of the group, in rank order."""
+    """Return the text of every rank of the group, in rank order."""
     device = communication_device(group)
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     size = dist.get_world_size(group)

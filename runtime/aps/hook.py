@@ -87,7 +87,7 @@ def _queue(
 
 
 def _run_stage(exchange: Exchange, name: str, before: "Sequence[Future[None]]") -> None:
-    """One stage, after the bucket's stage before it, if any; raises what that one raised."""
+    """Run one stage after the bucket's stage before it, if any; raises what that one raised."""
     for stage in before:
         stage.result()
     with torch.no_grad():
@@ -100,14 +100,14 @@ def _deliver(
     ended: "torch.futures.Future[BaseException | None]",
     finished: "list[Future[None]]",
 ) -> None:
-    """Say how the parts ended, the last of which is through: their last stage takes them in order."""
+    """Report how the parts ended. The last one is done, and so are all: their last stage takes them in order."""
     state.step += is_last
     errors = (part.exception() for part in finished)
     ended.set_result(next((error for error in errors if error is not None), None))
 
 
 def _result(buffer: Tensor, ended: "torch.futures.Future[BaseException | None]") -> Tensor:
-    """The buffer, or the error, raised here: raised in a callback, it reaches the backward pass with its own text."""
+    """Return the buffer, or raise the error here: one raised in a callback reaches backward under another text."""
     error = ended.value()
     if error is not None:
         raise error

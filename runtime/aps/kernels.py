@@ -36,7 +36,7 @@ _SIGNATURES = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None, with a warning, without a compiler."""
+    """Return the compiled kernels, or None, with a warning, without a compiler."""
     source = with_codec(Path(__file__).with_name("kernels.cpp").read_text(encoding="utf-8"))
     return native.load_or_warn(source, _SIGNATURES, "APS runs op by op, several times slower")
 
@@ -63,18 +63,18 @@ def _codes(name: str, t: Tensor, numel: int) -> int:
 
 
 def largest_bits(x: Tensor) -> int:
-    """Bits of the largest magnitude of a float32 tensor; above those of inf where there is a NaN."""
+    """Return the bits of the largest magnitude of a float32 tensor; above those of inf where there is a NaN."""
     return _call("aps_largest", _floats("x", x, x.numel()), x.numel())
 
 
 def _factors(exponent: int) -> tuple[float, float]:
-    """Two powers of two whose product is 2^exponent, each a normal float32."""
+    """Return two powers of two whose product is 2^exponent, each a normal float32."""
     first = max(-MAX_FACTOR_EXPONENT, min(MAX_FACTOR_EXPONENT, exponent))
     return 2.0**first, 2.0 ** (exponent - first)
 
 
 def encode(x: Tensor, exponent: int, kind: Format | Codec, out: Tensor) -> None:
-    """Codes (uint8) of x * 2^exponent, nearest, into `out`; `kind` has codes of at most 8 bits."""
+    """Write codes (uint8) of x * 2^exponent, nearest, into `out`; `kind` has codes of at most 8 bits."""
     n = x.numel()
     head = (_floats("x", x, n), _codes("out", out, n), n, *_factors(exponent))
     if isinstance(kind, Codec):
@@ -98,14 +98,14 @@ def sum_rows(rows: Tensor, table: Tensor) -> Tensor:
 
 
 def look_up(codes: Tensor, table: Tensor, out: Tensor) -> None:
-    """Values of codes (uint8) by a table of 256 float32 values, into `out`."""
+    """Write the values of codes (uint8), by a table of 256 float32 values, into `out`."""
     n = codes.numel()
     _call("aps_look_up", _codes("codes", codes, n), n, _floats("table", table, 256), _floats("out", out, n))
 
 
 @cache
 def _cells(c: Codec) -> tuple[Tensor, Tensor, Tensor]:
-    """By the upper 15 bits of a magnitude: the code at the cell's start and at its end; and the borders."""
+    """Return the codes at start and end of each cell of magnitudes with equal upper 15 bits, and the borders."""
     borders = thresholds(c, torch.device("cpu"))
     start = torch.arange(_CELLS, dtype=torch.int32, device="cpu") << 16
     low, high = start.view(torch.float32), (start | 0xFFFF).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Where layers lie in a flat bucket, how it is cut into one chunk per rank, and the pieces where the two meet."""
+"""Cut a flat bucket of layers into one chunk per rank; the pieces are where layers and chunks meet."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class Layout:
 
     @cached_property
     def total(self) -> int:
-        """Elements of the bucket."""
+        """Return the elements of the bucket."""
         return sum(self.sizes)
 
     @cached_property
     def chunk(self) -> int:
-        """Elements of one rank's chunk, padding included."""
+        """Return the elements of one rank's chunk, padding included."""
         return -(-self.total // self.num_ranks)
 
     @cached_property
     def padded(self) -> int:
-        """Elements of all chunks."""
+        """Return the elements of all chunks."""
         return self.chunk * self.num_ranks
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """All non-empty pieces in order."""
+        """Return all non-empty pieces in order."""
         found, start = [], 0
         for layer, size in enumerate(self.sizes):
             end = start + size
@@ -58,41 +58,41 @@ class Layout:
 
     @cached_property
     def layer_of(self) -> tuple[int, ...]:
-        """The layer of each piece."""
+        """Return the layer of each piece."""
         return tuple(p.layer for p in self.pieces)
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """(start, end) of each layer."""
+        """Return (start, end) of each layer."""
         return bounds_of(self.sizes)
 
     @cached_property
     def max_pieces(self) -> int:
-        """Most pieces that one rank owns."""
+        """Return the most pieces that one rank owns."""
         return max((len(self.owned(r)) for r in range(self.num_ranks)), default=0)
 
     def owned(self, rank: int) -> tuple[Piece, ...]:
-        """Pieces of one rank's chunk, in order."""
+        """Return the pieces of one rank's chunk, in order."""
         return tuple(p for p in self.pieces if p.owner == rank)
 
     def layers(self, flat: Tensor) -> list[Tensor]:
-        """Views of each layer in a flat tensor of `total` elements."""
+        """Return views of each layer in a flat tensor of `total` elements."""
         return list(torch.split(flat[: self.total], list(self.sizes)))
 
 
 @lru_cache(maxsize=1024)
 def bounds_of(sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """(start, end) of tensors of those sizes one after another."""
+    """Return (start, end) of tensors of those sizes one after another."""
     ends = list(accumulate(sizes))
     return tuple(zip([0, *ends[:-1]], ends, strict=True)) if ends else ()
 
 
 @lru_cache(maxsize=1024)
 def layout(sizes: tuple[int, ...], num_ranks: int) -> Layout:
-    """The layout of those layer sizes, computed once."""
+    """Return the layout of those layer sizes, computed once."""
     return Layout(sizes, num_ranks)
 
 
 def sizes_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Element counts."""
+    """Return the element counts of tensors."""
     return tuple(t.numel() for t in tensors)

@@ -1,4 +1,4 @@
-"""What a user chooses about the gradient exchange, validated, and comparable between ranks."""
+"""Options of the gradient exchange: validated, and comparable between ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class APSOptions:
                 )
 
     def text(self) -> str:
-        """All fields in one line, the same on every rank that chose the same."""
+        """Return all fields in one line, the same on every rank that chose the same."""
         return ", ".join(f"{field}={value!r}" for field, value in asdict(self).items())
 
 

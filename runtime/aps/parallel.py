@@ -27,13 +27,13 @@ def _world(group: dist.ProcessGroup | None) -> int:
 
 
 def _pack(x: Tensor, c: Codec) -> Tensor:
-    """One message: the float32 scale, then a byte for each element."""
+    """Return one message: the float32 scale, then a byte for each element."""
     codes, scale = codecs.encode(x, c)
     return torch.cat([scale.reshape(1).view(torch.uint8), codes.reshape(-1)])
 
 
 def _unpack(messages: Tensor, c: Codec) -> Tensor:
-    """Values (rows, elements) of messages (rows, 4 + elements)."""
+    """Return the values (rows, elements) of messages (rows, 4 + elements)."""
     scales = messages[:, :_SCALE_BYTES].contiguous().view(torch.float32)
     return codecs.decode_values(messages[:, _SCALE_BYTES:], c) * scales
 
@@ -56,12 +56,12 @@ class _Gather:
 
 
 def _gather_rows(x: Tensor, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
-    """Every rank's tensor, coded, as (world, elements)."""
+    """Return every rank's tensor, coded, as (world, elements)."""
     return _Gather(x, c, group).rows()
 
 
 def _exchange_rows(rows: Tensor, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
-    """All-to-all of the rows (world, elements): row r goes to rank r; the result's row r came from rank r."""
+    """Send row r of (world, elements) to rank r; return the rows received, row r from rank r."""
     message = torch.cat([_pack(row, c) for row in rows.unbind()])
     out = torch.empty_like(message)
     dist.all_to_all_single(out, message, group=group)
@@ -83,7 +83,7 @@ def _concatenate(x: Tensor, dim: int, c: Codec, group: dist.ProcessGroup | None)
 
 
 def _sum_of_parts(grad: Tensor, dim: int, c: Codec, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's part along `dim` of the sum of all ranks' tensors."""
+    """Return this rank's part along `dim` of the sum of all ranks' tensors."""
     parts = grad.float().chunk(_world(group), dim)
     rows = torch.stack([part.reshape(-1) for part in parts])
     return _exchange_rows(rows, c, group).sum(0).view(parts[0].shape).to(grad.dtype)
@@ -174,7 +174,7 @@ def _applied(function: type[torch.autograd.Function], *arguments: object) -> Ten
 def all_gather(
     x: Tensor, dim: int = 0, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """All ranks' tensors joined along `dim`, in rank order; the gradient is the sum of all ranks' for this part."""
+    """Join all ranks' tensors along `dim`, in rank order; the gradient is the sum of all ranks' for this part."""
     return _applied(_AllGather, x, dim, codec(data_type), group)
 
 
@@ -184,7 +184,7 @@ def all_reduce(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.Proces
 
 
 def all_to_all(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None) -> Tensor:
-    """Parts of dimension 0 sent to their ranks, and what came from each in rank order; the gradient goes back alike.
+    """Send parts of dimension 0 to their ranks, return what came from each in rank order; the gradient goes back alike.
 
     Dimension 0 must be a multiple of the world size; raises `ConfigError` where it is not.
     """
@@ -197,7 +197,7 @@ def all_to_all(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.Proces
 
 
 def copy_to_group(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None) -> Tensor:
-    """The tensor itself, at the entry of a column-parallel layer; its gradient is the sum of all ranks'."""
+    """Return the tensor itself, for the entry of a column-parallel layer; its gradient is the sum of all ranks'."""
     return _applied(_AllReduce, x, codec(data_type), group, False, True)
 
 
@@ -214,7 +214,7 @@ def sub_batches(
     data_type: str = "dynamic-tree",
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """What `layers`, split over the ranks, make of this rank's samples x (batch, ...), in `count` sub-batches.
+    """Run `layers`, split over the ranks, on this rank's samples x (batch, ...), in `count` sub-batches.
 
     Source: Dettmers 2016, section 2.4. A sub-batch takes batch / count samples of every rank; while `layers` compute
     it, the next one's activations are on the wire. `count` is the number of ranks where it is left out, so that a

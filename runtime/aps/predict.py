@@ -1,4 +1,4 @@
-"""How long a step takes when gradients cross a link in 32, 16 or 8 bits.
+"""Predict the time of a step whose gradients cross a link in 32, 16 or 8 bits.
 
 The model of Dettmers 2016, appendix A: a layer's transfer hides under the computation that follows it, and only what
 does not fit under it costs time; compressing and decompressing cost so much a number. The paper's own tables are in
@@ -34,7 +34,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Coding:
-    """How gradients travel."""
+    """A coding of gradients on the link."""
 
     name: str
     bytes_per_element: float
@@ -57,7 +57,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step costs with one coding; seconds and bytes for each rank."""
+    """A step with one coding: seconds and bytes for each rank."""
 
     coding: str
     computation: float
@@ -69,7 +69,7 @@ class Prediction:
 
     @property
     def exposed(self) -> float:
-        """Seconds of communication that computation does not hide."""
+        """Return the seconds of communication that computation does not hide."""
         return self.step - self.computation
 
 
@@ -88,7 +88,7 @@ def exposed(transfer: float, computation: float) -> float:
 
 @dataclass(frozen=True)
 class Way:
-    """How an all-reduce goes over `world_size` ranks, in steps one after another.
+    """The route of an all-reduce over `world_size` ranks, in steps one after another.
 
     One ring, or groups of `group_size` each reduced to a master, a ring of masters, and back.
     Source: Han et al. 2020, section 4.2: 2 (p - 1) steps, or 4 (k - 1) + 2 (p / k - 1). There all steps carry as much,
@@ -110,23 +110,23 @@ class Way:
 
     @property
     def legs(self) -> tuple[tuple[int, float], ...]:
-        """(steps, share of the gradient that each of them carries)."""
+        """Return (steps, share of the gradient that each of them carries) of each leg."""
         p, k = self.world_size, self.group_size or 1
         return (4 * (k - 1), 1 / k), (2 * (p // k - 1), k / p)
 
     @property
     def steps(self) -> int:
-        """All steps."""
+        """Return the number of all steps."""
         return sum(steps for steps, _ in self.legs)
 
     @property
     def sent(self) -> float:
-        """What crosses a master's link in all steps, in units of one gradient."""
+        """Return what crosses a master's link in all steps, in units of one gradient."""
         return sum(steps * share for steps, share in self.legs)
 
 
 def all_reduce_seconds(elements: float, way: Way, link: Link, coding: Coding) -> float:
-    """Seconds of one all-reduce; all-to-all and all-gather have a ring's bytes."""
+    """Return the seconds of one all-reduce; all-to-all and all-gather have a ring's bytes."""
     if way.steps == 0:
         return 0.0
     size = elements * coding.bytes_per_element
@@ -135,7 +135,7 @@ def all_reduce_seconds(elements: float, way: Way, link: Link, coding: Coding) ->
 
 
 def buckets(layers: Sequence[Layer], bucket_bytes: int = BUCKET_BYTES) -> list[tuple[float, int]]:
-    """(seconds after the start of backward at which it is ready, elements) of each bucket, last layers first."""
+    """Return (seconds from the start of backward until it is ready, elements) of each bucket, last layers first."""
     found: list[tuple[float, int]] = []
     clock, waiting = 0.0, 0
     for layer in reversed(layers):
@@ -164,7 +164,7 @@ def predict_step(layers: Sequence[Layer], way: Way, link: Link, coding: Coding) 
 
 
 def verdict(predictions: Sequence[Prediction], worthwhile: float = 0.05) -> str:
-    """One sentence: whether 8 bits pay. A gain under `worthwhile` (5 % of the step) is called none."""
+    """Say in one sentence whether 8 bits pay. A gain under `worthwhile` (5 % of the step) is called none."""
     best = min(predictions, key=lambda p: p.step)
     plain = predictions[0]
     gain = plain.step / best.step
@@ -180,7 +180,7 @@ _UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second of ``"200Mbit/s"``, ``"10Gbit/s"``, ``"6GB/s"``. Raises `ConfigError` for anything else."""
+    """Return bytes per second of ``"200Mbit/s"``, ``"10Gbit/s"``, ``"6GB/s"``. Raises `ConfigError` for other text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMG]?)(bit|B)(?:/s|ps)\s*", text)
     if match is None or float(match[1]) == 0:
         raise ConfigError(f"link rate {text!r} is not understood; write for instance 200Mbit/s, 10Gbit/s or 6GB/s")
@@ -188,7 +188,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of ``"0.2ms"``, ``"5us"``, ``"1.5s"``. Raises `ConfigError` for anything else."""
+    """Return the seconds of ``"0.2ms"``, ``"5us"``, ``"1.5s"``. Raises `ConfigError` for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|ms|us|ns)\s*", text)
     if match is None:
         raise ConfigError(f"time {text!r} is not understood; write for instance 0.2ms, 5us or 1.5s")

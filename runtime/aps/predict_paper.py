@@ -22,7 +22,7 @@ class Transfer:
     ms8: float
 
     def ms(self, bits: Bits) -> float:
-        """The time in 32 or 8 bits."""
+        """Return the time in 32 or 8 bits."""
         return self.ms32 if bits == 32 else self.ms8
 
 
@@ -46,7 +46,7 @@ BOTH_WAYS: Overlaps = (*OVERLAPS, (FC2, FC2_FORWARD_MS))
 def four_gpu_speedup(
     bits: Bits, kernels: Kernels = "nervana", num_gpus: int = 4, overlaps: Overlaps = OVERLAPS
 ) -> float:
-    """Speedup of one machine (A.1.3): data parallel convolutions, then a sub-batch for each GPU through split layers.
+    """Return one machine's speedup (A.1.3): data-parallel convolutions, then a sub-batch a GPU through split layers.
 
     The first sub-batch's activations and the last one's errors have nothing to hide under.
     """
@@ -81,14 +81,14 @@ BASELINE_MS: dict[Kernels, float] = {"nervana": 10_000, "convnet2": 17_000}  # 9
 
 
 def cluster_sync(row: ClusterRow, bits: Bits) -> float:
-    """Milliseconds of synchronisation that computation does not hide; one transfer where it hides all others."""
+    """Return the milliseconds of synchronisation that are not hidden; one transfer where all others are."""
     single = row.single32 if bits == 32 else row.single8
     left = NUM_MESSAGES * exposed(single, HIDING_MS)
     return left if left else single
 
 
 def cluster_speedup(row: ClusterRow, bits: Bits, kernels: Kernels = "nervana") -> float:
-    """Speedup on 32 nodes and 96 GPUs (A.2.2): one GPU's convolutions, all forward passes, and what is not hidden."""
+    """Return the speedup on 32 nodes, 96 GPUs (A.2.2): convolutions, all forward passes, and what is not hidden."""
     convolutions = TOTAL_MS[kernels] - FC_MS
     return BASELINE_MS[kernels] / (convolutions + row.forward + cluster_sync(row, bits))
 

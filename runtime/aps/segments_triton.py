@@ -99,7 +99,7 @@ def scale_by_powers(flat: Tensor, table: Tensor, programs: int, exponents: Tenso
 
 
 def compile_to_ptx(arch: int) -> tuple[str, str]:
-    """PTX of both kernels for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
+    """Return PTX of both kernels for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
     shared: dict[str, Any] = {"STEPS": 9, "BLOCK": BLOCK}
     kinds = {"x_ptr": "*fp32", "table_ptr": "*i64", "out_ptr": "*i32", "pieces": "i32"}
     largest = ahead.compile_for(_largest_kernel, kinds, shared, arch)

@@ -100,14 +100,14 @@ class APSState:
         self.epoch = epoch
 
     def random(self, step: int, bucket: int, part: int, device: torch.device) -> torch.Generator | None:
-        """A generator of its own for each (seed, step, bucket, part, rank); None with nearest rounding."""
+        """Return a generator for one (seed, step, bucket, part, rank); None with nearest rounding."""
         if self.options.rounding == "nearest":
             return None
         parts = (self.options.seed, step, bucket, part, self.groups.rank)
         return torch.Generator(device).manual_seed(_mix(parts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values to resume from: the step and the epoch. Residuals are rebuilt within a step."""
+        """Return plain values to resume from: the step and the epoch. Residuals are rebuilt within a step."""
         return {"step": self.step, "epoch": self.epoch, "options": self.options.text()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -122,7 +122,7 @@ class APSState:
 
 
 def _mix(parts: Iterable[int]) -> int:
-    """A 63-bit seed from small integers (splitmix64's steps)."""
+    """Return a 63-bit seed made of small integers (splitmix64's steps)."""
     state = 0
     for part in parts:
         state = (state + part + 0x9E3779B97F4A7C15) & (2**64 - 1)
@@ -155,5 +155,5 @@ def _matching(pattern: str, model: nn.Module | None) -> list[Tensor]:
 
 
 def _plain_name(name: str) -> str:
-    """A parameter's name without what DDP and torch.compile put before it."""
+    """Return a parameter's name without what DDP and torch.compile put before it."""
     return name.removeprefix("module.").replace("_orig_mod.", "")

@@ -1,4 +1,4 @@
-"""What crosses the wire: codes of a number format or of an 8-bit codec, as bytes.
+"""Codes of a number format or of an 8-bit codec as the bytes that are sent.
 
 A wire turns scaled float32 values into bytes and back. Formats wider than a byte use 16-bit codes.
 """
@@ -32,24 +32,24 @@ class Wire(Protocol):
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of one code, 1 or 2."""
+        """Return the bytes of one code, 1 or 2."""
 
     @property
     def kind(self) -> Format | Codec:
-        """What the codes are of."""
+        """Return the format or codec of the codes."""
 
     @property
     def top(self) -> int:
-        """Exponent of the power of two that a layer's largest magnitude is brought to, at most."""
+        """Return the exponent of the power of two that a layer's largest magnitude is scaled to, at most."""
 
     def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
-        """Bytes (uint8, n * code_bytes) of float32 values (n,).
+        """Return the bytes (uint8, n * code_bytes) of float32 values (n,).
 
         with a `generator`, rounding is stochastic; `bounded` promises magnitudes of at most 2^top.
         """
 
     def decode(self, codes: Tensor, *, bounded: bool = False) -> Tensor:
-        """Float32 values (n,) of the bytes (n * code_bytes,); `bounded` codes come from a `bounded` encoding."""
+        """Return float32 values (n,) of bytes (n * code_bytes,); `bounded` codes come from a `bounded` encoding."""
 
 
 # Casts torch has: the dtype and the largest exponent up to which its codes are those of any 1-E-M of equal widths.
@@ -76,7 +76,7 @@ class FloatWire:
 
     @property
     def kind(self) -> Format:
-        """The format."""
+        """Return the format."""
         return self.fmt
 
     @property
@@ -86,19 +86,19 @@ class FloatWire:
 
     @property
     def code_bytes(self) -> int:
-        """1 up to 8 bits, else 2."""
+        """Return 1 up to 8 bits, else 2."""
         return 1 if self.fmt.bits <= 8 else 2
 
     @cached_property
     def top(self) -> int:
-        """The paper's e_max for IEEE-like formats; never above what torch's own cast of these widths holds."""
+        """Return the paper's e_max for IEEE-like formats; no more than torch's own cast of these widths holds."""
         native = _NATIVE.get((self.fmt.exponent_bits, self.fmt.mantissa_bits))
         limit = MAX_TOP_EXPONENT if native is None else min(MAX_TOP_EXPONENT, native[1] - self.fmt.bias)
         return min(self.fmt.max_exponent, limit)
 
     @cached_property
     def _cast(self) -> torch.dtype | None:
-        """Torch's dtype whose codes agree for magnitudes of at most 2^top."""
+        """Return torch's dtype whose codes agree for magnitudes of at most 2^top."""
         native = _NATIVE.get((self.fmt.exponent_bits, self.fmt.mantissa_bits))
         return None if native is None or abs(self.fmt.bias) > MAX_TOP_EXPONENT else native[0]
 
@@ -127,7 +127,7 @@ class TableWire:
 
     @property
     def kind(self) -> Codec:
-        """The codec."""
+        """Return the codec."""
         return self.codec
 
     @property
@@ -137,12 +137,12 @@ class TableWire:
 
     @property
     def code_bytes(self) -> int:
-        """Always 1."""
+        """Return 1."""
         return 1
 
     @property
     def top(self) -> int:
-        """0: values of at most 1. What little of (0.966, 1] a static tree lacks saturates, by under 4 %."""
+        """Return 0: values of at most 1. What little of (0.966, 1] a static tree lacks saturates, by under 4 %."""
         return 0
 
     def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
@@ -173,7 +173,7 @@ def _in_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def wire_of(fmt: str | Format | Codec) -> Wire:
-    """The wire of a format, a codec, or the name of either. Raises `FormatError` for anything else."""
+    """Return the wire of a format, a codec, or the name of either. Raises `FormatError` for anything else."""
     if isinstance(fmt, Codec):
         return TableWire(fmt)
     if isinstance(fmt, str) and fmt in TABLES:

@@ -18,7 +18,7 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Window:
-    """Where a kernel of spatial size ``kernel`` is laid on an image; one number a dimension."""
+    """The places on an image where a kernel of spatial size ``kernel`` is applied; one number for each dimension."""
 
     kernel: Sequence[int]
     stride: Sequence[int]
@@ -26,7 +26,7 @@ class Window:
     dilation: Sequence[int]
 
     def padding_of_transpose(self, small: Sequence[int], large: Sequence[int]) -> list[tuple[int, int]]:
-        """Zeros before and after an image of size ``small``, spread by the stride, to give one of ``large``."""
+        """Return zeros before and after an image of size ``small``, spread by the stride, to give one of ``large``."""
         pads = []
         for n, out, k, s, p, d in zip(small, large, self.kernel, self.stride, self.padding, self.dilation, strict=True):
             before = d * (k - 1) - p
@@ -97,7 +97,7 @@ def _product(sizes: Sequence[int]) -> int:
 
 
 def _padded(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
-    """Zeros around the image; a negative number cuts."""
+    """Put zeros around the image; a negative number cuts."""
     return F.pad(x, [p for pair in reversed(pads) for p in pair])
 
 

@@ -34,7 +34,7 @@ class Task(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernel, or None, with a warning, without a compiler."""
+    """Return the compiled kernel, or None, with a warning, without a compiler."""
     source = with_codec(Path(__file__).with_name("kernel.cpp").read_text(encoding="utf-8"))
     signature = (None, ctypes.POINTER(Task), *[ctypes.c_int32] * 4)
     slower = "fxprec.arith runs as a plain loop, many times slower"
@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor | None:
-    """As `reference.matmul`, same bits; None where no kernel compiles."""
+    """Multiply as `reference.matmul`, same bits; None where no kernel compiles."""
     loaded = library()
     if loaded is None:
         return None
@@ -64,7 +64,7 @@ def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor | None:
 
 
 def _is_plain(a: Tensor, b: Tensor, spec: Spec) -> bool:
-    """Whether inf and NaN cannot occur, which spares the kernel a third of its work."""
+    """Say whether inf and NaN cannot occur, which spares the kernel a third of its work."""
     formats = (spec.fmt, spec.accumulate)
     if any(f.overflow != "saturate" or f.mantissa_bits == 0 for f in formats):
         return False

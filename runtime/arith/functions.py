@@ -52,7 +52,7 @@ def matmul(
 
 
 def multiply(a: Tensor, b: Tensor, spec: Spec, method: Method = "auto") -> Tensor:
-    """As `matmul`, of float32 numbers that are rounded to ``spec.fmt`` already."""
+    """Multiply as `matmul`, float32 numbers that are rounded to ``spec.fmt`` already."""
     if a.dim() == b.dim() == 2:
         return _multiply(a, b, spec, method)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -101,7 +101,7 @@ def sum(
 
 
 def _wide(t: Tensor) -> Tensor:
-    """16-bit inputs as float32; what `quantize` refuses stays for it to refuse."""
+    """Return 16-bit inputs as float32; what `quantize` refuses stays for it to refuse."""
     return t.detach().float() if t.dtype in (torch.bfloat16, torch.float16) else t.detach()
 
 

@@ -1,4 +1,4 @@
-"""GEMMs with an accumulator of their own: what ``fxprec::matmul`` and the two convolution ops do."""
+"""Implement ``fxprec::matmul`` and the two convolution operators: GEMMs with an accumulator of a chosen format."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def _multiply(products: str, sums: str, kahan: bool, chunk: int) -> Multiply:
 
 
 def matmul(a: Tensor, b: Tensor, products: str, sums: str, kahan: bool, chunk: int) -> Tensor:
+    """Multiply (m, k) by (k, n); products are rounded to one format, sums to another."""
     return _multiply(products, sums, kahan, chunk)(a, b)
 
 
@@ -30,6 +31,7 @@ def convolution(
     transposed: bool, output_padding: Sequence[int], groups: int, channels_last: bool,
     products: str, sums: str, kahan: bool, chunk: int,
 ) -> Tensor:  # fmt: skip
+    """Convolve as `torch.convolution`, without bias, every product and sum rounded."""
     multiply = _multiply(products, sums, kahan, chunk)
     window = Window(weight.shape[2:], stride, padding, dilation)
     if not transposed:
@@ -48,6 +50,7 @@ def convolution_backward(
     transposed: bool, output_padding: Sequence[int], groups: int, channels_last: bool,
     products: str, sums: str, kahan: bool, chunk: int, grad: Tensor, mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of input and weight that ``mask`` asks for; the others are empty."""
     multiply = _multiply(products, sums, kahan, chunk)
     window = Window(weight.shape[2:], stride, padding, dilation)
     of_x, of_weight = x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)

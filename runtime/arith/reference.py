@@ -12,7 +12,7 @@ from fxprec.runtime.arith.spec import Spec
 
 
 def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor:
-    """(m, k) times (k, n), both float32 numbers of ``spec.fmt``; float32 numbers of ``spec.accumulate`` (m, n)."""
+    """Multiply (m, k) by (k, n), float32 numbers of ``spec.fmt``; return numbers of ``spec.accumulate`` (m, n)."""
     total = _Sum(a.new_zeros(a.shape[0], b.shape[1]), spec)
     depth = a.shape[1]
     chunk = spec.chunk or max(1, depth)
@@ -35,7 +35,7 @@ class _Sum:
         self.lost = zero
 
     def add(self, p: Tensor) -> None:
-        """s + p; with Kahan y = p - c, t = s + y, c = (t - s) - y, each rounded."""
+        """Add p to s; with Kahan y = p - c, t = s + y, c = (t - s) - y, each rounded."""
         if not self.spec.kahan:
             self.value = self._plus(self.value, p)
             return
@@ -51,17 +51,17 @@ class _Sum:
 
 
 def rounded(x: Tensor, fmt: Format) -> Tensor:
-    """Float32 rounded to nearest even, overflow by the format's own rule."""
+    """Round float32 to nearest even, overflow by the format's own rule."""
     return x if fmt == FP32 else nearest(x, format_row(fmt))
 
 
 def product(a: Tensor, b: Tensor, spec: Spec) -> Tensor:
-    """The product rounded to ``spec.fmt``."""
+    """Return the product rounded to ``spec.fmt``."""
     return rounded(product_to_odd(a, b) if spec.odd_product else a * b, spec.fmt)
 
 
 def product_to_odd(a: Tensor, b: Tensor) -> Tensor:
-    """The float32 product, rounded to odd: float64 holds it exactly."""
+    """Return the float32 product, rounded to odd: float64 holds the exact product."""
     exact = a.double() * b.double()
     near = exact.float()
     # Beyond float32's numbers the format saturates or has inf, all the same.
@@ -69,14 +69,14 @@ def product_to_odd(a: Tensor, b: Tensor) -> Tensor:
 
 
 def sum_to_odd(a: Tensor, b: Tensor) -> Tensor:
-    """The float32 sum, rounded to odd. Source: Knuth's TwoSum; Boldo and Melquiond 2008."""
+    """Return the float32 sum, rounded to odd. Source: Knuth's TwoSum; Boldo and Melquiond 2008."""
     total = a + b
     virtual = total - a
     return _to_odd(total, (a - (total - virtual)) + (b - virtual))
 
 
 def _to_odd(near: Tensor, error: Tensor) -> Tensor:
-    """Where an error was left and the last bit is even, the neighbour on the error's side, whose last bit is odd."""
+    """Round to odd: replace an inexact result with an even last bit by its neighbour on the error's side."""
     bits = near.view(torch.int32)
     away = (error > 0) == (bits >= 0)
     step = torch.where(away, 1, -1)

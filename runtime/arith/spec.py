@@ -1,4 +1,4 @@
-"""What one multiplication at chosen precision is: formats, order of the sum, and which float32 results need care."""
+"""Specify a multiplication at chosen precision: formats, order of the sum, float32 results that need care."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Spec:
 
     @property
     def odd_product(self) -> bool:
-        """Whether a float32 product of two numbers of ``fmt`` can be inexact, so that it must be rounded to odd."""
+        """Say whether a float32 product of two numbers of ``fmt`` can be inexact, so that it must be rounded to odd."""
         if self.fmt == FP32:
             return False
         return self.fmt.mantissa_bits > 11 or self.fmt.smallest_subnormal**2 < 2.0**-149 or self.fmt.largest**2 > 3e38
 
     @property
     def odd_sum(self) -> bool:
-        """Whether rounding a float32 sum could round twice.
+        """Say whether rounding a float32 sum could round twice.
 
         It cannot where both addends have at most q significant bits and 24 >= 2 q + 2 (Figueroa 1995), and the sum of
         two small ones is a multiple of the accumulator's smallest number.

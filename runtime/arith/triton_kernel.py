@@ -123,7 +123,7 @@ def _flags(spec: Spec) -> dict[str, object]:
 
 
 def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor:
-    """As `reference.matmul`, same bits."""
+    """Multiply as `reference.matmul`, same bits."""
     a, b = a.contiguous(), b.contiguous()
     (m, depth), n = a.shape, b.shape[1]
     out = torch.empty(m, n, dtype=torch.float32, device=a.device)
@@ -135,7 +135,7 @@ def matmul(a: Tensor, b: Tensor, spec: Spec) -> Tensor:
 
 
 def compile_to_ptx(spec: Spec, arch: int) -> str:
-    """PTX of the kernel for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
+    """Return PTX of the kernel for an NVIDIA architecture (80, 89, 90, 100), without a GPU."""
     kinds = {"a_ptr": "*fp32", "b_ptr": "*fp32", "out_ptr": "*fp32"}
     kinds |= dict.fromkeys(("m", "depth", "n", "chunk"), "i32")
     return str(ahead.compile_for(_matmul_kernel, kinds, _flags(spec), arch).asm["ptx"])

@@ -38,9 +38,9 @@ class Sizes(NamedTuple):
 
     live: int
     end: int
-    """Up to the end of the highest tensor: what is above ``live`` are holes."""
+    """Bytes up to the end of the highest tensor. The difference to ``live`` is holes."""
     idle: int
-    """In pages that hold no tensor and may still be resident."""
+    """Bytes of pages that hold no tensor and may still be resident."""
 
 
 def is_installed() -> bool:

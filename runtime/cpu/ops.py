@@ -77,7 +77,7 @@ def store(
 def store_(
     x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`store`, the rounded values written over dense float32 ``x``."""
+    """Run `store`, and write the rounded values over dense float32 ``x``."""
     return _store(x, x, table, row, parse(format), storage, keep)
 
 
@@ -111,7 +111,7 @@ def round_values(
 
 
 def round_(x: torch.Tensor, table: torch.Tensor, row: int, format: str, storage: str, keep: bool) -> torch.Tensor:
-    """`round_values` over dense float32 ``x``; returns the counts."""
+    """Run `round_values` over dense float32 ``x``; return the counts."""
     return _round(x, x, table, row, parse(format), storage, keep)
 
 

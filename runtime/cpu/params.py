@@ -1,4 +1,4 @@
-"""What the CPU kernels need to know of a cast: the C struct of ``kernels.cpp``."""
+"""Parameters of a cast for the CPU kernels: the C struct of ``kernels.cpp``."""
 
 from __future__ import annotations
 

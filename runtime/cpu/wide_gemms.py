@@ -27,6 +27,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Return ``beta * bias + alpha * (a @ b)``, summed in float32 and rounded once."""
     out = a.new_empty(a.shape[0], b.shape[1])
     for rows, columns in _blocks(out):
         out[rows, columns] = _scaled_sum(_part(bias, rows, columns), _product(a[rows], b[:, columns]), beta, alpha)
@@ -42,6 +43,7 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Return ``beta * bias + alpha * (a @ b)`` for batches (b, m, k) by (b, k, n), as `addmm`."""
     out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
     bias = bias.expand(out.shape)
     for i in _pieces(a.shape[0], max(a[:1].numel(), b[:1].numel(), out[:1].numel())):

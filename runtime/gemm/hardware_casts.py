@@ -1,4 +1,4 @@
-"""Whether a GPU's own 8-bit cast gives the codes of the definition: asked once a process, format and device."""
+"""Compare a GPU's own 8-bit cast with the format's definition, once for each process, format and device."""
 
 from __future__ import annotations
 

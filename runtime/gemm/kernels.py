@@ -26,6 +26,7 @@ class Specialization:
     options: dict[str, int]
 
     def compile(self, arch: int) -> Any:
+        """Compile for an architecture (80, 89, 90, 100) without a GPU. Raises what Triton raises."""
         return ahead.compile_for(self.kernel, self.signature, self.constants, arch, **self.options)
 
 
@@ -108,6 +109,7 @@ def _gathered() -> Specialization:
 
 
 def product(a: str, b: str, out: str | None, tile: Tile) -> Specialization:
+    """Return the generated GEMM of formats ``a`` and ``b`` in one tile; ``out`` None: bfloat16 comes out."""
     signature = {"a_ptr": _pointer(a), "b_ptr": _pointer(b), "bias_ptr": "*bf16:16", "exp_a_ptr": "*i32"}
     signature |= {"exp_b_ptr": "*i32", "row_ptr": "*i32", "out_ptr": _pointer(out) if out else "*bf16:16"}
     signature |= {"counts_ptr": "*i32:16", "m": "i32:16", "n": "i32:16", "k": "i32:16", "bucket": "i32:16"}

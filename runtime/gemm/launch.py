@@ -37,6 +37,7 @@ class Pointer:
     """Bytes, below 16."""
 
     def data_ptr(self) -> int:
+        """Return an address: Triton's compiler asks how it is aligned and nothing else."""
         return self.offset
 
 
@@ -48,10 +49,11 @@ class Launch:
     device: torch.device
     arguments: tuple[Any, ...]
     options: tuple[tuple[str, Any], ...]
-    """In the order of the call, which is part of the key that Triton finds its code by."""
+    """Keyword arguments in the order of the call: their order is part of Triton's key for compiled code."""
 
     @classmethod
     def of(cls, kernel: TritonKernel, arguments: Sequence[Any], options: dict[str, Any]) -> Launch:
+        """Describe a launch with these arguments."""
         device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
         return cls(kernel, device, tuple(map(_specialised, arguments)), tuple(options.items()))
 
@@ -90,6 +92,7 @@ def noting() -> Iterator[list[Alternatives]]:
 
 
 def is_noting() -> bool:
+    """Say whether launches are noted instead of started."""
     return _noted.get() is not None
 
 

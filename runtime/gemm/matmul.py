@@ -33,7 +33,7 @@ count_lost, note_facts = map(device_function, ("count_lost", "note_facts"))
 
 @triton.jit
 def _read(at: tl.tensor, inside: tl.tensor, DECODE: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """A tile of an operand as the tensor cores take it; zeros outside."""
+    """Load a tile of an operand as the tensor cores take it; zeros outside."""
     value = tl.load(at, mask=inside, other=0.0 if DECODE is None else 0)
     if DECODE is not None:
         value = DECODE(value.to(tl.int32))
@@ -83,6 +83,7 @@ def matmul_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> None:
+    """Compute one tile of the product; see `matmul`."""
     program = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(m, ROWS), tl.cdiv(n, COLUMNS)
     first = program // (GROUP * tiles_n) * GROUP
@@ -134,7 +135,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Output:
-    """How the product is stored as codes: ``encode(product * 2**row[0], fmt)``."""
+    """A product that is stored as codes: ``encode(product * 2**row[0], fmt)``."""
 
     fmt: Format
     row: Tensor
@@ -183,6 +184,7 @@ def flags(a: Format, b: Format, *, coded: tuple[bool, bool] = (True, True), out:
 
 
 def tile_flags(tile: Tile) -> dict[str, int]:
+    """Return the compile-time arguments of a tile."""
     return {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
 
 
@@ -237,7 +239,7 @@ class _Call:
     args: tuple[Any, ...]
     static: dict[str, Any]
     facts: tuple[object, ...]
-    """What decides, beside the GPU, which tile is fastest."""
+    """Facts that decide, beside the GPU, which tile is fastest."""
 
     def run(self, tile: Tile) -> None:
         m, n = self.args[8:10]

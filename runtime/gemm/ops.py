@@ -32,6 +32,7 @@ def quantize_transpose(
     row_major: bool,
     stats: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes of ``x``, their transpose and striped counters, in one kernel. Raises `LoweringError` off a GPU."""
     from fxprec.runtime.gemm import transpose
 
     _check_device(x)
@@ -43,6 +44,7 @@ def quantize_transpose(
 
 
 def transpose_codes(q: torch.Tensor) -> torch.Tensor:
+    """Return the transpose of codes as a matrix (columns, rows). Raises `LoweringError` off a GPU."""
     from fxprec.runtime.gemm import transpose
 
     _check_device(q)
@@ -60,6 +62,7 @@ def matmul_codes(
     format_b: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
+    """Return the product of stored operands, decoded and multiplied in one kernel. Raises `LoweringError` off a GPU."""
     from fxprec.runtime.gemm.matmul import matmul
 
     _check_device(a)
@@ -82,6 +85,7 @@ def matmul_to_codes(
     keep: bool,
     stats: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the product as codes, and striped counters. Raises `LoweringError` off a GPU."""
     from fxprec.runtime.gemm.matmul import Output, matmul
 
     _check_device(a)
@@ -102,6 +106,7 @@ def totals(
     measured: Sequence[bool],
     scaled: Sequence[bool],
 ) -> torch.Tensor:
+    """Return rows of counts from those of the parts, flat float64; on a CPU by plain torch."""
     facts = (rows, sizes, elements, measured, scaled)
     if lost.device.type != "cuda" and not compat.triton_interprets():
         return stats.totals(lost, amax, moments, table, *facts).flatten()
@@ -111,6 +116,7 @@ def totals(
 
 
 def gathered(counters: torch.Tensor) -> torch.Tensor:
+    """Return rows of counts from striped counters, flat float64."""
     from fxprec.runtime.gemm import totals
 
     return totals.gathered(counters).flatten()

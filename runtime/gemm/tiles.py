@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tile:
-    """How much of the product one program makes: a ``rows`` x ``columns`` tile in steps of ``depth``."""
+    """One program's part of a product: ``rows`` x ``columns`` elements, summed in steps of ``depth``."""
 
     rows: int
     columns: int

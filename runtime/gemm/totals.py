@@ -1,4 +1,4 @@
-"""What a graph's kernels counted of their parts, and in striped counters, added up.
+"""Add up the counts that a graph's kernels left for each part of a tensor, and in striped counters.
 
 A cast has up to hundreds of thousands of parts: `SPLITS` programs add up a share each, then one adds up the shares.
 No sum of floats is an atomic, so the same parts give the same bits in every run.
@@ -19,7 +19,7 @@ from fxprec.runtime.gemm.launch import enqueue
 
 BLOCK, WARPS = 1024, 8
 NUMBERS = 7
-"""Of a share: overflow, underflow, bits of amax, non-zero, the sums of squares, logarithms and squared logarithms."""
+"""Numbers of a share: overflow, underflow, bits of amax, non-zero, sums of squares, logarithms, squared logarithms."""
 MOST_SPLITS = 128
 
 
@@ -38,6 +38,7 @@ def shares_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Add up one share of a site's parts."""
     site, share = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     start, size, moments = 0, 0, -1
     for k in tl.static_range(len(FACTS)):
@@ -88,6 +89,7 @@ def totals_kernel(
     NUMBERS: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
+    """Add up a site's shares, and write its row of `fxprec.numerics.stats.Counts`."""
     site = tl.program_id(0)
     row, moments, scaled = 0, -1, 0
     elements = tl.full((), 0, tl.int64)
@@ -170,6 +172,7 @@ def gather_kernel(
     SUMS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
+    """Add up a site's striped counters, and write its row of `fxprec.numerics.stats.Counts`."""
     mine = counters_ptr + tl.program_id(0) * (STRIPES + 1) * COLUMNS
     at = mine + tl.arange(0, STRIPES) * COLUMNS
     facts = mine + STRIPES * COLUMNS

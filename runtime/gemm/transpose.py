@@ -47,6 +47,7 @@ def quantize_transpose_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
+    """Round one tile, store its codes and their transpose, and count; see `quantize_transpose`."""
     tiles = tl.cdiv(n, COLUMNS)
     program = tl.program_id(0)
     i = (program // tiles) * ROWS + tl.arange(0, ROWS)
@@ -79,6 +80,7 @@ def transpose_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
+    """Store the transpose of one tile of codes."""
     tiles = tl.cdiv(n, COLUMNS)
     i = (tl.program_id(0) // tiles) * ROWS + tl.arange(0, ROWS)
     j = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)

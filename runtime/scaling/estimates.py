@@ -1,4 +1,4 @@
-"""How much of a gradient a scale saves from underflow: the statistical model of Zhao et al. 2020, section 3.
+"""Predict how much of a gradient a scale saves from underflow, by the model of Zhao et al. 2020, section 3.
 
 ``threshold`` is the magnitude up to which a value rounds to zero. The paper takes the smallest subnormal; with nearest
 rounding it is half of that, and predictions match what is measured only with the true one.
@@ -50,7 +50,7 @@ def gemm_deviation(length: int, gradient: float, operand: float) -> float:
 
 
 def normal_underflow(deviation: float, threshold: float, scale: float = 1.0) -> float:
-    """Theorem 1: the share of a zero-mean normal that rounds to zero at ``scale`` (equation 3)."""
+    """Return the share of a zero-mean normal that rounds to zero at ``scale`` (theorem 1, equation 3)."""
     return math.erf(threshold / (scale * math.sqrt(2) * deviation))
 
 
@@ -60,7 +60,7 @@ def normal_scale(deviation: float, threshold: float, underflow: float) -> float:
 
 
 def log_normal_underflow(mean_ln: float, std_ln: float, threshold: float, scale: float = 1.0) -> float:
-    """Theorem 2: the share of a log-normal that rounds to zero at ``scale`` (equation 4)."""
+    """Return the share of a log-normal that rounds to zero at ``scale`` (theorem 2, equation 4)."""
     return _STANDARD.cdf((math.log(threshold) - mean_ln - math.log(scale)) / max(std_ln, _NO_SPREAD))
 
 

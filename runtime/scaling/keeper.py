@@ -44,11 +44,11 @@ class Keeper(Protocol):
 
     @property
     def measures(self) -> bool:
-        """Whether the coming step measures moments."""
+        """Say whether the coming step measures moments."""
 
     @property
     def waits(self) -> bool:
-        """Whether the statistics on their way are worth waiting for."""
+        """Say whether the next step waits for the statistics on their way."""
 
     def ask(self) -> None:
         """Measure in the coming step, whenever the next refresh would be."""
@@ -109,7 +109,7 @@ class ScaleKeeper:
 
     @property
     def _fresh(self) -> frozenset[int]:
-        """Casts measured since the last refresh, by row."""
+        """Return the casts measured since the last refresh, by row."""
         return frozenset(row for row, record in self._records.items() if record.is_fresh)
 
     def ask(self) -> None:
@@ -180,7 +180,7 @@ class ScaleKeeper:
         self._due = self._due or step + 1 - self._last_refresh >= self.scaling.interval
 
     def _tell_what_was_lost(self, tell: Tell) -> None:
-        """Before anything was measured nothing is scaled: say what that cost."""
+        """Tell what the steps before the first measurement lost: nothing is scaled in them."""
         lost = {row: r.lost for row, r in self._records.items() if r.lost is not None and r.lost >= GROSS_OVERFLOW}
         if lost:
             worst = max(lost, key=lambda row: lost[row])
@@ -194,7 +194,7 @@ class ScaleKeeper:
 
     @property
     def _clipped(self) -> dict[int, int]:
-        """Binades by which the whole of a cast saturated, by row."""
+        """Return the binades by which the whole of a cast saturated, by row."""
         return {row: r.clipped for row, r in self._records.items() if r.clipped is not None}
 
     def _lower(self, step: int, tell: Tell) -> None:

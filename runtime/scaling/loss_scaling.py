@@ -30,7 +30,7 @@ class LossScaleKeeper:
         self.exps = [exponent_of(self.scaling.initial)] * len(self.graph.variables)
 
     def ask(self) -> None:
-        """A loss scale measures nothing."""
+        """Do nothing: a loss scale measures nothing."""
 
     def note(self, stats: SiteStats, step: int) -> None:
         if stats.site in self.graph.casts:

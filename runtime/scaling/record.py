@@ -1,4 +1,4 @@
-"""What one row of the table showed lately, and how records become plain data."""
+"""Recent statistics of one row of the table, and their form as plain data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Refresh:
 
 @dataclass
 class Record:
-    """A cast of a gradient, or an operand of its GEMM, of which only the first two are known."""
+    """Recent statistics of a gradient's cast, or of an operand of its GEMM, which fills the first two fields only."""
 
     measured: SiteStats | None = None
     """The last good measurement."""
@@ -56,11 +56,12 @@ class Record:
 
     @property
     def is_seen(self) -> bool:
+        """Say whether a largest magnitude is known."""
         return self.amax is not None or bool(self.recent)
 
     @property
     def peak(self) -> float:
-        """The largest magnitude since the last refresh and of the last steps: losses may take turns."""
+        """Return the largest magnitude since the last refresh and of the last steps: losses may take turns."""
         return max(self.amax or 0.0, *self.recent, 0.0)
 
     def note_amax(self, amax: float, *, forget: bool = False) -> None:
@@ -68,11 +69,11 @@ class Record:
         self.amax = amax if forget or self.amax is None else max(self.amax, amax)
 
     def acted_on(self) -> None:
-        """A step begins."""
+        """Forget what was to be acted on: a step begins."""
         self.saturating = self.clipped = None
 
     def refreshed(self) -> None:
-        """Scales were solved anew."""
+        """Forget what was seen since the last refresh: scales were solved."""
         self.is_fresh, self.amax, self.small = False, None, 0
 
 

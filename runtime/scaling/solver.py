@@ -30,7 +30,7 @@ LARGEST_CARRIED = 2.0**64
 
 @dataclass(frozen=True)
 class CastStatistics:
-    """What is known of the casts' gradients and their GEMMs' operands, by row; nothing in it carries a scale."""
+    """Statistics of the casts' gradients and of their GEMMs' operands, by row, with every scale taken off."""
 
     stats: Mapping[int, SiteStats]
     amax: Mapping[int, float]
@@ -41,6 +41,7 @@ class CastStatistics:
     """Casts measured since the last refresh, by row; None: all there are statistics of."""
 
     def is_fresh(self, cast: Cast) -> bool:
+        """Say whether a cast was measured since the last refresh."""
         return cast.row in (self.stats if self.fresh is None else self.fresh)
 
     def unclipped(self, hidden: Mapping[int, int]) -> CastStatistics:
