@@ -86,7 +86,7 @@ class Work:
 
     @property
     def peak_goal(self) -> PeakBudget | GivenPeak | None:
-        """The peak budget, or the plan made for one, that says how backward gets each value; None without either."""
+        """Return the peak budget, or the plan made for one that says how backward gets each value, or None."""
         if not self.joint.tangents:
             return None
         if self.given is None:

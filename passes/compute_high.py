@@ -76,7 +76,7 @@ class _Readers:
         self._name_unknown()
 
     def _name_unknown(self) -> None:
-        """Remark on each operator in no table: what its backward reads keeps its own dtype."""
+        """Add a remark for each operator in no table: what its backward reads keeps its own dtype."""
         named = {kept.unknown.partition(" ")[0]: kept.unknown for _, kept in self.work.book.spared() if kept.unknown}
         for name in named.values():
             self.work.remarks.append(
@@ -108,7 +108,7 @@ class _Readers:
         return replace(site, why=given.why, unread=given.unread)
 
     def _settle(self, q: Node, fmt: Format) -> tuple[Reads, Format, str]:
-        """Settle who reads one stored tensor; return that, the format it is stored in, and why if it is another."""
+        """Decide who reads one stored tensor; return the readers, its format, and why the format is not the group's."""
         value, read = Quantize.of(q).x, read_of(q)  # settling another may have put a view in the place of this value
         if is_backward(q):
             keeps, nobody = self._is_multiplied, GRADIENT

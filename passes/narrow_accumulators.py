@@ -85,7 +85,7 @@ def _product(out: _Emitter) -> None:
 
 
 def _product_and_sum(out: _Emitter) -> None:
-    """``beta * input + alpha * (a @ b)``; the addition is float32's."""
+    """Compute ``beta * input + alpha * (a @ b)``; the addition is float32's."""
     added = input_at(out.gemm, 0)
     alpha, beta = (out.gemm.kwargs.get(name, 1) for name in ("alpha", "beta"))
     product = out.scaled(out.matmul(*factors_of(out.gemm)), alpha)
@@ -95,7 +95,7 @@ def _product_and_sum(out: _Emitter) -> None:
 
 
 def _vector_product(out: _Emitter) -> None:
-    """(m, k) by (k,), or (k,) by (k,)."""
+    """Multiply (m, k) by (k,), or (k,) by (k,)."""
     a, b = input_at(out.gemm, 0), input_at(out.gemm, 1)
     dot = a.meta["val"].dim() == 1
     rows = out.op(ops.aten.unsqueeze.default, a, 0) if dot else a

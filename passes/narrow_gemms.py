@@ -191,7 +191,7 @@ def _own_result(node: Node) -> list[Node]:
 
 
 def _is_logsumexp(node: Node) -> bool:
-    """Attention's saved softmax statistics stay float32."""
+    """Say whether a node is attention's saved softmax statistic, which stays float32."""
     item = item_of(node)
     return item is not None and item[0].target in ops.ATTENTION and item[1] != 0
 

@@ -66,7 +66,7 @@ class _Call:
 
     @property
     def results(self) -> list[Node]:
-        """The tensors of forward's result, or the gradients of its operands."""
+        """Return the tensors of forward's result, or the gradients of its operands."""
         return [user for user in self.node.users if _is_narrow(user)]
 
     @property

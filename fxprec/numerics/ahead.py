@@ -19,7 +19,7 @@ SHARED_LIMIT: Mapping[int, int] = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 1
 
 @dataclass(frozen=True)
 class Resources:
-    """What one thread block of a compiled kernel uses."""
+    """Registers, spills and shared memory of one thread block of a compiled kernel."""
 
     arch: int
     registers: int
@@ -31,16 +31,18 @@ class Resources:
 
     @property
     def excess(self) -> str | None:
-        """What is too much, or None."""
+        """Say which resource is exceeded, or None."""
         if self.spilled:
             return f"spills {self.spilled} bytes"
         return f"wants {self.shared} bytes of shared memory" if self.shared > SHARED_LIMIT[self.arch] else None
 
     @property
     def fits(self) -> bool:
+        """Say whether no resource is exceeded."""
         return self.excess is None
 
     def to_dict(self) -> dict[str, int]:
+        """Return plain data."""
         return asdict(self)
 
 

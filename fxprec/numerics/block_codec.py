@@ -42,7 +42,7 @@ class BlockRow(NamedTuple):
     """A block format's constants, as int32 numbers; "bits" are those of a float32."""
 
     largest_exponent: object
-    """Of the element's numbers; e8m0 only."""
+    """Exponent of the element format's largest number; e8m0 only."""
     carry: Any
     """Added to the largest magnitude's bits before its exponent is read; e8m0 only."""
     largest: Any
@@ -149,7 +149,7 @@ def dithered_integer(x: Tensor, random: Tensor, inverse: Tensor, offset: Tensor,
 
 
 def _place(x: Tensor, inverse: Tensor, offset: Tensor, row: BlockRow) -> Tensor:
-    """Where an element lies among the integers. No compiler adds to the product before it is rounded."""
+    """Return an element's place among the integers. No compiler adds to the product before it is rounded."""
     return torch.clamp_max((x - offset) * inverse, as_float(row.largest))
 
 
@@ -188,14 +188,14 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 class Head(NamedTuple):
-    """What a block's elements share. Without an offset, its code and ``origin`` are None."""
+    """The numbers that a block's elements share. Without an offset, its code and ``origin`` are None."""
 
     scale: Tensor
     """Its code, int32."""
     offset: Tensor | None
     """Its code, int32."""
     inverse: Tensor
-    """What elements are multiplied by, less ``origin``."""
+    """Factor of an element, once ``origin`` is subtracted."""
     origin: Tensor | None
 
 

@@ -25,11 +25,11 @@ class BlockCodes:
     tensor_scale: torch.Tensor | None
     """float32 (1,), where the format has one."""
     shape: torch.Size
-    """Of the tensor."""
+    """Shape of the tensor that was encoded."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it: ``fmt.num_bytes(elements)``."""
+        """Return the bytes of codes, scales and offsets: ``fmt.num_bytes(elements)``."""
         parts = (self.codes, self.scales, self.offsets, self.tensor_scale)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -70,6 +70,7 @@ def decode_blocks(code: BlockCodes, fmt: BlockFormat, dtype: torch.dtype) -> tor
 def quantize_blocks(
     x: torch.Tensor, fmt: BlockFormat, rounding: str, generator: torch.Generator | None
 ) -> torch.Tensor:
+    """Return ``x`` rounded to a block format, in the shape and dtype of ``x``; see `quantize`."""
     return decode_blocks(encode_blocks(x, fmt, rounding, generator), fmt, x.dtype)
 
 

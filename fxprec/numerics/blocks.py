@@ -38,10 +38,12 @@ class Integer:
 
     @property
     def largest(self) -> int:
+        """Return the largest integer."""
         return (1 << self.bits) - 1
 
     @property
     def name(self) -> str:
+        """Return the canonical name: ``int4``."""
         return f"int{self.bits}"
 
 
@@ -57,7 +59,7 @@ class BlockFormat:
     block: int
     """Elements that share a scale: a power of two from 8 to 4096."""
     scale: ScaleName
-    """How it is stored: ``e8m0`` (a power of two), ``e4m3fn`` or ``bf16``. Integers take bf16, and a bf16 offset."""
+    """Format of the scale: ``e8m0`` (a power of two), ``e4m3fn`` or ``bf16``. Integers take bf16, and a bf16 offset."""
     tensor_scale: bool = False
     """Whether a float32 of the whole tensor multiplies the scales, so that they use all of e4m3fn's range."""
 
@@ -82,30 +84,32 @@ class BlockFormat:
 
     @property
     def bits(self) -> int:
-        """Bits of an element's code."""
+        """Return the bits of an element's code."""
         return self.element.bits
 
     @property
     def has_offset(self) -> bool:
+        """Say whether blocks have an offset beside their scale."""
         return isinstance(self.element, Integer)
 
     @property
     def scale_dtype(self) -> torch.dtype:
+        """Return the dtype in which scales are stored."""
         return _SCALE_DTYPES[self.scale]
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of a block's codes."""
+        """Return the bytes of a block's codes."""
         return self.block * self.bits // 8
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a block's scale and offset."""
+        """Return the bytes of a block's scale and offset."""
         return self.scale_dtype.itemsize * (1 + self.has_offset)
 
     @property
     def bits_per_element(self) -> float:
-        """Bits an element takes, its share of scale and offset included."""
+        """Return the bits that an element takes, with its share of scale and offset."""
         return self.bits + 8 * self.head_bytes / self.block
 
     def num_bytes(self, elements: int) -> int:
@@ -115,7 +119,7 @@ class BlockFormat:
 
     @property
     def name(self) -> str:
-        """The canonical name; ``find(fmt.name) == fmt`` for every format."""
+        """Return the canonical name; ``find(fmt.name) == fmt`` for every format."""
         known = _CANONICAL.get(self)
         return known if known is not None else f"{self.element.name}/{self.block}:{self.scale}{'*' * self.tensor_scale}"
 

@@ -75,7 +75,7 @@ def nearest(x: Tensor, row: FormatRow[Any]) -> Tensor:
 
 
 def nearest_finite(x: Tensor, row: FormatRow[Any]) -> Tensor:
-    """`nearest` of numbers: without inf and NaN, in a saturating format with a mantissa (``parity`` 1)."""
+    """Round as `nearest` where there is no inf and no NaN, in a saturating format with a mantissa (``parity`` 1)."""
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
     row = row._replace(parity=1)
@@ -159,7 +159,7 @@ def encode_bits(x: Tensor, fmt: Format) -> Tensor:
 
 
 def folded_codes(x: Tensor, fmt: Format, kept: int | None = None) -> Tensor:
-    """`codes` of one format: a NaN that has no code saturates as any other number, without a comparison.
+    """Return the `codes` of one format; a NaN without a code saturates as other numbers do, without a comparison.
 
     ``kept`` is the code that true infinity gets, also where the format saturates (`kept_infinity`).
     """
@@ -192,7 +192,7 @@ def decode_bits(code: Tensor, fmt: Format) -> Tensor:
 
 
 def folded_numbers(code: Tensor, fmt: Format) -> Tensor:
-    """`numbers` of one format, from int32 codes whose upper bits do not count.
+    """Return the `numbers` of one format, from int32 codes whose upper bits do not count.
 
     Float32's own subnormals stand for the format's: multiplying by a power of two is exact.
     """
@@ -215,7 +215,7 @@ def _times_power(value: Tensor, exponent: int) -> Tensor:
 
 
 def _special(wide: Tensor, fmt: Format) -> Tensor | float:
-    """What a code above the largest number means: its mantissa stays for IEEE's NaNs."""
+    """Return the value of a code above the largest number; its mantissa stays for IEEE's NaNs."""
     if fmt.specials == "fn":
         return torch.nan
     kept = wide if fmt.specials == "ieee" else wide & SIGN
@@ -223,5 +223,5 @@ def _special(wide: Tensor, fmt: Format) -> Tensor | float:
 
 
 def _exact_cast(fmt: Format) -> torch.dtype | None:
-    """The native dtype, if its cast rounds and overflows as the format on every device; 8-bit casts do not."""
+    """Return the native dtype if its cast rounds and overflows as the format on every device; 8-bit casts do not."""
     return fmt.torch_dtype if fmt.bits > 8 and fmt.overflow == "inf" else None

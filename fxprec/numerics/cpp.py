@@ -132,7 +132,7 @@ def function(
 
 
 def _stored() -> str:
-    """Both forms of a stored number; a kernel that wants one of them leaves the other to the compiler to drop."""
+    """Return both forms of a stored number; the compiler drops the form that a kernel does not use."""
     return "struct Stored { int32_t code; float value; };\n" + function(
         "stored", {"x": "float"}, codec.stored, "Stored"
     )

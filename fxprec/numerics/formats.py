@@ -50,7 +50,7 @@ class Format:
     """``none``: all codes are numbers. ``ieee``: the top exponent code means inf and NaN. ``fn`` (OCP): only the
     all-ones code is NaN."""
     overflow: Overflow | None = None
-    """What a value beyond the largest number becomes, inf among them: ``saturate`` (the largest), ``inf`` or
+    """The result for a value beyond the largest number, inf among them: ``saturate`` (the largest), ``inf`` or
     ``nan``. The default is ``saturate`` for ``none`` and ``fn``, ``inf`` for ``ieee``. NaN stays NaN wherever the
     format or its carrier has one."""
 
@@ -106,27 +106,27 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Bits of a code, the sign among them."""
+        """Return the bits of a code, the sign among them."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def offset(self) -> int:
-        """B, the exponent offset: 2^(E-1) - 1 + bias."""
+        """Return B, the exponent offset: 2^(E-1) - 1 + bias."""
         return (1 << (self.exponent_bits - 1)) - 1 + self.bias
 
     @property
     def has_float32_range(self) -> bool:
-        """Whether no number of a model leaves its range: as many exponent bits as float32 has."""
+        """Say whether there are as many exponent bits as in float32, so that no number of a model leaves the range."""
         return self.exponent_bits >= 8
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal number, 1 - B."""
+        """Return the exponent of the smallest normal number, 1 - B."""
         return 1 - self.offset
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest number; at most 127, since float32 carries the values.
+        """Return the exponent of the largest number; at most 127, since float32 carries the values.
 
         Only formats without specials may have codes above that (``1-8-M``); they are never made, and read as inf.
         """
@@ -134,7 +134,7 @@ class Format:
 
     @property
     def largest_code(self) -> int:
-        """Magnitude bits (the code without its sign) of the largest number."""
+        """Return the magnitude bits (the code without its sign) of the largest number."""
         mantissas = 1 << self.mantissa_bits
         last = (self.max_exponent + self.offset + 1) * mantissas - 1
         spared = self.specials == "fn" and self.mantissa_bits > 0 and self.max_exponent == self._top_exponent
@@ -142,12 +142,12 @@ class Format:
 
     @property
     def overflow_code(self) -> int:
-        """Magnitude bits that a value beyond the largest number gets."""
+        """Return the magnitude bits that a value beyond the largest number gets."""
         return self.largest_code + (self.overflow != "saturate")
 
     @property
     def nan_code(self) -> int | None:
-        """Magnitude bits of a (quiet) NaN, None where every code is a number."""
+        """Return the magnitude bits of a (quiet) NaN, None where every code is a number."""
         if self.specials == "none":
             return None
         top = ((1 << self.exponent_bits) - 1) << self.mantissa_bits
@@ -156,35 +156,35 @@ class Format:
 
     @property
     def largest(self) -> float:
-        """The largest number."""
+        """Return the largest number."""
         mantissa = self.largest_code & ((1 << self.mantissa_bits) - 1)
         return 2.0**self.max_exponent * (1 + mantissa / (1 << self.mantissa_bits))
 
     @property
     def smallest_normal(self) -> float:
-        """2^(1 - B)."""
+        """Return the smallest normal number, 2^(1 - B)."""
         return 2.0**self.min_exponent
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest positive number, 2^(1 - B - M); with 0 mantissa bits that is the smallest normal."""
+        """Return the smallest positive number, 2^(1 - B - M); with 0 mantissa bits it is the smallest normal one."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
     @property
     def code_dtype(self) -> torch.dtype:
-        """The smallest unsigned integer dtype that holds a code."""
+        """Return the smallest unsigned integer dtype that holds a code."""
         if self.bits <= 8:
             return torch.uint8
         return torch.uint16 if self.bits <= 16 else torch.uint32
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The native dtype whose codes mean the same numbers, whatever its own overflow rule; None without one."""
+        """Return the native dtype whose codes mean the same numbers, whatever its overflow rule; None without one."""
         return _NATIVE.get((self.exponent_bits, self.mantissa_bits, self.bias, self.specials))
 
     @property
     def name(self) -> str:
-        """The canonical name; ``parse(fmt.name) == fmt`` for every format."""
+        """Return the canonical name; ``parse(fmt.name) == fmt`` for every format."""
         known = _CANONICAL.get(self)
         if known is not None:
             return known

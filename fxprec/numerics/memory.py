@@ -36,7 +36,7 @@ def _advised(new: torch.Tensor) -> torch.Tensor:
 
 
 def _advise(libc: ctypes.CDLL, address: int, size: int) -> None:
-    """Advice only: what the kernel refuses (no huge pages configured) costs time, not correctness."""
+    """Advise the system to use huge pages. A refusal (none are configured) costs time, not correctness."""
     start = -(-address // _PAGE) * _PAGE
     libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - (start - address)), _MADV_HUGEPAGE)
 

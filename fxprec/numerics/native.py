@@ -143,7 +143,7 @@ def check_readable(name: str, tensor: torch.Tensor, dim: int | None = None) -> N
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """Position in its storage behind the last element."""
+    """Return the position in its storage behind the last element."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in steps) + 1
 
@@ -164,7 +164,7 @@ def _described(dtype: torch.dtype, numel: int, device: str, strides: str) -> str
 
 
 def _layout(tensor: torch.Tensor) -> str:
-    """What else may be wrong with a tensor of the right dtype, size and device."""
+    """Describe what may be wrong with a tensor of the right dtype, size and device: layout, type or strides."""
     if tensor.layout != torch.strided:
         return f", {str(tensor.layout)[6:]}"
     if type(tensor).__torch_dispatch__ is not _PLAIN:

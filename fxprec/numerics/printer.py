@@ -13,7 +13,7 @@ from fxprec.numerics.trace import Traced
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one language writes the nodes of a trace."""
+    """The syntax of one language for the nodes of a trace."""
 
     statement: str
     """With ``{type}``, ``{name}`` and ``{value}``."""
@@ -21,12 +21,12 @@ class Dialect:
     number: Callable[[float, torch.dtype], str]
     """A literal of that dtype."""
     expressions: Mapping[str, str]
-    """By operator name, without the overload: with ``{0}``, ``{1}``, ... for the arguments."""
+    """The expression of each operator, by its name without the overload; ``{0}``, ``{1}``, ... are the arguments."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """What an input is called where its number is wanted, and where the float32 of its bits is."""
+    """The text of an input where its number is wanted, and where the float32 of its bits is."""
 
     number: str
     as_float: str

@@ -16,17 +16,18 @@ from fxprec.numerics.rows import FormatRow, as_float
 
 
 class Grid(NamedTuple):
-    """The numbers a format has, and what becomes of larger ones: all that rounding to it needs."""
+    """A format as rounding needs it: the numbers it has, and the result of an overflow."""
 
     mantissa_bits: int
     min_exponent: int
-    """Of the smallest normal number."""
+    """Exponent of the smallest normal number."""
     largest: float
     beyond: float
-    """What overflows becomes."""
+    """The result of an overflow: the largest number, inf or NaN."""
 
     @classmethod
     def of(cls, fmt: Format) -> Grid:
+        """Return the grid of a format."""
         beyond = {"saturate": fmt.largest, "inf": math.inf, "nan": math.nan}[str(fmt.overflow)]
         return cls(fmt.mantissa_bits, fmt.min_exponent, fmt.largest, beyond)
 
@@ -38,11 +39,12 @@ class Grid(NamedTuple):
 
     @property
     def max_exponent(self) -> int:
+        """Return the exponent of the largest number."""
         return math.frexp(self.largest)[1] - 1
 
 
 class Stats(NamedTuple):
-    """What rounding a tensor to a format does to its values; counts are elements."""
+    """The elements that rounding to a format loses, and the largest magnitude."""
 
     overflow: int
     underflow: int
@@ -135,7 +137,7 @@ def _with(x: torch.Tensor, condition: torch.Tensor, value: torch.Tensor | float)
 
 
 def _value(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """float64 values of magnitude bits."""
+    """Return the float64 values of magnitude bits."""
     exponent = magnitude >> fmt.mantissa_bits
     mantissa = (magnitude & ((1 << fmt.mantissa_bits) - 1)).double() / (1 << fmt.mantissa_bits)
     normal = torch.ldexp(1 + mantissa, exponent - fmt.offset)

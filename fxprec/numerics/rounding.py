@@ -170,7 +170,7 @@ def _quantize(
 
 
 def _random(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """31 random bits for each element, in the order of the elements whatever the layout."""
+    """Draw 31 random bits for each element, in the order of the elements whatever the layout."""
     return torch.empty(x.shape, dtype=torch.int32, device=x.device).random_(generator=generator)
 
 

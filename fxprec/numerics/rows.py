@@ -33,7 +33,7 @@ class FormatRow(NamedTuple, Generic[S]):
     addend: S
     """Half a unit in the last place, less 1 where ``parity`` is 1."""
     parity: S
-    """How the last kept bit of a float32 enters a tie: 1 added, -1 subtracted, 0 not at all."""
+    """The part of the last kept bit of a float32 in a tie: 1 added, -1 subtracted, 0 none."""
     min_normal: S
     """Bits of the smallest normal number."""
     magic: S
@@ -47,7 +47,7 @@ class FormatRow(NamedTuple, Generic[S]):
 
 
 class CodeRow(NamedTuple, Generic[S]):
-    """What turns numbers of a format into codes and back, beside its `FormatRow`."""
+    """A format as int32 numbers that encoding and decoding need beside its `FormatRow`."""
 
     rebias: S
     """float32 bits of 2^(-B): the difference of the two exponent codes, in place."""
@@ -98,7 +98,7 @@ def format_row(fmt: Format) -> FormatRow[int]:
 
 
 def _parity(fmt: Format) -> int:
-    """With no mantissa bits the last kept bit is the exponent's, and an even offset difference makes odd codes even."""
+    """Return ``parity``; without mantissa bits the last kept bit is the exponent's, and odd codes may be even ones."""
     if fmt.mantissa_bits == 23:
         return 0
     return -1 if fmt.mantissa_bits == 0 and (127 - fmt.offset) % 2 else 1

@@ -16,24 +16,24 @@ _FLOAT32_MIN_EXPONENT = -126
 
 
 def shares_exponents(fmt: Format) -> bool:
-    """Whether the format's numbers are float32's with a shorter mantissa, subnormals among them."""
+    """Say whether the format's numbers are float32's with a shorter mantissa, subnormals among them."""
     return fmt.min_exponent == _FLOAT32_MIN_EXPONENT and 0 < fmt.mantissa_bits < 23
 
 
 def carries_into_infinity(row: FormatRow[int]) -> bool:
-    """Whether rounding past the largest number ends at inf by itself, as in bfloat16."""
+    """Say whether rounding past the largest number ends at inf by itself, as in bfloat16."""
     return bool(row.largest + (1 << row.shift) == row.overflow == INFINITY)
 
 
 def nearest_cut(x: Tensor, row: FormatRow[int]) -> Tensor:
-    """Nearest even where `carries_into_infinity`: the sign can stay where it is. 9 operations for 14."""
+    """Round to nearest even where `carries_into_infinity`: the sign stays in place. 9 operations for 14."""
     bits = x.view(torch.int32)
     rounded = (bits + (row.addend + ((bits >> row.shift) & 1))) & -(1 << row.shift)
     return torch.where(x != x, QUIET_NAN | (bits & SIGN), rounded).view(torch.float32)
 
 
 def nearest_short(x: Tensor, row: FormatRow[int]) -> Tensor:
-    """Nearest even where `shares_exponents`: there are no subnormals of its own."""
+    """Round to nearest even where `shares_exponents`: the format has no subnormals of its own."""
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE
     rounded = ((magnitude + row.addend + ((magnitude >> row.shift) & 1)) >> row.shift) << row.shift
@@ -43,7 +43,7 @@ def nearest_short(x: Tensor, row: FormatRow[int]) -> Tensor:
 
 
 def dithered_short(x: Tensor, random: Tensor, fmt: Format) -> Tensor:
-    """`directed.dithered` where `shares_exponents`: random bits added below the kept mantissa, then truncated.
+    """Round as `directed.dithered` where `shares_exponents`: add random bits below the kept mantissa, then truncate.
 
     Source: docs/algorithms.md, "16-bit training".
     """

@@ -26,7 +26,7 @@ from fxprec.numerics.rows import MAGNITUDE, FormatRow
 
 
 class Counts(NamedTuple):
-    """What was counted of one cast in one step; the fields of a row of float64."""
+    """The counts of one cast in one step: a row of float64."""
 
     overflow: float
     """Elements."""
@@ -120,11 +120,11 @@ def count_moments(stored: Tensor, dims: tuple[int, ...] = ()) -> list[Tensor]:
 
 
 CARRIED = len(FormatRow._fields)
-"""Column of the scale table: the scale exponent that what comes into a row's cast carries already."""
+"""Column of the scale table: the scale exponent that the input of a row's cast carries already."""
 SHORT = 1 << 15
-"""Of fewer elements what overflows and, above it, what underflows is counted in one sum of 32 bits."""
+"""Elements. Shorter parts count overflow and, in the bits above it, underflow in one sum of 32 bits."""
 FIELD = 21
-"""Bits of one number in the counts of a row: what overflows, what underflows above it, what is not zero above that."""
+"""Bits of each number in a part's packed counts: overflow lowest, then underflow, then non-zero elements."""
 
 
 def count_parts(

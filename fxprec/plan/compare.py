@@ -1,4 +1,4 @@
-"""Whether two plans belong to the same model, and which of their sites hold the same tensor.
+"""Decide whether two plans belong to the same model, and match the sites that hold the same tensor.
 
 Nothing here asks for a format. Node names are compared without their numbers: FX counts every node it ever made, so
 the same graph traced again, under dynamic shapes above all, may number its nodes otherwise.
@@ -25,7 +25,7 @@ _NODES = frozenset({"node", "operators", "tensor"})
 
 
 class Tables(Protocol):
-    """What of a `Plan` is compared."""
+    """The fields of a `Plan` that are compared."""
 
     @property
     def grouping(self) -> str: ...

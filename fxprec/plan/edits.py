@@ -1,4 +1,4 @@
-"""What a person changed in a plan file, made one consistent plan: a group switched over takes its sites along."""
+"""Make a plan file that a person edited consistent: a group that is switched over takes its sites along."""
 
 from __future__ import annotations
 

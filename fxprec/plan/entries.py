@@ -86,7 +86,7 @@ def _record(cls: type, entry: Entry) -> Any:
 _FORMER = {"Site": ("stats",), "Plan": ("compute",)}
 """Keys that earlier versions wrote. Nothing reads them, and they are no error."""
 _FORMER_UNREAD = "nobody would read a low copy"
-"""How ``why`` began in plan files from before there was ``unread``."""
+"""The beginning of ``why`` in plan files older than the field ``unread``."""
 
 
 def _site(entry: Entry) -> Site:

@@ -44,7 +44,7 @@ class Plan:
     storage: Literal["native", "packed", "simulate"] = "native"
     policy: str = "size"
     grouping: Literal["execution", "dataflow"] = "execution"
-    """How operators form groups, as `Config.grouping`."""
+    """The rule by which operators form groups, as `Config.grouping`."""
     requested_low_ratio: Share | None = None
     """None where an activation budget took its place."""
     activation_budget: int | None = None
@@ -57,13 +57,13 @@ class Plan:
     """Proved relative distance from the optimum (policy ``exact``)."""
     total_elements: int = 0
     saved_bytes: ByteCount | None = None
-    """Of the partitioned graph, or None in one without a backward half."""
+    """Bytes that the partitioned graph saves for backward; None without a backward half."""
     peak_bytes: PeakBytes | None = None
-    """Of a step under a peak budget."""
+    """Peak of a step under a peak budget; None without one."""
     lowering: LoweringChoice | None = field(default=None, compare=False)
-    """What ``lowering="auto"`` took, which changes no number; None where another was asked for, or nothing compiled."""
+    """The choice of ``lowering="auto"``, which changes no number; None for another lowering, or before compiling."""
     notes: tuple[str, ...] = ()
-    """What is worth knowing though nothing asked for was left out, such as operators with unscaled gradients."""
+    """Remarks, such as operators with unscaled gradients. What was asked for and not done is a warning instead."""
     schema: int = SCHEMA
     fxprec: str = field(default_factory=lambda: _version("fxprec"))
     torch: str = field(default_factory=lambda: _version("torch"))
@@ -78,37 +78,37 @@ class Plan:
 
     @property
     def compute(self) -> Literal["high", "stored"]:
-        """What operators read: ``"high"``, the values, or in simulation ``"stored"``, the rounded ones."""
+        """Say what operators read: ``"high"``, the values, or in simulation ``"stored"``, the rounded values."""
         return "stored" if self.storage == "simulate" else "high"
 
     @cached_property
     def formats(self) -> Mapping[tuple[str, str], str]:
-        """Format name by (tensor, kind): what another compilation of the same model follows."""
+        """Return the format name by (tensor, kind), which another compilation of the same model follows."""
         return {(site.tensor, site.kind): site.format for site in self.sites}
 
     @property
     def gemms_by_name(self) -> GemmNames:
-        """What says that another graph is of the same model (`latest_of_gemms`)."""
+        """Return operator and module of each GEMM: graphs of one model agree in them (`latest_of_gemms`)."""
         return tuple((gemm.op, gemm.module) for gemm in self.gemms)
 
     @cached_property
     def low_groups(self) -> frozenset[int]:
-        """Ids of the groups the policy made low."""
+        """Return the ids of the groups the policy made low."""
         return frozenset(group.id for group in self.groups if group.low)
 
     @property
     def promoted(self) -> tuple[Site, ...]:
-        """The sites promoted so far."""
+        """Return the sites promoted so far."""
         return tuple(site for site in self.sites if site.promoted_at is not None)
 
     @property
     def promoted_ratio(self) -> float:
-        """Elements of the tensors promoted so far / all elements, at the traced sizes."""
+        """Return the elements of promoted tensors over all elements, at the traced sizes."""
         return sum(site.elements for site in self.promoted) / max(self.total_elements, 1)
 
     @property
     def low_ratio(self) -> float:
-        """Elements held low now / all elements: ``achieved_low_ratio`` less what was promoted since."""
+        """Return the elements held low now over all elements: ``achieved_low_ratio`` less what was promoted since."""
         return max(0.0, self.achieved_low_ratio - self.promoted_ratio)
 
     def mean_low_ratio(self, steps: int) -> float:

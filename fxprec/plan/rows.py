@@ -44,6 +44,7 @@ class KindCounts:
 
     @property
     def total(self) -> int:
+        """Return the elements of all kinds."""
         return self.output + self.param + self.grad_output + self.grad_param
 
 
@@ -60,7 +61,7 @@ class Group:
     order: int
     """Position in the policy's order of demotion, 0 first."""
     solved_low: bool | None = None
-    """What ``low`` was when the plan was made; a ``low`` switched by hand takes the group's sites along."""
+    """The value of ``low`` when the plan was made; a ``low`` switched by hand takes the group's sites along."""
     operators: tuple[str, ...] = ()
     size: str = ""
     """Elements as an expression in the dynamic dimensions; for people and comparison, never evaluated."""
@@ -94,11 +95,11 @@ class Site:
     source: str = ""
     """``file:line`` or ``""``."""
     reads: Reads = "all"
-    """Who reads what is stored: only backward; GEMMs that multiply its codes (and backward); every reader."""
+    """The readers of the stored copy: backward alone; GEMMs that multiply its codes, and backward; every reader."""
     way: Way = ""
-    """How backward gets the value under a peak budget: kept in high precision, kept in 8 bits or in ``saved_as``,
-    computed again, kept in ``format`` in host memory; ``""`` for what backward does not read, and without a peak
-    budget."""
+    """The way in which backward gets the value under a peak budget: kept in high precision, kept in 8 bits or in
+    ``saved_as``, computed again, kept in ``format`` in host memory; ``""`` for what backward does not read, and without
+    a peak budget."""
     why: Reason = ""
     """Why its format is not the one its group (or the policy) gives it: nobody would read a low copy, or 8 bits would
     spoil it (docs/compute.md); ``""`` where it is. For people: nothing decides by it."""
@@ -114,12 +115,12 @@ class Site:
 
     @property
     def order(self) -> tuple[bool, int]:
-        """Sorts sites as they run: backward from the last layer to the first."""
+        """Return a key that sorts sites as they run: backward from the last layer to the first."""
         return (True, -self.id) if self.direction == "backward" else (False, self.id)
 
     @property
     def is_unread(self) -> bool:
-        """Whether it is high only because nobody would read a low copy: no choice of format."""
+        """Say whether it is high only because nobody would read a low copy: no choice of format."""
         return self.promoted_at is None and self.unread
 
 
@@ -137,7 +138,7 @@ class ByteCount:
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """What one half of a graph does under one lowering, GEMMs and attention left out, as estimated."""
+    """Estimated launches and bytes of one half of a graph under one lowering, without GEMMs and attention."""
 
     launches: int
     bytes: int
@@ -147,7 +148,7 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True)
 class HalfLowering:
-    """What is estimated of one half under each lowering, and which was taken."""
+    """The estimates for one half under each lowering, and the lowering that was taken."""
 
     chosen: Literal["inductor", "triton"]
     inductor: Moved
@@ -156,7 +157,7 @@ class HalfLowering:
 
 @dataclass(frozen=True, kw_only=True)
 class LoweringEstimate:
-    """Of both halves; ``backward`` is None where a graph has none."""
+    """The estimates for both halves; ``backward`` is None where a graph has none."""
 
     forward: HalfLowering | None = None
     backward: HalfLowering | None = None
@@ -164,7 +165,7 @@ class LoweringEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class LoweringChoice:
-    """What ``lowering="auto"`` took: Inductor's own kernels, generated Triton kernels, or one for each half."""
+    """The choice of ``lowering="auto"``: Inductor's own kernels, generated Triton kernels, or one for each half."""
 
     asked: Reason
     chosen: Literal["inductor", "triton", "mixed"]
@@ -178,13 +179,13 @@ LIVE = ("kept", "kept in 8 bits", "kept in fewer bits", "computed again", "gradi
 
 @dataclass(frozen=True, kw_only=True)
 class PeakPoint:
-    """What the step would hold and take under another budget, as predicted."""
+    """The predicted bytes and seconds of the step under another budget."""
 
     peak: int
     waiting: int
     """Bytes between the halves: saved for backward, and the outputs."""
     seconds: float
-    """Of the whole step, by rough rates of the device: to compare points by."""
+    """Seconds of the whole step by rough rates of the device, for comparing points."""
     live: Live = ()
     """As `PeakBytes.live`, at fewer moments."""
 
@@ -208,7 +209,7 @@ class PeakBytes:
     offloaded: tuple[str, ...] = ()
     """Values without a site that wait in host memory, by node."""
     graphs: int = 1
-    """How many training graphs of one step share the budget."""
+    """Number of training graphs of one step that share the budget."""
     beside: int = 0
     """Bytes of the others that live while this one runs: what waits for backward, and parameter gradients."""
     reserved: int = 0
@@ -222,5 +223,5 @@ class PeakBytes:
 
     @property
     def room(self) -> int:
-        """What the budget leaves to this graph."""
+        """Return the bytes that the budget leaves to this graph."""
         return self.budget - self.beside - self.reserved

@@ -1,4 +1,4 @@
-"""How gradients carry their scales: a small DAG of power-of-two exponents, as plain data.
+"""The scales that gradients carry: a small DAG of power-of-two exponents, as plain data.
 
 Definitions: docs/algorithms.md, "Gradient scaling". The pass carry-scales extracts it from the joint graph once; the
 runtime solves it at every refresh and writes the exponents into the scale table. A *variable* is one exponent ``a``:
@@ -76,7 +76,7 @@ class ScaleGraph:
 
     @cached_property
     def casts(self) -> Mapping[int, int]:
-        """Variable by row, of the casts."""
+        """Return the variable of each cast, by row."""
         return {v.row: i for i, v in enumerate(self.variables) if isinstance(v, Cast)}
 
     def casts_alike(self, other: ScaleGraph) -> bool:
@@ -86,17 +86,17 @@ class ScaleGraph:
 
     @cached_property
     def operands(self) -> frozenset[int]:
-        """Rows of forward tensors that Theorem 1 needs statistics of."""
+        """Return the rows of forward tensors whose statistics Theorem 1 needs."""
         return frozenset(v.gemm.operand for v in self.variables if isinstance(v, Cast) and v.gemm is not None)
 
     @cached_property
     def noted(self) -> frozenset[int]:
-        """Rows whose statistics decide scales."""
+        """Return the rows whose statistics decide scales."""
         return self.operands.union(self.casts)
 
     @cached_property
     def rows(self) -> frozenset[int]:
-        """Rows whose scale exponent may differ from 0."""
+        """Return the rows whose scale exponent may differ from 0."""
         return frozenset(self.casts) | {slot.row for slot in self.slots}
 
     def num_rows(self, sites: int) -> int:
@@ -105,7 +105,7 @@ class ScaleGraph:
 
     @cached_property
     def site_of(self) -> Mapping[int, int]:
-        """Site by row, for the rows beyond the sites that are casts too."""
+        """Return the site of each cast's row; some rows lie beyond those of the sites."""
         return {v.row: v.site for v in self.variables if isinstance(v, Cast)}
 
 

@@ -33,7 +33,7 @@ def parts(plans: Sequence[Plan]) -> list[str]:
 
 
 def _saved(plans: Sequence[Plan]) -> str:
-    """Float32 takes four bytes an element and bf16 two."""
+    """Say how much is saved for backward, beside bf16 (two bytes an element) and float32 (four)."""
     counts = [plan.saved_bytes for plan in plans]
     known = [count for count in counts if count is not None]
     if not known or len(known) < len(counts):
@@ -44,7 +44,7 @@ def _saved(plans: Sequence[Plan]) -> str:
 
 
 def _peak(plans: Sequence[Plan]) -> str:
-    """Of several graphs the one that leaves least of its part."""
+    """Say the peak of the graph that leaves least of its part of the budget."""
     peaks = [plan.peak_bytes for plan in plans if plan.peak_bytes is not None]
     if not peaks:
         return ""

@@ -1,4 +1,4 @@
-"""What moved between two plans: from and to which format, why, by how many bytes."""
+"""Compare two plans: which tensors changed their format, why, and by how many bytes."""
 
 from __future__ import annotations
 

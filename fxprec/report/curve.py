@@ -1,4 +1,4 @@
-"""What other ratios would give, from the plan alone: elements low, bytes saved for backward, rounding error."""
+"""Predict other ratios from the plan alone: elements low, bytes saved for backward, rounding error."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MEAN_INVERSE_SQUARE = 3 / (8 * math.log(2))
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What demoting the first groups of the order gives."""
+    """The result of demoting the first groups of the order."""
 
     groups: int
-    """How many groups are low."""
+    """Number of groups that are low."""
     reached: float
     """Share of all elements held low."""
     saved_bytes: int | None

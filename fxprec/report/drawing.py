@@ -1,4 +1,4 @@
-"""What ``report.html`` and the DOT file draw: the joint graph without casts, each node with its group and sites."""
+"""The drawing for ``report.html`` and the DOT file: the joint graph without casts, each node with group and sites."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Drawing:
     nodes: tuple[DrawnNode, ...]
     edges: tuple[tuple[int, int], ...]
     gemms: tuple[GemmCost | None, ...]
-    """By the plan's GEMM."""
+    """The cost of each GEMM of the plan."""
     damage: tuple[float, ...] | None = None
     """Measured loss from holding a group low, by group; policy ``exact`` only."""
 

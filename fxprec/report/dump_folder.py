@@ -1,4 +1,4 @@
-"""Where a backend dumps its graphs, if it does."""
+"""The folder in which a backend dumps its graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _claimed: Counter[Path] = Counter()
 
 
 class DumpFolder:
-    """Where one backend dumps its graphs: ``DIR/graph-0``, ...; a process's next backend takes ``DIR/model-1``."""
+    """The dumps of one backend: ``DIR/graph-0``, ...; a process's next backend takes ``DIR/model-1``."""
 
     def __init__(self, path: Path, *, plan_only: bool = False) -> None:
         self.path, self.plan_only = path, plan_only
@@ -36,7 +36,7 @@ class DumpFolder:
 
     @cached_property
     def root(self) -> Path:
-        """Claimed at the first graph, so that a backend which compiles nothing takes no name."""
+        """Claim the folder at the first graph, so that a backend which compiles nothing takes no name; return it."""
         root = self.path
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             root = root / f"rank-{torch.distributed.get_rank()}"

@@ -1,4 +1,4 @@
-"""What a GEMM computes and reads, from the shapes of the traced graph."""
+"""Count the operations of a GEMM and the elements it reads and writes, from the shapes of the traced graph."""
 
 from __future__ import annotations
 

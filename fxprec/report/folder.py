@@ -75,11 +75,12 @@ class GraphDump:
 
     @cached_property
     def path(self) -> Path:
+        """Return the graph's folder."""
         return self._folder.root / f"graph-{self._index}"
 
     @property
     def plan_only(self) -> bool:
-        """Whether nothing runs: the machine is not the one it is planned for."""
+        """Say whether nothing runs: the machine is not the one it is planned for."""
         return self._folder.plan_only
 
     @_spares_training

@@ -1,4 +1,4 @@
-"""What a plan's training step would take on a GPU: seconds and bytes at the peak, beside bfloat16 autocast.
+"""Estimate a plan's training step on a GPU: seconds and bytes at the peak, beside bfloat16 autocast.
 
 A rough model, to say whether low precision is worth it before anything is trained: GEMMs at the rates of
 `fxprec.passes.analysis.gemm_costs`, everything else at the speed of memory, one read and one write a tensor that a GEMM
@@ -29,23 +29,23 @@ class Layer:
     columns: int
     inner: int
     groups: tuple[int, int]
-    """Before and after it."""
+    """The groups before and after the GEMM."""
     flops: float = 0.0
-    """Of attention, forward, of the causal half."""
+    """Operations of attention's forward pass over the causal half; 0 for a GEMM."""
 
     @property
     def weight(self) -> int:
-        """Elements."""
+        """Return the elements of the weight."""
         return 0 if self.flops else self.inner * self.columns
 
     def high_seconds(self, costs: Costs) -> float:
-        """Seconds of all its GEMMs in bfloat16."""
+        """Return the seconds of all its GEMMs in bfloat16."""
         if self.flops:
             return 3.5 * self.flops / costs.bf16_flop_per_s + 2 * costs.launch_s
         return sum(costs.product(*sizes, costs.bf16_flop_per_s, _HIGH) + costs.launch_s for sizes in self._sizes())
 
     def low_seconds(self, costs: Costs, *, backward: bool) -> float:
-        """Seconds of its GEMMs over fp8 codes, the forward one alone or all."""
+        """Return the seconds of its GEMMs over fp8 codes, the forward one alone or all."""
         if self.flops or costs.fp8_flop_per_s is None or self.inner % _FP8_SIZES or self.columns % _FP8_SIZES:
             return self.high_seconds(costs)
         rates = [costs.fp8_flop_per_s, *[costs.fp8_flop_per_s if backward else costs.bf16_flop_per_s] * 2]
@@ -192,7 +192,7 @@ class _Model:
                 yield site
 
     def _activation_bytes(self) -> int:
-        """Bytes of values and gradients between GEMMs: each written, or read, once outside them in each half."""
+        """Return the bytes of values and gradients between GEMMs: written, or read, once outside them in each half."""
         made_by_gemms = {gemm.node for gemm in self.plan.gemms}
         saved = {site.id for site in self._saved()}
         sites = [site for site in self.plan.sites if site.kind == "output"]
@@ -203,7 +203,7 @@ class _Model:
         )
 
     def _temporary(self) -> int:
-        """Bytes of the widest gradient and of what its GEMM makes of it, in backward."""
+        """Return the bytes, in backward, of the widest gradient and of what its GEMM makes of it."""
         return max((layer.rows * (layer.columns + layer.inner) * _HIGH for layer in self.layers), default=0)
 
 

@@ -91,7 +91,7 @@ def _rows(live: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _saved(plan: Plan) -> dict[str, int] | None:
-    """Float32 takes four bytes an element and bf16 two; masks and indices are not counted."""
+    """Return bytes saved: float32 takes four an element and bf16 two; masks and indices are not counted."""
     if plan.saved_bytes is None:
         return None
     return {"fp32": plan.saved_bytes.fp32, "bf16": plan.saved_bytes.fp32 // 2, "planned": plan.saved_bytes.planned}
@@ -123,7 +123,7 @@ class _Gemms:
 
     @cached_property
     def bits(self) -> Mapping[str, int]:
-        """Bits an element of each stored tensor takes, by name."""
+        """Return the bits that an element of each stored tensor takes, by name."""
         drawn = () if self.drawing is None else self.drawing.nodes
         stored = {s.tensor: parse(s.format).bits for s in self.plan.sites if s.kind in ("output", "param")}
         return {n.name: _WIDTH.get(n.value.partition(" ")[0], 32) for n in drawn} | stored
@@ -136,7 +136,7 @@ class _Gemms:
         return [*names, flops, *self._bytes(gemm, cost), gemm.pays, self.texts(gemm.why), *between]
 
     def _bytes(self, gemm: Gemm, cost: GemmCost | None) -> list[int | None]:
-        """Bytes of operands and result: all in bf16, and as planned."""
+        """Return the bytes of operands and result: all in bf16, and as planned."""
         if cost is None or self.drawing is None:
             return [None, None]
         read = [(self.drawing.nodes[i].name, n) for i, n in cost.operands]

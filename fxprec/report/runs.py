@@ -1,4 +1,4 @@
-"""What a run left of its tensors, for comparing it with another: statistics of each step, and what was dumped."""
+"""Read the tensors of a run, to compare it with another: statistics of each step, and dumped values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fxprec.report.tensors import read_tensors
 Point = tuple[float, float, float]
 """amax, overflow ratio, underflow ratio."""
 Series = Mapping[int, Mapping[int, Point]]
-"""By site, then by step; of a site's several casts the first."""
+"""Points by site, then by step; a site with several casts has those of the first."""
 Half = Literal["update", "forward", "backward"]
 HALVES: tuple[Half, ...] = ("update", "forward", "backward")
-"""As they follow on each other: weights of a step are what the update before it made."""
+"""The halves in order: a step's weights are those that the update before it made."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,22 @@ class Track:
     """Sorts a half's tensors as they run."""
     is_site: bool
     points: Mapping[int, Point] = field(default_factory=dict)
-    """By step."""
+    """The points of the tensor, by step."""
     dumps: dict[int, Dump] = field(default_factory=dict)
 
     @property
     def half(self) -> Half:
+        """Return the half of a step in which the tensor is made."""
         return "update" if self.kind == "param" and self.dumps else "backward" if "grad" in self.kind else "forward"
 
     @property
     def steps(self) -> set[int]:
+        """Return the steps with a statistic or a dump."""
         return {*self.points, *self.dumps}
 
     @property
     def label(self) -> str:
+        """Return tensor, kind and module as text."""
         return f"{self.tensor} ({self.kind}{f', {self.module}' if self.module else ''})"
 
 
@@ -85,10 +88,12 @@ class Run:
 
     @property
     def has_values(self) -> bool:
+        """Say whether any tensor was dumped."""
         return any(track.dumps for tracks in self.tracks.values() for track in tracks)
 
     @property
     def has_statistics(self) -> bool:
+        """Say whether any tensor has statistics."""
         return any(track.points for tracks in self.tracks.values() for track in tracks)
 
     @classmethod

@@ -20,7 +20,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Parting:
-    """What differs of one tensor in one step."""
+    """A difference of one tensor in one step."""
 
     step: int
     what: str
@@ -38,7 +38,7 @@ class Pair:
     ours: Track
     theirs: Track
     steps: tuple[int, ...]
-    """In which both have it."""
+    """Steps in which both runs have the tensor."""
     parting: Parting | None
     """The first that counts."""
     apart: tuple[float | None, ...]
@@ -46,15 +46,17 @@ class Pair:
 
     @property
     def half(self) -> Half:
+        """Return the half of a step in which the tensor is made."""
         return self.ours.half
 
     @property
     def order(self) -> tuple[int, int, str, tuple[int, int]]:
-        """Sorts by the step in which they part, then by execution."""
+        """Return a key that sorts by the step in which they part, then by execution."""
         step = 2**62 if self.parting is None else self.parting.step
         return (step, HALVES.index(self.half), self.ours.graph, self.ours.position)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
         place = {name: getattr(self.ours, name) for name in ("graph", "tensor", "kind", "module", "source", "half")}
         formats = self.ours.format, self.theirs.format
         found = place | {"formats": formats, "parting": self.parting, "steps": self.steps, "apart": self.apart}
@@ -70,7 +72,7 @@ class PartedPair(Pair):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two runs have in common, and where they part."""
+    """Two runs: what they have in common, and where they part."""
 
     first: str
     second: str
@@ -87,6 +89,7 @@ class Comparison:
 
     @property
     def partings(self) -> tuple[PartedPair, ...]:
+        """Return the pairs that part, in the order of the pairs."""
         return tuple(pair for pair in self.pairs if isinstance(pair, PartedPair))
 
     def first_in(self, half: Half) -> PartedPair | None:

@@ -42,15 +42,15 @@ class Origin:
     module: str
     source: str
     site: int | None
-    """In the plan; None for a tensor of which no precision is chosen, or which nobody stores."""
+    """Id of the plan's site; None for a tensor whose precision is not chosen, or that nobody stores."""
     format: str
-    """In which it is stored; of one that is not, the recipe's low format."""
+    """Format of the stored tensor; the recipe's low format for one that is not stored."""
     scale_exponent: int
-    """It is stored times 2 to this power."""
+    """The tensor is stored times 2 to this power."""
 
     @property
     def name(self) -> str:
-        """Of the tensor in its file."""
+        """Return the tensor's name in its file."""
         return f"{self.tensor}:{self.kind}"
 
 
@@ -61,7 +61,7 @@ class Dumped:
     origin: Origin
     value: Tensor
     kept: Tensor
-    """What is stored of it, or would be: it may be less its mean (docs/passes.md, store-centred)."""
+    """The values that are stored, or would be: the tensor, or less its mean (docs/passes.md, store-centred)."""
 
 
 def facts(dumped: Dumped) -> tuple[dict[str, Any], Tensor]:
@@ -119,7 +119,7 @@ def _range(origin: Origin) -> list[float] | None:
 
 
 class TensorFolder:
-    """What one graph writes: files of at most ``limit`` bytes of tensors together."""
+    """The tensor files of one graph, of at most ``limit`` bytes of tensors together."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self.path, self.left = path, limit

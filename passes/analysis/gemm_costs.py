@@ -82,7 +82,7 @@ class Costs:
         return self.generated_special_flop_per_s if product.has_special else self.generated_flop_per_s
 
     def product(self, m: int, n: int, k: int, rate: float, operand_bytes: float, out_bytes: float = 2) -> float:
-        """Seconds of one GEMM at ``rate`` operations a second, operands of so many bytes an element; no launch."""
+        """Return the seconds of one GEMM at ``rate`` operations a second, ``operand_bytes`` an element; no launch."""
         traffic = (operand_bytes * (m * k + k * n) + out_bytes * m * n) / self.bytes_per_s
         return max(2.0 * m * n * k / rate, traffic)
 
@@ -150,7 +150,7 @@ class Product:
 
 
 def low_seconds(products: Sequence[Product], costs: Costs, *, in_cuda_graph: bool = False) -> float:
-    """Seconds of the GEMMs over codes, their transposed copies made: the device's, or the host's where these are more.
+    """Return the seconds of GEMMs over codes with their transposed copies: the device's, or the host's if more.
 
     The host starts kernels ahead of the device, so its time counts only where the device would wait. A CUDA graph needs
     no host.
@@ -171,7 +171,7 @@ def _low_on_host(product: Product, costs: Costs) -> float:
 
 
 def high_seconds(products: Sequence[Product], costs: Costs) -> float:
-    """Seconds of decoding the operands and multiplying in high precision; the host takes no longer."""
+    """Return the seconds of decoding the operands and multiplying in high precision; the host takes no longer."""
     return sum(_high_on_device(p, costs) for p in products)
 
 

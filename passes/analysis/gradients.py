@@ -44,7 +44,7 @@ class GradientWalk:
             self._pass_on(op.inputs, leaving, inside)
 
     def _start_at_tangents(self) -> None:
-        """A tangent is the contribution of the code outside the graph to the value it returned."""
+        """Visit each tangent: what the code outside of the graph contributes to the gradient of a returned value."""
         for tangent in self.joint.tangents:
             result = self.joint.returned_for(tangent)
             if result is not None:
@@ -87,7 +87,7 @@ class GradientWalk:
         return self._above_repeated(node, covered, value)
 
     def _above_repeated(self, node: Node, covered: set[Node], value: Node) -> Node:
-        """Climb on where a contribution counts again, as both of ``a + a``: while that is still ``value``'s sum."""
+        """Climb where a sum adds the contribution again, as ``a + a``; return the highest sum that is ``value``'s."""
         highest = node
         while above := next((u for u in node.users if u in self.sums and covered.issuperset(u.all_input_nodes)), None):
             node = above

@@ -46,7 +46,7 @@ class Grouped:
 
     @cached_property
     def ends(self) -> frozenset[int] | None:
-        """Ids of the first GEMM's operands, parameters, results and their gradients, and of all in the last group.
+        """Return the ids of the first GEMM's operands, parameters, results and gradients, and of all in the last group.
 
         None where the groups themselves say so (execution order).
         """
@@ -61,7 +61,7 @@ class Grouped:
 
     @property
     def gemms_by_name(self) -> GemmNames:
-        """As `Plan.gemms_by_name` has them."""
+        """Return operator and module of each GEMM, as `Plan.gemms_by_name`."""
         return tuple((op.aten, op.module) for op in self.gemms)
 
     @property
@@ -133,7 +133,7 @@ class _Walk:
                     self._count(node, "grad_param", group, op.module, op.source, op.is_gemm)
 
     def _group_of_first_input(self, op: Operator, bases: Sequence[Node]) -> int:
-        """A parameter lies with its operator's first input that is no parameter."""
+        """Return the group of an operator's parameters: that of its first input which is no parameter."""
         for node in bases:
             if node in self.grouping.of_input:
                 return self.grouping.of_input[node]
@@ -187,7 +187,7 @@ def _no_float64(name: str, module: str, source: str) -> str:
 
 
 def _gemm_operands(operators: Operators) -> frozenset[Node]:
-    """Values a forward GEMM multiplies, seen through views."""
+    """Return the values that forward GEMMs multiply, seen through views."""
     found: set[Node] = set()
     for op in operators.all:
         if op.is_gemm:
@@ -196,7 +196,7 @@ def _gemm_operands(operators: Operators) -> frozenset[Node]:
 
 
 def _saved_for_backward(operators: Operators, copies_parameters: bool) -> frozenset[Node]:
-    """Forward values (bases) that backward reads, or what it recomputes; of what it recomputes the boundary only."""
+    """Return the forward values (bases) that backward reads; where it recomputes, the boundary only."""
     joint = operators.joint
     found: set[Node] = set()
     if not joint.tangents:
@@ -216,7 +216,7 @@ def _outlives_forward(node: Node, joint: JointGraph, copies_parameters: bool) ->
 
 
 def _differentiable(operators: Operators) -> frozenset[Node]:
-    """Values a gradient reaches: they depend on an input with a gradient, and a tangent depends on them."""
+    """Return the values with a gradient: they depend on an input with one, and a tangent depends on them."""
     joint = operators.joint
     if not joint.tangents:
         return frozenset()

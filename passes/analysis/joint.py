@@ -165,12 +165,12 @@ class JointGraph:
 
     @cached_property
     def placeholders(self) -> tuple[Node, ...]:
-        """The forward inputs."""
+        """Return the forward inputs."""
         return tuple(n for n in self.graph.find_nodes(op="placeholder") if not self.is_tangent(n))
 
     @cached_property
     def used_inputs(self) -> tuple[Node, ...]:
-        """The model's own inputs that something reads."""
+        """Return the model's own inputs that something reads."""
         return tuple(n for n in self.placeholders if n.users and self.describe(n).kind == "input")
 
     @cached_property
@@ -199,7 +199,7 @@ class JointGraph:
 
     @property
     def num_forward_outputs(self) -> int:
-        """Outputs before the gradients, of which there is one, or None, per input."""
+        """Return the number of outputs before the gradients, of which there is one, or None, per input."""
         if not self.tangents:
             return len(self.results)
         descs = self.output.meta.get("desc")
@@ -214,7 +214,7 @@ class JointGraph:
 
     @cached_property
     def table(self) -> Node:
-        """The scale table: the last captured input."""
+        """Return the scale table: the last captured input."""
         found = self._find_table()
         assert found is not None
         return found
@@ -278,7 +278,7 @@ class JointGraph:
 
     @property
     def contiguous_gradients(self) -> tuple[int, ...]:
-        """Positions, among the results of backward, of gradients whose inputs are contiguous."""
+        """Return the positions, among backward's results, of gradients whose inputs are contiguous."""
         first = self.num_forward_outputs
         return tuple(at - first for node, (at, _) in self.gradients.items() if tensor_of(node).is_contiguous())
 

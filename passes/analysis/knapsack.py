@@ -63,7 +63,7 @@ def min_damage_cover(
 
 
 def _forced(useful: Iterable[int], weights: Sequence[int], damages: Sequence[float], need: int) -> frozenset[int]:
-    """Items of unbounded damage that are needed all the same: the heaviest, as few as possible."""
+    """Return the items of unbounded damage that are needed all the same: the heaviest, as few as possible."""
     unbounded = [i for i in useful if not damages[i] < _UNBOUNDED]
     missing = need - sum(weights[i] for i in useful if damages[i] < _UNBOUNDED)
     taken: list[int] = []
@@ -161,7 +161,7 @@ class _Search:
         return short | self._greedy(rest, self.need - self.weight(short), self._by_efficiency)
 
     def _start(self, items: Sequence[int]) -> frozenset[int]:
-        """The cheapest greedy cover: by weight (the paper's order), by damage, by damage per weight."""
+        """Return the cheapest greedy cover: by weight (the paper's order), by damage, by damage per weight."""
         orders: tuple[_Order, ...] = (
             lambda i: (-self.weights[i], i),
             lambda i: (self.damages[i], i),

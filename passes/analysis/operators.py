@@ -77,7 +77,7 @@ class Operators:
 
     @cached_property
     def accumulations(self) -> frozenset[Node]:
-        """Backward additions the autograd engine made where a value has several consumers."""
+        """Return the backward additions that the autograd engine made where a value has several consumers."""
         last = max((op.seq_nr for op in self.all if op.seq_nr is not None), default=None)
         return frozenset(
             node

@@ -41,7 +41,7 @@ class Problem:
 
     @property
     def demotable(self) -> int:
-        """Elements that may become low."""
+        """Return the elements that may become low."""
         return sum(map(self.elements, self.groups))
 
 
@@ -62,7 +62,7 @@ def _tensors_of(problem: Problem, groups: Iterable[int]) -> frozenset[int]:
 
 
 def _demote(order: Callable[[Problem], Sequence[int]]) -> Policy:
-    """Demote whole groups in ``order`` until the goal is met."""
+    """Return a policy that demotes whole groups in ``order`` until the goal is met."""
 
     def policy(problem: Problem) -> Choice:
         ordered = order(problem)

@@ -87,7 +87,7 @@ def _row(factor: Node, casts: Mapping[Node, int]) -> tuple[int, bool] | None:
 
 
 def _length(node: Node) -> int:
-    """Accumulation length of a GEMM whose result is an input's gradient, at the traced sizes."""
+    """Return the accumulation length of a GEMM whose result is an input's gradient, at the traced sizes."""
     if node.target is _CONVOLUTION:
         transposed, groups = node.args[7], node.args[9]
         assert isinstance(groups, int)

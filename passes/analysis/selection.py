@@ -63,7 +63,7 @@ def _no_match(pattern: str, modules: Sequence[str]) -> str:
 
 
 def _ends(tensors: Sequence[CountedTensor]) -> Iterator[CountedTensor]:
-    """The first GEMM's operands, parameters, result and incoming gradient, and the whole last group."""
+    """Return the first GEMM's operands, parameters, result and incoming gradient, and the whole last group."""
     last = max((t.group for t in tensors), default=0)
     first_gemm = next((t.module for t in tensors if t.group == 1 and t.kind == "output" and t.of_gemm), None)
     for tensor in tensors:

@@ -234,7 +234,7 @@ def _quantize(x: torch.Tensor, columns: _Columns, fmt: str, storage: str, scaled
 
 
 def _saturated(x: torch.Tensor, largest: float) -> torch.Tensor:
-    """Clamp, NaN kept; without min and max, which beside stores of bytes some GPUs get wrong (triton issue 11111)."""
+    """Clamp and keep NaN. Minima and maxima beside stores of bytes go wrong on some GPUs (triton issue 11111)."""
     return torch.where(x > largest, largest, torch.where(x < -largest, -largest, x))
 
 

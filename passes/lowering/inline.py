@@ -32,7 +32,7 @@ class Inlined:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The watched rows that are counted from codes."""
+        """Return the watched rows that are counted from codes."""
         return tuple(result.row for result in self.counted)
 
 

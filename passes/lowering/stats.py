@@ -49,7 +49,7 @@ class Counters:
 
     @property
     def left(self) -> list[int]:
-        """The watched rows that no kernel counts for."""
+        """Return the watched rows that no kernel counts for."""
         taken = set(self.rows)
         return [row for row in self._watched if row not in taken]
 
@@ -66,12 +66,12 @@ class Counters:
         return self.wants(row) and row in self._measured
 
     def add(self, row: int, counters: Node) -> None:
-        """A kernel counts for ``row`` in ``counters``, if it is watched."""
+        """Note the counters in which a kernel counts for ``row``, if the row is wanted."""
         if self.wants(row):
             self._found[row,] = counters
 
     def add_first(self, rows: tuple[int, ...], counters: Node | None) -> None:
-        """Generated kernels count for ``rows``, which come before the others."""
+        """Note the counters in which generated kernels count for ``rows``; these come before all others."""
         if counters is not None:
             self._found = {rows: counters, **self._found}
 

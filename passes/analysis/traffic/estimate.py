@@ -24,7 +24,7 @@ class Traffic:
     bytes: int
 
     def seconds(self, costs: Costs) -> float:
-        """Seconds on a device: nothing overlaps."""
+        """Return the seconds on a device, where nothing overlaps."""
         return self.launches * costs.launch_s + self.bytes / costs.bytes_per_s
 
 

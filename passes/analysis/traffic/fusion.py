@@ -141,7 +141,7 @@ class Kernels:
         return any(self._before[p] & bits for p in _set_bits(before & ~bits & -(1 << min(members))))
 
     def _note(self, joined: _Group) -> None:
-        """All of a kernel runs at once: what must run before a member must before all, and before what follows one."""
+        """Order a joined kernel, which runs at once: all before a member is before all members and what follows one."""
         bits = _bits(joined.members)
         before = 0
         for member in joined.members:

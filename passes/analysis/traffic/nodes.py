@@ -207,7 +207,7 @@ def _bytes(node: Node) -> int:
 
 
 def _tensor_bytes(val: torch.Tensor) -> int:
-    """An expanded dimension counts once."""
+    """Return a tensor's bytes; an expanded dimension counts once."""
     sizes = [dim_hint(size) for size, stride in zip(val.shape, val.stride(), strict=True) if dim_hint(stride)]
     return math.prod(sizes) * val.dtype.itemsize if numel_hint(val) else 0
 

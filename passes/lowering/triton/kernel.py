@@ -37,7 +37,7 @@ class Argument:
 
     @property
     def origin(self) -> str:
-        """The node's name in the graph before lowering."""
+        """Return the node's name in the graph before lowering."""
         return str(self.node.meta.get(ORIGIN, self.node.name))
 
 

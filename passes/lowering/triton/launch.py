@@ -28,7 +28,7 @@ class KernelCalls(Protocol):
 
     @property
     def target(self) -> Any:
-        """The functional higher-order operator."""
+        """Return the functional higher-order operator."""
 
     def keywords(
         self, source: str, name: str, programs: object, arguments: dict[str, object], written: list[str]

@@ -248,7 +248,7 @@ class _Finder:
 
 
 def _alone(node: Node) -> Region:
-    """The region of one node."""
+    """Return the region of one node."""
     if node.target is operator.getitem:
         return Region(numel_of(node.meta["val"]), None, {node})
     if node.target in REDUCTIONS or node.target is VAR_MEAN:
