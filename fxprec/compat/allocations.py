@@ -45,6 +45,7 @@ class LiveBytes:
     _holders: Counter[int] = field(default_factory=Counter)
 
     def hold(self, value: object) -> None:
+        """Count a holder of each storage in ``value``; the first holder makes it live."""
         for storage, size in _storages(value, self.device):
             self._holders[storage] += 1
             if self._holders[storage] == 1 and storage not in self.free:
@@ -52,12 +53,14 @@ class LiveBytes:
         self._see(self.live)
 
     def drop(self, value: object) -> None:
+        """Take a holder of each storage in ``value`` away; without holders it is free."""
         for storage, size in _storages(value, self.device):
             self._holders[storage] -= 1
             if not self._holders[storage] and storage not in self.free:
                 self.live -= self.taken(size)
 
     def run(self, name: str, operands: Sequence[Tensor]) -> None:
+        """Count what an operator takes while it runs."""
         self._see(self.live + self.workspace(name, operands))
 
     def _see(self, live: int) -> None:

@@ -24,6 +24,7 @@ class Ambient:
 
     @classmethod
     def now(cls, device: torch.device) -> Ambient:
+        """Return the state of the current thread."""
         devices = dict.fromkeys(("cpu", device.type))
         autocast = tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices)
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast)

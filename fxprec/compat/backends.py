@@ -32,6 +32,7 @@ def _callback(compiled: object) -> object | None:
 
 
 def innermost_backend(target: object) -> object:
+    """Return the backend inside of the wrappers that Dynamo puts around it."""
     while (inner := getattr(target, "_torchdynamo_orig_backend", None)) is not None:
         target = inner
     return target

@@ -139,6 +139,7 @@ class GraphPass(CustomGraphPass):
         return self  # ``scan`` copies Inductor's config as it is traced, and the model is no part of it
 
     def uuid(self) -> str:
+        """Return the key for Inductor's code cache."""
         return self.key
 
 

@@ -32,6 +32,7 @@ class Partitioner(CustomPartitionerFn):
         return str, (self.key,)  # torch pickles Inductor's config into the keys of both caches
 
     def uuid(self) -> str:
+        """Return the key for Inductor's code cache."""
         return self.key
 
 

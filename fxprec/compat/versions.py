@@ -28,6 +28,7 @@ MAXIMUM_KEEPS_NAN = torch_version() >= (2, 14)
 
 
 def words(version: Version) -> str:
+    """Return a version as text: ``2.13``."""
     return ".".join(map(str, version))
 
 

@@ -22,6 +22,7 @@ class PeakBudget:
 
     @property
     def is_share(self) -> bool:
+        """Say whether the budget is a share of a step, and no number of bytes."""
         return not isinstance(self.asked, int)
 
     def bytes_of(self, high: int) -> int:

@@ -23,10 +23,12 @@ class TensorPattern:
 
     @classmethod
     def of(cls, text: str) -> TensorPattern:
+        """Read a pattern: ``WHERE`` or ``WHERE:KIND``."""
         where, colon, kind = text.rpartition(":")
         return cls(where, kind) if colon else cls(kind, "")
 
     def takes(self, tensor: str, kind: str, module: str) -> bool:
+        """Say whether the pattern matches a tensor by its name, its module or a module around it, and its kind."""
         parts = module.split(".")
         names = [tensor, *(".".join(parts[:n]) for n in range(1, len(parts) + 1))]
         return self.kind in ("", kind) and any(fnmatchcase(name, self.where) for name in names)

@@ -42,6 +42,7 @@ class SmallCNN(nn.Module):
         self.classifier = nn.Linear(2 * width, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Map images (batch, channels, height, width) to logits (batch, classes)."""
         x = self.block1(F.relu(self.stem(images)))
         x = torch.cat([F.relu(self.narrow(x)), F.relu(self.wide(x))], dim=1)
         x = self.block2(F.relu(self.down(x)))
@@ -108,6 +109,7 @@ class CharTransformer(nn.Module):
             self.logits.weight = self.embed.weight
 
     def forward(self, codes: Tensor) -> Tensor:
+        """Map codes of characters (batch, length) to logits (batch, length, characters)."""
         x = self.embed(codes) + self.position[: codes.shape[1]]
         for block in self.blocks:
             x = block(x)

@@ -89,6 +89,7 @@ class Log:
         self._stream = stream
 
     def write(self, kind: str, task: str, recipe: str, **values: object) -> None:
+        """Write one line."""
         line = {"kind": kind, "model": task, "recipe": recipe} | values
         self._stream.write(json.dumps(line, default=str) + "\n")
         self._stream.flush()
@@ -102,11 +103,13 @@ class Show:
         self._told: set[str] = set()
 
     def start(self, task: Task, recipe: str, **settings: object) -> None:
+        """Show that a task begins under a recipe."""
         self._task, self._recipe = task, recipe
         self._bar = self._progress.add_task(f"{task.name:6} {recipe:5}", total=task.steps, note="compiling")
         self._log.write("start", task.name, recipe, **settings, torch=torch.__version__)
 
     def step(self, step: int, loss: float) -> None:
+        """Show a step's loss; the log gets each ``LOG_EVERY``-th."""
         self._progress.update(self._bar, completed=step, note=f"loss {loss:.3f}")
         if step % LOG_EVERY == 0 or step in (1, self._task.steps):
             self._log.write("step", self._task.name, self._recipe, step=step, loss=loss)

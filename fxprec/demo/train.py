@@ -64,9 +64,11 @@ class SavedBytes:
 
     @property
     def total(self) -> int:
+        """Return the bytes of all storages seen."""
         return sum(self._seen.values())
 
     def see(self, tensor: Tensor) -> Tensor:
+        """Count a saved tensor's storage, once, and return the tensor; the model's parameters do not count."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._own:
             self._seen[storage.data_ptr()] = storage.nbytes()

@@ -39,6 +39,7 @@ class Advice:
         return bool(self.stored)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
         return {name: value for name, value in plain(self).items() if name != "stored"}
 
 
@@ -62,6 +63,7 @@ class Case:
 
     @property
     def low(self) -> list[int]:
+        """Return the positions of rows in fewer bits than the high format."""
         return [i for i, row in enumerate(self.rows) if bits_of(row.format) < self.hi.bits]
 
     def damage(self, stored: Mapping[int, str]) -> float:
@@ -73,11 +75,13 @@ class Case:
         return row.costs[stored[i]].damage if i in stored else row.damage
 
     def bytes(self, stored: Mapping[int, str]) -> int:
+        """Return the bytes of all rows, those in ``stored`` in the format given there."""
         sizes = (row.elements * bits_of(stored.get(i, row.format)) for i, row in enumerate(self.rows))
         return sum(int(size) // 8 for size in sizes)
 
     @property
     def all_high(self) -> dict[int, str]:
+        """Return the remedy that stores every low row in the high format."""
         return dict.fromkeys(self.low, self.hi.name)
 
     def in_blocks(self) -> list[Remedy]:

@@ -95,6 +95,7 @@ class Examined:
         )
 
     def module(self, site: Site) -> str:
+        """Return a site's module as the user's model names it."""
         return "" if f"{site.module}." == self.prefix else site.module.removeprefix(self.prefix)
 
     def _cost(self, casts: Sequence[Cast], fmt: AnyFormat, read: Round) -> Cost:

@@ -75,6 +75,7 @@ class GroupRow(_Plain):
 
     @property
     def name(self) -> str:
+        """Return the group's name; other graphs than the first are named too."""
         return f"group {self.group}" if not self.graph else f"graph {self.graph} group {self.group}"
 
 

@@ -49,6 +49,7 @@ class Subject:
 
     @property
     def name(self) -> str:
+        """Return the class name of the model."""
         return type(self.model).__name__
 
     def fresh(self) -> nn.Module:
@@ -120,4 +121,5 @@ class WithLoss(nn.Module):
         self.model, self.loss = model, loss
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
+        """Return the loss of the model's result."""
         return self.loss(self.model(*args, **kwargs))

@@ -48,6 +48,7 @@ def attention_backward(
 
 
 def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` as ``dtype``."""
     return x.to(dtype)
 
 

@@ -43,6 +43,7 @@ class Gradients:
 
     @property
     def is_finite(self) -> bool:
+        """Say whether all exact gradients are finite."""
         return all(bool(g.isfinite().all()) for g in self.exact)
 
     @property

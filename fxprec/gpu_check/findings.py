@@ -1,4 +1,4 @@
-"""What an item's process found, as plain data: it is written after every case, so a crash leaves what was found."""
+"""Findings of an item's process as plain data. They are written after every case, so a crash leaves those before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class Findings:
-    """Of one item in one mode."""
+    """The findings of one item in one mode."""
 
     item: str
     mode: str
@@ -40,6 +40,7 @@ class Findings:
         return "passed" if self.passed else "skipped"
 
     def fail(self, case: str, why: str, detail: str = "") -> None:
+        """Note a case that failed."""
         self.failed.append({"case": case, "why": why, "detail": detail})
 
     def write(self, path: Path) -> None:
@@ -49,6 +50,7 @@ class Findings:
         part.replace(path)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data, the status included."""
         return {"status": self.status, **asdict(self)}
 
     @classmethod

@@ -36,6 +36,7 @@ class Ground:
 
     @property
     def on_gpu(self) -> bool:
+        """Say whether the item runs on a GPU, not in the interpreter or the compiler."""
         return self.mode == "gpu"
 
     @property
@@ -77,6 +78,7 @@ class Ground:
         self._save()
 
     def fact(self, name: str, value: object) -> None:
+        """Note a figure by its name."""
         self.findings.facts[name] = value
         self._save()
 

@@ -18,6 +18,7 @@ from typing import Any
 
 
 def main(modules: list[str]) -> None:
+    """Import the modules, then fork a process for each line of standard input, until it ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what is printed while importing is no answer
     with warnings.catch_warnings():

@@ -18,7 +18,7 @@ _WORDS = {"passed": "pass", "failed": "FAIL", "skipped": "skipped"}
 
 @dataclass(frozen=True)
 class Report:
-    """Of all items that ran; ``seconds`` from the start to the verdict."""
+    """The report on all items that ran; ``seconds`` are those from the start to the verdict."""
 
     items: tuple[Item, ...]
     findings: tuple[Findings, ...]
@@ -27,6 +27,7 @@ class Report:
 
     @property
     def has_passed(self) -> bool:
+        """Say whether something ran and nothing failed."""
         return bool(self.findings) and all(f.status != "failed" for f in self.findings)
 
     def of(self, item: Item) -> tuple[Findings, ...]:
@@ -51,6 +52,7 @@ class Report:
 
     @property
     def machine(self) -> dict[str, Any]:
+        """Return the facts of item ``machine``."""
         return next((f.facts for f in self.findings if f.item == "machine"), {})
 
     def summary(self, item: Item) -> str:
@@ -89,6 +91,7 @@ class Report:
 
     @property
     def last_line(self) -> str:
+        """Return the verdict with the seconds to it, in one line."""
         failed = [item.name for item in self.items if self.verdict(item) == "FAIL"]
         verdict = "all passed" if self.has_passed else f"FAILED: {', '.join(failed) or 'nothing ran'}"
         return f"{verdict}{' (dry run)' if self.dry else ''}; {self.seconds:.0f} s to the verdict"

@@ -46,9 +46,11 @@ class Host:
 
     @property
     def is_alive(self) -> bool:
+        """Say whether the process runs."""
         return self._process.poll() is None
 
     def close(self) -> None:
+        """End the process, by force where an item keeps it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()

@@ -40,6 +40,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's result for ``x``."""
         batch, tokens, width = x.shape
         parts = self.qkv(self.before(x)).view(batch, tokens, 3, self.heads, width // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)

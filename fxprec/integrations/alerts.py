@@ -47,6 +47,7 @@ class Alert:
 
     @property
     def rule(self) -> str:
+        """Return the rule as text: ``overflow_ratio > 0.1``."""
         return f"{self.number} {self.sign} {self.limit:g}"
 
     def takes(self, row: Mapping[str, Any]) -> bool:
@@ -54,6 +55,7 @@ class Alert:
         return TensorPattern.of(self.pattern).takes(row["tensor"], row["kind"], row["module"])
 
     def fires(self, row: Mapping[str, Any]) -> bool:
+        """Say whether a row of statistics breaks the rule."""
         value = row[self.number]
         return value is not None and _COMPARE[self.sign](value, self.limit)
 

@@ -45,11 +45,13 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
+        """Compile the trainer's model."""
         self._compile(model)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
+        """Compile the model of this training, and load fxprec's state where a checkpoint is resumed."""
         earlier = _CALLBACKS.get(model)
         if earlier is not None:  # `restore_callback_states_from_checkpoint` makes another callback, without arguments
             self.__dict__.update(earlier.__dict__)

@@ -33,6 +33,7 @@ class FxprecCallback(Callback):  # type: ignore[misc, unused-ignore]
         self._module: LightningModule | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Compile the module, or its layers."""
         part = pl_module.get_submodule(self.part)
         if self.layer is None:
             compile_in_place(part, self.options)
@@ -45,11 +46,13 @@ class FxprecCallback(Callback):  # type: ignore[misc, unused-ignore]
         return {} if self._module is None else RankStates(self._module).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the backends in the module."""
         RankStates(self._module).load_state_dict(state_dict)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
+        """Hand the loss to the backends, and log statistics."""
         if trainer.global_step == 1 and not any(backend.all_plans for backend in backends_in(pl_module).values()):
             self._tell_of_nothing(pl_module)
         if isinstance(outputs, Mapping) and "loss" in outputs:

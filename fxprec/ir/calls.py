@@ -138,6 +138,7 @@ class Call:
 
     @classmethod
     def nodes_among(cls, nodes: Iterable[Node]) -> list[Node]:
+        """Return the nodes that call this operator."""
         return [node for node in nodes if node.target is cls.target]
 
     @classmethod

@@ -88,6 +88,8 @@ def is_in_blocks(stored: Node | str) -> bool:
 
 @dataclass(frozen=True)
 class Stored(Call):
+    """A cast to the format of a row of the table: the fields that all casts have."""
+
     x: Node
     table: Node
     row: int
@@ -111,6 +113,8 @@ def codes_like(x: torch.Tensor, format: str, storage: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Quantize(Stored, op="quantize", fake=lambda call: codes_like(call.x, call.format, call.storage)):
+    """Round a tensor, times its scale, to a format, and store the codes or carriers."""
+
     seed: Node | None = None
     whole: Node | None = None
 
@@ -123,6 +127,8 @@ def _decoded(call: FakeCall) -> object:
 
 @dataclass(frozen=True)
 class Dequantize(Call, op="dequantize", fake=_decoded):
+    """Read a stored tensor back, its scale taken off."""
+
     q: Node
     table: Node
     row: int
@@ -145,18 +151,24 @@ class Dequantize(Call, op="dequantize", fake=_decoded):
 
 @dataclass(frozen=True)
 class TensorScale(Call, op="tensor_scale", fake=lambda call: call.x.new_empty(1, dtype=torch.float32)):
+    """Compute the scale of a whole tensor, of block formats that have one."""
+
     x: Node
     format: str
 
 
 @dataclass(frozen=True)
 class KeepNonfinite(Call, op="keep_nonfinite", fake=lambda call: torch.empty_like(call.rounded)):
+    """Put a gradient's inf and NaN back into its rounded values."""
+
     rounded: Node
     x: Node
 
 
 @dataclass(frozen=True)
 class KeepCodes(Call, op="keep_codes", fake=lambda call: torch.empty_like(call.rounded)):
+    """Put the codes of inf and NaN into a gradient's rounded codes."""
+
     rounded: Node
     x: Node
     format: str
@@ -177,16 +189,18 @@ def counts_like(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Count(_Counted, op="counts", fake=lambda call: counts_like(call.x)):
-    pass
+    """Count what rounding a tensor loses, and its moments."""
 
 
 @dataclass(frozen=True)
 class Histogram(_Counted, op="histogram", fake=lambda call: call.x.new_empty(2 * HISTOGRAM_BINS, dtype=torch.float64)):
-    pass
+    """Count a tensor's elements by exponent."""
 
 
 @dataclass(frozen=True)
 class Rescale(Call, op="rescale", fake=lambda call: torch.empty_like(call.g)):
+    """Multiply a gradient by a power of two from the table."""
+
     g: Node
     table: Node
     row: int
@@ -194,11 +208,15 @@ class Rescale(Call, op="rescale", fake=lambda call: torch.empty_like(call.g)):
 
 @dataclass(frozen=True)
 class InMemory(Call, op="in_memory", fake=lambda call: torch.empty_like(call.x)):
+    """Copy a tensor into memory of its own."""
+
     x: Node
 
 
 @dataclass(frozen=True)
 class Product(Call):
+    """A product of two stored operands: the fields that all GEMMs over codes have."""
+
     a: Node
     b: Node
     bias: Node | None
@@ -211,6 +229,7 @@ class Product(Call):
 
     @property
     def formats(self) -> tuple[str, str]:
+        """Return the formats of both operands."""
         return self.format_a, self.format_b
 
 
@@ -221,6 +240,8 @@ def product_like(call: FakeCall, dtype: torch.dtype | None = None) -> Any:
 
 @dataclass(frozen=True)
 class CodedGemm(Product, op="gemm", fake=product_like):
+    """Multiply codes, on tensor cores or in a generated kernel."""
+
     kernel: str
     fast: bool
     """Whether tensor cores may add up in fewer bits than float32 (``use_fast_accum`` of `torch._scaled_mm`)."""
@@ -233,6 +254,8 @@ def transposed_like(q: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Transposed(Call, op="transposed", fake=lambda call: transposed_like(call.q)):
+    """Transpose codes as a contiguous matrix."""
+
     q: Node
 
 
@@ -247,12 +270,12 @@ class _Observed(Call):
 
 @dataclass(frozen=True)
 class Observe(_Observed, op="observe", fake=lambda call: torch.empty_like(call.grad)):
-    pass
+    """Mark where policy ``exact`` measures; the gradient passes through."""
 
 
 @dataclass(frozen=True)
 class Damage(_Observed, op="damage", fake=lambda call: call.grad.new_empty(2, dtype=torch.float32)):
-    pass
+    """Measure what rounding a tensor and its gradient would cost: two float32."""
 
 
 QUANTIZE = Quantize.target

@@ -17,6 +17,8 @@ def _product(call: FakeCall) -> object:
 
 @dataclass(frozen=True)
 class Matmul(Call, op="matmul", fake=_product):
+    """Multiply (..., k) by (k, n); products are rounded to one format, sums to another, in chunks where asked."""
+
     a: Node
     b: Node
     products: str

@@ -25,6 +25,8 @@ def _stored(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Store(Stored, op="store", fake=_stored, returns="(Tensor, Tensor, Tensor)", tags=KERNEL_TAGS):
+    """Return codes, rounded values (empty without ``value``) and counts."""
+
     value: bool
     keep: bool
 
@@ -35,6 +37,8 @@ def _rounded(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Round(Stored, op="round", fake=_rounded, returns="(Tensor, Tensor)", tags=KERNEL_TAGS):
+    """Return rounded values and counts."""
+
     keep: bool
 
 
@@ -50,16 +54,18 @@ def _stored_over(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class StoreOver(_StoredOver, op="store_", fake=_stored_over, returns="(Tensor, Tensor)", tags=KERNEL_TAGS):
-    pass
+    """Return codes and counts, and write the rounded values over ``x``."""
 
 
 @dataclass(frozen=True)
 class RoundOver(_StoredOver, op="round_", fake=lambda call: counts_like(call.x), tags=KERNEL_TAGS):
-    pass
+    """Return counts, and write the rounded values over ``x``."""
 
 
 @dataclass(frozen=True)
 class Load(Call, op="load", fake=lambda call: torch.empty_like(call.q, dtype=torch.float32), tags=KERNEL_TAGS):
+    """Decode codes to float32, at the scale they were stored with."""
+
     q: Node
     table: Node
     row: int
@@ -68,6 +74,8 @@ class Load(Call, op="load", fake=lambda call: torch.empty_like(call.q, dtype=tor
 
 @dataclass(frozen=True)
 class StoreBlocks(Call, op="store_blocks", fake=lambda call: codes_like(call.x, call.format, "packed")):
+    """Encode a tensor in blocks."""
+
     x: Node
     seed: Node | None
     whole: Node | None
@@ -77,6 +85,8 @@ class StoreBlocks(Call, op="store_blocks", fake=lambda call: codes_like(call.x, 
 
 @dataclass(frozen=True)
 class LoadBlocks(Call, op="load_blocks", fake=lambda call: call.q.new_empty(call.elements, dtype=call.dtype)):
+    """Decode the first ``elements`` of blocks."""
+
     q: Node
     whole: Node | None
     row: int

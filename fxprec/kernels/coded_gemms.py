@@ -27,6 +27,8 @@ def _quantize_transpose(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor, tor
 
 @dataclass(frozen=True)
 class QuantizeTranspose(Stored, op="quantize_transpose", fake=_quantize_transpose, returns="(Tensor, Tensor, Tensor)"):
+    """Return codes (empty without ``row_major``), transposed codes and counters."""
+
     keep: bool
     row_major: bool
     """Whether the codes themselves are wanted too."""
@@ -35,12 +37,14 @@ class QuantizeTranspose(Stored, op="quantize_transpose", fake=_quantize_transpos
 
 @dataclass(frozen=True)
 class TransposeCodes(Call, op="transpose_codes", fake=lambda call: transposed_like(call.q)):
+    """Transpose codes as a contiguous matrix."""
+
     q: Node
 
 
 @dataclass(frozen=True)
 class MatmulCodes(Product, op="matmul_codes", fake=product_like):
-    pass
+    """Decode two operands and multiply them, in one kernel."""
 
 
 def _matmul_to_codes(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,6 +54,8 @@ def _matmul_to_codes(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class MatmulToCodes(Product, op="matmul_to_codes", fake=_matmul_to_codes, returns="(Tensor, Tensor)"):
+    """Multiply as `MatmulCodes`; return codes of the product, and counters."""
+
     row: int
     format: str
     storage: str
@@ -67,10 +73,11 @@ class GemmKernel:
 
     kind: Literal["gemm", "quantize+transpose", "transpose", "totals"]
     formats: tuple[str, ...] = ()
-    """Of a GEMM: of its operands, then of the codes it stores, if any."""
+    """Formats of a GEMM's operands, then of the codes it stores, if it stores any; a cast's format."""
 
     @property
     def name(self) -> str:
+        """Return the name by which messages and ``Lowering.without`` know the kernel."""
         operands = " x ".join(self.formats[:2])
         out = f" to {self.formats[2]}" if len(self.formats) > 2 else ""
         return f"{self.kind} {operands}{out}".rstrip()

@@ -26,6 +26,8 @@ from fxprec.numerics.stats import SITE_COUNTERS, WIDTH
 
 @dataclass(frozen=True)
 class Totals(Call, op="totals", fake=lambda call: call.lost.new_empty(len(call.rows) * WIDTH, dtype=torch.float64)):
+    """Add up the counts of the parts of several sites."""
+
     lost: Node
     amax: Node
     moments: Node
@@ -44,11 +46,15 @@ def _gathered(call: FakeCall) -> object:
 
 @dataclass(frozen=True)
 class Gathered(Call, op="gathered", fake=_gathered):
+    """Add up striped counters."""
+
     counters: Node
 
 
 @dataclass(frozen=True)
 class Ln(Call, op="ln", fake=lambda call: torch.empty_like(call.x), tags=(torch.Tag.pointwise,)):
+    """Take the natural logarithm; approximate on a GPU."""
+
     x: Node
 
 

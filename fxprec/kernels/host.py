@@ -29,23 +29,31 @@ def _alias(x: object) -> Any:
 
 @dataclass(frozen=True)
 class Offload(Call, op="offload", fake=lambda call: torch.empty_like(call.x, device="cpu")):
+    """Copy a tensor to host memory; on a GPU the copy is only begun."""
+
     x: Node
 
 
 @dataclass(frozen=True)
 class WaitOffload(Call, op="wait_offload", fake=lambda call: _alias(call.host), returns="Tensor(a)"):
+    """Wait for the copy to the host; afterwards the tensor's memory may be used again."""
+
     host: Shown
     x: Node
 
 
 @dataclass(frozen=True)
 class Reload(Call, op="reload", fake=lambda call: torch.empty_like(call.host, device=call.table.device)):
+    """Copy a tensor back to the device; on a GPU the copy is only begun."""
+
     host: Node
     table: Node
 
 
 @dataclass(frozen=True)
 class WaitReload(Call, op="wait_reload", fake=lambda call: _alias(call.x), returns="Tensor(a)"):
+    """Wait for the copy back; afterwards the tensor may be read."""
+
     x: Shown
 
 

@@ -28,6 +28,8 @@ def _laid_out(call: FakeCall) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LaidOut(Call, op="laid_out", fake=_laid_out, tags=KERNEL_TAGS):
+    """Convert a convolution's weight, or its gradient, to a dtype and a memory format."""
+
     x: Node
     dtype: torch.dtype
     channels_last: bool
@@ -35,4 +37,6 @@ class LaidOut(Call, op="laid_out", fake=_laid_out, tags=KERNEL_TAGS):
 
 @dataclass(frozen=True)
 class SideBySide(Call, op="side_by_side", fake=lambda call: torch.cat(list(call.pieces), -1)):
+    """Join pieces along the last dimension; each piece's kernel writes into the whole."""
+
     pieces: Tensors

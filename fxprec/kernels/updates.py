@@ -16,5 +16,7 @@ from fxprec.ir.calls import Call, Overwritten
 
 @dataclass(frozen=True)
 class ApplyUpdate(Call, op="apply_update", fake=lambda call: call.gradient.new_empty(0)):
+    """Step a parameter by its gradient, in place."""
+
     parameter: Overwritten
     gradient: Node

@@ -42,6 +42,7 @@ class Exact:
 
     @classmethod
     def of(cls, case: Case) -> Exact:
+        """Run a case in float64 and in float32."""
         return cls(case.reference(), case.yardstick("fp32"))
 
     def errors(self, found: Tensors) -> dict[str, Measured]:
@@ -50,6 +51,7 @@ class Exact:
         return {m.name: m for m in rows if m.reference_error <= TOLD_BY_FLOAT32}
 
     def furthest(self, found: Tensors) -> Measured:
+        """Return the tensor furthest from float64. Raises `ConfigError` where float32 is far in every tensor."""
         rows = self.errors(found).values()
         if not rows:
             raise ConfigError(
@@ -76,12 +78,14 @@ class ErrorAbove:
     limit: float
 
     def fails(self, case: Case) -> bool:
+        """Say whether an error is above the limit. A piece that does not run has another failure."""
         try:
             return furthest(case, self.config).error > self.limit
         except Exception:  # a piece of a graph may not run at all; that is another failure
             return False
 
     def describe(self, case: Case) -> str:
+        """Say in one line which tensor is furthest, and how far."""
         worst = furthest(case, self.config)
         where = "above" if worst.error > self.limit else "not above"
         return f"relative error of {worst.name} is {worst.error:.3g}, {where} {self.limit:g}"
@@ -95,6 +99,7 @@ class Crashes:
     _kind: str = field(default="", init=False)
 
     def fails(self, case: Case) -> bool:
+        """Say whether the case raises an exception of the same class as the first one."""
         error = crash_of(case, self.config)
         if error is None:
             return False
@@ -103,6 +108,7 @@ class Crashes:
         return kind == self._kind
 
     def describe(self, case: Case) -> str:
+        """Say in one line what is raised."""
         error = crash_of(case, self.config)
         return "raises nothing" if error is None else f"raises {first_line(innermost(error))}"
 

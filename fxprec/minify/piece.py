@@ -67,6 +67,7 @@ class Piece:
 
     @property
     def operators(self) -> list[Node]:
+        """Return the nodes that compute, without inputs, constants and output."""
         return [n for n in self.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
 
     def case(self, seed: int = 0) -> Case:

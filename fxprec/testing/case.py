@@ -77,6 +77,7 @@ class Case:
 
     @property
     def name(self) -> str:
+        """Return the class name of the model."""
         return type(self.model).__name__
 
     def _converted(self, dtype: torch.dtype, way_out: str) -> Tensors:

@@ -54,6 +54,7 @@ class Thresholds:
 
     @property
     def floor_(self) -> float:
+        """Return the floor, or that of the reference where none is given."""
         return ROUNDING[self.reference] if self.floor is None else self.floor
 
 

@@ -38,6 +38,7 @@ class Measured:
 
     @property
     def reference_sqnr(self) -> float:
+        """Return the reference's ratio of signal to error in decibels."""
         return decibels(self.reference_error)
 
 

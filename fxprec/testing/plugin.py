@@ -23,6 +23,7 @@ _claims = pytest.StashKey[dict[Path, str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--numerics-update`` and ``--numerics-report``."""
     group = parser.getgroup("numerics", "fxprec: numerics of models")
     group.addoption("--numerics-update", action="store_true", help="rewrite the golden files of the tests run")
     group.addoption("--numerics-report", metavar="DIR", help="leave index.html and numerics.json in DIR")
@@ -41,6 +42,7 @@ def numerics(request: pytest.FixtureRequest) -> Numerics:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Attach what a test measured to its report."""
     report = yield
     if report.when == "call" and _records in item.stash:
         # Plain JSON data: under xdist it travels from the worker that ran the test.
@@ -49,6 +51,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Collect measurements, in the process that the workers report to."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Collector(config.getoption("--numerics-report")), "fxprec-numerics-collector")
 
