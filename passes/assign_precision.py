@@ -1,7 +1,7 @@
-"""Which tensors are low, by the configured policy (`assignment`) or by a plan.
+"""Choose the tensors that are low, by the configured policy (`assignment`) or by a plan.
 
-An inference graph has no gradients to count and would be grouped by other sizes; it follows the training graph of
-the same GEMMs where there is one.
+An inference graph has no gradients to count, so the policy would see other sizes of its groups. The graph follows the
+training graph of the same GEMMs where there is one.
 """
 
 from __future__ import annotations

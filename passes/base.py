@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Filled(Generic[T]):
-    """A field of `Work` that is there once the pass of this name has run; reading it earlier is a mistake of ours."""
+    """A field of `Work` that the pass of this name fills. Reading the field earlier is a mistake in the pipeline."""
 
     def __init__(self, by: str) -> None:
         self.by = by

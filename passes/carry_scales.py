@@ -2,12 +2,12 @@
 
 Definitions: docs/algorithms.md, "Gradient scaling".
 
-The backward half is walked in execution order. A gradient gets a scale where it is narrowed to its format: the
-``quantize`` there multiplies by the new scale over the one that comes in. Operators linear in the gradient pass the
-scale on (`ops.TERMS`); where scaled gradients are added up they agree on one scale first; operators that are not
+The pass walks the backward half in execution order. A gradient gets a scale where it is narrowed to its format: the
+``quantize`` there multiplies by the new scale over the incoming one. Operators linear in the gradient pass the
+scale on (`ops.TERMS`). Scaled gradients agree on one scale before they are added. Operators that are not
 linear, or unknown, and the code outside the graph get unscaled gradients.
 
-No exponent is known here: nodes refer to rows of the scale table, and `work.scales` tells the runtime what they mean.
+The pass knows no exponent. Nodes refer to rows of the scale table, and `work.scales` tells the runtime what rows mean.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def needs_scale(fmt: str) -> bool:
 
 @dataclass(frozen=True)
 class CarryScales:
-    """Fill ``work.scales`` and insert what carries them."""
+    """Fill ``work.scales``, and insert the nodes that put scales on and take them off."""
 
     name: str = "carry-scales"
 

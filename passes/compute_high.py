@@ -1,9 +1,9 @@
 """Let operators read values, and stored copies only where that buys memory or speed.
 
-`insert_casts` gives every reader of a stored tensor the rounded value. Here each reader that gains nothing from it gets
-the value itself: what forward computes with and what leaves the graph, every gradient, every parameter. The stored copy
-is left to backward, for which it is kept, and to GEMMs that multiply its codes; a cast that nobody reads goes away, and
-its site is high.
+`insert_casts` gives every reader of a stored tensor the rounded value. This pass gives the value itself to each reader
+that gains nothing from rounding: forward's operators, outputs of the graph, readers of gradients and of parameters. Two
+readers keep the stored copy: backward, for which it is saved, and GEMMs that multiply its codes. A cast without a
+reader is removed, and its site is high.
 
 Definitions: docs/compute.md.
 """
@@ -39,7 +39,7 @@ _UNREAD = frozenset({RECOMPUTED, GRADIENT, PARAMETER, UNSAVED})
 
 @dataclass(frozen=True)
 class ComputeHigh:
-    """Take stored copies from the readers that gain nothing from them; say in each site who reads it."""
+    """Give values to the readers that gain nothing from a stored copy, and note in each site who reads the copy."""
 
     name: str = "compute-high"
 

@@ -1,7 +1,7 @@
 """Take out conversions there and back: bfloat16 -> float32 -> bfloat16 keeps every bit and costs two passes.
 
-They lie between two GEMMs with nothing but views and joins in between, and where the result of a GEMM is stored in the
-dtype it came in.
+Such conversions lie between two GEMMs with only views and joins between them, and where the result of a GEMM is stored
+in the dtype that the GEMM gave it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CAT = torch.ops.aten.cat.default
 
 @dataclass(frozen=True)
 class DropRoundTrips:
-    """Read a 16-bit value as it is where it would be widened, shown otherwise, and narrowed again."""
+    """Read a 16-bit value as it is where it would be widened, viewed, and narrowed again."""
 
     name: str = "drop-round-trips"
 

@@ -17,7 +17,7 @@ from fxprec.passes.notice import Notice
 class GroupTensors:
     """Fill ``work.grouped``, and mark the tensors to dump.
 
-    A given plan brings its grouping; `PlanError` where another one was asked for.
+    A given plan brings its grouping. Raises `PlanError` where another grouping was asked for.
     """
 
     name: str = "group-tensors"

@@ -1,4 +1,4 @@
-"""Cast nodes at the borders of precision; which borders depends on the storage."""
+"""Insert casts at the borders of precision. The storage decides which borders."""
 
 from __future__ import annotations
 

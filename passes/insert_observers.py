@@ -1,6 +1,6 @@
-"""Calibration for policy ``exact``: mark every counted tensor beside its gradient, so that one step measures both.
+"""Calibrate policy ``exact``: mark every counted tensor beside its gradient, so that one step measures both.
 
-Used in place of the casting passes, once; the plan is solved from what it measured.
+The pass replaces the casting passes once. The plan is solved from its measurements.
 """
 
 from __future__ import annotations

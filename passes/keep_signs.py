@@ -1,8 +1,9 @@
-"""Round a copy to no other side of a bound than its value is on, where backward compares the copy with the bound.
+"""Keep a stored copy on its value's side of a bound, where backward compares the copy with the bound.
 
-A ReLU's gradient is masked by whether its result is above 0, and in e4m3fn all below 2^-10 is 0: of activations of rms
-0.1 nearly 1 % would lose their gradient. They are stored as the smallest number instead, an error that no sum notices.
-So it is with other bounds: a ReLU6 has no gradient from 6 on, and in e4m3fn 5.75 is 6; it is stored as 5.5.
+A ReLU's backward masks the gradient where the result is 0, and e4m3fn rounds all below 2^-10 to 0. Nearly 1 % of
+activations of rms 0.1 would lose their gradient. They are stored as the smallest number instead; the error is too small
+to change a sum. Other bounds are kept in the same way. A ReLU6 has no gradient from 6 on, and e4m3fn rounds 5.75 to 6:
+it is stored as 5.5.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ASKS_BELOW = having(Trait.ASKS_BELOW)
 
 @dataclass(frozen=True)
 class KeepSigns:
-    """Have casts keep what is beyond a bound beyond it, where backward compares the copy with that bound."""
+    """Make casts keep each value's side of a bound, where backward compares the copy with the bound."""
 
     name: str = "keep-signs"
 

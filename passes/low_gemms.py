@@ -1,8 +1,8 @@
 """Multiply stored codes where that pays: ``gemm(dequantize(a), dequantize(b))`` becomes ``fxprec::gemm(a, b)``.
 
-Scales are powers of two in the table, so taking them off costs nothing. Where a native GEMM reads a forward tensor
-along its rows, backward gets a transposed copy made once, beside the first; what else backward reads of that tensor
-it then reads from the copy too, so that only one is saved.
+Scales are powers of two in the table, so taking them off costs nothing. Where a native GEMM in backward reads a forward
+tensor along its rows, forward makes a transposed copy beside the first copy. Other readers in backward read the
+transposed copy too, so that only one copy is saved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NATIVE: tuple[Layout, Layout] = ("rows", "columns")  # what torch._scaled_mm ta
 
 @dataclass(frozen=True)
 class LowGemms:
-    """Rewrite the GEMMs whose answer in ``work.answers`` is yes."""
+    """Rewrite the GEMMs that ``work.answers`` says pay."""
 
     name: str = "low-gemms"
 

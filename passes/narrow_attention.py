@@ -81,7 +81,7 @@ def _value(node: object) -> Tensor | None:
 
 
 class _Attention:
-    """One call of attention, made to compute in ``dtype``; what reads its result still gets float32."""
+    """One call of attention, made to compute in ``dtype``. Readers of its result still get float32."""
 
     def __init__(self, node: Node, dtype: torch.dtype) -> None:
         self.node, self.dtype, self.graph = node, dtype, node.graph

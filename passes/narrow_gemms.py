@@ -99,7 +99,7 @@ def _tell_of_widened(work: Work) -> None:
 
 
 class _Convert:
-    """Makes GEMMs compute in ``dtype``; what follows them sees the dtype it was traced with."""
+    """Make GEMMs compute in ``dtype``. Nodes behind them still read the dtype they were traced with."""
 
     def __init__(self, graph: Graph, dtype: torch.dtype) -> None:
         self.graph, self.dtype = graph, dtype

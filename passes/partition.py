@@ -1,7 +1,8 @@
-"""Cut the joint graph where the passes decided: what crosses from forward to backward, and what backward repeats.
+"""Cut the joint graph into halves as the passes decided.
 
-It runs once torch's own joint passes are over. The graph says all of it: what backward repeats is made by nodes of its
-own or recomputed by the user's checkpoints (`regions`), and what it reads of forward crosses (`cut`).
+The partition runs once torch's own joint passes are over. All decisions are in the graph. Values that backward computes
+again have nodes of their own, or are recomputed by the user's checkpoints (`regions`). All other values that backward
+reads of forward cross (`cut`).
 
 In storage ``simulate``, which stores nothing, torch's min-cut chooses.
 """

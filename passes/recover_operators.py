@@ -1,4 +1,4 @@
-"""Recover what the model called from the decomposed joint graph."""
+"""Recover the operators that the model called from the decomposed joint graph."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Shorten how long large tensors live, before a peak budget chooses what to keep.
 
-Parts of a concat lie in memory of their own, a convolution's two gradients are made one after the other, the gradient
-of an upsampling is a sum of slices, and sums of 16-bit gradients wait in 16 bits. Each costs a copy or a second kernel,
-so nothing is done without a budget.
+Parts of a concatenation get memory of their own. A convolution's two gradients are computed one after the other. The
+gradient of an upsampling becomes a sum of slices. Sums of 16-bit gradients wait in 16 bits. Each of these costs a copy
+or a second kernel, so the pass does nothing without a budget.
 """
 
 from __future__ import annotations

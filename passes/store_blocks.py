@@ -1,8 +1,8 @@
-"""Store in a block format of few bits what may have errors of mean 0, as what the gradients of weights are made of.
+"""Store tensors that may have errors of mean 0 in a block format of few bits, such as operands of weights' gradients.
 
-Rounded at random, such a copy gives gradients the right mean (`unbiased`). What a ReLU's backward asks of it, whether
-it is above 0, is a mask of one bit beside it. Whatever else backward reads stays in the recipe's 8 bits; attention's
-queries and keys, which it would spoil, take 8 bits in small blocks. Definitions: docs/compute.md, "Fewer than 8 bits".
+A copy that is rounded at random keeps the mean of gradients (`unbiased`). A ReLU's backward asks whether its result is
+above 0; the answer is a mask of one bit beside the copy. Other tensors that backward reads stay in the recipe's 8 bits.
+Attention's queries and keys take 8 bits in small blocks. Definitions: docs/compute.md, "Fewer than 8 bits".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Store what a norm's backward reads less its mean: an error of 3 % of a large mean would drown what varies around it.
+"""Store a norm's input less its mean: an error of 3 % of a large mean would exceed the variation around the mean.
 
-A norm's backward starts with ``x - mean``. Of a stored copy of x that difference has an error of x's size, mean
-included; stored itself, it has one of its own size. It is as large as x, and forward computes it anyway.
+A norm's backward starts with ``x - mean``. Computed from a stored copy of x, the difference has an error of x's size,
+mean included. Stored itself, the difference has an error of its own size. It has as many elements as x, and forward
+computes it anyway.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _OF_ONE_SHAPE = moving_as(Moves.RANK, Moves.ALIAS)
 
 @dataclass(frozen=True)
 class StoreCentred:
-    """Move a stored copy behind the subtraction that all of its readers in backward begin with."""
+    """Store the result of a subtraction instead of its operand, where all readers in backward begin with it."""
 
     name: str = "store-centred"
 

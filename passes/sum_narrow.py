@@ -1,10 +1,11 @@
 """Sum the bfloat16 copy of a gradient that GEMMs multiply, as autocast does: a bias has the sum for its gradient.
 
-A sum over rows runs in a loop of its own, so what it reads lies in memory: the float32 gradient would be written for
+A sum over rows runs in a loop of its own and reads from memory: the float32 gradient would be written for
 the sum alone. Sums are float32.
 
-Likewise a ReLU's mask: in a recomputed region backward compares ReLU's result with 0, and the GEMM behind it multiplies
-that result in bfloat16, which is 0 where the result is. The float32 result would be written for the mask alone.
+A ReLU's mask is treated in the same way. In a recomputed region backward compares ReLU's result with 0, and the next
+GEMM multiplies that result in bfloat16. The bfloat16 copy is 0 where the result is 0. The float32 result would be
+written for the mask alone.
 """
 
 from __future__ import annotations

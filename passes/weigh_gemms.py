@@ -1,4 +1,4 @@
-"""Say of each GEMM whether multiplying its stored codes pays, for the plan and for `low_gemms`."""
+"""Decide for each GEMM whether multiplying its stored codes pays, for the plan and for `low_gemms`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxprec.passes.notice import Notice
 
 @dataclass(frozen=True)
 class WeighGemms:
-    """Fill ``work.answers``, one per GEMM of the plan: a person's word first, then the cost model's."""
+    """Fill ``work.answers``, one per GEMM of the plan: as the user says, else by the cost model."""
 
     name: str = "weigh-gemms"
     multiplies_codes: bool = True

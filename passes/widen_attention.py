@@ -1,8 +1,8 @@
-"""Show attention's float32 tensors to the passes that plan, in place of the 16-bit copies that torch chose a kernel by.
+"""Let passes plan attention's float32 tensors, and not the 16-bit copies by which torch chose a kernel.
 
 The driver gives a GPU's attention 16-bit operands before torch traces (`narrow_attention`). Each copy would
 be a tensor of its own: stored beside the float32 tensor that it came from, in a layout that no GEMM reads. The plan is
-made for the float32 tensors, and narrow-gemms converts attention's operands again where they lie best.
+made for the float32 tensors. Then narrow-gemms converts attention's operands again, where their layout is best.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxprec.passes.base import Work
 
 @dataclass(frozen=True)
 class WidenAttention:
-    """Take conversions away between float32 and a GPU's attention in bfloat16; narrow-gemms puts them back."""
+    """Remove conversions between float32 and a GPU's bfloat16 attention. narrow-gemms inserts them again."""
 
     name: str = "widen-attention"
 

@@ -1,4 +1,4 @@
-"""Turn what the passes decided into the immutable, serialisable `Plan`."""
+"""Write the passes' decisions into the immutable, serialisable `Plan`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxprec.plan.compare import another_model
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Fill ``work.plan``; a given plan must describe the same model. Raises `PlanError` where it does not."""
+    """Fill ``work.plan``. Raises `PlanError` where a given plan describes another model."""
 
     name: str = "write-plan"
 

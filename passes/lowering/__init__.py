@@ -1,1 +1,1 @@
-"""Making the symbolic ops of a partitioned graph real."""
+"""Lower the symbolic operators of a partitioned graph to ATen, CPU kernels or Triton kernels."""

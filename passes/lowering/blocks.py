@@ -1,4 +1,4 @@
-"""Casts to block formats: compiled or generated kernels, or operators that Inductor fuses with what is around them."""
+"""Lower casts to block formats: to compiled or generated kernels, or to operators that Inductor fuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions between dtypes that cost a pass over memory and need not be made."""
+"""Remove conversions between dtypes that cost a pass over memory and are not needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Casts beside GEMMs that a kernel does on the way: codes with their transpose, and a product stored as codes."""
+"""Merge casts beside GEMMs into kernels: codes with their transpose, and a product stored as codes."""
 
 from __future__ import annotations
 

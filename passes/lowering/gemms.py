@@ -61,7 +61,7 @@ def lower_gemms(
 
 
 class _Scales:
-    """``2**-exponent`` of rows as float32: one small kernel a graph, of which each GEMM gets a view."""
+    """``2**-exponent`` of rows as float32, by one small kernel a graph. Each GEMM gets a view of its result."""
 
     def __init__(self, graph: Graph, scaled: frozenset[int]) -> None:
         self.graph, self.scaled = graph, scaled

@@ -1,7 +1,7 @@
-"""8-bit casts in Inductor's loops on a CPU: one operator each down to the C++, which gets its text from the codec.
+"""Keep 8-bit casts in Inductor's loops on a CPU as one operator each, whose C++ is printed from the codec.
 
-As the two dozen operators of an expansion each cast would go through every stage of Inductor as so many, and a decoded
-value would seem too dear to make where it is read.
+An expansion has two dozen operators. Each cast would take every stage of Inductor two dozen times, and Inductor would
+write a decoded value to memory, as too expensive to compute where it is read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Casts that become part of Inductor's loops on a CPU: encoded where the value is computed, decoded where it is read.
+"""Make casts part of Inductor's loops on a CPU: encode where the value is computed, decode where it is read.
 
-Most casts store only what backward reads, so such a cast has no reader beside it and needs no kernel
-of its own. What it loses is counted from the codes, which are results of the forward half (`fxprec.numerics.stats`).
+Most casts store only what backward reads. Such a cast has no other reader, and needs no kernel of its own. Its losses
+are counted from the codes, which are results of the forward half (`fxprec.numerics.stats`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _VECTORIZED = frozenset(
 
 @dataclass(frozen=True)
 class Inlined:
-    """The casts that no kernel is called for."""
+    """The casts that need no kernel."""
 
     nodes: Collection[Node] = frozenset()
     counted: tuple[CodedResult, ...] = field(default=())

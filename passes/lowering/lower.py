@@ -1,4 +1,4 @@
-"""Make the symbolic ops of a partitioned graph real: what is to run it decides which steps do."""
+"""Lower the symbolic operators of a partitioned graph, in the steps that its device and lowering take."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def lower(
 
 @dataclass
 class _Half:
-    """A half of a training step on its way down."""
+    """A half of a training step while it is lowered."""
 
     gm: GraphModule
     lowering: str

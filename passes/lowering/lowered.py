@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CodedResult:
-    """A result of a lowered graph that is a stored tensor: what was lost is counted from it."""
+    """A stored tensor among the results of a lowered graph. Losses are counted from its codes."""
 
     position: int
     """Among the results."""

@@ -1,7 +1,7 @@
 """Let the forward pass see the inf and NaN that a tensor's format has no code for.
 
-Done once the graph is partitioned: backward, a graph of its own, reads what is stored, so nothing wide is saved for
-this. On a CPU the kernel that rounds does it on the way; elsewhere it is a ``where`` fused with the rounding.
+This is done once the graph is partitioned. Backward is a graph of its own by then and reads the stored copy, so no wide
+tensor is saved. On a CPU the kernel that rounds keeps inf and NaN; elsewhere a ``where`` is fused with the rounding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Cast in pieces what is read in pieces: the gate and the other half of a gated layer come out of one product.
+"""Cast a tensor in pieces where it is read in pieces: one product gives the gate and the other half of a gated layer.
 
-A kernel goes over a piece, one that rounds the whole over the whole: two shapes, so Inductor fuses them not, and the
-product is read twice. Rounded piece by piece, the codes come out of the kernel that reads the pieces anyway.
+A kernel that reads a piece and a kernel that rounds the whole loop over different shapes. Inductor does not fuse them,
+so the product would be read twice. The kernel that reads the pieces also rounds them.
 """
 
 from __future__ import annotations

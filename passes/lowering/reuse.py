@@ -1,4 +1,4 @@
-"""Which float32 tensors a kernel may round in place: fewer bytes allocated, written and held at the same time."""
+"""Find float32 tensors that a kernel may round in place, so that fewer bytes are allocated, written and live."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from fxprec.plan.scales import ScaleGraph
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedRows:
-    """Rows by what lowered code does with them."""
+    """Rows of the table, by their use in lowered code."""
 
     watched: frozenset[int] = frozenset()
     """Their statistics are appended to the outputs."""

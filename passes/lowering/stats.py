@@ -34,7 +34,7 @@ def _add_beside(
 
 
 class Counters:
-    """Which kernels count for which row: striped counters, in the order of their rows in what comes out."""
+    """The counters in which kernels count for rows, in the order of the rows in the result."""
 
     def __init__(
         self, watched: Collection[int], measured: Collection[int] = (), histograms: Collection[Node] = ()

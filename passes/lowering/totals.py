@@ -1,8 +1,7 @@
-"""Statistics of a graph for a GPU: each cast is counted in the kernel that makes its value, in rows of the tensor, and
-one more kernel adds up all rows of all casts.
+"""Count statistics on a GPU: each cast in the kernel that makes its value, row by row, and all rows in one more kernel.
 
-Inductor reduces along rows in the kernel that computes the values; a reduction of everything it cuts into parts of its
-own, which fit into no kernel that computes them: these are then written out and read again.
+Inductor reduces along rows in the kernel that computes the values. It cuts a reduction of all elements into parts that
+do not fuse with that kernel: the values would be written out and read again.
 """
 
 from __future__ import annotations

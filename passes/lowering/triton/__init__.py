@@ -1,7 +1,8 @@
 """Lowering ``triton``: regions that round, pack or unpack become generated Triton kernels.
 
-What a region is: `regions`; how it is printed: `printer`; how it enters the graph: `launch`. Column reductions (the
-gradients of a norm's weight, batch norm's statistics), data movement and everything without a codec stay Inductor's.
+`regions` finds them, `printer` prints their source, `launch` puts calls into the graph. Inductor keeps column
+reductions (the gradients of a norm's weight, batch norm's statistics), data movement, and regions that neither encode
+nor decode.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which regions are worth a kernel of their own beside Inductor's: those whose borders lie in memory anyway.
+"""Find the regions that are worth a kernel of their own: those whose borders lie in memory anyway.
 
-What one kernel hands to another is written and read again. Inductor would fuse a region with the arithmetic around it
-that is none of ours: gather, cat, reductions over other dimensions, or another region that a shape keeps apart. Where
-that is more than a small share of what the region moves, Inductor takes it whole. What has to wait for a library's call
-that waits for the region is read again in any case.
+A tensor that one kernel hands to another is written and read again. Inductor would fuse a region with its neighbours:
+gather, cat, reductions over other dimensions, or another region that differs in shape. Where the tensors between them
+are more than a small share of the bytes that the region moves, Inductor takes the region. A reader that waits for a
+library's call, which in turn waits for the region, reads memory in any case.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def untorn(graph: Graph, regions: Sequence[Region]) -> list[Region]:
 
 
 class _Waits:
-    """Which nodes wait for which, through a library's call."""
+    """The nodes that each node waits for through a library's call."""
 
     def __init__(self, graph: Graph) -> None:
         self.at = {node: 1 << i for i, node in enumerate(graph.nodes)}

@@ -1,4 +1,4 @@
-"""A generated kernel: its source, and what it is launched with."""
+"""A generated kernel: its source and the arguments of its launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 1024
 
 
 class Unprintable(Exception):
-    """The generator has no words for a region; the message says why. Inductor takes it."""
+    """Raised where the generator cannot print a region. The message says why, and Inductor takes the region."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Kernels into the graph: each becomes a call Inductor knows as a user's Triton kernel, on outputs the graph allocates.
+"""Put calls of kernels into the graph, as Inductor knows them of a user's Triton kernel, on outputs that it allocates.
 
 Nothing is allocated and nothing waits in a launch: the outputs are ``empty_strided`` nodes that Inductor plans like
 its own buffers, and all counters of a graph are one zeroed tensor. So CUDA graphs can record it.

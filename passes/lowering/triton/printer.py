@@ -1,4 +1,4 @@
-"""From a region to the source of its kernel: loads, float32 arithmetic, casts, statistics, stores."""
+"""Print the source of a region's kernel: loads, float32 arithmetic, casts, statistics, stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes become one kernel: maximal connected regions of what can be computed element by element or row by row.
+"""Find nodes that become one kernel: maximal connected regions that are computed element by element or row by row.
 
 A region is *flat* (every value has the same number of elements) or *by rows* (some value is a reduction over the last
 dimension; the values of a row stay in one program). Two regions join where that leaves no cycle: no path from one to

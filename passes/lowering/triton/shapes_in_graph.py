@@ -1,4 +1,4 @@
-"""Sizes as nodes of the graph: what a kernel is launched with where a dimension is dynamic."""
+"""Find or make the nodes of sizes, which a kernel is launched with where a dimension is dynamic."""
 
 from __future__ import annotations
 
