@@ -1,4 +1,4 @@
-"""The saved state of a controller: the plan in it, and whether it is of the same graph."""
+"""Save and load a controller's state: the plan in it, and whether the state belongs to the same graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved tensors in host memory: on a GPU copied there and back on a stream of their own, beside what computes."""
+"""Keep saved tensors in host memory. On a GPU they are copied there and back on a stream beside the kernels'."""
 
 from __future__ import annotations
 

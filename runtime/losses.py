@@ -1,4 +1,4 @@
-"""The losses of a run, taken as they come and read a fixed number of steps later: which of them is a jump."""
+"""Find jumps among the losses of a run, which are read a fixed number of steps after they are given."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which tensor was the first to leave its range, when an inf or a NaN has come: from the statistics that steps leave.
+"""Find the tensor that was the first to leave its range when an inf or a NaN has come, from the steps' statistics.
 
-Not the first that became NaN: a tensor whose numbers overflow, or are a thousand times what they were, comes before
-what was computed from it. Statistics come one or two steps late (`stats.STEPS_LATE`).
+That is not the first tensor that became NaN. A tensor whose numbers overflow, or are a thousand times as large as
+before, comes before the tensors computed from it. Statistics come one or two steps late (`stats.STEPS_LATE`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOSES = 0.25
 """Share of elements that underflow, above what is usual, at such a jump."""
 OVERFLOWS = 0.01
 """Share of a tensor's elements; the default of ``promote_above``."""
-_FEW = 5  # steps, fewer of which say nothing of what is usual
+_FEW = 5  # steps; from fewer of them nobody knows the usual magnitudes
 _RINGS = 8  # sets of rows that come together: code that is compiled again counts others
 _SHOWN = 4  # steps of the statistics that a message tells
 
@@ -66,7 +66,7 @@ class Departure:
 
 
 class NonfiniteWatch:
-    """The last steps' statistics of every row, and who was first."""
+    """The last steps' statistics of every row; finds the tensor that left its range first."""
 
     def __init__(self, *, gradients: bool) -> None:
         """Watch; with ``gradients``, theirs too. Under a dynamic loss scale an inf there is no news."""

@@ -1,4 +1,4 @@
-"""Copies and kernel launches on a tensor's own device, whichever device is the current one."""
+"""Copy tensors and launch kernels on a tensor's own device, whichever device is the current one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Statistics of compiled graphs: pushed as device tensors, copied to the host, acted on a fixed number of steps later.
 
-When a copy arrives never decides a number. A GPU runs behind the host, so what its step ``n`` counted is acted on two
-steps later, by when it has nearly always arrived; where it has not, the host waits.
+The time at which a copy arrives never changes a number. A GPU runs behind the host, so the statistics of its step ``n``
+are acted on two steps later. By then they have nearly always arrived; else the host waits.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Step:
 
 
 class StatsQueue:
-    """Statistics on their way to the host by step, oldest first. Which are taken never depends on when they arrive."""
+    """Statistics on their way to the host by step, oldest first. The step decides which are taken, not the arrival."""
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque()

@@ -1,8 +1,8 @@
 """Gradients in one bit with error feedback: the baseline that Dettmers 2016 (section 4.2) holds 8 bits against.
 
-Source: Seide, Fu, Droppo, Li and Yu 2014, "1-Bit Stochastic Gradient Descent". A number travels as its sign; what
-arrives is the mean of the numbers of that sign in its row, and what that takes is added to the row's next gradient.
-The owner of a chunk adds what arrives, codes the sum in the same way with an error of its own, and sends it to all.
+Source: Seide, Fu, Droppo, Li and Yu 2014, "1-Bit Stochastic Gradient Descent". A number is sent as its sign, and
+decoded as the mean of the numbers of that sign in its row. The difference is added to the row's next gradient. The
+owner of a chunk adds the decoded gradients, codes the sum in the same way with an error of its own, and sends it back.
 """
 
 # No postponed annotations here: DistributedDataParallel compares the hook's annotations as types.

@@ -1,4 +1,4 @@
-"""Which tensors are low: asks a policy, holds it to the goal, and accounts for what was reached.
+"""Choose the tensors that are low: ask a policy, hold it to the goal, and report the share that is reached.
 
 Definitions: docs/algorithms.md, "Demotion and promotion".
 """

@@ -11,7 +11,7 @@ dx = dy W              dy                     W's transposed copy
 dW = dy^T x            dy's transposed copy   x's transposed copy
 =====================  =====================  ======================
 
-So backward reads x and W in their transposed copies only, which are what is saved.
+So backward reads x and W in their transposed copies only, and only these copies are saved.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""AOTAutograd's descriptors: what an input or output of a joint graph is, in ``node.meta["desc"]``.
+"""Read AOTAutograd's descriptors of the inputs and outputs of a joint graph, in ``node.meta["desc"]``.
 
-A tensor subclass such as `DTensor` comes as one input for each of its inner tensors, and effect tokens and random
-seeds are inputs the user never gave: positions say nothing, descriptors do. Their classes are private to torch, so
-they are told by name.
+Positions do not identify inputs. A tensor subclass such as `DTensor` has one input for each of its inner tensors, and
+effect tokens and random seeds are inputs that the user never gave. The classes of descriptors are private to torch, so
+they are recognised by name.
 """
 
 from __future__ import annotations

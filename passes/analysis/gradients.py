@@ -1,8 +1,8 @@
-"""Which node is whose gradient: the backward half of the joint graph, read as autograd ran it.
+"""Match gradients to values: walk the backward half of the joint graph as autograd ran it.
 
-Autograd leaves no trace of an operator whose backward is the identity (a residual ``add``), and sums consumers in
-anonymous additions. So the gradients are walked from the tangents, operator by operator, each contribution traced
-to the value it belongs to.
+Autograd leaves no node for an operator whose backward is the identity (a residual ``add``), and its sums over consumers
+name no value. So the walk starts at the tangents, goes operator by operator, and traces each contribution to the value
+that it is a gradient of.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@
 operator lies in the group of the GEMM that ran last before it, related or not. GEMM i stands between groups i and
 i + 1.
 
-**dataflow**. What is left of the graph where its GEMMs are taken out falls apart into regions:
+**dataflow**. Without its GEMMs the graph falls apart into regions:
 
 - The vertices are the floating-point inputs, the GEMMs, and the operators that read or make a *datum*: a floating-point
-  value that a GEMM made, or that depends on such an input or on a parameter. Views are no vertices: who reads a view
-  reads what it shows.
+  value that a GEMM made, or that depends on such an input or on a parameter. Views are no vertices: a reader of a
+  view reads the tensor that it shows.
 - An operator that is no GEMM is joined to the maker of each datum that it reads. A GEMM is joined to nothing it reads,
   and so its result opens the region of what reads it. Parameters and buffers have no maker and join nothing.
 - The groups are the connected components, numbered in the order in which operators first touch them: an operator
-  touches what it reads, then what it makes; what none touches comes last, in call order.
+  touches what it reads, then what it makes. Inputs that no operator touches come last, in call order.
 - An operator that is no vertex (masks, indices, constants) lies where the first operator that reads it makes its
   result.
 

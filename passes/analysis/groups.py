@@ -1,4 +1,4 @@
-"""Counts the tensors of a training step, group by group (Lee et al. 2023, section 4.1).
+"""Count the tensors of a training step, group by group (Lee et al. 2023, section 4.1).
 
 Definitions: docs/algorithms.md, "Operators, tensors, groups".
 """

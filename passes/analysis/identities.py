@@ -1,9 +1,9 @@
 """Follow gradients through sums, views and operators whose backward is the identity.
 
 Autograd leaves no node for the backward of a residual ``add``, so a gradient that leaves an operator may reach the
-backward of operators far above its inputs. To find the input it belongs to, two things are compared: where its
-users take it, and where a gradient of each input would be taken. Paths are counted, not only their ends: in
-``b = a + a; c = a + b`` the gradients of a and of b end at the same operator, the latter by two paths.
+backward of operators far above its inputs. To find the input it belongs to, its destinations are compared with those
+that a gradient of each input would have. Paths are counted, not only their ends: in ``b = a + a; c = a + b`` the
+gradients of a and of b end at the same operator, the latter by two paths.
 """
 
 from __future__ import annotations

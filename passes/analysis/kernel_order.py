@@ -1,7 +1,7 @@
-"""The order of a graph's kernels: late what takes memory, early what gives it back.
+"""Order a graph's kernels: late those that take memory, early those that free it.
 
-Autograd's order computes a gradient before its reader needs it, a recomputed tensor before the GEMM that reads it, and
-widens each parameter's gradient at once; each of them then waits in memory beside the others.
+Autograd's order computes a gradient before its reader needs it, and a recomputed tensor before the GEMM that reads it.
+It widens each parameter's gradient at once. All these tensors then wait in memory together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Say what of a graph no pass touches, where the user would expect otherwise."""
+"""Name the tensors of a graph that no pass touches, where the user would expect otherwise."""
 
 from __future__ import annotations
 

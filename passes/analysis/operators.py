@@ -1,4 +1,4 @@
-"""Operators: what the model called, recovered from the decomposed joint graph.
+"""Recover the operators that the model called from the decomposed joint graph.
 
 Autograd stamps forward and backward nodes of one operator with the same ``seq_nr``, and decompositions keep the
 operator's name in ``original_aten``. An operator is a run of nodes that agree in both.
@@ -51,7 +51,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Operators:
-    """All operators in execution order, and who made which node."""
+    """All operators in execution order, and the operator that made each node."""
 
     joint: JointGraph
     all: Sequence[Operator]

@@ -1,4 +1,4 @@
-"""The policies: each a small function from a `Problem` to a `Choice` (Lee et al. 2023, section 5.2).
+"""Policies: small functions from a `Problem` to a `Choice` (Lee et al. 2023, section 5.2).
 
 Definitions: docs/algorithms.md, "Demotion and promotion".
 """

@@ -1,8 +1,8 @@
 """Regions the user asked to recompute: `torch.utils.checkpoint` and its kin, as autograd marks their forward nodes.
 
 A marked node has a policy, ``meta["recompute"]``, and the number of its region, ``meta["ac_graph_id"]``. A tensor
-made in a region is recomputed in backward, unless the policy saves it. What is saved is the region's boundary: a value
-that a later region, or backward of what stands behind the region, starts from.
+made in a region is recomputed in backward, unless the policy saves it. The region's boundary is saved: values that a
+later region, or the backward of operators behind the region, starts from.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Count the bytes saved for backward: predicted for a policy, and as partitioned.
 
-Counted is each storage that the forward half hands to backward, once and whole; not the graph's inputs, parameters
+Each storage that the forward half hands to backward counts once and whole. The graph's inputs do not count, parameters
 among them, since they are there anyway. A parameter's stored copy counts.
 """
 

@@ -1,4 +1,4 @@
-"""Which tensors ``keep_high`` holds high."""
+"""Select the tensors that ``keep_high`` holds high."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Which saved values 8 bits would spoil, and why: rounded, they do more harm in backward than they save memory.
+"""Name the saved values that 8 bits would spoil, with the reason.
 
-Backward reads a saved value through one formula. Where the formula is linear in it, an error of 6 % (e4m3fn) is an
-error of 6 % in a summand, and errors of many summands cancel. Where it is not, the error is multiplied or does not
-cancel: such a value keeps the recipe's high format, or its own dtype where 16 bits spoil it too. So does a statistic,
-one number that many elements are multiplied by. What the model or its backward divides by, and log-softmax's result,
-which backward exponentiates, no pass touches at all (`values`).
+Backward reads a saved value through one formula. Where the formula is linear in the value, an error of 6 % (e4m3fn) is
+an error of 6 % in a summand, and errors of many summands cancel. Else the error is multiplied or does not cancel. Such
+a value keeps the recipe's high format, or its own dtype where 16 bits spoil it too. So does a
+statistic, one number that many elements are multiplied by. No pass touches divisors, nor log-softmax's result, which
+backward exponentiates (`values`).
 
-The table is measured (`fxprec.ir.operators.measured`); reasons given by hand are tested one by one
+The table is measured (`fxprec.ir.operators.measured`). Reasons given by hand are tested one by one
 (tests/passes/test_sensitive.py).
 """
 

@@ -1,4 +1,4 @@
-"""Sizes under dynamic shapes: for which of the sizes in the guards a decision made at the traced sizes holds.
+"""Find the sizes, among those in the guards, for which a decision made at the traced sizes holds.
 
 A group's elements and the bytes saved for backward are expressions in the dynamic dimensions. The expressions are
 evaluated along each dimension, at the ends of its range and at points between. Where two neighbouring points disagree,

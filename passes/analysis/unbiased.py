@@ -1,10 +1,11 @@
 """Find stored copies that may have any error of mean 0, since all gradients keep their mean.
 
 Backward is linear in the gradients that pass through it. A copy with errors of mean 0, independent of all others,
-keeps the mean of every gradient that is linear in it: where it is moved, scaled and added to other values, and each
-result is multiplied by what does not depend on it. So are weight gradients, products, norms but for one term, the
-values and the result of attention. Where two such factors meet, the square of the error stays. That is allowed where
-one of them is a sum over so many elements that the error's own share of it is small (a norm's backward: x * sum(g x)).
+keeps the mean of every gradient that is linear in it. That holds where the copy is moved, scaled and added to other
+values, and each result is multiplied by values that do not depend on it. Weight gradients, products, norms but for one
+term, and attention's values and result are linear in this sense. Where two factors made of the copy meet, the square of
+the error stays. That is allowed where one factor is a sum over so many elements that the error's share of the sum is
+small (a norm's backward: x * sum(g x)).
 """
 
 from __future__ import annotations

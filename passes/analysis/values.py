@@ -2,16 +2,17 @@
 
 A pass stores, rounds, rescales or narrows plain floating-point tensors: real numbers in float32, bfloat16 or float16,
 dense and strided. Everything else keeps the model's own precision and is read as it is: complex numbers, float64,
-integers, a user's own 8-bit floats, sparse layouts, effect tokens (empty tensors that order side effects), what a
-collective has not delivered yet (before ``wait_tensor`` memory holds anything), and masks.
+integers, a user's own 8-bit floats, sparse layouts, effect tokens (empty tensors that order side effects), results that
+a collective has not delivered yet (before ``wait_tensor`` memory holds anything), and masks.
 
-A mask is a tensor that holds fill values by construction, ``where(allowed, 0, -inf)``: they say where, not how much.
-As numbers they overflow every narrow format, so the tensor would be promoted in the first step, and float32's least
-number becomes -inf in bfloat16, which makes NaN of a row that is masked as a whole.
+A mask is a tensor that holds fill values by construction, ``where(allowed, 0, -inf)``. Fill values say where, not how
+much. As numbers they overflow every narrow format, so the tensor would be promoted in the first step. float32's least
+number becomes -inf in bfloat16, and a row that is masked as a whole becomes NaN.
 
-Nor does a pass touch a divisor: what the model, or its backward, divides by or takes the root or logarithm of. Rounded
-to 8 bits a small one is 0 (the mean square of Llama's embeddings is, in e4m3fn), and inf and NaN follow. Nor
-log-softmax's result, which its backward exponentiates: in e4m3fn a probability would be off by a factor of up to 1.28.
+No pass touches a divisor: a value that the model or its backward divides by, or takes the root or logarithm of. In 8
+bits a small divisor is 0 (the mean square of Llama's embeddings is, in e4m3fn), and inf and NaN follow. No pass
+touches log-softmax's result either. Its backward exponentiates it: in e4m3fn a probability would be off by a factor of
+up to 1.28.
 """
 
 from __future__ import annotations

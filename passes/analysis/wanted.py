@@ -1,4 +1,4 @@
-"""Marking the tensors that ``dump_tensors`` asks for, before passes put casts between a value and its readers."""
+"""Mark the tensors that ``dump_tensors`` asks for, before passes put casts between a value and its readers."""
 
 from __future__ import annotations
 

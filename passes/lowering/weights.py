@@ -1,8 +1,8 @@
 """Lay out weights of convolutions as oneDNN reads them, and their gradients as the parameters lie.
 
 Convolutions run channels-last on a CPU, and parameters are contiguous. Inductor cannot vectorise the conversion of a
-3x3 kernel's nine elements. Autograd (`AccumulateGrad`) copies a gradient whose strides differ from its parameter's. That
-copy is a tenth of ResNet-18's step under autocast, batch 16.
+3x3 kernel's nine elements. Autograd (`AccumulateGrad`) copies a gradient whose strides differ from its parameter's.
+That copy is a tenth of ResNet-18's step under autocast, batch 16.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One bucket's way through APS, in stages that are scheduled apart."""
+"""Exchange one bucket by APS, in stages that are scheduled one by one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Triton kernels of the 8-bit codecs: binary search over the borders to encode, look-up to decode.
 
-Source: Dettmers 2016, section 3.2. `fxprec.runtime.aps.codecs` decides; these give its codes.
+Source: Dettmers 2016, section 3.2. `fxprec.runtime.aps.codecs` defines the codes that the kernels give.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A wire with the rounding of one bucket: scaling, coding and summing, by the fast kernels where they apply."""
+"""Scale, code and sum one bucket, by the fast kernels where they apply."""
 
 from __future__ import annotations
 

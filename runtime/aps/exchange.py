@@ -1,4 +1,4 @@
-"""The payload's way: codes to their owner, summed there, the sum's codes to everyone.
+"""Exchange the payload: send codes to their owner, sum them there, send the sum's codes to all ranks.
 
 Definitions: docs/algorithms.md, "Communication in 8 bits". Bytes that a rank sends are those of a ring all-reduce of
 codes, 2 (N - 1) / N of the bucket. All ranks decode the same bytes, so replicas stay bit-identical whatever is rounded

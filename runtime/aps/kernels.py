@@ -1,7 +1,7 @@
 """The exchange's loops over CPU memory, compiled once by Inductor's own C++ builder and kept in its disk cache.
 
-Each has a plain torch form in `exponents` and `wire`, which decides; these give the same bits. Where no compiler is
-found a warning says so, and the plain forms run.
+Each loop has a plain torch form in `exponents` and `wire`, whose bits it gives. Without a compiler the plain forms run,
+and a warning says so.
 """
 
 from __future__ import annotations

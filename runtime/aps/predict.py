@@ -1,7 +1,7 @@
 """Predict the time of a step whose gradients cross a link in 32, 16 or 8 bits.
 
-The model of Dettmers 2016, appendix A: a layer's transfer hides under the computation that follows it, and only what
-does not fit under it costs time; compressing and decompressing cost so much a number. The paper's own tables are in
+The model is that of Dettmers 2016, appendix A. A layer's transfer runs beside the computation that follows, and only
+the rest of it costs time. Compressing and decompressing cost a fixed time a number. The paper's own tables are in
 `fxprec.runtime.aps.predict_paper`.
 """
 

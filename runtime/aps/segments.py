@@ -1,6 +1,6 @@
-"""Layers side by side in a flat tensor: their largest magnitudes, and their multiplication by powers of two.
+"""Find the largest magnitudes of layers side by side in a flat tensor, and multiply the layers by powers of two.
 
-On a GPU each is one launch, however many layers there are. Where they lie is uploaded once.
+On a GPU each of the two is one launch, however many layers there are. Their positions are uploaded once.
 """
 
 from __future__ import annotations

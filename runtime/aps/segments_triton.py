@@ -1,7 +1,7 @@
 """Triton kernels over pieces of a flat tensor: the largest magnitude of each, and its product with a power of two.
 
 A program works on `BLOCK` elements of one piece, which it finds by binary search over the first programs of the pieces.
-`fxprec.runtime.aps.exponents` decides; these give its bits.
+`fxprec.runtime.aps.exponents` defines the bits that the kernels give.
 """
 
 from __future__ import annotations

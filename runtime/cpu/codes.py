@@ -1,8 +1,8 @@
-"""Statistics of stored tensors from their codes, where the loop that stored them counted nothing.
+"""Count statistics of stored tensors from their codes, where the loop that stored them counted nothing.
 
-A number counts as overflow where its code is the one that overflow gets: inf, NaN, or the largest number of a format
-that saturates, which numbers within half a unit below it share. The largest magnitude is the largest code's, and what
-was rounded to zero is not known.
+A number counts as overflow where its code is the code of an overflow: inf, NaN, or the largest number of a format
+that saturates. Numbers within half a unit below the largest have that code too. The largest magnitude is that of the
+largest code. Numbers that were rounded to zero are not known.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""torch's CPU tensors close together, so that the memory a process holds follows what is live.
+"""Allocate torch's CPU tensors close together, so that a process holds little more than its live bytes.
 
-malloc places a tensor into any hole that fits, among all that a compiler left behind: a step with 28 MB live at its
+malloc places a tensor into any hole that fits, between all that a compiler left behind: a step with 28 MB live at its
 peak made a process grow by 92 MB. Here tensors of 16 KiB and more come from one region of addresses, each at the lowest
-place that fits. Pages that hold no tensor stay for the next step up to the bytes that are live, or up to 64 MiB; when
-they are more, the highest of them go back to the system as a tensor is freed.
+place that fits. Pages without a tensor stay for the next step, as many as there are live bytes, or 64 MiB. When there
+are more, the highest pages go back to the system as a tensor is freed.
 """
 
 from __future__ import annotations

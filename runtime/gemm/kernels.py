@@ -1,4 +1,4 @@
-"""The kernels as they are used in training, compiled ahead of time: which formats, layouts and tiles."""
+"""List the formats, layouts and tiles in which training uses the kernels, to compile them ahead of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches of the kernels around GEMMs: started, or noted, so that they are compiled before the first step."""
+"""Start launches of the kernels around GEMMs, or note them to compile the kernels before the first step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNALIGNED = ALIGNMENT + 1
 _LARGE = 1 << 31
 
 Alternatives = tuple["Launch", ...]
-"""Launches of which one is enough: a product in different tiles."""
+"""Launches that replace each other: a product in different tiles."""
 
 
 class TritonKernel(Protocol):

@@ -1,4 +1,4 @@
-"""Tiles of the generated GEMM: what autotuning chooses from."""
+"""Tiles of the generated GEMM, from which autotuning chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One read of a matrix, two low copies: its codes row-major and transposed, and what rounding did to it.
+"""Make two low copies of a matrix in one read, its codes row-major and transposed, and count what rounding loses.
 
 The three GEMMs of a linear layer want both on Hopper, whose fp8 tensor cores read operands along the summed
 dimension only (docs/gemm.md has the table).

@@ -1,7 +1,7 @@
-"""Which tile of the generated GEMM is fastest: measured at a product's first run, and kept on disk for other processes.
+"""Find the fastest tile of the generated GEMM at a product's first run, and keep it on disk for other processes.
 
-What is kept belongs to one GPU's name, Triton's version, and all that the time depends on: sizes, layouts, dtypes and
-formats, since decoding decides which tile is fastest.
+An entry belongs to a GPU's name, a version of Triton, and all that the time depends on: sizes, layouts, dtypes, and
+formats, since the fastest tile depends on decoding.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Scales of gradients while training runs: what is measured, estimated and solved."""
+"""Measure gradients, estimate their distributions, and solve their scales while training runs."""

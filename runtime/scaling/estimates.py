@@ -1,7 +1,7 @@
 """Predict how much of a gradient a scale saves from underflow, by the model of Zhao et al. 2020, section 3.
 
-``threshold`` is the magnitude up to which a value rounds to zero. The paper takes the smallest subnormal; with nearest
-rounding it is half of that, and predictions match what is measured only with the true one.
+``threshold`` is the magnitude up to which a value rounds to zero. The paper takes the smallest subnormal. With nearest
+rounding it is half of that, and only with that half predictions match measurements.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def log_normal_scale(mean_ln: float, std_ln: float, threshold: float, underflow:
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """Zero-mean normal: the result of a GEMM, or any gradient of which nothing better is known."""
+    """Zero-mean normal: the result of a GEMM, or a gradient whose distribution is not known better."""
 
     deviation: float
     fmt: Format

@@ -1,4 +1,4 @@
-"""The scales of one graph's gradients while training runs: when to measure, when to solve, what to remember."""
+"""Keep the scales of one graph's gradients while training runs: decide when to measure and when to solve."""
 
 from __future__ import annotations
 

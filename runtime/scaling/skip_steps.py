@@ -19,9 +19,9 @@ _UNTRACED = 'grad_scaling="dynamic" reads what the gradients are before it lets 
 class StepSkipper:
     """Skips optimizer steps for the baseline ``grad_scaling="dynamic"``; lives as long as its backend.
 
-    A dynamic loss scale finds out by overflowing, and then the step is skipped (Micikevicius et al. 2018). No line of
-    the training loop changes: a hook before every optimizer's step takes the gradients away from the parameters
-    concerned, and an optimizer passes over those without.
+    A dynamic loss scale grows until gradients overflow; then the step is skipped (Micikevicius et al. 2018). No line of
+    the training loop changes. A hook before every optimizer's step takes the gradients of the parameters concerned
+    away, and an optimizer passes over parameters without a gradient.
     """
 
     def __init__(self, controllers: Callable[[], Sequence[Controller]]) -> None:

@@ -1,8 +1,8 @@
-"""Exponents for a whole `ScaleGraph` at once, from the statistics of its casts.
+"""Compute the exponents of a whole `ScaleGraph` at once, from the statistics of its casts.
 
 Definitions: docs/algorithms.md, "Gradient scaling".
 
-Integers throughout: an exponent is a whole number of binades, so scales never drift.
+All exponents are integers, whole numbers of binades, so scales never drift.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def solve(
     """Return the exponent of each variable.
 
     ``underflow`` is the share of non-zero elements that may round to zero; ``margins`` (by row) raises an exponent
-    where the model has been too kind. A cast of which nothing new was measured moves as the scale that comes in has
+    where the model has been too kind. A cast without a new measurement moves as the incoming scale has
     moved since ``before`` (all 0 if left out).
     """
     exps: list[int] = []

@@ -1,4 +1,4 @@
-"""Launches, bytes outside GEMMs and seconds of a lowered graph half on a GPU, from its nodes: no code is written.
+"""Estimate launches, bytes outside GEMMs and seconds of a lowered graph half on a GPU, without writing its code.
 
 `python -m benchmarks.gpu.roofline` counts the code that Inductor really writes; docs/gemm.md has how far this is off.
 """

@@ -1,4 +1,4 @@
-"""Which loops Inductor makes one kernel of: those that go over the same elements and share what they read or make.
+"""Predict the loops that Inductor fuses: loops over the same elements that share tensors they read or make.
 
 Its scheduler joins the pair that shares the most bytes, then the next, as long as no path leads out of a kernel and
 back.

@@ -60,7 +60,7 @@ class Read:
 
 @dataclass
 class Memory:
-    """The nodes of one lowered half as items, in order, and what lies in memory."""
+    """The nodes of one lowered half as items, in order, and the items that lie in memory."""
 
     graph: Graph
     nodes: list[Node] = field(default_factory=list)
