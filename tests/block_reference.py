@@ -1,7 +1,7 @@
-"""Block formats element by element, in exact fractions: what decides when `block_codec` is in doubt.
+"""Encode and decode blocks element by element, in exact fractions: the reference for `block_codec`.
 
-Of the text only what is float32 by definition is float32 here, through NumPy: a block's scale, its inverse and their
-products with the elements. Elements, packing and random bits share no code with it.
+Numbers that are float32 by definition are float32 here too, through NumPy: a block's scale, its inverse and their
+products with the elements. Elements, packing and random bits share no code with `block_codec`.
 """
 
 from __future__ import annotations

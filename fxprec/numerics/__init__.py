@@ -1,1 +1,1 @@
-"""Number formats and what is done to numbers in them: the codec, its reference, its compiled forms."""
+"""Number formats: the codec that rounds and packs, its reference, its compiled forms."""

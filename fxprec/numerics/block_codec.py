@@ -1,8 +1,8 @@
-"""Encoding and decoding of blocks, once: the text from which every form is derived, as in `codec`.
+"""Encode and decode blocks: the one text from which every form is derived, as in `codec`.
 
-First what is pointwise, over a block's numbers and over its elements: it is printed for the C++ kernel (`block_cpu`)
-and the Triton kernels (`block_device`). Then what eager torch and Inductor add, reductions and packing, which kernels
-have in loops. Reductions compare integers (magnitude bits, or `ordered` ones), so that NaN is never lost in one.
+The first part is pointwise, over a block's numbers and over its elements. It is printed for the C++ kernel
+(`block_cpp`) and the Triton kernels (`block_device`). The second part has reductions and packing for eager torch and Inductor;
+kernels have these in loops. Reductions compare integers (magnitude bits, or `ordered` ones), so that no NaN is lost.
 Definitions: docs/algorithms.md, "Block formats".
 """
 

@@ -1,4 +1,4 @@
-"""The text of block formats in C++: printed from `block_codec`, for the kernel in runtime/cpu/blocks.cpp.
+"""Print the C++ of block formats from `block_codec`, for the kernel in runtime/cpu/blocks.cpp.
 
 A kernel's file says ``/*BLOCKS*/`` where it goes. The format reaches it as ``struct Blocks``; one compilation serves
 every block format.

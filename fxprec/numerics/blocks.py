@@ -1,7 +1,7 @@
 """Block formats as data: elements of few bits, and a scale that the elements of a block share.
 
-The block scale adapts to what is stored, so nothing over- or underflows as a whole: a `Format` needs a scale from
-outside for that. Adding a block format adds a line to ``NAMED``. Definitions: docs/algorithms.md, "Block formats".
+The scale adapts to each block, so no tensor over- or underflows as a whole. A `Format` needs a scale from outside for
+that. Adding a block format adds a line to ``NAMED``. Definitions: docs/algorithms.md, "Block formats".
 """
 
 from __future__ import annotations

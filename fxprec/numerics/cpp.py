@@ -1,4 +1,4 @@
-"""The codec in C++: printed from `codec`, included by every kernel that rounds, packs or unpacks.
+"""Print the codec in C++, for every kernel that rounds, packs or unpacks.
 
 A kernel's file says ``/*CODEC*/`` where it goes. The format reaches it as ``struct Format``, whose fields are those of
 `FormatRow` and `CodeRow`; one compilation serves every format.

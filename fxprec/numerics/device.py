@@ -1,7 +1,7 @@
-"""The codec in Triton: printed from `codec` with a format's constants folded in, one function each.
+"""Print the codec in Triton with a format's constants folded in, one function each.
 
-No hardware cast is used: which of them round alike (NaN, saturation, subnormals) differs by architecture, and the
-interpreter's own float8 cast is not to nearest. So sm_80, newer devices and the interpreter give the same codes.
+No hardware cast is used. Hardware casts differ between architectures in NaN, saturation and subnormals, and the
+interpreter's float8 cast is not to nearest. So sm_80, newer devices and the interpreter give the same codes.
 `caster` is the exception, for a kernel that instructions bind; `runtime.gemm.hardware_casts` compares it with the
 definition before it is used.
 A kernel takes the function as a compile-time argument (`encoder`, `decoder`, `rounder`), or its source is printed into

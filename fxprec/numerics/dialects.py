@@ -1,4 +1,4 @@
-"""The languages kernels are printed in: C++, C++ in Inductor's loops, Triton."""
+"""The languages in which kernels are printed: C++, C++ in Inductor's loops, Triton."""
 
 from __future__ import annotations
 

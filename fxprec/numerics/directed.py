@@ -1,4 +1,4 @@
-"""Rounding toward zero, up and at random, with a format given as a row: beside `fxprec.numerics.codec.nearest`."""
+"""Round toward zero, up and at random, with a format given as a row, as `fxprec.numerics.codec.nearest` has it."""
 
 from __future__ import annotations
 

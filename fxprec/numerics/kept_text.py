@@ -1,4 +1,4 @@
-"""Texts kept on disk beside Inductor's code: printing the codec takes a tenth of a second a process."""
+"""Keep texts on disk beside Inductor's code: printing the codec takes a tenth of a second a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codec in Inductor's C++ loops on a CPU: printed from `codec` with a format's constants folded in."""
+"""Print the codec for Inductor's C++ loops on a CPU, with a format's constants folded in."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""C++ kernels, compiled once by Inductor's own builder: its compiler, its flags, its disk cache.
+"""Compile C++ kernels once, by Inductor's own builder: its compiler, its flags, its disk cache.
 
-A kernel walks memory that it cannot check, so each tensor goes to it through `address`, which can.
+A kernel cannot check the memory that it reads and writes. So each tensor goes to it through `address`, which checks it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From traced ATen nodes to lines of source text: one walk, one table of expressions per language (`dialects`)."""
+"""Print traced ATen nodes as lines of source text, by one table of expressions per language (`dialects`)."""
 
 from __future__ import annotations
 

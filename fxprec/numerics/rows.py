@@ -1,6 +1,6 @@
 """A number format as a handful of integers, which a table, a struct or a compile-time tuple hands to a kernel.
 
-`FormatRow` is what rounding needs, `CodeRow` what turns its result into a code and back. Every kernel reads these
+`FormatRow` has the numbers for rounding, `CodeRow` those for encoding and decoding. Every kernel reads these
 names, in this layout: C++ as a struct, Triton as a tuple or from the scale table, eager torch as the tuple itself.
 """
 

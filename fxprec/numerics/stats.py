@@ -1,11 +1,11 @@
-"""Statistics, once: kernels *count* what rounding does to a tensor, and the host *finishes* counts to statistics.
+"""Statistics: kernels *count* what rounding does to a tensor, and the host *finishes* counts to statistics.
 
-Whatever counts (`codec`'s text in Inductor's code, the C++ kernels, the Triton functions below, the reference) ends in
-one row of float64 a site, `Counts`; `finish` is the only place where sums become ratios and moments. Float64 holds
-counts of up to 2^53 elements exactly.
+`codec`'s text in Inductor's code, the C++ kernels, the Triton functions below and the reference all give one row of
+float64 a site, `Counts`. Only `finish` turns sums into ratios and moments. Float64 holds counts of up to 2^53 elements
+exactly.
 
-Triton kernels count with atomics into striped counters, int32 (and float64 for sums, where the order in which atomics
-arrive is lost in rounding to what is reported); `gathered` adds the stripes up.
+Triton kernels count with atomics into striped counters: int32, and float64 for sums, whose order is lost in the
+rounding of the report. `gathered` adds the stripes up.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _finished(c: Any) -> tuple[Any, ...]:
 def count(x: Tensor, stored: Tensor, row: FormatRow[Any], dims: tuple[int, ...] = ()) -> list[Tensor]:
     """Return ``overflow`` to ``elements`` of float32 ``x``, which is ``stored`` after scaling, as float64.
 
-    Of the whole tensor, or of each part that reducing ``dims`` leaves; `total` puts parts together.
+    Counts are of the whole tensor, or of each part that reducing ``dims`` leaves; `total` puts parts together.
     """
     magnitude = stored.view(torch.int32) & MAGNITUDE
     over, under = lost(magnitude, row)

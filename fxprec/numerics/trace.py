@@ -1,4 +1,4 @@
-"""A function over tensors as a graph of pointwise ATen nodes, for the printers."""
+"""Trace a function over tensors as a graph of pointwise ATen nodes, for the printers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan: which tensor has which format, as immutable data, and its files."""
+"""The plan: the format of each tensor, as immutable data, and its files."""
 
 from fxprec.plan.files import SCHEMA
 from fxprec.plan.plan import Plan

@@ -1,4 +1,4 @@
-"""The plan: which tensor has which format, as immutable data. Read and written as JSON by `files`."""
+"""The plan: the format of each tensor, as immutable data. `files` reads and writes it as JSON."""
 
 from __future__ import annotations
 

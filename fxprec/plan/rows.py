@@ -128,8 +128,8 @@ class Site:
 class ByteCount:
     """Bytes saved for backward, each storage once, the graph's inputs and parameters left out.
 
-    ``planned`` is what the partitioned graph saves, host memory left out; ``fp32`` what the same tensors take in
-    float32, where a parameter's copy takes nothing, since backward would read the parameter.
+    ``planned`` counts what the partitioned graph saves, host memory left out. ``fp32`` counts the same tensors in
+    float32, without a parameter's copy, since backward would read the parameter.
     """
 
     fp32: int

@@ -2,7 +2,7 @@
 
 Definitions: docs/algorithms.md, "Gradient scaling". The pass carry-scales extracts it from the joint graph once; the
 runtime solves it at every refresh and writes the exponents into the scale table. A *variable* is one exponent ``a``:
-the gradient it belongs to travels as ``2**a * g``.
+the gradient ``g`` it belongs to is held as ``2**a * g``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Producer: TypeAlias = Literal["gemm", "softmax", "other"]
 
 @dataclass(frozen=True, slots=True)
 class GradientGemm:
-    """The GEMM dX = f(dY, W) that made a gradient: what Theorem 1 needs to know."""
+    """The GEMM dX = f(dY, W) that made a gradient, as Theorem 1 needs it."""
 
     length: int
     """Accumulation length N."""
@@ -64,7 +64,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class ScaleGraph:
-    """Variables in topological order, and what the table derives from them."""
+    """Variables in topological order, and the rows of the table that are derived from them."""
 
     variables: tuple[Cast | Join, ...] = ()
     slots: tuple[Slot, ...] = ()

@@ -1,4 +1,4 @@
-"""A plan in one line, and as a table for a notebook: what it saves, its peak, how many tensors have how many bits."""
+"""Show a plan in one line, and as a table for a notebook: bytes saved, the peak, the numbers of tensors by bits."""
 
 from __future__ import annotations
 

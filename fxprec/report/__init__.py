@@ -1,1 +1,1 @@
-"""Looking into a compiled graph: dump folders, comparison and explanation of plans, the HTML report."""
+"""Look into a compiled graph: dump folders, comparison and explanation of plans, the HTML report."""

@@ -1,4 +1,4 @@
-"""Why a tensor has its precision, who reads its stored copy, how the graph was lowered: sentences from the plan."""
+"""Explain a plan in sentences: a tensor's precision, the readers of its stored copy, the lowering of the graph."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ WHOLE = ("plan.json", GRAPH, "report.html")  # written once a compilation has co
 
 
 class Planned(Exception):
-    """Ends a compilation of which only the plan is wanted."""
+    """Raised to end a compilation once its plan is made, where only the plan is wanted."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,8 +61,8 @@ def _spares_training(write: F) -> F:
 class GraphDump:
     """The sub-folder of one graph.
 
-    Where the folder cannot be written, a write raises `ConfigError`; once `tell` is there, which it is when training
-    has begun, the dump is given up instead: a full disk ends no run.
+    A write raises `ConfigError` where the folder cannot be written. Once training has begun (`tell` is set) the dump is
+    given up instead: a full disk ends no run.
     """
 
     def __init__(self, folder: DumpFolder, index: int) -> None:

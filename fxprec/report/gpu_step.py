@@ -1,8 +1,8 @@
 """Estimate a plan's training step on a GPU: seconds and bytes at the peak, beside bfloat16 autocast.
 
-A rough model, to say whether low precision is worth it before anything is trained: GEMMs at the rates of
-`fxprec.passes.analysis.gemm_costs`, everything else at the speed of memory, one read and one write a tensor that a GEMM
-reads or writes. `python -m benchmarks.gpu.roofline` counts the code that Inductor really writes.
+The model is rough: it says whether low precision is worth it before anything is trained. GEMMs run at the rates of
+`fxprec.passes.analysis.gemm_costs`. All else runs at the speed of memory, with one read and one write of each tensor
+that a GEMM reads or writes. `python -m benchmarks.gpu.roofline` counts the code that Inductor really writes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Prediction:
     layers: tuple[tuple[Layer, bool], ...]
     steps: tuple[Step, ...]
     left_out: int
-    """GEMMs of which the plan does not say enough: products of activations."""
+    """GEMMs that the plan does not describe well enough: products of activations."""
 
 
 def predict(plan: Plan, gpu: Gpu, ratios: Sequence[float] = (0.5,)) -> Prediction:

@@ -1,4 +1,4 @@
-"""``stats.jsonl`` as series for drawing: few enough points for a page, whatever the file's length."""
+"""Read ``stats.jsonl`` as series for drawing: few enough points for a page, whatever the file's length."""
 
 from __future__ import annotations
 

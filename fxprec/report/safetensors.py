@@ -1,4 +1,4 @@
-"""Files of tensors in the safetensors format: a JSON header, then the bytes. Written and read without the package."""
+"""Write and read tensors in the safetensors format, a JSON header and the bytes, without the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two runs side by side: where their tensors part first, joined by tensor and module."""
+"""Compare two runs: join their tensors by name and module, and find where they part first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning a model that is never allocated: a factory is called and its model compiled under fake tensors."""
+"""Plan a model that is never allocated: call a factory and compile its model under fake tensors."""
 
 from __future__ import annotations
 

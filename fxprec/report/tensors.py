@@ -1,4 +1,4 @@
-"""Tensors on request (``dump_tensors``): a line of JSON for each in ``tensors.jsonl``, values in safetensors files.
+"""Dump tensors on request (``dump_tensors``): a line of JSON each in ``tensors.jsonl``, values in safetensors files.
 
 A line has the tensor's place, a hash of its bytes, its elements by exponent of two, and how many of them over- or
 underflow in the format that stores it, or would store it.
@@ -35,7 +35,7 @@ _SHOWN = 8  # positions of elements that underflow
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Which tensor it is, and in which format it is stored."""
+    """A tensor's place in the model, and the format in which it is stored."""
 
     tensor: str
     kind: str

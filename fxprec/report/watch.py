@@ -1,4 +1,4 @@
-"""Running the passes while someone looks: a text per pass for the dump folder and for torch's structured trace."""
+"""Write a text per pass while passes run, for the dump folder and for torch's structured trace."""
 
 from __future__ import annotations
 
