@@ -1,9 +1,9 @@
 """Encode and decode blocks: the one text from which every form is derived, as in `codec`.
 
 The first part is pointwise, over a block's numbers and over its elements. It is printed for the C++ kernel
-(`block_cpp`) and the Triton kernels (`block_device`). The second part has reductions and packing for eager torch and Inductor;
-kernels have these in loops. Reductions compare integers (magnitude bits, or `ordered` ones), so that no NaN is lost.
-Definitions: docs/algorithms.md, "Block formats".
+(`block_cpp`) and the Triton kernels (`block_device`). The second part has reductions and packing for eager torch and
+Inductor; kernels have these in loops. Reductions compare integers (magnitude bits, or `ordered` ones), so that no NaN
+is lost. Definitions: docs/algorithms.md, "Block formats".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Triton kernels of block formats: a program encodes, or decodes, the blocks of 2048 elements.
 
-Their arithmetic is printed from `block_codec` with a format's constants folded in. This module adds loads,
-reductions over a block, packing and stores. Elements are read in row-major order; records lie as `block_codec.records` writes them.
+Their arithmetic is printed from `block_codec` with a format's constants folded in. This module adds loads, reductions
+over a block, packing and stores. Elements are read in row-major order; records lie as `block_codec.records` writes
+them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Round and pack float32 numbers: the one text from which every kernel's form is derived.
 
 The functions are pointwise torch operators on float32 bits read as int32, where magnitudes are ordered like integers
-and NaN lies above infinity. Called, they are the eager form. Traced by ``make_fx``, they are Inductor's expansion. Printed
-(`cpp`, `device`), they are the C++ and Triton functions that kernels call. A row's fields are tensors, so that a table
-or a struct changes the format without recompiling, or Python ints, which fold into the code. Definitions:
+and NaN lies above infinity. Called, they are the eager form. Traced by ``make_fx``, they are Inductor's expansion.
+Printed (`cpp`, `device`), they are the C++ and Triton functions that kernels call. A row's fields are tensors, so that
+a table or a struct changes the format without recompiling, or Python ints, which fold into the code. Definitions:
 docs/algorithms.md, "Number formats". `reference` decides in doubt, and shares no code with this module.
 """
 
