@@ -22,7 +22,7 @@ from fxprec.passes.analysis.crossings import crossings, is_copy_of_parameter, so
 from fxprec.passes.analysis.peak.kernels import draws
 from fxprec.passes.base import Work
 from fxprec.passes.casts.upsampled import sum_upsampled
-from fxprec.passes.casts.written_inputs import copy_written_inputs
+from fxprec.passes.casts.written_inputs import copies_of_inputs, copy_written_inputs
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,23 @@ class Partition:
     """The nodes of the graph before the passes."""
     asked: Mapping[Node, Any] = field(init=False)
     """The policy of the user's checkpoint for each node, read before torch's passes copy policies to other nodes."""
+    copies: Mapping[Node, Node] = field(init=False)
+    """The model's own copies of inputs and buffers, with what each copies: torch's passes take such copies out."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "asked", regions.policies(self.work.joint.graph))
+        object.__setattr__(self, "copies", copies_of_inputs(self.work.joint))
 
     def __call__(self, gm: GraphModule, inputs: Sequence[object], **options: Any) -> compat.Halves:
         """Return both halves."""
         regions.restore(self.asked)
+        gone = {self.copies[copy] for copy in self.copies.keys() - set(gm.graph.nodes)}
         if not self.work.is_cut:
             compat.annotate_budget(gm.graph, self.traced)
             for copy in self._copies_again():
                 regions.mark(copy, CheckpointPolicy.MUST_RECOMPUTE)
-            return as_torch_does(gm, inputs, **options)
-        tidy(gm)
+            return as_torch_does(gm, inputs, gone, **options)
+        tidy(gm, gone)
         drawn = {node for node in gm.graph.nodes if regions.runs_again(node) and draws(node)}
         return compat.cut(gm, crossings(self.work.joint), drawn, num_fwd_outputs=options["num_fwd_outputs"])
 
@@ -57,16 +61,18 @@ class Partition:
         return [n for n in copies if budget < 1 or regions.is_made_again(source_of_copy(n))]
 
 
-def as_torch_does(gm: GraphModule, inputs: Sequence[object], **options: Any) -> compat.Halves:
-    """Return both halves of a graph as torch's min-cut chooses."""
-    for kept in tidy(gm):
+def as_torch_does(
+    gm: GraphModule, inputs: Sequence[object], copied: Collection[Node] = (), **options: Any
+) -> compat.Halves:
+    """Return both halves of a graph as torch's min-cut chooses; ``copied``: inputs that backward reads a copy of."""
+    for kept in tidy(gm, copied):
         regions.mark(kept, CheckpointPolicy.MUST_SAVE)
     return compat.min_cut(gm, inputs, **options)
 
 
-def tidy(gm: GraphModule) -> list[Node]:
+def tidy(gm: GraphModule, copied: Collection[Node]) -> list[Node]:
     """Do what torch's own passes would undo; return what has to be saved for it."""
-    kept = copy_written_inputs(gm.graph)
+    kept = copy_written_inputs(gm.graph, copied)
     sum_upsampled(gm.graph)
     compat.keep_random_numbers(gm.graph, [node for node in gm.graph.nodes if draws(node)])
     return kept

@@ -55,6 +55,29 @@ def test_an_input_written_before_backward_is_an_error() -> None:
         late.backward()
 
 
+class Queue(nn.Module):
+    """A memory of keys that is written when the scores are there, as MoCo's is: the model copies it first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.rand(8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.memory.clone().t()).sigmoid()
+
+
+@pytest.mark.parametrize("storage", ["simulate", "native", "packed"])
+def test_what_the_model_copied_may_be_written(storage: str) -> None:
+    """Found by ParityBench (MemoryMoCo): the copy was taken out as one of nothing, and backward read what is written."""
+    model, x = Queue(), torch.rand(4, 16, requires_grad=True)
+    network = compiled(model, storage)
+    (wanted,) = torch.autograd.grad(loss(network, x), x)
+    late = loss(network, x)
+    model.memory.zero_()
+    (found,) = torch.autograd.grad(late, x)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-6)
+
+
 def test_a_training_loop_raises_no_alarm() -> None:
     """Batch norm writes its statistics, two micro-batches are in flight, the optimizer steps, an average follows."""
     model, x = Cnn(), torch.randn(4, 3, 6, 6)

@@ -1,19 +1,34 @@
-"""A copy of each input that forward writes into, for backward, which would read what the input then holds."""
+"""A copy of each input that is written before backward reads it: backward would read what the input then holds."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 from torch.fx import Graph, Node
 
 from fxprec import compat
-from fxprec.passes.analysis.joint import input_at, is_backward
+from fxprec.passes.analysis.joint import JointGraph, input_at, is_backward
 from fxprec.passes.casts.sites import emit
 
 _COPY_INTO = torch.ops.aten.copy_.default
 
 
-def copy_written_inputs(joint: Graph) -> list[Node]:
-    """Let backward read a copy of an input that forward writes into; return the copies.
+def copies_of_inputs(joint: JointGraph) -> dict[Node, Node]:
+    """Return the clones that the model makes of its inputs and buffers, with what each is a clone of."""
+    clones = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    sources = {clone: input_at(clone, 0) for clone in clones if not is_backward(clone)}
+    return {
+        clone: source
+        for clone, source in sources.items()
+        if source.op == "placeholder" and joint.describe(source).kind in ("input", "buffer")
+    }
+
+
+def copy_written_inputs(joint: Graph, copied: Collection[Node]) -> list[Node]:
+    """Let backward read a copy of an input that forward writes into, and of those in ``copied``; return the copies.
+
+    The model copied these itself, as it may write into them when the graph has run; torch's passes took the copy out.
 
     torch's partition repeats what is cheap, and takes such an input for one that stays as it was (torch 2.13), whether
     it is written in the graph or behind it. For after torch's own passes, which take copies out.
@@ -23,7 +38,8 @@ def copy_written_inputs(joint: Graph) -> list[Node]:
         for write in joint.find_nodes(op="call_function", target=_COPY_INTO)
         if input_at(write, 0).op == "placeholder" and not is_backward(input_at(write, 1))
     ]
-    writes += [(written, joint.output_node()) for written in compat.inputs_written_behind(joint)]
+    behind = dict.fromkeys([*compat.inputs_written_behind(joint), *copied])
+    writes += [(written, joint.output_node()) for written in behind]
     wanted = _wanted_by_backward(joint)
     return [_copied(joint, written, write) for written, write in writes if written in wanted]
 
