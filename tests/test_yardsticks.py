@@ -42,7 +42,7 @@ OTHERS = {
     "nn.functional.gelu": "near",
     "logsumexp": "near",
 }
-MEASURED = ("tanh", "lgamma", "tan", "erfinv", "nn.functional.gelu")
+MEASURED = ("tanh", "lgamma", "tan", "erfinv", "nn.functional.gelu", "linalg.matrix_power")
 
 
 @functools.cache
