@@ -14,6 +14,7 @@ from fxprec.passes.assign_precision import AssignPrecision
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.carry_scales import CarryScales
 from fxprec.passes.choose_crossings import ChooseCrossings
+from fxprec.passes.compare_in_forward import CompareInForward
 from fxprec.passes.compute_high import ComputeHigh
 from fxprec.passes.drop_round_trips import DropRoundTrips
 from fxprec.passes.group_tensors import GroupTensors
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 # Native and packed storage: operators read values, copies are stored for backward and for GEMMs over codes.
 PIPELINE: tuple[Pass, ...] = (
     WidenAttention(),  # before operators are paired with tensors: the plan is of float32 tensors
+    CompareInForward(),  # before: what backward no longer reads is no tensor of the plan
     RecoverOperators(),  # reads the metadata autograd left, which later passes disturb
     GroupTensors(),  # needs operators in execution order
     AssignPrecision(),  # needs group sizes
@@ -74,6 +76,7 @@ SIMULATION: tuple[Pass, ...] = (
 # Where policy "exact" measures damage: a pipeline up to its groups, so that both count the same tensors.
 CALIBRATION: tuple[Pass, ...] = (
     WidenAttention(),
+    CompareInForward(),
     RecoverOperators(),
     GroupTensors(),
     InsertObservers(),  # in place of casting: measures what it would cost

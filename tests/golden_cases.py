@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch import Tensor, nn
 
 from benchmarks.gpu.absent import plan_for
 from fxprec.passes.analysis.crossings import crossings
@@ -16,7 +17,7 @@ from fxprec.passes.base import Work
 from fxprec.passes.pass_report import PassReport
 from fxprec.plan import Plan, Site
 from fxprec.report.graph_text import graph_text
-from tests.golden_model import make
+from tests.golden_model import make, make_maximum
 from tests.helpers import compiled, eager_backend, pipeline
 
 TRACED = "traced"  # the name of the text that shows the graph before all passes
@@ -25,13 +26,14 @@ PARTITION = "partition"  # of the one that shows what the partition does
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One compilation of the golden model, and the texts kept of it."""
+    """One compilation of the golden model, or of another, and the texts kept of it."""
 
     name: str
     what: str
     options: dict[str, Any]
     prepare: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
     wants_input_gradient: bool = False
+    make: Callable[[], tuple[nn.Module, Tensor]] = make
     shows: tuple[str, ...] | None = None
     """The passes that the case is there for; None: all of them."""
 
@@ -78,6 +80,13 @@ CASES = (
         shows=("assign-precision", "insert-casts", "carry-scales", "narrow-accumulators"),
     ),
     Case(
+        name="maximum",
+        what="fp8, the larger of two linear layers",
+        options={"recipe": "fp8"},
+        make=make_maximum,
+        shows=(TRACED, "compare-in-forward"),
+    ),
+    Case(
         name="exact",
         what="the step in which policy exact measures damage, on a CPU",
         options={"recipe": "fp8", "policy": "exact"},
@@ -117,7 +126,7 @@ def texts_of(case: Case) -> dict[str, str]:
 
     with pytest.MonkeyPatch.context() as patch, mock.patch.object(pipeline, "run", watched):
         case.prepare(patch)
-        model, x = make()
+        model, x = case.make()
         with pytest.raises(Exception, match="_Enough"):
             compiled(model, eager_backend(**case.options))(x.requires_grad_(case.wants_input_gradient))
     return found

@@ -25,3 +25,18 @@ class Block(nn.Module):
 
 def make() -> tuple[nn.Module, Tensor]:
     return Block(), torch.ones(256, 3, 16, 16)
+
+
+class Larger(nn.Module):
+    """The larger of two linear layers' results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 32), nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.maximum(self.one(x), self.other(x))
+
+
+def make_maximum() -> tuple[nn.Module, Tensor]:
+    return Larger(), torch.ones(256, 16)

@@ -125,14 +125,9 @@ def _compared(operators: Operators) -> frozenset[Node]:
     """Return what backward compares for equality, as that of a maximum does to find where it stood."""
     found: set[Node] = set()
     for node in operators.joint.backward_nodes():
-        op = operators.of_backward_node.get(node)
-        if node.target is ops.aten.eq.Tensor and (op is None or op.aten not in _HALVED_AT_TIES):
+        if node.target is ops.aten.eq.Tensor:
             found |= {operators.base(n) for n in _forward_sources(node.args)}
     return frozenset(found)
-
-
-# Of two operands: backward compares them with each other, and halves the gradient where they are equal.
-_HALVED_AT_TIES = ("aten.maximum", "aten.minimum")
 
 
 def _forward_sources(args: Iterable[object]) -> set[Node]:
