@@ -17,38 +17,70 @@ from torch import Tensor
 from fxprec.numerics import cpp, native
 from fxprec.numerics.dialects import CPP
 from fxprec.numerics.printer import statements
-from fxprec.runtime.optim.rule import INTEGERS, Rule
-from fxprec.runtime.optim.trace import trace
+from fxprec.runtime.optim import states
+from fxprec.runtime.optim.rule import INTEGERS, Rule, scale_name
+from fxprec.runtime.optim.trace import trace, trace_code, trace_scale
 
 _TEMPLATE = Path(__file__).with_name("kernel.cpp")
 _FLAGS = ("-fno-math-errno",)  # with errno a square root is a call and a branch, and nothing is vectorised
-_CODES = {torch.float32: "float", torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
+_TYPES = {torch.float32: "float", torch.bfloat16: "Bfloat16", torch.float16: "Float16", torch.uint8: "uint8_t"}
+_NUMBERS = {"float": "float", "Bfloat16": "float", "Float16": "float", "uint8_t": "int32_t"}
 
 
 def source(rule: Rule) -> str:
     """Return the C++ source of a rule's kernel."""
     lines, outputs = statements(trace(rule), CPP)
-    names = rule.tensors
-    code = _CODES[rule.carrier]
-    pointers = [f"{code}* __restrict {name}_at = ({code}*)row[{i + 1}];" for i, name in enumerate(names)]
-    loads = [f"const float {name} = load({name}_at[i]);" for name in names]
+    types = {name: _TYPES[rule.dtype_of(name)] for name in rule.tensors} | dict.fromkeys(rule.scales, "uint8_t")
+    pointers = [
+        f"{kind}* __restrict {name}_at = ({kind}*)row[{i + 1}];" for i, (name, kind) in enumerate(types.items())
+    ]
+    loads = [f"const {_NUMBERS[kind]} {n} = load({n}_at[i]);" for n, kind in types.items() if n not in rule.scales]
     scalars = [f"const float {name} = scalars[{i}];" for i, name in enumerate(rule.scalars)]
     scalars += [f"const int32_t {name} = integers[{i}];" for i, name in enumerate(INTEGERS)]
-    stores = [f"store({name}_at[i], {outputs[name]});" for name in names if name in outputs]
+    begin = [f"const int32_t {name} = {name}_at[begin / kBlock];" for name in rule.scales]
+    begin += [f"float {name}_new[kBlock]; int32_t {name}_amax = 0;" for name in rule.coded]
+    stores = [f"store({name}_at[i], {outputs[name]});" for name in outputs if name in types and name not in rule.coded]
     stores += [f"{name}s += {outputs[name]};" for name in ("nonzero", "cancelled") if name in outputs]
-    indent = "\n    "
+    stores += [_into_block(name, outputs[name]) for name in rule.coded]
     filled = {
         "PRELUDE": cpp.PRELUDE,
-        "COLUMNS": str(len(names) + 1),
+        "COLUMNS": str(len(types) + 1),
         "SCALARS": str(len(rule.scalars)),
         "INTEGERS": str(len(INTEGERS)),
+        "BLOCK": str(states.BLOCK) if rule.coded else "kChunk",
         "POINTERS": "\n  ".join(pointers + scalars),
-        "BODY": indent.join([*loads, *lines, *stores]),
+        "BEGIN": "\n    ".join(begin),
+        "AMAX": "".join(f" reduction(max : {name}_amax)" for name in rule.coded),
+        "BODY": "\n      ".join([*loads, *lines, *stores]),
+        "END": "\n".join(map(_encoding, rule.coded)),
     }
     text = _TEMPLATE.read_text(encoding="utf-8")
     for name, value in filled.items():
         text = text.replace(f"/*{name}*/", value)
     return text
+
+
+def _into_block(name: str, value: str) -> str:
+    magnitude = f"bits_of({value}) & kMagnitude"
+    return f"{name}_new[i - begin] = {value}; {name}_amax = std::max({name}_amax, {magnitude});"
+
+
+def _encoding(name: str) -> str:
+    """Return the text that stores a block's new values of one state tensor, and their scale."""
+    head, scale = statements(trace_scale(name), CPP, {"amax": f"{name}_amax"})
+    lines, outputs = statements(trace_code(name), CPP)
+    body = "\n        ".join([f"const float x = {name}_new[i - begin];", *lines])
+    return f"""    {{
+      {" ".join(head)}
+      const int32_t scale = {scale["scale"]};
+      {scale_name(name)}_at[begin / kBlock] = uint8_t(scale);
+#pragma omp simd
+      for (int64_t i = begin; i < end; ++i) {{
+        const int32_t index = int32_t(i);
+        {body}
+        {name}_at[i] = uint8_t({outputs["code"]});
+      }}
+    }}"""
 
 
 @cache
@@ -60,7 +92,7 @@ def library(rule: Rule) -> ctypes.CDLL | None:
 
 
 def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor, counts: Tensor | None) -> bool:
-    """Step every row of tensors (`Rule.tensors`; dense, equal layout) in place; False where no kernel compiles.
+    """Step every row of tensors in place; False where no kernel compiles. Rows as for `reference.run`, and dense.
 
     ``scalars``: float32 (rows, `Rule.scalars`); ``integers``: int32 (rows, `INTEGERS`); ``counts``: int64 (rows, 2),
     to which the numbers of non-zero and of cancelled updates are added.
@@ -81,5 +113,11 @@ def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor,
 
 def _entries(rule: Rule, row: list[Tensor]) -> list[int]:
     """Number of elements, then the address of each tensor."""
-    n = row[0].numel()
-    return [n, *native.addresses(rule.tensors, row, rule.carrier, n)]
+    n, names = row[0].numel(), rule.tensors
+    if rule.states is None:
+        return [n, *native.addresses(names, row, rule.carrier, n)]
+    found = [n]
+    for name, t in zip((*names, *rule.scales), row, strict=True):
+        dtype, size = (rule.dtype_of(name), n) if name in names else (torch.uint8, states.num_blocks(n))
+        found += native.addresses((name,), (t,), dtype, size)
+    return found

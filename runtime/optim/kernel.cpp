@@ -1,15 +1,18 @@
 // One optimizer step over many tensors. The parts in capitals are printed by runtime/optim/cpp.py.
 /*PRELUDE*/
+#include <algorithm>
 #include <vector>
 namespace {
 
 constexpr int64_t kChunk = 1 << 14;  // elements; also the most one thread takes at a time
 constexpr int64_t kParallelFrom = 1 << 15;
+constexpr int64_t kBlock = /*BLOCK*/;  // elements whose new states are all known before any is stored
 
 struct Bfloat16 { uint16_t code; };
 struct Float16 { uint16_t code; };
 
 inline float load(const float& x) { return x; }
+inline int32_t load(const uint8_t& x) { return x; }
 inline float load(const Bfloat16& x) { return float_of(int32_t(uint32_t(x.code) << 16)); }
 inline float load(const Float16& x) {
   const int32_t magnitude = int32_t(x.code & 0x7fff) << 13;
@@ -37,10 +40,15 @@ struct Counts { int32_t nonzero, cancelled; };
 FXPREC_NOINLINE Counts walk(const Chunk chunk, const int64_t* row, const float* scalars, const int32_t* integers) {
   /*POINTERS*/
   int32_t nonzeros = 0, cancelleds = 0;
-#pragma omp simd reduction(+ : nonzeros, cancelleds)
-  for (int64_t i = chunk.begin; i < chunk.end; ++i) {
-    const int32_t index = int32_t(i);
-    /*BODY*/
+  for (int64_t begin = chunk.begin; begin < chunk.end; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, chunk.end);
+    /*BEGIN*/
+#pragma omp simd reduction(+ : nonzeros, cancelleds)/*AMAX*/
+    for (int64_t i = begin; i < end; ++i) {
+      const int32_t index = int32_t(i);
+      /*BODY*/
+    }
+/*END*/
   }
   return {nonzeros, cancelleds};
 }

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fxprec.runtime.optim.rule import Rule
+
 
 def place_of(param: Tensor) -> tuple[int, ...]:
     """Which shard of a parameter this rank holds; replicas are the same place, so they draw the same random bits."""
@@ -15,26 +17,38 @@ def place_of(param: Tensor) -> tuple[int, ...]:
     return tuple(c for c, placement in zip(coordinates, param.placements, strict=False) if placement.is_shard())
 
 
-def is_dense(row: list[Tensor]) -> bool:
+def is_dense(rule: Rule, row: list[Tensor]) -> bool:
     """Whether a row's own tensors are flat memory in one common order already. Row as for `dense_row`."""
-    dtype = row[0].dtype
-    return all(t.dtype == dtype and t.is_contiguous() and not isinstance(t, DTensor) for t in row)
+    return all(
+        t.is_contiguous() and not isinstance(t, DTensor) and t.dtype == rule.dtype_of(name)
+        for name, t in zip(rule.tensors, row, strict=False)
+    )
 
 
-def dense_row(row: list[Tensor]) -> list[Tensor]:
+def dense_row(rule: Rule, row: list[Tensor]) -> list[Tensor]:
     """Return a row's local tensors as flat memory in one common order, copied where theirs is another.
 
-    Row element 0 is the parameter, 1 its gradient, which takes the parameter's dtype.
+    Row: `Rule.tensors`, then `Rule.scales`, which are flat. The gradient takes the parameter's dtype.
     """
-    row = [t.to_local() if isinstance(t, DTensor) else t for t in row]
-    param = row[0].detach()
-    if param.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(param):
-        return [t.detach().to(param.dtype).contiguous().view(-1) for t in row]
-    return [_in_order_of(t.detach().to(param.dtype), param) for t in row]
+    row = [local(t) for t in row]
+    flat = [in_order_of(t.to(rule.dtype_of(name)), row[0]) for name, t in zip(rule.tensors, row, strict=False)]
+    return [*flat, *row[len(flat) :]]
 
 
-def _in_order_of(t: Tensor, param: Tensor) -> Tensor:
-    """A dense tensor with the strides of ``param``, read front to back."""
+def local(t: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor."""
+    return (t.to_local() if isinstance(t, DTensor) else t).detach()
+
+
+def is_permuted(param: Tensor) -> bool:
+    """Whether a tensor's memory has no gaps, and another order than its elements."""
+    return not param.is_contiguous() and bool(torch.ops.aten.is_non_overlapping_and_dense(param))
+
+
+def in_order_of(t: Tensor, param: Tensor) -> Tensor:
+    """Return a tensor flat, in the order of the parameter's memory; of one with gaps, in that of its elements."""
+    if not is_permuted(param):
+        return t.contiguous().view(-1)
     if t.stride() != param.stride():
-        t = torch.empty_like(param).copy_(t)
+        t = torch.empty_like(param, dtype=t.dtype).copy_(t)
     return t.as_strided((t.numel(),), (1,))

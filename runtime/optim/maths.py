@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fxprec.numerics.formats import Format
+from fxprec.numerics.formats import BF16, Format
+from fxprec.runtime.optim import states
 from fxprec.runtime.optim.fma import fma, sqrt
 from fxprec.runtime.optim.rounding import nearest, random_bits, stochastic
 from fxprec.runtime.optim.rule import CARRIERS, Rule
@@ -31,17 +32,23 @@ class Stepped(NamedTuple):
 
 def step(rule: Rule, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
     """One step of one parameter. ``tensors``: float32 (n,) by `Rule.tensors`; ``scalars``: 0-dim by `Rule.scalars`
-    and `INTEGERS`; ``index``: int32 (n,) element numbers, only read by stochastic rounding."""
+    and `INTEGERS`; ``index``: int32 (n,) element numbers, only read where `Rule.random`. New values of `Rule.coded` are
+    not rounded: `states` encodes them, once a block's largest is known."""
     grad = -tensors["grad"] if rule.maximize else tensors["grad"]
     if CARRIERS[rule.carrier] != rule.format:
-        grad = nearest(grad, rule.format)
+        grad = nearest(grad, rule.working)
     kernel = _sgd if rule.algorithm == "sgd" else _adamw
-    return kernel(rule, grad, tensors, scalars, index)
+    found = kernel(rule, grad, tensors, scalars, index)
+    if rule.states == "bf16" and index is not None:
+        for name in rule.averages:
+            random, value = states.bits(name, index, scalars), found.values[name]
+            found.values[name] = nearest(value, BF16) if random is None else stochastic(value, random, BF16)
+    return found
 
 
 def _sgd(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
     """Algorithms 2 and 3, with torch's dampening and Nesterov momentum."""
-    param, fmt = tensors["param"], rule.format
+    param, fmt = tensors["param"], rule.working
     state: dict[str, Tensor] = {}
     if rule.weight_decay:
         grad = nearest(fma(param, scalars["weight_decay"], grad), fmt)
@@ -58,7 +65,7 @@ def _sgd(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tens
 
 def _adamw(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
     """Algorithms 4 and 5, with torch's bias correction (float32 scalars) and AMSGrad."""
-    param, fmt = tensors["param"], rule.format
+    param, fmt = tensors["param"], rule.working
     mean, square = tensors["exp_avg"], tensors["exp_avg_sq"]
     if rule.long_lerp:
         mean = nearest(fma(mean - grad, scalars["beta1"], grad), fmt)

@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 
 from fxprec.numerics.formats import Format
 from fxprec.runtime.optim.options import own_defaults
-from fxprec.runtime.optim.rule import Update
+from fxprec.runtime.optim.rule import States, Update
 from fxprec.runtime.optim.stepper import Stepper
 
 
@@ -19,9 +19,10 @@ class SGD(Stepper, torch.optim.SGD):
 
     ``update``: how the new weight is rounded: ``"nearest"``, ``"stochastic"``, ``"kahan"`` (a compensation of the
     weight's size is kept) or ``"stochastic+kahan"``. ``format``: a `Format` or its name that weights and state are
-    rounded to; None takes that of each parameter's dtype. ``error_if_nonfinite``: raise `GradientError` before
-    anything is changed. ``count_cancelled``: count what `cancelled` returns; a number of steps: how often
-    `cancelled_over_time` keeps it.
+    rounded to; None takes that of each parameter's dtype. ``states``: what averages are held in: ``"float32"``,
+    ``"bf16"`` or ``"8bit"``; None rounds them to ``format``, as the paper does. ``error_if_nonfinite``: raise
+    `GradientError` before anything is changed. ``count_cancelled``: count what `cancelled` returns; a number of steps:
+    how often `cancelled_over_time` keeps it.
     ``seed`` or ``generator`` (from which one seed is drawn) decide the random bits, which are a function of seed,
     parameter, element and step: the same on all ranks that use the same seed, 0 by default.
     ``foreach=False`` runs the plain reference op by op; any other value one kernel for all parameters of a group.
@@ -46,12 +47,13 @@ class SGD(Stepper, torch.optim.SGD):
         fused: bool | None = None,
         update: Update = "stochastic",
         format: Format | str | None = None,
+        states: States | None = None,
         generator: torch.Generator | None = None,
         seed: int | None = None,
         error_if_nonfinite: bool = False,
         count_cancelled: bool | int = False,
     ) -> None:
-        self._own = own_defaults(update, format, generator, seed, error_if_nonfinite, count_cancelled)
+        self._own = own_defaults(update, format, states, generator, seed, error_if_nonfinite, count_cancelled)
         super().__init__(
             params,
             lr=lr,
@@ -70,7 +72,7 @@ class AdamW(Stepper, torch.optim.AdamW):
     """``torch.optim.AdamW`` for 16-bit (or narrower) weights; Zamirai et al. 2020, Algorithms 4 and 5.
 
     Every option of torch.optim.AdamW; the others are those of `SGD`. With bf16 weights torch's default beta2 of 0.999
-    rounds to 1 and is refused: the paper takes 0.997.
+    rounds to 1 and is refused unless ``states`` says otherwise: the paper takes 0.997.
     """
 
     _algorithm = "adamw"
@@ -91,12 +93,13 @@ class AdamW(Stepper, torch.optim.AdamW):
         fused: bool | None = None,
         update: Update = "stochastic",
         format: Format | str | None = None,
+        states: States | None = None,
         generator: torch.Generator | None = None,
         seed: int | None = None,
         error_if_nonfinite: bool = False,
         count_cancelled: bool | int = False,
     ) -> None:
-        self._own = own_defaults(update, format, generator, seed, error_if_nonfinite, count_cancelled)
+        self._own = own_defaults(update, format, states, generator, seed, error_if_nonfinite, count_cancelled)
         betas = (float(betas[0]), float(betas[1]))
         super().__init__(
             params,

@@ -11,15 +11,16 @@ from torch import Tensor
 from fxprec.errors import ConfigError, did_you_mean
 from fxprec.numerics.formats import Format, parse
 from fxprec.runtime.optim.rounding import nearest
-from fxprec.runtime.optim.rule import CARRIERS, UPDATES, Rule
+from fxprec.runtime.optim.rule import CARRIERS, STATES, UPDATES, Rule
 
-OWN = ("update", "format", "seed", "error_if_nonfinite", "count_cancelled")
+OWN = ("update", "format", "states", "seed", "error_if_nonfinite", "count_cancelled")
 """The keys our param groups have beside torch.optim's."""
 
 
 def own_defaults(
     update: str,
     format: Format | str | None,
+    states: str | None,
     generator: torch.Generator | None,
     seed: int | None,
     error_if_nonfinite: bool,
@@ -39,6 +40,7 @@ def own_defaults(
     return {
         "update": update,
         "format": None if format is None else parse(format).name,
+        "states": states,
         "seed": seed or 0,
         "error_if_nonfinite": error_if_nonfinite,
         "count_cancelled": count_cancelled,
@@ -52,6 +54,12 @@ def check_group(group: dict[str, Any], position: int) -> None:
         raise ConfigError(
             f"update={group['update']!r} of group {position} is unknown{hint}; use one of {list(UPDATES)}"
         )
+    if group["states"] not in (None, *STATES):
+        hint = did_you_mean(str(group["states"]), STATES)
+        raise ConfigError(
+            f"states={group['states']!r} of group {position} is unknown{hint}; use one of {list(STATES)}, or None for "
+            "the format of the weights"
+        )
     if group["format"] is not None:
         group["format"] = parse(group["format"]).name
     if group.get("differentiable"):
@@ -61,6 +69,8 @@ def check_group(group: dict[str, Any], position: int) -> None:
     for name, param in _named(group):
         _check_param(name, param, position)
     _check_formats(group, position)
+    if group["states"] is not None:
+        return
     for fmt in {format_of(group, param.dtype) for param in group["params"]}:
         _check_betas(group, fmt, position)
 
@@ -135,4 +145,5 @@ def rule_of(group: Mapping[str, Any], algorithm: str, dtype: torch.dtype) -> Rul
         amsgrad=adamw and bool(group["amsgrad"]),
         long_lerp=adamw and 1 - group["betas"][0] >= 0.5,
         statistics=bool(group["count_cancelled"]),
+        states=group["states"],
     )

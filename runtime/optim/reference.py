@@ -5,24 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxprec.runtime.optim import maths
-from fxprec.runtime.optim.rule import INTEGERS, Rule
+from fxprec.runtime.optim import maths, states
+from fxprec.runtime.optim.rule import INTEGERS, Rule, scale_name
 
 
 def run(rule: Rule, row: list[Tensor], scalars: Tensor, integers: Tensor, counts: Tensor | None) -> None:
-    """Step one parameter's tensors (`Rule.tensors`; flat, equal layout) in place.
+    """Step one parameter's tensors (`Rule.tensors`; flat, equal layout; then `Rule.scales`) in place.
 
     ``scalars``: float32 (`Rule.scalars`,); ``integers``: int32 (`INTEGERS`,); ``counts``: int64 (2,).
     """
-    tensors = {name: t.float() for name, t in zip(rule.tensors, row, strict=True)}
+    held = dict(zip((*rule.tensors, *rule.scales), row, strict=True))
+    tensors = {
+        name: states.decode(name, held[name], held[scale_name(name)]) if name in rule.coded else held[name].float()
+        for name in rule.tensors
+    }
     given = dict(zip(rule.scalars, scalars.unbind(), strict=True))
     given |= dict(zip(INTEGERS, integers.unbind(), strict=True))
-    index = None
-    if rule.stochastic:
-        index = torch.arange(row[0].numel(), dtype=torch.int32, device=row[0].device)
+    index = torch.arange(row[0].numel(), dtype=torch.int32, device=row[0].device) if rule.random else None
     found = maths.step(rule, tensors, given, index)
-    for name, t in zip(rule.tensors, row, strict=True):
-        if name in found.values:
-            t.copy_(found.values[name])
+    for name, value in found.values.items():
+        if name in rule.coded:
+            assert index is not None
+            codes, scales = states.encode(name, value, states.bits(name, index, given))
+            held[name].copy_(codes)
+            held[scale_name(name)].copy_(scales)
+        else:
+            held[name].copy_(value)
     if counts is not None and found.nonzero is not None and found.cancelled is not None:
         counts += torch.stack([found.nonzero.sum(), found.cancelled.sum()])

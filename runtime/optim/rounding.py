@@ -49,6 +49,19 @@ def random_bits(index: Tensor, key0: Tensor, key1: Tensor, step: Tensor) -> Tens
     return mix(mix(index ^ key0) + mix(key1 + step)) & MAGNITUDE
 
 
+def dither_bits(index: Tensor, key0: Tensor, key1: Tensor, step: Tensor, salt: int) -> Tensor:
+    """Return 31 bits (int32) for each element index, which advance by the golden ratio of 2^31 with each step.
+
+    A pure function of its arguments, as `random_bits`; over many steps it rounds up as often as independent bits would,
+    and at far more even distances. So an average that moves by a small part of a unit each step stays within about a
+    unit, where independent bits let it walk (docs/optim.md, "States in fewer bits").
+    """
+    return (mix(mix(index ^ key0) + (key1 + salt)) + step * _GOLDEN) & MAGNITUDE
+
+
+_GOLDEN = 0x4F1BBCDD  # 2^31 * 0.618...
+
+
 def keys_of(seed: int, *path: int) -> tuple[int, int]:
     """Return two int32 keys for a place, such as (parameter, shard), under a seed. Source: splitmix64."""
     state = seed & _WORD

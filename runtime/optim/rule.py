@@ -12,6 +12,10 @@ from fxprec.numerics.formats import BF16, FP16, FP32, Format
 Update: TypeAlias = Literal["nearest", "stochastic", "kahan", "stochastic+kahan"]
 UPDATES: tuple[Update, ...] = ("nearest", "stochastic", "kahan", "stochastic+kahan")
 
+States: TypeAlias = Literal["float32", "bf16", "8bit"]
+STATES: tuple[States, ...] = ("float32", "bf16", "8bit")
+_STATE_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+
 CARRIERS: dict[torch.dtype, Format] = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 """Dtypes that weights and state may be stored in, and the format each is."""
 
@@ -34,6 +38,8 @@ class Rule:
     long_lerp: bool = False
     """AdamW with 1 - beta1 >= 0.5, where torch's ``lerp`` starts from the other end."""
     statistics: bool = False
+    states: States | None = None
+    """How averages are held; None: in ``carrier``, rounded to ``format``, as the weights are."""
 
     @property
     def stochastic(self) -> bool:
@@ -46,13 +52,40 @@ class Rule:
         return self.update.endswith("kahan")
 
     @property
-    def state(self) -> tuple[str, ...]:
-        """Names of the state tensors of the parameter's shape, torch.optim's where it has them."""
+    def random(self) -> bool:
+        """Whether anything is rounded by random bits."""
+        return self.stochastic or (self.states in ("bf16", "8bit") and bool(self.averages))
+
+    @property
+    def working(self) -> Format:
+        """Format that each operation on gradient and averages is rounded to."""
+        return self.format if self.states is None else FP32
+
+    @property
+    def averages(self) -> tuple[str, ...]:
+        """Names of torch.optim's own state tensors of the parameter's shape."""
         if self.algorithm == "sgd":
-            names: tuple[str, ...] = ("momentum_buffer",) if self.momentum else ()
-        else:
-            names = ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if self.amsgrad else ())
-        return (*names, "compensation") if self.kahan else names
+            return ("momentum_buffer",) if self.momentum else ()
+        return ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if self.amsgrad else ())
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """Names of the state tensors of the parameter's shape."""
+        return (*self.averages, "compensation") if self.kahan else self.averages
+
+    @property
+    def coded(self) -> tuple[str, ...]:
+        """Names of the state tensors that are held as codes, in blocks with a scale each."""
+        return self.averages if self.states == "8bit" else ()
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Names of the state tensors that hold the scales of `coded`."""
+        return tuple(map(scale_name, self.coded))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype that one of `tensors` is held in."""
+        return _STATE_DTYPES[self.states] if self.states is not None and name in self.averages else self.carrier
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -65,6 +98,11 @@ class Rule:
         if self.algorithm == "sgd":
             return ("neg_lr", "momentum", "undamped", "weight_decay", "first")
         return ("neg_step_size", "decay", "neg_lr_decay", "beta1", "rest1", "beta2", "rest2", "root2", "eps")
+
+
+def scale_name(name: str) -> str:
+    """Return what the scales of a state tensor are called."""
+    return f"{name}_scale"
 
 
 INTEGERS = ("key0", "key1", "step")

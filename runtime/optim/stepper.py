@@ -15,6 +15,7 @@ from fxprec.errors import ConfigError
 from fxprec.runtime.optim import cpp, guards, reference, scalars
 from fxprec.runtime.optim.applied import is_held
 from fxprec.runtime.optim.cancelled import By, CancelledRow, CancelledSteps, Counts, History, by_layer
+from fxprec.runtime.optim.held import for_state_dict, hold, saved_states
 from fxprec.runtime.optim.local import dense_row, is_dense, place_of
 from fxprec.runtime.optim.options import OWN, check_group, name_of, rule_of
 from fxprec.runtime.optim.rule import Rule
@@ -26,7 +27,7 @@ class _Batch:
 
     indices: list[int]
     rows: list[list[Tensor]]
-    """For each, the tensors of `Rule.tensors`."""
+    """For each, the tensors of `Rule.tensors` and `Rule.scales`."""
     steps: list[Tensor]
     counts: list[Tensor]
 
@@ -114,7 +115,8 @@ class Stepper(Optimizer):
             param = group["params"][index]
             state = self.state[param]
             self._fill_state(rule, group, param, state)
-            rows.append([param, param.grad if gradient is None else gradient, *(state[name] for name in rule.state)])
+            held = (state[name] for name in (*rule.state, *rule.scales))
+            rows.append([param, param.grad if gradient is None else gradient, *held])
             if "step" in state:
                 steps.append(state["step"])
             if rule.statistics:
@@ -125,9 +127,10 @@ class Stepper(Optimizer):
     def _fill_state(rule: Rule, group: Mapping[str, Any], param: Tensor, state: dict[str, Any]) -> None:
         """Add what is missing: all of it at the first step, ours only after torch.optim's state was loaded."""
         had_momentum = state.get("momentum_buffer") is not None
-        for name in rule.state:
-            if state.get(name) is None:
-                state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        for name in rule.averages:
+            hold(rule, name, param, state)
+        if rule.kahan and state.get("compensation") is None:
+            state["compensation"] = torch.zeros_like(param, memory_format=torch.preserve_format)
         if "step" not in state and (rule.state or rule.stochastic):
             on_device = group.get("capturable") or group.get("fused")
             device = param.device if on_device else torch.device("cpu")
@@ -143,7 +146,7 @@ class Stepper(Optimizer):
             steps = torch.zeros(len(batch.rows), dtype=torch.float32, device="cpu")
         floats = scalars.floats(rule, group, steps)
         places = [(first + i, *place_of(row[0])) for i, row in zip(batch.indices, batch.rows, strict=True)]
-        integers = scalars.integers(group["seed"], places if rule.stochastic else None, steps)
+        integers = scalars.integers(group["seed"], places if rule.random else None, steps)
         if group["foreach"] is False:
             _run_reference(rule, batch, floats, integers)
         else:
@@ -190,10 +193,15 @@ class Stepper(Optimizer):
         """
         return [CancelledSteps(step, self._rows(counts, by)) for step, counts in self._history.read()]
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in torch.optim's layout. Averages in 8 bits are given as bfloat16, which has all of them."""
+        found = super().state_dict()
+        return {**found, "state": {key: for_state_dict(state) for key, state in found["state"].items()}}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of torch.optim's: options the state does not name stay as they are.
 
-        State of another dtype than the weights is rounded to theirs; `cancelled` counts start again.
+        Averages are rounded to what ``states`` holds them in; `cancelled` counts start again.
         """
         kept = [{name: group[name] for name in OWN} for group in self.param_groups]
         super().load_state_dict(state_dict)
@@ -201,9 +209,19 @@ class Stepper(Optimizer):
             for name, value in own.items():
                 group.setdefault(name, value)
             check_group(group, position)
+        self._hold_saved(state_dict)
         for state in self.state.values():
             state.pop("update_counts", None)
         self.__dict__.pop("_cancelled_history", None)
+
+    def _hold_saved(self, state_dict: dict[str, Any]) -> None:
+        """Hold averages as ``states`` says; torch.optim has converted them to the dtype of the weights."""
+        for group, param, saved in saved_states(state_dict, self.param_groups):
+            rule, state = rule_of(group, self._algorithm, param.dtype), self.state[param]
+            for name in rule.averages if rule.states is not None else ():
+                if saved.get(name) is not None:
+                    state[name] = saved[name].to(param.device)
+                    hold(rule, name, param, state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -213,7 +231,7 @@ class Stepper(Optimizer):
 
 def _run_reference(rule: Rule, batch: _Batch, floats: Tensor, integers: Tensor) -> None:
     for i, row in enumerate(batch.rows):
-        copies = dense_row(row)
+        copies = dense_row(rule, row)
         device = copies[0].device
         counts = batch.counts[i] if batch.counts else None
         reference.run(rule, copies, floats[i].to(device), integers[i].to(device), counts)
@@ -221,7 +239,7 @@ def _run_reference(rule: Rule, batch: _Batch, floats: Tensor, integers: Tensor) 
 
 
 def _run_kernel(rule: Rule, batch: _Batch, floats: Tensor, integers: Tensor) -> None:
-    rows = [row if is_dense(row) else dense_row(row) for row in batch.rows]
+    rows = [row if is_dense(rule, row) else dense_row(rule, row) for row in batch.rows]
     device = rows[0][0].device
     counts = torch.zeros(len(rows), 2, dtype=torch.int64, device=device) if batch.counts else None
     if device.type == "cpu":

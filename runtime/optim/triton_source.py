@@ -13,8 +13,10 @@ from fxprec import compat
 from fxprec.numerics import ahead
 from fxprec.numerics.dialects import TRITON
 from fxprec.numerics.printer import statements
-from fxprec.runtime.optim.rule import INTEGERS, Rule
-from fxprec.runtime.optim.trace import trace
+from fxprec.numerics.rows import MAGNITUDE
+from fxprec.runtime.optim import states
+from fxprec.runtime.optim.rule import INTEGERS, Rule, scale_name
+from fxprec.runtime.optim.trace import trace, trace_code, trace_scale
 
 BLOCK = 1024
 """Elements a program works on."""
@@ -54,20 +56,52 @@ def kernel(
 def source(rule: Rule) -> str:
     """Return the Triton source of a rule's kernel."""
     lines, outputs = statements(trace(rule), TRITON)
-    names, dtype = rule.tensors, str(rule.carrier)[6:]
-    body = [f"{name}_at = tl.load(row + {i + FACTS}).to(tl.pointer_type(tl.{dtype}))" for i, name in enumerate(names)]
-    body += ["if ALIGNED:", *(f"    {name}_at = tl.multiple_of({name}_at, {ALIGNMENT})" for name in names)]
-    body += [f"{name}_at += at" for name in names]
-    body += [f"{name} = tl.load({name}_at, mask=inside, other=0.0).to(tl.float32)" for name in names]
+    types = {name: str(rule.dtype_of(name))[6:] for name in rule.tensors} | dict.fromkeys(rule.scales, "uint8")
+    body = [
+        f"{name}_at = tl.load(row + {i + FACTS}).to(tl.pointer_type(tl.{dtype}))"
+        for i, (name, dtype) in enumerate(types.items())
+    ]
+    body += ["if ALIGNED:", *(f"    {name}_at = tl.multiple_of({name}_at, {ALIGNMENT})" for name in rule.tensors)]
+    body += [f"{name}_at += at" for name in rule.tensors]
+    for name in rule.tensors:
+        number = "int32" if name in rule.coded else "float32"
+        body.append(f"{name} = tl.load({name}_at, mask=inside, other=0).to(tl.{number})")
+    body += [f"{n} = tl.load({n}_at + at // {states.BLOCK}, mask=inside, other=0).to(tl.int32)" for n in rule.scales]
     for kind, fields in (("scalars", rule.scalars), ("integers", INTEGERS)):
         body += [f"{name} = tl.load({kind}_ptr + item * {len(fields)} + {i})" for i, name in enumerate(fields)]
     body += lines
-    body += [f"tl.store({n}_at, ({outputs[n]}).to(tl.{dtype}), mask=inside)" for n in names if n in outputs]
+    body += [
+        f"tl.store({name}_at, ({value}).to(tl.{types[name]}), mask=inside)"
+        for name, value in outputs.items()
+        if name in types and name not in rule.coded
+    ]
     for i, name in enumerate(name for name in ("nonzero", "cancelled") if name in outputs):
         total = f"tl.sum(tl.where(inside & {outputs[name]}, 1, 0)).to(tl.int64)"
         body.append(f"tl.atomic_add(counts_ptr + item * 2 + {i}, {total})")
-    header = _HEADER.format(rule=rule, columns=len(names) + FACTS, alignment=ALIGNMENT)
+    body += [f"{name}_new = {outputs[name]}" for name in rule.coded]
+    for name in rule.coded:
+        body += _encoding(name)
+    header = _HEADER.format(rule=rule, columns=len(types) + FACTS, alignment=ALIGNMENT)
     return header + "".join(f"    {line}\n" for line in body)
+
+
+def _encoding(name: str) -> list[str]:
+    """Return the lines that store new values of one state tensor and their scales. They use the step's names again."""
+    head, scale = statements(trace_scale(name), TRITON)
+    lines, outputs = statements(trace_code(name), TRITON)
+    blocks, block = BLOCK // states.BLOCK, states.BLOCK
+    return [
+        f"amax = tl.where(inside, ({name}_new).to(tl.int32, bitcast=True) & {MAGNITUDE}, 0)",
+        f"amax = tl.max(tl.reshape(amax, ({blocks}, {block})), 1)",
+        *head,
+        f"scale = {scale['scale']}",
+        f"block = (program - tl.load(row)) * {blocks} + tl.arange(0, {blocks})",
+        f"tl.store({scale_name(name)}_at + block, scale.to(tl.uint8), mask=block * {block} < size)",
+        f"scale = tl.reshape(tl.broadcast_to(scale[:, None], ({blocks}, {block})), (BLOCK,))",
+        f"x = {name}_new",
+        *lines,
+        f"tl.store({name}_at, ({outputs['code']}).to(tl.uint8), mask=inside)",
+    ]
 
 
 @cache

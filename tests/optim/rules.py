@@ -7,13 +7,14 @@ from torch import Tensor
 
 from fxprec.numerics.formats import parse
 from fxprec.runtime.optim.rule import Rule
+from fxprec.runtime.optim.states import num_blocks
 
 _SPECIAL = (0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-45, -3e-39, 3.3e38, 65519.9, 65520.0, 1.0)
 
 
-def rule(algorithm: str, update: str, fmt: str, carrier: torch.dtype, **options: bool) -> Rule:
+def rule(algorithm: str, update: str, fmt: str, carrier: torch.dtype, **options: object) -> Rule:
     """A rule with every option that adds operations, unless ``options`` says otherwise."""
-    every = {"weight_decay": True, "statistics": True}
+    every: dict[str, object] = {"weight_decay": True, "statistics": True}
     every |= {"momentum": True, "nesterov": True} if algorithm == "sgd" else {"amsgrad": True}
     return Rule(algorithm, update, parse(fmt), carrier, **(every | options))  # type: ignore[arg-type]
 
@@ -26,6 +27,11 @@ RULES = [
     rule("adamw", "stochastic", "1-5-2", torch.float32, amsgrad=False),
     rule("adamw", "stochastic+kahan", "bf16", torch.bfloat16, long_lerp=True),
     rule("adamw", "nearest", "fp32", torch.float32, weight_decay=False),
+    rule("sgd", "kahan", "bf16", torch.bfloat16, states="float32"),
+    rule("sgd", "nearest", "fp32", torch.float32, states="8bit"),
+    rule("adamw", "stochastic", "bf16", torch.bfloat16, states="8bit"),
+    rule("adamw", "nearest", "fp32", torch.float32, states="bf16"),
+    rule("adamw", "kahan", "fp16", torch.float16, states="8bit", amsgrad=False),
 ]
 
 
@@ -34,10 +40,18 @@ def row_of(rule: Rule, n: int, seed: int = 0) -> list[Tensor]:
     g = torch.Generator().manual_seed(seed)
     row = []
     for name in rule.tensors:
+        if name in rule.coded:
+            row.append(torch.randint(256, (n,), dtype=torch.uint8, generator=g))
+            continue
         x = torch.randn(n, generator=g) * 10 ** (torch.rand(n, generator=g) * 16 - 12)
         special = torch.tensor(_SPECIAL)[: n // 4]
         x[torch.randperm(n, generator=g)[: len(special)]] = special
-        row.append((x.abs() if "sq" in name else x).to(rule.carrier))
+        row.append((x.abs() if "sq" in name else x).to(rule.dtype_of(name)))
+    for _ in rule.scales:
+        scales = torch.randint(100, 130, (num_blocks(n),), dtype=torch.uint8, generator=g)
+        scales[torch.rand(len(scales), generator=g) < 0.1] = 0
+        scales[3:4] = 255  # a block that had inf or NaN
+        row.append(scales)
     return row
 
 
@@ -56,5 +70,7 @@ def numbers_of(rule: Rule, rows: int, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal bit for bit, any NaN equal to any other."""
+    if a.dtype == torch.uint8:
+        return torch.equal(a, b)
     dtype = torch.int32 if a.dtype == torch.float32 else torch.int16
     return bool(((a.view(dtype) == b.view(dtype)) | (a.isnan() & b.isnan())).all())

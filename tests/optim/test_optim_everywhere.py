@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -24,8 +25,8 @@ def model() -> torch.nn.Module:
 def steps(net: torch.nn.Module, opt: torch.optim.Optimizer, rank: int, count: int = 4) -> None:
     for step in range(count):
         opt.zero_grad()
-        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
-        net(x).float().square().mean().backward()
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        net(x.to(next(net.parameters()).dtype)).float().square().mean().backward()
         opt.step()
 
 
@@ -54,6 +55,55 @@ def sharded(rank: int, world: int) -> list[torch.Tensor]:
     found = [p.full_tensor().detach() for p in net.parameters()] + [half.weight.full_tensor().detach()]
     dist.barrier()
     return found
+
+
+def sharded_in_8_bits(rank: int, world: int) -> list[torch.Tensor]:
+    """Shards of uneven sizes; half of the training, a state dict through torch's own tools, the other half."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh("cpu", (world,))
+
+    def make(foreach: bool | None = None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 33), torch.nn.ReLU(), torch.nn.Linear(33, 5))
+        fully_shard(net, mesh=mesh)
+        return net, fxprec.optim.AdamW(net.parameters(), lr=1e-2, states="8bit", foreach=foreach)
+
+    def local(net: torch.nn.Module) -> list[torch.Tensor]:
+        return [p.to_local().detach().clone() for p in net.parameters()]
+
+    whole, opt = make()
+    for step in range(2):
+        steps(whole, opt, rank=step, count=1)
+    state = get_optimizer_state_dict(whole, opt)
+    entry = state["state"]["0.weight"]["exp_avg"]
+    assert isinstance(entry, DTensor)
+    assert (entry.dtype, tuple(entry.shape)) == (torch.bfloat16, (33, 8))
+    state = copy.deepcopy(state)
+    half = local(whole)
+    steps(whole, opt, rank=0, count=2)
+
+    other, resumed = make()
+    for p, value in zip(other.parameters(), half, strict=True):
+        p.to_local().data.copy_(value)
+    set_optimizer_state_dict(other, resumed, state)
+    steps(other, resumed, rank=0, count=2)
+    assert all(map(torch.equal, local(whole), local(other)))
+
+    plain, slow = make(foreach=False)
+    for step in range(2):
+        steps(plain, slow, rank=step, count=1)
+    assert all(map(torch.equal, half, local(plain)))
+    dist.barrier()
+    return half
+
+
+def test_shards_hold_and_resume_averages_in_8_bits() -> None:
+    first, second = run_ranks(2, sharded_in_8_bits)
+    assert first[0].shape != second[0].shape
 
 
 def test_replicas_of_ddp_stay_bit_identical() -> None:

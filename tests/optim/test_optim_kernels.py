@@ -23,7 +23,7 @@ SIZES = (20_011, 0, 7, 1)
 
 
 def _name(rule: Rule) -> str:
-    return f"{rule.algorithm}-{rule.update}-{rule.format}"
+    return f"{rule.algorithm}-{rule.update}-{rule.format}-{rule.states}"
 
 
 def check_kernel(rule: Rule, run, sizes: tuple[int, ...]) -> None:  # type: ignore[no-untyped-def]
@@ -36,7 +36,7 @@ def check_kernel(rule: Rule, run, sizes: tuple[int, ...]) -> None:  # type: igno
     for i, (row, expected) in enumerate(zip(rows, wanted, strict=True)):
         count = torch.zeros(2, dtype=torch.int64)
         reference.run(rule, expected, scalars[i], integers[i], count)
-        for name, found, right in zip(rule.tensors, row, expected, strict=True):
+        for name, found, right in zip((*rule.tensors, *rule.scales), row, expected, strict=True):
             assert same_bits(found, right), (name, sizes[i])
         assert counts[i].tolist() == count.tolist()
     assert int(counts[0, 0]) > sizes[0] // 2  # updates there were

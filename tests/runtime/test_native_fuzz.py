@@ -297,7 +297,7 @@ def test_largest_magnitude(size, seed, dtype, kind) -> None:
 
 
 @fuzz
-@given(st.sampled_from(sorted({0, 3})), st.sampled_from([0, 1, 3, 40, 20_000]), seeds, st.sampled_from(RULES[:2]),
+@given(st.sampled_from(sorted({0, 3})), st.sampled_from([0, 1, 3, 40, 20_000]), seeds, st.sampled_from([*RULES[:2], RULES[8]]),
        st.integers(0, 3), any_kind, dtypes, st.sampled_from(["tensor", "scalars", "integers", "counts", "nothing"]))  # fmt: skip
 def test_optimizer_step(missing, size, seed, rule, which, kind, dtype, broken) -> None:
     """One tensor of the second row, or one of the tables of numbers, is of another kind."""

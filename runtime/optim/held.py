@@ -1,0 +1,90 @@
+"""Averages as an optimizer holds them: made at the first step, taken over from another form, given to a state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fxprec.runtime.optim import states
+from fxprec.runtime.optim.local import in_order_of, is_permuted, local
+from fxprec.runtime.optim.rule import Rule, scale_name
+
+
+def hold(rule: Rule, name: str, param: Tensor, state: dict[str, Any]) -> None:
+    """Add an average that is missing, or bring one that is held in another form into the rule's."""
+    if state.get(name) is None:
+        _add(rule, name, param, state, None)
+    elif not _fits(rule, name, param, state):
+        _add(rule, name, param, state, plain(name, state))
+
+
+def _fits(rule: Rule, name: str, param: Tensor, state: Mapping[str, Any]) -> bool:
+    held = state[name]
+    if held.dtype != rule.dtype_of(name):
+        return False
+    if name not in rule.coded:
+        return True
+    here, codes = local(param), local(held)
+    return codes.stride() == here.stride() if is_permuted(here) else codes.is_contiguous()
+
+
+def _add(rule: Rule, name: str, param: Tensor, state: dict[str, Any], value: Tensor | None) -> None:
+    """Hold an average, 0 where there is none yet."""
+    state.pop(scale_name(name), None)
+    here = local(param)
+    ordered = torch.preserve_format if is_permuted(here) or name not in rule.coded else torch.contiguous_format
+    made = torch.zeros_like(here, dtype=rule.dtype_of(name), memory_format=ordered)
+    if name in rule.coded:
+        blocks = states.num_blocks(here.numel())
+        scales = state[scale_name(name)] = torch.zeros(blocks, dtype=torch.uint8, device=here.device)
+        if value is not None:
+            codes, found = states.encode(name, in_order_of(local(value).float(), here))
+            _flat(made).copy_(codes)
+            scales.copy_(found)
+    elif value is not None:
+        made.copy_(local(value))
+    state[name] = _as(made, param)
+
+
+def plain(name: str, state: Mapping[str, Any]) -> Tensor:
+    """Return an average as numbers: codes as bfloat16, which has them all, anything else as it is held."""
+    held: Tensor = state[name]
+    scales = state.get(scale_name(name))
+    if scales is None:
+        return held
+    codes = local(held)
+    numbers = torch.empty_like(codes, dtype=torch.bfloat16)
+    _flat(numbers).copy_(states.decode(name, _flat(codes), scales))
+    return _as(numbers, held)
+
+
+def _flat(t: Tensor) -> Tensor:
+    """Return memory without gaps as it lies."""
+    return t.as_strided((t.numel(),), (1,))
+
+
+def _as(t: Tensor, like: Tensor) -> Tensor:
+    """Return what this rank has of a tensor that is sharded as another is."""
+    if not isinstance(like, DTensor):
+        return t
+    return DTensor.from_local(t, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+def for_state_dict(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return one parameter's state without codes and scales."""
+    scales = {scale_name(name) for name in state} & state.keys()
+    return {name: plain(name, state) for name in state if name not in scales} if scales else state
+
+
+def saved_states(
+    state_dict: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], Tensor, Mapping[str, Any]]]:
+    """Yield group, parameter and state in a state dict of each parameter that has one there."""
+    for saved, group in zip(state_dict["param_groups"], groups, strict=True):
+        for number, param in zip(saved["params"], group["params"], strict=True):
+            if number in state_dict["state"]:
+                yield group, param, state_dict["state"][number]
