@@ -87,9 +87,11 @@ def test_bits_are_those_of_the_step(name: str, update: str, dtype: torch.dtype) 
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_bits_are_those_of_the_step_in_inductors_code(name: str) -> None:
-    same(name, small, lowering="inductor")
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float32) for name in OPTIMIZERS), ("adamw in 8 bits", torch.bfloat16)]
+)
+def test_bits_are_those_of_the_step_in_inductors_code(name: str, dtype: torch.dtype) -> None:
+    same(name, lambda: small(dtype), lowering="inductor")
 
 
 def test_each_thread_steps_its_own_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

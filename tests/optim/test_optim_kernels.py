@@ -153,6 +153,20 @@ def test_triton_kernels_compile_for_every_architecture(arch: int) -> None:
     assert "div.full" not in text
 
 
+def test_codes_in_blocks_compile_for_a_gpu() -> None:
+    """With 16 bytes at a time: of 1,024 elements each of 128 threads has 8, which are 8 bytes of codes."""
+    pytest.importorskip("triton")
+    from fxprec.runtime.optim.triton_source import compiled
+
+    rule = RULES[9]
+    assert (rule.states, rule.carrier) == ("8bit", torch.bfloat16)
+    found = accesses(compiled(rule, 90).asm["ptx"])
+    codes = len(rule.coded)
+    assert found["ld.global.v2.b32"] == found["st.global.v2.b32"] == codes
+    assert found["ld.global.v4.b32"] == 2
+    assert found["st.global.v4.b32"] == 1
+
+
 def accesses(text: str) -> Counter[str]:
     """Return how often PTX has each access of global memory."""
     return Counter(re.findall(r"(?:ld|st)\.global(?:\.v\d)?\.b\d+", text))
