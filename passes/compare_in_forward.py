@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import JointGraph
+from fxprec.passes.analysis.joint import JointGraph, operator_of
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
 
@@ -57,7 +57,7 @@ def _moved(joint: JointGraph, node: Node, pair: tuple[Node, Node]) -> Node:
     own = [n for n in joint.forward_nodes() if "seq_nr" in n.meta and n.meta["seq_nr"] == node.meta.get("seq_nr")]
     like = own[-1] if own else max(pair, key=places.__getitem__)
     with joint.graph.inserting_after(max((*pair, like), key=places.__getitem__)):
-        moved = emit(joint.graph, node.target, pair, like, backward=False, val=node.meta["val"])
+        moved = emit(joint.graph, operator_of(node), pair, like, backward=False, val=node.meta["val"])
     if "original_aten" in like.meta:
         moved.meta["original_aten"] = like.meta["original_aten"]
     return moved

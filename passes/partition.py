@@ -44,7 +44,8 @@ class Partition:
     def __call__(self, gm: GraphModule, inputs: Sequence[object], **options: Any) -> compat.Halves:
         """Return both halves."""
         regions.restore(self.asked)
-        gone = {self.copies[copy] for copy in self.copies.keys() - set(gm.graph.nodes)}
+        left = set(gm.graph.nodes)
+        gone = [source for copy, source in self.copies.items() if copy not in left]
         if not self.work.is_cut:
             compat.annotate_budget(gm.graph, self.traced)
             for copy in self._copies_again():
@@ -61,9 +62,7 @@ class Partition:
         return [n for n in copies if budget < 1 or regions.is_made_again(source_of_copy(n))]
 
 
-def as_torch_does(
-    gm: GraphModule, inputs: Sequence[object], copied: Collection[Node] = (), **options: Any
-) -> compat.Halves:
+def as_torch_does(gm: GraphModule, inputs: Sequence[object], copied: Collection[Node], **options: Any) -> compat.Halves:
     """Return both halves of a graph as torch's min-cut chooses; ``copied``: inputs that backward reads a copy of."""
     for kept in tidy(gm, copied):
         regions.mark(kept, CheckpointPolicy.MUST_SAVE)

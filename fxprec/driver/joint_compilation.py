@@ -110,7 +110,7 @@ class JointCompilation(Attempt):
     def partition(self, gm: GraphModule, inputs: Sequence[object], **options: object) -> compat.Halves:
         """Cut the joint graph that the passes rewrote, or one nested in it."""
         if self.partitioned is None or not JointGraph(gm.graph, self.captured.inputs).has_table:
-            return as_torch_does(gm, inputs, **options)
+            return as_torch_does(gm, inputs, (), **options)
         assert self.partitioned.work.joint.graph is gm.graph, "torch's passes edit the graph, and make no other"
         stepped = self.compiler.stepped
         if not self.is_training or not insert_updates(JointGraph(gm.graph, self.captured.inputs), stepped):

@@ -56,7 +56,7 @@ class _Convolves(Call):
 
 @dataclass(frozen=True)
 class Convolution(_Convolves, op="convolution", fake=_convolution):
-    pass
+    """Convolve without bias, products and sums rounded as in `Matmul`."""
 
 
 def _convolution_backward(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,6 +69,8 @@ def _convolution_backward(call: FakeCall) -> tuple[torch.Tensor, torch.Tensor]:
 class ConvolutionBackward(
     _Convolves, op="convolution_backward", fake=_convolution_backward, returns="(Tensor, Tensor)"
 ):
+    """Compute the gradients of input and weight that ``mask`` asks for, rounded as in `Matmul`."""
+
     grad: Node
     mask: Flags
 

@@ -23,13 +23,16 @@ class Entry:
     """The way out where a key is missing."""
 
     def fail(self, cause: str, way_out: str) -> PlanError:
+        """Return an error that names the place of the value."""
         return PlanError(f"{self.path or 'top level'}: {cause}; {way_out}")
 
     def wrong(self, wanted: str) -> PlanError:
+        """Return an error that shows the value and says what it must be."""
         shown = repr(self.value)
         return self.fail(f"is {shown if len(shown) <= SHOWN else shown[: SHOWN - 3] + '...'}", f"it must be {wanted}")
 
     def get(self, key: str) -> Entry:
+        """Return an object's entry. Raises `PlanError` where the value is no object, or has no such key."""
         mapping = self.mapping()
         if key not in mapping:
             near = did_you_mean(key, [k for k in mapping if len(str(k)) <= SHOWN])
@@ -37,11 +40,13 @@ class Entry:
         return Entry(mapping[key], f"{self.path}.{key}" if self.path else key, self.if_missing)
 
     def mapping(self) -> Mapping[str, Any]:
+        """Return an object. Raises `PlanError` where the value is none."""
         if not isinstance(self.value, Mapping):
             raise self.wrong("an object")
         return self.value
 
     def items(self) -> Iterator[Entry]:
+        """Yield an array's entries. Raises `PlanError` where the value is no array."""
         if not isinstance(self.value, list):
             raise self.wrong("an array")
         for i, value in enumerate(self.value):

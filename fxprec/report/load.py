@@ -1,4 +1,4 @@
-"""Reading what a dump left: plans of a file, of one graph's folder or of a whole dump, and lines of JSON."""
+"""Read what a dump left: the plans of a file, of one graph's folder or of a whole dump, and lines of JSON."""
 
 from __future__ import annotations
 

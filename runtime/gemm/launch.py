@@ -107,7 +107,7 @@ def enqueue(kernel: TritonKernel, grid: tuple[int, ...], *arguments: object, **o
 
 
 def note_alternatives(kernel: TritonKernel, arguments: Sequence[Any], options: Sequence[dict[str, Any]]) -> None:
-    """Note launches of which the fastest is found when the first one runs."""
+    """Note launches among which the first run chooses the fastest."""
     found = _noted.get()
     assert found is not None
     found.append(tuple(Launch.of(kernel, arguments, each) for each in options))
