@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
+from typing import Any
 
 import sympy
 import torch
@@ -87,7 +88,7 @@ def order_notes(
     notes, undecided = [], 0
     for first, second in pairwise(order):
         wrong = sizes[first] - sizes[second] if ascending else sizes[second] - sizes[first]
-        value = _evaluated(wrong, ranges)
+        value = evaluated(wrong, ranges)
         found = {} if value is None else _along(lambda *at, value=value: value(*at) > 0, ranges)
         flips = {symbol: tried for symbol, tried in found.items() if tried[0]}
         undecided += value is None or (not flips and any(map(any, found.values())))
@@ -117,32 +118,32 @@ def budget_note(budget: int, shown: str, size: sympy.Expr, ranges: Ranges) -> Bu
     ``shown`` is the budget as text.
     """
     ranges = used_in([size], ranges)
-    where = where_all_fit([budget - size], ranges)
+    where = where_all_fit(sympy.Tuple(size), budget, ranges)
     if where is None:
         return BudgetNote(f"activation_budget {shown} holds at the traced sizes: {traced(ranges)}", False)
     has_largest = all(r.most is not None for r in ranges.values())
     return BudgetNote(f"activation_budget {shown} holds {where}", has_largest) if where else None
 
 
-def where_all_fit(rooms: Sequence[sympy.Expr], ranges: Ranges) -> str | None:
-    """Say for which sizes no value in ``rooms`` is negative; return "" for all sizes, None where that is not known.
+def where_all_fit(held: sympy.Tuple, room: int, ranges: Ranges) -> str | None:
+    """Say for which sizes no value in ``held`` is above ``room``; return "" for all sizes, None where not known.
 
     With several dimensions, the text has a part for each dimension, with the other dimensions as traced.
     """
-    ranges = used_in(rooms, ranges)
+    ranges = used_in([held], ranges)
     if not ranges:
         return ""
-    values = [value for room in rooms if (value := _evaluated(room, ranges))]
-    if len(values) < len(rooms):
+    values = evaluated(held, ranges)
+    if values is None:
         return None
 
-    found = _along(lambda *at: all(value(*at) >= 0 for value in values), ranges)
+    found = _along(lambda *at: max(values(*at)) <= room, ranges)
     if all(stretches == [(ranges[s].least, ranges[s].most)] for s, tried in found.items() for stretches in tried):
         return ""
     return "; ".join(_text(symbol, tried, ranges) for symbol, tried in found.items())
 
 
-def used_in(sizes: Iterable[sympy.Expr], ranges: Ranges) -> Ranges:
+def used_in(sizes: Iterable[sympy.Basic], ranges: Ranges) -> Ranges:
     """Return the ranges of the symbols that occur in ``sizes``."""
     used = {symbol for size in dict.fromkeys(sizes) for symbol in size.free_symbols}
     return {s: r for s, r in ranges.items() if s in used}
@@ -157,12 +158,12 @@ def _sorted(ranges: Ranges) -> list[Symbol]:
     return sorted(ranges, key=str)
 
 
-def _evaluated(size: sympy.Expr, ranges: Ranges) -> Callable[..., int] | None:
-    """Return a function of the symbols' values in order; None where ``size`` has a symbol without a range."""
+def evaluated(size: sympy.Basic, ranges: Ranges) -> Callable[..., Any] | None:
+    """Return a function of the symbols' values, in their order by name; None where one in ``size`` has no range."""
     if not size.free_symbols <= ranges.keys():
         return None
     own = {type(part).__name__: type(part) for part in sympy.preorder_traversal(size)}  # torch's, such as FloorDiv
-    found: Callable[..., int] = sympy.lambdify(_sorted(ranges), size, modules=[own, "math"])
+    found: Callable[..., Any] = sympy.lambdify(_sorted(ranges), size, modules=[own, "math"])
     return found
 
 
