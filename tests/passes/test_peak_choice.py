@@ -151,6 +151,15 @@ def test_operations_are_counted_as_torch_counts_them(call: Any) -> None:
     assert flops_of(node) == counter.get_total_flops()
 
 
+def test_attention_to_narrower_values_takes_fewer_operations() -> None:
+    graph = Graph()
+    nodes = [graph.placeholder(name) for name in "qkv"]
+    for node, width in zip(nodes, (16, 16, 4), strict=True):
+        node.meta["val"] = torch.empty(2, 3, 8, width, device="meta")
+    attention = graph.call_function(aten._scaled_dot_product_efficient_attention.default, (*nodes, None, False))
+    assert flops_of(attention) == 2 * 2 * 3 * 8 * 8 * (16 + 4)
+
+
 def test_a_number_written_over_a_constant_is_compared_instead() -> None:
     """Cross-entropy's backward: Inductor makes a comparison with the places of it."""
     graph = Graph()

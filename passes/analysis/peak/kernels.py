@@ -140,9 +140,11 @@ def _is_number(val: torch.Tensor) -> bool:
 def flops_of(node: Node) -> float:
     """Return the floating-point operations of a GEMM, a convolution or an attention; 0 of anything else."""
     if node.target in ops.ATTENTION | ops.ATTENTION_BACKWARD:
-        query, key = (tensor_of(n) for n in factors_of(node)[-3:-1])
-        gemms = 2 if node.target in ops.ATTENTION else 5
-        return 2.0 * gemms * numel_hint(query) * dim_hint(key.shape[-2])
+        query, key, values = (tensor_of(n) for n in factors_of(node)[-3:])
+        width, wide = (dim_hint(x.shape[-1]) for x in (key, values))
+        # Scores, and a mean of values; in backward the scores again, and each gradient.
+        each = width + wide if node.target in ops.ATTENTION else 3 * width + 2 * wide
+        return 2.0 * numel_hint(query) // max(width, 1) * dim_hint(key.shape[-2]) * each
     if node.target in (aten.convolution.default, aten.convolution_backward.default):
         return _flops_of_convolution(node)
     if node.target in ops.GEMMS | ops.GEMMS_BACKWARD:
