@@ -35,16 +35,15 @@ def settle(forward: GraphModule, backward: GraphModule) -> None:
     """Place each update behind its gradient and its parameter's last reader; the half returns None for the gradient."""
     compat.writes_after_reading(ApplyUpdate.target)
     graph = backward.graph
-    updates = ApplyUpdate.nodes(graph)
+    updates = dict.fromkeys(ApplyUpdate.nodes(graph))
     _repeat_views(forward.graph, graph, {ApplyUpdate.of(update).parameter for update in updates})
-    order = {node: i for i, node in enumerate(graph.nodes)}
+    order = {node: i for i, node in enumerate(graph.nodes) if node not in updates}
+    inputs = graph.find_nodes(op="placeholder")
     for update in updates:
         call = ApplyUpdate.of(update)
         assert call.parameter.op == "placeholder", "a parameter crosses as it is"
-        behind = {call.gradient, *_made_in_loops(set(_readers(call.parameter)) - {update})}
-        inputs = [node for node in graph.nodes if node.op == "placeholder"]
-        max([*behind, inputs[-1]], key=order.__getitem__).append(update)
-        order = {node: i for i, node in enumerate(graph.nodes)}
+        behind = {call.gradient, inputs[-1], *_made_in_loops(set(_readers(call.parameter)))}
+        max(behind & order.keys(), key=order.__getitem__).append(update)
     set_results(graph, [None if node in updates else node for node in results_of(graph)])
     graph.lint()
     backward.recompile()

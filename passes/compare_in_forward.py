@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from fxprec.ir.operators import Trait, having
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import JointGraph, operator_of
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
 
-_aten = ops.aten
-_ORDERS = frozenset({_aten.lt.Tensor, _aten.gt.Tensor, _aten.le.Tensor, _aten.ge.Tensor})
-_EQUALITIES = frozenset({_aten.eq.Tensor, _aten.ne.Tensor})
+_ORDERS = having(Trait.ORDERS)
+_EQUALITIES = frozenset({ops.aten.eq.Tensor, ops.aten.ne.Tensor})
 
 
 @dataclass(frozen=True)

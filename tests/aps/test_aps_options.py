@@ -13,7 +13,8 @@ from aps_buckets import SIZES, FakeBucket, exchange, gradients_of, mean_of_ranks
 from aps_ranks import run_ranks, several
 from torch import Tensor, nn
 
-from fxprec.aps import APSState, OneBitState, aps_hook
+from benchmarks.papers.one_bit import OneBitState
+from fxprec.aps import APSState, aps_hook
 from fxprec.errors import ConfigError
 from fxprec.runtime.aps.bucket import Exchange
 

@@ -79,7 +79,7 @@ def test_no_other_constant_names_more_than_two_operators() -> None:
 def test_operators_named_by_a_text_exist() -> None:
     texts = {node.value for _, tree in sources() for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     found = {text for text in texts if isinstance(text, str) and re.fullmatch(r"(aten|prims)(\.\w+){1,2}", text)}
-    assert len(found) > 40
+    assert len(found) >= 40
     missing = []
     for name in found:
         namespace, packet, *overload = name.split(".")

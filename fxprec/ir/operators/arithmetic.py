@@ -41,6 +41,7 @@ POINTWISE = (
     row("relu gelu silu tanh _softmax _log_softmax", traits=Trait.WRITES_NEW),
     row("le.Scalar gt.Scalar", traits=Trait.ASKS_ABOVE),
     row("ge.Scalar lt.Scalar", traits=Trait.ASKS_BELOW),
+    row("lt.Tensor gt.Tensor le.Tensor ge.Tensor", traits=Trait.ORDERS),
 )
 
 REDUCTIONS = (

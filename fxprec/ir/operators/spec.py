@@ -52,6 +52,7 @@ class Trait(Flag):
     ZERO = auto()  # is 0 everywhere
     ASKS_ABOVE = auto()  # compares with a number; with 0, asks whether, or where not, a value is above
     ASKS_BELOW = auto()  # compares with a number; with 0, asks whether, or where not, a value is below
+    ORDERS = auto()  # compares two tensors, which is the larger
     HEAVY = auto()  # Inductor does not repeat it on a CPU
     WRITES_NEW = auto()  # always writes a tensor of its own
     WRITES_NEW_OF_TWO = auto()  # writes a tensor of its own if both operands are computed
