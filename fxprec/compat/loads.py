@@ -1,4 +1,4 @@
-"""How many tensors Inductor lets one of its kernels read."""
+"""Limits on what Inductor lets one of its kernels read and compute."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from torch._inductor.dependencies import MemoryDep
 
 @contextlib.contextmanager
 def only_tensors_are_loads(scaled: bool) -> Iterator[None]:
-    """Have Inductor's limits on what a kernel reads count tensors that it reads, and nothing else.
+    """Make Inductor's limits on a kernel count the tensors that it reads, and neither scales nor decoding.
 
-    ``scaled``: the graph reads scales of gradients. A kernel that reads numbers of the scale table beside its tensors
-    would be over the limit at which a value that several read is written out: a float32 gradient before each norm.
+    ``scaled``: the graph reads scales of gradients. With them a kernel would exceed the limit of reads above which
+    Inductor writes a value with several readers to memory: a float32 gradient before each norm. With the operators that
+    decode codes it would exceed that of operators: GELU's gradient in float32 beside its bfloat16 copy for GEMMs.
     """
     reads = config.realize_reads_threshold + (_SCALES if scaled else 0)
-    with _inner_values_are_no_loads(), config.patch(realize_reads_threshold=reads):
+    operators = max(config.realize_opcount_threshold or 0, _OPERATORS)
+    with _inner_values_are_no_loads(), config.patch(realize_reads_threshold=reads, realize_opcount_threshold=operators):
         yield
 
 
 _SCALES = 4
+_OPERATORS = 60  # twice Inductor's: a dozen decode a code, once for each reader in GELU's backward
 
 
 @contextlib.contextmanager
