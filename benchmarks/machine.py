@@ -12,19 +12,22 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+_RIVALS = ("torchao", "bitsandbytes")
+"""Named where they are installed."""
+_MISSING = "not installed"
 RESULTS = Path(__file__).parent / "results"
 
 
 def describe() -> dict[str, Any]:
     """Return processor, cores and versions."""
-    packages = ("torch", "triton", "fxprec")
+    versions = {name: _version(name) for name in ("torch", "triton", "fxprec", *_RIVALS)}
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "processor": _processor(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in packages},
+        "versions": {name: v for name, v in versions.items() if name not in _RIVALS or v != _MISSING},
         "command": "python -m " + " ".join([_module_name(), *sys.argv[1:]]),
     }
 
@@ -40,7 +43,7 @@ def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # run from a tree, as on a lent GPU
-        return "not installed"
+        return _MISSING
 
 
 def _module_name() -> str:
