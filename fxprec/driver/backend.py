@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from fxprec import compat
 from fxprec.config import Config, Settings
+from fxprec.config.checks import byte_size
 from fxprec.config.grad_scaling import LossScaling
 from fxprec.driver import capture, saved_state
 from fxprec.driver.compiled import CompileReport
@@ -49,7 +50,8 @@ class Backend(Watched):
     with one backend share a capture, and each has a graph of its own, in the order of their first calls.
 
     A ``recorder`` sees every half that runs. An ``optimizer`` of `fxprec.optim` steps parameters inside of backward; a
-    copy of the backend has none. Raises `ConfigError` for an optimizer of another class.
+    ``step_budget`` (bytes, or ``"8GiB"``) bounds weights, optimizer states and the step's peak together. A copy of the
+    backend has neither. Raises `ConfigError` for an optimizer of another class, and for a step budget without one.
     """
 
     def __init__(
@@ -59,10 +61,16 @@ class Backend(Watched):
         dump: DumpFolder | None = None,
         recorder: Recorder | None = None,
         optimizer: object = None,
+        step_budget: int | str | None = None,
     ) -> None:
         WATCH.keep(self)  # now: a frame may be left uncompiled before the backend is called
         self.config = config or Config()
-        self._settings = Settings.of(self.config)
+        whole = byte_size("step_budget", step_budget)
+        if whole is not None:
+            from fxprec.driver.step_budget import refuse_beside  # few runs want it
+
+            refuse_beside(optimizer, self.config.peak_budget)
+        self._settings = Settings.of(self.config if whole is None else replace(self.config, peak_budget=whole))
         self._log = EventLog("fxprec", strict=self.config.strict)  # what concerns no graph
         self.frames = Frames(self._log, self._step)
         self._losses = LossWatch()
@@ -76,6 +84,7 @@ class Backend(Watched):
             from fxprec.runtime.optim.in_backward import InBackward
 
             self._model.binding = InBackward(stepper_of(optimizer))
+            self._model.step_budget = whole
         self._graphs: Sequence[PlannedGraph] = self._model.all
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxprec import compat
+from fxprec.config.settings import PeakBudget
 from fxprec.driver import progress
 from fxprec.driver.backward import InFlight, Steps, Version, Versions, check_backward
 from fxprec.driver.capture import Captured, Parameters
@@ -18,8 +19,9 @@ from fxprec.driver.compiled import Compiled, CompileReport, controller_of, keepe
 from fxprec.driver.event_log import EventLog, in_one_line
 from fxprec.driver.option_checks import refuse_offload
 from fxprec.driver.saved_state import GraphState, SavedGraph
+from fxprec.errors import BudgetError
 from fxprec.passes.analysis.peak.part import Part
-from fxprec.passes.notice import Notice
+from fxprec.passes.notice import Notice, readable
 from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.compare import low_groups_with
 from fxprec.plan.plan import latest_of_gemms
@@ -31,6 +33,7 @@ from fxprec.runtime.stats import NO_CAPTURE
 
 if TYPE_CHECKING:
     from fxprec.driver.model import Model
+    from fxprec.driver.step_budget import StepBudget
     from fxprec.report.folder import GraphDump
     from fxprec.runtime.optim.in_backward import InBackward
 
@@ -59,6 +62,7 @@ class PlannedGraph:
         self._followed: Plan | None = None  # the training plan that this inference graph follows
         self._is_given = False  # its plan was, by a file or a checkpoint
         self._num_given_up = 0  # promotions that did not compile
+        self._step_budget: StepBudget | None = None
         self.compiler = Compiler.of(
             captured,
             model.settings,
@@ -102,9 +106,31 @@ class PlannedGraph:
 
         updates = Updates.of(binding, self.captured.inputs, args, self.settings, self._log)
         self.compiler = replace(self.compiler, updates=updates)
+        if self._model.step_budget is not None:
+            from fxprec.driver.step_budget import StepBudget
+
+            self._take_off(StepBudget.of(self._model.step_budget, binding.optimizer, self.captured.inputs, args))
+
+    def _take_off(self, budget: StepBudget) -> None:
+        """Bound the peak by what weights and optimizer states leave. Raises `BudgetError` where other graphs follow."""
+        if self._model.shared_peak.first_part(is_cut=self.captured.is_cut).is_provisional:
+            raise BudgetError(
+                f"{budget.said()}; a graph break cuts the step, and what its graphs hold together is not bounded by a "
+                "step budget; compile the model without graph breaks, or give peak_budget"
+            )
+        self._log.note("memory", self._log.name, f"{budget.said()}; the step may hold {readable(budget.left)} beside")
+        self.settings = replace(self.compiler.settings, peak_budget=PeakBudget(budget.left))
+        self.compiler = replace(self.compiler, settings=self.settings)
+        self._step_budget = budget
 
     def compile(self, given: Plan | None) -> None:
         """Compile for the first time: for a plan, or for one to be solved."""
+        try:
+            self._compile(given)
+        except BudgetError as error:
+            raise error if self._step_budget is None else self._step_budget.refused(error) from None
+
+    def _compile(self, given: Plan | None) -> None:
         is_cut, plans_only = self.captured.is_cut, self._dump is not None and self._dump.plan_only
         if not plans_only:
             refuse_offload(self.captured.device, self.settings, given)

@@ -41,6 +41,7 @@ class Model:
     ) -> None:
         self.settings, self.skips, self.recorder = settings, skips, recorder
         self.binding: InBackward | None = None  # of the optimizer that backward steps parameters of
+        self.step_budget: int | None = None  # bytes, of weights and the optimizer's states too
         self.shared_peak = SharedPeak(settings)
         self.all: list[PlannedGraph] = []
         self._given, self._dump = given, dump

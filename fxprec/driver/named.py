@@ -68,10 +68,10 @@ class _NamedBackend(Watched):
         return found
 
     def made(self, options: Mapping[str, Any] | None, mode: str | None) -> Backend:
-        """Return a backend for what ``torch.compile`` was given: the optimizer is no part of its config."""
+        """Return a backend for what ``torch.compile`` was given; optimizer and step budget are not in its config."""
         rest = dict(options or {})
-        optimizer = rest.pop("optimizer", None)
-        return Backend(self.config(rest, mode), optimizer=optimizer)
+        optimizer, budget = rest.pop("optimizer", None), rest.pop("step_budget", None)
+        return Backend(self.config(rest, mode), optimizer=optimizer, step_budget=budget)
 
     def config(self, options: Mapping[str, Any] | None, mode: str | None) -> Config:
         """Return the config of what ``torch.compile`` was given; it takes options or a mode, not both."""

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from fxprec.numerics.formats import BF16, FP16, FP32, Format
+from fxprec.runtime.optim.states import num_blocks
 
 Update: TypeAlias = Literal["nearest", "stochastic", "kahan", "stochastic+kahan"]
 UPDATES: tuple[Update, ...] = ("nearest", "stochastic", "kahan", "stochastic+kahan")
@@ -86,6 +87,11 @@ class Rule:
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that one of `tensors` is held in."""
         return _STATE_DTYPES[self.states] if self.states is not None and name in self.averages else self.carrier
+
+    def bytes_of(self, elements: int) -> int:
+        """Return the bytes of the state tensors of a parameter, scales included; step counts are left out."""
+        scales = len(self.scales) * num_blocks(elements)
+        return scales + sum(elements * self.dtype_of(name).itemsize for name in self.state)
 
     @property
     def tensors(self) -> tuple[str, ...]:

@@ -193,6 +193,15 @@ class Stepper(Optimizer):
         """
         return [CancelledSteps(step, self._rows(counts, by)) for step, counts in self._history.read()]
 
+    def state_bytes(self, states: str | None = None) -> int:
+        """Return the bytes that the states of all parameters take, before the first step too.
+
+        ``states``: as if each group held averages in that form; None: as it does.
+        """
+        groups = ({**group, "states": states or group["states"]} for group in self.param_groups)
+        pairs = ((group, param) for group in groups for param in group["params"])
+        return sum(rule_of(group, self._algorithm, param.dtype).bytes_of(param.numel()) for group, param in pairs)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch.optim's layout. Averages in 8 bits are given as bfloat16, which has all of them."""
         found = super().state_dict()
