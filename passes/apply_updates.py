@@ -68,11 +68,17 @@ def _made_in_loops(readers: Collection[Node]) -> set[Node]:
     found, stack = set(readers), list(readers)
     while stack:
         node = stack.pop()
-        if kind_of(node) in (Kind.FUSED, Kind.VIEW):
+        if kind_of(node) in (Kind.FUSED, Kind.VIEW) and not _is_read_whole(node):
             behind = {user for user in node.users if user.op != "output"} - found
             found |= behind
             stack += behind
     return found
+
+
+def _is_read_whole(node: Node) -> bool:
+    """Say whether a library's kernel reads a value or a view of it: then the value lies in memory anyway."""
+    kinds = {user: kind_of(user) for user in node.users if user.op != "output"}
+    return any(kind is Kind.EXTERN or (kind is Kind.VIEW and _is_read_whole(user)) for user, kind in kinds.items())
 
 
 def _repeat_views(forward: Graph, backward: Graph, parameters: Collection[Node]) -> None:
