@@ -1,6 +1,7 @@
 """Public yardsticks: suites of tests that nobody here wrote, one row each.
 
     pip install expecttest                              # torch's own test suites need it
+    python -m benchmarks.yardsticks                     # one table of what was measured, a row a suite
     python -m benchmarks.yardsticks op_db               # every operator of torch's op_db
     python -m benchmarks.yardsticks op_db --only tanh linalg.inv
     python -m benchmarks.yardsticks op_db --sample 40   # drawn by a fixed seed
@@ -8,9 +9,18 @@
     python -m benchmarks.yardsticks module_db           # every module of torch's module_db, by the same rules
     python -m benchmarks.yardsticks sensitivity         # writes fxprec/ir/operators/measured.json: 10 minutes
 
-Columns: plain torch in float32 (eager), `torch.autocast` in bfloat16, and fxprec's recipes; each operator passed,
-failed, or is refused in words. What is left out has no gradient in plain torch, or is wrong in torch's own backends. The
-criterion: `benchmarks/yardsticks/op_db.py`. Exit code 1 where something failed.
+Whole models, and tests, of a checkout that is read where it lies:
+
+    python -m benchmarks.yardsticks paritybench --checkout DIR --sample 300   # jansel/pytorch-jit-paritybench
+    python -m benchmarks.yardsticks huggingface --checkout DIR                # pytorch/pytorch, benchmarks/dynamo
+    python -m benchmarks.yardsticks timm --checkout DIR --sample 20
+    python -m benchmarks.yardsticks torchbench --checkout DIR
+    python -m benchmarks.yardsticks tests --checkout DIR --file test/nn/test_pooling.py
+
+Columns: plain torch in float32 (eager), `torch.autocast` in bfloat16, torch's own backends where they were run, and fxprec's
+recipes; each operator, model or test passed, failed, or is refused in words. What is left out has no gradient in plain torch,
+or is wrong in torch's own backends. The criteria: `benchmarks/yardsticks/op_db.py`, `whole.py`, `pytorch_tests.py`. Exit code
+1 where something failed.
 """
 
 from __future__ import annotations
@@ -22,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,17 +40,29 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import machine
-from benchmarks.yardsticks import conditioning, exercise, module_db, op_db
+from benchmarks.yardsticks import (
+    conditioning,
+    dynamo_models,
+    exercise,
+    module_db,
+    op_db,
+    paritybench,
+    pytorch_tests,
+    table,
+    whole,
+)
 from benchmarks.yardsticks.op_db import COLUMNS, FAILED, LEFT_OUT, PASSED, RECIPES, REFUSED, Row
 
 SUITES: dict[str, Callable[[], list[Any]]] = {"op_db": exercise.operators, "module_db": module_db.modules}
+LISTS = ("huggingface", "timm", "torchbench")
+READ_BY_PATH = ("paritybench", *LISTS, "tests")
 BY_THE_REFERENCE = [name for name in RECIPES if name != "fp32"]
 
 
 def summary(rows: list[Row]) -> dict[str, dict[str, int]]:
     """Return how many operators passed, failed, are refused and were left out, by column."""
     found = {}
-    for column in COLUMNS:
+    for column in whole.COLUMNS:
         verdicts = Counter(row.cells[column].verdict for row in rows if column in row.cells)
         verdicts[LEFT_OUT] += sum(bool(row.left_out) for row in rows)
         if any(column in row.cells for row in rows):
@@ -49,15 +72,23 @@ def summary(rows: list[Row]) -> dict[str, dict[str, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=[*SUITES, "sensitivity"])
+    parser.add_argument("suite", nargs="?", choices=[*SUITES, "sensitivity", *READ_BY_PATH])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these, as the suite names them")
     parser.add_argument("--sample", type=int, metavar="N", help="N of the suite, drawn by a fixed seed")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="inputs of each, of other shapes")
     parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=BY_THE_REFERENCE)
     parser.add_argument("--seconds", type=int, default=60, help="the time of one of the suite")
+    parser.add_argument("--checkout", type=Path, metavar="DIR", help="where the suite's files lie")
+    parser.add_argument("--file", type=Path, metavar="PATH", help="a test file, relative to the checkout")
     args = parser.parse_args()
+    if args.suite is None:
+        print(table.text())
+        return
     logging.disable(logging.CRITICAL)  # Dynamo tells of every graph break
     torch.set_num_threads(1)
+    if args.suite in READ_BY_PATH:
+        _judge_by_path(parser, args)
+        return
     try:
         operators = op_db.chosen(SUITES.get(args.suite, exercise.operators)(), args.only, args.sample)
     except LookupError as error:
@@ -83,6 +114,37 @@ def _judge(operators: list[Any], args: argparse.Namespace, is_whole: bool) -> No
     if is_whole:
         print(machine.save(f"yardsticks-{args.suite}", {"summary": found, "operators": [asdict(row) for row in rows]}))
     raise SystemExit(any(verdicts[FAILED] for name, verdicts in found.items() if name in RECIPES))
+
+
+def _judge_by_path(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.checkout is None or (args.suite == "tests" and args.file is None):
+        parser.error(f"{args.suite} is read by path: give --checkout{', and --file' * (args.suite == 'tests')}")
+    try:
+        rows = list(_rows_by_path(args))
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    found = summary(rows)
+    for column, verdicts in found.items():
+        print(f"{column:9}", "  ".join(f"{verdict} {count}" for verdict, count in verdicts.items()))
+    if not args.only:
+        name = f"tests-{args.file.stem}" if args.suite == "tests" else args.suite
+        print(machine.save(f"yardsticks-{name}", {"summary": found, "operators": [asdict(row) for row in rows]}))
+    raise SystemExit(any(verdicts[FAILED] for name, verdicts in found.items() if name in RECIPES))
+
+
+def _rows_by_path(args: argparse.Namespace) -> Iterator[Row]:
+    if args.suite == "tests":
+        yield from map(_told, pytorch_tests.rows(args.checkout / args.file, args.sample, args.seconds))
+        return
+    root = args.checkout
+    models = paritybench.models(root) if args.suite == "paritybench" else dynamo_models.models(root, args.suite)
+    chosen = [model for model in models if not args.only or model.name in args.only]
+    yield from map(_told, whole.Suite(chosen, args.sample or len(chosen), tuple(args.recipes), args.seconds).rows())
+
+
+def _told(row: Row) -> Row:
+    print(op_db.text_of(row, whole.COLUMNS), flush=True)
+    return row
 
 
 def _measure(operators: list[Any], seconds: int, is_whole: bool) -> None:

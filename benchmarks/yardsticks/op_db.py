@@ -28,7 +28,7 @@ import contextlib
 import functools
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,11 +222,11 @@ def rows(operators: list[Any], samples: int, recipes: list[str], seconds: int) -
         yield measured(op, samples, recipes, seconds)
 
 
-def text_of(row: Row) -> str:
+def text_of(row: Row, columns: Sequence[str] = COLUMNS) -> str:
     """Return a row as one line of errors: gradients, by column; what failed has its reason behind."""
     if row.left_out:
         return f"{row.operator[:44]:44} left out: {row.left_out}"
-    cells = [row.cells.get(name) for name in COLUMNS]
+    cells = [row.cells.get(name) for name in columns]
     numbers = " ".join(f"{'-' if c is None else _short(c):>8}" for c in cells)
     said = "; ".join(
         f"{name}: {c.detail}" for name, c in row.cells.items() if c.verdict in (FAILED, REFUSED) and name != "autocast"

@@ -1,0 +1,140 @@
+"""PyTorch's own test files, read by path, with this backend in the place of the one that they compile with.
+
+Any file: under ``PYTORCH_TEST_WITH_AOT_EAGER`` PyTorch compiles each test method, through ``TestCase.compile_fn``, which is
+replaced. ``test/dynamo/test_activation_checkpointing.py``: its shapes of checkpointing, which ``_validate`` compiles with a
+backend that counts operators; ``_validate`` is given this backend, and what is written for ``"cuda"`` runs on the CPU.
+
+The recipe is near (formats of 18 and 22 mantissa bits), the tolerance `TOLERANCE`. A test that fails is run again with torch's
+own ``aot_eager_decomp_partition``; what fails there too is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import re
+import sys
+import unittest
+from collections.abc import Iterator
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor
+
+import fxprec
+from benchmarks.yardsticks import whole
+from benchmarks.yardsticks.exercise import SEED
+from benchmarks.yardsticks.op_db import FAILED, LEFT_OUT, PASSED, RECIPES, REFUSED, Cell, Row
+
+TOLERANCE = 1e-3
+AOT = whole.TORCHS["aot"]
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Unsupported|Warning)\b.*")
+
+
+class _OnCpu(SourceFileLoader):
+    """Loads a file with "cuda" read as "cpu"."""
+
+    def get_data(self, path: str) -> bytes:
+        return super().get_data(path).replace(b'"cuda"', b'"cpu"').replace(b".cuda()", b".cpu()")
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self.get_data(self.path), self.path)  # and caches nothing
+
+
+def load(path: Path) -> list[unittest.TestCase]:
+    """Return the tests of a file. To be called before anything imports torch's test utilities."""
+    os.environ["PYTORCH_TEST_WITH_AOT_EAGER"] = "1"
+    from torch.testing._internal import common_utils, inductor_utils
+
+    inductor_utils.HAS_CUDA = inductor_utils.HAS_CUDA_AND_TRITON = True
+    common_utils.TestCase.precision, common_utils.TestCase.rel_tol = TOLERANCE, TOLERANCE
+    for root in (path.parent, path.parent.parent):
+        sys.path.append(str(root))  # files import their neighbours
+    loader = _OnCpu(path.stem, str(path))
+    spec = importlib.util.spec_from_loader(path.stem, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    loader.exec_module(module)
+    return list(_flat(unittest.defaultTestLoader.loadTestsFromModule(module)))
+
+
+def _flat(suite: Any) -> Iterator[unittest.TestCase]:
+    for one in suite:
+        if isinstance(one, unittest.TestSuite):
+            yield from _flat(one)
+        else:
+            yield one
+
+
+def drawn(tests: list[unittest.TestCase], count: int | None) -> list[unittest.TestCase]:
+    """Return ``count`` tests, by a fixed seed."""
+    order = torch.randperm(len(tests), generator=torch.Generator().manual_seed(SEED)).tolist()
+    return [tests[i] for i in sorted(order[: len(tests) if count is None else count])]
+
+
+def row(test: unittest.TestCase) -> Row:
+    """Run one test, and again with torch's own backend if it fails."""
+    found = Row(test.id())
+    backend = fxprec.Backend(fxprec.Config(lowering="eager", **RECIPES["near"]))
+    cell = _outcome(test, backend)
+    if cell.verdict == LEFT_OUT:
+        found.left_out = cell.detail
+        return found
+    found.samples = 1
+    if cell.verdict == FAILED:
+        found.add("aot", _outcome(test, AOT))
+        if found.cells["aot"].verdict != PASSED:
+            cell = Cell(LEFT_OUT, detail=f"torch's own aot: {found.cells['aot'].detail}")
+    found.add("near", cell)
+    return found
+
+
+def _outcome(test: unittest.TestCase, backend: Any) -> Cell:
+    from torch.testing._internal.common_utils import TestCase
+
+    torch._dynamo.reset()
+    TestCase.compile_fn = lambda self, fn, _, nopython: torch._dynamo.optimize(backend, nopython=nopython)(fn)
+    own = type(test)
+    if hasattr(own, "_validate") and not hasattr(own._validate, "func"):
+        validate = own._validate
+        own._validate = lambda self, fn, _, *args, **named: validate(self, fn, self.chosen, *args, **named)
+        own._validate.func = validate
+    own.chosen = backend
+    if hasattr(own, "_validate"):
+        TestCase.compile_fn = lambda self, fn, _, nopython: fn  # the test itself compiles
+    again = own(test._testMethodName)
+    result = unittest.TestResult()
+    out, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        with inductor.patch(fallback_random=True):  # eager's random numbers
+            again.run(result)
+    finally:
+        sys.stdout = out
+    if result.skipped:
+        return Cell(LEFT_OUT, detail=f"skipped: {result.skipped[0][1]}".splitlines()[0])
+    said = [text for _, text in result.errors + result.failures]
+    if not said:
+        return Cell(PASSED)
+    raised = [line for line in said[0].splitlines() if _RAISED.match(line)] or [""]
+    is_ours = any(name in said[0] for name in _OURS)
+    return Cell(REFUSED if is_ours else FAILED, detail=raised[-1][:300])
+
+
+_OURS = tuple(
+    f"{one.__module__}.{name}:"
+    for name, one in vars(fxprec.errors).items()
+    if isinstance(one, type) and issubclass(one, fxprec.errors.FxprecError)
+)
+
+
+def rows(path: Path, count: int | None, seconds: int) -> Iterator[Row]:
+    """Yield a row a test, each run in a process of its own. Raises `FileNotFoundError`."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    for test in drawn(load(path), count):
+        yield whole.apart(test.id(), partial(row, test), seconds)
