@@ -3,6 +3,7 @@
     python -m benchmarks.optim.states maps        # maps for the second moment, one at a time
     python -m benchmarks.optim.states weights     # whole optimizers: weights on the same gradients, against float64
     python -m benchmarks.optim.states training    # whole optimizers: held-out loss of a byte-level transformer
+    python -m benchmarks.optim.states bf16        # the same with bf16 weights
     python -m benchmarks.optim.states times       # whole optimizers: a step of 4.9 million weights
 
 Gradients of the first two are those of a small byte-level transformer that float64 AdamW trains. An error is the norm
@@ -17,7 +18,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -61,7 +62,7 @@ SIDES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-BF16_WEIGHTS = "fxprec 8bit, bf16 weights, stochastic"
+BF16_WEIGHTS = {"fxprec 8bit, bf16 weights, stochastic": partial(fxprec.optim.AdamW, states="8bit")}
 
 
 def rate_at(step: int, steps: int) -> float:
@@ -214,16 +215,21 @@ def _update(mean: Tensor, count: int, beta2: float, rate: float, square: Tensor)
     return -rate * mean / ((square / (1 - beta2**count)).sqrt() + 1e-8)
 
 
-def training(steps: int = 1200, width: int = 128, seeds: int = 1) -> dict[str, Any]:
+def training(
+    steps: int = 1200,
+    width: int = 128,
+    seeds: int = 1,
+    sides: Mapping[str, Callable[..., torch.optim.Optimizer]] = SIDES,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
     """Return, for each side, held-out loss by seed and the training loss of the last tenth, in nats a byte."""
     found: dict[str, Any] = {}
     task = text_task(steps=steps, batch=16, context=CONTEXT)
-    sides = SIDES | {BF16_WEIGHTS: partial(fxprec.optim.AdamW, states="8bit")}
     for seed in range(seeds):
         for side, make in sides.items():
             torch.manual_seed(seed)
             model = CharTransformer(vocab=256, context=CONTEXT, layers=2, width=width)
-            model.to(torch.bfloat16 if side == BF16_WEIGHTS else torch.float32)
+            model.to(dtype)
             optimizer = make(model.parameters(), lr=RATE)
             losses, began = [], time.perf_counter()
             for step, (inputs, targets) in zip(range(steps), task.batches(seed), strict=False):
@@ -261,6 +267,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "maps": maps,
     "weights": weights,
     "training": training,
+    "bf16": partial(training, sides=BF16_WEIGHTS, dtype=torch.bfloat16),
     "times": times,
 }
 
