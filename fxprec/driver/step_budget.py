@@ -11,6 +11,7 @@ import torch
 from fxprec.errors import BudgetError, ConfigError
 from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.passes.notice import readable
+from fxprec.runtime.optim.local import local
 from fxprec.runtime.optim.stepper import Stepper
 
 
@@ -27,10 +28,11 @@ class StepBudget:
 
     @classmethod
     def of(cls, asked: int, optimizer: Stepper, inputs: Sequence[GraphInput], args: Sequence[object]) -> Self:
-        """Count each tensor once. Raises `BudgetError` where nothing is left."""
+        """Count the memory of tensors and of this rank's shards once. Raises `BudgetError` where nothing is left."""
         kept = [arg for known, arg in zip(inputs, args, strict=False) if known.kind in ("param", "buffer")]
         held = [param for group in optimizer.param_groups for param in group["params"]]
-        sizes = {x.untyped_storage().data_ptr(): x.nbytes for x in (*kept, *held) if isinstance(x, torch.Tensor)}
+        storages = (local(x).untyped_storage() for x in (*kept, *held) if isinstance(x, torch.Tensor))
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         found = cls(asked, sum(sizes.values()), optimizer.state_bytes(), optimizer.state_bytes("8bit"))
         if found.left <= 0:
             raise BudgetError(f"{found.said()}, and nothing is left for the step; {found._way_out()}")

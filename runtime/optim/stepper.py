@@ -16,7 +16,7 @@ from fxprec.runtime.optim import cpp, guards, reference, scalars
 from fxprec.runtime.optim.applied import is_held
 from fxprec.runtime.optim.cancelled import By, CancelledRow, CancelledSteps, Counts, History, by_layer
 from fxprec.runtime.optim.held import for_state_dict, hold, saved_states
-from fxprec.runtime.optim.local import dense_row, is_dense, place_of
+from fxprec.runtime.optim.local import dense_row, is_dense, local, place_of
 from fxprec.runtime.optim.options import OWN, check_group, name_of, rule_of
 from fxprec.runtime.optim.rule import Rule
 
@@ -194,13 +194,15 @@ class Stepper(Optimizer):
         return [CancelledSteps(step, self._rows(counts, by)) for step, counts in self._history.read()]
 
     def state_bytes(self, states: str | None = None) -> int:
-        """Return the bytes that the states of all parameters take, before the first step too.
+        """Return the bytes that the states of all parameters, or this rank's shards, take: before the first step too.
 
         ``states``: as if each group held averages in that form; None: as it does.
         """
         groups = ({**group, "states": states or group["states"]} for group in self.param_groups)
         pairs = ((group, param) for group in groups for param in group["params"])
-        return sum(rule_of(group, self._algorithm, param.dtype).bytes_of(param.numel()) for group, param in pairs)
+        return sum(
+            rule_of(group, self._algorithm, param.dtype).bytes_of(local(param).numel()) for group, param in pairs
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch.optim's layout. Averages in 8 bits are given as bfloat16, which has all of them."""

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import fxprec
+from fxprec.driver.step_budget import StepBudget
 from fxprec.errors import BudgetError, ConfigError
+from fxprec.passes.analysis.inputs import GraphInput
 
 WIDTH, LAYERS = 512, 8
 WEIGHT = WIDTH * WIDTH * 4
@@ -128,3 +135,30 @@ def test_a_copy_has_neither_optimizer_nor_budget() -> None:
     model = layers()
     backend = fxprec.Backend(optimizer=fxprec.optim.AdamW(model.parameters()), step_budget="1GiB")
     assert copy.deepcopy(backend).config.peak_budget is None
+
+
+def test_tensors_that_share_memory_count_its_bytes_once() -> None:
+    whole = torch.zeros(8, 4)
+    parts = [whole[:6], whole[2:]]
+    inputs = [GraphInput("first", "param", ""), GraphInput("second", "buffer", ""), GraphInput("x", "input", "")]
+    optimizer = fxprec.optim.AdamW([nn.Parameter(torch.zeros(4))])
+    found = StepBudget.of(1 << 20, optimizer, inputs, [*parts, torch.zeros(100)])
+    assert found.weights == whole.nbytes + 16
+
+
+def test_of_a_sharded_parameter_the_local_shard_counts() -> None:
+    with one_rank() as mesh:
+        whole = {"shape": torch.Size((12, 4)), "stride": (4, 1)}  # as if another rank held the other half
+        param = nn.Parameter(DTensor.from_local(torch.zeros(6, 4), mesh, [Shard(0)], run_check=False, **whole))
+        optimizer = fxprec.optim.AdamW([param])
+        found = StepBudget.of(1 << 20, optimizer, [GraphInput("weight", "param", "")], [param])
+    assert (found.weights, found.states) == (96, 192)
+
+
+@contextmanager
+def one_rank() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield DeviceMesh("cpu", [0])
+    finally:
+        dist.destroy_process_group()
