@@ -79,7 +79,8 @@ class Work:
     looks_at_budgets: bool = False  # the plan says what the step takes under others
     peak_part: Part = field(default_factory=Part)  # of a peak budget, what the graph may hold
     plan = Filled[Plan]("write-plan")
-    scales: ScaleGraph | None = None  # carry-scales, where a gradient needs one
+    scales: ScaleGraph | None = None  # carry-scales and scale-copies, where a gradient or a copy has one
+    unscaled: set[int] = field(default_factory=set)  # keep-signs: sites on a side of other numbers than 0
     remarks: list[str] = field(default_factory=list)  # what the plan should say; nothing was left out
     notices: list[Notice] = field(default_factory=list)
     facts: list[Notice] = field(default_factory=list)  # of the machine: what it lacks, and what is done instead

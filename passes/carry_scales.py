@@ -53,7 +53,7 @@ class CarryScales:
         walk = _Walk(work)
         if walk.is_needed():
             walk.run()
-            work.scales = ScaleGraph(tuple(walk.variables), tuple(walk.slots.values()))
+            work.scales = ScaleGraph(tuple(walk.variables), (*walk.before.slots, *walk.slots.values()))
             for node, _ in wanted_in(work.joint.graph):
                 node.meta[CARRIED_META] = walk.carried.get(node)
 
@@ -72,7 +72,8 @@ class _Walk:
     def __post_init__(self) -> None:
         self.book = self.work.book
         self.graph = self.work.joint.graph
-        self.next_row = len(self.book.sites)
+        self.before = self.work.scales or ScaleGraph()
+        self.next_row = self.before.num_rows(len(self.book.sites))
         self.leaving = _leaving(self.graph.nodes)
 
     def is_needed(self) -> bool:

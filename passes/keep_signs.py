@@ -1,27 +1,28 @@
 """Keep a stored copy on its value's side of a bound, where backward compares the copy with the bound.
 
 A ReLU's backward masks the gradient where the result is 0, and e4m3fn rounds all below 2^-10 to 0. Nearly 1 % of
-activations of rms 0.1 would lose their gradient. They are stored as the smallest number instead; the error is too small
-to change a sum. Other bounds are kept in the same way. A ReLU6 has no gradient from 6 on, and e4m3fn rounds 5.75 to 6:
-it is stored as 5.5.
+activations of rms 0.1 would lose their gradient. They are stored as the smallest number of the copy's scale instead:
+the error is too small to change a sum. Other bounds are kept in the same way, in copies without a scale. A ReLU6 has no
+gradient from 6 on, and e4m3fn rounds 5.75 to 6: it is stored as 5.5.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Graph, Node
 
 from fxprec.ir.operators import Trait, having
-from fxprec.ir.symbolic import Dequantize, Quantize
+from fxprec.ir.symbolic import Dequantize, Quantize, Rescale, is_in_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import argument, is_backward, is_view_or_cast, readers
+from fxprec.passes.analysis.joint import argument, is_backward, is_view_or_cast, readers, tensor_of
 from fxprec.passes.base import Work
-from fxprec.passes.casts.sites import emit
+from fxprec.passes.casts.sites import emit, emit_call
+from fxprec.plan.scales import ScaleGraph, Slot
 
 _ASKS_ABOVE = having(Trait.ASKS_ABOVE)
 _ASKS_BELOW = having(Trait.ASKS_BELOW)
@@ -36,8 +37,14 @@ class KeepSigns:
     def apply(self, work: Work) -> None:
         for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
             reads_copy = work.book.sites[cast.row].reads == "backward"
-            if reads_copy and not is_backward(q) and not parse(cast.format).has_float32_range:
-                _keep_signs(work.joint.graph, q, cast)
+            if not reads_copy or is_backward(q) or is_in_blocks(q) or parse(cast.format).has_float32_range:
+                continue
+            bounds = {known for read, _ in Dequantize.among(q.users) for known in _bounds(read)}
+            if any(bound for _, bound in bounds):
+                work.unscaled.add(cast.row)
+                _keep_signs(work.joint.graph, q, cast, bounds)
+            elif bounds:
+                _keep_sign_of_scale(work, q, cast, {target for target, _ in bounds})
 
 
 def asks_sign(read: Node) -> bool:
@@ -64,8 +71,33 @@ def _bounds(read: Node) -> set[tuple[object, float]]:
     }
 
 
-def _keep_signs(graph: Graph, q: Node, cast: Quantize) -> None:
-    bounds = {known for read, _ in Dequantize.among(q.users) for known in _bounds(read)}
+def _keep_sign_of_scale(work: Work, q: Node, cast: Quantize, asking: Set[object]) -> None:
+    """Keep what is stored with a scale at least at the smallest number of that scale, above 0 or below it."""
+    graph, x, scales = work.joint.graph, cast.x, work.scales or ScaleGraph()
+    row, smallest = scales.num_rows(len(work.book.sites)), parse(cast.format).smallest_subnormal
+    work.scales = replace(scales, slots=(*scales.slots, Slot(row, None, None, minus_copy=cast.row)))
+    with graph.inserting_before(q):
+        for asks, beyond, less, least in (
+            (_ASKS_ABOVE, ops.aten.gt.Scalar, ops.aten.lt.Tensor, smallest),
+            (_ASKS_BELOW, ops.aten.lt.Scalar, ops.aten.gt.Tensor, -smallest),
+        ):
+            if not asking.isdisjoint(asks):
+                nearest = _of_scale(graph, least, Rescale(x, cast.table, row))
+                is_nearer = emit(graph, less, (x, nearest), x)
+                kept = emit(graph, ops.aten.where.self, (is_nearer, nearest, x), x, val=x.meta["val"])
+                x = emit(graph, ops.aten.where.self, (emit(graph, beyond, (x, 0), x), kept, x), x, val=x.meta["val"])
+    q.args = replace(cast, x=x).args
+
+
+def _of_scale(graph: Graph, number: float, like: Rescale) -> Node:
+    """Return a number of a format at the scale of a row, 0-dim."""
+    val = tensor_of(like.g).new_empty(())
+    constant = emit(graph, ops.aten.full.default, ([], number), like.g, val=val)
+    constant.kwargs = {"dtype": val.dtype, "device": val.device}
+    return emit_call(graph, replace(like, g=constant), like.g, val=val)
+
+
+def _keep_signs(graph: Graph, q: Node, cast: Quantize, bounds: Set[tuple[object, float]]) -> None:
     fmt, x = parse(cast.format), cast.x
     with graph.inserting_before(q):
         for asks, is_beyond in ((_ASKS_ABOVE, ops.aten.gt.Scalar), (_ASKS_BELOW, ops.aten.lt.Scalar)):

@@ -27,6 +27,7 @@ from fxprec.passes.narrow_accumulators import NarrowAccumulators
 from fxprec.passes.narrow_gemms import NarrowGemms
 from fxprec.passes.pass_report import PassReport, target_text
 from fxprec.passes.recover_operators import RecoverOperators
+from fxprec.passes.scale_copies import ScaleCopies
 from fxprec.passes.shorten_lives import ShortenLives
 from fxprec.passes.store_blocks import StoreBlocks
 from fxprec.passes.store_centred import StoreCentred
@@ -58,6 +59,7 @@ PIPELINE: tuple[Pass, ...] = (
     LowGemms(),  # takes what is left of them; after it, since a GEMM over codes keeps the dtype it has by then
     ShortenLives(),  # needs the graph that will run
     ChooseCrossings(),  # needs what lives when
+    ScaleCopies(),  # needs the copies and readers that are left
     WritePlan(),  # needs the sites and the answers
 )
 

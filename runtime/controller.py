@@ -23,6 +23,7 @@ from fxprec.plan.scales import ScaleGraph
 from fxprec.runtime.controller_state import saved_plan
 from fxprec.runtime.events import Event
 from fxprec.runtime.nonfinite import Departure, NonfiniteWatch
+from fxprec.runtime.scaling.copies import CopyScales
 from fxprec.runtime.scaling.keeper import Keeper
 from fxprec.runtime.stats import SiteStats, StatsQueue, steps_late
 from fxprec.runtime.table import Formats, Latest, ScaleTable, TableState
@@ -64,6 +65,7 @@ class Controller:
     device: torch.device
     step: int = 0
     keeper: Keeper | None = None  # None where no gradient needs a scale
+    copies: CopyScales | None = None  # None where no stored copy has a scale
     events: list[Event] = field(default_factory=list)
     queue: StatsQueue = field(default_factory=StatsQueue)
     nonfinite: Nonfinite | None = None  # None where nobody wants to know which tensor was first
@@ -85,10 +87,16 @@ class Controller:
     def table(self) -> torch.Tensor:
         """Return the current table; the same tensor until something changes."""
         keeper = self.keeper
-        held = tuple(self._held.items())
-        formats = Formats(self.plan.sites, None if keeper is None else keeper.graph, self.capacity, held)
+        formats = Formats(self.plan.sites, self.scales, self.capacity, tuple(self._held.items()))
         exps, measures = ((), False) if keeper is None else (tuple(keeper.exps), keeper.measures)
-        return self._table.of(TableState(formats, exps, measures))
+        copies = () if self.copies is None else self.copies.exps
+        return self._table.of(TableState(formats, exps, copies, measures))
+
+    @property
+    def scales(self) -> ScaleGraph | None:
+        """Return what has a scale, or None where nothing has."""
+        scaled = self.keeper or self.copies
+        return None if scaled is None else scaled.graph
 
     def hold(self, formats: Mapping[int, str]) -> None:
         """Round these sites to other formats than the plan's from the next step on; the plan stays.
@@ -142,10 +150,12 @@ class Controller:
                     self.keeper.note(stats, step)
         sites = self._sites()
         for stats in arrived:
+            if self.copies is not None and stats.site in self.copies:
+                self._rescale_copy(self.copies, stats, step)
             if not stats.overflow_ratio and math.isfinite(stats.amax):
                 continue  # most of them
             site = sites[stats.site]
-            if site.direction == "forward" and self._overflows(site, stats):
+            if site.direction == "forward" and self._overflows(site, stats, step):
                 offenders[stats.site] = stats
             elif site.direction == "forward" and self._loses(site, stats.amax):
                 lost.setdefault(site.id, stats)
@@ -154,6 +164,11 @@ class Controller:
             self._promote(offenders)
         if self.nonfinite is not None:
             self._tell_who_was_first(self.nonfinite, arrived, step)
+
+    def _rescale_copy(self, copies: CopyScales, stats: SiteStats, step: int) -> None:
+        moved = copies.note(stats, step, now=self.step + 1)
+        if moved is not None:
+            self._tell_scale("scale", stats.site, f"scale 2**{moved[0]} -> 2**{moved[1]}")
 
     def _tell_who_was_first(self, nonfinite: Nonfinite, arrived: Sequence[SiteStats], step: int) -> None:
         """Raise `NonfiniteError` where that is wanted."""
@@ -199,8 +214,10 @@ class Controller:
     def _tell_scale(self, kind: str, site: int, detail: str) -> None:
         self._tell(kind, self.plan.sites[site], detail)
 
-    def _overflows(self, site: Site, stats: SiteStats) -> bool:
+    def _overflows(self, site: Site, stats: SiteStats, step: int) -> bool:
         limit = self.rules.promote_above
+        if self.copies is not None and self.copies.was_scaled(site.id, step):
+            return False  # its own scale did it, and is lowered
         if not stats.overflow_ratio or limit is None or site.promoted_at is not None or site.id in self._refused:
             return False
         # An inf or a NaN counts as overflow, of which it says nothing: a bad batch. The ratio arrives in float32, where
@@ -258,7 +275,9 @@ class Controller:
         self.plan = plan
         return changed
 
-    def adopt(self, plan: Plan, keeper: Keeper | None, capacity: int | None = None) -> None:
+    def adopt(
+        self, plan: Plan, keeper: Keeper | None, capacity: int | None = None, copies: CopyScales | None = None
+    ) -> None:
         """Take the plan of newly compiled code; scales stay as they are where it casts the same gradients.
 
         ``capacity`` are the rows its table has; None: as many as before. Statistics that wait are dropped where their
@@ -271,6 +290,9 @@ class Controller:
             self.keeper.graph = keeper.graph  # which operands are stored may differ, and so the slots
         else:
             self.keeper = keeper
+        if copies is not None and self.copies is not None:
+            copies.take_from(self.copies)
+        self.copies = copies
         self.plan = plan
 
     def _rows_alike(self, plan: Plan) -> bool:
@@ -295,6 +317,8 @@ class Controller:
         stats = latest.get(row)
         scaled = self.keeper is not None and row in self.keeper.graph.casts
         scale = self.keeper.describe(row) if self.keeper is not None and scaled else UNSCALED
+        if self.copies is not None and row in self.copies:
+            scale = {**UNSCALED, "scale_exponent": self.copies.of(row)}
         return {
             "site": site.id,
             "tensor": site.tensor,
@@ -317,6 +341,7 @@ class Controller:
         return {
             "step": self.step,
             "scales": None if self.keeper is None else self.keeper.state_dict(),
+            "copies": {} if self.copies is None else self.copies.state_dict(),
             "plan": self.plan.to_dict(),
             "pending": self.queue.state(),
         }
@@ -330,6 +355,8 @@ class Controller:
         self.step = state["step"]
         if self.keeper is not None:
             self.keeper.load_state_dict(scales)
+        if self.copies is not None:
+            self.copies.load_state_dict(state.get("copies", {}))
 
     def refuse_another(self, state: Mapping[str, Any]) -> Plan:
         """Return the plan of a saved state of this graph. Raises `PlanError` for any other state."""

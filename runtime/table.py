@@ -17,7 +17,7 @@ from fxprec.ir.symbolic import CARRIED, MEASURE, TABLE_COLUMNS
 from fxprec.numerics.formats import parse
 from fxprec.numerics.rows import format_row
 from fxprec.plan import Site
-from fxprec.plan.scales import Cast, ScaleGraph
+from fxprec.plan.scales import Cast, ScaleGraph, Slot
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class TableState:
     formats: Formats
     exps: tuple[int, ...]
     """The exponent of each variable of the scale graph."""
+    copies: tuple[int, ...]
+    """The exponent of each of its copies."""
     measures: bool
 
 
@@ -56,7 +58,9 @@ class ScaleTable:
     def _made(self, state: TableState) -> torch.Tensor:
         formats = self._formats(state.formats)
         scales = state.formats.scales
-        table = formats if scales is None else with_scales(formats, scales, state.exps, measure=state.measures)
+        table = formats
+        if scales is not None:
+            table = with_scales(formats, scales, state.exps, state.copies, measure=state.measures)
         return table.to(self._device, non_blocking=True)
 
 
@@ -98,14 +102,21 @@ def format_rows(
     return torch.tensor(table, dtype=torch.int32, device="cpu")
 
 
-def with_scales(base: torch.Tensor, scales: ScaleGraph, exps: Sequence[int], *, measure: bool) -> torch.Tensor:
-    """Return a copy of `format_rows` with exponents, ``exps`` by variable of ``scales``, and the flag to measure."""
+def with_scales(
+    base: torch.Tensor, scales: ScaleGraph, exps: Sequence[int], copies: Sequence[int] = (), *, measure: bool
+) -> torch.Tensor:
+    """Return a copy of `format_rows` with exponents, by variable and by copy of ``scales``, and the flag to measure."""
+    of_copies = dict(zip((copy.row for copy in scales.copies), copies, strict=True)) if copies else {}
 
     def exp(variable: int | None) -> int:
         return 0 if variable is None else exps[variable]
 
+    def shift(slot: Slot) -> int:
+        of_copy, off_copy = (0 if row is None else of_copies.get(row, 0) for row in (slot.plus_copy, slot.minus_copy))
+        return exp(slot.plus) - exp(slot.minus) + of_copy - off_copy
+
     table = base.clone()
-    shifts = {slot.row: exp(slot.plus) - exp(slot.minus) for slot in scales.slots}
+    shifts = {slot.row: shift(slot) for slot in scales.slots} | of_copies
     carried = {v.row: exp(v.source) for v in scales.variables if isinstance(v, Cast)}
     shifts |= {row: exps[variable] - carried[row] for row, variable in scales.casts.items()}
     table[list(shifts), 0] = torch.tensor(list(shifts.values()), dtype=torch.int32, device="cpu")

@@ -20,7 +20,7 @@ from fxprec.diagnosis.subject import same_random_numbers
 from fxprec.driver.interpreter import draw_from_seeds
 from fxprec.driver.record import RecordedHalf
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, Rescale, TensorScale, is_in_blocks
-from fxprec.passes.analysis.joint import results_of
+from fxprec.passes.analysis.joint import argument, input_at, results_of
 from fxprec.passes.analysis.ops import MUTATIONS
 from fxprec.runtime.reference_ops import keep_nonfinite
 
@@ -197,14 +197,13 @@ def _casts(*halves: GraphModule) -> list[Cast]:
 
 
 def _keeps_signs(x: Node) -> tuple[bool, bool]:
-    clamps = set()
-    while x.target is aten.where.self:
-        _, clamp, rest = x.args
-        if not isinstance(clamp, Node) or not isinstance(rest, Node):
-            break
-        clamps.add(clamp.target)
-        x = rest
-    return aten.clamp_min.default in clamps, aten.clamp_max.default in clamps
+    """Say whether the pass keep-signs moved what is above 0, and what is below, away from it."""
+    compared = set()
+    while x.target is aten.where.self and all(isinstance(arg, Node) for arg in x.args):
+        condition, _, x = (input_at(x, i) for i in range(3))
+        if argument(condition, 1) == 0:
+            compared.add(condition.target)
+    return aten.gt.Scalar in compared, aten.lt.Scalar in compared
 
 
 def _reads(gm: GraphModule, name: str) -> list[Dequantize]:

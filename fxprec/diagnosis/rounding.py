@@ -105,8 +105,8 @@ def as_cast(table: Tensor) -> Round:
 
 def _taken_off(table: Tensor, cast: Cast, back: Dequantize) -> int:
     """Return the exponent of the gradients' scale that reading takes off, also off a forward value they multiply."""
-    own = not cast.in_backward and back.row == cast.row
-    return 0 if back.is_as_stored or own else int(table[back.row, 0])
+    own = 0 if cast.in_backward else int(table[cast.row, 0])
+    return 0 if back.is_as_stored else int(table[back.row, 0]) - own
 
 
 def _in_blocks(table: Tensor, cast: Cast, x: Tensor) -> Tensor:

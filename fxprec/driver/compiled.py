@@ -17,6 +17,7 @@ from fxprec.plan.scales import ScaleGraph
 from fxprec.runtime.controller import Controller, Nonfinite, Rules
 from fxprec.runtime.nonfinite import NonfiniteWatch
 from fxprec.runtime.scaling import keeper
+from fxprec.runtime.scaling.copies import CopyScales
 from fxprec.runtime.scaling.keeper import Keeper
 from fxprec.runtime.stats import StatsQueue
 
@@ -91,6 +92,7 @@ def controller_of(compiled: Compiled, settings: Settings, device: torch.device, 
         compiled.capacity,
         device,
         keeper=keeper_of(compiled, settings),
+        copies=copies_of(compiled, settings),
         queue=queue,
         nonfinite=None if action == "ignore" else Nonfinite(watch, action),
     )
@@ -99,6 +101,13 @@ def controller_of(compiled: Compiled, settings: Settings, device: torch.device, 
 def keeper_of(compiled: Compiled, settings: Settings) -> Keeper | None:
     """Return what holds the scales of compiled code while training; None where nothing has one."""
     scaling = settings.grad_scaling
-    if compiled.scales is None or scaling is None:
+    if compiled.scales is None or not compiled.scales.variables or scaling is None:
         return None
     return keeper.keeper_of(scaling, compiled.scales, settings.asked.promote_above)
+
+
+def copies_of(compiled: Compiled, settings: Settings) -> CopyScales | None:
+    """Return what holds the scales of stored copies; None where none has one."""
+    if compiled.scales is None or not compiled.scales.copies:
+        return None
+    return CopyScales(compiled.scales, settings.asked.promote_above)

@@ -15,7 +15,7 @@ from fxprec.driver import progress
 from fxprec.driver.backward import InFlight, Steps, Version, Versions, check_backward
 from fxprec.driver.capture import Captured, Parameters
 from fxprec.driver.compilation import Compiler
-from fxprec.driver.compiled import Compiled, CompileReport, controller_of, keeper_of
+from fxprec.driver.compiled import Compiled, CompileReport, controller_of, copies_of, keeper_of
 from fxprec.driver.event_log import EventLog, in_one_line
 from fxprec.driver.option_checks import refuse_offload
 from fxprec.driver.saved_state import GraphState, SavedGraph
@@ -160,7 +160,8 @@ class PlannedGraph:
         if self.controller is None:
             self.controller = controller_of(compiled, self.settings, self.captured.device, self.compiler.queue)
         else:
-            self.controller.adopt(compiled.plan, keeper_of(compiled, self.settings), compiled.capacity)
+            keeper, copies = keeper_of(compiled, self.settings), copies_of(compiled, self.settings)
+            self.controller.adopt(compiled.plan, keeper, compiled.capacity, copies)
         if self.is_training and compiled.plan.sites:
             said = line((compiled.plan,), self._log.name if self.index else "")
             log.info("%s; compiled in %.1f s", said, compiled.seconds)

@@ -94,7 +94,7 @@ def recorded(graph: PlannedGraph, recorder: Recorder) -> Iterator[None]:
         tensors=None,
     )
     seen = reference.compile(graph.captured, controller.plan, controller.step)
-    scales = None if controller.keeper is None else controller.keeper.graph
+    scales = controller.scales
     if seen.scales != scales or seen.capacity != graph.captured.capacity:
         raise LoweringError(f"{compiler.log.name}: the reference lowering of its plan carries other scales")
     with graph.running(replace(seen, plan=controller.plan)):

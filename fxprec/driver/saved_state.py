@@ -209,6 +209,15 @@ _SCALES: Mapping[str, Reader] = {
     "seen": flag,
     "good_steps": _count,
 }
+_COPY = fields_of(
+    {
+        "exp": _exponent,
+        "was": _exponent,
+        "since": _count,
+        "empty_since": or_one_of([None], _count),
+        "recent": each(_number),
+    }
+)
 _IDENTITY: Mapping[str, Reader] = {"training": flag, "parameters": each(text), "inputs": each(each(_size))}
 _PENDING = fields_of(
     {
@@ -220,10 +229,11 @@ check_graph = fields_of(
     {
         "step": _count,
         "scales": or_one_of([None], _scales),
+        "copies": _rows(_COPY),
         "plan": partial(read_checked, kind=Plan),
         "pending": each(_PENDING),
         "graph": fields_of(_IDENTITY, ("inputs",), unread=None),
     },
-    ("pending", "graph"),
+    ("copies", "pending", "graph"),
     unread=None,
 )

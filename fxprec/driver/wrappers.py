@@ -25,12 +25,15 @@ def with_stats(run: Run, lowered: Lowered, num_outputs: int, queue: StatsQueue) 
     compat.trim_output_strides(num_outputs)
 
     def call(args: list[Any]) -> Any:
+        table = args[lowered.coded[0].table] if lowered.coded else None
         results = run(args)
         if lowered.rows:
             queue.push(lowered.rows, torch.cat(results[num_outputs:]), lowered.counted)
-        if lowered.coded and not queue.is_muted:
+        if table is not None and not queue.is_muted:
             codes = [results[coded.position] for coded in lowered.coded]
-            queue.push(lowered.coded_rows, count_codes(codes, lowered.coded_formats))
+            column = table[:, 0].tolist()
+            exps = [column[row] for row in lowered.coded_rows]
+            queue.push(lowered.coded_rows, count_codes(codes, lowered.coded_formats, exps))
         return results[:num_outputs]
 
     return compat.boxed(call)

@@ -1,8 +1,9 @@
-"""The scales that gradients carry: a small DAG of power-of-two exponents, as plain data.
+"""The scales of a graph as plain data: power-of-two exponents of gradients, and of stored copies of forward tensors.
 
-Definitions: docs/algorithms.md, "Gradient scaling". The pass carry-scales extracts it from the joint graph once; the
-runtime solves it at every refresh and writes the exponents into the scale table. A *variable* is one exponent ``a``:
-the gradient ``g`` it belongs to is held as ``2**a * g``.
+Definitions: docs/algorithms.md, "Gradient scaling" and "Scales of copies". The passes carry-scales and scale-copies
+extract them from the joint graph once; the runtime chooses the exponents and writes them into the scale table.
+A *variable* is the exponent ``a`` of a gradient ``g``, held as ``2**a * g``. Variables form a small DAG. A copy's
+exponent stands alone: the copy is written times its scale, and whoever reads it takes the scale off.
 """
 
 from __future__ import annotations
@@ -54,20 +55,33 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """A forward tensor that is stored in few bits, with a scale of its own."""
+
+    row: int
+    """Its row of the scale table, which is its site's id."""
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
     """A row of the table without a site: its exponent is that of ``plus`` less that of ``minus``; None counts 0."""
 
     row: int
     plus: int | None
     minus: int | None
+    plus_copy: int | None = None
+    """Row of a copy whose exponent is added; that of ``minus_copy`` is taken off."""
+    minus_copy: int | None = None
 
 
 @dataclass(frozen=True)
 class ScaleGraph:
-    """Variables in topological order, and the rows of the table that are derived from them."""
+    """Variables in topological order, the rows of the table that are derived from them, and copies with scales."""
 
     variables: tuple[Cast | Join, ...] = ()
     slots: tuple[Slot, ...] = ()
+    copies: tuple[Copy, ...] = ()
 
     def __post_init__(self) -> None:
         for i, variable in enumerate(self.variables):
@@ -97,11 +111,16 @@ class ScaleGraph:
     @cached_property
     def rows(self) -> frozenset[int]:
         """Return the rows whose scale exponent may differ from 0."""
-        return frozenset(self.casts) | {slot.row for slot in self.slots}
+        return frozenset(self.casts) | {slot.row for slot in self.slots} | self.copied
+
+    @cached_property
+    def copied(self) -> frozenset[int]:
+        """Return the rows of copies with a scale."""
+        return frozenset(copy.row for copy in self.copies)
 
     def num_rows(self, sites: int) -> int:
         """Return the rows a table with ``sites`` sites needs."""
-        return max(sites, *(row + 1 for row in self.rows))
+        return max([sites, *(row + 1 for row in self.rows)])
 
     @cached_property
     def site_of(self) -> Mapping[int, int]:

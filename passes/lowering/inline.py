@@ -40,19 +40,20 @@ def inlined_casts(graph: Graph, watched: Collection[int], rows: WatchedRows) -> 
     """Find the casts to inline; a watched one must leave its codes to be counted."""
     if not rows.inlines:
         return Inlined()
+    inputs = graph.find_nodes(op="placeholder")
     positions = {node: i for i, node in enumerate(results_of(graph))}
     nodes, counted = set[Node](), dict[int, CodedResult]()
     for q, cast in Quantize.among(Quantize.nodes(graph)):
-        if cast.row in rows.scaled | rows.measured or tensor_of(q).dtype not in _VECTORIZED:
+        if cast.row in (rows.scaled - rows.copied) | rows.measured or tensor_of(q).dtype not in _VECTORIZED:
             continue
         if cast.row in watched and cast.row not in counted:
             if q not in positions:
                 continue
-            counted[cast.row] = CodedResult(positions[q], cast.row, cast.format)
+            counted[cast.row] = CodedResult(positions[q], cast.row, cast.format, inputs.index(cast.table))
         nodes.add(q)
     for x, read in Dequantize.among(Dequantize.nodes(graph)):
         if (
-            read.row not in rows.scaled
+            read.row not in rows.scaled - rows.copied
             and tensor_of(read.q).dtype in _VECTORIZED
             and _is_stored_elsewhere(read.q, nodes)
         ):

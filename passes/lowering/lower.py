@@ -126,9 +126,9 @@ def _generate(half: _Half) -> None:
 def _cast_in_loops(half: _Half) -> None:
     """Leave to Inductor's loops what can be cast there, and call kernels for the rest."""
     inlined = inlined_casts(half.graph, half.counters.left, half.rows)
-    half.coded, half.kept = inlined.counted, casts_in_loops(inlined.nodes)
-    watched = set(half.counters.left) - set(inlined.rows)
+    half.coded, watched = inlined.counted, set(half.counters.left) - set(inlined.rows)
     half.found, half.counts = call_kernels(half.gm, watched, inlined.nodes)
+    half.kept = casts_in_loops(inlined.nodes, half.rows.scaled)
     append_outputs(half.graph, half.statistics())  # a cat costs a C++ kernel each
 
 

@@ -22,6 +22,8 @@ class CodedResult:
     """Among the results."""
     row: int
     format: str
+    table: int
+    """Position of the scale table among the inputs."""
 
 
 @dataclass(frozen=True)

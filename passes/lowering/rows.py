@@ -20,12 +20,14 @@ class WatchedRows:
     """Their statistics are appended to the outputs."""
     scaled: frozenset[int] = frozenset()
     """Their scale exponent may differ from 0."""
+    copied: frozenset[int] = frozenset()
+    """Those of them that are copies of forward tensors."""
     measured: frozenset[int] = frozenset()
     """Their moments count too, in steps that measure."""
     counted: frozenset[int] = frozenset()
     """They get a histogram."""
     inlines: bool = False
-    """Casts without a scale may be part of the loops around them; what they lose is then counted from their codes."""
+    """Casts of no gradient may be part of the loops around them; what they lose is then counted from their codes."""
 
     def without(self, rows: Collection[int]) -> WatchedRows:
         """Return the same but for the statistics of ``rows``."""
@@ -47,6 +49,7 @@ def rows_of(plan: Plan, scales: ScaleGraph | None, settings: Settings) -> Watche
     return WatchedRows(
         watched=casts | measured | watched,
         scaled=scales.rows,
+        copied=scales.copied,
         measured=measured,
         counted=counted,
         inlines=inlines,

@@ -12,6 +12,7 @@ struct Codes {
   int64_t numel;
   const Format* format;
   int64_t bytes;  // of a code
+  int64_t exp;  // of the scale that they are stored with
 };
 
 struct Found { int64_t over; int32_t largest; };
@@ -70,7 +71,8 @@ void fxprec_count_codes(const Codes* tensors, int64_t num_tensors, double* rows)
     rows[2] = numbers(found.largest, f);
     rows[3] = static_cast<double>(c.numel);
     rows[4] = -1.0;
-    rows[5] = rows[6] = rows[7] = rows[8] = rows[9] = 0.0;
+    rows[5] = rows[6] = rows[7] = 0.0;
+    rows[8] = rows[9] = static_cast<double>(c.exp);
   }
 }
 }

@@ -2,7 +2,7 @@
 
 A number counts as overflow where its code is the code of an overflow: inf, NaN, or the largest number of a format
 that saturates. Numbers within half a unit below the largest have that code too. The largest magnitude is that of the
-largest code. Numbers that were rounded to zero are not known.
+largest code, less the scale it was stored with. Numbers that were rounded to zero are not known.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ def _library() -> ctypes.CDLL:
     return native.load(cpp.with_codec(_SOURCE.read_text(encoding="utf-8")), signatures)
 
 
-def count_codes(stored: Sequence[torch.Tensor], formats: Sequence[Format]) -> torch.Tensor:
-    """Return `Counts` of tensors stored in 8 or 16 bits, one row after another, float64."""
+def count_codes(stored: Sequence[torch.Tensor], formats: Sequence[Format], exps: Sequence[int]) -> torch.Tensor:
+    """Return `Counts` of tensors stored in 8 or 16 bits, one row after another, float64.
+
+    ``exps`` are the exponents of the scales that they are stored with.
+    """
     fields = []
-    for q, fmt in zip(stored, formats, strict=True):
+    for q, fmt, exp in zip(stored, formats, exps, strict=True):
         count, (form, width) = q.numel(), _form(fmt)
         assert q.itemsize == width, f"{q.dtype} holds no codes of {fmt.name}"
-        fields += [native.address("codes", q, q.dtype, count), count, form, width]
+        fields += [native.address("codes", q, q.dtype, count), count, form, width, exp]
     rows = torch.empty(len(stored) * WIDTH, dtype=torch.float64, device="cpu")
     _library().fxprec_count_codes((ctypes.c_int64 * len(fields))(*fields), len(stored), rows.data_ptr())
     return rows

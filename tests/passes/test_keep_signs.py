@@ -8,7 +8,7 @@ from one_pass import run_pass
 from torch import nn
 from torch.nn import functional as F
 
-from fxprec.ir.symbolic import Quantize
+from fxprec.ir.symbolic import Quantize, Rescale
 from fxprec.numerics.formats import parse
 from fxprec.passes.keep_signs import beside
 from tests.helpers import compiled, eager_backend
@@ -26,8 +26,10 @@ def guarded(activation: nn.Module, **options: object) -> list[object]:
     """What is stored in another way than by rounding alone: the bounds, by operator that sets them."""
     ran = run_pass(NAME, between_linears(activation), torch.randn(8, 16), recipe="fp8", low_ratio=1.0, **options)
     values = [cast.x for _, cast in Quantize.among(Quantize.nodes(ran.graph))]
-    clamped = [x.args[1] for x in values if x.target is torch.ops.aten.where.self and x not in ran.before.nodes]
-    return [node.args[1] for node in clamped if node.target in CLAMPS]
+    kept = [x.args[1] for x in values if x.target is torch.ops.aten.where.self and x not in ran.before.nodes]
+    constants = [node.args[1] for node in kept if node.target in CLAMPS]
+    of_scales = [Rescale.of(node.args[1]).g.args[1] for node in kept if node.target is torch.ops.aten.where.self]
+    return constants + of_scales
 
 
 CLAMPS = (torch.ops.aten.clamp_min.default, torch.ops.aten.clamp_max.default)

@@ -1,0 +1,109 @@
+"""Give each copy of a forward tensor in 8 bits or fewer a power-of-two scale of its own.
+
+e4m3fn's normal numbers begin at 2^-6. Without a scale, the gradient of a weight that multiplies activations of rms
+0.006 would be off by 10 %, and smaller activations would be stored as 0. The cast multiplies by the scale. Whoever
+reads the codes, a decode or a GEMM, takes it off. The runtime chooses the exponent from what it counts
+(`fxprec.runtime.scaling.copies`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+from torch.fx import Node
+
+from fxprec.ir.symbolic import AS_STORED, CodedGemm, Dequantize, Quantize, Rescale, is_in_blocks
+from fxprec.numerics.blocks import BlockFormat, find
+from fxprec.numerics.formats import parse
+from fxprec.passes.analysis.copies import code_readers
+from fxprec.passes.base import Work
+from fxprec.plan.scales import Copy, ScaleGraph, Slot
+
+
+@dataclass(frozen=True)
+class ScaleCopies:
+    """Name in ``work.scales`` the copies that have a scale, and have their readers take it off."""
+
+    name: str = "scale-copies"
+
+    def apply(self, work: Work) -> None:
+        if not work.joint.tangents:
+            return
+        scales = work.scales or ScaleGraph()
+        slots = _Slots(scales, len(work.book.sites))
+        copies = []
+        for row, found in sorted(_casts(work).items()):
+            readers = [code_readers(q) for q in found]
+            if all(r is not None for r in readers):
+                copies.append(Copy(row, Quantize.of(found[0]).format))
+                for node, positions in ((n, p) for r in readers if r is not None for n, p in r.items()):
+                    _take_off(node, positions, row, slots)
+        if copies:
+            work.scales = replace(scales, slots=slots.all, copies=tuple(copies))
+        _leave_wide_copies_alone(work)
+
+
+def _casts(work: Work) -> dict[int, list[Node]]:
+    """Return the casts of forward tensors that may have a scale, by row."""
+    found = defaultdict[int, list[Node]](list)
+    for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
+        if work.book.sites[cast.row].direction == "forward" and not is_in_blocks(q):
+            found[cast.row].append(q)
+    narrow = {row: qs for row, qs in found.items() if all(_needs_scale(Quantize.of(q).format) for q in qs)}
+    return {row: qs for row, qs in narrow.items() if row not in work.unscaled}
+
+
+def _needs_scale(fmt: str) -> bool:
+    """Say whether a copy in this format is scaled: in 16 bits it would be a pass over memory for little."""
+    form = parse(fmt)
+    return form.bits <= 8 and not form.has_float32_range
+
+
+def _leave_wide_copies_alone(work: Work) -> None:
+    """Move nothing away from 0 in copies whose format became one that stores no small number as 0."""
+    wide = {cast.row for _, cast in Quantize.among(Quantize.nodes(work.joint.graph)) if _is_wide(cast.format)}
+    rows = {slot.row for slot in work.scales.slots if slot.minus_copy in wide} if work.scales is not None else set()
+    for _, least in Rescale.among(Rescale.nodes(work.joint.graph)):
+        if least.row in rows:
+            least.g.args = ([], 0.0)
+
+
+def _is_wide(fmt: str) -> bool:
+    return not isinstance(find(fmt), BlockFormat) and parse(fmt).has_float32_range
+
+
+class _Slots:
+    """Rows of the table for scales that come off together with that of a copy."""
+
+    def __init__(self, scales: ScaleGraph, sites: int) -> None:
+        self._slots = {slot.row: slot for slot in scales.slots}
+        self._made: dict[tuple[int, int], int] = {}
+        self._next = scales.num_rows(sites)
+
+    @property
+    def all(self) -> tuple[Slot, ...]:
+        return tuple(self._slots.values())
+
+    def with_copy(self, row: int, copy: int) -> int:
+        """Return the row whose exponent is that of ``row`` plus that of the copy."""
+        if row == AS_STORED:
+            return copy
+        if (row, copy) not in self._made:
+            self._made[row, copy] = self._next
+            self._slots[self._next] = replace(self._slots[row], row=self._next, plus_copy=copy)
+            self._next += 1
+        return self._made[row, copy]
+
+
+def _take_off(node: Node, positions: list[int], copy: int, slots: _Slots) -> None:
+    """Have a decode or a GEMM take the scale of a copy off, beside what it takes off already."""
+    gemm = CodedGemm.match(node)
+    if gemm is None:
+        read = Dequantize.of(node)
+        node.args = replace(read, row=slots.with_copy(read.row, copy)).args
+        return
+    rows = [gemm.row_a, gemm.row_b]
+    for i in positions:
+        rows[i] = slots.with_copy(rows[i], copy)
+    node.args = replace(gemm, row_a=rows[0], row_b=rows[1]).args
