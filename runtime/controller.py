@@ -195,6 +195,14 @@ class Controller:
         may_move = self.rules.promote_above is not None and site.promoted_at is None
         return {stats.site: stats} if may_move else {}
 
+    def scale_of(self, row: int) -> Mapping[str, Any] | None:
+        """Return what is known of a row's scale, its ``scale_exponent`` first; None where it has none."""
+        if self.keeper is not None and row in self.keeper.graph.casts:
+            return self.keeper.describe(row)
+        if self.copies is not None and row in self.copies:
+            return {**UNSCALED, "scale_exponent": self.copies.of(row)}
+        return None
+
     def site_of(self, row: int) -> Site:
         """Return the site a row of statistics belongs to."""
         further = {} if self.keeper is None else self.keeper.graph.site_of
@@ -315,10 +323,7 @@ class Controller:
 
     def _row(self, site: Site, row: int, latest: Mapping[int, SiteStats]) -> dict[str, Any]:
         stats = latest.get(row)
-        scaled = self.keeper is not None and row in self.keeper.graph.casts
-        scale = self.keeper.describe(row) if self.keeper is not None and scaled else UNSCALED
-        if self.copies is not None and row in self.copies:
-            scale = {**UNSCALED, "scale_exponent": self.copies.of(row)}
+        scale = self.scale_of(row) or UNSCALED
         return {
             "site": site.id,
             "tensor": site.tensor,

@@ -25,7 +25,7 @@ SITE = SimpleNamespace(id=3, tensor="relu", format="e4m3fn")
 def controller(step: int, rows: int) -> SimpleNamespace:
     """What the dump reads of a controller at the start of a step: fresh statistics of ``rows`` casts."""
     latest = {i: SiteStats(i, 0.5, 0.25, math.inf) for i in range(rows)}
-    return SimpleNamespace(step=step, latest=latest, keeper=None, site_of=lambda row: SITE)
+    return SimpleNamespace(step=step, latest=latest, scale_of=lambda row: None, site_of=lambda row: SITE)
 
 
 def test_after_each_so_many_lines_half_as_many_steps_are_recorded(tmp_path, monkeypatch):

@@ -187,10 +187,8 @@ class TensorDump:
         return LIMIT if limit is None else limit
 
     def _origin(self, tensor: CountedTensor, site: Site | None, controller: Controller) -> Origin:
-        recipe, keeper = self.settings.recipe, controller.keeper
+        recipe, scale = self.settings.recipe, None if site is None else controller.scale_of(site.id)
         low = recipe.lo_backward if tensor.kind == "grad_output" else recipe.lo_forward
-        is_scaled = keeper is not None and site is not None and site.id in keeper.graph.casts
-        exponent = keeper.describe(site.id)["scale_exponent"] if keeper and site and is_scaled else 0
         return Origin(
             tensor=tensor.name,
             kind=tensor.kind,
@@ -198,7 +196,7 @@ class TensorDump:
             source=tensor.source,
             site=None if site is None else site.id,
             format=low.name if site is None else site.stored_as,
-            scale_exponent=int(exponent),
+            scale_exponent=0 if scale is None else int(scale["scale_exponent"]),
         )
 
 

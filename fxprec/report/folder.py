@@ -166,8 +166,8 @@ class GraphDump:
             site = controller.site_of(i)
             row: dict[str, Any] = {"step": step, "row": i, "site": site.id, "tensor": site.tensor}
             row["format"] = site.format
-            if controller.keeper is not None and i in controller.keeper.graph.casts:
-                row["scale_exponent"] = controller.keeper.describe(i)["scale_exponent"]  # its history is in stats()
+            if (scale := controller.scale_of(i)) is not None:
+                row["scale_exponent"] = scale["scale_exponent"]  # its history is in stats()
             row |= {f: _finite(getattr(stats, f)) for f in ("amax", "overflow_ratio", "underflow_ratio")}
             text += json.dumps(row) + "\n"
         self._lines += len(fresh)
