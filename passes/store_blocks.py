@@ -30,11 +30,10 @@ class StoreBlocks:
     def apply(self, work: Work) -> None:
         if work.fits_peak:  # a peak budget takes block formats where they are of use
             return
-        seed: Node | None = None
-        graph = work.joint.graph
-        for site, q, fmt in _chosen(work):
-            if fmt.bits < WHOLE_BITS:
-                seed = draw_seed(graph, q) if seed is None else seed
+        graph, chosen = work.joint.graph, _chosen(work)
+        coarse = [q for _, q, fmt in chosen if fmt.bits < WHOLE_BITS]
+        seed = draw_seed(graph, min(coarse)) if coarse else None  # sites are not always in the graph's order
+        for site, q, fmt in chosen:
             has_readers = store_in_blocks(graph, q, fmt, seed if fmt.bits < WHOLE_BITS else None)
             work.book.sites[site.id] = replace(site, saved_as=(fmt if has_readers else SIGNS).name)
 

@@ -127,6 +127,16 @@ def test_what_backward_reads_in_blocks_counts_by_its_blocks(monkeypatch: pytest.
     assert read["fp8"] < read["fp8+int8"] < 1.02 * read["fp8"]
 
 
+def test_the_seed_is_drawn_before_all_that_it_rounds():
+    """Of two inputs the second one's copy comes first in the graph."""
+    first, second = nn.Linear(32, 64), nn.Linear(32, 64)
+    backend = Backend(Config(recipe="fp8+int4", low_ratio=1.0, lowering="eager"))
+    torch.compile(lambda x, y: first(x) + second(y), backend=backend)(
+        torch.randn(64, 32), torch.randn(64, 32)
+    ).sum().backward()
+    assert [site.saved_as for site in backend.plans[0].sites if site.saved_as] == ["int4", "int4"]
+
+
 class Skip(nn.Module):
     """A ReLU that only its own backward reads, and one that a linear layer reads too."""
 
