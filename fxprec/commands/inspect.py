@@ -112,7 +112,8 @@ def diff(
 def explain(
     plan: Annotated[Path, typer.Argument(help="A plan file, or a dump folder.")],
     tensor: Annotated[
-        str, typer.Argument(help="Name of a tensor, a module, or a site's number; or lowering; or peak_budget.")
+        str,
+        typer.Argument(help="Name of a tensor, a module, or a site's number; or lowering, peak_budget, step_budget."),
     ],
 ) -> None:
     """Say why a tensor has the precision it has, which lowering was taken, or what a step holds under its budget."""

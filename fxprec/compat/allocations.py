@@ -74,9 +74,9 @@ def storages_of(values: Sequence[Any]) -> frozenset[int]:
 
 
 def storage_bytes(
-    values: Sequence[Any], free: Collection[int], device: str = "cpu", taken: Callable[[int], int] = int
+    values: Sequence[Any], free: Collection[int], device: str | None = "cpu", taken: Callable[[int], int] = int
 ) -> int:
-    """Return the bytes ``taken`` for the storages of fake tensors on a device, each once, without those in ``free``."""
+    """Return the bytes ``taken`` for storages of tensors on a device, or any, each once, without those in ``free``."""
     return sum(taken(size) for storage, size in dict(_storages(values, device)).items() if storage not in free)
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fxprec.driver.memory import StepMemory
     from fxprec.driver.record import Recorder, TensorDump
     from fxprec.driver.updates import Updates
+    from fxprec.plan.rows import WholeStep
     from fxprec.report.folder import GraphDump
 
 log = logging.getLogger(__name__)  # TORCH_LOGS="fxprec" shows it, "+fxprec" the passes too
@@ -69,6 +70,8 @@ class Compiler:
     """Compares the first step with the plan, under a peak budget."""
     updates: Updates | None = None
     """What backward steps, where an optimizer is given."""
+    whole_step: WholeStep | None = None
+    """What a step budget counts beside the peak."""
 
     @classmethod
     def of(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ class PlannedGraph:
         self._followed: Plan | None = None  # the training plan that this inference graph follows
         self._is_given = False  # its plan was, by a file or a checkpoint
         self._num_given_up = 0  # promotions that did not compile
-        self._step_budget: StepBudget | None = None
+        self._within: Callable[[Callable[[StepBudget], None]], None] | None = None  # a step budget
         self.compiler = Compiler.of(
             captured,
             model.settings,
@@ -109,26 +110,27 @@ class PlannedGraph:
         if self._model.step_budget is not None:
             from fxprec.driver.step_budget import StepBudget
 
-            self._take_off(StepBudget.of(self._model.step_budget, binding.optimizer, self.captured.inputs, args))
-
-    def _take_off(self, budget: StepBudget) -> None:
-        """Bound the peak by what weights and optimizer states leave. Raises `BudgetError` where other graphs follow."""
-        if self._model.shared_peak.first_part(is_cut=self.captured.is_cut).is_provisional:
-            raise BudgetError(
-                f"{budget.said()}; a graph break cuts the step, and what its graphs hold together is not bounded by a "
-                "step budget; compile the model without graph breaks, or give peak_budget"
-            )
-        self._log.note("memory", self._log.name, f"{budget.said()}; the step may hold {readable(budget.left)} beside")
-        self.settings = replace(self.compiler.settings, peak_budget=PeakBudget(budget.left))
-        self.compiler = replace(self.compiler, settings=self.settings)
-        self._step_budget = budget
+            budget = StepBudget.of(self._model.step_budget, binding.optimizer, self.captured.inputs, args)
+            if self._model.shared_peak.first_part(is_cut=self.captured.is_cut).is_provisional:
+                raise BudgetError(
+                    f"{budget.said()}; a graph break cuts the step, and what its graphs hold together is not bounded "
+                    "by a step budget; compile the model without graph breaks, or give peak_budget"
+                )
+            self._within = partial(budget.first_that_fits, binding.optimizer)
 
     def compile(self, given: Plan | None) -> None:
         """Compile for the first time: for a plan, or for one to be solved."""
-        try:
+        if self._within is None:
             self._compile(given)
-        except BudgetError as error:
-            raise error if self._step_budget is None else self._step_budget.refused(error) from None
+        else:
+            self._within(partial(self._compile_within, given))
+
+    def _compile_within(self, given: Plan | None, budget: StepBudget) -> None:
+        """Bound the peak by what weights and optimizer states leave, and compile."""
+        self.settings = replace(self.compiler.settings, peak_budget=PeakBudget(budget.left))
+        self.compiler = replace(self.compiler, settings=self.settings, whole_step=budget.for_plan)
+        self._compile(given)
+        self._log.note("memory", self._log.name, f"{budget.said()}; the step may hold {readable(budget.left)} beside")
 
     def _compile(self, given: Plan | None) -> None:
         is_cut, plans_only = self.captured.is_cut, self._dump is not None and self._dump.plan_only

@@ -226,7 +226,8 @@ class JointCompilation(Attempt):
             self._tell_of_ratio(saved, forward.graph, num_results)
             plan = self._with_budget_note(plan, forward.graph)
         chooser = self.compiler.lowering.chooser
-        plan = replace(plan, lowering=None if chooser is None else chooser.for_plan())
+        lowering = None if chooser is None else chooser.for_plan()
+        plan = replace(plan, lowering=lowering, whole_step=self.compiler.whole_step)
         self._set_plan(plan)
         log.info("%s: %s", self.compiler.log.name, plan.summary())
 

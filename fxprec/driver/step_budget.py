@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 
+from fxprec import compat
 from fxprec.errors import BudgetError, ConfigError
 from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.passes.notice import readable
+from fxprec.plan.rows import WholeStep
 from fxprec.runtime.optim.local import local
+from fxprec.runtime.optim.rule import STATES, States
 from fxprec.runtime.optim.stepper import Stepper
 
 
@@ -25,37 +28,63 @@ class StepBudget:
     states: int
     """Bytes that the optimizer's states take from the first step on."""
     states_in_8_bits: int
+    chosen: States | None = None
+    """The form of states that the optimizer leaves open; None: it leaves none open."""
 
     @classmethod
     def of(cls, asked: int, optimizer: Stepper, inputs: Sequence[GraphInput], args: Sequence[object]) -> Self:
-        """Count the memory of tensors and of this rank's shards once. Raises `BudgetError` where nothing is left."""
+        """Count the memory of tensors and of this rank's shards once; what the optimizer leaves open is not chosen."""
         kept = [arg for known, arg in zip(inputs, args, strict=False) if known.kind in ("param", "buffer")]
         held = [param for group in optimizer.param_groups for param in group["params"]]
-        storages = (local(x).untyped_storage() for x in (*kept, *held) if isinstance(x, torch.Tensor))
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        found = cls(asked, sum(sizes.values()), optimizer.state_bytes(), optimizer.state_bytes("8bit"))
-        if found.left <= 0:
-            raise BudgetError(f"{found.said()}, and nothing is left for the step; {found._way_out()}")
-        return found
+        tensors = [local(x) for x in (*kept, *held) if isinstance(x, torch.Tensor)]
+        weights = compat.storage_bytes(tensors, (), device=None)
+        return cls(asked, weights, optimizer.state_bytes(), optimizer.state_bytes(STATES[-1], of_all=True))
+
+    def first_that_fits(self, optimizer: Stepper, compile_within: Callable[[Self], None]) -> None:
+        """Call for each form of open states, the exact one first, until the step fits; the optimizer takes that form.
+
+        Raises the `BudgetError` of the smallest form where none fits.
+        """
+        forms: Sequence[States | None] = STATES if optimizer.has_open_states else (None,)
+        for form in forms:
+            tried = replace(self, states=optimizer.state_bytes(form), chosen=form)
+            try:
+                tried._compile(compile_within)
+            except BudgetError:
+                if form == forms[-1]:
+                    raise
+            else:
+                if form is not None:
+                    optimizer.close_states(form)
+                return
+
+    def _compile(self, compile_within: Callable[[Self], None]) -> None:
+        if self.left <= 0:
+            raise BudgetError(f"{self.said()}, and nothing is left for the step; {self._way_out()}")
+        try:
+            compile_within(self)
+        except BudgetError as error:
+            raise BudgetError(f"{self.said()}. Of the rest, {error}. {self._way_out().capitalize()}") from None
 
     @property
     def left(self) -> int:
         """Bytes that the rest of the step may hold: activations, gradients, temporaries."""
         return self.asked - self.weights - self.states
 
+    @property
+    def for_plan(self) -> WholeStep:
+        return WholeStep(budget=self.asked, weights=self.weights, states=self.states, chosen=self.chosen or "")
+
     def said(self) -> str:
         """Say what is there throughout the step."""
         states = f"optimizer states {readable(self.states)}"
+        states += f" in {self.chosen} (states='auto')" if self.chosen else ""
         return f"step_budget is {readable(self.asked)}; weights take {readable(self.weights)}, {states}"
-
-    def refused(self, error: BudgetError) -> BudgetError:
-        """Return the error of a graph that does not fit what is left."""
-        return BudgetError(f"{self.said()}. Of the rest, {error}. {self._way_out().capitalize()}")
 
     def _way_out(self) -> str:
         ways = ["raise it", "hold weights in bfloat16 (update='stochastic')"]
         if self.states_in_8_bits < self.states:
-            ways.insert(1, f"give the optimizer states='8bit', which take {readable(self.states_in_8_bits)}")
+            ways.insert(1, f"give the optimizer states='8bit', which take {readable(self.states_in_8_bits)}, or 'auto'")
         return ", or ".join(ways)
 
 

@@ -32,7 +32,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
     ``grouping`` is written where it is not the default, ``compute`` and ``reads`` in real storage, a site's
     ``why``, ``unread`` and ``saved_as`` where there is something to say, ``peak_bytes`` and a site's ``way`` under a
-    peak budget, ``lowering`` where it was chosen.
+    peak budget, ``whole_step`` under a step budget, ``lowering`` where it was chosen.
     """
     head = {
         "schema": plan.schema,
@@ -51,6 +51,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "total_elements": plan.total_elements,
         "notes": list(plan.notes),
         **({} if plan.peak_bytes is None else {"peak_bytes": _peak(plan.peak_bytes)}),
+        **({} if plan.whole_step is None else {"whole_step": _given(asdict(plan.whole_step))}),
         **({} if plan.lowering is None else {"lowering": _given(asdict(plan.lowering))}),
         "saved_bytes": None if plan.saved_bytes is None else asdict(plan.saved_bytes),
     }
@@ -70,9 +71,9 @@ def _peak(row: PeakBytes) -> dict[str, Any]:
 
 
 def _given(data: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is None."""
+    """Leave out what is None or empty text."""
     found = {key: _given(value) if isinstance(value, dict) else value for key, value in data.items()}
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in found.items() if value not in (None, "")}
 
 
 def _list(values: tuple[Any, ...]) -> list[Any]:

@@ -16,7 +16,7 @@ from fxprec.plan import files, shown
 from fxprec.plan.compare import first_difference
 from fxprec.plan.files import SCHEMA
 from fxprec.plan.reading import Entry
-from fxprec.plan.rows import ByteCount, Gemm, Group, LoweringChoice, PeakBytes, Share, Site
+from fxprec.plan.rows import ByteCount, Gemm, Group, LoweringChoice, PeakBytes, Share, Site, WholeStep
 
 
 def _version(package: str) -> str:
@@ -60,6 +60,8 @@ class Plan:
     """Bytes that the partitioned graph saves for backward; None without a backward half."""
     peak_bytes: PeakBytes | None = None
     """Peak of a step under a peak budget; None without one."""
+    whole_step: WholeStep | None = field(default=None, compare=False)
+    """What a step budget counts beside the peak; None without one."""
     lowering: LoweringChoice | None = field(default=None, compare=False)
     """The choice of ``lowering="auto"``, which changes no number; None for another lowering, or before compiling."""
     notes: tuple[str, ...] = ()

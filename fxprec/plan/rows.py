@@ -174,6 +174,19 @@ class LoweringChoice:
     """None where there was no choice."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WholeStep:
+    """What is there throughout a step under a step budget; the rest of it is the peak budget."""
+
+    budget: int
+    weights: int
+    """Bytes of parameters and buffers."""
+    states: int
+    """Bytes of the optimizer's states."""
+    chosen: Literal["", "float32", "bf16", "8bit"] = ""
+    """The form of states that the optimizer left open; ``""`` where it left none open."""
+
+
 LIVE = ("kept", "kept in 8 bits", "kept in fewer bits", "computed again", "gradients returned", "all else")
 
 

@@ -9,15 +9,15 @@ from fxprec.errors import PlanError, did_you_mean
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.plan import Plan, Site
-from fxprec.plan.rows import HalfLowering, LoweringChoice, LoweringEstimate, PeakBytes
+from fxprec.plan.rows import HalfLowering, LoweringChoice, LoweringEstimate, PeakBytes, WholeStep
 from fxprec.report.graph_text import one_line
 
 
 def explain(plan: Plan, tensor: str) -> list[str]:
     """Return the lines on every site of a tensor or, where no tensor is called so, a module or a site's number.
 
-    ``lowering`` says which lowering ``"auto"`` took, and why; ``peak_budget`` what the step holds under one. A plan
-    without them says why it has none.
+    ``lowering`` says which lowering ``"auto"`` took, and why; ``peak_budget`` and ``step_budget`` what the step holds
+    under one. A plan without them says why it has none.
 
     Raises `PlanError` for a name the plan does not have.
     """
@@ -28,6 +28,8 @@ def explain(plan: Plan, tensor: str) -> list[str]:
         return [_NO_LOWERING] if plan.lowering is None else lowering_lines(plan.lowering)
     if not found and tensor == "peak_budget":
         return [_NO_PEAK] if plan.peak_bytes is None else peak_lines(plan, plan.peak_bytes)
+    if not found and tensor == "step_budget":
+        return [_NO_STEP] if plan.whole_step is None else step_lines(plan, plan.whole_step)
     if not found:
         known = {s.tensor for s in plan.sites} | {s.module for s in plan.sites if s.module}
         raise PlanError(
@@ -42,6 +44,7 @@ _NO_LOWERING = (
     "named another; backend.plans[0].save(...) after a step has it"
 )
 _NO_PEAK = "peak_budget: none was asked for; plan with peak_budget='60%' or bytes such as '12GiB'"
+_NO_STEP = "step_budget: none was asked for; compile with options optimizer and step_budget='12GiB'"
 
 
 def lowering_lines(choice: LoweringChoice) -> list[str]:
@@ -65,6 +68,19 @@ def peak_lines(plan: Plan, peak: PeakBytes) -> list[str]:
         f"  of values that backward needs, {', '.join(f'{count} are {way}' for way, count in ways.items()) or 'none'}"
         f"; {len(peak.kept)} without a site are kept"
         + (f", {len(peak.offloaded)} are in host memory" if peak.offloaded else ""),
+    ]
+
+
+def step_lines(plan: Plan, whole: WholeStep) -> list[str]:
+    """Return what a step budget is, and who takes how much of it."""
+    chosen = f", in {whole.chosen}: states='auto', and no more exact form fits" if whole.chosen else ""
+    if whole.chosen == "float32":
+        chosen = ", in float32: states='auto', and they fit"
+    return [
+        f"step_budget {whole.budget:,} bytes",
+        f"  weights and buffers take {whole.weights:,}",
+        f"  optimizer states take {whole.states:,}{chosen}",
+        *(() if plan.peak_bytes is None else (f"  {line}" for line in peak_lines(plan, plan.peak_bytes))),
     ]
 
 

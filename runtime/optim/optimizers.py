@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -20,9 +22,9 @@ class SGD(Stepper, torch.optim.SGD):
     ``update``: how the new weight is rounded: ``"nearest"``, ``"stochastic"``, ``"kahan"`` (a compensation of the
     weight's size is kept) or ``"stochastic+kahan"``. ``format``: a `Format` or its name that weights and state are
     rounded to; None takes that of each parameter's dtype. ``states``: what averages are held in: ``"float32"``,
-    ``"bf16"`` or ``"8bit"``; None rounds them to ``format``, as the paper does. ``error_if_nonfinite``: raise
-    `GradientError` before anything is changed. ``count_cancelled``: count what `cancelled` returns; a number of steps:
-    how often `cancelled_over_time` keeps it.
+    ``"bf16"`` or ``"8bit"``; ``"auto"`` leaves that to a step budget, and is ``"float32"`` without one; None rounds
+    them to ``format``, as the paper does. ``error_if_nonfinite``: raise `GradientError` before anything is changed.
+    ``count_cancelled``: count what `cancelled` returns; a number of steps: how often `cancelled_over_time` keeps it.
     ``seed`` or ``generator`` (from which one seed is drawn) decide the random bits, which are a function of seed,
     parameter, element and step: the same on all ranks that use the same seed, 0 by default.
     ``foreach=False`` runs the plain reference op by op; any other value one kernel for all parameters of a group.
@@ -47,7 +49,7 @@ class SGD(Stepper, torch.optim.SGD):
         fused: bool | None = None,
         update: Update = "stochastic",
         format: Format | str | None = None,
-        states: States | None = None,
+        states: States | Literal["auto"] | None = None,
         generator: torch.Generator | None = None,
         seed: int | None = None,
         error_if_nonfinite: bool = False,
@@ -93,7 +95,7 @@ class AdamW(Stepper, torch.optim.AdamW):
         fused: bool | None = None,
         update: Update = "stochastic",
         format: Format | str | None = None,
-        states: States | None = None,
+        states: States | Literal["auto"] | None = None,
         generator: torch.Generator | None = None,
         seed: int | None = None,
         error_if_nonfinite: bool = False,

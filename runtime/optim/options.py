@@ -11,7 +11,7 @@ from torch import Tensor
 from fxprec.errors import ConfigError, did_you_mean
 from fxprec.numerics.formats import Format, parse
 from fxprec.runtime.optim.rounding import nearest
-from fxprec.runtime.optim.rule import CARRIERS, STATES, UPDATES, Rule
+from fxprec.runtime.optim.rule import AUTO, CARRIERS, STATES, UPDATES, Rule
 
 OWN = ("update", "format", "states", "seed", "error_if_nonfinite", "count_cancelled")
 """The keys our param groups have beside torch.optim's."""
@@ -54,10 +54,11 @@ def check_group(group: dict[str, Any], position: int) -> None:
         raise ConfigError(
             f"update={group['update']!r} of group {position} is unknown{hint}; use one of {list(UPDATES)}"
         )
-    if group["states"] not in (None, *STATES):
-        hint = did_you_mean(str(group["states"]), STATES)
+    if group["states"] not in (None, AUTO, *STATES):
+        known = [*STATES, AUTO]
+        hint = did_you_mean(str(group["states"]), known)
         raise ConfigError(
-            f"states={group['states']!r} of group {position} is unknown{hint}; use one of {list(STATES)}, or None for "
+            f"states={group['states']!r} of group {position} is unknown{hint}; use one of {known}, or None for "
             "the format of the weights"
         )
     if group["format"] is not None:
@@ -145,5 +146,5 @@ def rule_of(group: Mapping[str, Any], algorithm: str, dtype: torch.dtype) -> Rul
         amsgrad=adamw and bool(group["amsgrad"]),
         long_lerp=adamw and 1 - group["betas"][0] >= 0.5,
         statistics=bool(group["count_cancelled"]),
-        states=group["states"],
+        states=STATES[0] if group["states"] == AUTO else group["states"],
     )

@@ -15,6 +15,9 @@ UPDATES: tuple[Update, ...] = ("nearest", "stochastic", "kahan", "stochastic+kah
 
 States: TypeAlias = Literal["float32", "bf16", "8bit"]
 STATES: tuple[States, ...] = ("float32", "bf16", "8bit")
+"""From the exact form to the smallest."""
+AUTO = "auto"
+"""What a param group says that leaves the form to a step budget; until one chooses it is the first of `STATES`."""
 _STATE_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
 CARRIERS: dict[torch.dtype, Format] = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}

@@ -18,7 +18,7 @@ from fxprec.runtime.optim.cancelled import By, CancelledRow, CancelledSteps, Cou
 from fxprec.runtime.optim.held import for_state_dict, hold, saved_states
 from fxprec.runtime.optim.local import dense_row, is_dense, local, place_of
 from fxprec.runtime.optim.options import OWN, check_group, name_of, rule_of
-from fxprec.runtime.optim.rule import Rule
+from fxprec.runtime.optim.rule import AUTO, Rule, States
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,26 @@ class Stepper(Optimizer):
         """
         return [CancelledSteps(step, self._rows(counts, by)) for step, counts in self._history.read()]
 
-    def state_bytes(self, states: str | None = None) -> int:
+    @property
+    def has_open_states(self) -> bool:
+        """Whether a param group leaves the form of its averages to a step budget."""
+        return any(group["states"] == AUTO for group in self.param_groups)
+
+    def close_states(self, form: States) -> None:
+        """Hold the averages of groups that left it open in this form from now on, those that are there already too."""
+        for group in self.param_groups:
+            if group["states"] == AUTO:
+                group["states"] = form
+
+    def state_bytes(self, form: States | None = None, *, of_all: bool = False) -> int:
         """Return the bytes that the states of all parameters, or this rank's shards, take: before the first step too.
 
-        ``states``: as if each group held averages in that form; None: as it does.
+        ``form``: as if groups that leave it open, or all groups, held averages so; None: as they do.
         """
-        groups = ({**group, "states": states or group["states"]} for group in self.param_groups)
+        forms = (
+            form if form and (of_all or group["states"] == AUTO) else group["states"] for group in self.param_groups
+        )
+        groups = ({**group, "states": found} for group, found in zip(self.param_groups, forms, strict=True))
         pairs = ((group, param) for group in groups for param in group["params"])
         return sum(
             rule_of(group, self._algorithm, param.dtype).bytes_of(local(param).numel()) for group, param in pairs
@@ -219,6 +233,8 @@ class Stepper(Optimizer):
         for position, (group, own) in enumerate(zip(self.param_groups, kept, strict=True)):
             for name, value in own.items():
                 group.setdefault(name, value)
+            if group["states"] == AUTO:  # a step budget may have chosen here
+                group["states"] = own["states"]
             check_group(group, position)
         self._hold_saved(state_dict)
         for state in self.state.values():

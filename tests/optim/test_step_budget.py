@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import fxprec
 from fxprec.driver.step_budget import StepBudget
 from fxprec.errors import BudgetError, ConfigError
 from fxprec.passes.analysis.inputs import GraphInput
+from fxprec.report.explain import explain
 
 WIDTH, LAYERS = 512, 8
 WEIGHT = WIDTH * WIDTH * 4
@@ -96,6 +99,83 @@ def test_a_step_that_does_not_fit_the_rest_says_who_holds_what() -> None:
         r"least peak found holds .* Raise it, or give the optimizer states='8bit'",
     ):
         stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3), 25 * WEIGHT)
+
+
+@pytest.mark.parametrize(("budget", "form"), [(27, "float32"), (25, "bf16"), (17, "8bit")])
+def test_open_states_take_the_most_exact_form_that_fits(budget: int, form: Any) -> None:
+    model, other = layers(), layers()
+    optimizer = fxprec.optim.AdamW(model.parameters(), lr=1e-3, states="auto")
+    asked = fxprec.optim.AdamW(other.parameters(), lr=1e-3, states=form)
+    for net, stepper in ((model, optimizer), (other, asked)):
+        run = stepped(net, stepper, budget * WEIGHT)
+        (plan,) = fxprec.backend_of(run).plans
+        assert plan.whole_step is not None
+        assert plan.whole_step.chosen == (form if stepper is optimizer else "")
+        assert plan.whole_step.states == asked.state_bytes()
+        assert plan.peak_bytes is not None
+        assert plan.peak_bytes.budget == (budget - 8) * WEIGHT - asked.state_bytes()
+        for _ in range(2):
+            stepper.step()
+            stepper.zero_grad()
+            run(torch.ones(8, WIDTH)).square().mean().backward()
+        (event,) = (event for event in fxprec.backend_of(run).events if event.kind == "memory")
+        assert (f"in {form} (states='auto')" in event.detail) == (stepper is optimizer)
+        torch._dynamo.reset()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    held = {t.dtype for state in optimizer.state.values() for name, t in state.items() if name == "exp_avg"}
+    assert held == {{"float32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[form]}
+
+
+def test_only_groups_that_leave_states_open_are_chosen_for() -> None:
+    model = layers()
+    first, second = list(model.parameters())[:4], list(model.parameters())[4:]
+    groups = [{"params": first, "states": "auto"}, {"params": second, "states": "float32"}]
+    optimizer = fxprec.optim.AdamW(groups, lr=1e-3)
+    stepped(model, optimizer, 21 * WEIGHT)  # weights 8, states asked for 8: with 4 in bfloat16 1 is left, too little
+    assert [group["states"] for group in optimizer.param_groups] == ["8bit", "float32"]
+
+
+def test_open_states_that_fit_in_no_form_stay_open_and_the_least_is_said() -> None:
+    model = layers()
+    optimizer = fxprec.optim.AdamW(model.parameters(), lr=1e-3, states="auto")
+    with pytest.raises(
+        BudgetError, match=r"optimizer states 4\.\d+ MiB .* in 8bit \(states='auto'\), and nothing is left"
+    ):
+        stepped(model, optimizer, 12 * WEIGHT)
+    assert optimizer.param_groups[0]["states"] == "auto"
+
+
+def test_open_states_are_exact_without_a_budget() -> None:
+    one, other = layers(), layers()
+    for net, states in ((one, "auto"), (other, "float32")):
+        optimizer = fxprec.optim.AdamW(net.parameters(), lr=1e-3, states=states)
+        net(torch.ones(8, WIDTH)).sum().backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_a_loaded_state_does_not_open_what_a_budget_has_chosen() -> None:
+    param = nn.Parameter(torch.zeros(4))
+    optimizer = fxprec.optim.AdamW([param], states="auto")
+    opened = optimizer.state_dict()
+    optimizer.close_states("8bit")
+    optimizer.load_state_dict(opened)
+    assert optimizer.param_groups[0]["states"] == "8bit"
+
+
+def test_the_plan_says_what_the_budget_counts(tmp_path: Path) -> None:
+    model = layers()
+    optimizer = fxprec.optim.AdamW(model.parameters(), lr=1e-3, states="auto")
+    (plan,) = fxprec.backend_of(stepped(model, optimizer, 25 * WEIGHT)).plans
+    plan.save(tmp_path / "plan.json")
+    read = fxprec.Plan.load(tmp_path / "plan.json")
+    assert read.whole_step == plan.whole_step
+    assert explain(read, "step_budget")[:3] == [
+        f"step_budget {25 * WEIGHT:,} bytes",
+        f"  weights and buffers take {8 * WEIGHT:,}",
+        f"  optimizer states take {8 * WEIGHT:,}, in bf16: states='auto', and no more exact form fits",
+    ]
+    assert explain(replace(read, whole_step=None), "step_budget")[0].startswith("step_budget: none was asked for")
 
 
 def test_a_graph_break_is_refused() -> None:
