@@ -15,6 +15,7 @@ from fxprec.commands.ci import ci
 from fxprec.commands.compare import compare
 from fxprec.commands.doctor import doctor
 from fxprec.commands.env import env
+from fxprec.commands.fits import fits
 from fxprec.commands.gpu_check import gpu_check
 from fxprec.commands.inspect import diff, dump, explain, report
 from fxprec.commands.minify import minify
@@ -151,7 +152,7 @@ def version() -> None:
         print(name, metadata.version(name))
 
 
-for command in (predict, dump, diff, explain, report, doctor, choose, compare, minify, ci, gpu_check, env):
+for command in (predict, fits, dump, diff, explain, report, doctor, choose, compare, minify, ci, gpu_check, env):
     app.command()(command)
 
 

@@ -105,7 +105,8 @@ class PlannedGraph:
         """Let backward step what it may of the parameters among ``args``; before `compile`."""
         from fxprec.driver.updates import Updates  # few runs want it
 
-        updates = Updates.of(binding, self.captured.inputs, args, self.settings, self._log)
+        plans_only = self._dump is not None and self._dump.plan_only
+        updates = Updates.of(binding, self.captured.inputs, args, self.settings, self._log, plans_only=plans_only)
         self.compiler = replace(self.compiler, updates=updates)
         if self._model.step_budget is not None:
             from fxprec.driver.step_budget import StepBudget

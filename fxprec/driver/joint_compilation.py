@@ -130,7 +130,7 @@ class JointCompilation(Attempt):
             memory_budget=compat.memory_budget(joint.graph),
             fixed_bytes=self.compiler.budget.fixed,
             peak_part=replace(part, wants_curve=True) if self.only_looks else part,
-            looks_at_budgets=self.compiler.dump is not None,
+            looks_at_budgets=self.compiler.dump is not None and self.compiler.dump.looks_on,
             may_exceed_budget=self.is_training and self._saves_codes,
         )
 

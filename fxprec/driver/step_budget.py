@@ -28,6 +28,8 @@ class StepBudget:
     states: int
     """Bytes that the optimizer's states take from the first step on."""
     states_in_8_bits: int
+    has_wide_weights: bool
+    """Whether the optimizer has parameters of more than 16 bits an element."""
     chosen: States | None = None
     """The form of states that the optimizer leaves open; None: it leaves none open."""
 
@@ -38,7 +40,8 @@ class StepBudget:
         held = [param for group in optimizer.param_groups for param in group["params"]]
         tensors = [local(x) for x in (*kept, *held) if isinstance(x, torch.Tensor)]
         weights = compat.storage_bytes(tensors, (), device=None)
-        return cls(asked, weights, optimizer.state_bytes(), optimizer.state_bytes(STATES[-1], of_all=True))
+        in_8_bits, wide = optimizer.state_bytes(STATES[-1], of_all=True), any(p.dtype.itemsize > 2 for p in held)
+        return cls(asked, weights, optimizer.state_bytes(), in_8_bits, wide)
 
     def first_that_fits(self, optimizer: Stepper, compile_within: Callable[[Self], None]) -> None:
         """Call for each form of open states, the exact one first, until the step fits; the optimizer takes that form.
@@ -82,7 +85,9 @@ class StepBudget:
         return f"step_budget is {readable(self.asked)}; weights take {readable(self.weights)}, {states}"
 
     def _way_out(self) -> str:
-        ways = ["raise it", "hold weights in bfloat16 (update='stochastic')"]
+        ways = ["raise it"]
+        if self.has_wide_weights:
+            ways.append("hold weights in bfloat16 (update='stochastic')")
         if self.states_in_8_bits < self.states:
             ways.insert(1, f"give the optimizer states='8bit', which take {readable(self.states_in_8_bits)}, or 'auto'")
         return ", or ".join(ways)

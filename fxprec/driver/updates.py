@@ -46,23 +46,30 @@ class Updates:
         args: Sequence[Any],
         settings: Settings,
         log: EventLog,
+        *,
+        plans_only: bool = False,
     ) -> Updates:
-        """Choose the parameters that backward may step; tell of the others, a line for each reason."""
+        """Choose the parameters that backward may step; tell of the others, a line for each reason.
+
+        With ``plans_only`` nothing runs, and parameters may be fake.
+        """
         known = [(i, known.name, args[i]) for i, known in enumerate(inputs) if known.kind == "param"]
         held: dict[str, list[str]] = {}
         stepped, why_none = dict[int, Parameter](), _why_none(settings, args)
-        addresses = [arg.data_ptr() for _, _, arg in known if type(arg) is Parameter]
+        places = [_place(arg) for _, _, arg in known if type(arg) is Parameter or _is_fake(arg)]
         for i, name, arg in known:
             if not isinstance(arg, torch.Tensor) or not arg.requires_grad:
                 continue
-            why = why_none or next(_why_held(arg, binding.optimizer, addresses), None)
+            why = why_none or ("it is no plain parameter" if _is_fake(arg) and not plans_only else None)
+            why = why or next(_why_held(arg, binding.optimizer, places), None)
             if why is None:
                 stepped[i] = arg  # type: ignore[assignment]
             else:
                 held.setdefault(why, []).append(name)
         for why, names in held.items():
             log.tell(f"optimizer: {', '.join(names)}", f"optimizer.step() applies it and backward does not: {why}")
-        binding.take({inputs[i].name: parameter for i, parameter in stepped.items()})
+        if not plans_only:
+            binding.take({inputs[i].name: parameter for i, parameter in stepped.items()})
         return cls(binding, stepped)
 
     def saw_forward(self, results: Any) -> None:
@@ -109,9 +116,18 @@ def _why_none(settings: Settings, args: Sequence[Any]) -> str | None:
     return None
 
 
-def _why_held(arg: torch.Tensor, optimizer: Stepper, addresses: Sequence[int]) -> Iterator[str]:
+def _is_fake(arg: torch.Tensor) -> bool:
+    return isinstance(arg, compat.FakeTensor)
+
+
+def _place(arg: torch.Tensor) -> tuple[int, int]:
+    """Return where a parameter's memory begins; of a fake one, in which storage."""
+    return (arg.untyped_storage()._cdata, int(arg.storage_offset())) if _is_fake(arg) else (arg.data_ptr(), 0)
+
+
+def _why_held(arg: torch.Tensor, optimizer: Stepper, places: Sequence[tuple[int, int]]) -> Iterator[str]:
     """Yield why one parameter may not be stepped in backward."""
-    if not isinstance(arg, Parameter) or isinstance(arg, DTensor | compat.FakeTensor) or not arg.is_leaf:
+    if not isinstance(arg, Parameter) or isinstance(arg, DTensor) or not arg.is_leaf:
         yield "it is no plain parameter"
         return
     group = next((g for g in optimizer.param_groups if any(arg is p for p in g["params"])), None)
@@ -121,5 +137,5 @@ def _why_held(arg: torch.Tensor, optimizer: Stepper, addresses: Sequence[int]) -
         yield "error_if_nonfinite looks at all gradients before the first step"
     if arg._backward_hooks or arg._post_accumulate_grad_hooks:
         yield "it has hooks, which want its gradient"
-    if not arg.numel() or addresses.count(arg.data_ptr()) > 1:
+    if not arg.numel() or places.count(_place(arg)) > 1:
         yield "it has no memory of its own"

@@ -50,6 +50,11 @@ class DumpFolder:
 
         return GraphDump(self, index)
 
+    @property
+    def has_plans(self) -> bool:
+        """Whether a graph was planned."""
+        return any(self.root.glob("graph-*/plan.json"))
+
     def forget(self) -> None:
         """Let this process use the folder once more: for a command that starts it anew."""
         _claimed.pop(self.path.resolve(), None)

@@ -83,6 +83,11 @@ class GraphDump:
         """Say whether nothing runs: the machine is not the one it is planned for."""
         return self._folder.plan_only
 
+    @property
+    def looks_on(self) -> bool:
+        """Say whether texts of passes and other budgets are wanted too."""
+        return True
+
     @_spares_training
     def start(self) -> None:
         """Make the folder; take away what an earlier run, perhaps of more passes, left there."""

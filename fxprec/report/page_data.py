@@ -70,24 +70,29 @@ def _operators(names: Sequence[str]) -> str:
 
 
 def _peak(plan: Plan) -> dict[str, Any] | None:
-    """Return the live bytes over a step, where a budget was put on their peak."""
-    peak = plan.peak_bytes
+    """Return the live bytes over a step, where a budget was put on their peak; with what a step budget counts too."""
+    peak, whole = plan.peak_bytes, plan.whole_step
     if peak is None:
         return None
-    sizes = {name: getattr(peak, name) for name in ("room", "beside", "high", "planned", "graphs")}
-    points = [{"peak": p.peak, "seconds": float(f"{p.seconds:.4g}"), "live": _rows(p.live)} for p in peak.points]
+    there = [] if whole is None else [whole.weights, whole.states]
+    more = sum(there)
+    sizes = {name: more + getattr(peak, name) for name in ("room", "budget", "high", "planned")}
+    points = [
+        {"peak": more + p.peak, "seconds": float(f"{p.seconds:.4g}"), "live": _rows(there, p.live)} for p in peak.points
+    ]
     return sizes | {
-        "budget": peak.budget,
-        "compiled": peak.compiled,
-        "compiledLive": list(peak.compiled_live),
-        "kinds": list(LIVE),
-        "live": _rows(peak.live),
+        "beside": peak.beside,
+        "graphs": peak.graphs,
+        "compiled": None if peak.compiled is None else more + peak.compiled,
+        "compiledLive": [more + size for size in peak.compiled_live],
+        "kinds": [*(() if whole is None else ("weights", "optimizer states")), *LIVE],
+        "live": _rows(there, peak.live),
         "points": points,
     }
 
 
-def _rows(live: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [list(row) for row in live]
+def _rows(there: Sequence[int], live: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [[*there, *row] for row in live]
 
 
 def _saved(plan: Plan) -> dict[str, int] | None:

@@ -15,11 +15,11 @@ from fxprec.report.graph_text import graph_text
 
 
 def run_passes(work: Work, dump: GraphDump | None) -> list[PassReport]:
-    """Run the pipeline; nothing is written, and no text made, where neither a dump nor a trace is wanted.
+    """Run the pipeline; nothing is written, and no text made, where neither a dump's texts nor a trace are wanted.
 
     Raises `ConfigError` where the dump cannot be written.
     """
-    if dump is None and not compat.traces_artifacts():
+    if (dump is None or not dump.looks_on) and not compat.traces_artifacts():
         return pipeline.run(work, pipeline.pipeline_for(work.settings))
     return _Watch(dump).run(work)
 

@@ -2,7 +2,7 @@
 const saved = raw.saved, MANY_GROUPS = 12;
 
 function header() {
-  const asked = raw.peak ? `peak budget ${bytes(raw.peak.budget)}` : raw.budget !== null ? `budget ${bytes(raw.budget)}` : `ratio ${raw.asked} asked`;
+  const asked = raw.peak ? `${raw.peak.kinds.includes("weights") ? "step" : "peak"} budget ${bytes(raw.peak.budget)}` : raw.budget !== null ? `budget ${bytes(raw.budget)}` : `ratio ${raw.asked} asked`;
   $("head").textContent = `recipe ${raw.recipe.name}, ${raw.storage} storage, policy ${raw.policy}${raw.grouping === "execution" ? "" : " by data flow"}; ${asked}, ${raw.reached.toFixed(4)} of ${short(raw.elements)} elements low`;
   const used = Object.entries(raw.bits).map(([name, bits]) => [width(bits), name]);
   const kinds = [["b8", "up to 8 bits"], ["b16", "up to 16"], ["b32", "more"]].filter(([cls]) => used.some(([c]) => c === cls));

@@ -1,5 +1,6 @@
 // Live bytes over the step, and what it would hold and take under other budgets.
-const WAYS = ["b16", "b8", "b4", "again", "b32", "b0"];
+const WAYS = ["b16", "b8", "b4", "again", "b32", "b0"], THERE = ["weights", "states"];  // a step budget counts these too
+const classes = kinds => kinds.length > WAYS.length ? [...THERE, ...WAYS] : WAYS;
 const time = s => s >= 1 ? `${s.toPrecision(3)} s` : s >= 1e-3 ? `${(1e3 * s).toPrecision(3)} ms` : `${(1e6 * s).toPrecision(3)} µs`;
 
 function peakOver(peak) {
@@ -7,7 +8,7 @@ function peakOver(peak) {
   const shared = peak.graphs > 1 ? `; the budget of ${bytes(peak.budget)} is shared by ${peak.graphs} graphs of the step` : "";
   const beside = peak.beside ? `, while ${bytes(peak.beside)} of other graphs live beside it` : "";
   const caption = `forward, then backward; at most ${bytes(peak.planned)} predicted${measured}, and ${bytes(peak.high)} with everything kept high${beside}${shared}`;
-  const found = [el("h3", {}, `Live bytes over the step, as predicted${peak.compiledLive.length ? "; the line is as compiled" : ""}`), areas(peak.live, peak.kinds, WAYS, { caption, level: peak.room, levelName: `budget ${bytes(peak.room)}`, over: peak.compiledLive, overName: "as compiled" })];
+  const found = [el("h3", {}, `Live bytes over the step, as predicted${peak.compiledLive.length ? "; the line is as compiled" : ""}`), areas(peak.live, peak.kinds, classes(peak.kinds), { caption, level: peak.room, levelName: `budget ${bytes(peak.room)}`, over: peak.compiledLive, overName: "as compiled" })];
   return peak.points.length ? [...found, ...slider(peak)] : found;
 }
 
@@ -20,7 +21,7 @@ function slider(peak) {
     const words = `${bytes(p.peak)} at the peak, ${time(p.seconds)} predicted${more >= 5e-4 ? `, ${percent(more)} more than the fastest` : ""}`;
     said.value = +input.value ? words : `${words}; everything kept high`;
     input.setAttribute("aria-valuetext", said.value);
-    picture.replaceChildren(areas(p.live, peak.kinds, WAYS, { caption: "live bytes there", level: p.peak, levelName: bytes(p.peak), top }));
+    picture.replaceChildren(areas(p.live, peak.kinds, classes(peak.kinds), { caption: "live bytes there", level: p.peak, levelName: bytes(p.peak), top }));
   }
   const curve = chart([{ points: points.map(p => [p.peak, p.seconds]).toReversed(), cls: "b8" }], {
     caption: "predicted time of a step by its peak: by rough rates of the device, to compare by", x: bytes, y: time, zero: false, now: peak.planned });

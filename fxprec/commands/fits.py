@@ -1,0 +1,141 @@
+"""``fxprec fits``: whether a training step fits a GPU's memory, who holds what, and the largest batch that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fxprec.commands.output import AsJson, modules, print_json
+from fxprec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fxprec.driver.fits import Answer
+    from fxprec.runtime.optim.stepper import Stepper
+
+
+def fits(
+    target: Annotated[str, typer.Argument(help="path/file.py:factory or module:callable; returns (model, inputs).")],
+    gpu: Annotated[str, typer.Option(help="Bytes that the whole step may hold, for instance 24GiB.")],
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd, as fxprec.optim has them.")] = "adamw",
+    states: Annotated[str, typer.Option(help="How states are held: auto, float32, bf16 or 8bit.")] = "auto",
+    momentum: Annotated[float, typer.Option(help="Of sgd; 0 needs no states.")] = 0.0,
+    batch: Annotated[int | None, typer.Option(help="Batch size in place of the inputs' own.")] = None,
+    largest: Annotated[bool, typer.Option("--largest", help="Search the largest batch that fits: 10 plans.")] = False,
+    recipe: Annotated[str, typer.Option(help="Recipe, for instance fp8.")] = "fp8",
+    ways: Annotated[str, typer.Option(help="How it may be met: narrow,recompute,offload (on GPUs).")] = "",
+    keep_high: Annotated[str, typer.Option(help="Modules held high, for instance head,layers.0.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Folder for the plan and its page.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a training step fits, by which plan; no weights are allocated. Exit code 0: it fits, 1: not."""
+    from fxprec.config.checks import byte_size
+    from fxprec.driver.fits import Question, largest_batch
+    from fxprec.report.target import find_factory
+
+    budget = byte_size("--gpu", gpu)
+    assert budget is not None, "an option that is required"
+    if batch is not None and batch < 1:
+        raise ConfigError(f"--batch is {batch}; give it 1 or more")
+    options: dict[str, Any] = {"recipe": recipe, "keep_high": modules(keep_high)}
+    options |= {"ways": tuple(ways.split(","))} if ways else {}
+    question = Question(find_factory(target), target, budget, _maker(optimizer, states, momentum), options)
+    first = question.answer(batch)
+    tried = list(largest_batch(first, question.answer)) if largest else [first]
+    shown = max((a for a in tried if a.fits), key=lambda a: a.batch, default=first) if largest else first
+    if out is not None and shown.plan is not None:
+        _write(shown, out, target)
+    if as_json:
+        print_json(_data(first, tried if largest else None))
+    else:
+        print("\n".join(_lines(target, first, tried if largest else ())))
+        if out is not None and shown.plan is not None:
+            print(out / "report.html")
+    raise typer.Exit(int(not first.fits))
+
+
+def _maker(name: str, states: str, momentum: float) -> Callable[[Any], Stepper]:
+    from fxprec import optim
+
+    if name == "adamw":
+        return lambda params: optim.AdamW(params, states=states)  # type: ignore[arg-type]
+    if name == "sgd":
+        return lambda params: optim.SGD(params, states=states, momentum=momentum)  # type: ignore[arg-type]
+    raise ConfigError(f"--optimizer {name}: no step is known for it; give adamw or sgd")
+
+
+def _lines(target: str, first: Answer, tried: Sequence[Answer]) -> list[str]:
+    """Return what people read: yes or no, who holds what at the peak, the step as a picture, the largest batch."""
+    from fxprec.passes.notice import readable
+
+    head = f"{target}, batch {first.batch}, in {readable(first.budget)}"
+    lines = [f"{head}: {'it fits' if first.fits else f'no: {first.why}'}"]
+    lines += _shown(first) if first.fits else []
+    lines += [f"not done: {line}" for line in first.told]
+    if tried:
+        fitting, others = (sorted(a.batch for a in tried if a.fits == fits) for fits in (True, False))
+        beyond = f"; {others[0]} does not fit" if others else ""
+        lines.append(f"largest batch found: {fitting[-1] if fitting else 'none'}{beyond} ({len(tried)} plans made)")
+    return lines
+
+
+def _shown(answer: Answer) -> list[str]:
+    from fxprec.passes.notice import readable
+    from fxprec.report.explain import peak_lines
+    from fxprec.report.whole_step import at_the_peak, picture
+
+    plan = answer.plan
+    assert plan is not None
+    assert plan.peak_bytes is not None, "a step budget is held by a peak budget"
+    assert plan.whole_step is not None
+    held = at_the_peak(plan)
+    chosen = {"optimizer states": f" in {plan.whole_step.chosen}" if plan.whole_step.chosen else ""}
+    rows = [f"  {name:17} {_gib(size)}{chosen.get(name, '')}" for name, size in held.items()]
+    free = f", of which {readable(answer.reserved)} stay free for libraries" if answer.reserved else ""
+    where = f"planned on {answer.device}"
+    if answer.device == "cpu":
+        where += ": with a CPU's kernels in place of a GPU's, whose workspaces are not known"
+    return [
+        "at the peak of the step:",
+        *rows,
+        f"  {'left':17} {_gib(answer.budget - sum(held.values()))}{free}",
+        peak_lines(plan, plan.peak_bytes)[-1],
+        *picture(plan, answer.budget),
+        where,
+    ]
+
+
+def _gib(size: int) -> str:
+    unit, name = (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
+    return f"{size / unit:8.2f} {name}"
+
+
+def _data(first: Answer, tried: Sequence[Answer] | None) -> dict[str, Any]:
+    """Return what programs read; sizes are bytes."""
+    found: dict[str, Any] = {"fits": first.fits, "batch": first.batch, "budget": first.budget, "why": first.why}
+    found |= {"reserved": first.reserved, "device": first.device, "not_done": list(first.told), "peak": None}
+    if first.plan is not None and first.plan.whole_step is not None:
+        from fxprec.report.whole_step import at_the_peak
+
+        states = first.plan.whole_step.chosen or None
+        found["peak"] = {name.replace(" ", "_"): size for name, size in at_the_peak(first.plan).items()}
+        found["states"] = states
+    if tried is not None:
+        found["largest_batch"] = max((a.batch for a in tried if a.fits), default=0)
+        found["tried"] = [{"batch": a.batch, "fits": a.fits} for a in tried]
+    return found
+
+
+def _write(answer: Answer, out: Path, target: str) -> None:
+    """Write the plan and its page. Raises `ConfigError` for a folder that cannot be written."""
+    from fxprec.report.html import write_report
+
+    assert answer.plan is not None
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        answer.plan.save(out / "plan.json")
+        write_report(answer.plan, out, title=f"{target}, batch {answer.batch}")
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}; choose a writable folder") from None

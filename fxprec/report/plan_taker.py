@@ -1,0 +1,45 @@
+"""Take the plan of a graph and nothing else: no file is written, and compiling ends there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fxprec.passes.base import Work
+from fxprec.plan import Plan
+from fxprec.report.dump_folder import DumpFolder
+from fxprec.report.folder import GraphDump, Planned
+
+
+class PlanTaker(DumpFolder):
+    """Stands where a dump's folder does, and keeps the plans of training graphs in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), plan_only=True)
+        self.plans: list[Plan] = []
+
+    def graph(self, index: int) -> GraphDump:
+        return _Taken(self, index)
+
+    @property
+    def has_plans(self) -> bool:
+        return bool(self.plans)
+
+
+class _Taken(GraphDump):
+    def __init__(self, taker: PlanTaker, index: int) -> None:
+        super().__init__(taker, index)
+        self._taker = taker
+
+    @property
+    def looks_on(self) -> bool:
+        return False
+
+    def start(self) -> None:
+        pass
+
+    def draw(self, work: Work) -> None:
+        pass
+
+    def finish(self, plan: Plan) -> None:
+        self._taker.plans.append(plan)
+        raise Planned

@@ -1,0 +1,52 @@
+"""Who holds what over a step under a step budget: weights, optimizer states, gradients, activations, temporaries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from fxprec.plan import Plan
+
+HELD = ("weights", "optimizer states", "gradients", "activations", "temporaries")
+_LETTERS = "wsgat"
+_PARTS = {"gradients": (4,), "activations": (0, 1, 2), "temporaries": (3, 5)}  # of `LIVE`
+_WIDTH, _HEIGHT = 64, 14
+
+
+def moments(plan: Plan) -> list[list[int]]:
+    """Return bytes by `HELD` at moments of the step, in order; none where the plan has no step budget."""
+    if plan.whole_step is None or plan.peak_bytes is None:
+        return []
+    there = [plan.whole_step.weights, plan.whole_step.states]
+    return [[*there, *(sum(row[i] for i in parts) for parts in _PARTS.values())] for row in plan.peak_bytes.live]
+
+
+def at_the_peak(plan: Plan) -> dict[str, int]:
+    """Return bytes by `HELD` where the step holds most."""
+    rows = moments(plan)
+    return dict(zip(HELD, max(rows, key=sum), strict=True)) if rows else {}
+
+
+def picture(plan: Plan, budget: int) -> list[str]:
+    """Return lines that draw the moments as columns, stacked in the order of `HELD`, up to the budget."""
+    rows = moments(plan)
+    if not rows:
+        return []
+    width = min(_WIDTH, len(rows))
+    cuts = [i * len(rows) // width for i in range(width + 1)]
+    columns = [max(rows[a:b], key=sum) for a, b in pairwise(cuts)]
+    lines = ["".join(_letter(column, (line + 0.5) * budget / _HEIGHT) for column in columns) for line in range(_HEIGHT)]
+    top = f"{'budget':>9} |{'-' * width}"
+    legend = ", ".join(f"{letter} {name}" for letter, name in zip(_LETTERS, HELD, strict=True))
+    drawn = [f"{'':>9} |{line.rstrip()}" for line in reversed(lines)]
+    return [top, *drawn, f"{'':>9} +{'-' * width}", f"{'':>11}forward, then backward: {legend}"]
+
+
+def _letter(column: Sequence[int], height: float) -> str:
+    """Return the letter of who holds the byte at a height, or a blank."""
+    total = 0
+    for letter, size in zip(_LETTERS, column, strict=True):
+        total += size
+        if height < total:
+            return letter
+    return " "

@@ -1,0 +1,179 @@
+"""``fxprec fits``: yes or no, who holds what over the step, and the largest batch, with nothing allocated."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import fxprec
+from fxprec import cli
+from fxprec.driver.fits import TRIALS, Answer, Question, largest_batch
+from fxprec.plan import PeakBytes, Plan
+from fxprec.plan.rows import WholeStep
+from fxprec.report.whole_step import HELD, at_the_peak, picture
+
+WIDTH, LAYERS, BATCH = 256, 4, 64
+WEIGHT = WIDTH * WIDTH * 4
+BUDGET = 96 * 2**20
+MODEL = """import torch
+from torch import nn
+
+def make():
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.empty(8, 64)
+
+def on_many(batch=2):
+    return nn.Linear(8, 8), torch.ones(batch, 8)
+
+def frozen():
+    return nn.Linear(8, 8).requires_grad_(False), torch.ones(2, 8)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    (tmp_path / "t.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+
+
+def layers(device: str) -> nn.Sequential:
+    with torch.device(device):
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.GELU()) for _ in range(LAYERS)))
+
+
+def adamw(params: Any) -> Any:
+    return fxprec.optim.AdamW(params, states="auto")
+
+
+def question(factory: Callable[..., Any], budget: int = BUDGET) -> Question:
+    return Question(factory, "t.py:make", budget, adamw, {"recipe": "fp8"})
+
+
+def test_the_answer_is_the_plan_of_the_step_that_trains() -> None:
+    found = question(lambda: (layers("meta"), torch.empty(BATCH, WIDTH, device="meta"))).answer()
+    assert found.plan is not None, found.why
+    torch._dynamo.reset()
+    model = layers("cpu")
+    options = {"recipe": "fp8", "lowering": "eager", "cpu": "avx512+bf16:1"}
+    options |= {"optimizer": adamw(model.parameters()), "step_budget": BUDGET - found.reserved}
+    run = torch.compile(model, backend="fxprec", options=options)
+    run(torch.ones(BATCH, WIDTH)).sum().backward()
+    (plan,) = fxprec.backend_of(run).plans
+    assert found.plan.whole_step == plan.whole_step
+    assert plan.whole_step == WholeStep(
+        budget=BUDGET - found.reserved, weights=LAYERS * WEIGHT, states=2 * LAYERS * WEIGHT, chosen="float32"
+    )
+    assert plan.peak_bytes is not None
+    assert found.plan.peak_bytes is not None
+    assert found.plan.peak_bytes.live == plan.peak_bytes.live
+    assert found.plan.formats == plan.formats
+    held = at_the_peak(found.plan)
+    assert list(held) == list(HELD)
+    assert sum(held.values()) == LAYERS * WEIGHT * 3 + plan.peak_bytes.planned
+
+
+def test_tied_weights_on_meta_count_once() -> None:
+    def make() -> tuple[nn.Module, Tensor]:
+        model = layers("meta")
+        model[1][0].weight = model[0][0].weight
+        return model, torch.empty(BATCH, WIDTH, device="meta")
+
+    found = question(make).answer()
+    assert found.plan is not None
+    assert found.plan.whole_step is not None
+    assert found.plan.whole_step.weights == (LAYERS - 1) * WEIGHT
+
+
+def test_a_batch_takes_the_place_of_the_inputs_own() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return torch.relu(super().forward(x) * scale)
+
+    for batch, found in ((None, 8), (16, 16)):
+        torch._dynamo.reset()
+        answer = question(lambda: (Scaled(64, 64), (torch.ones(8, 64), torch.ones(64)))).answer(batch)
+        assert answer.batch == found
+        assert answer.plan is not None
+        shapes = {site.shape for site in answer.plan.sites if site.kind == "output"}
+        assert any(str(found) in shape for shape in shapes), shapes
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 8, 40, 10**9])
+@pytest.mark.parametrize("first", [1, 8, 100])
+def test_the_largest_batch_is_found_in_few_plans(first: int, most: int) -> None:
+    tried: list[int] = []
+
+    def answer(batch: int) -> Answer:
+        tried.append(batch)
+        return Answer(batch, BUDGET, 0, "cpu", Plan() if batch <= most else None)
+
+    found = list(largest_batch(answer(first), answer))
+    assert [a.batch for a in found] == tried
+    assert len(set(tried)) == len(tried) <= TRIALS
+    best = max((a.batch for a in found if a.fits), default=0)
+    if len(tried) < TRIALS:
+        assert best == most, "the search has ended by itself"
+    else:
+        assert best <= most
+
+
+def test_the_picture_stacks_who_holds_what() -> None:
+    live = ((1, 1, 0, 0, 0, 0), (1, 1, 0, 1, 4, 1), (0, 0, 0, 0, 4, 0))
+    peak = PeakBytes(budget=10, high=10, planned=8, live=live)
+    plan = replace(Plan(), peak_bytes=peak, whole_step=WholeStep(budget=14, weights=2, states=2))
+    assert at_the_peak(plan) == dict(zip(HELD, (2, 2, 4, 2, 2), strict=True))
+    assert [line[11:] for line in picture(plan, 14)[1:15]] == [
+        "", "", " t", " t", " a", " a", " gg", " gg", "agg", "agg", "sss", "sss", "www", "www",
+    ]  # fmt: skip
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, ["fits", *arguments])
+    return result.exit_code, result.stdout
+
+
+def test_the_command_says_yes_and_writes_the_plan_and_its_page(tmp_path: Path) -> None:
+    code, said = run("t.py:make", "--gpu", "100MiB", "--out", "found")
+    assert code == 0
+    assert said.startswith("t.py:make, batch 8, in 100.00 MiB (104857600 bytes): it fits\n")
+    assert re.search(r"^  optimizer states +0\.06 MiB in float32$", said, re.MULTILINE)
+    assert (tmp_path / "found/report.html").is_file()
+    plan = Plan.load(tmp_path / "found/plan.json")
+    assert plan.whole_step is not None
+    assert plan.whole_step.weights == 2 * (64 * 64 + 64) * 4
+
+
+def test_the_command_says_no_and_why_as_json() -> None:
+    code, said = run("t.py:on_many", "--gpu", "1KiB", "--batch", "5", "--json")
+    found = json.loads(said)
+    assert code == 1
+    assert (found["fits"], found["batch"], found["peak"]) == (False, 5, None)
+    assert "nothing is left for the step" in found["why"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("t.py:make --gpu much", "--gpu is 'much', which is no size"),
+        ("t.py:make --gpu 1GiB --batch 0", "--batch is 0; give it 1 or more"),
+        ("t.py:make --gpu 1GiB --optimizer lion", "--optimizer lion: no step is known for it; give adamw or sgd"),
+        ("t.py:make --gpu 1GiB --states int4", "states='int4' of group 0 is unknown"),
+        ("t.py:frozen --gpu 1GiB", "no parameter requires a gradient"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["fits", *arguments.split()])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
