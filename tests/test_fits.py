@@ -94,6 +94,18 @@ def test_tied_weights_on_meta_count_once() -> None:
     assert found.plan.whole_step.weights == (LAYERS - 1) * WEIGHT
 
 
+def test_a_factory_may_convert_its_model_and_tied_weights_stay_one() -> None:
+    def make() -> tuple[nn.Module, Tensor]:
+        model = layers("cpu")
+        model[1][0].weight = model[0][0].weight
+        return model.bfloat16(), torch.ones(BATCH, WIDTH, dtype=torch.bfloat16)
+
+    found = question(make).answer()
+    assert found.plan is not None
+    assert found.plan.whole_step is not None
+    assert found.plan.whole_step.weights == (LAYERS - 1) * WEIGHT // 2
+
+
 def test_a_batch_takes_the_place_of_the_inputs_own() -> None:
     class Scaled(nn.Linear):
         def forward(self, x: Tensor, scale: Tensor) -> Tensor:

@@ -122,15 +122,7 @@ def _placed(model: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     if not any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         return inputs
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    made: dict[int, torch.Tensor] = {}  # tied parameters stay one
-    for module in model.modules():
-        for name, own in module._parameters.items():
-            if own is not None:
-                like = torch.empty_like(own, device=device)
-                module._parameters[name] = made.setdefault(id(own), torch.nn.Parameter(like, own.requires_grad))  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device=device))
+    model._apply(lambda t: torch.empty_like(t, device=device))  # planning has it keep tied parameters tied
     moved: tuple[Any, ...] = compat.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=device), inputs)
     return moved
 

@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 
-from fxprec.compat import FakeTensor, FakeTensorMode, cause_of, quiet_fakes, traced_line, tree_map_only
+from fxprec.compat import (
+    FakeTensor,
+    FakeTensorMode,
+    cause_of,
+    converting_fakes,
+    quiet_fakes,
+    traced_line,
+    tree_map_only,
+)
 from fxprec.errors import ConfigError, FxprecError, did_you_mean
 from fxprec.report.dump_folder import DumpFolder
 
@@ -95,7 +103,8 @@ def plan_under_fakes(factory: Factory, backend: Callable[..., Any], target: str,
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings(), _uncollected(), quiet_fakes():
         warnings.simplefilter("ignore")  # of the user's code and torch's tracing, which is not run here
         try:
-            model, inputs = _made(factory(), target)
+            with converting_fakes():
+                model, inputs = _made(factory(), target)
             inputs = tree_map_only(torch.Tensor, lambda t: _fake(mode, t), inputs)
             torch.compile(model, backend=backend)(*inputs)  # type: ignore[no-untyped-call]
         except Exception as error:

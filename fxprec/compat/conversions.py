@@ -1,0 +1,47 @@
+"""Conversions of a module under fake tensors: ``model.bfloat16()``, ``model.to("cuda")``.
+
+torch swaps a fake parameter with its converted copy, which fails where something refers to either weakly: mostly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def converting_fakes() -> Iterator[None]:
+    """Let conversions of modules put new parameters in the place of the old ones; tied ones stay tied."""
+    made: dict[
+        tuple[int, int], tuple[object, Tensor, Tensor]
+    ] = {}  # with function and tensor, whose ids are in use then
+
+    def converted(function: Callable[[Tensor], Tensor], own: Tensor) -> Tensor:
+        key = id(function), id(own)
+        if key not in made:
+            with torch.no_grad():
+                new = function(own)
+            is_parameter = isinstance(own, nn.Parameter)
+            new = nn.Parameter(new, own.requires_grad) if is_parameter and new is not own else new
+            made[key] = function, own, new
+        return made[key][2]
+
+    def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for child in module.children() if recurse else ():
+            child._apply(function)  # type: ignore[arg-type]
+        for tensors in (module._parameters, module._buffers):
+            for name, own in tensors.items():
+                if own is not None:
+                    tensors[name] = converted(function, own)  # type: ignore[assignment]
+        return module
+
+    was = nn.Module._apply
+    nn.Module._apply = apply  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module._apply = was  # type: ignore[method-assign]
