@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fxprec.ir.symbolic import Quantize
 from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.ops import CASTS
+from fxprec.passes.analysis.peak.checkpoints import checkpoints
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
 from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.either import Either
@@ -298,6 +299,28 @@ def test_where_the_solver_finds_nothing_one_value_after_the_other_is_let_go(
     found = chooser.within(budget)
     assert found is not None
     assert found.excess(budget) <= 0
+
+
+def test_where_the_solver_finds_nothing_one_value_of_each_equal_block_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Block(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + super().forward(x)
+
+    torch.manual_seed(0)
+    blocks = [Block(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    found = chooser_of(nn.Sequential(*blocks), torch.randn(512, 64, requires_grad=True))
+    choices = list(checkpoints(found.problem, found.unlimited.ways))
+    assert all(obeys(found.problem, ways) for ways in choices)
+    assert min(sum(map(is_kept, ways.values())) for ways in choices) <= 2 * len(blocks)
+    monkeypatch.setattr(found.problem, "solve", lambda bounds, gap: None)
+    monkeypatch.setattr(found, "lowered", lambda fit, enough=0.0: fit)
+    least = min(found.replayed(ways).peak for ways in choices)
+    assert least < 0.6 * found.unlimited.peak
+    fit = found.within(Bound(least))
+    assert fit is not None
+    assert fit.peak == least
+    assert found.within(Bound(least - 1)) is None
+    assert found.least().peak == least
 
 
 def test_block_formats_never_make_a_choice_worse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 from torch.fx import Node
 
+from fxprec.passes.analysis.peak.checkpoints import checkpoints
 from fxprec.passes.analysis.peak.kernels import Kind, bytes_of, kind_of
 from fxprec.passes.analysis.peak.part import Bound
 from fxprec.passes.analysis.peak.problem import AGAIN, EXACT, Problem, Row, Ways, is_kept, is_on_host
@@ -92,9 +93,22 @@ class Chooser:
             if not _within(found, bound):
                 found += self.approach(Bound(share * bound.peak, bound.waiting), _FEW_ROUNDS)
         if not _within(found, bound):
-            self._missed, self._lowest = bound.peak, self.lowered(min(found, key=lambda fit: fit.peak), bound.peak)
-            found.append(self._lowest)
+            found.append(self.lowered(min(found, key=lambda fit: fit.peak), bound.peak))
+        if not _within(found, bound):
+            self.problem.effort.renew_replays()
+            found += [self.lowered(fit, bound.peak) for fit in self._checkpointed]
+            self._missed, self._lowest = bound.peak, min(found, key=lambda fit: fit.peak)
         return min(_within(found, bound), key=lambda fit: fit.seconds, default=None)
+
+    @cached_property
+    def _checkpointed(self) -> list[Fit]:
+        """The choice of the least peak that keeps one value of each equal block; none where no blocks are equal."""
+        size, found = len(self.unlimited.held.items), list[Fit]()
+        for ways in checkpoints(self.problem, self.unlimited.ways):
+            if not self.problem.effort.replay(size):
+                break
+            found.append(self.replayed(ways))
+        return sorted(found, key=lambda fit: fit.peak)[:1]
 
     def approach(
         self, bound: Bound, rounds: int = _ROUNDS, known: Fit | None = None, gap: float = EXACT
@@ -125,7 +139,7 @@ class Chooser:
 
         The trials lie between the bound that `within` missed, if any, and the least known peak.
         """
-        self.problem.effort.renew_searches()
+        self.problem.effort.renew()
         fits = [self.unlimited] if known is None else [known, self.narrowed(known)]
         best = min([*fits, *([] if self._lowest is None else [self._lowest])], key=lambda fit: fit.peak)
         low, high = self._missed, float(best.peak)

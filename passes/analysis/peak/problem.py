@@ -77,11 +77,11 @@ class Effort:
     progress: Progress = field(default_factory=Progress)
 
     def renew(self) -> None:
-        self.items = _REPLAYED
-        self.renew_searches()
-
-    def renew_searches(self) -> None:
         self.columns = _EFFORT
+        self.renew_replays()
+
+    def renew_replays(self) -> None:
+        self.items = _REPLAYED
 
     def searched(self, nodes: int) -> None:
         self.searches += 1
@@ -129,7 +129,7 @@ class Problem:
         from scipy.sparse import csr_array
 
         most = _WIDE * len(self.nodes) // max(len(keys), 1)
-        groups = groups_of(len(self.nodes), [self._trait(node) for node in self.nodes], most)
+        groups = groups_of(len(self.nodes), [self.trait(node) for node in self.nodes], most)
         at = {node: self.nodes[group] for node, group in zip(self.nodes, groups, strict=True)}
         wide = len(keys) > _WIDE
         columns: dict[tuple[Node, int], int] = {}
@@ -137,7 +137,7 @@ class Problem:
         shape = len(keys), len(columns)
         return csr_array((np.ones(len(keys)), (range(len(keys)), places)), shape=shape)
 
-    def _trait(self, node: Node) -> Hashable:
+    def trait(self, node: Node) -> Hashable:
         """Return what values have in common that may go the same way."""
         val = value(node)
         shape = None if val is None else (str(val.dtype), *map(str, val.shape))
