@@ -32,7 +32,7 @@ def converting_fakes() -> Iterator[None]:
 
     def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         for child in module.children() if recurse else ():
-            child._apply(function)  # type: ignore[arg-type]
+            child._apply(function)
         for tensors in (module._parameters, module._buffers):
             for name, own in tensors.items():
                 if own is not None:
@@ -40,7 +40,7 @@ def converting_fakes() -> Iterator[None]:
         return module
 
     was = nn.Module._apply
-    nn.Module._apply = apply  # type: ignore[method-assign, assignment]
+    nn.Module._apply = apply  # type: ignore[method-assign]
     try:
         yield
     finally:
