@@ -91,8 +91,8 @@ def _shown(answer: Answer) -> list[str]:
     assert plan.peak_bytes is not None, "a step budget is held by a peak budget"
     assert plan.whole_step is not None
     held = at_the_peak(plan)
-    chosen = {"optimizer states": f" in {plan.whole_step.chosen}" if plan.whole_step.chosen else ""}
-    rows = [f"  {name:17} {_gib(size)}{chosen.get(name, '')}" for name, size in held.items()]
+    form = f" in {plan.whole_step.chosen}" if plan.whole_step.chosen and plan.whole_step.states else ""
+    rows = [f"  {name:17} {_gib(size)}{form if name == 'optimizer states' else ''}" for name, size in held.items()]
     free = f", of which {readable(answer.reserved)} stay free for libraries" if answer.reserved else ""
     where = f"planned on {answer.device}"
     if answer.device == "cpu":
