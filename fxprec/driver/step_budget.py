@@ -63,11 +63,12 @@ class StepBudget:
 
     def _compile(self, compile_within: Callable[[Self], None]) -> None:
         if self.left <= 0:
-            raise BudgetError(f"{self.said()}, and nothing is left for the step; {self._way_out()}")
+            least = f"raise it above {readable(self.weights + self.states)}"
+            raise BudgetError(f"{self.said()}, and nothing is left for the step; {self._way_out(least)}")
         try:
             compile_within(self)
         except BudgetError as error:
-            raise BudgetError(f"{self.said()}. Of the rest, {error}. {self._way_out().capitalize()}") from None
+            raise BudgetError(f"{self.said()}. Of the rest, {error}. {self._way_out('Raise it')}") from None
 
     @property
     def left(self) -> int:
@@ -84,8 +85,8 @@ class StepBudget:
         states += f" in {self.chosen} (states='auto')" if self.chosen else ""
         return f"step_budget is {readable(self.asked)}; weights take {readable(self.weights)}, {states}"
 
-    def _way_out(self) -> str:
-        ways = ["raise it"]
+    def _way_out(self, first: str) -> str:
+        ways = [first]
         if self.has_wide_weights:
             ways.append("hold weights in bfloat16 (update='stochastic')")
         if self.states_in_8_bits < self.states:
