@@ -1,11 +1,12 @@
 """Peak of a whole training step with AdamW, weights and optimizer states counted.
 
     python -m benchmarks.step_budget            # the transformer of docs/memory.md; keeps the result
+    python -m benchmarks.step_budget --network resnet18   # or unet, llama: the sides of `THREE`
     python -m benchmarks.step_budget --side "fxprec fp8, optimizer"   # one row, in this process, as JSON
 
 The peak is of live bytes, by the allocator's events, over forward, backward and ``optimizer.step()``; the bytes of
 weights and states lie there before. Each row runs in a process of its own. The best that can be put together by hand
-needs torchao: its AdamW8bit, stepped from a hook at each parameter.
+needs torchao: its AdamW8bit, stepped from a hook at each parameter. Batch norms keep float32 where weights are bf16.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from benchmarks import machine
 from benchmarks.memory.measure import peak_bytes
 from benchmarks.memory.networks import network
 
-NETWORK = "transformer"
 STEPS = 7
 RATE = 1e-4
 
@@ -54,6 +54,14 @@ _30 = {**_FP8, "peak_budget": "30%"}
 _28 = {**_FP8, "peak_budget": "28%"}  # of bf16 weights; 25% has no plan
 _8BIT = {"update": "nearest", "states": "8bit"}
 _ALL = {"update": "stochastic", "states": "8bit"}
+_OPEN = {"update": "stochastic", "states": "auto"}
+BUDGETS = {"transformer": "45MB", "resnet18": "31MB", "unet": "14MB", "llama": "60MB"}
+"""Of the whole step, with weights in bf16."""
+THREE = (
+    "autocast, checkpointed",
+    "autocast, checkpointed, torchao AdamW8bit in hooks",
+    "fxprec fp8, step budget, bf16 weights",
+)
 SIDES = {
     "autocast, checkpointed": Side(checkpointed=True),
     "autocast, checkpointed, torchao AdamW8bit in hooks": Side(checkpointed=True, by_hand=True),
@@ -66,20 +74,28 @@ SIDES = {
     "fxprec fp8, checkpointed, optimizer, 8-bit states, bf16 weights": Side(_FP8, True, True, torch.bfloat16, _ALL),
     "fxprec fp8, peak 30%, optimizer, 8-bit states": Side(_30, in_backward=True, optimizer=_8BIT),
     "fxprec fp8, peak 28%, optimizer, 8-bit states, bf16 weights": Side(_28, False, True, torch.bfloat16, _ALL),
+    "fxprec fp8, step budget, bf16 weights": Side({**_FP8, "step_budget": ""}, False, True, torch.bfloat16, _OPEN),
 }
 
 
-def measure(name: str) -> dict[str, Any]:
-    """Return one row; MB are 10^6 bytes."""
+def measure(name: str, of: str, budget: str | None) -> dict[str, Any]:
+    """Return one row of a network; MB are 10^6 bytes."""
     torch.set_num_threads(1)
     side = SIDES[name]
-    found = network(NETWORK)
+    found = network(of)
     model = found.model(checkpointed=side.checkpointed).to(side.weights)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.float()
+    if found.inputs.is_floating_point():
+        found = replace(found, inputs=found.inputs.to(side.weights))
     optimizers = _by_hand(model) if side.by_hand else [_ours(model, side)]
     if side.options is None:
         compiled = torch.compile(model)
     else:
         options = dict(side.options) | ({"optimizer": optimizers[0]} if side.in_backward else {})
+        if "step_budget" in options:
+            options["step_budget"] = budget or BUDGETS[of]
         compiled = torch.compile(model, backend="fxprec", options=options)
     step = _step(lambda: found.loss(compiled), side, optimizers)
 
@@ -95,9 +111,11 @@ def measure(name: str) -> dict[str, Any]:
     states = sum(_bytes(t) for o in optimizers for s in o.state.values() for t in s.values())
     peak = peak_bytes(profiled)
     return {
+        "network": of,
         "side": name,
         "peak_mb": round(peak / 1e6, 1),
         "weights_mb": round(weights / 1e6, 1),
+        "states_in": sorted({group.get("states") or "" for group in optimizers[0].param_groups})[0],
         "states_mb": round(states / 1e6, 1),
         "whole_step_mb": round((peak + weights + states) / 1e6, 1),
         "step_ms": round(1e3 * statistics.median(seconds[2:]), 1),
@@ -106,7 +124,9 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def _ours(model: nn.Module, side: Side) -> torch.optim.Optimizer:
-    return fxprec.optim.AdamW(model.parameters(), lr=RATE, **side.optimizer)
+    params = list(model.parameters())
+    groups = [{"params": [p for p in params if p.dtype == dtype]} for dtype in dict.fromkeys(p.dtype for p in params)]
+    return fxprec.optim.AdamW(groups, lr=RATE, **side.optimizer)
 
 
 def _by_hand(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -149,18 +169,20 @@ def _bytes(t: object) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", choices=BUDGETS, default="transformer")
     parser.add_argument("--side", choices=SIDES)
-    name = parser.parse_args().side
-    if name:
-        print(json.dumps(measure(name)))
+    parser.add_argument("--budget", help="In place of the network's own, for a side with a step budget.")
+    asked = parser.parse_args()
+    if asked.side:
+        print(json.dumps(measure(asked.side, asked.network, asked.budget)))
         return
     rows = []
-    for name in SIDES:
-        command = [sys.executable, "-m", "benchmarks.step_budget", "--side", name]
+    for name in SIDES if asked.network == "transformer" else THREE:
+        command = [sys.executable, "-m", "benchmarks.step_budget", "--network", asked.network, "--side", name]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(rows[-1], flush=True)
-    machine.save("step-budget", rows)
+    machine.save("step-budget" if asked.network == "transformer" else f"step-budget-{asked.network}", rows)
 
 
 if __name__ == "__main__":

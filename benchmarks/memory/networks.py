@@ -54,8 +54,8 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, **options: object) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False, **options)  # type: ignore[no-any-return]
 
 
 class WithLoss(nn.Module):
