@@ -1,7 +1,7 @@
 """Peak of a whole training step with AdamW, weights and optimizer states counted.
 
     python -m benchmarks.step_budget            # the transformer of docs/memory.md; keeps the result
-    python -m benchmarks.step_budget --network resnet18   # or unet, llama: the sides of `THREE`
+    python -m benchmarks.step_budget --network resnet18   # or unet: the sides of `THREE`
     python -m benchmarks.step_budget --side "fxprec fp8, optimizer"   # one row, in this process, as JSON
 
 The peak is of live bytes, by the allocator's events, over forward, backward and ``optimizer.step()``; the bytes of
@@ -55,7 +55,7 @@ _28 = {**_FP8, "peak_budget": "28%"}  # of bf16 weights; 25% has no plan
 _8BIT = {"update": "nearest", "states": "8bit"}
 _ALL = {"update": "stochastic", "states": "8bit"}
 _OPEN = {"update": "stochastic", "states": "auto"}
-BUDGETS = {"transformer": "45MB", "resnet18": "31MB", "unet": "14MB", "llama": "60MB"}
+BUDGETS = {"transformer": "45MB", "resnet18": "31MB", "unet": "14MB"}
 """Of the whole step, with weights in bf16."""
 THREE = (
     "autocast, checkpointed",
