@@ -53,6 +53,10 @@ class GradientError(FxprecError, RuntimeError):
     """A gradient is not finite where ``error_if_nonfinite`` forbids it."""
 
 
+class LostRankError(FxprecError, RuntimeError):
+    """An exchange of gradients ended because a rank or a link is gone; the message names it."""
+
+
 class NativeArgumentError(FxprecError, ValueError):
     """A tensor given to a compiled kernel is not the memory that kernel walks: dtype, size, layout or device."""
 

@@ -145,7 +145,7 @@ class OneBitState:
         messages, arrived = zip(*map(rows.coded, chunks, slots), strict=True)
         self._keep("gradients", flat - torch.cat(arrived)[: len(flat)], parameters)
         size = messages[0].numel()
-        received = to_owners(torch.cat(messages), layout((size * self.size,), self.size), 1, self.group)
+        received = to_owners(torch.cat(messages), size * self.size, self.size, self.group)
         total = kept
         for message in received:
             total = total + rows.decoded(message, slots[self.rank])

@@ -110,16 +110,29 @@ def diff(
 
 
 def explain(
-    plan: Annotated[Path, typer.Argument(help="A plan file, or a dump folder.")],
+    plan: Annotated[Path, typer.Argument(help="A plan file, a dump folder, or the plan file of a link.")],
     tensor: Annotated[
         str,
-        typer.Argument(help="Name of a tensor, a module, or a site's number; or lowering, peak_budget, step_budget."),
-    ],
+        typer.Argument(
+            help="Name of a tensor, a module, or a site's number; or lowering, peak_budget, step_budget. Of a link's plan "
+            "a layer, or nothing for all."
+        ),
+    ] = "",
 ) -> None:
-    """Say why a tensor has the precision it has, which lowering was taken, or what a step holds under its budget."""
-    from fxprec.report.explain import explain as explained
-    from fxprec.report.load import plans_of
+    """Say why a tensor has the precision it has, which lowering was taken, or what a step holds under its budget.
 
+    Of a link's plan: in how many bits each layer's gradient goes, what is exposed, and what rounding costs.
+    """
+    from fxprec.report.explain import explain as explained
+    from fxprec.report.load import is_link_plan, plans_of
+
+    if is_link_plan(plan):
+        from fxprec.runtime.aps import link_plan
+
+        print("\n".join(link_plan.explained(link_plan.LinkPlan.load(plan), tensor)))
+        return
+    if not tensor:
+        raise ConfigError("explain needs the name of a tensor or module, or lowering, peak_budget or step_budget")
     plans = plans_of(plan)
     if len(plans) > 1:
         raise PlanError(f"{plan}: holds {len(plans)} graphs; give one of {', '.join(plans)} in it")

@@ -103,11 +103,15 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write a plan file: whole or not at all. Raises `PlanError`."""
-    content = dumps(plan).encode("ascii")
+    write(dumps(plan), path)
+
+
+def write(content: str, path: str | os.PathLike[str]) -> None:
+    """Write the text of a plan file: whole or not at all. Raises `PlanError`."""
     target = Path(path).resolve()  # through a link: what it points to is replaced, the link stays
     beside = target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}")
     try:
-        _write_through(content, beside, target)
+        _write_through(content.encode("ascii"), beside, target)
     except OSError as error:
         cause = error.strerror or str(error)
         raise PlanError(f"{os.fspath(path)}: cannot write the plan: {cause}; choose a writable file path") from None
@@ -129,9 +133,14 @@ def load(path: str | os.PathLike[str], kind: type[Plan]) -> Plan:
     """Read a plan file. Raises `PlanError` naming the file, the entry, the cause and the way out."""
     name = os.fsdecode(path)
     try:
-        return read_checked(Entry(_from_bytes(_read(name))), kind)
+        return read_checked(read_entry(name), kind)
     except FxprecError as error:
         raise PlanError(f"{name}: {error}") from None
+
+
+def read_entry(path: str | os.PathLike[str]) -> Entry:
+    """Return the JSON data of a plan file. Raises `PlanError` naming the cause and the way out."""
+    return Entry(_from_bytes(_read(os.fsdecode(path))))
 
 
 def read_checked(entry: Entry, kind: type[Plan]) -> Plan:

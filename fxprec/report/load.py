@@ -10,6 +10,8 @@ from typing import Any
 
 from fxprec.errors import PlanError
 from fxprec.plan import Plan
+from fxprec.plan.files import read_entry
+from fxprec.runtime.aps import link_plan
 
 _GIVE = "give a folder that dump= or fxprec dump wrote"
 
@@ -36,6 +38,17 @@ def plans_of(path: Path) -> dict[str, Plan]:
         if not (folder / "plan.json").exists():
             raise _unfinished(folder)
     return {folder.relative_to(path).as_posix(): Plan.load(folder / "plan.json") for folder in folders}
+
+
+def is_link_plan(path: Path) -> bool:
+    """Say whether a path is the plan file of a link. Raises `PlanError` for a file that holds no JSON."""
+    if path.is_dir():
+        return False
+    try:
+        entry = read_entry(path)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+    return link_plan.is_link_plan(entry)
 
 
 def json_lines(

@@ -20,13 +20,15 @@ from fxprec.runtime.aps.exchange import (
 )
 from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, mask_factors
 from fxprec.runtime.aps.layout import Layout, layout, sizes_of
+from fxprec.runtime.aps.rotation import rotate, rotate_back
 from fxprec.runtime.aps.segments import indices_of, largest_magnitudes, scale_by_powers
 from fxprec.runtime.aps.state import APSState
+from fxprec.runtime.aps.wire import Wire, num_bytes
 
 
 @dataclass
 class Bucket:
-    """Gradients of one DDP bucket, or of a part of it: layers that are coded, and layers that stay high."""
+    """Gradients of one DDP bucket, or of a part of it: layers that are coded alike, and layers that stay high."""
 
     index: int
     buffer: Tensor
@@ -37,6 +39,8 @@ class Bucket:
     """Views of the layers that go as they are."""
     parameters: list[Tensor]
     """Parameters of `low`, in its order."""
+    wire: Wire
+    """How `low` is coded."""
     part: int = 0
     """Which part of DDP's bucket this is."""
 
@@ -47,22 +51,27 @@ PART_ELEMENTS = 1 << 20  # 25 M gradients at 200 Mbit/s: 1.84 s in parts of this
 def split_bucket(
     state: APSState, index: int, buffer: Tensor, views: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[Bucket]:
-    """Sort a bucket's layers by whether they are coded, and cut the coded ones into parts of whole layers.
+    """Sort a bucket's layers by how they are coded, and cut those coded alike into parts of whole layers.
 
     Parts of a large bucket keep wire and cores busy at once; a schedule's high phase codes nothing.
     """
-    high_phase = state.is_high(state.step)
+    parts: list[Bucket] = []
+    last: dict[Wire, Bucket] = {}
     high: list[Tensor] = []
-    parts = [Bucket(index, buffer, [], high, [])]
     for view, parameter in zip(views, parameters, strict=True):
         flat = view.reshape(-1) if view.is_contiguous() else view
-        if high_phase or state.keeps_high(parameter):
+        wire = state.wire_for(parameter)
+        if wire is None:
             high.append(flat)
         elif flat.numel():
-            if sum(sizes_of(parts[-1].low)) >= PART_ELEMENTS:
-                parts.append(Bucket(index, buffer, [], [], [], part=len(parts)))
-            parts[-1].low.append(flat)
-            parts[-1].parameters.append(parameter)
+            if wire not in last or sum(sizes_of(last[wire].low)) >= PART_ELEMENTS:
+                last[wire] = Bucket(index, buffer, [], [], [], wire, part=len(parts))
+                parts.append(last[wire])
+            last[wire].low.append(flat)
+            last[wire].parameters.append(parameter)
+    if not parts:
+        parts.append(Bucket(index, buffer, [], [], [], state.wire))
+    parts[0].high = high
     return parts
 
 
@@ -78,13 +87,16 @@ class Exchange:
     def __init__(self, state: APSState, bucket: Bucket) -> None:
         self.state = state
         self.bucket = bucket
-        self.layout: Layout = layout(sizes_of(bucket.low), state.groups.size)
+        self.wire = bucket.wire
+        self.layout: Layout = layout(sizes_of(bucket.low), state.groups.size, self.wire.block)
         self.work: dist.Work | None = None
         self.exponent_codes = torch.empty(0, dtype=torch.int8, device="cpu")
         self.exponents = torch.empty(0, dtype=torch.int32, device="cpu")
         self.flat = torch.empty(0, dtype=torch.float32, device="cpu")
         self.in_place = False
         self.lost: Tensor | None = None
+        self.signs: Tensor | None = None
+        """Signs of the rotation that values have until they are decoded, if any."""
         self.message = torch.empty(0, dtype=torch.uint8, device="cpu")
         """The codes that the next stage sends, or that the last one received."""
 
@@ -94,6 +106,9 @@ class Exchange:
             return
         self.flat = self._flatten()
         self._add_residuals(self.layout.layers(self.flat))
+        if self.wire.block > 1:
+            self.signs = self.state.signs(self.bucket.index, self.bucket.part, self.wire.block, self.flat.device)
+            rotate(self.flat, self.signs)
         terms = 1 if self.state.options.accumulate == "fp32" else self.state.groups.size
         self.exponent_codes = exponent_codes(largest_magnitudes(self.flat, self.layout.bounds), terms)
         group = self.state.groups.exponents
@@ -105,11 +120,12 @@ class Exchange:
             return
         self.work.wait()
         random = self.state.random(self.state.step, self.bucket.index, self.bucket.part, self.flat.device)
-        self.coder = Coder(self.state.wire, random, bounded=self._aps)
-        self.exponents = factor_exponents(self.exponent_codes, self.state.wire.top)
-        if not self._aps:
+        self.coder = Coder(self.wire, random, bounded=self._scales_layers)
+        self.exponents = factor_exponents(self.exponent_codes, self.wire.top)
+        if not self._scales_layers:
             self.exponents = torch.zeros_like(self.exponents)
-            self.flat /= self.state.groups.size if self._divides_first else 1
+        if self._divides_first:
+            self.flat /= self.state.groups.size
         feedback = self.state.options.error_feedback
         wanted = self.flat.clone() if feedback else self.flat
         self.message = self.coder.scale_and_encode(self.flat, self.layout.bounds, self.exponents)
@@ -123,7 +139,8 @@ class Exchange:
         if self.bucket.high:
             self._reduce_high()
         if self.work is not None and groups.parts is None:
-            self.message = to_owners(self.message, self.layout, self.state.wire.code_bytes, groups.payload)
+            size = num_bytes(self.wire, self.layout.padded)
+            self.message = to_owners(self.message, size, groups.size, groups.payload)
 
     def reduce(self) -> None:
         """Sum what this rank owns; the hierarchical way is walked to its end here."""
@@ -163,14 +180,17 @@ class Exchange:
         coder = self.coder if self.state.options.accumulate == "fp32" else replace(self.coder, bounded=False)
         divisor = 1 if self._divides_first else self.state.groups.size
         mean = coder.decode_scaled(codes, bounds, exponents, mask, divisor, whole)
+        if self.signs is not None:
+            rotate_back(mean, self.signs)
         if self.lost is not None:
             self._keep_residuals(self.lost)
         if whole is None:
-            write_back(mean, self.bucket.low)
+            for layer, view in zip(self.layout.layers(mean), self.bucket.low, strict=True):
+                view.copy_(layer.view_as(view))
 
     @property
-    def _aps(self) -> bool:
-        return self.state.options.scaling == "aps"
+    def _scales_layers(self) -> bool:
+        return self.state.options.scaling == "aps" and self.wire.block == 1
 
     @property
     def _divides_first(self) -> bool:
@@ -178,14 +198,18 @@ class Exchange:
 
     def _flatten(self) -> Tensor:
         """Return the coded layers, flat: in place in the buffer where they are float32 and lie one after another."""
-        low = self.bucket.low
+        low, lay = self.bucket.low, self.layout
         first = low[0].storage_offset()
-        expected = [first + start for start, _ in self.layout.bounds]
+        expected = [first + start for start, _ in lay.bounds]
         plain = all(v.dtype == torch.float32 and v.dim() == 1 and v.is_contiguous() for v in low)
-        self.in_place = plain and [v.storage_offset() for v in low] == expected
+        self.in_place = plain and lay.spans == lay.sizes and [v.storage_offset() for v in low] == expected
         if self.in_place:
-            return low[0].as_strided((self.layout.total,), (1,))
-        return torch.cat([v.reshape(-1).to(torch.float32) for v in low])
+            return low[0].as_strided((lay.total,), (1,))
+        layers = [v.reshape(-1).to(torch.float32) for v in low]
+        if lay.spans != lay.sizes:
+            gaps = zip(layers, lay.spans, strict=True)
+            layers = [part for v, span in gaps for part in (v, v.new_zeros(span - v.numel()))]
+        return torch.cat(layers)
 
     def _reduce_high(self) -> None:
         high = self.bucket.high
@@ -202,6 +226,8 @@ class Exchange:
                 layer += self.state.residuals[parameter]
 
     def _keep_residuals(self, lost: Tensor) -> None:
+        if self.signs is not None:
+            rotate_back(lost, self.signs)
         layers = self.layout.layers(lost)
         for layer, parameter in zip(layers, self.bucket.parameters, strict=True):
             self.state.residuals[parameter] = torch.nan_to_num(layer, nan=0.0, posinf=0.0, neginf=0.0)

@@ -93,7 +93,7 @@ class Coder:
         return values if out is None else out.copy_(values)
 
     def _fast(self, tensor: Tensor) -> bool:
-        return self.wire.code_bytes == 1 and kernels.usable(tensor)
+        return self.wire.block == self.wire.code_bytes == 1 and kernels.usable(tensor)
 
     def _table(self) -> Tensor:
         return self.wire.decode(torch.arange(256, dtype=torch.uint8, device="cpu"))

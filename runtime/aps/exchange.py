@@ -86,7 +86,8 @@ def exchange_hierarchical(codes: Tensor, coder: Coder, groups: SubGroups, kahan:
 def _ring(codes: Tensor, coder: Coder, group: dist.ProcessGroup, kahan: bool) -> Tensor:
     count = codes.numel() // coder.wire.code_bytes
     lay = layout((count,), dist.get_world_size(group))
-    chunk = sum_in_format(to_owners(codes, lay, coder.wire.code_bytes, group), coder, dist.get_rank(group), kahan)
+    rows = to_owners(codes, lay.padded * coder.wire.code_bytes, lay.num_ranks, group)
+    chunk = sum_in_format(rows, coder, dist.get_rank(group), kahan)
     return all_gather(chunk, group).reshape(-1)[: codes.numel()].contiguous()
 
 
@@ -112,12 +113,12 @@ def _pad(codes: Tensor, size: int) -> Tensor:
     return torch.cat([codes, codes.new_zeros(size - codes.numel())])
 
 
-def to_owners(codes: Tensor, lay: Layout, code_bytes: int, group: dist.ProcessGroup) -> Tensor:
-    """Send chunks to their owners; return this rank's chunk as every rank coded it (num_ranks, chunk * code_bytes)."""
-    sent = _pad(codes, lay.padded * code_bytes)
+def to_owners(codes: Tensor, size: int, num_ranks: int, group: dist.ProcessGroup) -> Tensor:
+    """Send chunks, `size` bytes in all, to their owners; return this rank's as every rank coded it (num_ranks, n)."""
+    sent = _pad(codes, size)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    return received.view(lay.num_ranks, -1)
+    return received.view(num_ranks, -1)
 
 
 def all_gather(message: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -39,10 +39,11 @@ class APSReduceScatter(ReduceScatter):
 
     def __init__(self, state: APSState, sizes: Sequence[int] = (), index: int = 0) -> None:
         chosen = state.options
-        if chosen.accumulate != "fp32" or chosen.error_feedback or chosen.scaling != "aps":
+        alike = state.wire.block == 1 and state.by_link is None
+        if chosen.accumulate != "fp32" or chosen.error_feedback or chosen.scaling != "aps" or not alike:
             raise ConfigError(
                 f"APS under FSDP2 cannot honour ({chosen.text()}); it needs accumulate='fp32', scaling='aps' and no "
-                "error feedback"
+                "error feedback, and one format without blocks"
             )
         self.state = state
         self.sizes = tuple(sizes)

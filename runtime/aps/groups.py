@@ -108,15 +108,17 @@ def _new_group(ranks: Sequence[int], timeout: timedelta | None, world_wide: bool
     return made
 
 
-def agree(text: str, group: dist.ProcessGroup) -> None:
+def agree(
+    text: str,
+    group: dist.ProcessGroup,
+    what: str = "APS options differ between ranks",
+    way_out: str = "give every rank the same",
+) -> None:
     """Raise `ConfigError` on every rank, naming two that differ, unless `text` is the same on all ranks."""
     texts = gather_texts(text, group)
     for rank, other in enumerate(texts):
         if other != texts[0]:
-            raise ConfigError(
-                f"APS options differ between ranks: rank 0 has ({texts[0]}), rank {rank} has ({other}); "
-                "give every rank the same"
-            )
+            raise ConfigError(f"{what}: rank 0 has ({texts[0]}), rank {rank} has ({other}); {way_out}")
 
 
 def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:

@@ -37,6 +37,22 @@ def aps_hook(
     if state.groups.size == 1:
         state.step += is_last
         return done(buffer)
+    try:
+        return _exchange(state, bucket, buffer, is_last)
+    except RuntimeError as error:
+        raise _named(state, error) from error
+
+
+def _exchange(
+    state: APSState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # absent from torch's annotations
+    buffer: Tensor,
+    is_last: bool,
+) -> torch.futures.Future[torch.Tensor]:
+    if state.by_link is not None:
+        state.by_link.bucket_ready(state.step, bucket.index(), bucket.parameters(), bucket.gradients())
+        if state.by_link.codes_nothing:
+            return _reduce(state, buffer, is_last)
     if not buffer.is_cuda:
         return _queue(state, _started(state, bucket), buffer, is_last)
     stream = state.stream(buffer.device)
@@ -46,6 +62,22 @@ def aps_hook(
             getattr(exchange, name)()
         state.step += is_last
         return done(buffer)
+
+
+def _reduce(state: APSState, buffer: Tensor, is_last: bool) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in its own dtype, with no threads between, where no bucket of the step is coded."""
+    work = dist.all_reduce(buffer, group=state.groups.exponents, async_op=True)
+    state.step += is_last
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(partial(_mean, state, buffer))
+    return future
+
+
+def _mean(state: APSState, buffer: Tensor, reduced: "torch.futures.Future[list[Tensor]]") -> Tensor:
+    try:
+        reduced.value()
+    except RuntimeError as error:
+        raise _named(state, error) from error
+    return buffer.div_(state.groups.size)
 
 
 def _started(
@@ -103,7 +135,13 @@ def _deliver(
     """Report how the parts ended. The last one is done, and so are all: their last stage takes them in order."""
     state.step += is_last
     errors = (part.exception() for part in finished)
-    ended.set_result(next((error for error in errors if error is not None), None))
+    error = next((error for error in errors if error is not None), None)
+    ended.set_result(None if error is None else _named(state, error))
+
+
+def _named(state: APSState, error: BaseException) -> BaseException:
+    """Return torch.distributed's error, with the rank's name where bits go by link."""
+    return error if state.by_link is None else state.by_link.lost(error)
 
 
 def _result(buffer: Tensor, ended: "torch.futures.Future[BaseException | None]") -> Tensor:

@@ -53,4 +53,28 @@ void aps_sum(const uint8_t* rows, int64_t num_rows, int64_t n, const float* tabl
 void aps_look_up(const uint8_t* codes, int64_t n, const float* table, float* values) {
   for (int64_t i = 0; i < n; ++i) values[i] = table[codes[i]];
 }
+
+// Each block of x times `before`, times the Hadamard matrix, times `after`. A stage adds and subtracts the halves and
+// interleaves the results, so the next stage's halves are the next bit's; the last one's are in the matrix's order.
+void aps_hadamard(float* x, int64_t n, int64_t block, const float* before, const float* after) {
+  float buffers[2][4096];
+  const int64_t half = block / 2;
+  for (float* at = x; at < x + n; at += block) {
+    float* from = buffers[0];
+    float* to = buffers[1];
+    for (int64_t i = 0; i < block; ++i) from[i] = at[i] * before[i];
+    for (int64_t left = block; left > 1; left /= 2) {
+#pragma omp simd
+      for (int64_t i = 0; i < half; ++i) {
+        const float upper = from[i], lower = from[i + half];
+        to[2 * i] = upper + lower;
+        to[2 * i + 1] = upper - lower;
+      }
+      float* const done = from;
+      from = to;
+      to = done;
+    }
+    for (int64_t i = 0; i < block; ++i) at[i] = from[i] * after[i];
+  }
+}
 }

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from fxprec.errors import FormatError
 from fxprec.numerics import native
+from fxprec.numerics.blocks import BlockFormat
 from fxprec.numerics.cpp import CFormat, c_format, with_codec
 from fxprec.numerics.formats import Format
 from fxprec.runtime.aps.codecs import Codec, thresholds
 
 _CELLS = 1 << 15
+_LARGEST_BLOCK = 4096
 MAX_FACTOR_EXPONENT = 126  # 2^126 and 2^-126 are normal float32 numbers
 
 
@@ -31,6 +33,7 @@ _SIGNATURES = {
     "aps_encode_table": (*_CODING, _MEMORY, _MEMORY, _MEMORY),
     "aps_sum": (None, _MEMORY, _COUNT, _COUNT, _MEMORY, _MEMORY),
     "aps_look_up": (None, _MEMORY, _COUNT, _MEMORY, _MEMORY),
+    "aps_hadamard": (None, _MEMORY, _COUNT, _COUNT, _MEMORY, _MEMORY),
 }
 
 
@@ -73,7 +76,7 @@ def _factors(exponent: int) -> tuple[float, float]:
     return 2.0**first, 2.0 ** (exponent - first)
 
 
-def encode(x: Tensor, exponent: int, kind: Format | Codec, out: Tensor) -> None:
+def encode(x: Tensor, exponent: int, kind: Format | Codec | BlockFormat, out: Tensor) -> None:
     """Write codes (uint8) of x * 2^exponent, nearest, into `out`; `kind` has codes of at most 8 bits."""
     n = x.numel()
     head = (_floats("x", x, n), _codes("out", out, n), n, *_factors(exponent))
@@ -82,8 +85,8 @@ def encode(x: Tensor, exponent: int, kind: Format | Codec, out: Tensor) -> None:
         tables = _codes("below", below, _CELLS), _codes("above", above, _CELLS), _floats("borders", borders, 128)
         _call("aps_encode_table", *head, *tables)
     else:
-        if kind.bits > 8:
-            raise FormatError(f"{kind.name} has {kind.bits} bits; this kernel writes codes of at most 8")
+        if isinstance(kind, BlockFormat) or kind.bits > 8:
+            raise FormatError(f"{kind.name} has {kind.bits} bits; this kernel writes codes of at most 8, a byte each")
         _call("aps_encode", *head, ctypes.byref(c_format(kind)))
 
 
@@ -101,6 +104,15 @@ def look_up(codes: Tensor, table: Tensor, out: Tensor) -> None:
     """Write the values of codes (uint8), by a table of 256 float32 values, into `out`."""
     n = codes.numel()
     _call("aps_look_up", _codes("codes", codes, n), n, _floats("table", table, 256), _floats("out", out, n))
+
+
+def hadamard(x: Tensor, before: Tensor, after: Tensor) -> None:
+    """Multiply each block of a float32 tensor in place by `before`, the Hadamard matrix, and `after`, both (block,)."""
+    n, block = x.numel(), before.numel()
+    if n % block or block & (block - 1) or block > _LARGEST_BLOCK:
+        raise FormatError(f"{n} elements are not in blocks of {block}, a power of two of at most {_LARGEST_BLOCK}")
+    factors = _floats("before", before, block), _floats("after", after, block)
+    _call("aps_hadamard", _floats("x", x, n), n, block, *factors)
 
 
 @cache

@@ -23,20 +23,29 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """A bucket of layers of `sizes` elements, shared out over `num_ranks` in equal chunks, the last one padded."""
+    """A bucket of layers of `sizes` elements, shared out over `num_ranks` in equal chunks, the last one padded.
+
+    Layers begin and chunks are cut at whole blocks of `block` elements: what follows a layer up to there is padding.
+    """
 
     sizes: tuple[int, ...]
     num_ranks: int
+    block: int = 1
 
     @cached_property
     def total(self) -> int:
-        """Return the elements of the bucket."""
-        return sum(self.sizes)
+        """Return the elements of the bucket, padding between layers included."""
+        return sum(self.spans)
+
+    @cached_property
+    def spans(self) -> tuple[int, ...]:
+        """Return the elements of each layer with its padding."""
+        return tuple(-(-n // self.block) * self.block for n in self.sizes)
 
     @cached_property
     def chunk(self) -> int:
         """Return the elements of one rank's chunk, padding included."""
-        return -(-self.total // self.num_ranks)
+        return -(-self.total // (self.num_ranks * self.block)) * self.block
 
     @cached_property
     def padded(self) -> int:
@@ -47,8 +56,8 @@ class Layout:
     def pieces(self) -> tuple[Piece, ...]:
         """Return all non-empty pieces in order."""
         found, start = [], 0
-        for layer, size in enumerate(self.sizes):
-            end = start + size
+        for layer, span in enumerate(self.spans):
+            end = start + span
             while start < end:
                 owner = start // self.chunk
                 stop = min(end, (owner + 1) * self.chunk)
@@ -63,8 +72,8 @@ class Layout:
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """Return (start, end) of each layer."""
-        return bounds_of(self.sizes)
+        """Return (start, end) of each layer with its padding."""
+        return bounds_of(self.spans)
 
     @cached_property
     def max_pieces(self) -> int:
@@ -76,8 +85,9 @@ class Layout:
         return tuple(p for p in self.pieces if p.owner == rank)
 
     def layers(self, flat: Tensor) -> list[Tensor]:
-        """Return views of each layer in a flat tensor of `total` elements."""
-        return list(torch.split(flat[: self.total], list(self.sizes)))
+        """Return views of each layer, without its padding, in a flat tensor of at least `total` elements."""
+        whole = torch.split(flat[: self.total], list(self.spans))
+        return [v if v.numel() == n else v[:n] for v, n in zip(whole, self.sizes, strict=True)]
 
 
 @lru_cache(maxsize=1024)
@@ -88,9 +98,9 @@ def bounds_of(sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=1024)
-def layout(sizes: tuple[int, ...], num_ranks: int) -> Layout:
+def layout(sizes: tuple[int, ...], num_ranks: int, block: int = 1) -> Layout:
     """Return the layout of those layer sizes, computed once."""
-    return Layout(sizes, num_ranks)
+    return Layout(sizes, num_ranks, block)
 
 
 def sizes_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -6,16 +6,21 @@ from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
 from fxprec.errors import ConfigError, did_you_mean
+from fxprec.runtime.aps.link_plan import BITS
+from fxprec.runtime.aps.predict import Link, parse_rate, parse_seconds
 
 Accumulate = Literal["fp32", "format", "kahan"]
 Rounding = Literal["nearest", "stochastic"]
 Scaling = Literal["aps", "none", "raw"]
+Bits = Literal["by format", "by link"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "accumulate": get_args(Accumulate),
     "rounding": get_args(Rounding),
     "scaling": get_args(Scaling),
+    "bits": get_args(Bits),
 }
+_OF_LINK = ("bits", "link", "error_budget", "widths")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,16 @@ class APSOptions:
     PyTorch's fp16 hook does. ``raw``: not divided either, as the paper's emulator does; with ``accumulate='format'``
     and an IEEE format, whose overflow is inf, what the paper compares with. Only for showing what APS is worth."""
     seed: int = 0
-    """Seed of stochastic rounding."""
+    """Seed of stochastic rounding, and of the rotation of block formats."""
+    bits: Bits = "by format"
+    """``by link``: each layer goes in the bits that end the step soonest, `format` being that of 8 bits."""
+    link: str | None = None
+    """With ``by link``: the rate, as ``200Mbit/s`` or ``200Mbit/s, 1ms``. None measures it, and follows it."""
+    error_budget: float = 1 / 32
+    """With ``by link``: the squared error that rounding may add to the mean gradient, as a share of the squared norm of
+    one rank's gradient. 1/32 lets all go in 4 bits."""
+    widths: tuple[int, ...] = (32, 16, 8, 4)
+    """With ``by link``: the bits to choose from; 32 is the gradient's own dtype."""
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
@@ -63,9 +77,36 @@ class APSOptions:
                     "the ranks; use accumulate='format' or 'kahan', or leave group_size out"
                 )
 
+        self._check_link()
+
+    def _check_link(self) -> None:
+        if self.bits != "by link":
+            changed = [f for f in _OF_LINK[1:] if getattr(self, f) != getattr(type(self), f)]
+            if changed:
+                raise ConfigError(
+                    f"APS {changed[0]}= is of bits='by link', which is not asked for; add it, or leave it out"
+                )
+            return
+        if not 0 < self.error_budget < float("inf"):
+            raise ConfigError(f"APS error_budget={self.error_budget!r} must be a positive share, such as 1/32")
+        if not self.widths or set(self.widths) - set(BITS) or 16 not in self.widths:
+            raise ConfigError(f"APS widths={self.widths!r} must be some of {BITS}, 16 among them")
+        if self.accumulate != "fp32" or self.scaling != "aps":
+            raise ConfigError("APS bits='by link' adds in float32 and scales layers; leave accumulate and scaling out")
+        self.given_link()
+
+    def given_link(self) -> Link | None:
+        """Return the link that was given. Raises `ConfigError` for text that is none."""
+        if self.link is None:
+            return None
+        rate, _, latency = self.link.partition(",")
+        return Link(parse_rate(rate), parse_seconds(latency) if latency else 0.0)
+
     def text(self) -> str:
         """Return all fields in one line, the same on every rank that chose the same."""
-        return ", ".join(f"{field}={value!r}" for field, value in asdict(self).items())
+        fields = asdict(self)
+        shown = {k: v for k, v in fields.items() if self.bits == "by link" or k not in _OF_LINK}
+        return ", ".join(f"{field}={value!r}" for field, value in shown.items())
 
 
 def _check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -14,10 +14,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxprec.errors import ConfigError
 from fxprec.numerics.formats import Format
+from fxprec.runtime.aps.by_link import FOUR_BITS, ByLink
 from fxprec.runtime.aps.codecs import Codec
 from fxprec.runtime.aps.groups import Groups, agree, make_groups, parent_of
-from fxprec.runtime.aps.options import Accumulate, APSOptions, Rounding, Scaling
-from fxprec.runtime.aps.wire import wire_of
+from fxprec.runtime.aps.link_plan import LinkPlan
+from fxprec.runtime.aps.options import Accumulate, APSOptions, Bits, Rounding, Scaling
+from fxprec.runtime.aps.rotation import signs_of
+from fxprec.runtime.aps.wire import FloatWire, Wire, wire_of
 
 KeepHigh = Iterable[str | nn.Module | Tensor]
 
@@ -30,6 +33,9 @@ class APSState:
 
     `format`: a `Format`, a codec, or the name of either. `keep_high`: modules, parameters, or name patterns (then with
     `model`) whose gradients stay in their own dtype; the paper advises the last classifier.
+
+    With ``bits="by link"``, `weights` says by name or pattern what a layer's rounding counts (1 where it is left out),
+    and `plan` is a plan to begin with. ``state.by_link`` has the plan in force and its events.
     """
 
     def __init__(
@@ -46,6 +52,12 @@ class APSState:
         error_feedback: bool = False,
         scaling: Scaling = "aps",
         seed: int = 0,
+        bits: Bits = "by format",
+        link: str | None = None,
+        error_budget: float = 1 / 32,
+        widths: tuple[int, ...] = (32, 16, 8, 4),
+        weights: Mapping[str, float] | None = None,
+        plan: LinkPlan | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.wire = wire_of(format)
@@ -59,7 +71,16 @@ class APSState:
             high_epochs=high_epochs,
             scaling=scaling,
             seed=seed,
+            bits=bits,
+            link=link,
+            error_budget=error_budget,
+            widths=widths,
         )
+        if self.wire.block > 1 and (accumulate != "fp32" or scaling != "aps"):
+            raise ConfigError(
+                f"APS format={self.wire.name!r} scales each block by itself and is added in float32; leave out "
+                f"accumulate={accumulate!r} and scaling={scaling!r}, or choose a format without blocks"
+            )
         self._kept = WeakTensorKeyDictionary()
         for parameter in _parameters(keep_high, model):
             self._kept[parameter] = True
@@ -69,6 +90,32 @@ class APSState:
         self.groups = self._meet(process_group)
         self.workers: list[ThreadPoolExecutor] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.by_link = self._planned_by_link(model, weights, plan)
+
+    def _planned_by_link(
+        self, model: nn.Module | None, weights: Mapping[str, float] | None, plan: LinkPlan | None
+    ) -> ByLink | None:
+        chosen = self.options
+        if chosen.bits != "by link":
+            if weights is not None or plan is not None:
+                raise ConfigError("weights= and plan= are of bits='by link'; add it, or leave them out")
+            return None
+        if model is None or not isinstance(self.wire, FloatWire) or self.wire.code_bytes != 1:
+            raise ConfigError(
+                f"bits='by link' needs model=, for the layers' names, and a number format of 8 bits (format is "
+                f"{self.wire.name!r}); pass both"
+            )
+        wires = {32: None, 16: wire_of("bf16"), 8: self.wire, 4: wire_of(FOUR_BITS)}
+        return ByLink(
+            {p: _plain_name(name) for name, p in model.named_parameters() if p not in self._kept},
+            {bits: wires[bits] for bits in chosen.widths},
+            self.groups,
+            stochastic=chosen.rounding == "stochastic",
+            budget=chosen.error_budget,
+            link=chosen.given_link(),
+            weights=weights,
+            plan=plan,
+        )
 
     def _meet(self, process_group: dist.ProcessGroup | None) -> Groups:
         parent = parent_of(process_group, "APSState")
@@ -95,6 +142,12 @@ class APSState:
         """Say whether the schedule sends everything of this step in the gradients' own dtype."""
         return step < self.options.high_steps or self.epoch < self.options.high_epochs
 
+    def wire_for(self, parameter: Tensor) -> Wire | None:
+        """Return how this parameter's gradient is coded in this step, None where it stays in its own dtype."""
+        if self.is_high(self.step) or self.keeps_high(parameter):
+            return None
+        return self.wire if self.by_link is None else self.by_link.wire_for(parameter)
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the schedule which epoch (from 0) begins; every rank says the same."""
         self.epoch = epoch
@@ -106,12 +159,24 @@ class APSState:
         parts = (self.options.seed, step, bucket, part, self.groups.rank)
         return torch.Generator(device).manual_seed(_mix(parts))
 
+    def signs(self, bucket: int, part: int, block: int, device: torch.device) -> Tensor:
+        """Return the signs of a block's rotation in this step, equal on all ranks."""
+        return signs_of(_mix((self.options.seed, self.step, bucket, part)), block, device)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values to resume from: the step and the epoch. Residuals are rebuilt within a step."""
-        return {"step": self.step, "epoch": self.epoch, "options": self.options.text()}
+        """Return what to resume from: step and epoch; with ``bits="by link"`` also the plan and this rank's residuals.
+
+        Otherwise residuals are rebuilt within a step.
+        """
+        found = {"step": self.step, "epoch": self.epoch, "options": self.options.text()}
+        if self.by_link is not None:
+            plan = self.by_link.plan
+            found["link_plan"] = None if plan is None else plan.to_dict()
+            found["residuals"] = {self.by_link.name_of(p): lost.clone() for p, lost in self.residuals.items()}
+        return found
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Resume. Raises `ConfigError` if it was saved under other options."""
+        """Resume. Raises `ConfigError` if it was saved under other options, `PlanError` for a plan of another model."""
         if saved.get("options") != self.options.text():
             raise ConfigError(
                 f"APS state was saved with ({saved.get('options')}), this one has ({self.options.text()}); "
@@ -119,6 +184,10 @@ class APSState:
             )
         self.step = self.first_step = int(saved["step"])
         self.epoch = int(saved["epoch"])
+        if self.by_link is not None:
+            self.by_link.resume(saved.get("link_plan"))
+            for name, lost in saved.get("residuals", {}).items():
+                self.residuals[self.by_link.parameter_of(name)] = lost.clone()
 
 
 def _mix(parts: Iterable[int]) -> int:

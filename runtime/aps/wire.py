@@ -1,6 +1,7 @@
-"""Codes of a number format or of an 8-bit codec as the bytes that are sent.
+"""Codes of a number format, of an 8-bit codec or of a block format as the bytes that are sent.
 
-A wire turns scaled float32 values into bytes and back. Formats wider than a byte use 16-bit codes.
+A wire turns float32 values into bytes and back. Formats wider than a byte use 16-bit codes. Values reach the wire of a
+number format or codec scaled; a block format scales by itself.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import torch
 from torch import Tensor
 
 from fxprec.errors import FormatError
-from fxprec.numerics import rounding
-from fxprec.numerics.formats import Format, parse
+from fxprec.numerics import block_codec, rounding
+from fxprec.numerics.block_rounding import drawn_seed
+from fxprec.numerics.blocks import AnyFormat, BlockFormat, find
+from fxprec.numerics.formats import Format
+from fxprec.runtime.aps import kernels
 from fxprec.runtime.aps.codec_tables import TABLES
 from fxprec.runtime.aps.codecs import Codec, codec, decode_values, encode_values
+from fxprec.runtime.cpu import blocks as cpu_blocks
 
 _BLOCK = 1 << 15  # elements: 128 KiB of float32
 MAX_TOP_EXPONENT = 100  # leaves float32 room for a sum over 2^27 ranks
@@ -31,16 +36,23 @@ class Wire(Protocol):
         """Name of the format or codec."""
 
     @property
-    def code_bytes(self) -> int:
-        """Return the bytes of one code, 1 or 2."""
+    def block(self) -> int:
+        """Return the elements that are coded together: 1, or those that share a scale."""
 
     @property
-    def kind(self) -> Format | Codec:
+    def code_bytes(self) -> int:
+        """Return the bytes of one block's codes; 1 or 2 where a block is one element."""
+
+    @property
+    def kind(self) -> Format | Codec | BlockFormat:
         """Return the format or codec of the codes."""
 
     @property
     def top(self) -> int:
-        """Return the exponent of the power of two that a layer's largest magnitude is scaled to, at most."""
+        """Return the exponent of the power of two that a layer's largest magnitude is scaled to, at most.
+
+        A wire of blocks larger than 1 takes layers unscaled.
+        """
 
     def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
         """Return the bytes (uint8, n * code_bytes) of float32 values (n,).
@@ -83,6 +95,11 @@ class FloatWire:
     def name(self) -> str:
         """Name of the format."""
         return self.fmt.name
+
+    @property
+    def block(self) -> int:
+        """Return 1."""
+        return 1
 
     @property
     def code_bytes(self) -> int:
@@ -136,6 +153,11 @@ class TableWire:
         return self.codec.name
 
     @property
+    def block(self) -> int:
+        """Return 1."""
+        return 1
+
+    @property
     def code_bytes(self) -> int:
         """Return 1."""
         return 1
@@ -161,6 +183,62 @@ class TableWire:
         return decode_values(codes, self.codec)
 
 
+@dataclass(frozen=True)
+class BlockWire:
+    """Records of a block format: each block's scale, then its codes."""
+
+    fmt: BlockFormat
+
+    def __post_init__(self) -> None:
+        if self.fmt.tensor_scale:
+            raise FormatError(
+                f"{self.fmt.name} has a scale of the whole tensor, which parts of a bucket cannot share; use a block "
+                "format without, such as '1-2-1/256:e8m0'"
+            )
+
+    @property
+    def kind(self) -> BlockFormat:
+        """Return the block format."""
+        return self.fmt
+
+    @property
+    def name(self) -> str:
+        """Name of the block format."""
+        return self.fmt.name
+
+    @property
+    def block(self) -> int:
+        """Return the elements of a block."""
+        return self.fmt.block
+
+    @property
+    def code_bytes(self) -> int:
+        """Return the bytes of a record."""
+        return self.fmt.head_bytes + self.fmt.code_bytes
+
+    @property
+    def top(self) -> int:
+        """Return 0; blocks have scales of their own."""
+        return 0
+
+    def encode(self, values: Tensor, *, generator: torch.Generator | None = None, bounded: bool = False) -> Tensor:
+        """See `Wire.encode`; `values` are whole blocks."""
+        seed = None if generator is None else drawn_seed(values.device, generator)
+        store = cpu_blocks.store_blocks if kernels.usable(values) else block_codec.stored
+        return store(values, seed, None, 0, self.fmt.name).view(-1)
+
+    def decode(self, codes: Tensor, *, bounded: bool = False) -> Tensor:
+        """See `Wire.decode`."""
+        count = codes.numel() // self.code_bytes * self.block
+        load = cpu_blocks.load_blocks if kernels.usable(codes) else block_codec.loaded
+        return load(codes.view(-1, self.code_bytes), None, 0, self.fmt.name, count, torch.float32)
+
+
+def num_bytes(wire: Wire, elements: int) -> int:
+    """Return the bytes of that many elements, whole blocks of them."""
+    return elements // wire.block * wire.code_bytes
+
+
 def _encode(values: Tensor, fmt: Format, generator: torch.Generator | None) -> Tensor:
     return rounding.encode(values, fmt, "nearest" if generator is None else "stochastic", generator)
 
@@ -172,10 +250,11 @@ def _in_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.cat([function(block) for block in torch.split(x, _BLOCK)])
 
 
-def wire_of(fmt: str | Format | Codec) -> Wire:
+def wire_of(fmt: str | AnyFormat | Codec) -> Wire:
     """Return the wire of a format, a codec, or the name of either. Raises `FormatError` for anything else."""
     if isinstance(fmt, Codec):
         return TableWire(fmt)
     if isinstance(fmt, str) and fmt in TABLES:
         return TableWire(codec(fmt))
-    return FloatWire(parse(fmt))
+    found = find(fmt)
+    return BlockWire(found) if isinstance(found, BlockFormat) else FloatWire(found)

@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from block_reference import reference_encode_blocks
 
+from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.numerics.formats import parse
 from fxprec.numerics.reference import reference_quantize
 from fxprec.runtime.aps.codec_tables import TABLES
 from fxprec.runtime.aps.codecs import codec
+from fxprec.runtime.aps.rotation import signs_of
+from fxprec.runtime.aps.state import _mix
 from fxprec.runtime.aps.wire import wire_of
 
 
@@ -68,6 +72,8 @@ def mean_of_layer(grads: list[np.ndarray], owners: np.ndarray, options: dict[str
         return grads[0]
     if any(not np.isfinite(g).all() for g in grads):
         return np.full(grads[0].shape, np.nan, dtype=np.float32)
+    if kind not in TABLES and isinstance(fmt := find(kind), BlockFormat):
+        return mean_in_blocks(grads, fmt)
     shared = shared_exponent(grads, 1 if mode == "fp32" else n)
     if shared is None:
         return np.zeros(grads[0].shape, dtype=np.float32)
@@ -114,3 +120,31 @@ def _in_order(terms: list[np.ndarray], kind: str, mode: str) -> np.ndarray:
         lost = rounded(rounded(t - total, kind) - y, kind)
         total = t
     return total
+
+
+def mean_in_blocks(grads: list[np.ndarray], fmt: BlockFormat, step: int = 0) -> np.ndarray:
+    """The mean of one layer: rotated block by block, coded, added in rank order, coded, divided, rotated back."""
+    signs = signs_of(_mix((0, step, 0, 0)), fmt.block, torch.device("cpu")).numpy()
+    up, down = 2.0 ** -math.ceil(math.log2(fmt.block) / 2), 2.0 ** -math.floor(math.log2(fmt.block) / 2)
+    total = None
+    with np.errstate(all="ignore"):
+        for g in grads:
+            padded = np.zeros(-(-g.size // fmt.block) * fmt.block, np.float32)
+            padded[: g.size] = g
+            sent = in_blocks(times_hadamard(padded.reshape(-1, fmt.block) * (signs * np.float32(up))), fmt)
+            total = sent if total is None else total + sent
+        mean = in_blocks(total, fmt) / np.float32(len(grads))
+        return (times_hadamard(mean * np.float32(down)) * signs).reshape(-1)[: grads[0].size]
+
+
+def in_blocks(x: np.ndarray, fmt: BlockFormat) -> np.ndarray:
+    coded = reference_encode_blocks([float(v) for v in x.ravel()], fmt)
+    return np.array(coded.values(fmt, x.size), np.float32).reshape(x.shape)
+
+
+def times_hadamard(rows: np.ndarray) -> np.ndarray:
+    """Sylvester's matrix times each row, by its definition: of two halves a, b the transforms of a + b and a - b."""
+    if rows.shape[1] == 1:
+        return rows
+    a, b = np.split(rows, 2, axis=1)
+    return np.concatenate([times_hadamard(a + b), times_hadamard(a - b)], axis=1)

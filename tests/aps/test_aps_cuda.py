@@ -77,7 +77,7 @@ def test_a_bucket_has_the_bits_of_a_cpus(monkeypatch: pytest.MonkeyPatch, fmt: s
         state, flat = state_of(fmt, **options), pieces()
         low = [layer for layer in flat.split(SIZES) if layer.numel()]
         owners = [object() for _ in low]
-        one = bucket.Exchange(state, bucket.Bucket(0, flat, low, [], owners))
+        one = bucket.Exchange(state, bucket.Bucket(0, flat, low, [], owners, state.wire))
         with np.errstate(all="ignore"):
             for stage in ("start", "prepare", "scatter", "reduce"):
                 getattr(one, stage)()
@@ -160,7 +160,7 @@ GROUPS = SimpleNamespace(size=2, rank=0, exponents=None, payload=None, gather=No
 def state_of(fmt: str, **options: Any) -> Any:
     chosen = SimpleNamespace(**OPTIONS | options)
     wire, random = wire_of(fmt), lambda *args: None
-    return SimpleNamespace(options=chosen, groups=GROUPS, wire=wire, residuals={}, step=0, random=random)
+    return SimpleNamespace(options=chosen, groups=GROUPS, wire=wire, residuals={}, step=0, random=random, by_link=None)
 
 
 def exchange(layers: int, launches: Launches, **options: Any) -> tuple[int, int]:
@@ -168,7 +168,7 @@ def exchange(layers: int, launches: Launches, **options: Any) -> tuple[int, int]
     state = state_of("e5m2", **options)
     flat = torch.empty(layers * 300)
     low = list(flat.split(300))
-    one = bucket.Exchange(state, bucket.Bucket(0, flat, low, [], [object()] * layers))
+    one = bucket.Exchange(state, bucket.Bucket(0, flat, low, [], [object()] * layers, state.wire))
     before = launches.kernels, launches.operators
     with launches:
         one.start()
@@ -199,7 +199,11 @@ def test_a_layout_is_uploaded_once(launches: Launches) -> None:
 def test_fsdp_scales_all_shards_in_one_launch(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three launches a layer and rank: thousands a module on 64 ranks."""
     state = SimpleNamespace(
-        options=SimpleNamespace(**OPTIONS), wire=wire_of("e5m2"), random=lambda *args: None, is_high=lambda step: False
+        options=SimpleNamespace(**OPTIONS),
+        wire=wire_of("e5m2"),
+        random=lambda *args: None,
+        is_high=lambda step: False,
+        by_link=None,
     )
     scatter = fsdp.APSReduceScatter(state, [30] * 20)
     with launches:
@@ -241,7 +245,7 @@ def test_backward_runs_ahead_of_the_exchange(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hook, "Exchange", Stage)
     monkeypatch.setattr(hook, "split_bucket", lambda *args: ["first", "second"])
     monkeypatch.setattr(hook, "done", lambda buffer: streams.seen.append(("done", streams.current)) or "future")
-    state = SimpleNamespace(groups=SimpleNamespace(size=2), step=4, stream=lambda device: side)
+    state = SimpleNamespace(groups=SimpleNamespace(size=2), step=4, stream=lambda device: side, by_link=None)
     with FakeTensorMode():
         buffer = torch.empty(3, device=GPU)
     whole = SimpleNamespace(

@@ -24,6 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     "stochastic hierarchical": {"rounding": "stochastic", "accumulate": "kahan", "group_size": 2},
     "error feedback": {"format": "1-3-0", "error_feedback": True},
     "codec": {"format": "dynamic-tree"},
+    "4 bits": {"format": "1-2-1/256:e8m0", "error_feedback": True},
     "16 bits": {"format": "1-6-9", "high_steps": 50},
     "kept high": {"format": "1-2-1", "keep_high": ["3"]},
     "no scale": {"format": "1-4-3", "scaling": "none"},

@@ -30,6 +30,8 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
         for size in (1, 2, 3, 8)
     ],
     *[("plain", {"format": name}) for name in ("dynamic-tree", "dynamic-uniform", "mantissa", "linear")],
+    *[(case, {"format": "1-2-1/256:e8m0"}) for case in CASES],
+    *[("plain", {"format": fmt}) for fmt in ("mxfp4", "int4/64:bf16", "1-4-3/8:e8m0")],
     *[("plain", {"format": fmt, "scaling": "none"}) for fmt in ("1-4-3", "1-3-0", "bf16")],
     *[("nan", {"format": "1-4-3", "scaling": "none", "accumulate": "format"})],
     *[("plain", {"format": "1-4-3", "scaling": "raw", "accumulate": mode}) for mode in ("fp32", "format")],
@@ -41,6 +43,7 @@ RANDOM: list[dict[str, Any]] = [
     {"rounding": "stochastic", "accumulate": "kahan"},
     {"rounding": "stochastic", "accumulate": "format", "group_size": 2},
     {"rounding": "stochastic", "error_feedback": True, "format": "linear"},
+    {"rounding": "stochastic", "error_feedback": True, "format": "1-2-1/256:e8m0"},
 ]
 Results = Callable[[int], list[dict[str, Any]]]
 SUBSET = ("plain", {"format": "1-4-3", "accumulate": "format", "group_size": 2})

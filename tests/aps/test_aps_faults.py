@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fxprec.aps import APSState, aps_hook
 from fxprec.runtime.aps import kernels
 from fxprec.runtime.aps.bucket import Exchange
+from fxprec.runtime.aps.lost import GRACE
 
 TIMEOUT = 10  # seconds
 MODES = {"fp32": {}, "hierarchical": {"accumulate": "format", "group_size": 2}}
@@ -28,7 +29,8 @@ def loses_rank_1(rank: int, world: int, how: str, mode: str, ended: str) -> tupl
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5))
     ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(APSState(**MODES[mode]), aps_hook)
+    options = {"bits": "by link", "model": ddp} if mode == "by link" else MODES[mode]
+    ddp.register_comm_hook(APSState(**options), aps_hook)
     x = torch.randn(6, 12)
     ddp(x).sum().backward()
     loss = ddp(x).sum()
@@ -41,7 +43,7 @@ def loses_rank_1(rank: int, world: int, how: str, mode: str, ended: str) -> tupl
             time.sleep(0.1)
 
     start = time.monotonic()
-    stage = "scatter" if mode == "fp32" else "reduce"
+    stage = "reduce" if mode == "hierarchical" else "scatter"
     with mock.patch.object(Exchange, stage, stops if rank == 1 else getattr(Exchange, stage)):
         try:
             loss.backward()
@@ -49,6 +51,14 @@ def loses_rank_1(rank: int, world: int, how: str, mode: str, ended: str) -> tupl
             Path(ended, str(rank)).touch()
             return f"{type(error).__name__}: {error}", time.monotonic() - start
     return "no error", time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", ["killed", "stalled"])
+def test_bits_by_link_name_the_lost_rank(how: str, tmp_path: Path) -> None:
+    ends = run_ranks(3, loses_rank_1, how, "by link", str(tmp_path), timeout=TIMEOUT)
+    for message, seconds in (ends[0], ends[2]):
+        assert "exchange of gradients failed: rank 1 does not answer; restart the job from a checkpoint" in message
+        assert seconds < 2 * TIMEOUT + 3 * GRACE
 
 
 @pytest.mark.parametrize(("how", "mode"), [("killed", "fp32"), ("killed", "hierarchical"), ("stalled", "fp32")])

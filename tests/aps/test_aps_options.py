@@ -92,6 +92,8 @@ def feedback(rank: int, world: int) -> dict[str, float]:
     found = {
         "without": mean_of_calls(rank, world, APSState("1-2-1"), 64),
         "with": mean_of_calls(rank, world, APSState("1-2-1", error_feedback=True), 64),
+        "blocks without": mean_of_calls(rank, world, APSState("1-2-1/256:e8m0"), 1),
+        "blocks with": mean_of_calls(rank, world, APSState("1-2-1/256:e8m0", error_feedback=True), 64),
     }
     state, parameters = APSState("1-2-1", error_feedback=True), parameters_like(gradients_of(rank))
     exchange(state, gradients_of(rank, "nan"), parameters)
@@ -186,6 +188,7 @@ def test_error_feedback_makes_the_error_of_many_steps_vanish(results: list[dict[
     for found in (r["feedback"] for r in results):
         assert found["without"] > 0.05
         assert found["with"] < found["without"] / 5
+        assert found["blocks with"] < found["blocks without"] / 20, "new signs each step alone give an eighth"
         assert found["after a NaN"] == 1
 
 

@@ -1,0 +1,112 @@
+"""Step time of bits by link beside fixed widths and torch's hooks: 4 ranks on 2 "nodes", the link between them slow.
+
+    python -m benchmarks.comm.by_link --rates 50,200,2000
+
+Needs root and iproute2. Each rank has a network namespace (fxl0 to fxl3) and a link of 2 Gbit/s to the bridge of its node
+(fxn0, fxn1); `tc` limits what leaves a node for the other. Steps of all ways are interleaved in one process a rank,
+medians reported. Bytes are those of the ranks' interfaces, by the kernel's counters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.comm.slow_link import inside, ip
+
+RANKS, NODES, INNER = 4, 2, "2gbit"
+MTU = "9000"
+"""Bytes of a frame: headers of smaller ones, which `tc` makes of large segments, are 5 % of what is counted."""
+BURST = ("burst", "64kb", "latency", "200ms")
+SPACES = [f"fxl{k}" for k in range(RANKS)] + [f"fxn{n}" for n in range(NODES)]
+RANK = Path(__file__).with_name("by_link_rank.py")
+
+
+def build(outer: str) -> None:
+    """A bridge for each node in a namespace of its own, its ranks' links, and the link between the bridges."""
+    for space in SPACES:
+        ip("netns", "add", space)
+    for node in range(NODES):
+        inside(f"fxn{node}", "ip", "link", "add", "br0", "type", "bridge")
+        inside(f"fxn{node}", "ip", "link", "set", "br0", "up")
+    ip("link", "add", "eth1", "netns", "fxn0", "type", "veth", "peer", "name", "eth1", "netns", "fxn1")
+    for node in range(NODES):
+        _limit(f"fxn{node}", "eth1", outer)
+        inside(f"fxn{node}", "ip", "link", "set", "eth1", "master", "br0")
+        inside(f"fxn{node}", "ip", "link", "set", "eth1", "mtu", MTU, "up")
+    for k in range(RANKS):
+        space, node = f"fxl{k}", f"fxn{k * NODES // RANKS}"
+        ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", f"p{k}", "netns", node)
+        inside(space, "ip", "addr", "add", f"10.78.0.{k + 1}/24", "dev", "eth0")
+        inside(space, "ip", "link", "set", "lo", "up")
+        inside(space, "ip", "link", "set", "eth0", "mtu", MTU, "up")
+        inside(node, "ip", "link", "set", f"p{k}", "master", "br0")
+        inside(node, "ip", "link", "set", f"p{k}", "mtu", MTU, "up")
+        _limit(space, "eth0", INNER)
+
+
+def _limit(space: str, device: str, rate: str) -> None:
+    inside(space, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, *BURST)
+
+
+def tear_down() -> None:
+    for space in SPACES:
+        subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+
+
+def run(rate: int, rounds: int) -> dict[str, Any]:
+    """Return what rank 0 measured at an outer rate in Mbit/s. Raises SystemExit where a rank fails."""
+    tear_down()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "rank0.json")
+        try:
+            build(f"{rate}mbit")
+            ranks = []
+            for k in range(RANKS):
+                words = [str(RANK), "--rank", str(k), "--world", str(RANKS), "--rounds", str(rounds), "--out", str(out)]
+                env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+                ranks.append(subprocess.Popen(["ip", "netns", "exec", f"fxl{k}", sys.executable, *words], env=env))
+            codes = [p.wait(1200) for p in ranks]
+        finally:
+            tear_down()
+        if any(codes):
+            raise SystemExit(f"ranks ended with {codes}")
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def table(rate: int, found: dict[str, Any]) -> str:
+    rows = found["ways"]
+    mix = rows["by link"]["seconds"]
+    lines = [
+        f"{rate} Mbit/s between nodes; plan: {found['shares']}",
+        "| way | ms a step | mix is faster by | MB sent | error |",
+    ]
+    for name, row in rows.items():
+        cells = (row["seconds"] * 1e3, row["seconds"] / mix, row["bytes_sent"] / 1e6, row["error"])
+        lines.append("| {} | {:.1f} | {:.2f}x | {:.2f} | {:.1e} |".format(name, *cells))
+    sent, planned = rows["by link"]["bytes_sent"], found["plan"]["bytes_sent"]
+    return "\n".join([*lines, f"bytes of the mix: {sent / planned - 1:+.1%} of the plan's {planned / 1e6:.3f} MB"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", default="50,200,2000", help="Mbit/s between the nodes.")
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    rows = {}
+    for rate in map(int, args.rates.split(",")):
+        rows[str(rate)] = run(rate, args.rounds)
+        print(table(rate, rows[str(rate)]), flush=True)
+    print(machine.save("aps-by-link", {"ranks": RANKS, "nodes": NODES, "inner": INNER, "outer Mbit/s": rows}))
+
+
+if __name__ == "__main__":
+    main()

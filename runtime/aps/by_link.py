@@ -1,0 +1,335 @@
+"""Bits by link: measure the link and the gradients of a few steps, plan each layer's bits, and follow the link.
+
+Steps come in periods of `PERIOD`. After the first, in which DDP builds its buckets, `MEASURED` steps note when
+gradients are ready; the last of them also takes their statistics. The step after looks at the link. It plans where
+there is no plan yet, where the link has changed, and where the gradients have, so that the plan in force rounds too
+much. Then the plan is tried beside those of one width for all layers, step by step in turn, and the fastest stays:
+threads and processes that share cores cost what no model knows. Everything that decides is reduced over ranks before,
+and every rank plans by itself: the plans are compared.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxprec.errors import ConfigError, PlanError, did_you_mean
+from fxprec.numerics.formats import Format
+from fxprec.runtime.aps.groups import Groups, agree, communication_device
+from fxprec.runtime.aps.link_plan import LinkPlan
+from fxprec.runtime.aps.link_planner import CLOSE, Layer, Problem, Width, alike, choose
+from fxprec.runtime.aps.link_probe import largest_of_ranks, probe_link, probe_widths
+from fxprec.runtime.aps.lost import RollCall
+from fxprec.runtime.aps.predict import Link
+from fxprec.runtime.aps.wire import Wire
+from fxprec.runtime.events import Event
+
+PERIOD, MEASURED = 100, 3
+TRIALS = 7
+"""Steps of each plan that is tried; the first makes its buffers and does not count."""
+CHANGED = 1.25
+"""A rate that differs from the plan's by this factor is another link."""
+UNPLANNED = 16
+"""Bits of a layer that has no plan."""
+FOUR_BITS = "1-2-1/256:e8m0"
+_LOST = {False: 0.0447, True: 0.0895}
+"""What rounding to no mantissa bits would lose of the squared norm of normal values, to nearest and stochastic."""
+_LOST_IN_FOUR_BITS = {False: 0.0128, True: 0.036}
+"""What rotated values lose in `FOUR_BITS`."""
+
+
+def widths_of(wires: Mapping[int, Wire | None], *, stochastic: bool) -> dict[Width, Wire | None]:
+    """Return what the bytes and the rounding of each width cost; their seconds are measured later.
+
+    A number of m mantissa bits loses 4^-m of what one of none would; below the smallest normal number a rounding loses
+    a 12th of the subnormals' unit squared.
+    """
+    found: dict[Width, Wire | None] = {}
+    for bits, wire in wires.items():
+        if wire is None:
+            width = Width(bits, bits // 8, messages=1, sends=2)
+        elif isinstance(fmt := wire.kind, Format):
+            unit = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits - (wire.top - 1))
+            width = Width(
+                bits,
+                wire.code_bytes,
+                error=_LOST[stochastic] * 4.0**-fmt.mantissa_bits,
+                floor=unit * ((1 + stochastic) / 12) ** 0.5,
+            )
+        else:
+            width = Width(bits, wire.code_bytes, wire.block, error=_LOST_IN_FOUR_BITS[stochastic])
+        found[width] = wire
+    return found
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A layer as this rank saw it in the step that takes statistics."""
+
+    bucket: int
+    elements: int
+    squares: Tensor
+    """float64 (): squared norm; not finite where an element is not."""
+    amax: Tensor
+
+
+class ByLink:
+    """The plan of a state with ``bits="by link"``, and what it is made from.
+
+    `names` of all parameters; `link` where the user gives it, and is not measured; `weights` by name or pattern.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[Tensor, str],
+        wires: Mapping[int, Wire | None],
+        groups: Groups,
+        *,
+        stochastic: bool,
+        budget: float,
+        link: Link | None = None,
+        weights: Mapping[str, float] | None = None,
+        plan: LinkPlan | None = None,
+    ) -> None:
+        self._wires = wires
+        self._groups = groups
+        self._widths = widths_of(wires, stochastic=stochastic)
+        self._timed: tuple[Width, ...] = ()
+        self._budget = budget
+        self._link = link
+        self._names = WeakTensorKeyDictionary()
+        for parameter, name in names.items():
+            self._names[parameter] = name
+        self._weights = _by_name(weights or {}, list(names.values()))
+        self._steps = -1
+        """Steps of this process, in the current period."""
+        self._clocks: list[list[Clock]] = []
+        """When the gradients of each bucket were ready, of each measured step."""
+        self._seen: dict[str, Seen] = {}
+        self._trial: Trial | None = None
+        self._roll_call = RollCall()
+        self.events: list[Event] = []
+        self.plan: LinkPlan | None = None
+        if plan is not None:
+            self.adopt(plan)
+
+    def lost(self, error: BaseException) -> BaseException:
+        """Return an error that names the lost rank where torch.distributed's is of a connection, others as they are."""
+        return self._roll_call.lost(error) if isinstance(error, RuntimeError) else error
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return a parameter's name. Raises `ConfigError` for one that the state's model does not have."""
+        name: str | None = self._names.get(parameter)
+        if name is None:
+            raise ConfigError(
+                f"bits='by link' does not know a parameter of shape {tuple(parameter.shape)}; pass model= the model "
+                "that DistributedDataParallel wraps"
+            )
+        return name
+
+    def parameter_of(self, name: str) -> Tensor:
+        """Return the parameter of a name. Raises `PlanError` where the model has none."""
+        found: Tensor | None = next((p for p, own in self._names.items() if own == name), None)
+        if found is None:
+            raise PlanError(f"saved state is of a layer {name!r:.60} that this model does not have; load one of it")
+        return found
+
+    def resume(self, plan: Mapping[str, Any] | None) -> None:
+        """Go on with a saved plan, or measure anew where none was made yet."""
+        self._steps, self._trial, self.plan = -1, None, None
+        if plan is not None:
+            self.adopt(LinkPlan.from_dict(plan))
+
+    def wire_for(self, parameter: Tensor) -> Wire | None:
+        """Return how a layer is coded by the plan, None where it goes in its own dtype."""
+        return self._wires[UNPLANNED if self.plan is None else self._bits.get(self.name_of(parameter), UNPLANNED)]
+
+    @property
+    def codes_nothing(self) -> bool:
+        """Say whether the plan in force leaves all layers in their own dtype."""
+        return self.plan is not None and set(self._bits.values()) == {32}
+
+    def adopt(self, plan: LinkPlan) -> None:
+        """Send by this plan from now on. Raises `PlanError` where it is not of this model and these ranks."""
+        sizes = {name: parameter.numel() for parameter, name in self._names.items()}
+        for layer in plan.layers:
+            if sizes.get(layer.name) != layer.elements:
+                hint = "" if layer.name in sizes else did_you_mean(layer.name, sizes)
+                raise PlanError(
+                    f"link plan has a layer {layer.name!r:.60} of {layer.elements} elements, this model has none"
+                    f"{hint}; plan again by leaving plan= out"
+                )
+            if layer.bits not in self._wires:
+                raise PlanError(f"link plan sends {layer.name!r} in {layer.bits} bits; give widths= that has them")
+        if plan.ranks != self._groups.size:
+            raise PlanError(f"link plan is of {plan.ranks} ranks, here are {self._groups.size}; plan again")
+        self.plan, self._bits = plan, plan.bits
+
+    def bucket_ready(self, step: int, index: int, parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
+        """Note that a bucket's gradients are whole, before it is sent; a step's first bucket may be where it plans.
+
+        Raises `ConfigError` on all ranks where they would not send alike.
+        """
+        device = views[0].device if views else torch.device("cpu")
+        if index == 0:
+            self._begin(step, device)
+        if 1 <= self._steps <= MEASURED:
+            self._clocks[-1].append(Clock(device))
+        if self._steps == MEASURED:
+            for parameter, view in zip(parameters, views, strict=True):
+                if view.numel() and parameter in self._names:
+                    values = view.detach()
+                    squares = torch.linalg.vector_norm(values, dtype=torch.float64) ** 2
+                    amax = torch.linalg.vector_norm(values, float("inf"), dtype=torch.float64)
+                    self._seen[self.name_of(parameter)] = Seen(index, view.numel(), squares, amax)
+
+    def _begin(self, step: int, device: torch.device) -> None:
+        if self._steps < 0:
+            self._agree(f"step {step}, " + ("no link plan" if self.plan is None else f"link plan {self.plan.digest}"))
+        if self._trial is not None:
+            self._try(step, self._trial, device)
+            return
+        self._steps = (self._steps + 1) % PERIOD
+        if self._steps == MEASURED + 1:
+            self._look(step, device)
+            self._clocks, self._seen = [], {}
+        elif 1 <= self._steps <= MEASURED:
+            self._clocks.append([])
+
+    def _agree(self, text: str) -> None:
+        way_out = "load the state of the same step on all; a rank cannot join later"
+        agree(text, self._groups.exponents, "ranks would not send alike", way_out)
+
+    def _look(self, step: int, device: torch.device) -> None:
+        """Look at the link, and plan where that is due."""
+        layers = self._layers()
+        if layers is None:
+            self._steps = 0  # a gradient is not finite: measure again in the next steps
+            return
+        last = None if self.plan is None else Link(self.plan.bytes_per_second, self.plan.latency)
+        link = self._link or probe_link(self._groups.payload, last)
+        if not self._timed:
+            self._timed = probe_widths(self._widths, communication_device(self._groups.payload), self._groups.payload)
+        problem = Problem(
+            layers, self._ready(), self._timed, link, self._groups.size, self._budget, float(device.type == "cpu")
+        )
+        if self.plan is None or _other(link, last) or self._error(problem) > self._budget:
+            plan = choose(problem)
+            self._agree(f"link plan {plan.digest} at step {step}")
+            others = [] if self._link or not TRIALS else [p for p in alike(problem) if p.bits != plan.bits]
+            if others:
+                self._trial = Trial([plan, *others], self.plan)
+                self._try(step, self._trial, device)
+            else:
+                self._follow(step, plan, self.plan)
+
+    def _try(self, step: int, trial: Trial, device: torch.device) -> None:
+        """Begin the next step of a trial, or end it with the plan of the fastest steps."""
+        if (plan := trial.next(Clock(device))) is not None:
+            self.adopt(plan)
+            return
+        self._trial = None
+        seconds = largest_of_ranks(trial.seconds(), self._groups.exponents)
+        close = [p for p, s in zip(trial.plans, seconds, strict=True) if s <= min(seconds) * CLOSE]
+        self._follow(step, min(close, key=lambda p: p.error), trial.old)
+
+    def _follow(self, step: int, plan: LinkPlan, old: LinkPlan | None) -> None:
+        self.adopt(plan)
+        if old is not None and old.bits != plan.bits:
+            rates = f"{old.bytes_per_second * 8e-6:.4g} to {plan.bytes_per_second * 8e-6:.4g} Mbit/s"
+            for name, bits in plan.bits.items():
+                if (before := old.bits.get(name, UNPLANNED)) != bits:
+                    self.events.append(Event(step, "relinked", name, f"{before} to {bits} bits, link {rates}"))
+
+    def _layers(self) -> tuple[Layer, ...] | None:
+        """Return the layers with their statistics over all ranks, None where one is not finite."""
+        names = list(self._seen)
+        device = communication_device(self._groups.exponents)
+        squares = torch.stack([self._seen[n].squares for n in names]).to(device)
+        amax = torch.stack([self._seen[n].amax for n in names]).to(device)
+        dist.all_reduce(squares, group=self._groups.exponents)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._groups.exponents)
+        if not bool((squares + amax).isfinite().all()):
+            return None
+        rows = zip(names, (squares / self._groups.size).tolist(), amax.tolist(), strict=True)
+        return tuple(
+            Layer(n, self._seen[n].bucket, self._seen[n].elements, float(s), float(a), self._weights.get(n, 1.0))
+            for n, s, a in rows
+        )
+
+    def _ready(self) -> tuple[float, ...]:
+        """Return when each bucket is ready after the first: the least of the steps, the latest of all ranks."""
+        rows = [[clock.after(row[0]) for clock in row] for row in self._clocks]
+        return tuple(largest_of_ranks([min(times) for times in zip(*rows, strict=True)], self._groups.exponents))
+
+    def _error(self, problem: Problem) -> float:
+        """Return what the plan in force rounds of the gradients as they are now."""
+        by_bits = {width.bits: width for width in problem.widths}
+        return sum(problem.error(r, by_bits[self._bits.get(r.name, UNPLANNED)]) for r in problem.layers)
+
+
+def _other(link: Link, last: Link | None) -> bool:
+    if last is None:
+        return True
+    return not 1 / CHANGED < link.bytes_per_second / last.bytes_per_second < CHANGED
+
+
+class Trial:
+    """Plans in turn, a step each, and how long their steps take from the first bucket to that of the next step."""
+
+    def __init__(self, plans: Sequence[LinkPlan], old: LinkPlan | None) -> None:
+        self.plans = plans
+        self.old = old
+        """The plan in force before."""
+        self._clocks: list[Clock] = []
+
+    def next(self, now: Clock) -> LinkPlan | None:
+        """Return the plan of the step that begins now, None where all have been tried."""
+        self._clocks.append(now)
+        done = len(self._clocks) - 1
+        return None if done == TRIALS * len(self.plans) else self.plans[done % len(self.plans)]
+
+    def seconds(self) -> list[float]:
+        """Return the mean of each plan's faster half of steps: the slower ones have waited for something else."""
+        steps = [after.after(before) for before, after in pairwise(self._clocks)]
+        count = len(self.plans)
+        return [fmean(sorted(steps[k::count][1:])[: TRIALS // 2]) for k in range(count)]
+
+
+class Clock:
+    """A moment: of the host, or of a GPU's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._seconds = time.perf_counter()
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+
+    def after(self, earlier: Clock) -> float:
+        """Return the seconds since another moment of the same device."""
+        if self._event is None or earlier._event is None:
+            return max(0.0, self._seconds - earlier._seconds)
+        self._event.synchronize()
+        return max(0.0, float(earlier._event.elapsed_time(self._event)) * 1e-3)
+
+
+def _by_name(weights: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+    """Return the weight of each parameter that is named. Raises `ConfigError` for a name or pattern of none."""
+    found: dict[str, float] = {}
+    for pattern, weight in weights.items():
+        named = [n for n in names if fnmatch.fnmatch(n, pattern) or fnmatch.fnmatch(n, f"{pattern}.*")]
+        if not named or not weight > 0:
+            cause = "names no parameter" if not named else f"is {weight}"
+            raise ConfigError(f"weights[{pattern!r}] {cause}; give a name or pattern of parameters a positive number")
+        found |= dict.fromkeys(named, weight)
+    return found

@@ -1,0 +1,179 @@
+"""The plan of a link: how many bits each layer's gradient is sent in, as plain data and as a file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fxprec.errors import FxprecError, PlanError, did_you_mean
+from fxprec.plan import files
+from fxprec.plan.reading import Entry, Reader, each, fields_of, finite, integer, text, word
+
+KIND, SCHEMA = "link", 1
+BITS = (32, 16, 8, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBits:
+    """One layer of a link plan; layers stand in the order in which they are sent."""
+
+    name: str
+    bucket: int
+    elements: int
+    bits: int
+    """32 (the gradient's own dtype), 16, 8 or 4."""
+    exposed: float
+    """Seconds of its transfer after the last gradient is ready."""
+    error: float
+    """Squared error that its rounding adds to the mean gradient, weighted, in the unit of the budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPlan:
+    """What a step sends over a link, and when it is predicted to end; equal on all ranks."""
+
+    ranks: int
+    bytes_per_second: float
+    latency: float
+    """Seconds of a small exchange."""
+    budget: float
+    """Bound of `error`: a share of the squared norm of one rank's gradient."""
+    error: float
+    ready: tuple[float, ...]
+    """Seconds from the first bucket's gradients to each bucket's."""
+    end: float
+    """Seconds from the first bucket's gradients to the last mean."""
+    bytes_sent: int
+    """Bytes that a rank sends in a step, headers of its messages included."""
+    layers: tuple[LayerBits, ...]
+
+    @property
+    def exposed(self) -> float:
+        """Return the seconds that the exchange adds to the backward pass."""
+        return self.end - max(self.ready, default=0.0)
+
+    @property
+    def bits(self) -> dict[str, int]:
+        """Return the bits of each layer by its name."""
+        return {layer.name: layer.bits for layer in self.layers}
+
+    @property
+    def digest(self) -> str:
+        """Return a short hash of everything in the plan, for comparison between ranks."""
+        return hashlib.sha256(self.dumps().encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON data; `from_dict` reads it."""
+        head = {"kind": KIND, "schema": SCHEMA, **asdict(self)}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in head.items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LinkPlan:
+        """Read JSON data as hostile input. Raises `PlanError` naming the entry, the cause and the way out."""
+        return read(Entry(data))
+
+    def dumps(self) -> str:
+        """Return the text of a plan file, one layer a line: the same plan gives the same text."""
+        data = self.to_dict()
+        layers = ",\n".join(f"  {json.dumps(layer, allow_nan=False)}" for layer in data.pop("layers"))
+        head = ",\n".join(f" {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in data.items())
+        return f'{{\n{head},\n "layers": [\n{layers}\n ]\n}}\n'
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a plan file: whole or not at all. Raises `PlanError`."""
+        files.write(self.dumps(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LinkPlan:
+        """Read a plan file. Raises `PlanError` naming the file, the entry, the cause and the way out."""
+        try:
+            return read(files.read_entry(path))
+        except FxprecError as error:
+            raise PlanError(f"{os.fsdecode(path)}: {error}") from None
+
+
+def is_link_plan(entry: Entry) -> bool:
+    """Say whether JSON data claims to be a link plan."""
+    return isinstance(entry.value, Mapping) and entry.value.get("kind") == KIND
+
+
+def _bits(entry: Entry) -> int:
+    if type(entry.value) is not int or entry.value not in BITS:
+        raise entry.wrong(f"one of {', '.join(map(str, BITS))}")
+    return entry.value
+
+
+def _positive(entry: Entry) -> float:
+    if (value := finite(entry)) <= 0:
+        raise entry.wrong("a positive number")
+    return value
+
+
+def _least_zero(entry: Entry) -> float:
+    if (value := finite(entry)) < 0:
+        raise entry.wrong("a number of at least 0")
+    return value
+
+
+_COUNT = integer(0, 2**63 - 1, "2**63 - 1")
+_LAYER: dict[str, Reader] = {
+    "name": text,
+    "bucket": integer(0, 10**6, "10**6"),
+    "elements": _COUNT,
+    "bits": _bits,
+    "exposed": _least_zero,
+    "error": _least_zero,
+}
+_PLAN: dict[str, Reader] = {
+    "kind": word(KIND),
+    "schema": integer(SCHEMA, SCHEMA, str(SCHEMA)),
+    "ranks": integer(2, 2**31, "2**31"),
+    "bytes_per_second": _positive,
+    "latency": _least_zero,
+    "budget": _least_zero,
+    "error": _least_zero,
+    "ready": each(_least_zero),
+    "end": _least_zero,
+    "bytes_sent": _COUNT,
+    "layers": each(lambda entry: LayerBits(**fields_of(_LAYER)(entry))),
+}
+
+
+def read(entry: Entry) -> LinkPlan:
+    """Return the link plan that JSON data is. Raises `PlanError` naming the entry, the cause and the way out."""
+    found = fields_of(_PLAN)(entry)
+    plan = LinkPlan(**{k: v for k, v in found.items() if k not in ("kind", "schema")})
+    twice = [name for name, count in Counter(layer.name for layer in plan.layers).items() if count > 1]
+    if twice:
+        raise entry.get("layers").fail(f"name {twice[0]!r:.60} twice", "give each layer one line")
+    if any(layer.bucket >= len(plan.ready) for layer in plan.layers):
+        raise entry.get("layers").fail(f"lie in buckets beyond the {len(plan.ready)} of ready", "plan again")
+    return plan
+
+
+def explained(plan: LinkPlan, layer: str = "") -> Iterator[str]:
+    """Yield lines on a plan: what it sends and what is exposed, then a line a layer, or that of one named layer.
+
+    Raises `PlanError` for a name that the plan does not have.
+    """
+    known = plan.bits
+    if layer and layer not in known:
+        raise PlanError(f"{layer!r:.60} is no layer of this plan{did_you_mean(layer, known)}; leave it out for all")
+    rate = plan.bytes_per_second * 8e-6
+    yield (
+        f"{plan.ranks} ranks, {rate:.4g} Mbit/s, {plan.latency * 1e3:.3g} ms: a rank sends {plan.bytes_sent / 1e6:.4g} "
+        f"MB a step, which ends {plan.exposed * 1e3:.3g} ms after the last gradient"
+    )
+    counts = Counter({bits: sum(r.elements for r in plan.layers if r.bits == bits) for bits in BITS})
+    shares = ", ".join(f"{counts[b] / max(counts.total(), 1):.0%} in {b} bits" for b in BITS if counts[b])
+    yield f"{shares or 'no layers'}; adds {plan.error:.2e} of a gradient's squared norm, of {plan.budget:.2e} allowed"
+    for row in plan.layers:
+        if layer in ("", row.name):
+            hidden = f"{row.exposed * 1e3:.3g} ms exposed" if row.exposed else "hidden behind backward"
+            what = f"{row.name}: {row.elements:,} elements, bucket {row.bucket}"
+            yield f"{row.bits:2} bits  {what}, {hidden}, adds {row.error:.2e}"

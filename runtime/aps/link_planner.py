@@ -1,0 +1,298 @@
+"""Choose the bits of each layer's gradient so that the step ends soonest, and rounding stays within a budget.
+
+Layers are sent in order of readiness. Each is encoded, transferred and decoded; each of the three stages takes one
+layer at a time, so the step ends with the last decoding. What is transferred while backward still computes costs no
+time, and bits are few only where the transfer would end the step later. Definitions: docs/algorithms.md, "Bits by
+link".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxprec.errors import BudgetError
+from fxprec.runtime.aps.link_plan import LayerBits, LinkPlan
+from fxprec.runtime.aps.predict import Link
+
+MAX_STATES = 128
+"""Partial choices kept after each layer: 4 widths of 128 layers take half a second."""
+MAX_ITEMS = 128
+"""Smaller layers of a bucket are chosen for together, until about this many choices are left."""
+CLOSE = 1.01
+"""Plans that end within 1 % of the soonest count as equally soon; the one that rounds least is taken."""
+_ROUND_OFF = 1 + 1e-12
+MESSAGE_BYTES = 166
+"""Bytes of a message beside its payload: Gloo's header (34), those of TCP, IP and Ethernet, and its acknowledgement."""
+NEGLIGIBLE = 1e-3
+"""Share of the budget below which errors count as equal; the plan that sends less is taken."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Width:
+    """What it costs to send gradients in so many bits."""
+
+    bits: int
+    code_bytes: int
+    """Bytes of a block's codes."""
+    block: int = 1
+    """Elements coded together; a layer is filled up to whole blocks."""
+    encode: float = 0.0
+    """Seconds an element to encode."""
+    decode: float = 0.0
+    """Seconds an element to add and decode what arrives."""
+    messages: int = 3
+    """Exchanges one after another, each with the link's latency: exponents, codes to owners, codes of the sum."""
+    sends: int = 4
+    """Messages that a rank sends to or by way of each other rank: a ring's all-reduce takes 2."""
+    error: float = 0.0
+    """Share of the squared norm that one rounding loses."""
+    floor: float = 0.0
+    """What one rounding loses of an element however small it is (root mean square), as a share of the largest one."""
+
+    def bytes_of(self, elements: int) -> int:
+        """Return the bytes of a layer's codes."""
+        return -(-elements // self.block) * self.code_bytes
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's gradient: where it is sent, and its statistics over ranks."""
+
+    name: str
+    bucket: int
+    elements: int
+    squares: float
+    """Mean over ranks of its squared norm."""
+    amax: float
+    weight: float = 1.0
+    """What a unit of its squared error counts."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan is chosen from. `ready` says when the gradients of each bucket are whole, in order of sending."""
+
+    layers: tuple[Layer, ...]
+    ready: tuple[float, ...]
+    widths: tuple[Width, ...]
+    link: Link
+    ranks: int
+    budget: float
+    shares_cores: float = 0.0
+    """Share of encoding and decoding that delays the backward pass: 1 where both run on the same busy cores, else 0."""
+
+    @property
+    def sent(self) -> float:
+        """Return what a rank sends of one byte of codes: in a ring, or to all owners and back."""
+        return 2 * (self.ranks - 1) / self.ranks
+
+    @cached_property
+    def norm(self) -> float:
+        """Return the weighted squared norm of one rank's gradient, the unit of the budget."""
+        return sum(layer.weight * layer.squares for layer in self.layers) or 1.0
+
+    def error(self, layer: Layer, width: Width) -> float:
+        """Return the weighted squared error of the layer's mean, in units of the budget.
+
+        Ranks round independently, so that of their mean is 1 / ranks of one rank's. The sum is rounded once more, and
+        its mean's norm is at most that of one rank's gradient.
+        """
+        lost = width.error * layer.squares + layer.elements * (width.floor * layer.amax) ** 2
+        return (1 + 1 / self.ranks) * layer.weight * lost / self.norm
+
+    def transfer(self, layer: Layer, width: Width) -> float:
+        """Return the seconds of the layer's bytes on the link."""
+        return self.sent * width.bytes_of(layer.elements) / self.link.bytes_per_second
+
+
+@dataclass
+class States:
+    """Partial choices, an entry each: when their stages are free, what they have cost, and how they came about."""
+
+    encoder: Floats
+    link: Floats
+    decoder: Floats
+    busy: Floats
+    """Seconds of encoding and decoding so far."""
+    error: Floats
+    used: NDArray[np.int64]
+    """Widths used so far in the current bucket, a bit each: the first part of a width pays the latency."""
+    parent: NDArray[np.int64]
+    width: NDArray[np.int64]
+
+    @classmethod
+    def start(cls) -> States:
+        """Return the choice of nothing."""
+        zero, none = np.zeros(1), np.zeros(1, dtype=np.int64)
+        return cls(zero, zero, zero, zero, zero, none, none, none)
+
+    def __len__(self) -> int:
+        return len(self.error)
+
+    def take(self, index: NDArray[np.int64]) -> States:
+        """Return these entries."""
+        return States(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+
+    @staticmethod
+    def joined(parts: Sequence[States]) -> States:
+        """Return the entries of all parts."""
+        return States(*(np.concatenate([getattr(p, name) for p in parts]) for name in States.__dataclass_fields__))
+
+
+def advance(states: States, problem: Problem, items: Sequence[Layer], number: int, begins: bool) -> States:
+    """Return the states after these layers of one bucket are sent in the width of that number.
+
+    `begins`: they are the first of their bucket.
+    """
+    width, bucket = problem.widths[number], items[0].bucket
+    elements = sum(layer.elements for layer in items)
+    encode, decode = elements * width.encode, elements * width.decode
+    used = np.zeros_like(states.used) if begins else states.used
+    first = (used >> number & 1) == 0
+    transfer = sum(problem.transfer(layer, width) for layer in items)
+    ready = problem.ready[bucket] + problem.shares_cores * states.busy
+    encoder = np.maximum(states.encoder, ready) + encode
+    link = np.maximum(states.link, encoder) + transfer + first * width.messages * problem.link.latency
+    return States(
+        encoder,
+        link,
+        np.maximum(states.decoder, link) + decode,
+        states.busy + encode + decode,
+        states.error + sum(problem.error(layer, width) for layer in items),
+        used | 1 << number,
+        np.arange(len(states)),
+        np.full(len(states), number),
+    )
+
+
+def end_of(states: States, problem: Problem) -> Floats:
+    """Return when the step of each state ends: with the last decoding, and not before backward does."""
+    return np.maximum(states.decoder, max(problem.ready, default=0.0) + problem.shares_cores * states.busy)
+
+
+def alike(problem: Problem) -> list[LinkPlan]:
+    """Return the plans of one width for all layers that keep the budget."""
+    items = _items(problem)
+    plans = [_run(problem, items, (n,) * len(items)) for n in range(len(problem.widths))]
+    return [plan for plan in plans if plan.error <= problem.budget * _ROUND_OFF]
+
+
+def choose(problem: Problem) -> LinkPlan:
+    """Return the plan of least end within the budget. Raises `BudgetError` where no width keeps it.
+
+    A dynamic program over layers: of partial choices that are nowhere better than another none is kept, and of the rest
+    at most `MAX_STATES`. The result is never worse than any one width for all that keeps the budget.
+    """
+    items = _items(problem)
+    least_left = np.cumsum([min(_error(problem, i, w) for w in problem.widths) for i in reversed(items)])[::-1]
+    if items and least_left[0] > problem.budget:
+        raise BudgetError(
+            f"error_budget={problem.budget:.3g} cannot be met: the widest of {[w.bits for w in problem.widths]} bits "
+            f"loses {least_left[0]:.3g}; give a larger budget or a wider width"
+        )
+    states, trail = States.start(), []
+    for k, item in enumerate(items):
+        states = States.joined(
+            [advance(states, problem, item, n, _begins(items, k)) for n in range(len(problem.widths))]
+        )
+        room = problem.budget - (least_left[k + 1] if k + 1 < len(items) else 0.0)
+        states = _kept(states.take(np.flatnonzero(states.error <= room * _ROUND_OFF)))
+        trail.append(states)
+    last = min(range(len(states)), key=_ranks(problem, end_of(states, problem), states.error).__getitem__)
+    plans = [_run(problem, items, _way(trail, last)), *alike(problem)]
+    ranks = _ranks(problem, np.array([p.end for p in plans]), np.array([p.error for p in plans]))
+    return min(zip(ranks, (p.bytes_sent for p in plans), range(len(plans)), plans, strict=True))[-1]
+
+
+def _ranks(problem: Problem, ends: Floats, errors: Floats) -> list[float]:
+    """Return what to take the least of: the error of plans that end about as soon as the soonest, else infinity."""
+    close = ends <= ends.min() * CLOSE
+    return [float(x) for x in np.where(close, np.maximum(errors, NEGLIGIBLE * problem.budget), np.inf)]
+
+
+def _begins(items: Sequence[Sequence[Layer]], k: int) -> bool:
+    """Say whether an item is the first of its bucket."""
+    return k == 0 or items[k - 1][0].bucket != items[k][0].bucket
+
+
+def _items(problem: Problem) -> list[list[Layer]]:
+    """Return layers in groups that share a width: neighbours of one bucket, as long as they are small."""
+    enough = sum(layer.elements for layer in problem.layers) / MAX_ITEMS
+    items: list[list[Layer]] = []
+    for layer in sorted(problem.layers, key=lambda layer: layer.bucket):
+        together = items and items[-1][0].bucket == layer.bucket
+        if together and sum(other.elements for other in items[-1]) + layer.elements <= enough:
+            items[-1].append(layer)
+        else:
+            items.append([layer])
+    return items
+
+
+def _error(problem: Problem, item: Sequence[Layer], width: Width) -> float:
+    return sum(problem.error(layer, width) for layer in item)
+
+
+def _kept(states: States) -> States:
+    """Return the states that no other equals or beats in all, of too many the soonest of each range of errors."""
+    names = ("encoder", "busy", "decoder", "link", "error")
+    states = states.take(np.lexsort([getattr(states, name) for name in names]))
+    beaten = (states.used[:, None] & states.used) == states.used  # the first has paid for all that the second has
+    for name in names:
+        cost = getattr(states, name)
+        beaten &= cost[:, None] <= cost
+    states = states.take(np.flatnonzero(~np.triu(beaten, 1).any(0)))
+    if len(states) <= MAX_STATES:
+        return states
+    ranges = np.array_split(np.arange(len(states)), MAX_STATES // 2)
+    soonest = [r[cost[r].argmin()] for r in ranges for cost in (states.link, states.decoder)]
+    return states.take(np.unique(soonest))
+
+
+def _way(trail: Sequence[States], last: int) -> tuple[int, ...]:
+    """Return the width of each item on the way to the last state of that number."""
+    found = []
+    for states in reversed(trail):
+        found.append(int(states.width[last]))
+        last = int(states.parent[last])
+    return tuple(reversed(found))
+
+
+def _run(problem: Problem, items: Sequence[Sequence[Layer]], way: Sequence[int]) -> LinkPlan:
+    """Return the plan that sends each item in the width of that number."""
+    states, layers, sent = States.start(), [], 0.0
+    backward = max(problem.ready, default=0.0)
+    for k, (item, number) in enumerate(zip(items, way, strict=True)):
+        width = problem.widths[number]
+        states = advance(states, problem, item, number, _begins(items, k))
+        late = max(0.0, float(states.link[0]) - backward)
+        for layer in reversed(item):  # the last one ends with the item
+            seconds = problem.transfer(layer, width)
+            row = LayerBits(
+                layer.name, layer.bucket, layer.elements, width.bits, min(late, seconds), problem.error(layer, width)
+            )
+            layers.append(row)
+            late = max(0.0, late - seconds)
+            sent += problem.sent * width.bytes_of(layer.elements)
+        layers[len(layers) - len(item) :] = reversed(layers[len(layers) - len(item) :])
+    parts = {(item[0].bucket, number) for item, number in zip(items, way, strict=True)}
+    sent += sum(problem.widths[number].sends for _, number in parts) * (problem.ranks - 1) * MESSAGE_BYTES
+    end = float(end_of(states, problem)[0])
+    link = problem.link
+    return LinkPlan(
+        problem.ranks,
+        link.bytes_per_second,
+        link.latency,
+        problem.budget,
+        float(states.error[0]),
+        problem.ready,
+        end,
+        round(sent),
+        tuple(layers),
+    )

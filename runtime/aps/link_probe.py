@@ -1,0 +1,107 @@
+"""Measure what a plan of a link needs: bytes a second and latency of the process group, and the cost of each width.
+
+All ranks call these together; every result is the slowest rank's, and so the same on all.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from fxprec.runtime.aps.coder import Coder
+from fxprec.runtime.aps.groups import communication_device
+from fxprec.runtime.aps.link_planner import Width
+from fxprec.runtime.aps.predict import Link
+from fxprec.runtime.aps.rotation import rotate, rotate_back, signs_of
+from fxprec.runtime.aps.wire import Wire
+
+FIRST_SECONDS = 0.3
+"""A transfer this long measures the link at first; with those before it, the probe takes about a second."""
+NEXT_SECONDS = 0.05
+"""One this long sees whether the link has changed."""
+LARGEST = 1 << 26  # bytes
+ELEMENTS = 1 << 18
+_ROUNDS = 3
+
+
+def largest_of_ranks(values: list[float], group: dist.ProcessGroup) -> list[float]:
+    """Return the largest of all ranks' values, one by one."""
+    found = torch.tensor(values, dtype=torch.float64, device=communication_device(group))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return [float(x) for x in found.tolist()]
+
+
+def probe_link(group: dist.ProcessGroup, last: Link | None = None) -> Link:
+    """Return the link: by growing transfers at first, by a short one where `last` says about how fast it is."""
+    world = dist.get_world_size(group)
+    small = sorted(_exchange_seconds(world, group) for _ in range(_ROUNDS + 2))
+    latency = statistics.median(small)
+    wanted = FIRST_SECONDS if last is None else NEXT_SECONDS
+    size = 1 << 16 if last is None else min(LARGEST, max(1 << 16, int(last.bytes_per_second * wanted)))
+    while (seconds := _exchange_seconds(size, group)) < wanted / 4 and size < LARGEST and last is None:
+        size = min(LARGEST, 4 * size)
+    sent = size // world * (world - 1)
+    return Link(sent / max(seconds - latency, seconds / 10), latency)
+
+
+def _exchange_seconds(size: int, group: dist.ProcessGroup) -> float:
+    """Return the seconds of an all-to-all of that many bytes, on the slowest rank."""
+    world, device = dist.get_world_size(group), communication_device(group)
+    sent = torch.zeros(-(-size // world) * world, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    dist.barrier(group)
+    seconds = _timed(lambda: dist.all_to_all_single(received, sent, group=group), device)
+    return largest_of_ranks([seconds], group)[0]
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def probe_widths(widths: dict[Width, Wire | None], device: torch.device, group: dist.ProcessGroup) -> tuple[Width, ...]:
+    """Return the widths with the seconds that all ranks together take to encode and decode an element."""
+    found = []
+    for width, wire in widths.items():
+        encode, decode = (0.0, 0.0) if wire is None else _coding_seconds(wire, device, group)
+        found.append(replace(width, encode=encode / ELEMENTS, decode=decode / ELEMENTS))
+    return tuple(found)
+
+
+def _coding_seconds(wire: Wire, device: torch.device, group: dist.ProcessGroup) -> tuple[float, float]:
+    """Return the seconds of what one exchange does to `ELEMENTS` gradients before the transfer, and after."""
+    world = dist.get_world_size(group)
+    x = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device=device)
+    coder = Coder(wire, None, bounded=wire.block == 1)
+    bounds, zero, one = [(0, ELEMENTS)], torch.zeros(1, dtype=torch.int32), torch.ones(1)
+    signs = None if wire.block == 1 else signs_of(0, wire.block, device)
+    share = max(ELEMENTS // world // wire.block, 1) * wire.block
+
+    def encode() -> torch.Tensor:
+        if signs is not None:
+            rotate(x, signs)
+        return coder.scale_and_encode(x, bounds, zero.to(device))
+
+    codes = encode()
+    rows = codes[: share // wire.block * wire.code_bytes].repeat(world, 1)
+
+    def decode() -> None:
+        total = coder.sum(rows)
+        coder.scale_and_encode(total, [(0, share)], zero.to(device))
+        coder.decode_scaled(codes, bounds, zero.to(device), one.to(device), world, x)
+        if signs is not None:
+            rotate_back(x, signs)
+
+    decode()
+    dist.barrier(group)
+    times = [min(_timed(work, device) for _ in range(_ROUNDS)) for work in (encode, decode)]
+    both = largest_of_ranks(times, group)
+    return both[0], both[1]

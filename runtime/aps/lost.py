@@ -1,0 +1,87 @@
+"""Name the rank that is lost when an exchange ends in an error.
+
+torch.distributed's own error says that a connection closed or timed out, not whose. So each rank has a thread that
+looks into the job's store. Where one rank has failed, all that still run answer, also those that wait inside of a
+collective. A rank that does not answer is lost; if all do, one that reports no error of its own has stalled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Iterable
+from itertools import count
+from typing import Any
+
+from fxprec.errors import LostRankError
+from fxprec.numerics import native
+
+EVERY, GRACE = 0.5, 4.0  # seconds
+_numbers = count()
+
+
+class RollCall:
+    """The ranks' answers, for one state; ranks make their states in the same order."""
+
+    def __init__(self) -> None:
+        found = native.inductor().process_group_store()
+        known: tuple[int, int, Any] = found if found is not None else (0, 1, None)
+        self._rank, self._world, self._store = known
+        self._prefix = f"fxprec/aps/{next(_numbers)}"
+        self._stopped = threading.Event()
+        if self._store is not None:
+            self._thread = threading.Thread(target=self._watch, name="fxprec-aps-roll-call", daemon=True)
+            self._thread.start()
+            atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the thread, before the interpreter ends under it."""
+        self._stopped.set()
+        self._thread.join(2 * EVERY)
+
+    def lost(self, error: BaseException) -> LostRankError:
+        """Return an error that names the ranks without which this rank's exchange failed, within 3 * `GRACE`."""
+        said = str(error).partition("\n")[0][:200]
+        way_out = f"restart the job from a checkpoint ({said})"
+        try:
+            absent = self._absent()
+        except Exception as cause:  # of several types, by how the store's connection ended
+            return LostRankError(
+                f"exchange of gradients failed: rank 0 is lost, or rank {self._rank} is cut off from it: its store "
+                f"cannot be reached ({cause!s:.80}); {way_out}"
+            )
+        who = f"rank {', '.join(map(str, absent))} does not answer" if absent else "all ranks answer, so a link is lost"
+        return LostRankError(f"exchange of gradients failed: {who}; {way_out}")
+
+    def _absent(self) -> list[int]:
+        """Return the ranks that do not answer or, where all do, those that report no error of their own."""
+        for what in ("failed", "here"):
+            self._store.set(self._key(what, self._rank), "1")
+        self._store.set(f"{self._prefix}/any", "1")
+        absent = self._without("here", range(self._world)) or self._without("failed", range(self._world))
+        self._store.set(self._key("told", self._rank), "1")
+        if self._rank == 0:  # the store ends with it
+            self._without("told", [r for r in range(self._world) if r not in absent])
+        return absent
+
+    def _without(self, what: str, ranks: Iterable[int]) -> list[int]:
+        """Return those of the ranks whose key is not there within `GRACE`."""
+        until = time.monotonic() + GRACE
+        while absent := [r for r in ranks if not self._store.check([self._key(what, r)])]:
+            if time.monotonic() > until:
+                return absent
+            time.sleep(EVERY / 2)
+        return []
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"{self._prefix}/{what}/{rank}"
+
+    def _watch(self) -> None:
+        try:
+            while not self._stopped.wait(EVERY):
+                if self._store.check([f"{self._prefix}/any"]):
+                    self._store.set(self._key("here", self._rank), "1")
+                    return
+        except Exception:  # the store is gone with its rank, or with the process group: nobody asks any more
+            return
