@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fxprec.config.accumulator import Accumulator as Accumulator
     from fxprec.config.grad_scaling import GradScaling as GradScaling
     from fxprec.config.grad_scaling import LossScaling as LossScaling
+    from fxprec.config.operands import Operands as Operands
     from fxprec.config.recipes import Recipe as Recipe
     from fxprec.diagnosis.choose import Choice as Choice
     from fxprec.diagnosis.choose import choose as choose
@@ -66,6 +67,7 @@ _HOMES = {
     "GradScaling": "config.grad_scaling",
     "log_to": "integrations.log_to",
     "LossScaling": "config.grad_scaling",
+    "Operands": "config.operands",
     "Recipe": "config.recipes",
     "Plan": "plan",
     "Event": "runtime.events",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from fxprec.config import Settings
 from fxprec.config.settings import PeakBudget
+from fxprec.numerics.blocks import BlockFormat
 from fxprec.passes.analysis.assignment import Assignment
 from fxprec.passes.analysis.gemm_costs import Answer
 from fxprec.passes.analysis.groups import Grouped
@@ -55,6 +56,22 @@ class GivenPeak:
     peak: PeakBytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class InBlocks:
+    """The block formats that one GEMM's operands are rounded to, by product; None where they are not."""
+
+    forward: BlockFormat | None = None
+    input_grad: BlockFormat | None = None
+    weight_grad: BlockFormat | None = None
+    why: str = ""
+    """Why a product stays high that the recipe has a format for."""
+
+    @property
+    def formats(self) -> tuple[BlockFormat, ...]:
+        """Return the formats of the products that have one."""
+        return tuple(fmt for fmt in (self.forward, self.input_grad, self.weight_grad) if fmt is not None)
+
+
 @dataclass
 class Work:
     """Facts and decisions about one graph. The pass named beside a field fills it."""
@@ -73,6 +90,7 @@ class Work:
     assignment = Filled[Assignment]("assign-precision")
     book = Filled[SiteBook]("insert-casts")
     answers: tuple[Answer, ...] = ()  # weigh-gemms, one per GEMM
+    in_blocks: tuple[InBlocks, ...] = ()  # block-gemms, one per GEMM, where the recipe rounds operands
     is_cut: bool = False  # whether the graph says what crosses: what backward computes again are nodes of its own
     peak: PeakBytes | None = None  # fit-peak, under a peak budget
     peak_sizes: OtherSizes | None = None  # fit-peak, under dynamic shapes

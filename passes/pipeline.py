@@ -12,6 +12,7 @@ from torch.fx import Graph
 from fxprec.config import Settings
 from fxprec.passes.assign_precision import AssignPrecision
 from fxprec.passes.base import Pass, Work
+from fxprec.passes.block_gemms import BlockGemms
 from fxprec.passes.carry_scales import CarryScales
 from fxprec.passes.choose_crossings import ChooseCrossings
 from fxprec.passes.compare_in_forward import CompareInForward
@@ -53,6 +54,7 @@ PIPELINE: tuple[Pass, ...] = (
     KeepSigns(),  # needs the copies that are left; comes between a copy and its value, by which make-again knows it
     StoreBlocks(),  # needs the copies and readers that are left; before it, since what is in blocks has no scale
     CarryScales(),  # needs the casts that are left; rows of its own come after the sites
+    BlockGemms(),  # after: its casts are no sites and have no scale
     NarrowGemms(),  # needs the casts beside each GEMM
     DropRoundTrips(),  # after it: between two GEMMs it leaves bf16 -> float32 -> bf16
     SumNarrow(),  # needs the copies that GEMMs multiply
@@ -71,6 +73,7 @@ SIMULATION: tuple[Pass, ...] = (
     InsertCasts(everywhere=True),
     WeighGemms(multiplies_codes=False),  # fills in what the plan says of each GEMM
     CarryScales(),
+    BlockGemms(),  # rounds what the sites' casts have rounded; before: an accumulator's GEMMs multiply the result
     NarrowAccumulators(),  # needs operators paired with the GEMMs it replaces; leaves a remark for the plan
     WritePlan(),
 )

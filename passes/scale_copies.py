@@ -48,7 +48,7 @@ def _casts(work: Work) -> dict[int, list[Node]]:
     """Return the casts of forward tensors that may have a scale, by row."""
     found = defaultdict[int, list[Node]](list)
     for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
-        if work.book.sites[cast.row].direction == "forward" and not is_in_blocks(q):
+        if not is_in_blocks(q) and work.book.sites[cast.row].direction == "forward":
             found[cast.row].append(q)
     narrow = {row: qs for row, qs in found.items() if all(_needs_scale(Quantize.of(q).format) for q in qs)}
     return {row: qs for row, qs in narrow.items() if row not in work.unscaled}

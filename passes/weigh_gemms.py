@@ -46,6 +46,8 @@ def _tell_what_stays_high(work: Work) -> None:
 
 
 def _answer(op: Operator, gpu: Gpu, work: Work, given: bool | None) -> Answer:
+    if work.settings.recipe.operands is not None:
+        return Answer(False, "the recipe rounds operands to blocks, which no kernel here multiplies")
     if not work.joint.tangents and given is None and work.settings.asked.gemms == "auto":
         return Answer(False, "evaluation computes in the high format")
     found = [(node, kernel_of(node, gpu)) for node in gemm_nodes(op)]

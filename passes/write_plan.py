@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from fxprec.config.operands import PRODUCTS
 from fxprec.config.recipes import Recipe
 from fxprec.passes.analysis.assignment import Assignment
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.saved_bytes import SavedBytes
 from fxprec.passes.analysis.tensors import CountedTensor
-from fxprec.passes.base import Work
+from fxprec.passes.base import InBlocks, Work
 from fxprec.plan import Gemm, Group, KindCounts, Plan
 from fxprec.plan.compare import another_model
 
@@ -57,9 +58,17 @@ def _gemms(work: Work) -> tuple[Gemm, ...]:
             group_after=after,
             pays=answer.pays,
             why=answer.why,
+            **{product: getattr(in_blocks, product).name for product in PRODUCTS if getattr(in_blocks, product)},
+            operands_why=in_blocks.why,
         )
-        for i, (op, (before, after), answer) in enumerate(
-            zip(work.grouped.gemms, work.grouped.grouping.borders, work.answers, strict=True)
+        for i, (op, (before, after), answer, in_blocks) in enumerate(
+            zip(
+                work.grouped.gemms,
+                work.grouped.grouping.borders,
+                work.answers,
+                work.in_blocks or (InBlocks(),) * len(work.answers),
+                strict=True,
+            )
         )
     )
 

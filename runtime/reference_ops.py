@@ -21,13 +21,14 @@ from fxprec.ir.symbolic import (
     Observe,
     Quantize,
     Rescale,
+    Rotate,
     TensorScale,
     is_in_blocks,
     stored_dtype,
 )
 from fxprec.kernels.counts import Ln
 from fxprec.kernels.layout import SideBySide
-from fxprec.numerics import block_codec
+from fxprec.numerics import block_codec, hadamard
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import E4M3FN_NAN, E5M2, Format, kept_codes, parse
 from fxprec.numerics.reference import (
@@ -178,6 +179,7 @@ def ln(x: torch.Tensor) -> torch.Tensor:
 Quantize.implement(quantize)
 Dequantize.implement(dequantize)
 TensorScale.implement(tensor_scale)
+Rotate.implement(hadamard.rotated)
 KeepNonfinite.implement(keep_nonfinite)
 KeepCodes.implement(keep_codes)
 Rescale.implement(rescale)

@@ -60,6 +60,12 @@ CASES = (
         shows=("store-blocks",),
     ),
     Case(
+        name="operands",
+        what="nvfp4, whose GEMMs with a parameter round their operands to blocks",
+        options={"recipe": "nvfp4"},
+        shows=("block-gemms",),
+    ),
+    Case(
         name="budget",
         what="as real, with a peak budget of 75%, and a gradient of the input",
         options={"recipe": "fp8", "peak_budget": "75%"},

@@ -202,3 +202,21 @@ def test_the_command_lists_them() -> None:
     rows = {r[0]: r for line in CliRunner().invoke(cli.app, ["formats"]).output.splitlines() if (r := line.split())}
     assert rows["mxfp4"] == ["mxfp4", "MXFP4", "1-2-1", "32", "e8m0", "-", "-", "4.25"]
     assert blocks.NAMED.keys() <= rows.keys()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "mxfp4"])
+def test_10000_draws_of_a_gradient_have_no_bias(name: str) -> None:
+    """Of each element, and of a product with the block: the sum in which a bias would add up."""
+    fmt, draws = find_blocks(name), 10_000
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(fmt.block, generator=generator) * torch.exp2(torch.randn(fmt.block, generator=generator) * 2)
+    other = torch.randn(fmt.block, generator=generator) + 1
+    rows = x.expand(draws, fmt.block).contiguous()
+    found = fxprec.quantize(rows, fmt, "stochastic", torch.Generator().manual_seed(1)).double()
+    error = found - x.double()
+    product = error @ other.double()
+    assert abs(float(product.mean())) <= 3 * float(product.std()) / draws**0.5
+    spread = error.std(0) / draws**0.5
+    assert (error.mean(0).abs() <= 4 * spread + 1e-7).all(), "one of 16 or 32 elements is beyond 3 by chance"
+    nearest = float(((fxprec.quantize(x, fmt).double() - x.double()) * other.double()).sum())
+    assert abs(nearest) > 3 * float(product.std()) / draws**0.5, "rounding to nearest has a bias that this would see"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,8 +43,10 @@ def available() -> list[str]:
     return [name for name, options in SIDES.items() if known.issuperset(options)]
 
 
-def compile_side(name: str, model: nn.Module, lowering: str) -> Compiled:
-    """Compile ``model`` afresh for one side.
+def compile_side(
+    name: str, model: nn.Module, lowering: str, sides: Mapping[str, dict[str, Any]] = MappingProxyType(SIDES)
+) -> Compiled:
+    """Compile ``model`` afresh for one of ``sides``.
 
     With ``lowering`` ``"eager"`` autocast is compiled by ``aot_eager``: each operator rounds what it returns to bf16,
     where Inductor keeps float32 within a kernel, so it rounds as often as Inductor or more.
@@ -52,5 +55,5 @@ def compile_side(name: str, model: nn.Module, lowering: str) -> Compiled:
     if name in (FLOAT32, AUTOCAST):
         plain = torch.compile(model, backend="aot_eager" if lowering == "eager" else "inductor")
         return Compiled(plain, is_autocast=name == AUTOCAST)
-    backend = fxprec.Backend(fxprec.Config.from_options(SIDES[name] | {"lowering": lowering}))
+    backend = fxprec.Backend(fxprec.Config.from_options(sides[name] | {"lowering": lowering}))
     return Compiled(torch.compile(model, backend=backend), backend)

@@ -13,8 +13,10 @@ import argparse
 import statistics
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 import fxprec
 from benchmarks import machine
 from benchmarks.fidelity.sides import AUTOCAST, FLOAT32, available, compile_side
+from benchmarks.fidelity.sides import SIDES as OPTIONS
 from fxprec.demo.models import CharTransformer
 from fxprec.demo.tasks import Task, cross_entropy, text_task
 
@@ -65,11 +68,17 @@ def byte_task(steps: int) -> Task:
     )
 
 
-def train(task: Task, side: str, seed: int, lowering: str = "auto") -> Run:
-    """Train from ``seed`` and evaluate."""
+def train(
+    task: Task,
+    side: str,
+    seed: int,
+    lowering: str = "auto",
+    sides: Mapping[str, dict[str, Any]] = MappingProxyType(OPTIONS),
+) -> Run:
+    """Train from ``seed`` and evaluate; ``sides`` are fxprec's options by name."""
     torch.manual_seed(seed)
     model = task.make_model()
-    compiled = compile_side(side, WithLoss(model), lowering)
+    compiled = compile_side(side, WithLoss(model), lowering, sides)
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.learning_rate, total_steps=task.steps + 1)
     losses, start = [], time.perf_counter()
@@ -92,15 +101,15 @@ def train(task: Task, side: str, seed: int, lowering: str = "auto") -> Run:
     return Run(side, seed, held_out, last, sum(e.kind == "promotion" for e in events), round(seconds, 1))
 
 
-def lines(runs: Sequence[Run]) -> list[str]:
-    """Return a line a side: mean held-out loss, and how far from autocast's at the same seeds."""
-    base = {run.seed: run.held_out for run in runs if run.side == AUTOCAST}
+def lines(runs: Sequence[Run], beside: str = AUTOCAST) -> list[str]:
+    """Return a line a side: mean held-out loss, and how far from that of another side at the same seeds."""
+    base = {run.seed: run.held_out for run in runs if run.side == beside}
     found = []
     for side in dict.fromkeys(run.side for run in runs):
         of_side = [run for run in runs if run.side == side]
         apart = [run.held_out - base[run.seed] for run in of_side if run.seed in base]
         text = f"{side:20} held-out loss {statistics.mean(run.held_out for run in of_side):.4f}"
-        found.append(text + (f", {statistics.mean(apart):+.4f} from autocast" if apart else ""))
+        found.append(text + (f", {statistics.mean(apart):+.4f} from {beside}" if apart else ""))
     return found
 
 

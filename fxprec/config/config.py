@@ -43,8 +43,8 @@ class Config:
     """
 
     recipe: str | Recipe = "bf16"
-    """Formats by role: ``"fp32"``, ``"bf16"``, ``"bf16-pure"``, ``"fp16"``, ``"fp8"``, ``"hfp8"`` or a `Recipe` (see
-    `recipes`)."""
+    """Formats by role: ``"fp32"``, ``"bf16"``, ``"bf16-pure"``, ``"fp16"``, ``"fp8"``, ``"hfp8"``, ``"mxfp8"``,
+    ``"nvfp4"`` or a `Recipe` (see `recipes`)."""
 
     storage: Storage | None = None
     """Where values live: ``"native"`` hardware dtypes, ``"packed"`` integer codes of any format, ``"simulate"``
@@ -245,7 +245,7 @@ def _names() -> list[str]:
 
 
 ALLOWED: Mapping[str, str] = {
-    "recipe": "'fp32', 'bf16', 'bf16-pure', 'fp16', 'fp8', 'hfp8' or a fxprec.Recipe",
+    "recipe": "'fp32', 'bf16', 'bf16-pure', 'fp16', 'fp8', 'hfp8', 'mxfp8', 'nvfp4' or a fxprec.Recipe",
     "storage": "'native', 'packed', 'simulate' or None",
     "policy": ", ".join(map(repr, POLICIES)) + " or a function f(tensors, config) -> group ids",
     "low_ratio": "a number from 0 to 1 or None",

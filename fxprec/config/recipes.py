@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from fxprec.config.checks import Options
+from fxprec.config.operands import Operands, find_operands
 from fxprec.errors import ConfigError, FormatError, did_you_mean
 from fxprec.numerics import blocks
 from fxprec.numerics.blocks import BlockFormat, find_blocks
@@ -31,6 +32,9 @@ class Recipe(Options):
     """Low outputs that backward reads only to make gradients of weights, where it has fewer than 8 bits; from 8 bits
     on, all that only backward reads (docs/compute.md, "Fewer than 8 bits"). None: ``lo_forward``. In native and
     packed storage."""
+    operands: Operands | None = None
+    """Block formats that GEMMs with a parameter round their operands to (docs/compute.md, "Operands in blocks"). None:
+    none does."""
     pure: bool = False
     """Whether weights must have ``hi``'s dtype already, so that no wider copy of anything exists."""
     name: str = "custom"
@@ -42,6 +46,7 @@ class Recipe(Options):
         for role in FORMAT_ROLES:
             object.__setattr__(self, role, _format(role, getattr(self, role)))
         object.__setattr__(self, "saved", _block_format(self.saved))
+        object.__setattr__(self, "operands", find_operands(self.operands))
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"recipe.name is {self.name!r}; give it a non-empty text")
         if self.pure and (self.hi.torch_dtype is None or self.hi.bits != 16):
@@ -72,14 +77,15 @@ class Recipe(Options):
             return self.hi
         return self.lo_backward if kind == "grad_output" else self.lo_forward
 
-    def to_dict(self) -> dict[str, str | bool]:
+    def to_dict(self) -> dict[str, str | bool | dict[str, str | bool]]:
         """Return names: ``{"name": "fp8", "hi": "bf16", ...}``, and ``"pure": True`` where it is."""
         formats = {role: getattr(self, role).name for role in FORMAT_ROLES}
         saved = {} if self.saved is None else {"saved": self.saved.name}
-        return {"name": self.name, **formats, **({"pure": True} if self.pure else {}), **saved}
+        operands = {} if self.operands is None else {"operands": self.operands.to_dict()}
+        return {"name": self.name, **formats, **({"pure": True} if self.pure else {}), **saved, **operands}
 
 
-FORMAT_ROLES = tuple(f.name for f in fields(Recipe) if f.name not in ("name", "pure", "saved"))
+FORMAT_ROLES = tuple(f.name for f in fields(Recipe) if f.name not in ("name", "pure", "saved", "operands"))
 
 
 def _block_format(value: object) -> BlockFormat | None:
@@ -110,9 +116,14 @@ def _format(role: str, value: object) -> Format:
         raise ConfigError(f"recipe.{role}: {error}") from None
 
 
-def _same(format: str, name: str | None = None, *, pure: bool = False) -> Recipe:
+def _same(format: str, name: str | None = None, *, pure: bool = False, operands: Operands | None = None) -> Recipe:
     fmt = parse(format)
-    return Recipe(name=name or format, hi=fmt, lo_forward=fmt, lo_backward=fmt, pure=pure)
+    return Recipe(name=name or format, hi=fmt, lo_forward=fmt, lo_backward=fmt, pure=pure, operands=operands)
+
+
+def _every_product(format: str, **options: bool) -> Operands:
+    fmt = find_blocks(format)
+    return Operands(forward=fmt, input_grad=fmt, weight_grad=fmt, **options)
 
 
 FP32 = _same("fp32")
@@ -137,7 +148,16 @@ HFP8 = Recipe(name="hfp8", hi=parse("1-6-9"), lo_forward=parse("1-4-3+4"), lo_ba
 """The formats of Sun et al. 2019 as used by Lee et al. 2023: for comparison with the papers; no hardware has
 them, so it is simulated unless ``storage="packed"`` stores their codes."""
 
-RECIPES = MappingProxyType({r.name: r for r in (FP32, BF16, BF16_PURE, FP16, FP8, HFP8)})
+MXFP8 = _same("bf16", "mxfp8", operands=_every_product("mxfp8"))
+"""bf16, and GEMMs with a parameter multiply MXFP8: e4m3 in blocks of 32 that share a power of two. Stored tensors stay
+in 16 bits. No GEMM runs on codes yet: values are rounded as the hardware would, and multiplied in 16 bits."""
+
+NVFP4 = _same("bf16", "nvfp4", operands=_every_product("nvfp4", square_weights=True, hadamard=True, stochastic=True))
+"""bf16, and GEMMs with a parameter multiply NVFP4: 4 bits in blocks of 16 with an e4m3 scale, as NVIDIA trains (arXiv
+2509.25149): weights in 16 x 16 squares, gradients rounded at random, weight gradients through a Hadamard matrix. Keep
+some layers high: ``keep_high``. As ``mxfp8``, values are rounded as the hardware would and multiplied in 16 bits."""
+
+RECIPES = MappingProxyType({r.name: r for r in (FP32, BF16, BF16_PURE, FP16, FP8, HFP8, MXFP8, NVFP4)})
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:

@@ -80,7 +80,8 @@ class Settings:
     @property
     def changes_anything(self) -> bool:
         """Whether any tensor can end up in another format than float32; otherwise plain Inductor does the job."""
-        return self.accumulator is not None or any(fmt.name != "fp32" for fmt in self._formats_used())
+        rounds_in_gemms = self.accumulator is not None or self.recipe.operands is not None
+        return rounds_in_gemms or any(fmt.name != "fp32" for fmt in self._formats_used())
 
     def _formats_used(self) -> tuple[Format, ...]:
         recipe = self.recipe

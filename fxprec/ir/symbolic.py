@@ -5,12 +5,16 @@
     several places, the later ones have rows of their own.
     A block format (`fxprec.numerics.blocks`) has scales of its own and reads no table: the elements of ``x`` are
     encoded in row-major order, (blocks, bytes) uint8, a block's scale, offset and codes. ``seed`` (1,) int32 rounds at
-    random, each row in its own way; None rounds to nearest. ``whole`` is the tensor's scale, of formats that have one.
+    random, each row in its own way; None rounds to nearest. A GEMM's operand in blocks has a row below ``AS_STORED``,
+    which is that of no site. ``whole`` is the tensor's scale, of formats that have one.
 ``dequantize(q, table, row, format, storage, dtype, elements=0, whole=None) -> x``
     Read ``q`` back as ``dtype``, multiplied by ``2**-table[row, 0]``; row ``AS_STORED`` leaves it as it is. Of blocks,
     decode the first ``elements``, (elements,).
 ``tensor_scale(x, format) -> whole``
     The float32 (1,) that multiplies the scales of a tensor's blocks.
+``rotate(x, seed) -> y``
+    ``x``, 16 elements of its last dimension at a time, times a random Hadamard matrix (`fxprec.numerics.hadamard`), as
+    float32. The same ``seed`` (1,) int32 gives the same matrix, which cancels in the product of two rotated operands.
 ``keep_nonfinite(rounded, x) -> y``
     ``rounded`` where ``x`` is finite, else ``x``: inf and NaN of a gradient survive formats that have none.
 ``keep_codes(rounded, x, format) -> y``
@@ -155,6 +159,14 @@ class TensorScale(Call, op="tensor_scale", fake=lambda call: call.x.new_empty(1,
 
     x: Node
     format: str
+
+
+@dataclass(frozen=True)
+class Rotate(Call, op="rotate", fake=lambda call: call.x.new_empty(call.x.shape, dtype=torch.float32)):
+    """Multiply each 16 elements of the last dimension by a random Hadamard matrix."""
+
+    x: Node
+    seed: Node
 
 
 @dataclass(frozen=True)

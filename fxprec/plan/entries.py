@@ -11,6 +11,7 @@ from functools import cache, partial
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from fxprec.config.operands import PRODUCTS, Operands
 from fxprec.config.recipes import FORMAT_ROLES, Recipe
 from fxprec.errors import FxprecError, PlanError
 from fxprec.numerics.blocks import AnyFormat, find_blocks
@@ -116,7 +117,9 @@ def _fields(cls: type) -> Reader:
     """Return what reads the fields of a dataclass."""
     if cls is Recipe:
         hints: dict[str, Any] = {"name": str, **dict.fromkeys(FORMAT_ROLES, FormatName), "pure": bool}
-        hints["saved"] = BlockFormatName | None
+        hints |= {"saved": BlockFormatName | None, "operands": Operands | None}
+    elif cls is Operands:
+        hints = dict.fromkeys(PRODUCTS, BlockFormatName) | {f.name: bool for f in fields(cls) if f.name not in PRODUCTS}
     else:
         hints = get_type_hints(cls, include_extras=True)
     optional = {f.name for f in fields(cls) if f.default is not MISSING or f.default_factory is not MISSING}

@@ -11,10 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fxprec.config.operands import PRODUCTS
 from fxprec.errors import FxprecError, PlanError
 from fxprec.plan.entries import read_plan
 from fxprec.plan.reading import Entry
-from fxprec.plan.rows import PeakBytes, Site
+from fxprec.plan.rows import Gemm, PeakBytes, Site
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,8 +32,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON data: what is said of the whole first, then the tables.
 
     ``grouping`` is written where it is not the default, ``compute`` and ``reads`` in real storage, a site's
-    ``why``, ``unread`` and ``saved_as`` where there is something to say, ``peak_bytes`` and a site's ``way`` under a
-    peak budget, ``whole_step`` under a step budget, ``lowering`` where it was chosen.
+    ``why``, ``unread`` and ``saved_as`` and a GEMM's block formats where there is something to say, ``peak_bytes`` and
+    a site's ``way`` under a peak budget, ``whole_step`` under a step budget, ``lowering`` where it was chosen.
     """
     head = {
         "schema": plan.schema,
@@ -56,7 +57,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "saved_bytes": None if plan.saved_bytes is None else asdict(plan.saved_bytes),
     }
     sites = [_site(row, simulated=plan.storage == "simulate") for row in plan.sites]
-    return head | {name: [_row(row) for row in getattr(plan, name)] for name in _TABLES} | {"sites": sites}
+    gemms, groups = [_gemm(row) for row in plan.gemms], [_row(row) for row in plan.groups]
+    return head | {"gemms": gemms, "groups": groups, "sites": sites}
 
 
 def _row(row: DataclassInstance) -> dict[str, Any]:
@@ -78,6 +80,11 @@ def _given(data: dict[str, Any]) -> dict[str, Any]:
 
 def _list(values: tuple[Any, ...]) -> list[Any]:
     return [list(value) if isinstance(value, tuple) else value for value in values]
+
+
+def _gemm(row: Gemm) -> dict[str, Any]:
+    empty = {key for key in (*PRODUCTS, "operands_why") if not getattr(row, key)}
+    return {key: value for key, value in _row(row).items() if key not in empty}
 
 
 def _site(row: Site, *, simulated: bool) -> dict[str, Any]:

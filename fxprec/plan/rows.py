@@ -31,6 +31,14 @@ class Gemm:
     """Whether the GEMM, its backward included, multiplies stored codes; None: not asked (docs/gemm.md)."""
     why: str = ""
     """The cost model's reason, or whose word it was."""
+    forward: BlockFormatName = ""
+    """Block format that the operands of its result are rounded to; ``""``: none, they are multiplied in ``hi``."""
+    input_grad: BlockFormatName = ""
+    """The same of the operands of its input's gradient."""
+    weight_grad: BlockFormatName = ""
+    """The same of the operands of its weight's gradient."""
+    operands_why: Reason = ""
+    """Why a product that the recipe rounds operands of is multiplied in ``hi``; ``""`` where none is."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.config.recipes import Recipe
-from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, TENSOR_SCALE, TRANSPOSED, Quantize, is_in_blocks
+from fxprec.ir.symbolic import AS_STORED, DEQUANTIZE, QUANTIZE, TENSOR_SCALE, TRANSPOSED, Quantize, is_in_blocks
 from fxprec.kernels.host import WaitOffload
 from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format
@@ -165,7 +165,7 @@ def _is_view(target: object) -> bool:
 
 def _group(node: Node, plan: Plan) -> int:
     cast = Quantize.match(node)
-    if cast is not None:
+    if cast is not None and cast.row > AS_STORED:
         return plan.sites[cast.row].group
     return int(node.meta.get(GROUP_META, 0))
 

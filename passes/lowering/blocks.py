@@ -14,9 +14,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import compat
-from fxprec.ir.symbolic import Dequantize, Quantize, TensorScale, is_in_blocks
+from fxprec.ir.symbolic import Dequantize, Quantize, Rotate, TensorScale, is_in_blocks
 from fxprec.kernels.casts import LoadBlocks, StoreBlocks
-from fxprec.numerics import block_codec, block_device
+from fxprec.numerics import block_codec, block_device, hadamard
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.lowering.expand import inline
@@ -52,6 +52,8 @@ def lower_blocks(
     ``without`` names generated kernels not to use.
     """
     graph = gm.graph
+    for node, turn in Rotate.among(Rotate.nodes(graph)):
+        _expand(graph, node, hadamard.rotated, turn.x, turn.seed)
     for node, scale in TensorScale.among(TensorScale.nodes(graph)):
         _expand(graph, node, partial(block_codec.tensor_scale, fmt=find_blocks(scale.format)), scale.x)
     for q, cast in Quantize.among(filter(is_in_blocks, Quantize.nodes(graph))):

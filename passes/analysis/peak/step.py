@@ -158,7 +158,8 @@ class Step:
 
     def _is_read_back(self, node: Node, decoded: Collection[Node]) -> bool:
         """Say whether only backward computes a node, without a gradient, or from a stored copy."""
-        is_decode = Dequantize.match(node) is not None and is_in_blocks(node)
+        # A GEMM's operand in blocks is decoded in forward too.
+        is_decode = Dequantize.match(node) is not None and is_in_blocks(node) and node not in self.needed
         return is_decode or self.joint.in_backward(node) or any(n in decoded for n in node.all_input_nodes)
 
     def _copied(self, cast: Quantize) -> Format | None:

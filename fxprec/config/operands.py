@@ -1,0 +1,90 @@
+"""`Operands`: the block formats that matrix products with a parameter round their operands to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+from fxprec.config import checks
+from fxprec.config.checks import Options
+from fxprec.errors import ConfigError, FormatError
+from fxprec.numerics.blocks import BlockFormat, find_blocks
+
+Product: TypeAlias = Literal["forward", "input_grad", "weight_grad"]
+PRODUCTS: tuple[Product, ...] = ("forward", "input_grad", "weight_grad")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands(Options):
+    """Block formats of the operands of each product of a layer, along the dimension that the product sums over.
+
+    A format is a `BlockFormat` or its name; None leaves the product's operands in ``hi``. Raises `ConfigError` for a
+    format without blocks, for integers in blocks, and for an option that no product takes part in.
+    """
+
+    forward: BlockFormat | None = None
+    """Of input and weight, in the layer's result."""
+    input_grad: BlockFormat | None = None
+    """Of incoming gradient and weight, in the gradient of the input."""
+    weight_grad: BlockFormat | None = None
+    """Of incoming gradient and input, in the gradient of the weight: blocks lie along the tokens."""
+    square_weights: bool = False
+    """Whether a weight's scale is shared by a square of n x n elements instead of a row of n: forward and backward then
+    multiply the same rounded weight (arXiv 2509.25149)."""
+    hadamard: bool = False
+    """Whether both operands of a weight's gradient are first multiplied, 16 tokens at a time, by a random Hadamard
+    matrix: it spreads outliers over 16 elements, and cancels in the product (arXiv 2509.25149)."""
+    stochastic: bool = False
+    """Whether incoming gradients are rounded at random, so that their mean is exact, and not to nearest."""
+
+    def __post_init__(self) -> None:
+        for name in PRODUCTS:
+            object.__setattr__(self, name, operand_format(name, getattr(self, name)))
+        for flag in _FLAGS:
+            checks.boolean(f"operands.{flag}", getattr(self, flag))
+        if not any(getattr(self, name) for name in PRODUCTS):
+            raise ConfigError(f"operands names no format; give one of {', '.join(PRODUCTS)}, or leave operands out")
+        if self.hadamard and self.weight_grad is None:
+            raise ConfigError("operands.hadamard turns operands of weight_grad, which has no format; give it one")
+        if self.stochastic and self.input_grad is None and self.weight_grad is None:
+            raise ConfigError(
+                "operands.stochastic rounds gradients, and neither input_grad nor weight_grad has a format; give one"
+            )
+
+    def to_dict(self) -> dict[str, str | bool]:
+        """Return names of formats and the flags that are set."""
+        formats = {name: fmt.name for name in PRODUCTS if (fmt := getattr(self, name)) is not None}
+        return formats | {name: True for name in _FLAGS if getattr(self, name)}
+
+
+_FLAGS = tuple(f.name for f in fields(Operands) if f.name not in PRODUCTS)
+
+
+def operand_format(name: str, value: object) -> BlockFormat | None:
+    """Return a product's format. Raises `ConfigError`."""
+    if value is None or value == "":
+        return None
+    if not isinstance(value, BlockFormat | str):
+        raise ConfigError(f"operands.{name} is {value!r}; give it a fxprec.BlockFormat or its name, such as 'mxfp8'")
+    try:
+        fmt = value if isinstance(value, BlockFormat) else find_blocks(value)
+    except FormatError as error:
+        raise ConfigError(f"operands.{name}: {error}") from None
+    if fmt.has_offset:
+        raise ConfigError(
+            f"operands.{name} is {fmt.name}, integers with an offset, which no GEMM multiplies; give it a format of "
+            "floats in blocks, such as 'mxfp8' or 'nvfp4'"
+        )
+    return fmt
+
+
+def find_operands(value: Operands | Mapping[str, Any] | None) -> Operands | None:
+    """Return the operands of a recipe, given as such or as a mapping. Raises `ConfigError`."""
+    if value is None or isinstance(value, Operands):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return Operands(**value)
+    raise ConfigError(
+        f"recipe.operands is {value!r}; give it a fxprec.Operands, such as Operands(forward='mxfp8'), or None"
+    )

@@ -1,0 +1,160 @@
+"""Round the operands of GEMMs with a parameter to block formats, each product along the dimension it sums over.
+
+Each product of a layer (its result, its input's gradient, its weight's gradient) has a format of its own in the recipe
+(`fxprec.config.operands`). An operand is stored in blocks and read back in front of its GEMM; the values are those that
+hardware with block-scaled GEMMs multiplies. Definitions: docs/compute.md, "Operands in blocks".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fxprec.config.operands import PRODUCTS, Operands, Product
+from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, RESCALE
+from fxprec.numerics.blocks import BlockFormat, find_blocks
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import input_at, is_backward, is_view
+from fxprec.passes.analysis.operators import Operator
+from fxprec.passes.analysis.selection import covers
+from fxprec.passes.base import InBlocks, Work
+from fxprec.passes.casts.operands import OperandCasts, Rounding
+from fxprec.passes.notice import Notice
+
+aten = torch.ops.aten
+PRODUCING = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+_SHOWING = frozenset({QUANTIZE, DEQUANTIZE, KEEP_NONFINITE, RESCALE}) | ops.CASTS
+
+TWO_VALUES = "it multiplies two values, and no parameter"
+KEPT_HIGH = "as keep_high asks"
+
+
+@dataclass(frozen=True)
+class BlockGemms:
+    """Fill ``work.in_blocks``, one per GEMM of the plan, and insert the casts of their operands."""
+
+    name: str = "block-gemms"
+
+    def apply(self, work: Work) -> None:
+        operands = work.settings.recipe.operands
+        if operands is None:
+            return
+        rewrite = _Rewrite.of(work, operands)
+        work.in_blocks = tuple(rewrite.chosen(i, op) for i, op in enumerate(work.grouped.gemms))
+        rewrite.run()
+        work.remarks.append(_remark(work, operands))
+
+
+def _remark(work: Work, operands: Operands) -> str:
+    in_blocks = sum(bool(found.formats) for found in work.in_blocks)
+    names = ", ".join(f"{name} {fmt.name}" for name in PRODUCTS if (fmt := getattr(operands, name)) is not None)
+    extras = [
+        "weights in squares" if operands.square_weights else "",
+        "gradients rounded at random" if operands.stochastic else "",
+        "weight gradients through a random Hadamard matrix" if operands.hadamard else "",
+    ]
+    said = "; ".join([names, *filter(None, extras)])
+    return f"block-gemms: {in_blocks} of {len(work.in_blocks)} GEMMs round their operands to blocks ({said})"
+
+
+@dataclass
+class _Rewrite:
+    work: Work
+    operands: Operands
+    gradients: frozenset[Node]
+    """Nodes that depend on a gradient that backward is handed."""
+    found: dict[Node, tuple[Product, BlockFormat]]
+    """The GEMM nodes to rewrite."""
+
+    @classmethod
+    def of(cls, work: Work, operands: Operands) -> _Rewrite:
+        gradients = set(work.joint.tangents)
+        for node in work.joint.graph.nodes:
+            if not gradients.isdisjoint(node.all_input_nodes):
+                gradients.add(node)
+        return cls(work, operands, frozenset(gradients), {})
+
+    def chosen(self, index: int, op: Operator) -> InBlocks:
+        """Choose the format of each product of an operator, and note its nodes."""
+        nodes = [node for node in (*op.nodes, *op.backward) if node.target in PRODUCING]
+        if not any(self.is_weight(factor) for node in nodes if not is_backward(node) for _, factor in _factors(node)):
+            return InBlocks(why=TWO_VALUES if nodes else f"{op.aten} has no operands in blocks")
+        if self._is_kept_high(index, op):
+            return InBlocks(why=KEPT_HIGH)
+        formats: dict[Product, BlockFormat] = {}
+        refused = ""
+        for node in nodes:
+            product = self.product_of(node)
+            fmt = self._wanted(index, product)
+            if fmt is None:
+                continue
+            reasons = [how.refusal(factor) for _, factor, how in self.roundings(node, product, fmt)]
+            reason = next((reason for reason in reasons if reason), None)
+            if reason is None:
+                formats[product] = fmt
+                self.found[node] = product, fmt
+            else:
+                refused = refused or f"{product}: {reason}"
+        if refused:
+            place = ", ".join(part for part in (op.module, op.source) if part)
+            detail = f"the operands stay in {self.work.settings.recipe.hi.name}: {refused}"
+            self.work.notices.append(Notice(f"{op.name} ({place})" if place else op.name, detail))
+        return InBlocks(**formats, why=refused)
+
+    def _is_kept_high(self, index: int, op: Operator) -> bool:
+        if self.work.given is not None:
+            return False  # the plan has decided
+        keep_high = self.work.settings.asked.keep_high
+        if keep_high == "ends":
+            return index in (0, len(self.work.grouped.gemms) - 1)
+        return any(covers(pattern, op.module) for pattern in keep_high)
+
+    def _wanted(self, index: int, product: Product) -> BlockFormat | None:
+        """Return the format of a product: the given plan's, else the recipe's."""
+        if self.work.given is None:
+            asked: BlockFormat | None = getattr(self.operands, product)
+            return asked
+        name = getattr(self.work.given.gemms[index], product)
+        return find_blocks(name) if name else None
+
+    def is_weight(self, operand: Node) -> bool:
+        """Say whether an operand is a parameter, seen through views and casts."""
+        node = operand
+        while node.target in _SHOWING or (is_view(node) and len(node.all_input_nodes) == 1):
+            node = node.all_input_nodes[0]
+        return node.op == "placeholder" and self.work.joint.describe(node).kind == "param"
+
+    def product_of(self, node: Node) -> Product:
+        """Return which of a layer's products a GEMM computes."""
+        if not is_backward(node):
+            return "forward"
+        return "input_grad" if any(self.is_weight(factor) for _, factor in _factors(node)) else "weight_grad"
+
+    def roundings(self, node: Node, product: Product, fmt: BlockFormat) -> Iterator[tuple[int, Node, Rounding]]:
+        """Yield (position among the arguments, operand, how it is rounded)."""
+        asked = self.operands
+        rotate = asked.hadamard and product == "weight_grad"
+        for (position, factor), axis in zip(_factors(node), (-1, -2), strict=True):
+            is_square = asked.square_weights and product != "weight_grad" and self.is_weight(factor)
+            is_random = asked.stochastic and factor in self.gradients
+            yield position, factor, Rounding(fmt, axis, is_square, is_random, rotate)
+
+    def run(self) -> None:
+        """Replace the operands, in the order of the graph."""
+        graph = self.work.joint.graph
+        casts = OperandCasts(graph, self.work.joint.table, self.work.settings.storage)
+        for node in list(graph.nodes):
+            if node not in self.found:
+                continue
+            args = list(node.args)
+            for position, factor, how in list(self.roundings(node, *self.found[node])):
+                args[position] = casts.rounded(factor, how, node)
+            node.args = tuple(args)
+
+
+def _factors(gemm: Node) -> list[tuple[int, Node]]:
+    """Return the two operands of a GEMM, each with its position among the arguments."""
+    return [(position, input_at(gemm, position)) for position in ops.GEMM_OPERANDS[gemm.target]]

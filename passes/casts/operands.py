@@ -1,0 +1,140 @@
+"""Round a GEMM's operand to a block format: the nodes that do it, and the shapes that a format takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.ir.calls import Call
+from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, Rotate, TensorScale
+from fxprec.numerics.blocks import BlockFormat
+from fxprec.numerics.hadamard import SIZE
+from fxprec.passes.analysis.joint import is_backward, shape_text, tensor_of
+from fxprec.passes.casts.blocks import draw_seed
+from fxprec.passes.casts.sites import emit, emit_call
+
+aten = torch.ops.aten
+_IN_BACKWARD = "must_be_in_backward"
+"""torch's min-cut would turn a forward value in forward, with a seed that it draws there once more."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How one operand of a product is rounded."""
+
+    fmt: BlockFormat
+    axis: int
+    """The dimension that the product sums over: -1 or -2."""
+    is_square: bool = False
+    """Whether n x n elements share a scale, and not n along ``axis``."""
+    stochastic: bool = False
+    rotate: bool = False
+    """Whether the operand is multiplied by the step's random Hadamard matrix first."""
+
+    @property
+    def stored(self) -> BlockFormat:
+        """Return the format of the records: a square of n x n elements is one block."""
+        return replace(self.fmt, block=self.fmt.block**2) if self.is_square else self.fmt
+
+    def refusal(self, operand: Node) -> str | None:
+        """Return why an operand has no such blocks, or None where it has."""
+        shape, n = tensor_of(operand).shape, self.fmt.block
+        if any(isinstance(size, torch.SymInt) for size in shape):
+            return f"its shape {shape_text(tensor_of(operand))} is dynamic, and blocks are counted at compile time"
+        unit = max(n, SIZE) if self.rotate else n
+        sizes = (shape[-2], shape[-1]) if self.is_square else (shape[self.axis],)
+        odd = next((size for size in sizes if size % unit), None)
+        return None if odd is None else f"{odd} is no multiple of {unit}, which blocks of {self.fmt.name} need"
+
+
+@dataclass
+class OperandCasts:
+    """Inserts the casts of one graph's operands. GEMMs that read an operand in the same way share its cast."""
+
+    graph: Graph
+    table: Node
+    storage: str
+    made: dict[tuple[Node, Rounding, bool], Node] = field(default_factory=dict)
+    seed: Node | None = None
+    rows: int = AS_STORED
+    """The last row that was handed out; each salts random bits in its own way."""
+
+    def new_row(self) -> int:
+        """Return a row that no site has."""
+        self.rows -= 1
+        return self.rows
+
+    def rounded(self, operand: Node, how: Rounding, gemm: Node) -> Node:
+        """Return the operand as ``gemm`` multiplies it. GEMMs come in the order of the graph."""
+        key = operand, how, is_backward(gemm)
+        if key not in self.made:
+            if how.stochastic or how.rotate:
+                self.seed = self.seed or draw_seed(self.graph, gemm)
+            with self.graph.inserting_before(gemm):
+                self.made[key] = _Cast(self, gemm, how).of(operand)
+        return self.made[key]
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """Writes the nodes that round one operand in front of a GEMM."""
+
+    casts: OperandCasts
+    gemm: Node
+    how: Rounding
+
+    def of(self, x: Node) -> Node:
+        if self.how.is_square:
+            # A square's scale is the same however it is turned, so take the layout without a copy.
+            return self._turned(x, self._in_squares) if _is_turned(tensor_of(x)) else self._in_squares(x)
+        return self._turned(x, self._in_lines) if self.how.axis == -2 else self._in_lines(x)
+
+    def _turned(self, x: Node, cast: Callable[[Node], Node]) -> Node:
+        return self._swap(cast(self._swap(x, -1, -2)), -1, -2)
+
+    def _in_lines(self, x: Node) -> Node:
+        return self._rounded(x)
+
+    def _in_squares(self, x: Node) -> Node:
+        """Let the elements of a square follow each other: (.., R, C) as (.., R / n, C / n, n, n)."""
+        *batch, rows, columns = tensor_of(x).shape
+        n = self.how.fmt.block
+        split = self._view(x, [*batch, rows // n, n, columns // n, n])
+        return self._view(self._swap(self._rounded(self._swap(split, -2, -3)), -2, -3), [*batch, rows, columns])
+
+    def _rounded(self, x: Node) -> Node:
+        """Encode ``x`` in blocks of its last dimension, or of its last two, and decode it."""
+        how, casts = self.how, self.casts
+        fmt, row, dtype = how.stored, casts.new_row(), tensor_of(x).dtype
+        if how.rotate:
+            assert casts.seed is not None
+            x = self._emit_call(Rotate(x, casts.seed))
+            x.meta["partitioner_tag"] = _IN_BACKWARD
+        whole = self._emit_call(TensorScale(x, fmt.name)) if fmt.tensor_scale else None
+        seed = casts.seed if how.stochastic else None
+        q = self._emit_call(Quantize(x, casts.table, row, fmt.name, casts.storage, seed, whole))
+        elements, shape = tensor_of(x).numel(), list(tensor_of(x).shape)
+        read = Dequantize(q, casts.table, AS_STORED, fmt.name, casts.storage, dtype, elements, whole)
+        return self._view(self._emit_call(read), shape)
+
+    def _emit_call(self, call: Call) -> Node:
+        return emit_call(self.casts.graph, call, self.gemm)
+
+    def _swap(self, x: Node, a: int, b: int) -> Node:
+        order = list(range(tensor_of(x).ndim))
+        order[a], order[b] = order[b], order[a]
+        return emit(self.casts.graph, aten.permute.default, (x, order), self.gemm)
+
+    def _view(self, x: Node, shape: Sequence[int]) -> Node:
+        val = tensor_of(x)
+        if not val.is_contiguous():
+            x = emit(self.casts.graph, aten.clone.default, (x,), self.gemm, val=val.contiguous())
+            x.kwargs = {"memory_format": torch.contiguous_format}
+        return emit(self.casts.graph, aten.view.default, (x, list(shape)), self.gemm)
+
+
+def _is_turned(val: torch.Tensor) -> bool:
+    return not val.is_contiguous() and val.mT.is_contiguous()

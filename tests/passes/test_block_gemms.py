@@ -1,0 +1,314 @@
+"""Pass block-gemms: each product of a layer multiplies operands rounded along the dimension it sums over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import compiled, eager_backend, gradients, recorded_works
+from one_pass import Ran, run_pass
+from torch import Tensor, nn
+
+import fxprec
+from fxprec import Operands, Plan, Recipe
+from fxprec.config.recipes import NVFP4
+from fxprec.errors import FallbackError, FxprecWarning
+from fxprec.ir.symbolic import Dequantize, Quantize, Rotate
+from fxprec.passes.analysis.joint import is_backward
+from fxprec.passes.analysis.peak.step import Step
+from fxprec.passes.block_gemms import KEPT_HIGH, TWO_VALUES
+
+aten = torch.ops.aten
+NAME = "block-gemms"
+EVERY = {"forward": "mxfp8", "input_grad": "mxfp8", "weight_grad": "mxfp8"}
+
+
+def recipe(**operands: Any) -> Recipe:
+    """Nothing else than operands is rounded."""
+    return Recipe(name="test", hi="fp32", lo_forward="fp32", lo_backward="fp32", operands=Operands(**operands))
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
+
+
+def batch() -> Tensor:
+    return torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(1))
+
+
+def ran(model: nn.Module | None = None, **options: Any) -> Ran:
+    return run_pass(NAME, model or layers(), batch(), **({"low_ratio": None} | options))
+
+
+def along_last(x: Tensor, fmt: str) -> Tensor:
+    return fxprec.quantize(x.contiguous(), fmt)
+
+
+def along_rows(x: Tensor, fmt: str) -> Tensor:
+    return along_last(x.mT, fmt).mT
+
+
+def in_squares(w: Tensor, fmt: str, n: int) -> Tensor:
+    """Round a matrix tile by tile, each in a row of its own: in the block format of n x n elements."""
+    rows, columns = w.shape
+    tiles = [w[i : i + n, j : j + n].reshape(-1) for i in range(0, rows, n) for j in range(0, columns, n)]
+    rounded = iter(along_last(torch.cat(tiles), fmt).split(n * n))
+    found = torch.empty_like(w)
+    for i in range(0, rows, n):
+        for j in range(0, columns, n):
+            found[i : i + n, j : j + n] = next(rounded).view(n, n)
+    return found
+
+
+class ByHand(torch.autograd.Function):
+    """A linear layer whose three products round their operands, written out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor, formats: tuple[str, str, str], square: str) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.formats, ctx.square = formats, square
+        weight = in_squares(w, square, 16) if square else along_last(w, formats[0])
+        return torch.addmm(b, along_last(x, formats[0]), weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        _, of_input, of_weight = ctx.formats
+        weight = in_squares(w, ctx.square, 16) if ctx.square else along_rows(w, of_input)
+        dx = along_last(g, of_input) @ weight
+        dw = along_last(g.mT, of_weight) @ along_rows(x, of_weight)
+        return dx, dw, g.sum(0), None, None
+
+
+def by_hand(model: nn.Sequential, x: Tensor, formats: tuple[str, str, str], square: str = "") -> Tensor:
+    first, last = model[0], model[2]
+    x = ByHand.apply(x.flatten(0, 1), first.weight, first.bias, formats, square)
+    return ByHand.apply(torch.nn.functional.gelu(x), last.weight, last.bias, formats, square).view(2, 32, 32)
+
+
+def trained(backend: fxprec.Backend, model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    out = compiled(model, backend)(x)
+    (out * torch.arange(32.0)).square().mean().backward()
+    return out.detach(), gradients(model)
+
+
+CASES = {
+    "mxfp8": (EVERY, ("mxfp8",) * 3, ""),
+    "each its own": (
+        {"forward": "nvfp4", "input_grad": "mxfp8", "weight_grad": "mxfp6"},
+        ("nvfp4", "mxfp8", "mxfp6"),
+        "",
+    ),
+    "squares": (
+        {"forward": "nvfp4", "input_grad": "nvfp4", "weight_grad": "nvfp4", "square_weights": True},
+        ("nvfp4",) * 3,
+        "1-2-1/256:e4m3fn*",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("storage", ["native", "simulate"])
+def test_loss_and_gradients_are_those_of_rounding_by_hand(case: str, storage: str) -> None:
+    operands, formats, square = CASES[case]
+    model, x = layers(), batch()
+    wanted = by_hand(model, x, formats, square)
+    (wanted * torch.arange(32.0)).square().mean().backward()
+    exact = gradients(model)
+    out, found = trained(eager_backend(recipe(**operands), storage=storage), model, x)
+    assert torch.equal(out, wanted.detach())
+    for name, gradient in exact.items():
+        torch.testing.assert_close(found[name], gradient, rtol=2e-6, atol=2e-6 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("product", EVERY)
+def test_a_product_without_a_format_multiplies_values(product: str) -> None:
+    found = ran(recipe=recipe(**{product: "mxfp8"}))
+    halves = {"forward": (4, 0), "input_grad": (0, 2), "weight_grad": (0, 4)}
+    assert found.halves(Quantize.target) == halves[product], "two layers, and no gradient of the input"
+
+
+def test_the_plan_says_which_formats_each_gemm_has_and_is_followed() -> None:
+    model, x = layers(), batch()
+    backend = eager_backend("mxfp8")
+    trained(backend, model, x)
+    first, last = backend.plans[0].gemms
+    assert (first.forward, first.input_grad, first.weight_grad) == ("mxfp8_e4m3", "", "mxfp8_e4m3")
+    assert (last.forward, last.input_grad, last.weight_grad) == ("mxfp8_e4m3",) * 3
+    assert backend.plans[0].notes[0].startswith("block-gemms: 2 of 2 GEMMs round their operands to blocks (forward")
+
+
+def test_a_plan_edited_by_hand_is_followed(tmp_path: Any) -> None:
+    model, x = layers(), batch()
+    backend = eager_backend("mxfp8")
+    trained(backend, model, x)
+    plan = backend.plans[0]
+    edited = replace(plan, gemms=(replace(plan.gemms[0], forward=""), plan.gemms[1]))
+    edited.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == edited
+    with recorded_works() as works:
+        trained(eager_backend("mxfp8", plan=tmp_path / "plan.json"), model, x)
+    assert [found.forward is None for found in works[0].in_blocks] == [True, False]
+
+
+def test_keep_high_holds_gemms_high() -> None:
+    found = ran(recipe="nvfp4", keep_high=("2",)).work.in_blocks
+    assert [len(of.formats) for of in found] == [2, 0]
+    assert found[1].why == KEPT_HIGH
+    assert all(not of.formats for of in ran(recipe="nvfp4", keep_high="ends").work.in_blocks), "first and last"
+
+
+def test_products_of_two_values_stay_high() -> None:
+    class Attention(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return torch.softmax(y @ y.mT, -1) @ y
+
+    first, *rest = ran(Attention(64, 64), recipe="mxfp8").work.in_blocks
+    assert len(first.formats) == 2
+    assert [of.why for of in rest] == [TWO_VALUES] * 2
+
+
+def test_a_batch_of_weights_is_rounded_too() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.bmm(x, self.weight)
+
+    model, x = Experts(), batch()
+    out = compiled(model, eager_backend(recipe(**EVERY)))(x)
+    wanted = torch.stack(
+        [along_last(a, "mxfp8") @ along_rows(w, "mxfp8") for a, w in zip(x, model.weight, strict=True)]
+    )
+    torch.testing.assert_close(out, wanted)
+
+
+def test_sizes_that_no_block_fits_are_left_and_the_user_is_told() -> None:
+    model = nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 8))
+    found = ran(model, recipe="mxfp8")
+    first, last = found.work.in_blocks
+    assert (first.formats, first.why) == ((first.forward, first.weight_grad), "")
+    assert last.forward is None
+    assert last.weight_grad is not None
+    assert last.why == "forward: 40 is no multiple of 32, which blocks of mxfp8_e4m3 need"
+    (notice,) = found.work.notices
+    assert notice.site.startswith("addmm_1 (1")
+    with pytest.warns(FxprecWarning, match="40 is no multiple of 32"):
+        compiled(model, eager_backend("mxfp8"))(batch())
+    with pytest.raises(FallbackError, match="40 is no multiple of 32"):
+        compiled(model, eager_backend("mxfp8", strict=True))(batch())
+
+
+def test_operands_of_the_weights_gradient_are_turned_and_gradients_rounded_at_random() -> None:
+    found = ran(recipe="nvfp4")
+    assert found.halves(Rotate.target) == (0, 4)
+    casts = [(q, Quantize.of(q)) for q in found.nodes(Quantize.target) if Quantize.of(q).format != "bf16"]
+    turned = [cast for _, cast in casts if cast.x.target is Rotate.target]
+    assert len(turned) == 4
+    random = [q for q, cast in casts if cast.seed is not None]
+    assert len(random) == 3, "the gradient in each backward product; none wants the first layer's input gradient"
+    assert all(map(is_backward, random))
+    assert len({cast.row for _, cast in casts}) == len(casts), "each draws other random numbers"
+    assert {cast.format for _, cast in casts} == {"nvfp4", "1-2-1/256:e4m3fn*"}
+
+
+@pytest.mark.parametrize("storage", ["native", "simulate"])
+def test_the_hadamard_matrix_cancels(storage: str) -> None:
+    """With formats as fine as these the rotation would show as an error of the size of the gradient."""
+    model, x = layers(), batch()
+    _, exact = trained(eager_backend("bf16"), model, x)
+    _, found = trained(eager_backend(recipe(weight_grad="mxfp8", hadamard=True), storage=storage), model, x)
+    for name, gradient in exact.items():
+        assert (found[name] - gradient).norm() < 0.06 * gradient.norm(), name
+
+
+def test_a_seed_repeats_a_step() -> None:
+    model, x = layers(), batch()
+    step = compiled(model, eager_backend("nvfp4"))
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        step(x).square().mean().backward()
+        found.append(gradients(model)["2.weight"])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_without_operands_nothing_changes() -> None:
+    found = ran(recipe="bf16")
+    assert found.is_unchanged()
+    assert found.work.in_blocks == ()
+
+
+def test_operands_decoded_in_forward_are_none_of_backwards_copies() -> None:
+    found = run_pass("choose-crossings", layers(), batch(), recipe="mxfp8", low_ratio=None)
+    step = Step(found.work.joint)
+    operands = {x for x in found.nodes(Dequantize.target) if not is_backward(x) and x in step.needed}
+    assert len(operands) == 4
+    assert operands <= set(step.forward)
+    assert not step.decoded & step.needed
+
+
+def with_outliers(size: float, mean: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return x and its layer's gradient: of 16 tokens one is an outlier of x, in every channel."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4096, 32, generator=generator) + mean
+    g = torch.randn(4096, 32, generator=generator) + mean
+    x[::16] = size * torch.sign(torch.randn(256, 32, generator=generator))
+    return x, g
+
+
+def error_of_weight_gradient(x: Tensor, g: Tensor, *, hadamard: bool) -> float:
+    model = nn.Linear(32, 32, bias=False)
+    out = compiled(model, eager_backend(recipe(weight_grad="nvfp4", hadamard=hadamard)))(x)
+    torch.manual_seed(0)
+    out.backward(g)
+    assert model.weight.grad is not None
+    return float((model.weight.grad - (g.double().mT @ x.double()).float()).norm())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_hadamard_matrix_keeps_what_outliers_would_take_away(seed: int) -> None:
+    """Outliers of 100 times what else is there: nothing else is left of their blocks. Both sides round to nearest."""
+    x, g = with_outliers(100.0, 1.0, seed)
+    plain, turned = (error_of_weight_gradient(x, g, hadamard=hadamard) for hadamard in (False, True))
+    assert plain > 3 * turned, (plain, turned)
+
+
+def test_a_hadamard_matrix_costs_accuracy_where_nothing_underflows() -> None:
+    """Outliers of 20 times leave the rest its own codes, and turned they are an error of every element."""
+    x, g = with_outliers(20.0, 0.0, 0)
+    plain, turned = (error_of_weight_gradient(x, g, hadamard=hadamard) for hadamard in (False, True))
+    assert plain < turned < 1.2 * plain, (plain, turned)
+
+
+def test_the_recipe_of_nvfp4_is_the_papers() -> None:
+    asked = NVFP4.operands
+    assert asked is not None
+    assert (asked.square_weights, asked.hadamard, asked.stochastic) == (True, True, True)
+
+
+def test_compiled_kernels_round_as_the_reference_does() -> None:
+    """Without random numbers, which Inductor draws otherwise, and without GELU, whose last place it computes otherwise."""
+    (first, _, last), x = layers(), batch()
+    model = nn.Sequential(first, last)
+    plain = recipe(forward="nvfp4", input_grad="mxfp8", weight_grad="nvfp4", square_weights=True)
+    wanted, exact = trained(eager_backend(plain), model, x)
+    out, found = trained(eager_backend(plain, lowering="auto"), model, x)
+    assert torch.equal(out, wanted)
+    for name, gradient in exact.items():
+        torch.testing.assert_close(found[name], gradient, rtol=2e-6, atol=2e-6 * float(gradient.abs().max()))
+
+
+def test_a_compiled_step_turns_and_rounds_at_random() -> None:
+    model, x = layers(), batch()
+    _, exact = trained(eager_backend("bf16"), model, x)
+    _, found = trained(eager_backend("nvfp4", lowering="auto"), model, x)
+    for name, gradient in exact.items():
+        assert (found[name] - gradient).norm() < 0.4 * gradient.norm(), name
