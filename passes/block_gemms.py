@@ -8,7 +8,7 @@ hardware with block-scaled GEMMs multiplies. Definitions: docs/compute.md, "Oper
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
@@ -17,7 +17,7 @@ from fxprec.config.operands import PRODUCTS, Operands, Product
 from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, RESCALE
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import input_at, is_backward, is_view
+from fxprec.passes.analysis.joint import input_at, is_backward, is_view, numel_hint, tensor_of
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.analysis.selection import covers
 from fxprec.passes.base import InBlocks, Work
@@ -68,6 +68,8 @@ class _Rewrite:
     """Nodes that depend on a gradient that backward is handed."""
     found: dict[Node, tuple[Product, BlockFormat]]
     """The GEMM nodes to rewrite."""
+    owners: dict[Node, tuple[int, int]] = field(default_factory=dict)
+    """What `OPERAND_META` says of them."""
 
     @classmethod
     def of(cls, work: Work, operands: Operands) -> _Rewrite:
@@ -80,7 +82,9 @@ class _Rewrite:
     def chosen(self, index: int, op: Operator) -> InBlocks:
         """Choose the format of each product of an operator, and note its nodes."""
         nodes = [node for node in (*op.nodes, *op.backward) if node.target in PRODUCING]
-        if not any(self.is_weight(factor) for node in nodes if not is_backward(node) for _, factor in _factors(node)):
+        forward = [factor for node in nodes if not is_backward(node) for _, factor in _factors(node)]
+        weights = [numel_hint(tensor_of(factor)) for factor in forward if self.is_weight(factor)]
+        if not weights:
             return InBlocks(why=TWO_VALUES if nodes else f"{op.aten} has no operands in blocks")
         if self._is_kept_high(index, op):
             return InBlocks(why=KEPT_HIGH)
@@ -95,7 +99,7 @@ class _Rewrite:
             reason = next((reason for reason in reasons if reason), None)
             if reason is None:
                 formats[product] = fmt
-                self.found[node] = product, fmt
+                self.found[node], self.owners[node] = (product, fmt), (index, sum(weights))
             else:
                 refused = refused or f"{product}: {reason}"
         if refused:
@@ -151,7 +155,7 @@ class _Rewrite:
                 continue
             args = list(node.args)
             for position, factor, how in list(self.roundings(node, *self.found[node])):
-                args[position] = casts.rounded(factor, how, node)
+                args[position] = casts.rounded(factor, how, node, self.owners[node])
             node.args = tuple(args)
 
 

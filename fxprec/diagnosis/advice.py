@@ -9,9 +9,10 @@ from typing import Any
 
 from fxprec.diagnosis.adjoint import combined
 from fxprec.diagnosis.rounding import bits_of
-from fxprec.diagnosis.rows import Row
+from fxprec.diagnosis.rows import GemmRow, Row
 from fxprec.numerics.blocks import NAMED, find_blocks
 from fxprec.numerics.formats import Format
+from fxprec.passes.analysis.knapsack import min_damage_cover
 from fxprec.passes.analysis.selection import OUTERMOST, covers
 from fxprec.report.result import plain
 
@@ -143,6 +144,33 @@ class Case:
         some = tuple(rows)
         bits = math.fsum(self.rows[i].elements * (self.hi.bits - bits_of(self.rows[i].format)) for i in some)
         return math.fsum(gain[i] for i in some) / max(bits, 1.0)
+
+
+def gemms_to_hold(rows: Sequence[GemmRow], share: float) -> list[str]:
+    """Return the modules whose GEMMs to hold high: those that do most damage, with at most a share of all weights.
+
+    Damages of GEMMs combine as a sum of squares, so those that stay low are a cover of least damage.
+    """
+    modules = list(dict.fromkeys(row.module for row in rows))
+    elements = [sum(row.elements for row in rows if row.module == module) for module in modules]
+    damages = [math.fsum(row.damage**2 for row in rows if row.module == module) for module in modules]
+    cover = min_damage_cover(elements, damages, math.ceil((1 - share) * sum(elements)))
+    assert cover is not None, "all of them low are enough"
+    return [module or OUTERMOST for i, module in enumerate(modules) if i not in set(cover.chosen)]
+
+
+def hold_gemms(advice: Advice, rows: Sequence[GemmRow], share: float) -> Advice:
+    """Add to the options the GEMMs to hold high."""
+    held = advice.options.get("keep_high", ())
+    if not rows or held == "ends":
+        return advice
+    more = [module for module in gemms_to_hold(rows, share) if module not in held]
+    if not more:
+        return advice
+    left = combined({i: row.damage for i, row in enumerate(rows) if (row.module or OUTERMOST) not in more})
+    whole = combined({i: row.damage for i, row in enumerate(rows)})
+    said = f"GEMMs with at most {share:.0%} of the weights high: their damage is {left:.2g}, {whole:.2g} with none"
+    return replace(advice, options={**advice.options, "keep_high": (*held, *more)}, reason=f"{advice.reason}; {said}")
 
 
 def advise(rows: Sequence[Row], hi: Format, base: Mapping[str, Any], tolerance: float = TOLERANCE) -> Advice:

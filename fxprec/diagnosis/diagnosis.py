@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fxprec.diagnosis.advice import Advice
-from fxprec.diagnosis.rows import Check, GroupRow, Row
+from fxprec.diagnosis.rows import Check, GemmRow, GroupRow, Row
 from fxprec.plan.shown import table
 from fxprec.report.graph_text import one_line
 from fxprec.report.result import plain, write_result
@@ -32,6 +32,8 @@ class Diagnosis:
     """Stored tensors as planned, worst first."""
     groups: tuple[GroupRow, ...]
     """Worst first."""
+    gemms: tuple[GemmRow, ...]
+    """GEMMs whose operands the recipe rounds to blocks, each re-run alone, worst first."""
     checks: tuple[Check, ...]
     """Groups re-run for real, each alone low, worst predicted first."""
     whole: tuple[Check, ...]
@@ -51,7 +53,9 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data; numbers that are not finite as text."""
         first = ("model", "loss", "formats", "recommended", "advice", "spearman")
-        values = {n: plain(getattr(self, n)) for n in (*first, "whole", "checks", "groups", "ranking", "notes")}
+        values = {
+            n: plain(getattr(self, n)) for n in (*first, "whole", "checks", "groups", "gemms", "ranking", "notes")
+        }
         return {"schema": SCHEMA} | values | {"advice": self.advice.to_dict(), "seconds": round(self.seconds, 2)}
 
     def save(self, folder: str | Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,22 +12,25 @@ from typing import Any
 import torch
 
 from fxprec.config import Config, Settings
-from fxprec.config.checks import above_zero, integer
+from fxprec.config.checks import above_zero, integer, ratio
 from fxprec.config.processor import PORTABLE
-from fxprec.diagnosis.advice import TOLERANCE, Advice, advise
+from fxprec.diagnosis.advice import TOLERANCE, Advice, advise, gemms_to_hold, hold_gemms
 from fxprec.diagnosis.diagnosis import Diagnosis
 from fxprec.diagnosis.examine import Examined
 from fxprec.diagnosis.live import Live, not_trained_yet
-from fxprec.diagnosis.rows import Check, GroupRow, Row
+from fxprec.diagnosis.rows import Check, GemmRow, GroupRow, Row
 from fxprec.diagnosis.subject import Subject, WithLoss
 from fxprec.driver.backend import Backend
 from fxprec.driver.record import Recorder
 from fxprec.errors import ConfigError, FormatError
 from fxprec.numerics.blocks import find
+from fxprec.passes.analysis.selection import OUTERMOST
 
 FORMATS = ("bf16", "fp16", "e4m3fn", "e5m2", "mxfp8_e4m3", "int8", "mxfp4", "int4")
 RERUNS = 16
 """Groups re-run for real, half of them the worst, half the best."""
+HIGH_SHARE = 0.15
+"""Of the weights of GEMMs with operands in blocks: what a recommendation holds high (16 % in arXiv 2509.25149)."""
 Tell = Callable[[str], None]
 
 
@@ -41,6 +44,7 @@ class Request:
     formats: tuple[str, ...]
     tolerance: float
     reruns: int
+    high_share: float
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> Request:
@@ -51,6 +55,9 @@ class Request:
         formats = _formats(given.pop("formats", FORMATS))
         tolerance = above_zero("tolerance", given.pop("tolerance", TOLERANCE), "a damage above 0, such as 0.1")
         reruns = integer("reruns", given.pop("reruns", RERUNS), least=0)
+        high_share = ratio("high_share", given.pop("high_share", HIGH_SHARE))
+        if high_share is None:
+            raise ConfigError("high_share is None; give it a number from 0 to 1, such as 0.15")
         asked = Config.from_options(given)
         if not Settings.of(asked).changes_anything:
             raise ConfigError(f"recipe {asked.recipe!r} holds everything in float32: nothing to diagnose; choose 'fp8'")
@@ -65,7 +72,7 @@ class Request:
             verify=False,
         )
         base = {name: value for name, value in given.items() if name not in ("dump", "dump_tensors")}
-        return cls(config, base, formats, tolerance, reruns)
+        return cls(config, base, formats, tolerance, reruns, high_share)
 
 
 def _formats(value: object) -> tuple[str, ...]:
@@ -89,7 +96,8 @@ def doctor(
 
     ``model`` is a module, ``args`` its batch: a tensor, a tuple or a dict of keywords. ``loss`` maps the output to a
     scalar; left out, the output's own ``.loss`` or its mean square. ``options`` are those of `Config`, and ``formats``
-    (candidates), ``tolerance`` (the damage a recommendation may do, 0.1) and ``reruns`` (groups to re-run for real).
+    (candidates), ``tolerance`` (the damage a recommendation may do, 0.1), ``reruns`` (groups to re-run for real) and
+    ``high_share`` (of the weights whose GEMMs round operands to blocks: what a recommendation holds high, 0.15).
     ``tell`` is given a line after each stage. The model is copied and stays as it is.
 
     Of a training that runs, ``model`` is what fxprec compiled, or its `Backend`: examined are its plan, promotions and
@@ -116,8 +124,9 @@ def doctor(
         tell(f"graph {examined[-1].index}: {len(rows)} stored tensors in {len(formats)} formats")
     groups = sorted((g for e in examined for g in e.groups(r for r in rows if r.graph == e.index)), key=_worst)
     checks = _checks(examined, rows, groups, request.reruns, tell)
-    advice = advise(rows, hi, request.base, request.tolerance)
-    whole = _whole(examined, rows, advice)
+    gemms = [row for e in examined for row in e.gemms()]
+    advice = hold_gemms(advise(rows, hi, request.base, request.tolerance), gemms, request.high_share)
+    whole = (*_whole(examined, rows, advice), *_whole_gemms(examined, gemms, request.high_share))
     tell("recommendation checked")
     return Diagnosis(
         model=name,
@@ -125,6 +134,7 @@ def doctor(
         formats=formats,
         ranking=tuple(sorted(rows, key=lambda row: row.order)),
         groups=tuple(groups),
+        gemms=tuple(sorted(gemms, key=lambda row: (-row.damage, row.graph, row.gemm))),
         checks=checks,
         whole=whole,
         spearman=spearman([c.predicted for c in checks], [c.measured for c in checks]),
@@ -232,6 +242,16 @@ def _whole(examined: Sequence[Examined], rows: Sequence[Row], advice: Advice) ->
         other = {rows[i].site: fmt for i, fmt in advice.stored.items() if rows[i].graph == e.index}
         checks.append(e.run_again(f"as recommended{suffix}", mine, other=other))
     return tuple(checks)
+
+
+def _whole_gemms(examined: Sequence[Examined], rows: Sequence[GemmRow], share: float) -> Iterator[Check]:
+    """Re-run each graph with all operands in blocks, and with those that the advice leaves there."""
+    held = gemms_to_hold(rows, share) if rows else []
+    for e in examined:
+        mine = [row for row in rows if row.graph == e.index]
+        if mine:
+            yield e.check_gemms("operands as planned", mine)
+            yield e.check_gemms("operands as recommended", [r for r in mine if (r.module or OUTERMOST) not in held])
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from fxprec.diagnosis.adjoint import Sensitivity, combined, sensitivities
 from fxprec.diagnosis.lab import Cast, Lab, exact
 from fxprec.diagnosis.reasons import reason
 from fxprec.diagnosis.rounding import Round, as_cast, lost, stored_format, to_format
-from fxprec.diagnosis.rows import Check, Cost, GroupRow, Row
+from fxprec.diagnosis.rows import Check, Cost, GemmRow, GroupRow, Row
 from fxprec.diagnosis.substitutes import SUBSTITUTES
 from fxprec.diagnosis.weights import Gradients
 from fxprec.driver.record import RecordedHalf
@@ -53,7 +54,11 @@ class Examined:
         assert made.plan is not None
         found = cls(index, made.plan, Lab(forward, backward, SUBSTITUTES), prefix)
         further = {} if made.scales is None else made.scales.site_of
-        found.sites = {c.name: found.plan.sites[further.get(c.row, c.row)] for c in found.lab.casts if c.reads}
+        found.sites = {
+            c.name: found.plan.sites[further.get(c.row, c.row)]
+            for c in found.lab.casts
+            if c.reads and c.operand_of is None
+        }
         found.gradients = Gradients.of(found.lab.run(), [known.module for known in inputs])
         found.values = found.lab.values()
         found.sensitivity = sensitivities(found.lab, found.gradients, seed=seed)
@@ -96,7 +101,10 @@ class Examined:
 
     def module(self, site: Site) -> str:
         """Return a site's module as the user's model names it."""
-        return "" if f"{site.module}." == self.prefix else site.module.removeprefix(self.prefix)
+        return self._named(site.module)
+
+    def _named(self, module: str) -> str:
+        return "" if f"{module}." == self.prefix else module.removeprefix(self.prefix)
 
     def _cost(self, casts: Sequence[Cast], fmt: AnyFormat, read: Round) -> Cost:
         """Return what one tensor costs: of the worst of its casts, the damage of all."""
@@ -119,6 +127,37 @@ class Examined:
             underflow=worst.underflow,
             zeros=worst.zeros,
         )
+
+    def gemms(self) -> list[GemmRow]:
+        """Re-run the step for each GEMM with operands in blocks, its operands alone rounded."""
+        found = dict.fromkeys(cast.operand_of for cast in self.lab.casts if cast.operand_of is not None)
+        rows = []
+        for gemm, elements in found:
+            returned = self._with_gemms({gemm})
+            module = self._named(self.plan.gemms[gemm].module)
+            damage, progress = self.gradients.damage(returned), self.gradients.progress(returned)
+            rows.append(
+                GemmRow(graph=self.index, gemm=gemm, module=module, elements=elements, damage=damage, progress=progress)
+            )
+        return rows
+
+    def check_gemms(self, name: str, rows: Sequence[GemmRow]) -> Check:
+        """Re-run the step with the operands of these GEMMs rounded, beside what their own re-runs predict."""
+        returned = self._with_gemms({row.gemm for row in rows})
+        return Check(
+            name=name,
+            predicted=combined({row.gemm: row.damage for row in rows}),
+            measured=self.gradients.damage(returned),
+            predicted_progress=math.fsum(row.progress for row in rows),
+            measured_progress=self.gradients.progress(returned),
+        )
+
+    def _with_gemms(self, gemms: set[int]) -> list[Any]:
+        def some(cast: Cast, x: Tensor) -> Tensor:
+            is_rounded = cast.operand_of is not None and cast.operand_of[0] in gemms
+            return self.as_planned(cast, x) if is_rounded else exact(cast, x)
+
+        return self.lab.run(some)
 
     def groups(self, rows: Iterable[Row]) -> list[GroupRow]:
         """Return the rows by group, in the plan's order."""

@@ -22,6 +22,7 @@ from fxprec.driver.record import RecordedHalf
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, Rescale, TensorScale, is_in_blocks
 from fxprec.passes.analysis.joint import argument, input_at, results_of
 from fxprec.passes.analysis.ops import MUTATIONS
+from fxprec.passes.casts.operands import OPERAND_META
 from fxprec.runtime.reference_ops import keep_nonfinite
 
 aten = torch.ops.aten
@@ -42,6 +43,8 @@ class Cast:
     keeps_above: bool = False
     """Whether what is above 0 is stored as no less than the format's smallest number (pass keep-signs)."""
     keeps_below: bool = False
+    operand_of: tuple[int, int] | None = None
+    """Of a GEMM's operand in blocks: the id of the GEMM, and the elements of its weight. Such a cast has no site."""
 
 
 Read = Callable[[Cast, Tensor], Tensor]
@@ -192,7 +195,8 @@ def _casts(*halves: GraphModule) -> list[Cast]:
     for i, gm in enumerate(halves):
         for q, call in Quantize.among(Quantize.nodes(gm.graph)):
             reads = [d for half in halves[i:] for d in _reads(half, q.name)]
-            found.append(Cast(q.name, call.row, bool(i), call, tuple(reads), *_keeps_signs(call.x)))
+            of = q.meta.get(OPERAND_META)
+            found.append(Cast(q.name, call.row, bool(i), call, tuple(reads), *_keeps_signs(call.x), of))
     return found
 
 

@@ -17,7 +17,7 @@ from fxprec.driver.named import find_backend
 from fxprec.driver.record import Recorder
 from fxprec.errors import ConfigError
 
-OWN = ("formats", "tolerance", "reruns")
+OWN = ("formats", "tolerance", "reruns", "high_share")
 """The options that a diagnosis of a running backend takes."""
 
 

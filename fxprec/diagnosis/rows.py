@@ -80,6 +80,21 @@ class GroupRow(_Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GemmRow(_Plain):
+    """One GEMM whose operands the recipe rounds to blocks, re-run with its operands alone rounded."""
+
+    graph: int
+    gemm: int
+    """Id of the plan's GEMM."""
+    module: str
+    elements: int
+    """Of its weight."""
+    damage: float
+    """Measured."""
+    progress: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Check(_Plain):
     """One re-run of the step with some tensors low and all others exact, beside what was predicted."""
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from fxprec.compat import tree_map_only
+from fxprec.ir.symbolic import Rotate
 from fxprec.kernels.wide_gemms import WIDE
+from fxprec.numerics.hadamard import rotated
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -70,6 +72,7 @@ def in_float32(operator: Callable[..., Any]) -> Callable[..., Any]:
 _OWN: Mapping[object, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_backward,
     prims.convert_element_type.default: convert,
+    Rotate.target: rotated,
 }
 SUBSTITUTES: Mapping[object, Callable[..., Any]] = MappingProxyType(
     {**_OWN, **{wide: in_float32(_OWN.get(operator, operator)) for operator, wide in WIDE.items()}}

@@ -15,7 +15,8 @@ FREE = 0.1  # of the mean group's share of the damage: below it a group is free 
 
 def text(found: Diagnosis) -> str:
     """Return what a person needs first: the worst tensors, the groups, the check, the recommendation."""
-    parts = [_head(found), _tensors(found), _groups(found), _checked(found), _advice(found)]
+    gemms = [_gemms(found)] if found.gemms else []
+    parts = [_head(found), _tensors(found), _groups(found), *gemms, _checked(found), _advice(found)]
     parts += ["Not seen\n" + "\n".join(f"  {one_line(note)}" for note in found.notes)] if found.notes else []
     return "\n\n".join(parts)
 
@@ -49,6 +50,14 @@ def _groups(found: Diagnosis) -> str:
     free = free_groups(found.groups)
     said += f" Free: {', '.join(g.name for g in free[:SHOWN])}{' ...' if len(free) > SHOWN else ''}." if free else ""
     return f"Groups, damage by format\n{aligned(lines)}{_more(len(found.groups) - SHOWN)}\n{said.strip()}"
+
+
+def _gemms(found: Diagnosis) -> str:
+    lines = [("gemm", "module", "weight's elements", "damage")]
+    for row in found.gemms[:SHOWN]:
+        lines.append((str(row.gemm), row.module, f"{row.elements:,}", f"{row.damage:.2g}"))
+    head = "GEMMs with operands in blocks, each alone rounded and re-run\n"
+    return head + aligned(lines) + _more(len(found.gemms) - SHOWN)
 
 
 def modules(group: GroupRow) -> str:

@@ -21,6 +21,10 @@ _IN_BACKWARD = "must_be_in_backward"
 """torch's min-cut would turn a forward value in forward, with a seed that it draws there once more."""
 
 
+OPERAND_META = "fxprec_operand_of"
+"""Of the cast of an operand: (id of the plan's GEMM, elements of the GEMM's weight). The doctor reads it."""
+
+
 @dataclass(frozen=True)
 class Rounding:
     """How one operand of a product is rounded."""
@@ -67,14 +71,17 @@ class OperandCasts:
         self.rows -= 1
         return self.rows
 
-    def rounded(self, operand: Node, how: Rounding, gemm: Node) -> Node:
-        """Return the operand as ``gemm`` multiplies it. GEMMs come in the order of the graph."""
+    def rounded(self, operand: Node, how: Rounding, gemm: Node, of: tuple[int, int]) -> Node:
+        """Return the operand as ``gemm`` multiplies it; ``of`` is what `OPERAND_META` says.
+
+        GEMMs come in the order of the graph.
+        """
         key = operand, how, is_backward(gemm)
         if key not in self.made:
             if how.stochastic or how.rotate:
                 self.seed = self.seed or draw_seed(self.graph, gemm)
             with self.graph.inserting_before(gemm):
-                self.made[key] = _Cast(self, gemm, how).of(operand)
+                self.made[key] = _Cast(self, gemm, how, of).of(operand)
         return self.made[key]
 
 
@@ -85,6 +92,7 @@ class _Cast:
     casts: OperandCasts
     gemm: Node
     how: Rounding
+    gemm_of: tuple[int, int]
 
     def of(self, x: Node) -> Node:
         if self.how.is_square:
@@ -116,6 +124,7 @@ class _Cast:
         whole = self._emit_call(TensorScale(x, fmt.name)) if fmt.tensor_scale else None
         seed = casts.seed if how.stochastic else None
         q = self._emit_call(Quantize(x, casts.table, row, fmt.name, casts.storage, seed, whole))
+        q.meta[OPERAND_META] = self.gemm_of
         elements, shape = tensor_of(x).numel(), list(tensor_of(x).shape)
         read = Dequantize(q, casts.table, AS_STORED, fmt.name, casts.storage, dtype, elements, whole)
         return self._view(self._emit_call(read), shape)

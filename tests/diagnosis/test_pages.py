@@ -77,7 +77,8 @@ def diagnosis(tensors: int) -> Diagnosis:
         options={"recipe": "fp8"}, reason="as planned", predicted=0.1, bytes_all_high=4, bytes_as_planned=1, bytes_recommended=1, stored={}
     )  # fmt: skip
     return Diagnosis(
-        model="Net", loss=math.nan, formats=formats, ranking=tuple(rows), groups=tuple(groups), checks=(check,), whole=(check,),
+        model="Net", loss=math.nan, formats=formats, ranking=tuple(rows), gemms=(),
+        groups=tuple(groups), checks=(check,), whole=(check,),
         spearman=0.9, advice=advice, notes=(), seconds=1.0,
     )  # fmt: skip
 

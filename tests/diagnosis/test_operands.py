@@ -1,0 +1,84 @@
+"""The doctor of a recipe that rounds GEMM operands: which GEMMs do damage, and which to hold high."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import fxprec
+from fxprec.diagnosis.advice import gemms_to_hold
+from fxprec.diagnosis.rows import GemmRow
+from fxprec.errors import ConfigError
+
+PLANTED = "3"
+
+
+class Outliers(nn.Module):
+    """Makes every 16th feature 200 times as large, and its weights in the next layer as much smaller."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.where(torch.arange(x.shape[-1]) % 16 == 0, 200.0, 1.0)
+
+
+def network() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    sizes = [64, 64, 64, 64, 64, 64, 64, 64]
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    with torch.no_grad():
+        layers[2].weight[:, ::16] /= 200
+    model = nn.Sequential(*layers[:2], Outliers(), *layers[2:])
+    return model, torch.randn(128, 64)
+
+
+@pytest.fixture(scope="module")
+def examined() -> fxprec.Diagnosis:
+    model, x = network()
+    return fxprec.doctor(model, x, options={"recipe": "nvfp4", "formats": ("e4m3fn",), "reruns": 0})
+
+
+def test_the_layer_with_outliers_is_named_first_and_held_high(examined: fxprec.Diagnosis) -> None:
+    first, second, *_ = examined.gemms
+    assert first.module == PLANTED
+    assert first.damage > 1.5 * second.damage
+    assert examined.recommended == {"recipe": "nvfp4", "keep_high": (PLANTED,)}
+    assert "GEMMs with at most 15% of the weights high" in examined.advice.reason
+    assert "GEMMs with operands in blocks, each alone rounded and re-run" in str(examined)
+
+
+def test_every_gemm_has_a_row_and_damages_add_up_as_squares(examined: fxprec.Diagnosis) -> None:
+    assert sorted(row.gemm for row in examined.gemms) == list(range(7))
+    assert {row.elements for row in examined.gemms} == {64 * 64}
+    checks = {check.name: check for check in examined.whole}
+    for name in ("operands as planned", "operands as recommended"):
+        assert checks[name].predicted == pytest.approx(checks[name].measured, rel=0.25)
+    assert checks["operands as recommended"].measured < 0.8 * checks["operands as planned"].measured
+
+
+def test_stored_tensors_are_those_of_the_recipe_without_operands(examined: fxprec.Diagnosis) -> None:
+    model, x = network()
+    plain = fxprec.doctor(model, x, options={"recipe": "bf16", "formats": ("e4m3fn",), "reruns": 0})
+    assert plain.gemms == ()
+    assert {(row.site, row.tensor) for row in examined.ranking} == {(row.site, row.tensor) for row in plain.ranking}
+    assert {row.site: row.damage for row in examined.ranking} == pytest.approx(
+        {row.site: row.damage for row in plain.ranking}, rel=0.2
+    )
+
+
+def row(module: str, elements: int, damage: float) -> GemmRow:
+    return GemmRow(graph=0, gemm=0, module=module, elements=elements, damage=damage, progress=0.0)
+
+
+def test_a_share_buys_the_set_that_does_most_damage() -> None:
+    rows = [row("a", 60, 0.5), row("b", 30, 0.4), row("c", 30, 0.4), row("", 80, 0.1)]
+    assert gemms_to_hold(rows, 0.3) == ["b", "c"], "0.4^2 twice is more than 0.5^2"
+    assert gemms_to_hold(rows, 0.0) == []
+    assert gemms_to_hold(rows, 1.0) == ["a", "b", "c", "."]
+
+
+def test_a_share_is_from_0_to_1() -> None:
+    model, x = network()
+    with pytest.raises(ConfigError, match="high_share"):
+        fxprec.doctor(model, x, options={"recipe": "nvfp4", "high_share": 1.5})
