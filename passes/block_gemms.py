@@ -23,6 +23,7 @@ from fxprec.passes.analysis.selection import covers
 from fxprec.passes.base import InBlocks, Work
 from fxprec.passes.casts.operands import OperandCasts, Rounding
 from fxprec.passes.notice import Notice
+from fxprec.plan import Gemm
 
 aten = torch.ops.aten
 PRODUCING = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
@@ -41,11 +42,27 @@ class BlockGemms:
     def apply(self, work: Work) -> None:
         operands = work.settings.recipe.operands
         if operands is None:
+            _tell_of_given(work)
             return
         rewrite = _Rewrite.of(work, operands)
         work.in_blocks = tuple(rewrite.chosen(i, op) for i, op in enumerate(work.grouped.gemms))
         rewrite.run()
         work.remarks.append(_remark(work, operands))
+
+
+def _tell_of_given(work: Work) -> None:
+    """Say that the given plan rounds operands, and the recipe does not say how."""
+    given = () if work.given is None else [gemm for gemm in work.given.gemms if any(_formats(gemm))]
+    if given:
+        detail = (
+            f"the given plan rounds the operands of {len(given)} GEMMs to blocks, and recipe "
+            f"{work.settings.recipe.name!r} rounds none; give the recipe that the plan was made with"
+        )
+        work.notices.append(Notice("block-gemms", detail))
+
+
+def _formats(gemm: Gemm) -> tuple[str, ...]:
+    return gemm.forward, gemm.input_grad, gemm.weight_grad
 
 
 def _remark(work: Work, operands: Operands) -> str:
@@ -84,15 +101,19 @@ class _Rewrite:
         nodes = [node for node in (*op.nodes, *op.backward) if node.target in PRODUCING]
         forward = [factor for node in nodes if not is_backward(node) for _, factor in _factors(node)]
         weights = [numel_hint(tensor_of(factor)) for factor in forward if self.is_weight(factor)]
+        given = self._given(index)
         if not weights:
-            return InBlocks(why=TWO_VALUES if nodes else f"{op.aten} has no operands in blocks")
-        if self._is_kept_high(index, op):
+            why = TWO_VALUES if nodes else f"{op.aten} has no operands in blocks"
+            if given is not None and any(_formats(given)):
+                self._tell(op, f"gemms[{index}] of the given plan has them in blocks, and {why}")
+            return InBlocks(why=why)
+        if given is None and self._is_kept_high(index, op):
             return InBlocks(why=KEPT_HIGH)
         formats: dict[Product, BlockFormat] = {}
         refused = ""
         for node in nodes:
             product = self.product_of(node)
-            fmt = self._wanted(index, product)
+            fmt = self._wanted(given, product)
             if fmt is None:
                 continue
             reasons = [how.refusal(factor) for _, factor, how in self.roundings(node, product, fmt)]
@@ -103,25 +124,31 @@ class _Rewrite:
             else:
                 refused = refused or f"{product}: {reason}"
         if refused:
-            place = ", ".join(part for part in (op.module, op.source) if part)
-            detail = f"the operands stay in {self.work.settings.recipe.hi.name}: {refused}"
-            self.work.notices.append(Notice(f"{op.name} ({place})" if place else op.name, detail))
-        return InBlocks(**formats, why=refused)
+            self._tell(op, refused)
+        return InBlocks(**formats, why=refused or ("" if given is None else given.operands_why))
+
+    def _tell(self, op: Operator, reason: str) -> None:
+        place = ", ".join(part for part in (op.module, op.source) if part)
+        detail = f"the operands stay in {self.work.settings.recipe.hi.name}: {reason}"
+        self.work.notices.append(Notice(f"{op.name} ({place})" if place else op.name, detail))
+
+    def _given(self, index: int) -> Gemm | None:
+        """Return what the given plan says of a GEMM; None where its recipe rounds no operands, and it says nothing."""
+        given = self.work.given
+        return None if given is None or given.recipe.operands is None else given.gemms[index]
 
     def _is_kept_high(self, index: int, op: Operator) -> bool:
-        if self.work.given is not None:
-            return False  # the plan has decided
         keep_high = self.work.settings.asked.keep_high
         if keep_high == "ends":
             return index in (0, len(self.work.grouped.gemms) - 1)
         return any(covers(pattern, op.module) for pattern in keep_high)
 
-    def _wanted(self, index: int, product: Product) -> BlockFormat | None:
+    def _wanted(self, given: Gemm | None, product: Product) -> BlockFormat | None:
         """Return the format of a product: the given plan's, else the recipe's."""
-        if self.work.given is None:
+        if given is None:
             asked: BlockFormat | None = getattr(self.operands, product)
             return asked
-        name = getattr(self.work.given.gemms[index], product)
+        name = getattr(given, product)
         return find_blocks(name) if name else None
 
     def is_weight(self, operand: Node) -> bool:

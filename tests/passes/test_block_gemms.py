@@ -154,6 +154,28 @@ def test_a_plan_edited_by_hand_is_followed(tmp_path: Any) -> None:
     assert [found.forward is None for found in works[0].in_blocks] == [True, False]
 
 
+def test_a_plan_without_operands_leaves_them_to_the_recipe(tmp_path: Any) -> None:
+    model, x = layers(), batch()
+    backend = eager_backend("bf16")
+    trained(backend, model, x)
+    backend.plans[0].save(tmp_path / "plan.json")
+    with recorded_works() as works:
+        trained(eager_backend("mxfp8", plan=tmp_path / "plan.json"), model, x)
+    assert [len(found.formats) for found in works[0].in_blocks] == [2, 3]
+
+
+def test_a_plan_with_operands_under_a_recipe_without_is_told(tmp_path: Any) -> None:
+    model, x = layers(), batch()
+    backend = eager_backend("mxfp8", keep_high=("2",))
+    trained(backend, model, x)
+    backend.plans[0].save(tmp_path / "plan.json")
+    with pytest.warns(FxprecWarning, match="rounds the operands of 1 GEMMs to blocks, and recipe 'bf16' rounds none"):
+        trained(eager_backend("bf16", plan=tmp_path / "plan.json"), model, x)
+    again = eager_backend("mxfp8", plan=tmp_path / "plan.json")
+    trained(again, model, x)
+    assert [gemm.operands_why for gemm in again.plans[0].gemms] == ["", KEPT_HIGH]
+
+
 def test_keep_high_holds_gemms_high() -> None:
     found = ran(recipe="nvfp4", keep_high=("2",)).work.in_blocks
     assert [len(of.formats) for of in found] == [2, 0]
