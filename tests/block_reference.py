@@ -121,7 +121,7 @@ def _floats(x: Sequence[float], fmt: BlockFormat, draws: list[int] | None, whole
     scale = _scale(amax, fmt, whole, stochastic=draws is not None)
     if math.isnan(scale):
         return [0] * len(x), math.nan, 0.0
-    inverse = _F(1) / _F(whole) / _F(scale) if scale >= 2.0**-126 or fmt.scale == "e8m0" else _F(0)
+    inverse = _F(1) / _F(whole) / _F(scale) if scale >= 2.0**-126 or fmt.scale.startswith("e8m0") else _F(0)
     elements = [float(_F(v) * inverse) for v in x]
     return [_code(fmt.element, v, None if draws is None else draws[i]) for i, v in enumerate(elements)], scale, 0.0
 
@@ -130,8 +130,8 @@ def _scale(amax: float, fmt: BlockFormat, whole: float, *, stochastic: bool) -> 
     assert isinstance(fmt.element, Format)
     if math.isnan(amax) or math.isnan(whole):
         return math.nan
-    if fmt.scale == "e8m0":
-        exponent = -127
+    if fmt.scale.startswith("e8m0"):
+        exponent, stochastic = -127, stochastic or fmt.scale == "e8m0up"
         top = math.frexp(fmt.element.largest)[1]
         while not _reaches(amax, exponent, fmt.element.largest if stochastic else 2.0**top, strictly=not stochastic):
             exponent += 1

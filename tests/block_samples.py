@@ -9,12 +9,14 @@ from torch import Tensor
 
 from fxprec.numerics import blocks
 from fxprec.numerics.blocks import E2M1, BlockFormat, Integer
+from fxprec.numerics.formats import E4M3FN
 
 FORMATS = [
     *blocks.NAMED.values(),
     BlockFormat(Integer(4), 64, "bf16"),
     BlockFormat(Integer(1), 8, "bf16"),
     BlockFormat(E2M1, 16, "bf16"),
+    BlockFormat(E4M3FN, 32, "e8m0up"),
     BlockFormat(E2M1, 16, "e4m3fn"),
 ]
 

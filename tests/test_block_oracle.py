@@ -54,6 +54,17 @@ def test_mx(name: str, kind: str) -> None:
     assert torch.equal(fxprec.decode(found, name), decoded.view(ROWS, COLUMNS))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_mx_with_scales_rounded_up(kind: str) -> None:
+    """As cuBLAS and TransformerEngine choose them, which torchao calls RCEIL."""
+    x, name = numbers(kind), "e4m3fn/32:e8m0up"
+    scales, codes = mx_tensor.to_mx(x, torch.float8_e4m3fn, 32, mx_tensor.ScaleCalculationMode.RCEIL)
+    found = fxprec.encode(x, name)
+    known = scales.view(torch.uint8).reshape(-1) > 0  # blocks of 0, whose scale says nothing
+    assert torch.equal(found.scales.view(torch.uint8)[known], scales.view(torch.uint8).reshape(-1)[known])
+    assert torch.equal(found.codes, codes.view(torch.uint8).reshape(-1))
+
+
 @pytest.mark.parametrize("kind", ["normal", "bf16", "ties"])
 def test_nvfp4(kind: str) -> None:
     """Without blocks below 2^-6 of the largest scale, where torchao keeps scales normal and ours become subnormal."""

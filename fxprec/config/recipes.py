@@ -148,9 +148,10 @@ HFP8 = Recipe(name="hfp8", hi=parse("1-6-9"), lo_forward=parse("1-4-3+4"), lo_ba
 """The formats of Sun et al. 2019 as used by Lee et al. 2023: for comparison with the papers; no hardware has
 them, so it is simulated unless ``storage="packed"`` stores their codes."""
 
-MXFP8 = _same("bf16", "mxfp8", operands=_every_product("mxfp8"))
-"""bf16, and GEMMs with a parameter multiply MXFP8: e4m3 in blocks of 32 that share a power of two. Stored tensors stay
-in 16 bits. No GEMM runs on codes yet: values are rounded as the hardware would, and multiplied in 16 bits."""
+MXFP8 = _same("bf16", "mxfp8", operands=_every_product("e4m3fn/32:e8m0up"))
+"""bf16, and GEMMs with a parameter multiply MXFP8: e4m3 in blocks of 32 that share a power of two, rounded up so that
+nothing saturates (arXiv 2506.08027). Stored tensors stay in 16 bits. No GEMM runs on codes yet: values are rounded as
+the hardware would, and multiplied in 16 bits."""
 
 NVFP4 = _same("bf16", "nvfp4", operands=_every_product("nvfp4", square_weights=True, hadamard=True, stochastic=True))
 """bf16, and GEMMs with a parameter multiply NVFP4: 4 bits in blocks of 16 with an e4m3 scale, as NVIDIA trains (arXiv

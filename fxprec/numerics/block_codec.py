@@ -53,12 +53,13 @@ def block_row(fmt: BlockFormat, *, stochastic: bool) -> BlockRow:
     """Return the row of ``fmt``.
 
     OCP's scale is the largest magnitude's binade, and saturates what lies above the element's largest number there. A
-    stochastic code may saturate nothing, or its mean would not be the number: its scale is the next one up.
+    stochastic code may saturate nothing, or its mean would not be the number: its scale is the next one up. So is a
+    scale of ``e8m0up``.
     """
     if isinstance(fmt.element, Integer):
         return BlockRow(0, 0, float_bits(fmt.element.largest))
     mantissa, exponent = math.frexp(fmt.element.largest)
-    carry = _MANTISSA - (float_bits(mantissa) & _MANTISSA) if stochastic else 0
+    carry = _MANTISSA - (float_bits(mantissa) & _MANTISSA) if stochastic or fmt.scale == "e8m0up" else 0
     return BlockRow(exponent - 1, carry, float_bits(fmt.element.largest))
 
 
@@ -207,7 +208,7 @@ def head(ends: tuple[Tensor, ...], fmt: BlockFormat, whole: Tensor | None, *, st
         scale, offset = range_scale(low, high, row)
         return Head(_upper_bits(scale), _upper_bits(offset), inverse_or_zero(scale), offset)
     (amax,) = ends
-    if fmt.scale == "e8m0":
+    if fmt.has_power_scale:
         code = power_scale(amax, row)
         return Head(code, None, power_inverse(code), None)
     form = scale_format(fmt)
@@ -240,7 +241,7 @@ def numbers(code: Tensor, scale: Tensor, offset: Tensor | None, whole: Tensor | 
         assert offset is not None
         return integer_number(code, *((end << 16).view(torch.float32) for end in (scale, offset)))
     found = codec.numbers(code, format_row(fmt.element), code_row(fmt.element))
-    if fmt.scale == "e8m0":
+    if fmt.has_power_scale:
         first, second = power_factors(scale)
         return found * first * second
     form = scale_format(fmt)

@@ -34,7 +34,7 @@ class CBlocks(ctypes.Structure):
 @lru_cache(maxsize=256)
 def c_blocks(fmt: BlockFormat, *, stochastic: bool) -> CBlocks:
     """Return the struct of a block format. It is shared."""
-    is_power = fmt.scale == "e8m0"
+    is_power = fmt.has_power_scale
     return CBlocks(
         c_format(BF16 if isinstance(fmt.element, Integer) else fmt.element),
         c_format(BF16 if is_power else scale_format(fmt)),

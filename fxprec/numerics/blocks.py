@@ -16,9 +16,10 @@ from fxprec.errors import FormatError, did_you_mean
 from fxprec.numerics import formats
 from fxprec.numerics.formats import E4M3FN, E5M2_SAT, Format
 
-ScaleName: TypeAlias = Literal["e8m0", "e4m3fn", "bf16"]
+ScaleName: TypeAlias = Literal["e8m0", "e8m0up", "e4m3fn", "bf16"]
 _SCALE_DTYPES: dict[str, torch.dtype] = {
     "e8m0": torch.float8_e8m0fnu,
+    "e8m0up": torch.float8_e8m0fnu,
     "e4m3fn": torch.float8_e4m3fn,
     "bf16": torch.bfloat16,
 }
@@ -59,7 +60,8 @@ class BlockFormat:
     block: int
     """Elements that share a scale: a power of two from 8 to 4096."""
     scale: ScaleName
-    """Format of the scale: ``e8m0`` (a power of two), ``e4m3fn`` or ``bf16``. Integers take bf16, and a bf16 offset."""
+    """Format of the scale: ``e8m0`` (a power of two, as OCP rounds it), ``e8m0up`` (one rounded up), ``e4m3fn`` or
+    ``bf16``. Integers take bf16, and a bf16 offset."""
     tensor_scale: bool = False
     """Whether a float32 of the whole tensor multiplies the scales, so that they use all of e4m3fn's range."""
 
@@ -91,6 +93,11 @@ class BlockFormat:
     def has_offset(self) -> bool:
         """Say whether blocks have an offset beside their scale."""
         return isinstance(self.element, Integer)
+
+    @property
+    def has_power_scale(self) -> bool:
+        """Say whether scales are powers of two."""
+        return self.scale_dtype == torch.float8_e8m0fnu
 
     @property
     def scale_dtype(self) -> torch.dtype:

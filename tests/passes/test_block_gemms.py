@@ -22,6 +22,7 @@ from fxprec.passes.block_gemms import KEPT_HIGH, TWO_VALUES
 
 aten = torch.ops.aten
 NAME = "block-gemms"
+MXFP8 = "e4m3fn/32:e8m0up"  # as recipe "mxfp8" has it
 EVERY = {"forward": "mxfp8", "input_grad": "mxfp8", "weight_grad": "mxfp8"}
 
 
@@ -97,6 +98,7 @@ def trained(backend: fxprec.Backend, model: nn.Module, x: Tensor) -> tuple[Tenso
 
 CASES = {
     "mxfp8": (EVERY, ("mxfp8",) * 3, ""),
+    "mxfp8, scales up": (dict.fromkeys(EVERY, MXFP8), (MXFP8,) * 3, ""),
     "each its own": (
         {"forward": "nvfp4", "input_grad": "mxfp8", "weight_grad": "mxfp6"},
         ("nvfp4", "mxfp8", "mxfp6"),
@@ -136,8 +138,8 @@ def test_the_plan_says_which_formats_each_gemm_has_and_is_followed() -> None:
     backend = eager_backend("mxfp8")
     trained(backend, model, x)
     first, last = backend.plans[0].gemms
-    assert (first.forward, first.input_grad, first.weight_grad) == ("mxfp8_e4m3", "", "mxfp8_e4m3")
-    assert (last.forward, last.input_grad, last.weight_grad) == ("mxfp8_e4m3",) * 3
+    assert (first.forward, first.input_grad, first.weight_grad) == (MXFP8, "", MXFP8)
+    assert (last.forward, last.input_grad, last.weight_grad) == (MXFP8,) * 3
     assert backend.plans[0].notes[0].startswith("block-gemms: 2 of 2 GEMMs round their operands to blocks (forward")
 
 
@@ -218,7 +220,7 @@ def test_sizes_that_no_block_fits_are_left_and_the_user_is_told() -> None:
     assert (first.formats, first.why) == ((first.forward, first.weight_grad), "")
     assert last.forward is None
     assert last.weight_grad is not None
-    assert last.why == "forward: 40 is no multiple of 32, which blocks of mxfp8_e4m3 need"
+    assert last.why == f"forward: 40 is no multiple of 32, which blocks of {MXFP8} need"
     (notice,) = found.work.notices
     assert notice.site.startswith("addmm_1 (1")
     with pytest.warns(FxprecWarning, match="40 is no multiple of 32"):
