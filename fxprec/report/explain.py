@@ -119,7 +119,21 @@ def _site(plan: Plan, site: Site) -> list[str]:
 
 def reasons(plan: Plan, site: Site) -> list[str]:
     """Return why a site has its format, and who reads what is stored, a sentence each."""
-    return [_of_group(plan, site), _of_format(plan, site), *_of_readers(plan, site)]
+    return [_of_group(plan, site), _of_format(plan, site), *_of_readers(plan, site), *_of_operands(plan, site)]
+
+
+def _of_operands(plan: Plan, site: Site) -> list[str]:
+    """Return what the GEMM that makes a value rounds its operands to, under a recipe that rounds any."""
+    made_by = [gemm for gemm in plan.gemms if gemm.node == site.tensor and site.kind == "output"]
+    if plan.recipe.operands is None or not made_by:
+        return []
+    (gemm,) = made_by
+    products = {"its value": gemm.forward, "its input's gradient": gemm.input_grad, "its weight's": gemm.weight_grad}
+    rounded = [f"{fmt} for {product}" for product, fmt in products.items() if fmt]
+    why = f": {gemm.operands_why}" if gemm.operands_why else ""
+    if not rounded:
+        return [f"GEMM {gemm.id} multiplies operands in {plan.recipe.hi.name}{why}"]
+    return [f"GEMM {gemm.id} rounds its operands to blocks, {', '.join(rounded)}{why}"]
 
 
 def _of_group(plan: Plan, site: Site) -> str:

@@ -19,6 +19,7 @@ from fxprec.ir.symbolic import Dequantize, Quantize, Rotate
 from fxprec.passes.analysis.joint import is_backward
 from fxprec.passes.analysis.peak.step import Step
 from fxprec.passes.block_gemms import KEPT_HIGH, TWO_VALUES
+from fxprec.report.explain import explain
 
 aten = torch.ops.aten
 NAME = "block-gemms"
@@ -96,6 +97,10 @@ def trained(backend: fxprec.Backend, model: nn.Module, x: Tensor) -> tuple[Tenso
     return out.detach(), gradients(model)
 
 
+def lines_about(backend: fxprec.Backend, tensor: str) -> list[str]:
+    return [line.strip() for line in explain(backend.plans[0], tensor)]
+
+
 CASES = {
     "mxfp8": (EVERY, ("mxfp8",) * 3, ""),
     "mxfp8, scales up": (dict.fromkeys(EVERY, MXFP8), (MXFP8,) * 3, ""),
@@ -140,6 +145,8 @@ def test_the_plan_says_which_formats_each_gemm_has_and_is_followed() -> None:
     first, last = backend.plans[0].gemms
     assert (first.forward, first.input_grad, first.weight_grad) == (MXFP8, "", MXFP8)
     assert (last.forward, last.input_grad, last.weight_grad) == (MXFP8,) * 3
+    said = f"rounds its operands to blocks, {MXFP8} for its value, {MXFP8} for its input's gradient, {MXFP8} for its weight's"
+    assert f"GEMM 1 {said}" in lines_about(backend, "addmm_1")
     assert backend.plans[0].notes[0].startswith("block-gemms: 2 of 2 GEMMs round their operands to blocks (forward")
 
 
@@ -182,6 +189,9 @@ def test_keep_high_holds_gemms_high() -> None:
     found = ran(recipe="nvfp4", keep_high=("2",)).work.in_blocks
     assert [len(of.formats) for of in found] == [2, 0]
     assert found[1].why == KEPT_HIGH
+    backend = eager_backend("nvfp4", keep_high=("2",))
+    trained(backend, layers(), batch())
+    assert "GEMM 1 multiplies operands in bf16: as keep_high asks" in lines_about(backend, "addmm_1")
     assert all(not of.formats for of in ran(recipe="nvfp4", keep_high="ends").work.in_blocks), "first and last"
 
 
