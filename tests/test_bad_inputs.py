@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import fxprec
-from fxprec import Accumulator, Backend, Config, GradScaling, Recipe, cli
+from fxprec import Accumulator, Backend, Config, GradScaling, Operands, Recipe, cli
 from fxprec.errors import ConfigError, FallbackError, FxprecError
 from fxprec.plan.files import dumps
 
@@ -56,6 +56,10 @@ def option(words: str, **options: Any) -> Case:
 
 def recipe(words: str, **fields: Any) -> Case:
     return partial(Recipe, **{"hi": "bf16", "lo_forward": "e5m2", "lo_backward": "e5m2", **fields}), ConfigError, words
+
+
+def operands(words: str, **fields: Any) -> Case:
+    return partial(Operands, **fields), ConfigError, words
 
 
 def scaling(words: str, **fields: Any) -> Case:
@@ -159,6 +163,22 @@ RECIPES: Sequence[Case] = (
     recipe("recipe.lo_forward: exponent_bits=0 is out of range for a float of at most 32 bits", lo_forward="1-0-3"),
     recipe("recipe.lo_forward is fp32 (32 bits), wider than hi bf16 (16 bits); swap them or choose", lo_forward="fp32"),
     recipe("recipe.hi is 16; give it a fxprec.Format or a format name such as 'e5m2'", hi=16),
+    operands("operands.forward: unknown format 'nvfp5'; did you mean 'nvfp4'?", forward="nvfp5"),
+    operands("operands.weight_grad is 4; give it a fxprec.BlockFormat or its name, such as 'mxfp8'", weight_grad=4),
+    operands("operands.forward is int4, integers with an offset, which no GEMM multiplies; give it", forward="int4"),
+    operands("operands.hadamard is 1; give it True or False", weight_grad="nvfp4", hadamard=1),
+    operands("operands names no format; give one of forward, input_grad, weight_grad, or leave operands out"),
+    operands("operands.hadamard turns operands of weight_grad, which has no format", forward="nvfp4", hadamard=True),
+    operands("operands.stochastic rounds gradients, and neither input_grad nor", forward="nvfp4", stochastic=True),
+    operands("operands.square_weights rounds weights, which forward and", weight_grad="nvfp4", square_weights=True),
+    operands(
+        "operands.square_weights would make squares of 128 x 128 elements of 1-2-1/128:e8m0; use blocks of at most 64",
+        forward="1-2-1/128:e8m0",
+        square_weights=True,
+    ),
+    recipe(
+        "recipe.operands is 'nvfp4'; give it a fxprec.Operands, such as Operands(forward='mxfp8')", operands="nvfp4"
+    ),
     recipe("recipe.name is ''; give it a non-empty text", name=""),
     recipe("Recipe has no option 'low'; it has hi, lo_forward, lo_backward,", low="e5m2"),
     case(ConfigError, "Recipe needs 'lo_forward', which is missing; add it", Recipe, hi="bf16"),

@@ -103,6 +103,13 @@ HUGE = 10**400
         (("storage",), "nativ", "storage: is 'nativ'; it must be one of 'native', 'packed', 'simulate'; did you mean"),
         (("recipe",), "fp8", "recipe: is 'fp8'; it must be an object"),
         (("recipe", "lo_forward"), "fp32", "recipe.lo_forward is fp32 (32 bits), wider than hi bf16"),
+        (("recipe", "operands"), {"forward": "int4"}, "operands.forward is int4, integers with an offset"),
+        (
+            ("recipe", "operands"),
+            {"forwards": "nvfp4"},
+            "recipe.operands: has an unknown key 'forwards'; did you mean 'forward'?",
+        ),
+        (("recipe", "operands"), {"hadamard": True}, "operands names no format"),
         (("saved_bytes",), {"fp32": 1, "planned": None}, "saved_bytes.planned: is None; it must be an int"),
         (("schema",), 2, "schema: is 2, and this fxprec reads 1; plan again with this version, or install"),
         (("schema",), "1", "schema: is '1', and this fxprec reads 1"),

@@ -1,6 +1,6 @@
 """Train with GEMM operands rounded to blocks: held-out loss under mxfp8 and nvfp4 beside bf16's.
 
-    python -m benchmarks.fidelity.block_gemms --steps 300 --seeds 3
+    python -m benchmarks.fidelity.block_gemms --steps 300 --seeds 0 1 2
     python -m benchmarks.fidelity.block_gemms --steps 20 --sides bf16 nvfp4
 
 The byte-level transformer of `benchmarks.fidelity.training`. Its loss is compiled with it; the held-out loss is that of
@@ -22,11 +22,16 @@ from benchmarks.fidelity.training import Run, byte_task, lines, train
 from fxprec.config.recipes import NVFP4
 from fxprec.numerics import blocks
 
-_NEAREST = fxprec.Operands(forward=blocks.NVFP4, input_grad=blocks.NVFP4, weight_grad=blocks.NVFP4)
+
+def _every_product(fmt: blocks.BlockFormat, name: str) -> fxprec.Recipe:
+    return replace(NVFP4, operands=fxprec.Operands(forward=fmt, input_grad=fmt, weight_grad=fmt), name=name)
+
+
 SIDES: dict[str, dict[str, Any]] = {
     "bf16": {"recipe": "bf16"},
     "mxfp8": {"recipe": "mxfp8"},
-    "nvfp4 plain": {"recipe": replace(NVFP4, operands=_NEAREST, name="nvfp4-plain")},
+    "mxfp8, OCP scales": {"recipe": _every_product(blocks.MXFP8_E4M3, "mxfp8-ocp")},
+    "nvfp4 plain": {"recipe": _every_product(blocks.NVFP4, "nvfp4-plain")},
     "nvfp4": {"recipe": "nvfp4"},
     "nvfp4, ends high": {"recipe": "nvfp4", "keep_high": "ends"},
 }
@@ -35,13 +40,13 @@ SIDES: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="SEED")
     parser.add_argument("--sides", nargs="+", metavar="SIDE", choices=list(SIDES), default=list(SIDES))
     args = parser.parse_args()
     warnings.simplefilter("ignore", fxprec.FxprecWarning)
     torch.set_num_threads(1)
     runs: list[Run] = []
-    for seed in range(args.seeds):
+    for seed in args.seeds:
         for side in args.sides:
             runs.append(train(byte_task(args.steps), side, seed, sides=SIDES))
             print(*(f"{key} {value}" for key, value in asdict(runs[-1]).items()), sep="  ", flush=True)

@@ -12,6 +12,8 @@ from fxprec.errors import ConfigError, FormatError
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 
 Product: TypeAlias = Literal["forward", "input_grad", "weight_grad"]
+_LARGEST_SIDE = 64
+"""Of a square: it is a block of n x n elements, and the largest block has 4096."""
 PRODUCTS: tuple[Product, ...] = ("forward", "input_grad", "weight_grad")
 
 
@@ -45,12 +47,28 @@ class Operands(Options):
             checks.boolean(f"operands.{flag}", getattr(self, flag))
         if not any(getattr(self, name) for name in PRODUCTS):
             raise ConfigError(f"operands names no format; give one of {', '.join(PRODUCTS)}, or leave operands out")
+        if self.square_weights:
+            self._check_squares()
         if self.hadamard and self.weight_grad is None:
             raise ConfigError("operands.hadamard turns operands of weight_grad, which has no format; give it one")
         if self.stochastic and self.input_grad is None and self.weight_grad is None:
             raise ConfigError(
                 "operands.stochastic rounds gradients, and neither input_grad nor weight_grad has a format; give one"
             )
+
+    def _check_squares(self) -> None:
+        read = [fmt for fmt in (self.forward, self.input_grad) if fmt is not None]
+        if not read:
+            raise ConfigError(
+                "operands.square_weights rounds weights, which forward and input_grad multiply, and neither has a "
+                "format; give one"
+            )
+        for fmt in read:
+            if fmt.block > _LARGEST_SIDE:
+                raise ConfigError(
+                    f"operands.square_weights would make squares of {fmt.block} x {fmt.block} elements of {fmt.name}; "
+                    f"use blocks of at most {_LARGEST_SIDE}"
+                )
 
     def to_dict(self) -> dict[str, str | bool]:
         """Return names of formats and the flags that are set."""
