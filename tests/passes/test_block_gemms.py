@@ -274,6 +274,28 @@ def test_a_seed_repeats_a_step() -> None:
     assert not torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_the_mean_of_a_weights_gradient_over_steps_is_that_of_unrounded_gradients(hadamard: bool) -> None:
+    """Of x rounded to nearest, which the gradient of the result multiplies; turned, of x as each step's matrix turns it."""
+    generator = torch.Generator().manual_seed(7)
+    x, g = torch.randn(32, 16, generator=generator), torch.randn(32, 16, generator=generator)
+    if hadamard:
+        x = torch.zeros_like(x)
+        x[3], x[20] = 1.0, -2.0  # turned, a row of equal magnitudes, which NVFP4 has exactly
+    model = nn.Linear(16, 16, bias=False)
+    step = compiled(model, eager_backend(recipe(weight_grad="nvfp4", stochastic=True, hadamard=hadamard)))
+    torch.manual_seed(0)
+    found = []
+    for _ in range(300):
+        step(x).backward(g)
+        found.append(gradients(model)["weight"].double())
+    wanted = g.double().mT @ (x if hadamard else along_rows(x, "nvfp4")).double()
+    side = torch.sign(wanted)  # a bias towards 0, as rounding to nearest has, adds up
+    error = torch.stack([((dw - wanted) * side).sum() for dw in found])
+    assert error.std() > 0
+    assert abs(float(error.mean())) <= 3 * float(error.std()) / len(found) ** 0.5
+
+
 def test_without_operands_nothing_changes() -> None:
     found = ran(recipe="bf16")
     assert found.is_unchanged()
