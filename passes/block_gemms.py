@@ -47,6 +47,8 @@ class BlockGemms:
         rewrite = _Rewrite.of(work, operands)
         work.in_blocks = tuple(rewrite.chosen(i, op) for i, op in enumerate(work.grouped.gemms))
         rewrite.run()
+        if all(not found.formats and found.why != KEPT_HIGH for found in work.in_blocks):
+            _tell_of_none(work)
         work.remarks.append(_remark(work, operands))
 
 
@@ -58,6 +60,13 @@ def _tell_of_given(work: Work) -> None:
             f"the given plan rounds the operands of {len(given)} GEMMs to blocks, and recipe "
             f"{work.settings.recipe.name!r} rounds none; give the recipe that the plan was made with"
         )
+        work.notices.append(Notice("block-gemms", detail))
+
+
+def _tell_of_none(work: Work) -> None:
+    """Say that the recipe's formats are those of no GEMM."""
+    for found in work.in_blocks[:1]:
+        detail = f"recipe {work.settings.recipe.name!r} rounds no GEMM's operands here; of the first, {found.why}"
         work.notices.append(Notice("block-gemms", detail))
 
 

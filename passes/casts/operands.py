@@ -20,7 +20,6 @@ aten = torch.ops.aten
 _IN_BACKWARD = "must_be_in_backward"
 """torch's min-cut would turn a forward value in forward, with a seed that it draws there once more."""
 
-
 OPERAND_META = "fxprec_operand_of"
 """Of the cast of an operand: (id of the plan's GEMM, elements of the GEMM's weight). The doctor reads it."""
 
@@ -98,13 +97,10 @@ class _Cast:
         if self.how.is_square:
             # A square's scale is the same however it is turned, so take the layout without a copy.
             return self._turned(x, self._in_squares) if _is_turned(tensor_of(x)) else self._in_squares(x)
-        return self._turned(x, self._in_lines) if self.how.axis == -2 else self._in_lines(x)
+        return self._turned(x, self._rounded) if self.how.axis == -2 else self._rounded(x)
 
     def _turned(self, x: Node, cast: Callable[[Node], Node]) -> Node:
         return self._swap(cast(self._swap(x, -1, -2)), -1, -2)
-
-    def _in_lines(self, x: Node) -> Node:
-        return self._rounded(x)
 
     def _in_squares(self, x: Node) -> Node:
         """Let the elements of a square follow each other: (.., R, C) as (.., R / n, C / n, n, n)."""

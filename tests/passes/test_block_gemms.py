@@ -206,6 +206,13 @@ def test_products_of_two_values_stay_high() -> None:
     assert [of.why for of in rest] == [TWO_VALUES] * 2
 
 
+def test_a_model_without_a_gemm_that_is_rounded_is_told() -> None:
+    with pytest.warns(
+        FxprecWarning, match="recipe 'mxfp8' rounds no GEMM's operands here; of the first, aten.convolution"
+    ):
+        compiled(nn.Conv2d(2, 4, 3), eager_backend("mxfp8"))(batch().unsqueeze(0))
+
+
 def test_a_batch_of_weights_is_rounded_too() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
