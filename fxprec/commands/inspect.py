@@ -114,8 +114,8 @@ def explain(
     tensor: Annotated[
         str,
         typer.Argument(
-            help="Name of a tensor, a module, or a site's number; or lowering, peak_budget, step_budget. Of a link's plan "
-            "a layer, or nothing for all."
+            help="Name of a tensor, a module, or a site's number; or lowering, peak_budget, step_budget. Of a link's "
+            "plan a layer, or nothing for all."
         ),
     ] = "",
 ) -> None:
