@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch.fx import Node
 
 from fxprec.config.operands import PRODUCTS, Operands, Product
+from fxprec.ir.operators import Trait, having
 from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, RESCALE
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.passes.analysis import ops
@@ -25,8 +25,7 @@ from fxprec.passes.casts.operands import OperandCasts, Rounding
 from fxprec.passes.notice import Notice
 from fxprec.plan import Gemm
 
-aten = torch.ops.aten
-PRODUCING = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+_MULTIPLYING = having(Trait.GEMM) & having(Trait.GEMM_BACKWARD)  # of vectors, too
 _SHOWING = frozenset({QUANTIZE, DEQUANTIZE, KEEP_NONFINITE, RESCALE}) | ops.CASTS
 
 TWO_VALUES = "it multiplies two values, and no parameter"
@@ -107,7 +106,7 @@ class _Rewrite:
 
     def chosen(self, index: int, op: Operator) -> InBlocks:
         """Choose the format of each product of an operator, and note its nodes."""
-        nodes = [node for node in (*op.nodes, *op.backward) if node.target in PRODUCING]
+        nodes = [node for node in (*op.nodes, *op.backward) if _is_matrix_product(node)]
         forward = [factor for node in nodes if not is_backward(node) for _, factor in _factors(node)]
         weights = [numel_hint(tensor_of(factor)) for factor in forward if self.is_weight(factor)]
         given = self._given(index)
@@ -193,6 +192,10 @@ class _Rewrite:
             for position, factor, how in list(self.roundings(node, *self.found[node])):
                 args[position] = casts.rounded(factor, how, node, self.owners[node])
             node.args = tuple(args)
+
+
+def _is_matrix_product(node: Node) -> bool:
+    return node.target in _MULTIPLYING and all(tensor_of(factor).ndim >= 2 for _, factor in _factors(node))
 
 
 def _factors(gemm: Node) -> list[tuple[int, Node]]:
