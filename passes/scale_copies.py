@@ -28,8 +28,6 @@ class ScaleCopies:
     name: str = "scale-copies"
 
     def apply(self, work: Work) -> None:
-        if not work.joint.tangents:
-            return
         scales = work.scales or ScaleGraph()
         slots = _Slots(scales, len(work.book.sites))
         copies = []

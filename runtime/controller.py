@@ -266,6 +266,13 @@ class Controller:
             self._tell("promotion", site, f"{site.format} -> {hi}: overflow ratio {offenders[i].overflow_ratio:.4g}")
         self.plan = self.plan.promote(moved, step=self.step, hi=hi)
 
+    def begin_with_scales(self, other: Controller) -> None:
+        """Begin with the scales that another graph of the same model has found for its stored copies."""
+        if self.copies is None or other.copies is None:
+            return
+        pairs = partners(self.plan, other.plan).items()
+        self.copies.begin_with({i: other.copies.of(j) for i, j in pairs if j in other.copies})
+
     def promote_as(self, other: Plan, why: str) -> None:
         """Promote what another graph of the same model has promoted."""
         promoted = {i for i, j in partners(self.plan, other).items() if other.sites[j].promoted_at is not None}

@@ -238,6 +238,8 @@ class PlannedGraph:
         if controller is None:
             return
         controller.settle()
+        if not controller.step:
+            self._model.share_scales(self)
         if self._dump is not None:
             self._dump.write_stats(controller, step=controller.latest_step)
         self._model.share_promotions(self)

@@ -134,6 +134,16 @@ class Model:
                 self._taken[pair] = theirs.plan
                 controller.promote_as(theirs.plan, f"promoted in graph {graph.index}, of the same model")
 
+    def share_scales(self, own: PlannedGraph) -> None:
+        """Begin with the scales of copies that training graphs have found, those of other batch sizes above all."""
+        for graph in self.live:
+            theirs = graph.controller
+            if own.controller is None or theirs is None or graph is own or not graph.is_training:
+                continue
+            if not graph.parameters.of_another(own.parameters):
+                theirs.catch_up()
+                own.controller.begin_with_scales(theirs)
+
     def _train_alike(self, own: PlannedGraph, other: PlannedGraph) -> bool:
         pair = own.index, other.index
         if pair not in self._trains_alike:

@@ -129,6 +129,12 @@ class CopyScales:
             if known is not None and known.format == copy.format:
                 self._by_row[row] = known
 
+    def begin_with(self, exps: Mapping[int, int]) -> None:
+        """Take the exponents, by row, of copies of which nothing is known yet."""
+        for row, copy in self._by_row.items():
+            if not (copy.recent or copy.since):
+                copy.exp = copy.was = exps.get(row, copy.exp)
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain JSON data: what is known of the rows of which anything is."""
         return {

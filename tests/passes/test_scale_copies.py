@@ -183,6 +183,41 @@ def test_a_large_activation_still_is_promoted() -> None:
     assert [e for e in backend.events if e.kind == "promotion"]
 
 
+def test_another_batch_size_begins_with_the_scales_found() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))
+    with torch.no_grad():
+        model[0].weight.mul_(1e-4), model[0].bias.zero_()
+    ours = compiled(model, backend := eager_backend("fp8", low_ratio=1.0), dynamic=False)
+    for batch in (64, 64, 64, 96):
+        x, ones = torch.randn(batch, 64), torch.randn(batch, 32)
+        model.zero_grad()
+        (model(x) * ones).sum().backward()
+        wanted = gradients(model)["2.weight"]
+        model.zero_grad()
+        (ours(x) * ones).sum().backward()
+    assert len(backend.controllers) == 2
+    assert float((gradients(model)["2.weight"] - wanted).norm() / wanted.norm()) < 0.03
+
+
+def test_evaluation_multiplies_codes_at_the_scales_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_costs, "gpu_of", lambda device: Gpu("NVIDIA H100 80GB HBM3", (9, 0)))
+    plan_on(monkeypatch, "avx512+bf16+fp16")
+    monkeypatch.setattr(fxprec.driver.compilation.compat, "compile_fx_inner", run_op_by_op([]))
+    torch.manual_seed(0)
+    model, x = MODELS["gelu"][0](), torch.randn(32, 16)
+    with torch.no_grad():
+        model[0].weight.mul_(1e-5), model[0].bias.zero_(), model[2].bias.zero_()
+    torch.compiler.reset()
+    config = fxprec.Config(recipe="fp8", low_ratio=1.0, promote_above=None, gemms="low")
+    ours = torch.compile(model, backend=fxprec.Backend(config))
+    for _ in range(4):
+        ours(x).sum().backward()
+    with torch.no_grad():
+        found, wanted = ours(x), model(x)
+    assert float((found - wanted).norm() / wanted.norm()) < 0.06
+
+
 def test_scales_resume_bit_for_bit() -> None:
     def run(steps: range, saved: Any = None) -> tuple[list[torch.Tensor], Any]:
         torch.manual_seed(0)
