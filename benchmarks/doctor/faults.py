@@ -20,7 +20,7 @@ from fxprec.diagnosis.doctor import Request, recorded
 from fxprec.diagnosis.examine import Examined
 from fxprec.diagnosis.subject import Subject
 from fxprec.driver.half_compilation import Halves
-from fxprec.ir.symbolic import Quantize
+from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize
 from fxprec.plan import Site
 from fxprec.runtime.table import ScaleTable
 
@@ -120,14 +120,25 @@ def narrow(name: str, site: Site) -> Fault:
 
 
 def wrong_scale(name: str, site: Site) -> Fault:
-    original = ScaleTable.of
+    original, compiled = ScaleTable.of, Halves.compile
 
     def of(self: ScaleTable, state: Any) -> Tensor:
         table = original(self, state).clone()
         table[site.id, 0] = EXPONENT
         return table
 
-    return Fault("wrong scale", name, site.tensor, _is(site), patch=lambda: mock.patch.object(ScaleTable, "of", of))
+    def compile_half(self: Halves, gm: GraphModule, examples: Any, options: Any, half: str) -> Any:
+        for node, read in Dequantize.among(Dequantize.nodes(gm.graph)):
+            if read.row == site.id:
+                node.args = replace(read, row=AS_STORED).args
+        return compiled(self, gm, examples, options, half)
+
+    @contextmanager
+    def patch() -> Iterator[None]:
+        with mock.patch.object(ScaleTable, "of", of), mock.patch.object(Halves, "compile", compile_half):
+            yield
+
+    return Fault("wrong scale", name, site.tensor, _is(site), patch=patch)
 
 
 def swapped_cast(name: str, site: Site) -> Fault:

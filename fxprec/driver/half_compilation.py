@@ -99,8 +99,9 @@ class Halves:
         return lower(gm, lowering, self.device_type, rows, calls=calls, without=without, contiguous=contiguous)
 
     def scales(self, name: str) -> bool:
-        """Say whether the half of that name reads scales of gradients."""
-        return name == "backward" and bool(self.compiled.rows.scaled)
+        """Say whether the half of that name reads scales, of gradients or of copies."""
+        rows = self.compiled.rows
+        return bool(rows.scaled if name == "backward" else rows.copied)
 
     def _built(self, gm: GraphModule, plain: PlainHalf, options: Mapping[str, Any], name: str) -> Run:
         if self.lowering.name == "eager":

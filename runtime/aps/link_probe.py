@@ -81,22 +81,23 @@ def _coding_seconds(wire: Wire, device: torch.device, group: dist.ProcessGroup) 
     world = dist.get_world_size(group)
     x = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device=device)
     coder = Coder(wire, None, bounded=wire.block == 1)
-    bounds, zero, one = [(0, ELEMENTS)], torch.zeros(1, dtype=torch.int32), torch.ones(1)
+    bounds, zero = [(0, ELEMENTS)], torch.zeros(1, dtype=torch.int32, device=device)
+    one = torch.ones(1, dtype=torch.float32, device=device)
     signs = None if wire.block == 1 else signs_of(0, wire.block, device)
     share = max(ELEMENTS // world // wire.block, 1) * wire.block
 
     def encode() -> torch.Tensor:
         if signs is not None:
             rotate(x, signs)
-        return coder.scale_and_encode(x, bounds, zero.to(device))
+        return coder.scale_and_encode(x, bounds, zero)
 
     codes = encode()
     rows = codes[: share // wire.block * wire.code_bytes].repeat(world, 1)
 
     def decode() -> None:
         total = coder.sum(rows)
-        coder.scale_and_encode(total, [(0, share)], zero.to(device))
-        coder.decode_scaled(codes, bounds, zero.to(device), one.to(device), world, x)
+        coder.scale_and_encode(total, [(0, share)], zero)
+        coder.decode_scaled(codes, bounds, zero, one, world, x)
         if signs is not None:
             rotate_back(x, signs)
 
