@@ -35,6 +35,7 @@ def network() -> tuple[nn.Module, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def examined() -> fxprec.Diagnosis:
+    torch.compiler.reset()  # other shapes seen before would make these dynamic
     model, x = network()
     return fxprec.doctor(model, x, options={"recipe": "nvfp4", "formats": ("e4m3fn",), "reruns": 0})
 
@@ -58,6 +59,7 @@ def test_every_gemm_has_a_row_and_damages_add_up_as_squares(examined: fxprec.Dia
 
 
 def test_stored_tensors_are_those_of_the_recipe_without_operands(examined: fxprec.Diagnosis) -> None:
+    torch.compiler.reset()
     model, x = network()
     plain = fxprec.doctor(model, x, options={"recipe": "bf16", "formats": ("e4m3fn",), "reruns": 0})
     assert plain.gemms == ()
