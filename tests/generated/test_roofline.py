@@ -125,9 +125,9 @@ def _check_choice(found: Counted) -> None:
     assert forward is not None
     assert backward is not None
     assert (choice.chosen, forward.chosen, backward.chosen) == ("inductor",) * 3
-    assert (forward.inductor.launches, forward.inductor.bytes) == (19, 6_863_012)
-    assert (forward.triton.launches, forward.triton.bytes) == (19, 6_997_436)
-    assert (backward.inductor.launches, backward.inductor.bytes) == (23, 7_949_916)
+    assert (forward.inductor.launches, forward.inductor.bytes) == (26, 6_863_112)
+    assert (forward.triton.launches, forward.triton.bytes) == (26, 6_997_504)
+    assert (backward.inductor.launches, backward.inductor.bytes) == (27, 7_949_968)
     for half, counted in ((forward, found.forward), (backward, found.backward)):
         assert half.inductor.bytes == pytest.approx(counted.bytes(), rel=0.06)
 
@@ -139,16 +139,16 @@ def test_a_block_in_fp8_launches_and_moves_no_more_than_it_did() -> None:
     assert side.options is not None
     found = count(replace(side, options={**side.options, "gemms": "low"}), SMALL)
     forward, backward = found.forward, found.backward
-    assert (len(forward.costs), len(backward.costs)) == (22, 35)
-    assert (forward.bytes(), backward.bytes()) == (6_844_580, 8_379_956)
-    assert (forward.peak, backward.peak, backward.saved) == (1_826_108, 3_149_128, 1_185_808)
+    assert (len(forward.costs), len(backward.costs)) == (30, 39)
+    assert (forward.bytes(), backward.bytes()) == (6_936_800, 8_413_780)
+    assert (forward.peak, backward.peak, backward.saved) == (1_827_128, 3_149_128, 1_185_808)
     _check_choice(found)
     least = minimum(SMALL, H100)
     done = forward.flops() + backward.flops()
     assert done["fp8"] + done["attention cudnn"] == done.total() == least.low_flops + least.high_flops
     assert 0 < found.seconds_by_bytes < found.seconds
     (row,) = (line for line in table.lines({"fp8": found}, least, H100) if line.startswith("| fp8 "))
-    assert row.startswith("| fp8 | 57 |")
+    assert row.startswith("| fp8 | 69 |")
 
 
 def encoder_half() -> nn.Module:
