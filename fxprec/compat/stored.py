@@ -132,4 +132,5 @@ def _sizes(value: object) -> Iterator[tuple[str, str, str]]:
     for size in value.shape if isinstance(value, torch.Tensor) else (value,):
         if isinstance(size, torch.SymInt | torch.SymFloat):
             node = size.node
+            assert node.shape_env is not None, "a symbol belongs to what made it"
             yield str(node.expr), str(node.hint), str(node.shape_env.var_to_range.get(node.expr))

@@ -65,6 +65,7 @@ def ranges_of(graph: Graph) -> Ranges:
                 continue
             if isinstance(size.node.hint, int):  # a jagged dimension has a tensor of lengths instead
                 environment = size.node.shape_env
+                assert environment is not None, "a symbol belongs to what made it"
                 bounds = environment.var_to_range[size.node.expr]
                 least = int(bounds.lower) if bounds.lower > -_UNBOUNDED else -_UNBOUNDED
                 most = int(bounds.upper) if bounds.upper < _UNBOUNDED else None
