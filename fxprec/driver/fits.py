@@ -13,6 +13,7 @@ from fxprec import compat
 from fxprec.config import Config
 from fxprec.driver.backend import Backend
 from fxprec.errors import BudgetError, ConfigError
+from fxprec.passes.analysis.peak.reserve import ALLOWANCE
 from fxprec.plan import Plan
 from fxprec.report.plan_taker import PlanTaker
 from fxprec.report.target import Factory, plan_under_fakes
@@ -20,7 +21,7 @@ from fxprec.runtime.optim.stepper import Stepper
 
 TRIALS = 10
 """Most plans made to find the largest batch."""
-FREE_SHARE, FREE_BYTES = 0.02, 2 * 32 * 2**20
+FREE_BYTES = 2 * 32 * 2**20
 """Of a GPU that torch here cannot trace for: what is left free, as `passes.analysis.peak.reserve` does on a GPU."""
 
 
@@ -107,7 +108,7 @@ class _Trial:
         asked, options = self.asked, dict(self.asked.options)
         if self.device.type == "cpu":  # its kernels stand for a GPU's: those of one thread take least for themselves
             options["cpu"] = "avx512+bf16:1"
-            self.reserved = FREE_BYTES + int(FREE_SHARE * asked.budget)
+            self.reserved = FREE_BYTES + int(ALLOWANCE * asked.budget)
         trained = [p for p in model.parameters() if p.requires_grad]
         if not trained:
             raise ConfigError(f"target {asked.target!r}: no parameter requires a gradient, so there is no step to plan")

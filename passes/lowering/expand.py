@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,17 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import compat
 from fxprec.ir.calls import call_of
-from fxprec.ir.symbolic import (
-    AS_STORED,
-    CARRIED,
-    Count,
-    Dequantize,
-    KeepCodes,
-    KeepNonfinite,
-    Quantize,
-    Rescale,
-    stored_dtype,
-)
+from fxprec.ir.symbolic import CARRIED, Count, Dequantize, KeepCodes, KeepNonfinite, Quantize, Rescale, stored_dtype
 from fxprec.kernels.counts import Gathered, Ln
 from fxprec.numerics import codec, formats, stats
 from fxprec.numerics.formats import Format, parse
@@ -190,25 +180,6 @@ def is_short(x: Node, dims: tuple[int, ...]) -> bool:
     return all(isinstance(size, int) for size in sizes) and math.prod(sizes) < stats.SHORT
 
 
-def scale_beside(node: Node) -> Node:
-    """Have operators beside a cast multiply by the scale of its row; return the cast, which has none left to do."""
-    graph, device = node.graph, _device(node.graph)
-    read = Dequantize.match(node)
-    with graph.inserting_before(node):
-        column = _column(graph, node, 0)
-        if read is None:
-            cast = Quantize.of(node)
-            scaled = inline(graph, _traced(_scaled_up, (_dtype(cast.x),), (), 1), (cast.x, column), device)
-            node.args = replace(cast, x=scaled, row=AS_STORED).args
-            return node
-        wide = replace(read, row=AS_STORED, dtype=torch.float32).insert(graph)
-        x = inline(graph, _traced(_scaled_down, (torch.float32,), (read.dtype,), 1), (wide, column), device)
-    wide.meta, x.meta = {**node.meta, "val": tensor_of(node).to(torch.float32)}, dict(node.meta)
-    node.replace_all_uses_with(x)
-    graph.erase_node(node)
-    return wide
-
-
 def insert(graph: Graph, function: Callable[..., torch.Tensor], x: Node, *static: object) -> Node:
     """Insert ``function(x, (), *static)``, decomposed as Inductor wants it, at the graph's insertion point."""
     return inline(graph, _traced(function, (_dtype(x),), static, 0), (x,), _device(graph))
@@ -241,14 +212,6 @@ def _power(exponent: torch.Tensor) -> torch.Tensor:
 def _scale(x: torch.Tensor, columns: _Columns, scaled: bool, sign: int = 1) -> torch.Tensor:
     """Multiply by ``2.0 ** (sign * columns[0])``."""
     return x * _power(columns[0] if sign > 0 else -columns[0]) if scaled else x
-
-
-def _scaled_up(x: torch.Tensor, columns: _Columns) -> torch.Tensor:
-    return _scale(x.to(torch.float32), columns, True)
-
-
-def _scaled_down(x: torch.Tensor, columns: _Columns, dtype: torch.dtype) -> torch.Tensor:
-    return _scale(x, columns, True, sign=-1).to(dtype)
 
 
 def _simulate(x: torch.Tensor, columns: _Columns, scaled: bool) -> torch.Tensor:

@@ -11,24 +11,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from fxprec import compat
 from fxprec.ir.symbolic import Dequantize, Quantize, stored_dtype
 from fxprec.numerics.formats import parse
 from fxprec.numerics.loops import loop_function
-from fxprec.passes.lowering.expand import scale_beside
+from fxprec.passes.lowering.scales_beside import ScalesBeside
 
 
-def casts_in_loops(casts: Collection[Node], scaled: Collection[int]) -> frozenset[Node]:
+def casts_in_loops(graph: Graph, casts: Collection[Node], scaled: Collection[int]) -> frozenset[Node]:
     """Return those of the casts that stay as they are for Inductor, which is told how.
 
     Where their rows are ``scaled``, an operator beside the cast multiplies.
     """
     lower_casts()
+    scales = ScalesBeside(graph)
     calls = {node: Quantize.match(node) or Dequantize.of(node) for node in casts}
     short = {node: cast for node, cast in calls.items() if parse(cast.format).bits <= 8}
-    return frozenset(scale_beside(node) if cast.row in scaled else node for node, cast in short.items())
+    return frozenset(scales.scale(node) if cast.row in scaled else node for node, cast in short.items())
 
 
 def lower_casts() -> None:

@@ -128,7 +128,7 @@ def _cast_in_loops(half: _Half) -> None:
     inlined = inlined_casts(half.graph, half.counters.left, half.rows)
     half.coded, watched = inlined.counted, set(half.counters.left) - set(inlined.rows)
     half.found, half.counts = call_kernels(half.gm, watched, inlined.nodes)
-    half.kept = casts_in_loops(inlined.nodes, half.rows.scaled)
+    half.kept = casts_in_loops(half.graph, inlined.nodes, half.rows.scaled)
     append_outputs(half.graph, half.statistics())  # a cat costs a C++ kernel each
 
 

@@ -1,0 +1,69 @@
+"""Multiply by scales beside casts that are one operator of Inductor's loops on a CPU.
+
+A loop computes the power of two of a row again for each vector of elements: its stores may change the table, as far as
+a C++ compiler knows. So one small loop a graph writes those of all rows to memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.ir.symbolic import AS_STORED, Dequantize, InMemory, Quantize
+from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.analysis.ops import CONVERT
+from fxprec.passes.lowering.expand import insert
+
+aten = torch.ops.aten
+
+
+@dataclass
+class ScalesBeside:
+    """The scales of one graph, and their inverses."""
+
+    graph: Graph
+    powers: dict[int, Node] = field(default_factory=dict)
+    """By sign of the exponents: float32, one a row."""
+
+    def scale(self, node: Node) -> Node:
+        """Have operators beside a cast multiply by its row's scale; return the cast, which has none left to do."""
+        read = Dequantize.match(node)
+        with self.graph.inserting_before(node):
+            if read is None:
+                cast = Quantize.of(node)
+                node.args = replace(cast, x=self._times(cast.x, cast.table, cast.row, 1), row=AS_STORED).args
+                return node
+            wide = replace(read, row=AS_STORED, dtype=torch.float32).insert(self.graph)
+            wide.meta = {**node.meta, "val": tensor_of(node).to(torch.float32)}
+            x = self._as(self._times(wide, read.table, read.row, -1), read.dtype)
+        node.replace_all_uses_with(x)
+        self.graph.erase_node(node)
+        return wide
+
+    def _times(self, x: Node, table: Node, row: int, sign: int) -> Node:
+        power = self.graph.call_function(aten.select.int, (self._powers(table, sign), 0, row))
+        wide = self._as(x, torch.float32)
+        product = self.graph.call_function(aten.mul.Tensor, (wide, power))
+        product.meta["val"] = tensor_of(wide)
+        return product
+
+    def _as(self, x: Node, dtype: torch.dtype) -> Node:
+        if tensor_of(x).dtype == dtype:
+            return x
+        converted = self.graph.call_function(CONVERT, (x, dtype))
+        converted.meta["val"] = tensor_of(x).to(dtype)
+        return converted
+
+    def _powers(self, table: Node, sign: int) -> Node:
+        if sign not in self.powers:
+            first = next(n for n in self.graph.nodes if n.op != "placeholder")
+            with self.graph.inserting_before(first):
+                self.powers[sign] = InMemory(insert(self.graph, _powers_of, table, sign)).insert(self.graph)
+        return self.powers[sign]
+
+
+def _powers_of(table: torch.Tensor, _: object, sign: int) -> torch.Tensor:
+    """Return ``2.0**(sign * exponent)`` of every row, written as a float's bits."""
+    return ((127 + table[:, 0] * sign) << 23).view(torch.float32)
