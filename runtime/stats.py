@@ -7,10 +7,11 @@ are acted on two steps later. By then they have nearly always arrived; else the 
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -100,15 +101,20 @@ class _Step:
 
 
 class StatsQueue:
-    """Statistics on their way to the host by step, oldest first. The step decides which are taken, not the arrival."""
+    """Statistics on their way to the host by step, oldest first. The step decides which are taken, not the arrival.
+
+    Threads that share a compiled model push at any time; one of them takes.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque()
+        self._lock = threading.Lock()
+        """Held while the steps or their pushes change or are listed, never while a device is waited for."""
         self._is_muted = False
 
     def __len__(self) -> int:
         """Return how many vectors wait."""
-        return sum(len(step.pushes) for step in self._steps)
+        return len(self._waiting())
 
     @property
     def is_muted(self) -> bool:
@@ -123,18 +129,21 @@ class StatsQueue:
         if self._is_muted:
             return
         on_device.refuse_capture(stats.device, "a backward pass compiled with fxprec runs", NO_CAPTURE)
-        if not self._steps or self._steps[-1].number is not None:
-            self._steps.append(_Step())
-        self._steps[-1].pushes.append(_Push(sites, counted, *on_device.to_host(stats)))
-        if len(self) > MAX_PENDING:
-            self._steps[0].pushes.pop(0)
-            if not self._steps[0].pushes:
-                self._steps.popleft()
+        push = _Push(sites, counted, *on_device.to_host(stats))
+        with self._lock:
+            if not self._steps or self._steps[-1].number is not None:
+                self._steps.append(_Step())
+            self._steps[-1].pushes.append(push)
+            if sum(len(step.pushes) for step in self._steps) > MAX_PENDING:
+                self._steps[0].pushes.pop(0)
+                if not self._steps[0].pushes:
+                    self._steps.popleft()
 
     def close(self, step: int) -> None:
         """Begin a step: what was pushed since the last one is of number ``step``."""
-        if self._steps and self._steps[-1].number is None:
-            self._steps[-1].number = step
+        with self._lock:
+            if self._steps and self._steps[-1].number is None:
+                self._steps[-1].number = step
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -150,33 +159,45 @@ class StatsQueue:
 
         Waits for the device. Without ``wait`` the first step that has not arrived ends it.
         """
-        while len(self._steps) > keep and (wait or self._steps[0].has_arrived):
-            step = self._steps.popleft()
+        while (step := self._next(keep, wait=wait)) is not None:
             yield step.number, step.read()
+
+    def _next(self, keep: int, *, wait: bool) -> _Step | None:
+        with self._lock:
+            if len(self._steps) > keep and (wait or self._steps[0].has_arrived):
+                return self._steps.popleft()
+        return None
+
+    def _waiting(self) -> list[_Push]:
+        with self._lock:
+            return [push for step in self._steps for push in step.pushes]
 
     def peek(self, *, wait: bool = True) -> Iterator[SiteStats]:
         """Yield what waits, oldest first, and leave it there; without ``wait`` only what has arrived."""
-        for step in self._steps:
-            for push in step.pushes:
-                if wait or push.has_arrived:
-                    yield from push.read()
+        for push in self._waiting():
+            if wait or push.has_arrived:
+                yield from push.read()
 
     def forget(self) -> None:
         """Drop what waits."""
-        self._steps.clear()
+        with self._lock:
+            self._steps.clear()
 
     def state(self) -> list[dict[str, Any]]:
         """Return what waits as plain JSON data; waits for the device. A number that is not finite is a text."""
-        return [{"step": step.number, "statistics": [_plain(stats) for stats in step.read()]} for step in self._steps]
+        with self._lock:
+            steps = [replace(step, pushes=[*step.pushes]) for step in self._steps]
+        return [{"step": step.number, "statistics": [_plain(stats) for stats in step.read()]} for step in steps]
 
     def load(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Take `state`'s result in place of what waits."""
-        self._steps.clear()
+        steps = []
         for saved in state:
             found = tuple(_from_plain(stats) for stats in saved["statistics"])
-            self._steps.append(
-                _Step(saved["step"], [_Push((), (), torch.empty(0, dtype=torch.int32, device="cpu"), None, found)])
-            )
+            nothing = torch.empty(0, dtype=torch.int32, device="cpu")
+            steps.append(_Step(saved["step"], [_Push((), (), nothing, None, found)]))
+        with self._lock:
+            self._steps = deque(steps)
 
 
 def _plain(stats: SiteStats) -> dict[str, Any]:
