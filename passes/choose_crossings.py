@@ -10,6 +10,7 @@ repeats.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
@@ -23,12 +24,16 @@ from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.given import as_given
 from fxprec.passes.analysis.peak.needs import Needs, find_formats, needs_of
 from fxprec.passes.analysis.peak.other_sizes import other_sizes
-from fxprec.passes.analysis.peak.problem import FEW, KEEP, NARROW, Problem, is_on_host
+from fxprec.passes.analysis.peak.problem import Problem
 from fxprec.passes.analysis.peak.progress import Progress
 from fxprec.passes.analysis.peak.share import within_share
 from fxprec.passes.base import GivenPeak, Work
 from fxprec.passes.casts.ways import Rewrite
 from fxprec.passes.compute_high import UNREAD
+from fxprec.passes.forms.blocks import Blocks
+from fxprec.passes.forms.host import OnHost
+from fxprec.passes.forms.low import Low
+from fxprec.passes.forms.own import Own
 from fxprec.passes.notice import Notice, readable
 
 
@@ -47,12 +52,14 @@ class ChooseCrossings:
 
 def _choose(work: Work) -> None:
     needs = needs_of(work)
-    for node in needs.low.keys() - needs.exactly:
-        needs.high.pop(node, None)  # what is read low alone is stored low
+    for node, forms in needs.forms.items():
+        low = tuple(form for form in forms if isinstance(form, Low))
+        if low and node not in needs.exactly:  # what is read low alone is stored low
+            needs.forms[node] = low
     rates = Rates.of(work.joint.table.meta["val"].device)
     # A byte is worth one pass over it: else what is read low alone would be kept wide within another value.
     price, inputs = 1 / rates.bytes_per_s, _inputs(work, needs)
-    problem = Problem(replace(needs, few={}), rates, ("narrow",), price=price, inputs=inputs)
+    problem = Problem(needs, rates, ("narrow",), price=price, inputs=inputs)
     share = work.memory_budget
     fit = Chooser(problem).unlimited if share == 1 else within_share(problem, share)
     Rewrite(work, needs, fit).rewrite()
@@ -68,8 +75,8 @@ def _tell_of_copies(work: Work, needs: Needs, fit: Fit) -> None:
     """Say in the sites of which values no copy is stored."""
     hi, repeated = work.settings.recipe.hi, {node for node, _ in fit.held.repeated}
     for node, row in needs.rows.items():
-        site, is_kept = work.book.sites[row], node in fit.held.saved
-        if is_kept and not (fit.ways[node] == KEEP and parse(site.format).bits < hi.bits):
+        site, is_kept = work.book.sites[row], node in fit.held.kept
+        if is_kept and not (isinstance(fit.ways[node], Own) and parse(site.format).bits < hi.bits):
             continue
         if is_kept or node in repeated:
             was_low = parse(site.format).bits < hi.bits
@@ -124,7 +131,7 @@ def _tell_of_graphs(work: Work) -> None:
 
 def _tell_unused(work: Work, needs: Needs) -> None:
     """Say which block formats of ``ways`` no value may be kept in."""
-    borne = {fmt for formats in needs.few.values() for fmt in formats}
+    borne = {form.copy for forms in needs.forms.values() for form in forms if isinstance(form, Blocks)}
     for fmt in find_formats(work) if work.given is None and set(work.settings.ways) & set(BLOCK_WAYS) else ():
         if fmt not in borne:
             why = next(iter(filter(None, needs.refused.values())), "backward reads no copy in 8 bits")
@@ -134,11 +141,11 @@ def _tell_unused(work: Work, needs: Needs) -> None:
 
 
 def _remark(needs: Needs, fit: Fit) -> str:
-    repeated = sum(n in needs.high for n, _ in fit.held.repeated)
-    narrow, few = (sum(way == NARROW for way in fit.ways.values()), sum(way >= FEW for way in fit.ways.values()))
-    moved = sum(is_on_host(way) for way in fit.ways.values())
-    kept, blocks = len(fit.held.saved) - narrow - few - moved, f"{few} in blocks, " if few else ""
-    blocks += f"{moved} in host memory, " if moved else ""
+    repeated = sum(n in needs.forms for n, _ in fit.held.repeated)
+    counts = Counter(type(form) for form in fit.held.kept.values())
+    others = f"{counts[Blocks]} in blocks, " if counts[Blocks] else ""
+    others += f"{counts[OnHost]} in host memory, " if counts[OnHost] else ""
     return (
-        f"peak budget: {kept} values are kept, {narrow} kept in 8 bits, {blocks}{repeated} computed again in backward"
+        f"peak budget: {counts[Own]} values are kept, {counts[Low]} kept in 8 bits, {others}{repeated} computed again "
+        "in backward"
     )

@@ -169,8 +169,8 @@ def held_by(**options: Any) -> Held:
 
 def test_between_its_last_use_and_its_first_in_backward_it_holds_nothing() -> None:
     held = held_by(peak_budget="70%", ways=("offload",))
-    assert held.moved
-    for value in held.moved:
+    assert held.hosts
+    for value in held.hosts:
         line = held.timeline
         there = [held.lives(value, time, again=False) for time in range(len(line.order))]
         leaves, read = line.order.index(held.hosts[value]), line.order.index(held.back[value])

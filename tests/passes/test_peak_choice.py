@@ -23,20 +23,13 @@ from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.either import Either
 from fxprec.passes.analysis.peak.kernels import Kind, flops_of, kind_of
 from fxprec.passes.analysis.peak.part import Bound
-from fxprec.passes.analysis.peak.problem import (
-    AGAIN,
-    FEW,
-    HOST,
-    HOST_LOW,
-    KEEP,
-    NARROW,
-    ROUNDED,
-    Problem,
-    Ways,
-    is_kept,
-    is_on_host,
-)
+from fxprec.passes.analysis.peak.problem import Problem, Ways
 from fxprec.passes.analysis.peak.timeline import Item, Timeline
+from fxprec.passes.forms.blocks import Blocks
+from fxprec.passes.forms.host import OnHost
+from fxprec.passes.forms.low import Low
+from fxprec.passes.forms.own import Own
+from fxprec.passes.forms.way import AGAIN, ROUNDED, Form, Way
 
 aten = torch.ops.aten
 
@@ -205,7 +198,7 @@ def chooser() -> Chooser:
     return chooser_of(nn.Sequential(*block, *block), torch.randn(512, 64, requires_grad=True))
 
 
-def completed(problem: Problem, kept: dict[Node, int]) -> dict[Node, int] | None:
+def completed(problem: Problem, kept: dict[Node, Way]) -> dict[Node, Way] | None:
     """Return a choice that keeps ``kept`` and computes all else again that is needed; None where it cannot."""
     exactly, roughly, ways = set(problem.needs.exactly), set(problem.needs.roughly), dict(kept)
     sources = {AGAIN: exactly, ROUNDED: roughly}
@@ -216,9 +209,8 @@ def completed(problem: Problem, kept: dict[Node, int]) -> dict[Node, int] | None
             way = ways[node] = AGAIN if node in exactly else ROUNDED
             sources[way] |= problem.sources(node)
             of_others |= problem.sources(node)
-        is_wrong = (way in (NARROW, HOST_LOW) and node in exactly) or (
-            way is not None and way >= FEW and node in of_others
-        )
+        is_low = isinstance(way.form if isinstance(way, OnHost) else way, Low)
+        is_wrong = (is_low and node in exactly) or (isinstance(way, Blocks) and node in of_others)
         if is_wrong or (way is not None and (node, way) not in problem.columns):
             return None
     return ways
@@ -228,7 +220,7 @@ def least_times(found: Chooser, within: Callable[[Bound], Fit | None]) -> list[F
     """Return what is chosen within four budgets, after comparing it with every choice there is."""
     problem = found.problem
     sited = [node for node in problem.nodes if node in problem.needs.rows]
-    ways = [[None, *(way for node, way in problem.columns if node is n and is_kept(way))] for n in sited]
+    ways = [[None, *(way for node, way in problem.columns if node is n and isinstance(way, Form))] for n in sited]
     picks = [{n: w for n, w in zip(sited, picked, strict=True) if w is not None} for picked in product(*ways)]
     fits = [found.replayed(choice) for kept in picks if (choice := completed(problem, kept)) is not None]
     assert len(fits) > 20
@@ -251,9 +243,10 @@ def test_of_all_choices_with_block_formats_it_finds_the_one_of_least_time() -> N
     either = Either.of(found.problem.needs, slow, ("narrow", "recompute"))
     assert either.blocks is not None
     found, problem = either.blocks, either.blocks.problem
-    assert {tuple(fmt.name for fmt in formats) for formats in problem.needs.few.values()} == {("int4", "int2")}
+    offered = {tuple(f.copy.name for f in forms if isinstance(f, Blocks)) for forms in problem.needs.forms.values()}
+    assert offered == {(), ("int4", "int2")}
     fits = least_times(found, either.within)
-    assert any(way >= FEW for fit in fits for way in fit.ways.values())
+    assert any(isinstance(way, Blocks) for fit in fits for way in fit.ways.values())
 
 
 def test_of_all_choices_with_host_memory_it_finds_the_one_of_least_time() -> None:
@@ -263,19 +256,20 @@ def test_of_all_choices_with_host_memory_it_finds_the_one_of_least_time() -> Non
     slow = Rates(bytes_per_s=1e10, flop_per_s=1e9, host_bytes_per_s=1e9)
     found = Chooser(Problem(needs, slow, ("narrow", "recompute", "offload")))
     problem, fits = found.problem, least_times(found, found.within)
-    assert any(is_on_host(way) for fit in fits for way in fit.ways.values())
+    assert any(way.is_on_host for fit in fits for way in fit.ways.values())
     fit = fits[-1]
-    moved = found.replayed({n: HOST if w == KEEP and (n, HOST) in problem.columns else w for n, w in fit.ways.items()})
+    out = {n: OnHost(way) for n, way in fit.ways.items() if isinstance(way, Own)}
+    moved = found.replayed({**fit.ways, **{n: way for n, way in out.items() if (n, way) in problem.columns}})
     assert moved.waiting < fit.waiting, "what is in host memory does not wait on the device"
 
 
 def test_no_value_kept_at_the_least_peak_could_go_another_way(chooser: Chooser) -> None:
     best = chooser.lowered(chooser.unlimited)
     assert best.peak < 0.8 * chooser.unlimited.peak
-    live, kept = best.held.timeline.live, {node: way for node, way in best.ways.items() if is_kept(way)}
+    live, kept = best.held.timeline.live, {node: way for node, way in best.ways.items() if isinstance(way, Form)}
     at_peak = [node for node in kept if best.held.lives(node, live.index(max(live)), again=False)]
     without = [{node: way for node, way in kept.items() if node is not left} for left in at_peak]
-    low = [kept | {node: NARROW} for node in at_peak if (node, NARROW) in chooser.problem.columns]
+    low = [kept | {n: way} for n, way in chooser.problem.columns if n in at_peak and isinstance(way, Low)]
     rivals = [ways for tried in (*without, *low) if (ways := chooser.problem.completed(tried)) is not None]
     assert rivals
     assert all(chooser.replayed(ways).peak >= best.peak for ways in rivals)
@@ -311,7 +305,7 @@ def test_where_the_solver_finds_nothing_one_value_of_each_equal_block_is_kept(mo
     found = chooser_of(nn.Sequential(*blocks), torch.randn(512, 64, requires_grad=True))
     choices = list(checkpoints(found.problem, found.unlimited.ways))
     assert all(obeys(found.problem, ways) for ways in choices)
-    assert min(sum(map(is_kept, ways.values())) for ways in choices) <= 2 * len(blocks)
+    assert min(sum(isinstance(way, Form) for way in ways.values()) for ways in choices) <= 2 * len(blocks)
     monkeypatch.setattr(found.problem, "solve", lambda bounds, gap: None)
     monkeypatch.setattr(found, "lowered", lambda fit, enough=0.0: fit)
     least = min(found.replayed(ways).peak for ways in choices)
@@ -345,8 +339,9 @@ def test_block_formats_never_make_a_choice_worse(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_converted_for_a_gemm_and_kept_in_that_dtype_is_one(chooser: Chooser) -> None:
-    held = chooser.replayed({node: way for node, way in chooser.problem.columns if way == KEEP}).held
-    kept = [n for n in held.at if n.target in CASTS and held.saved.get(n.all_input_nodes[0]) is not None]
+    held = chooser.replayed({node: way for node, way in chooser.problem.columns if isinstance(way, Own)}).held
+    copied = {node for node, form in held.kept.items() if form.format is not None}
+    kept = [n for n in held.at if n.target in CASTS and n.all_input_nodes[0] in copied]
     assert {n for n in kept if held.items[held.at[n]].kind is Kind.VIEW}
 
 

@@ -36,17 +36,15 @@ def within_budget(work: Work, needs: Needs, asked: PeakBudget, progress: Progres
         fit = min((chooser.least(), *fits), key=lambda fit: fit.peak)
         if fit.excess(bound) > 0:
             raise _out_of_reach(budget, fit.peak + part.beside + part.beyond, free, work, fit)
-    sited = needs.rows.keys()
-    moved = fit.held.moved
-    kept = tuple(node.name for node in fit.held.saved if node not in sited and node not in moved)
+    unsited = {node: form for node, form in fit.held.kept.items() if node not in needs.rows}
     seconds = rates.step(needs.step)
     peak = PeakBytes(
         budget=budget,
         high=high.peak,
         planned=fit.peak + part.beyond,
         live=fit.held.live_by_kind(),
-        kept=kept,
-        offloaded=tuple(node.name for node in fit.held.saved if node not in sited and node in moved),
+        kept=tuple(node.name for node, form in unsited.items() if not form.is_on_host),
+        offloaded=tuple(node.name for node, form in unsited.items() if form.is_on_host),
         graphs=part.num_graphs,
         beside=part.beside,
         reserved=free,

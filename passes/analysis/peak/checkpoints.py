@@ -6,12 +6,15 @@ choices far from the one that was replayed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch.fx import Node
 
-from fxprec.passes.analysis.peak.problem import KEEP, NARROW, Problem, Ways, is_kept
+from fxprec.passes.analysis.peak.problem import Problem, Ways
 from fxprec.passes.analysis.peak.repeats import find_repeats
+from fxprec.passes.forms.low import Low
+from fxprec.passes.forms.own import Own
+from fxprec.passes.forms.way import Form
 
 
 def checkpoints(problem: Problem, kept: Ways) -> Iterator[Ways]:
@@ -19,12 +22,20 @@ def checkpoints(problem: Problem, kept: Ways) -> Iterator[Ways]:
     nodes = problem.nodes
     for first, size, blocks in find_repeats([problem.trait(node) for node in nodes]):
         inside = set(nodes[first : first + size * blocks])
-        outside = {node: way for node, way in kept.items() if is_kept(way) and node not in inside}
+        outside = {node: way for node, way in kept.items() if isinstance(way, Form) and node not in inside}
         seen = list[Ways]()
         for at in range(first, first + size):
-            for way in (KEEP, NARROW):
-                ends: dict[Node, int] = dict.fromkeys(nodes[at : first + size * blocks : size], way)
+            for kind in (Own, Low):
+                ends = dict(_kept_as(kind, nodes[at : first + size * blocks : size], problem))
                 ways = problem.completed(outside | ends)
                 if ways is not None and ways not in seen:
                     seen.append(ways)
                     yield ways
+
+
+def _kept_as(kind: type[Form], nodes: Iterable[Node], problem: Problem) -> Iterator[tuple[Node, Form]]:
+    """Yield the form of a kind for each value that has one, else the first."""
+    for node in nodes:
+        forms = [way for way in problem.ways(node) if isinstance(way, Form)]
+        of_kind = [form for form in forms if isinstance(form, kind)]
+        yield from ((node, form) for form in (of_kind or forms)[:1])

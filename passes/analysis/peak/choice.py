@@ -16,8 +16,9 @@ from torch.fx import Node
 from fxprec.passes.analysis.peak.checkpoints import checkpoints
 from fxprec.passes.analysis.peak.kernels import Kind, bytes_of, kind_of
 from fxprec.passes.analysis.peak.part import Bound
-from fxprec.passes.analysis.peak.problem import AGAIN, EXACT, Problem, Row, Ways, is_kept, is_on_host
-from fxprec.passes.analysis.peak.step import Held, Saved
+from fxprec.passes.analysis.peak.problem import EXACT, Problem, Row, Ways
+from fxprec.passes.analysis.peak.step import Held
+from fxprec.passes.forms.way import Form, Way
 
 _ROUNDS, _FEW_ROUNDS = 12, 5
 _TIGHTER = (0.95, 0.9)
@@ -177,14 +178,14 @@ class Chooser:
         """Yield choices in which one value that lives at the peak is not kept, or in another format."""
         live = fit.held.timeline.live
         top = max(range(len(live)), key=live.__getitem__, default=0)
-        kept = {node: way for node, way in fit.ways.items() if is_kept(way)}
+        kept = {node: way for node, way in fit.ways.items() if isinstance(way, Form)}
         living = [node for node in kept if fit.held.lives(node, top, again=False)]
         for node in sorted(living, key=lambda n: -self.problem.size(n, kept[n])):
-            others = [way for n, way in self.problem.columns if n is node and is_kept(way) and way != kept[node]]
             size = self.problem.size(node, kept[node])
-            narrower = [way for way in others if is_on_host(way) or self.problem.size(node, way) < size]
-            for way in (AGAIN, *narrower):
-                tried = kept | {node: way} if is_kept(way) else {n: w for n, w in kept.items() if n is not node}
+            others = [way for way in self.problem.ways(node) if isinstance(way, Form) and way != kept[node]]
+            without = {n: form for n, form in kept.items() if n is not node}
+            narrower = [form for form in others if form.is_on_host or self.problem.size(node, form) < size]
+            for tried in (without, *(kept | {node: form} for form in narrower)):
                 ways = self.problem.completed(tried)
                 if ways is not None and ways != fit.ways:
                     yield ways
@@ -196,9 +197,9 @@ class Chooser:
             live = best.held.timeline.live
             top = max(range(len(live)), key=live.__getitem__, default=0)
             ways = dict(best.ways)
-            asked = {s for n, way in ways.items() if not is_kept(way) for s in self.problem.sources(n)}
+            asked = {s for n, way in ways.items() if not isinstance(way, Form) for s in self.problem.sources(n)}
             for node, way in best.ways.items():
-                if is_kept(way) and node not in asked and best.held.lives(node, top, again=False):
+                if isinstance(way, Form) and node not in asked and best.held.lives(node, top, again=False):
                     ways[node] = self.problem.narrowest(node)
             found = self.replayed(ways)
             if found.peak >= best.peak:
@@ -208,13 +209,8 @@ class Chooser:
     def replayed(self, ways: Ways) -> Fit:
         """Return what a choice holds, and takes."""
         needs, inputs = self.problem.needs, self.problem.inputs
-        saved: Saved = {
-            node: self.problem.format(node, way) for node, way in ways.items() if is_kept(way) and node not in inputs
-        }
-        moved = {node for node, way in ways.items() if is_on_host(way)}
-        return Fit(
-            Held(needs.step, saved, moved), ways, sum(self.problem.seconds(node, way) for node, way in ways.items())
-        )
+        kept = {node: way for node, way in ways.items() if isinstance(way, Form) and node not in inputs}
+        return Fit(Held(needs.step, kept), ways, sum(self.problem.seconds(node, way) for node, way in ways.items()))
 
     def _wanted_when(self) -> tuple[dict[Node, int], dict[Node, int]]:
         """Return when backward first and last reads a value, by position among backward's nodes.
@@ -263,7 +259,7 @@ class Chooser:
     def _waiting(self, fit: Fit) -> Iterator[tuple[int, float]]:
         """Yield the columns of ways that wait for backward, or would, and their bytes."""
         for (node, way), column in self.problem.columns.items():
-            if is_kept(way) and not is_on_host(way):
+            if isinstance(way, Form) and not way.is_on_host:
                 is_chosen = fit.ways.get(node) == way
                 if not is_chosen or fit.held.lives(node, fit.held.timeline.split, again=False):
                     yield column, float(self.problem.size(node, way))
@@ -273,23 +269,23 @@ class Chooser:
         anchor = fit.held.anchors[fit.held.timeline.order[time]]
         for (node, way), column in self.problem.columns.items():
             if fit.ways.get(node) == way:
-                lives = fit.held.lives(node, time, again=not is_kept(way))
+                lives = fit.held.lives(node, time, again=not isinstance(way, Form))
             else:
                 lives = self._would_live(node, anchor, way)
             if lives:
-                yield column, float(self.problem.size(node, way) if is_kept(way) else bytes_of(node))
+                yield column, float(self.problem.size(node, way) if isinstance(way, Form) else bytes_of(node))
 
-    def _would_live(self, node: Node, anchor: Node, way: int) -> bool:
+    def _would_live(self, node: Node, anchor: Node, way: Way) -> bool:
         """Guess whether a value would live where ``anchor`` runs, were it to go a way."""
         moment = self._order[anchor]
         if anchor not in self.problem.needs.step.behind:
-            is_left = is_on_host(way) and moment > self._left[node]
-            return is_kept(way) and self._order[node] <= moment and not is_left
+            is_left = way.is_on_host and moment > self._left[node]
+            return isinstance(way, Form) and self._order[node] <= moment and not is_left
         if moment > self._last.get(node, -1):
             return False
-        if is_kept(way) and not is_on_host(way):
+        if isinstance(way, Form) and not way.is_on_host:
             return True
-        return (is_on_host(way) or _lies(node)) and self._first.get(node, moment + 1) <= moment
+        return (way.is_on_host or _lies(node)) and self._first.get(node, moment + 1) <= moment
 
 
 def _within(fits: Iterable[Fit], bound: Bound) -> list[Fit]:

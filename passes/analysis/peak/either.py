@@ -7,7 +7,7 @@ copy is hidden depends on all others, so one search takes them all to be hidden,
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
 from fxprec.passes.analysis.peak.costs import Rates
@@ -32,14 +32,16 @@ class Either:
     def of(cls, needs: Needs, rates: Rates, allowed: Collection[str], progress: Progress | None = None) -> Either:
         progress = Progress() if progress is None else progress
 
-        def chooser(needs: Needs, *, hides_copies: bool = False) -> Chooser:
-            return Chooser(Problem(needs, rates, allowed, hides_copies, Effort(progress=progress)))
+        def chooser(*more: str, hides_copies: bool = False) -> Chooser:
+            return Chooser(Problem(needs, rates, (*allowed, *more), hides_copies, Effort(progress=progress)))
 
-        has_blocks, moves = any(needs.few.values()), "offload" in allowed and bool(needs.movable)
+        offered = [form for forms in needs.forms.values() for form in forms]
+        has_blocks = any("blocks" in form.options for form in offered)
+        moves = "offload" in allowed and any(form.is_on_host for form in offered)
         return cls(
-            chooser(replace(needs, few={})),
-            chooser(needs) if has_blocks else None,
-            chooser(needs, hides_copies=True) if moves else None,
+            chooser(),
+            chooser("blocks") if has_blocks else None,
+            chooser("blocks", hides_copies=True) if moves else None,
         )
 
     def within(self, bound: Bound) -> Fit | None:

@@ -2,98 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch.fx import Node
 
 from fxprec.errors import PlanError
-from fxprec.numerics.blocks import AnyFormat, BlockFormat, find_blocks
-from fxprec.numerics.formats import parse
 from fxprec.passes.analysis.peak.choice import Fit
 from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.kernels import can_repeat
 from fxprec.passes.analysis.peak.needs import Needs
 from fxprec.passes.analysis.peak.overlap import overlap
-from fxprec.passes.analysis.peak.problem import FEW, HOST, HOST_LOW, KEEP, NARROW
 from fxprec.passes.analysis.peak.step import Held
 from fxprec.passes.base import GivenPeak, Work
+from fxprec.passes.forms.blocks import Blocks
+from fxprec.passes.forms.way import Form
 from fxprec.plan.rows import PeakBytes, Site
 
 
 def as_given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes]:
     """Follow a plan's ways. Raises `PlanError` where they leave out what backward needs."""
-    saved: dict[Node, AnyFormat | None] = {}
-    moved, hi = set[Node](), work.settings.recipe.hi
+    kept: dict[Node, Form] = {}
     nodes = {row: node for node, row in needs.rows.items()}
     for site in given.sites:
         node = nodes.get(site.id, work.book.values.get(site.id))
-        if node in needs.high and site.way in ("keep", "narrow", "offload"):
-            is_low = site.way == "narrow" or (site.way == "offload" and parse(site.format).bits < hi.bits)
-            is_low = is_low and site.promoted_at is None
-            saved[node] = needs.low.get(node, needs.high[node]) if is_low else needs.high[node]
-            if is_low and site.saved_as:
-                saved[node] = _given_blocks(needs, node, site)
-            if site.way == "offload":
-                _refuse_moved(needs, node, saved[node], f"sites[{site.id}].way ({site.tensor})")
-                moved.add(node)
-    kept, offloaded = (frozenset(names) for names in (given.peak.kept, given.peak.offloaded))
-    saved |= dict.fromkeys(node for node in needs.high if node.name in kept | offloaded)
-    for node in needs.high:
-        if node.name in offloaded:
-            _refuse_moved(needs, node, None, f"peak_bytes.offloaded ({node.name})")
-            moved.add(node)
-    held = Held(needs.step, saved, moved)
+        if node in needs.forms and site.way in ("keep", "narrow", "offload"):
+            kept[node] = _form_of(needs, node, site)
+    names, moved = frozenset(given.peak.kept), frozenset(given.peak.offloaded)
+    for node, (own, *others) in needs.forms.items():
+        if node.name in moved:
+            kept[node] = _moved(others, f"peak_bytes.offloaded ({node.name})")
+        elif node.name in names:
+            kept[node] = own
+    held = Held(needs.step, kept)
     for node, _ in held.repeated:
         if node not in needs.step.decoded and not can_repeat(node):
             raise PlanError(
                 f"the given plan leaves out {node.name}, which backward needs and which cannot be computed again; give "
                 "its site the way 'keep', or plan again"
             )
-        _refuse_sources_in_blocks(needs, node, saved)
+        _refuse_sources_in_blocks(needs, node, kept)
     overlap(held, Rates.of(work.joint.table.meta["val"].device), work.peak_part.bound(given.peak.budget).peak)
-    fit = Fit(held, {node: _way_of(needs, node, fmt, node in moved) for node, fmt in saved.items()}, 0.0)
-    return fit, replace(given.peak, planned=held.peak, live=held.live_by_kind())
+    return Fit(held, kept, 0.0), replace(given.peak, planned=held.peak, live=held.live_by_kind())
 
 
-def _way_of(needs: Needs, node: Node, fmt: AnyFormat | None, is_moved: bool) -> int:
-    if isinstance(fmt, BlockFormat):
-        return FEW + needs.few[node].index(fmt)
-    is_low = fmt is not None and fmt is needs.low.get(node)
-    return (HOST_LOW if is_low else HOST) if is_moved else NARROW if is_low else KEEP
+def _form_of(needs: Needs, node: Node, site: Site) -> Form:
+    """Return the form that a row of a given plan asks for. Raises `PlanError` where it is no choice."""
+    found, is_promoted = [f for f in needs.forms[node] if f.is_said_by(site)], site.promoted_at is not None
+    entry = f"sites[{site.id}].way ({site.tensor})"
+    if site.way == "offload":
+        if site.saved_as and not is_promoted:
+            raise PlanError(_cannot_move(entry, f"in {site.saved_as} it stays on the device"))
+        return _moved(found, entry)
+    if (
+        site.way == "narrow"
+        and site.saved_as
+        and not is_promoted
+        and not any(isinstance(form, Blocks) for form in found)
+    ):
+        why = needs.refused.get(node) or (
+            f"{site.saved_as} is no choice: backward reads it elsewhere than as a low copy"
+        )
+        raise PlanError(
+            f"sites[{site.id}].saved_as ({site.tensor}) of the given plan is {site.saved_as!r}: {why}; take saved_as "
+            "out, or plan again"
+        )
+    return found[-1]  # a copy before the value itself
 
 
-def _refuse_moved(needs: Needs, node: Node, fmt: AnyFormat | None, entry: str) -> None:
-    """Raise `PlanError` where a given plan has a value wait in host memory that cannot, or in a block format."""
-    if node in needs.movable and not isinstance(fmt, BlockFormat):
-        return
-    why = f"in {fmt.name} it stays on the device" if isinstance(fmt, BlockFormat) else _STAYS
-    raise PlanError(f"{entry} of the given plan is 'offload', and {why}; give it the way 'keep', or plan again")
+def _moved(forms: Iterable[Form], entry: str) -> Form:
+    """Return the form in host memory. Raises `PlanError` where a value cannot wait there."""
+    found = [form for form in forms if form.is_on_host]
+    if not found:
+        raise PlanError(_cannot_move(entry, _STAYS))
+    return found[-1]
+
+
+def _cannot_move(entry: str, why: str) -> str:
+    return f"{entry} of the given plan is 'offload', and {why}; give it the way 'keep', or plan again"
 
 
 _STAYS = "a value stays on the device whose size is dynamic, which is an output, or which lies with gaps"
 
 
-def _given_blocks(needs: Needs, node: Node, site: Site) -> BlockFormat:
-    """Return the block format that a given plan keeps a value in. Raises `PlanError` where it may not."""
-    fmt = find_blocks(site.saved_as)
-    # Where nothing but its mask is read, the plan says so.
-    found = next((few for few in needs.few.get(node, ()) if few == fmt), None)
-    if found is None:
-        why = needs.refused.get(node) or f"{fmt.name} is no choice: backward reads it elsewhere than as a low copy"
-        raise PlanError(
-            f"sites[{site.id}].saved_as ({site.tensor}) of the given plan is {fmt.name!r}: {why}; take saved_as out, "
-            "or plan again"
-        )
-    return found
-
-
-def _refuse_sources_in_blocks(needs: Needs, repeated: Node, saved: Mapping[Node, AnyFormat | None]) -> None:
+def _refuse_sources_in_blocks(needs: Needs, repeated: Node, kept: Mapping[Node, Form]) -> None:
     """Raise `PlanError` where a given plan computes a value again from one that it keeps in blocks."""
     for source in map(needs.step.shown, repeated.all_input_nodes):
-        fmt = saved.get(source)
-        if isinstance(fmt, BlockFormat) and repeated not in needs.step.decoded:
+        form = kept.get(source)
+        if isinstance(form, Blocks) and repeated not in needs.step.decoded:
             raise PlanError(
-                f"the given plan keeps {source.name} in {fmt.name}, and has {repeated.name} computed again from it, "
-                "whose error would not average out; keep one of the two in 8 bits or more"
+                f"the given plan keeps {source.name} in {form.copy.name}, and has {repeated.name} computed again from "
+                "it, whose error would not average out; keep one of the two in 8 bits or more"
             )

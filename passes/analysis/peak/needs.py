@@ -9,16 +9,22 @@ from torch.fx import Node
 
 from fxprec.config.config import BLOCK_WAYS
 from fxprec.ir.symbolic import Quantize
-from fxprec.numerics.blocks import AnyFormat, BlockFormat, find_blocks
+from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.crossings import is_repeated
 from fxprec.passes.analysis.joint import tensor_of, value
 from fxprec.passes.analysis.peak.kernels import Kind, kind_of
 from fxprec.passes.analysis.peak.step import Step
-from fxprec.passes.analysis.saved_bytes import bytes_per_element, stored_bytes
+from fxprec.passes.analysis.saved_bytes import bytes_per_element
 from fxprec.passes.base import Work
+from fxprec.passes.casts.blocks import WHOLE_BITS
 from fxprec.passes.casts.in_blocks import Refusals
+from fxprec.passes.forms.blocks import Blocks
+from fxprec.passes.forms.host import OnHost
+from fxprec.passes.forms.low import Low
+from fxprec.passes.forms.own import Own
+from fxprec.passes.forms.way import Form
 
 
 @dataclass(frozen=True)
@@ -30,40 +36,44 @@ class Needs:
     """Values that backward reads as they are, or that 8 bits would spoil."""
     roughly: set[Node] = field(default_factory=set)
     """Values of which it reads a low copy."""
-    high: dict[Node, Format | None] = field(default_factory=dict)
-    """The format in which a value may be kept; None: its own dtype."""
+    forms: dict[Node, tuple[Form, ...]] = field(default_factory=dict)
+    """The forms in which a value may be kept."""
     kept: set[Node] = field(default_factory=set)
     """Values that the user's checkpoints save: what a region starts from, and what its policy saves."""
     read_as_it_is: set[Node] = field(default_factory=set)
     """Values that backward reads itself, not a copy."""
-    low: dict[Node, Format] = field(default_factory=dict)
-    """The format of a low copy, where one may be kept."""
-    few: dict[Node, tuple[BlockFormat, ...]] = field(default_factory=dict)
-    """Block formats in which it may be kept for those that read it in backward, and for nothing computed again."""
-    movable: set[Node] = field(default_factory=set)
-    """Values that may wait in host memory."""
     refused: dict[Node, str] = field(default_factory=dict)
-    """Why none of those that are allowed is one."""
+    """Why a value may be kept in none of the block formats that are allowed."""
     rows: dict[Node, int] = field(default_factory=dict)
     """The site of a value that has one."""
 
-    def size(self, node: Node, fmt: AnyFormat | None) -> int:
-        """Return what a value takes in a format, with the mask that it needs beside blocks."""
-        return stored_bytes(fmt, tensor_of(node)) + self.step.mask_bytes(node, fmt)
+
+@dataclass
+class _Copies:
+    """What may be kept of each value beside itself."""
+
+    own: dict[Node, Format | None] = field(default_factory=dict)
+    """The format of a copy that stands for a value; None: the value itself."""
+    low: dict[Node, Format] = field(default_factory=dict)
+
+    def forbid(self, node: Node) -> None:
+        """Let a value be kept as it is alone."""
+        self.own[node] = None
+        self.low.pop(node, None)
 
 
 def needs_of(work: Work) -> Needs:
     """Read off who reads what, where the readers of stored copies are settled (`compute_high`)."""
-    needs = Needs(Step(work.joint, work.settings.processor, work.stepped))
+    needs, copies = Needs(Step(work.joint, work.settings.processor, work.stepped)), _Copies()
     hi = work.settings.recipe.hi
-    _add_unread(needs, work)
+    _add_unread(needs, copies, work)
     for node in needs.step.backward:
         for wanted in needs.step.wanted_by(node):
             cast = needs.step.casts.get(wanted)
             if needs.step.shown(wanted) in needs.step.again:
                 continue
             if cast is None:
-                _need_itself(needs, wanted)
+                _need_itself(needs, copies, wanted)
                 if regions.is_saved(wanted):
                     needs.kept.add(wanted)
                 continue
@@ -71,28 +81,26 @@ def needs_of(work: Work) -> Needs:
             is_low = fmt.bits < hi.bits
             (needs.roughly if is_low else needs.exactly).add(cast.x)
             needs.rows[cast.x] = cast.row
-            needs.high[cast.x] = _unless_own(cast.x, hi if is_low else fmt)
+            copies.own[cast.x] = _unless_own(cast.x, hi if is_low else fmt)
             if is_low:
-                needs.low[cast.x] = fmt
-    _add_starts(needs)
-    _add_few(needs, work, find_formats(work))
+                copies.low[cast.x] = fmt
+    _add_starts(needs, copies)
     for node in needs.step.forward:
         if _can_keep(node):
-            needs.high.setdefault(node, None)
-        elif needs.high.get(node) is None:  # a view of another value, of which no copy is made
-            needs.high.pop(node, None)
-    _add_movable(needs)
+            copies.own.setdefault(node, None)
+        elif copies.own.get(node) is None:  # a view of another value, of which no copy is made
+            copies.own.pop(node, None)
+    _offer(needs, copies, work)
     return needs
 
 
-def _need_itself(needs: Needs, wanted: Node) -> None:
+def _need_itself(needs: Needs, copies: _Copies, wanted: Node) -> None:
     needs.exactly.add(wanted)
     needs.read_as_it_is.add(wanted)
-    needs.low.pop(wanted, None)
-    needs.high[wanted] = None
+    copies.forbid(wanted)
 
 
-def _add_starts(needs: Needs) -> None:
+def _add_starts(needs: Needs, copies: _Copies) -> None:
     """Have what checkpointed regions start from kept: forward and its recomputation read the one value."""
     step = needs.step
     for node in step.again:
@@ -100,8 +108,17 @@ def _add_starts(needs: Needs) -> None:
             while is_repeated(source, step.joint) and source not in step.again:
                 source = source.all_input_nodes[0]
             if source not in step.again and not step.is_there(source):
-                _need_itself(needs, source)
+                _need_itself(needs, copies, source)
                 needs.kept.add(source)
+
+
+def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
+    """List the forms of each value, those first of which more may be computed again."""
+    blocks, movable = _in_blocks(needs, copies, work), _movable(needs, copies)
+    for node, own in copies.own.items():
+        plain = [Own(own), *([Low(copies.low[node])] if node in copies.low else ())]
+        moved = map(OnHost, plain) if node in movable else ()
+        needs.forms[node] = (*plain, *moved, *blocks.get(node, ()))
 
 
 def find_formats(work: Work) -> list[BlockFormat]:
@@ -114,39 +131,51 @@ def find_formats(work: Work) -> list[BlockFormat]:
     )
 
 
-def _add_few(needs: Needs, work: Work, formats: list[BlockFormat]) -> None:
-    """Find the block formats in which each value may be kept that backward reads as one copy alone."""
+def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blocks]]:
+    """Find the blocks in which each value may be kept that backward reads as one copy alone."""
+    formats, hi = find_formats(work), work.settings.recipe.hi
     if not formats:
-        return
-    refusals = Refusals(work)
-    copies: dict[Node, list[Node]] = {}
-    for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
-        if any(x in needs.step.casts for x in q.users):
-            copies.setdefault(cast.x, []).append(q)
-    for node, (q, *others) in copies.items():
+        return {}
+    refusals, found = Refusals(work), dict[Node, list[Blocks]]()
+    for node, (q, *others) in _stored(needs, work).items():
         if others or node in needs.read_as_it_is:
             continue
         site = work.book.sites[needs.rows[node]]
         reasons = {fmt: refusals.of(site, q, fmt) for fmt in formats}
-        needs.few[node] = tuple(fmt for fmt, reason in reasons.items() if reason is None)
-        if not needs.few[node]:
+        found[node] = [
+            Blocks(fmt, copies.low.get(node, hi), has_mask=fmt.bits < WHOLE_BITS and node in needs.step.asked)
+            for fmt, reason in reasons.items()
+            if reason is None
+        ]
+        if not found[node]:
             needs.refused[node] = next((f"{f.name} is no choice: {why}" for f, why in reasons.items() if why), "")
+    return found
 
 
-def _add_movable(needs: Needs) -> None:
+def _stored(needs: Needs, work: Work) -> dict[Node, list[Node]]:
+    """Return the casts of each value that backward alone reads."""
+    found: dict[Node, list[Node]] = {}
+    for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
+        if any(x in needs.step.casts for x in q.users):
+            found.setdefault(cast.x, []).append(q)
+    return found
+
+
+def _movable(needs: Needs, copies: _Copies) -> set[Node]:
     """Find what may wait in host memory: of fixed size, not empty, dense, no output, stored as one copy at most."""
-    copies: dict[Node, set[Node]] = {}
+    stored, found = dict[Node, set[Node]](), set[Node]()
     for x, cast in needs.step.casts.items():
-        copies.setdefault(cast.x, set()).update(x.all_input_nodes[:1])
-    for node in needs.high:
+        stored.setdefault(cast.x, set()).update(x.all_input_nodes[:1])
+    for node in copies.own:
         val = tensor_of(node)
         is_fixed = all(isinstance(n, int) for n in (*val.shape, *val.stride())) and val.numel() > 0
-        is_one = len(copies.get(node, ())) <= 1 and node not in needs.step.returned
+        is_one = len(stored.get(node, ())) <= 1 and node not in needs.step.returned
         if is_fixed and is_one and torch.empty_like(val).stride() == val.stride():
-            needs.movable.add(node)
+            found.add(node)
+    return found
 
 
-def _add_unread(needs: Needs, work: Work) -> None:
+def _add_unread(needs: Needs, copies: _Copies, work: Work) -> None:
     """Let values that backward does not read be kept low: others may be computed again from them."""
     recipe, known = work.settings.recipe, set(needs.step.forward)
     for site in work.book.sites:
@@ -154,8 +183,8 @@ def _add_unread(needs: Needs, work: Work) -> None:
         if node not in known or site.kind != "output" or not site.is_unread or node is None:
             continue
         if site.group in work.assignment.low_groups:
-            needs.low[node], needs.rows[node] = recipe.format_of(site.kind, low=True), site.id
-            needs.high[node] = _unless_own(node, recipe.hi)
+            copies.low[node], needs.rows[node] = recipe.format_of(site.kind, low=True), site.id
+            copies.own[node] = _unless_own(node, recipe.hi)
 
 
 def _unless_own(node: Node, fmt: Format) -> Format | None:

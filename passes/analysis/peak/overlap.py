@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from fxprec.passes.analysis.peak.choice import Fit
 from fxprec.passes.analysis.peak.costs import Rates
-from fxprec.passes.analysis.peak.problem import Problem, is_on_host
+from fxprec.passes.analysis.peak.problem import Problem
 from fxprec.passes.analysis.peak.step import Held
 
 
@@ -68,7 +68,7 @@ def overlap(held: Held, rates: Rates, bound: float) -> float:
 
     The replay counts what waits for its copy from then on.
     """
-    if not held.moved:
+    if not held.hosts:
         return 0.0
     line = held.timeline
     time = {item: t for t, item in enumerate(line.order)}
@@ -111,10 +111,10 @@ def _seconds(held: Held, rates: Rates) -> list[float]:
 
 def overlapped(fit: Fit, problem: Problem, bound: float) -> Fit:
     """Return a choice whose copies run beside its kernels as far as ``bound`` lets them, with the time that is left."""
-    if not fit.held.moved:
+    if not fit.held.hosts:
         return fit
-    held = Held(problem.needs.step, fit.held.saved, fit.held.moved)
-    moved = [(node, way) for node, way in fit.ways.items() if is_on_host(way)]
-    counted = sum(problem.moving(problem.size(node, way)) for node, way in moved)
+    held = Held(problem.needs.step, fit.held.kept)
+    moved = [(node, form) for node, form in held.kept.items() if form.is_on_host]
+    counted = sum(problem.moving(problem.size(node, form)) for node, form in moved)
     exposed = overlap(held, problem.rates, bound) + 2 * len(moved) * problem.rates.call_s
     return replace(fit, held=held, seconds=fit.seconds - counted + exposed)

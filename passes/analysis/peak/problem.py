@@ -1,15 +1,14 @@
 """The ways that each value may go, and what they ask of each other, as a mixed-integer problem.
 
-Each value of forward that backward needs is there in one way: kept, kept as a low copy, either of them in host memory,
-kept in one of the block formats that its readers bear, computed again from what is itself exact, or from what may be
-rounded. Computing it again
-asks for its operands, and of those a copy in blocks is none. That is a minimum cut but
-for bounds on what lives at each moment, so the relaxed problem is nearly whole: HiGHS solves that, and then searches
-the few fractions that are left.
+Each value of forward that backward needs is there in one way: kept in one of its forms (`passes.forms`), or computed
+again from what is itself exact, or from what may be rounded. Computing it again asks for its operands, in forms that
+bear it. That is a minimum cut but for bounds on what lives at each moment, so the relaxed problem is nearly whole:
+HiGHS solves that, and then searches the few fractions that are left.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,35 +17,20 @@ import numpy as np
 import numpy.typing as npt
 from torch.fx import Node
 
-from fxprec.numerics.blocks import AnyFormat
 from fxprec.passes.analysis import regions
-from fxprec.passes.analysis.joint import value
+from fxprec.passes.analysis.joint import tensor_of, value
 from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.kernels import Kind, can_repeat, kind_of
 from fxprec.passes.analysis.peak.needs import Needs
 from fxprec.passes.analysis.peak.progress import Progress
 from fxprec.passes.analysis.peak.repeats import groups_of
+from fxprec.passes.forms.own import Own
+from fxprec.passes.forms.way import AGAIN, LOW, ROUNDED, Again, Demand, Form, Way
 
 if TYPE_CHECKING:
     from scipy.optimize import LinearConstraint
     from scipy.sparse import csr_array
 
-KEEP, NARROW, AGAIN, ROUNDED, HOST, HOST_LOW, FEW = range(7)
-"""Kept; kept as a low copy; computed again exactly; computed again from values that may be rounded; kept in host
-memory; kept there as a low copy; from ``FEW`` on, kept in the block formats of `Needs.few`, by position."""
-
-
-def is_kept(way: int) -> bool:
-    """Say whether a way keeps a value, in whatever format, wherever."""
-    return way not in (AGAIN, ROUNDED)
-
-
-def is_on_host(way: int) -> bool:
-    """Say whether a way keeps a value in host memory while it waits for backward."""
-    return way in (HOST, HOST_LOW)
-
-
-_EXACT, _ROUGH = (KEEP, AGAIN, HOST), (KEEP, NARROW, AGAIN, ROUNDED, HOST, HOST_LOW)
 # Repeated where nothing may be computed again, too: Inductor does so by itself.
 _CHEAP = (Kind.FUSED, Kind.VIEW, Kind.FREE, Kind.PIECE)
 _SEARCHED = 30  # nodes of one search
@@ -60,7 +44,7 @@ _LITTLE = 1e-9  # seconds: of equals, the choice that does less
 
 Row = tuple[Mapping[int, float], float, float]
 """Coefficients by column, and the least and the most that their sum may be."""
-Ways = Mapping[Node, int]
+Ways = Mapping[Node, Way]
 _Vector = npt.NDArray[np.float64]
 
 
@@ -117,14 +101,18 @@ class Problem:
     """Inputs that backward holds only if something is computed again from them: the caller may let them go."""
 
     def __post_init__(self) -> None:
+        self._allowed = frozenset(self.allowed)
         self.nodes = self._closure()
-        keys = [(node, way) for node in self.nodes for way in self._ways(node)]
+        keys = [(node, way) for node in self.nodes for way in self.ways(node)]
         self.columns = {key: column for column, key in enumerate(keys)}
+        self._by_node: dict[Node, dict[Way, int]] = {node: {} for node in self.nodes}
+        for (node, way), column in self.columns.items():
+            self._by_node[node][way] = column
         self.cost = np.array([self.seconds(node, way) for node, way in keys])
         self._rows = list(self._required())
         self._tied = self._ties(keys)
 
-    def _ties(self, keys: Sequence[tuple[Node, int]]) -> csr_array:
+    def _ties(self, keys: Sequence[tuple[Node, Way]]) -> csr_array:
         """Return the matrix by which few columns stand for all: equal values of equal blocks go the same way."""
         from scipy.sparse import csr_array
 
@@ -132,7 +120,7 @@ class Problem:
         groups = groups_of(len(self.nodes), [self.trait(node) for node in self.nodes], most)
         at = {node: self.nodes[group] for node, group in zip(self.nodes, groups, strict=True)}
         wide = len(keys) > _WIDE
-        columns: dict[tuple[Node, int], int] = {}
+        columns: dict[tuple[Node, Way], int] = {}
         places = [columns.setdefault((at[node] if wide else node, way), len(columns)) for node, way in keys]
         shape = len(keys), len(columns)
         return csr_array((np.ones(len(keys)), (range(len(keys)), places)), shape=shape)
@@ -141,7 +129,7 @@ class Problem:
         """Return what values have in common that may go the same way."""
         val = value(node)
         shape = None if val is None else (str(val.dtype), *map(str, val.shape))
-        return node.target, shape, tuple(self._ways(node)), node in self.needs.exactly, node in self.needs.roughly
+        return node.target, shape, tuple(self.ways(node)), node in self.needs.exactly, node in self.needs.roughly
 
     def _closure(self) -> list[Node]:
         """Return the values that may be asked for in backward, in order."""
@@ -162,80 +150,67 @@ class Problem:
         step = self.needs.step
         return (step.is_there(node) or node in step.again) and node not in self.inputs
 
-    def _ways(self, node: Node) -> Iterator[int]:
+    def ways(self, node: Node) -> Iterator[Way]:
+        """Yield the ways that a value may go, the forms of which most may be computed again first."""
         if node in self.inputs or node in self.needs.kept:
-            yield KEEP
+            yield Own()
             return
         if regions.runs_again(node):
             return  # not there, and nothing is to ask for it: a whole region would run for it
-        if node in self.needs.high:
-            yield KEEP
-        if node in self.needs.low and "narrow" in self.allowed:
-            yield NARROW
-        if "offload" in self.allowed and node in self.needs.movable:
-            yield HOST
-            if node in self.needs.low and "narrow" in self.allowed:
-                yield HOST_LOW
-        if node in self.needs.high:
-            yield from range(FEW, FEW + len(self._few(node)))
-        if can_repeat(node) and ("recompute" in self.allowed or kind_of(node) in _CHEAP):
+        yield from (form for form in self.needs.forms.get(node, ()) if form.options <= self._allowed)
+        if can_repeat(node) and ("recompute" in self._allowed or kind_of(node) in _CHEAP):
             yield AGAIN
             yield ROUNDED
 
-    def narrowest(self, node: Node) -> int:
-        """Return the way of fewest bytes in which a value may be kept for what reads it, but for nothing repeated."""
-        is_exact = node in self.needs.exactly
-        ways = [way for way in self._ways(node) if is_kept(way) and not is_on_host(way)]
-        found = [way for way in ways if not (is_exact and way == NARROW)]
-        return min(found, key=lambda way: self.size(node, way))
+    def demand(self, node: Node) -> Demand | None:
+        """Return what backward's own nodes ask of a value, if they do."""
+        if node in self.needs.exactly:
+            return Demand.READ
+        return Demand.READ_LOW if node in self.needs.roughly else None
 
-    def completed(self, kept: Mapping[Node, int]) -> Ways | None:
+    def narrowest(self, node: Node) -> Form:
+        """Return the form of fewest bytes in which a value may be kept for what reads it, but for nothing repeated."""
+        asked = self.demand(node)
+        forms = [way for way in self.ways(node) if isinstance(way, Form) and not way.is_on_host]
+        return min((f for f in forms if asked is None or asked in f.bears), key=lambda form: self.size(node, form))
+
+    def completed(self, kept: Ways) -> Ways | None:
         """Return a choice that keeps what it can of ``kept`` in these ways, and computes again all else that is needed.
 
         What is needed exactly, or cannot be computed again, is kept as it is; None where that cannot be.
         """
-        exactly, roughly, ways = set(self.needs.exactly), set(self.needs.roughly), dict[Node, int]()
-        of_others: set[Node] = set()
+        asked, ways = defaultdict[Node, set[Demand]](set), dict[Node, Way]()
+        for node in self.nodes:
+            asked[node] = {demand} if (demand := self.demand(node)) is not None else set()
         for node in reversed(self.nodes):
-            if node not in exactly and node not in roughly:
+            if not asked[node]:
                 continue
-            way = kept.get(node, AGAIN if node in exactly else ROUNDED)
-            is_wrong = (way in (NARROW, HOST_LOW) and node in exactly) or (way >= FEW and node in of_others)
-            if is_wrong or (node, way) not in self.columns:
-                way = KEEP
-            if (node, way) not in self.columns:
-                return None
+            way = kept.get(node, ROUNDED if asked[node] <= LOW else AGAIN)
+            if not asked[node] <= way.bears or (node, way) not in self.columns:
+                way = next(self.ways(node), AGAIN)
+                if not isinstance(way, Own):
+                    return None
             ways[node] = way
-            if not is_kept(way):
-                (exactly if way == AGAIN else roughly).update(self.sources(node))
-                of_others |= self.sources(node)
+            if isinstance(way, Again):
+                for source in self.sources(node):
+                    asked[source].add(way.asks)
         return ways
 
     def faster_than(self, seconds: float) -> Row:
         """Return the row of which choices are those that take less time."""
         return dict(enumerate(self.cost.tolist())), -np.inf, seconds
 
-    def size(self, node: Node, way: int) -> int:
+    def size(self, node: Node, form: Form) -> int:
         """Return the bytes of a value that is kept, of one in host memory while it is on the device."""
-        return self.needs.size(node, self.format(node, way))
+        return form.num_bytes(tensor_of(node))
 
-    def format(self, node: Node, way: int) -> AnyFormat | None:
-        """Return the format in which a value is kept; None: its own dtype."""
-        if way >= FEW:
-            return self._few(node)[way - FEW]
-        return self.needs.low[node] if way in (NARROW, HOST_LOW) else self.needs.high.get(node)
-
-    def _few(self, node: Node) -> Sequence[AnyFormat]:
-        return self.needs.few.get(node, ()) if self.allowed else ()
-
-    def seconds(self, node: Node, way: int) -> float:
+    def seconds(self, node: Node, way: Way) -> float:
         """Return what a way of a value takes."""
-        if way in (AGAIN, ROUNDED):
+        if isinstance(way, Again):
             return self.rates.again(node) + _LITTLE
-        fmt = self.format(node, way)
-        rounding = self.rates.rounding(node, fmt) if fmt is not None and way not in (KEEP, HOST) else 0.0
         size = self.size(node, way)
-        moving = self.moving(size) if is_on_host(way) else self.price * size
+        rounding = self.rates.rounding(node, way.format) if way.is_rounded and way.format is not None else 0.0
+        moving = self.moving(size) if way.is_on_host else self.price * size
         return self.rates.keeping(node, size) + rounding + moving + _LITTLE
 
     def moving(self, size: int) -> float:
@@ -245,21 +220,19 @@ class Problem:
     def _required(self) -> Iterator[Row]:
         """Yield what must be there, and what computing a value again asks for."""
         for node in self.nodes:
-            few = range(FEW, FEW + len(self._few(node)))
-            yield self._sum(node, (*_ROUGH, *few)), -np.inf, 1.0
+            yield self._bearing(node, None), -np.inf, 1.0
             if node in self.inputs:
                 continue
-            if node in self.needs.exactly:
-                yield self._sum(node, (*_EXACT, *few)), 1.0, np.inf
-            elif node in self.needs.roughly:
-                yield self._sum(node, (*_ROUGH, *few)), 1.0, np.inf
-            for way, wanted in ((AGAIN, _EXACT), (ROUNDED, _ROUGH)):
+            if (asked := self.demand(node)) is not None:
+                yield self._bearing(node, asked), 1.0, np.inf
+            for way in (AGAIN, ROUNDED):
                 if (node, way) in self.columns:
                     for source in sorted(self.sources(node)):  # of equal choices, the same one every time
-                        yield self._sum(source, wanted) | {self.columns[node, way]: -1.0}, 0.0, np.inf
+                        yield self._bearing(source, way.asks) | {self.columns[node, way]: -1.0}, 0.0, np.inf
 
-    def _sum(self, node: Node, ways: Collection[int]) -> dict[int, float]:
-        return {self.columns[node, way]: 1.0 for way in ways if (node, way) in self.columns}
+    def _bearing(self, node: Node, asked: Demand | None) -> dict[int, float]:
+        """Return the columns of the ways that serve a demand; of all, where there is none."""
+        return {at: 1.0 for way, at in self._by_node[node].items() if asked is None or asked in way.bears}
 
     def solve(self, bounds: Sequence[Row], gap: float = EXACT) -> Ways | None:
         """Return the ways of least cost within ``bounds``, or None; ``gap``: how far from the least it may be."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+from torch.fx import Node
 
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
-from fxprec.passes.analysis.peak.problem import Problem, Row, Ways, is_kept
+from fxprec.passes.analysis.peak.problem import Problem, Row, Ways
+from fxprec.passes.forms.way import Form, Way
 
 
 def within_share(free: Problem, share: float) -> Fit:
@@ -25,14 +28,16 @@ def within_share(free: Problem, share: float) -> Fit:
 
 
 def _saved(problem: Problem, ways: Ways) -> int:
-    return sum(problem.size(node, way) for node, way in ways.items() if _counts(problem, node, way))
+    return sum(size for node, way in ways.items() for size in _size(problem, node, way))
 
 
 def _row(problem: Problem, most: float) -> Row:
     """Return the row of which choices save at most so many bytes."""
     columns = problem.columns.items()
-    return {at: float(problem.size(*key)) for key, at in columns if _counts(problem, *key)}, -np.inf, most
+    return {at: float(size) for (node, way), at in columns for size in _size(problem, node, way)}, -np.inf, most
 
 
-def _counts(problem: Problem, node: object, way: int) -> bool:
-    return is_kept(way) and node not in problem.inputs
+def _size(problem: Problem, node: Node, way: Way) -> Iterator[int]:
+    """Yield the bytes that a way saves, if it does."""
+    if isinstance(way, Form) and node not in problem.inputs:
+        yield problem.size(node, way)

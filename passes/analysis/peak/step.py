@@ -26,13 +26,14 @@ from fxprec.passes.analysis.peak.kernels import HEAVY, Kind, bytes_of, kind_of, 
 from fxprec.passes.analysis.peak.loops import Item
 from fxprec.passes.analysis.peak.timeline import Timeline
 from fxprec.passes.analysis.saved_bytes import bytes_per_element, stored_bytes
-from fxprec.passes.casts.blocks import SIGNS, WHOLE_BITS, asking
+from fxprec.passes.casts.blocks import WHOLE_BITS, asking
+from fxprec.passes.forms.way import Form
 from fxprec.plan.rows import LIVE
 
 _MOMENTS = 100
 _T = TypeVar("_T")
-Saved = Mapping[Node, AnyFormat | None]
-"""What is saved for backward: None as it is, a format as a copy in it."""
+Kept = Mapping[Node, Form]
+"""What is kept for backward, and in which form."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,6 @@ class Step:
             self._traits[node] = (kind, bytes_of(node), node.target in HEAVY, workspace_of(node, self.processor))
         return self._traits[node]
 
-    def mask_bytes(self, node: Node, fmt: AnyFormat | None) -> int:
-        """Return the bytes of the mask that stands beside a copy in blocks."""
-        is_coarse = isinstance(fmt, BlockFormat) and fmt.bits < WHOLE_BITS
-        return SIGNS.num_bytes(numel_hint(tensor_of(node))) if is_coarse and node in self.asked else 0
-
     def shown(self, node: Node) -> Node:
         """Return the value that a node is, or is the decoded copy of."""
         cast = self.casts.get(node)
@@ -197,9 +193,7 @@ class Held:
     """What a step holds under one choice: an item for each node that runs, and for each that runs again."""
 
     step: Step
-    saved: Saved
-    moved: Collection[Node] = ()
-    """What of it waits in host memory."""
+    kept: Kept
     items: list[Item] = field(default_factory=list)
     at: dict[Node, int] = field(default_factory=dict)  # node -> its item, in its own half
     copies: dict[Node, int] = field(default_factory=dict)  # value -> its stored copy
@@ -233,14 +227,15 @@ class Held:
             return
         shown = [self.step.shown(source) for source in node.all_input_nodes]
         reads = [self.at[source] for source in shown if source in self.at]  # all; but a size may be a decoded copy's
-        is_moved = node in self.moved
-        is_stored = node in self.saved and self.saved[node] is None and not is_moved
+        form = self.kept.get(node)
+        is_moved = form is not None and form.is_on_host
+        is_stored = form is not None and form.format is None and not is_moved
         self.at[node] = self._add(node, reads, node, is_stored=is_stored)
         fmt = self._format(node)
         if fmt is not None:
-            size = stored_bytes(fmt, tensor_of(node)) + self.step.mask_bytes(node, fmt)
-            kind = Kind.EXTERN if isinstance(fmt, BlockFormat) else Kind.FUSED
-            copy = Item(kind, size, [self.at[node]], is_stored=not is_moved)
+            val = tensor_of(node)
+            size = stored_bytes(fmt, val) if form is None else form.num_bytes(val)
+            copy = Item(Kind.FUSED if form is None else form.kernel, size, [self.at[node]], is_stored=not is_moved)
             self.copies[node] = self._append(copy, node, node)
         if is_moved:
             leaves = Item(Kind.EXTERN, 0, [self.copies.get(node, self.at[node])], is_stored=True)
@@ -248,7 +243,7 @@ class Held:
 
     def _format(self, node: Node) -> AnyFormat | None:
         """Return the format of the copy of a value that waits for backward, if one does."""
-        return self.saved.get(node, self.step.copied.get(node))
+        return self.kept[node].format if node in self.kept else self.step.copied.get(node)
 
     def _is_copy(self, node: Node) -> bool:
         """Say whether a conversion makes what is stored of its operand anyway: Inductor finds the two equal."""
@@ -287,8 +282,8 @@ class Held:
         """Return what must be there before backward can have a value."""
         cast = self.step.casts.get(node)
         if cast is not None:
-            return () if self.saved.get(cast.x) is not None else (cast.x,)
-        if self.step.is_there(node) or node in self.saved:
+            return () if self._has_copy(cast.x) else (cast.x,)
+        if self.step.is_there(node) or node in self.kept:
             return ()
         return node.all_input_nodes
 
@@ -296,7 +291,7 @@ class Held:
         source = self.step.shown(node)
         if source is not node and source in self.step.copied:
             return self._append(Item(Kind.FUSED, bytes_of(node), [self.copies[source]]), reader, node)
-        if source is not node and self.saved.get(source) is None:
+        if source is not node and not self._has_copy(source):
             is_same = tensor_of(node).dtype == tensor_of(source).dtype
             return (
                 self.again[source]
@@ -305,19 +300,22 @@ class Held:
             )
         if self.step.is_there(source):
             return self.at[source]
-        if source in self.saved:
-            copy = self._come_back(source, reader) if source in self.moved else self.copies.get(source, self.at[source])
-            if self.saved[source] is None:
+        form = self.kept.get(source)
+        if form is not None:
+            copy = self._come_back(source, reader) if form.is_on_host else self.copies.get(source, self.at[source])
+            if form.format is None:
                 return copy
-            kind = Kind.EXTERN if isinstance(self.saved[source], BlockFormat) else Kind.FUSED  # a kernel of its own
-            return self._append(Item(kind, bytes_of(node), [copy]), reader, node)
+            return self._append(Item(form.kernel, bytes_of(node), [copy]), reader, node)
         self.repeated.append((node, reader))
         return self._add(node, [self.again[n] for n in node.all_input_nodes], reader, again=True)
+
+    def _has_copy(self, node: Node) -> bool:
+        return node in self.kept and self.kept[node].format is not None
 
     def _come_back(self, value: Node, reader: Node) -> int:
         if value not in self.back:
             self.reloaded.append((value, reader))
-            size = stored_bytes(self.saved[value], tensor_of(value))
+            size = self.kept[value].num_bytes(tensor_of(value))
             self.back[value] = self._append(Item(Kind.EXTERN, size, [self.hosts[value]]), reader, value)
         return self.back[value]
 
@@ -365,7 +363,8 @@ class Held:
         for item in self.again.values():
             if item >= self.border:
                 found[item] = again
-        for node, fmt in self.saved.items():
+        for node, form in self.kept.items():
+            fmt = form.format
             is_few = isinstance(fmt, BlockFormat) and fmt.bits < WHOLE_BITS
             for item in {self.copies.get(node, self.at[node]), self.back.get(node, self.at[node])}:
                 found[item] = few if is_few else kept if fmt is None or fmt.bits > WHOLE_BITS else narrow

@@ -1,0 +1,58 @@
+"""A copy in blocks, and a mask beside it where backward asks whether the value is above 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from fxprec.numerics.blocks import BlockFormat
+from fxprec.numerics.formats import Format
+from fxprec.passes.analysis.joint import numel_hint
+from fxprec.passes.analysis.peak.kernels import Kind
+from fxprec.passes.casts.blocks import SIGNS, WHOLE_BITS, store_in_blocks
+from fxprec.passes.forms.stage import Stage
+from fxprec.passes.forms.way import Demand, Form, row_of
+from fxprec.plan.rows import Site
+
+
+@dataclass(frozen=True)
+class Blocks(Form):
+    """A copy in a block format that all its readers bear. Nothing is computed again from it."""
+
+    copy: BlockFormat
+    beside: Format
+    """The format that its row has beside that of the blocks."""
+    has_mask: bool = False
+
+    bears = frozenset({Demand.READ, Demand.READ_LOW})
+    options = frozenset({"blocks"})
+    kernel = Kind.EXTERN
+    is_rounded = True
+
+    @property
+    def format(self) -> BlockFormat:
+        return self.copy
+
+    @property
+    def is_random(self) -> bool:  # type: ignore[override]
+        """Say whether it is rounded at random."""
+        return self.copy.bits < WHOLE_BITS
+
+    def num_bytes(self, val: torch.Tensor) -> int:
+        elements = numel_hint(val)
+        return self.copy.num_bytes(elements) + (SIGNS.num_bytes(elements) if self.has_mask else 0)
+
+    def store(self, value: Node, stage: Stage) -> None:
+        seed = stage.seed if self.is_random else None
+        ((q, _),) = stage.casts.pop(value)
+        if not store_in_blocks(stage.graph, q, self.copy, seed):
+            stage.only_masks.add(value)
+
+    def said(self, site: Site, value: Node, stage: Stage) -> Site:
+        saved_as = SIGNS if value in stage.only_masks else self.copy
+        return replace(row_of(site, "narrow", self.beside.name, ""), saved_as=saved_as.name)
+
+    def is_said_by(self, site: Site) -> bool:
+        return site.way == "narrow" and site.saved_as == self.copy.name and site.promoted_at is None

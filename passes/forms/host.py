@@ -1,0 +1,56 @@
+"""A value, or its copy, in host memory while it waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from fxprec.numerics.blocks import AnyFormat
+from fxprec.passes.forms.low import Low
+from fxprec.passes.forms.own import Own
+from fxprec.passes.forms.stage import Stage
+from fxprec.passes.forms.way import Demand, Form
+from fxprec.plan.rows import Site
+
+_WHY = "the peak budget has it wait in host memory"
+
+
+@dataclass(frozen=True)
+class OnHost(Form):
+    """What ``form`` keeps, moved out behind its last reader of forward and back before its first of backward."""
+
+    form: Own | Low
+
+    is_on_host = True
+
+    @property
+    def bears(self) -> frozenset[Demand]:  # type: ignore[override]  # of each the inner form's
+        return self.form.bears
+
+    @property
+    def is_rounded(self) -> bool:  # type: ignore[override]
+        return self.form.is_rounded
+
+    @property
+    def options(self) -> frozenset[str]:
+        return self.form.options | {"offload"}
+
+    @property
+    def format(self) -> AnyFormat | None:
+        return self.form.format
+
+    def num_bytes(self, val: torch.Tensor) -> int:
+        return self.form.num_bytes(val)
+
+    def store(self, value: Node, stage: Stage) -> None:
+        if self.format is not None:
+            self.form.store(value, stage)
+
+    def said(self, site: Site, value: Node, stage: Stage) -> Site:
+        return replace(self.form.said(site, value, stage), way="offload", why=_WHY)
+
+    def is_said_by(self, site: Site) -> bool:
+        is_low = isinstance(self.form, Low) and site.format == self.form.copy.name
+        return site.way == "offload" and (is_low or isinstance(self.form, Own))

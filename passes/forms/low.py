@@ -1,0 +1,36 @@
+"""A copy in 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from fxprec.numerics.formats import Format
+from fxprec.passes.forms.stage import Stage
+from fxprec.passes.forms.way import LOW, Form, row_of
+from fxprec.plan.rows import Site
+
+
+@dataclass(frozen=True)
+class Low(Form):
+    """A copy in the low format of the recipe."""
+
+    copy: Format
+
+    bears = LOW
+    options = frozenset({"narrow"})
+    is_rounded = True
+
+    @property
+    def format(self) -> Format:
+        return self.copy
+
+    def store(self, value: Node, stage: Stage) -> None:
+        stage.store_copy(value, self.copy)
+
+    def said(self, site: Site, value: Node, stage: Stage) -> Site:
+        return row_of(site, "narrow", self.copy.name, stage.needs.refused.get(value, ""))
+
+    def is_said_by(self, site: Site) -> bool:
+        return site.way == "narrow" and not site.saved_as and site.promoted_at is None

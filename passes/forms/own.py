@@ -1,0 +1,46 @@
+"""A value as it is: in its own dtype, or in 16 bits where that is wider and no reader asks for more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fxprec.ir.symbolic import Dequantize
+from fxprec.numerics.formats import Format, parse
+from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.forms.stage import Stage
+from fxprec.passes.forms.way import ANY, Form, row_of
+from fxprec.plan.rows import Site
+
+_WHY = "the peak budget leaves room to keep it"
+
+
+@dataclass(frozen=True)
+class Own(Form):
+    """The value; ``copy``: the format of a copy that stands for it."""
+
+    copy: Format | None = None
+
+    bears = ANY
+    options = frozenset()
+
+    @property
+    def format(self) -> Format | None:
+        return self.copy
+
+    def store(self, value: Node, stage: Stage) -> None:
+        if self.copy is not None:
+            stage.store_copy(value, self.copy)
+            return
+        for q, _ in stage.casts.get(value, ()):
+            for x, read in Dequantize.among(list(q.users)):
+                x.replace_all_uses_with(stage.as_dtype(value, read.dtype, x))
+
+    def said(self, site: Site, value: Node, stage: Stage) -> Site:
+        fmt = self.copy or (parse("fp32") if tensor_of(value).dtype == torch.float32 else stage.hi)
+        return row_of(site, "keep", fmt.name, _WHY)
+
+    def is_said_by(self, site: Site) -> bool:
+        return site.way in ("keep", "narrow")  # of what was promoted, or is not low here

@@ -1,0 +1,75 @@
+"""The joint graph while forms store values in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, stored_dtype
+from fxprec.numerics.formats import Format
+from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.base import Work
+from fxprec.passes.casts.blocks import draw_seed
+from fxprec.passes.casts.sites import emit, emit_call, insertion_point_after, store_as
+from fxprec.passes.forms.way import Form
+
+if TYPE_CHECKING:
+    from fxprec.passes.analysis.peak.needs import Needs
+
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+@dataclass
+class Stage:
+    """What storing a value reads and leaves behind."""
+
+    work: Work
+    needs: Needs
+    kept: Mapping[Node, Form]
+    decoded: dict[Node, Node] = field(default_factory=dict)
+    """The copy of a value, read back."""
+    only_masks: set[Node] = field(default_factory=set)
+    """Values of which nothing but whether they are above 0 is kept."""
+
+    def __post_init__(self) -> None:
+        self.graph: Graph = self.work.joint.graph
+        self.hi: Format = self.work.settings.recipe.hi
+        self.casts: dict[Node, list[tuple[Node, Quantize]]] = {}
+        for q, cast in Quantize.among(Quantize.nodes(self.graph)):
+            if any(x in self.needs.step.casts for x in q.users):
+                self.casts.setdefault(cast.x, []).append((q, cast))
+
+    @cached_property
+    def seed(self) -> Node:
+        """The step's seed, drawn before the first cast that is rounded at random."""
+        return draw_seed(self.graph, min(self.casts[node][0][0] for node, form in self.kept.items() if form.is_random))
+
+    def store_copy(self, value: Node, fmt: Format) -> None:
+        """Store a copy in a format, in the place of one that is stored already."""
+        for q, _ in self.casts.get(value, ()):
+            store_as(fmt, q)
+            self.decoded[value] = next(iter(q.users))
+        if value not in self.casts:
+            self.decoded[value] = self._new_copy(value, fmt)
+
+    def _new_copy(self, value: Node, fmt: Format) -> Node:
+        book, val = self.work.book, tensor_of(value)
+        row = self.needs.rows[value]
+        with self.graph.inserting_before(insertion_point_after(value).next):
+            narrow = torch.empty_like(val, dtype=stored_dtype(fmt, book.storage))
+            q = emit_call(self.graph, Quantize(value, book.table, row, fmt.name, book.storage), value, val=narrow)
+            read = Dequantize(q, book.table, AS_STORED, fmt.name, book.storage, val.dtype)
+            return emit_call(self.graph, read, value, val=val)
+
+    def as_dtype(self, value: Node, dtype: torch.dtype, before: Node) -> Node:
+        """Return what is as wide as ``dtype``: the value, or a conversion of it before a node of backward."""
+        if tensor_of(value).dtype == dtype:
+            return value
+        with self.graph.inserting_before(before):
+            wide = tensor_of(value).to(dtype)
+            return emit(self.graph, _CONVERT, (value, dtype), value, backward=True, val=wide)
