@@ -36,8 +36,9 @@ class KeepSigns:
 
     def apply(self, work: Work) -> None:
         for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
-            reads_copy = work.book.sites[cast.row].reads == "backward"
-            if not reads_copy or is_backward(q) or is_in_blocks(q) or parse(cast.format).has_float32_range:
+            if is_in_blocks(q) or is_backward(q) or work.book.sites[cast.row].reads != "backward":
+                continue
+            if parse(cast.format).has_float32_range:
                 continue
             bounds = {known for read, _ in Dequantize.among(q.users) for known in _bounds(read)}
             if any(bound for _, bound in bounds):

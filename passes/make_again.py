@@ -27,6 +27,7 @@ from fxprec.passes.analysis.joint import (
     value,
 )
 from fxprec.passes.analysis.operators import Operator
+from fxprec.passes.analysis.peak.kernels import is_square
 from fxprec.passes.base import Work
 from fxprec.passes.casts.blocks import WHOLE_BITS
 from fxprec.passes.casts.sites import emit
@@ -120,8 +121,8 @@ class _Copies:
         is_activation = op.aten in _ACTIVATIONS and has_tag(node, torch.Tag.pointwise)
         if node.target not in _AFFINE and not is_activation:
             return None
-        if node.target is ops.aten.mul.Tensor and node.args[0] is node.args[1]:
-            return None  # a square: an error in its input counts twice
+        if is_square(node):
+            return None
         steps: list[Node] = []
         large = [n for n in node.all_input_nodes if not self._is_small(n, node)]
         for n in large:

@@ -51,7 +51,6 @@ PIPELINE: tuple[Pass, ...] = (
     ComputeHigh(),  # needs to know which GEMMs multiply codes; takes casts away
     StoreCentred(),  # needs the copies that are left
     MakeAgain(),  # needs them where they are stored
-    KeepSigns(),  # needs the copies that are left; comes between a copy and its value, by which make-again knows it
     StoreBlocks(),  # needs the copies and readers that are left; before it, since what is in blocks has no scale
     CarryScales(),  # needs the casts that are left; rows of its own come after the sites
     BlockGemms(),  # after: its casts are no sites and have no scale
@@ -61,6 +60,7 @@ PIPELINE: tuple[Pass, ...] = (
     LowGemms(),  # takes what is left of them; after it, since a GEMM over codes keeps the dtype it has by then
     ShortenLives(),  # needs the graph that will run
     ChooseCrossings(),  # needs what lives when
+    KeepSigns(),  # needs the copies that are left; comes between a copy and its value, by which the choice knows it
     ScaleCopies(),  # needs the copies and readers that are left
     WritePlan(),  # needs the sites and the answers
 )

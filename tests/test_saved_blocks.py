@@ -157,7 +157,9 @@ def test_a_relus_sign_is_a_bit_of_its_own_and_exact():
     assert sites["relu_1"].saved_as == SIGNS.name
     assert all(map(torch.equal, found[1::2], exact[1::2]))  # of biases: masked gradients, added up
     saved, before = backend.plans[0].saved_bytes, plain.plans[0].saved_bytes
-    assert (saved.fp32, saved.planned < 0.55 * before.planned) == (before.fp32, True)
+    assert by_name(plain.plans[0])["add"].why == AGAIN  # of two copies in 8 bits; noise of blocks would not average out
+    assert before.planned == before.fp32 / 4 < saved.fp32 / 4
+    assert saved.planned < 0.55 * saved.fp32 / 4
 
 
 def test_weight_gradients_have_no_bias():

@@ -29,7 +29,7 @@ from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.host import OnHost
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
-from fxprec.passes.forms.way import AGAIN, ROUNDED, Form, Way
+from fxprec.passes.forms.way import AGAIN, ROUNDED, Again, Form, Way
 
 aten = torch.ops.aten
 
@@ -375,3 +375,16 @@ def test_no_choice_made_under_other_costs_is_better(chooser: Chooser) -> None:
     assert len({rival.seconds for rival in rivals}) > 5, "else the test shows little"
     assert all(rival.peak <= budget for rival in rivals)
     assert found.seconds <= 1.02 * min(rival.seconds for rival in rivals)
+
+
+def test_what_follows_a_relu_is_computed_again_from_its_copy_in_8_bits() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    found = chooser_of(nn.Sequential(*layers), torch.randn(512, 64, requires_grad=True))
+    relus = [node for node in found.problem.nodes if node.target is aten.relu.default]
+    kept = {node: form for node in relus[::2] for form in found.problem.needs.forms[node] if isinstance(form, Low)}
+    ways = found.problem.completed(kept)
+    assert ways is not None
+    assert [type(ways[node]) for node in relus] == [Low, Again, Low, Again]
+    products = [node for node, _ in found.replayed(ways).held.repeated if node.target is aten.addmm.default]
+    assert len(products) == 2, "one for each ReLU of which nothing is kept"

@@ -112,6 +112,12 @@ def can_repeat(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
 
 
+def is_square(node: Node) -> bool:
+    """Say whether a node multiplies a value by itself: an error in it counts twice."""
+    is_product = node.target is ops.aten.mul.Tensor and node.args[0] is node.args[1]
+    return is_product or node.target is ops.aten.pow.Tensor_Scalar
+
+
 def draws(node: Node) -> bool:
     """Say whether a node draws random numbers: attention is tagged so, and draws none where it drops nothing."""
     if not has_tag(node, torch.Tag.nondeterministic_seeded):

@@ -20,7 +20,7 @@ from torch.fx import Node
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import tensor_of, value
 from fxprec.passes.analysis.peak.costs import Rates
-from fxprec.passes.analysis.peak.kernels import Kind, can_repeat, kind_of
+from fxprec.passes.analysis.peak.kernels import Kind, can_repeat, is_square, kind_of
 from fxprec.passes.analysis.peak.needs import Needs
 from fxprec.passes.analysis.peak.progress import Progress
 from fxprec.passes.analysis.peak.repeats import groups_of
@@ -97,6 +97,8 @@ class Problem:
     effort: Effort = field(default_factory=Effort)
     price: float = 0.0
     """Seconds that a byte on the device is worth, where no bound says so."""
+    is_bounded: bool = True
+    """Whether a budget is to be met. Without one, nothing is computed again that a copy in 8 bits is nearer to."""
     inputs: Collection[Node] = ()
     """Inputs that backward holds only if something is computed again from them: the caller may let them go."""
 
@@ -160,7 +162,8 @@ class Problem:
         yield from (form for form in self.needs.forms.get(node, ()) if form.options <= self._allowed)
         if can_repeat(node) and ("recompute" in self._allowed or kind_of(node) in _CHEAP):
             yield AGAIN
-            yield ROUNDED
+            if self.is_bounded or not is_square(node):  # of a rounded value it would have twice the error
+                yield ROUNDED
 
     def demand(self, node: Node) -> Demand | None:
         """Return what backward's own nodes ask of a value, if they do."""
