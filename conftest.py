@@ -29,6 +29,9 @@ with warnings.catch_warnings():
 
     from fxprec.driver import option_checks, warm_start
 
+from documents import mark_blocks
+from documents import pytest_collect_file as pytest_collect_file
+from documents import reader as reader
 from interpreted import InterpretedTests, files_of, run_interpreted, select
 from processors import AT_HAND, PINNED, plan_on
 from slow import mark
@@ -56,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     select(items)
     mark(items)
+    mark_blocks(items)
 
 
 def pytest_report_header() -> str:
