@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # examples/ is not installed
@@ -85,6 +87,29 @@ def test_the_numerics_tests_golden_file_holds_and_its_workflow_is_what_the_comma
     with pytest.raises(SystemExit):
         cli.main(["ci", "--tests", "examples/numerics", "--install", install])
     assert (ROOT / "examples/numerics/numerics.yml").read_text() == capsys.readouterr().out
+
+
+@theirs
+def test_the_notebook_of_what_objects_show_prints_what_it_says() -> None:
+    """Every cell is executed anew. Numbers may differ by processor, words not."""
+    notebook = nbformat.read(ROOT / "examples/shown.ipynb", as_version=4)
+    saved = shown_by(notebook)
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    assert saved == shown_by(notebook)
+    assert sum("<table>" in text for text in saved) == 4
+
+
+def shown_by(notebook: Any) -> list[str]:
+    """Return texts and tables of all cells, without numbers and the names of cells."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    outputs = [output for output in outputs if output.get("name") != "stderr"]  # what this processor lacks
+    texts = [
+        text
+        for output in outputs
+        for text in (output.get("text"), *(output.get("data", {}).get(kind) for kind in ("text/plain", "text/html")))
+        if text
+    ]
+    return [re.sub(r"\d[\d.,e+-]*(\.py:\d+)?", "#", text) for text in texts]
 
 
 def test_the_notebook_has_its_outputs_and_pictures_and_its_code_is_python() -> None:

@@ -108,11 +108,17 @@ def test_reprs_are_short_and_say_what_is_saved(backend: fxprec.Backend) -> None:
 
 def test_tables_for_notebooks_escape_names(backend: fxprec.Backend) -> None:
     (plan,) = backend.plans
-    named = replace(plan, sites=(replace(plan.sites[0], module="<script>"), *plan.sites[1:]))
-    shown = named._repr_html_()
+    sites = (
+        replace(plan.sites[0], module="<script>"),
+        replace(plan.sites[1], module="", source="net.py:7"),
+        *plan.sites[2:],
+    )
+    shown = replace(plan, sites=sites)._repr_html_()
+    assert ">net.py:7<" in shown, "a tensor that no module made is named by its line"
     assert "<script>" not in shown
     assert "&lt;script&gt;" in shown
     assert "saved for backward" in backend._repr_html_()
+    assert "nothing planned yet" in fxprec.Backend()._repr_html_()
 
 
 def test_a_diagnosis_is_shown_short_and_escaped() -> None:

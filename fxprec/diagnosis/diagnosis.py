@@ -72,10 +72,10 @@ class Diagnosis:
     def _repr_html_(self) -> str:
         from fxprec.diagnosis.text import SHOWN
 
-        rows = [(r.tensor, r.module, r.format, f"{r.damage:.2g}", r.reason) for r in self.ranking[:SHOWN]]
+        rows = [(r.tensor, r.module or r.source, r.format, f"{r.damage:.2g}", r.reason) for r in self.ranking[:SHOWN]]
         advice = table([("options", repr(self.recommended)), ("why", self.advice.reason)])
         head = f"<b>{escape(self.model)}: loss {self.loss:.6g}, {len(self.ranking)} stored tensors</b>"
-        return head + table(rows, ("tensor", "module", "format", "damage", "why")) + advice
+        return head + table(rows, ("tensor", "module or line", "format", "damage", "why")) + advice
 
     def __str__(self) -> str:
         from fxprec.diagnosis.text import text

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from fxprec.plan.plan import Plan
 
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
+_NONE = "nothing planned yet; the first training step compiles"
 _ROWS = 50  # of a notebook's table of tensors
 
 
 def line(plans: Sequence[Plan], graph: str = "") -> str:
     """Return what the plans of one model, or of one graph of it, save and hold; what they do not know is left out."""
     if not plans:
-        return "fxprec: nothing planned yet; the first training step compiles"
+        return f"fxprec: {_NONE}"
     name = plans[0].recipe.name + (", simulated" if plans[0].storage == "simulate" else "")
     name += f", {graph}" if graph else ""
     return f"fxprec {name}: " + "; ".join(parts(plans))
@@ -89,11 +90,11 @@ def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
 
 def html(plans: Sequence[Plan], title: str) -> str:
     """Return what `line` says as a table, and each plan's tensors folded below it."""
-    found = [f"<b>{escape(title)}</b>", table([part] for part in parts(plans))]
+    found = [f"<b>{escape(title)}</b>", table([part] for part in parts(plans) or [_NONE])]
     for plan in plans:
-        rows = [(s.tensor, s.kind, s.module, s.shape, s.stored_as, s.why) for s in plan.sites[:_ROWS]]
+        rows = [(s.tensor, s.kind, s.module or s.source, s.shape, s.stored_as, s.why) for s in plan.sites[:_ROWS]]
         more = f", the first {_ROWS}" if len(plan.sites) > _ROWS else ""
         summary = f"{len(plan.sites)} tensors in {len(plan.groups)} groups{more}"
-        head = ("tensor", "kind", "module", "shape", "stored as", "why")
+        head = ("tensor", "kind", "module or line", "shape", "stored as", "why")
         found.append(f"<details><summary>{escape(summary)}</summary>{table(rows, head)}</details>")
     return "".join(found)
