@@ -53,6 +53,7 @@ def quantize(
     seed: torch.Tensor | None = None,
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Scale, round and store a tensor, in its own shape; ``row`` is that of the scale table, `AS_STORED` for none."""
     if is_in_blocks(format):
         return block_codec.stored(x, seed, whole, row, format)
     scaled = _scaled(x, table, row)
@@ -81,6 +82,7 @@ def dequantize(
     elements: int = 0,
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Return the numbers that were stored, in ``dtype``, divided by the row's scale."""
     if is_in_blocks(format):
         return block_codec.loaded(q, whole, row, format, elements, dtype)
     fmt = parse(format)
@@ -89,10 +91,12 @@ def dequantize(
 
 
 def tensor_scale(x: torch.Tensor, format: str) -> torch.Tensor:
+    """Return the scale that all blocks of a tensor share, (1,) float32."""
     return block_codec.tensor_scale(x, find_blocks(format))
 
 
 def keep_nonfinite(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Put inf and NaN of ``x`` back where rounding has made them finite."""
     fmt = _UNSATURATED.get(rounded.dtype)
     wanted = x.to(rounded.dtype) if fmt is None else reference_encode(x.to(torch.float32), fmt).view(rounded.dtype)
     return torch.where(x.isfinite(), rounded, wanted)
@@ -102,16 +106,19 @@ _UNSATURATED = {torch.float8_e4m3fn: E4M3FN_NAN, torch.float8_e5m2: E5M2}  # tor
 
 
 def keep_codes(rounded: torch.Tensor, x: torch.Tensor, format: str) -> torch.Tensor:
+    """Put the codes of inf and NaN of ``x`` in the place of finite ones."""
     inf, nan, sign = kept_codes(parse(format))
     special = torch.where(x.isnan(), nan, inf) + torch.where(x.signbit(), sign, 0)
     return torch.where(x.isfinite(), rounded.to(torch.int32), special).to(rounded.dtype)
 
 
 def rescale(g: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
+    """Multiply a gradient by the power of two that a row of the table has."""
     return _scaled(g, table, row).to(g.dtype)
 
 
 def observe(grad: torch.Tensor, x: torch.Tensor, tensor: int, format: str, grad_format: str) -> torch.Tensor:
+    """Return the gradient as it is; a calibration step measures here."""
     return grad.clone()
 
 
@@ -133,6 +140,7 @@ def _first_order(x: torch.Tensor, other: torch.Tensor, fmt: str) -> torch.Tensor
 
 
 def counts(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+    """Return the statistics of a cast: overflow, underflow, largest magnitude, moments."""
     entries = table[row].tolist()
     lost = reference_stats(_scaled(x, table, row), Grid.of_row(row_of(entries)))
     amax = float(x.abs().max()) if x.numel() else 0.0
@@ -151,6 +159,7 @@ def measured_moments(x: torch.Tensor) -> tuple[float, float, float, float]:
 
 
 def histogram(x: torch.Tensor, table: torch.Tensor, row: int, format: str) -> torch.Tensor:
+    """Count magnitudes, and magnitudes lost, by exponent: (2 * HISTOGRAM_BINS,) float64; zeros if none is asked for."""
     if x.device.type == "cpu" and not int(table[row, MEASURE]):
         return x.new_zeros(2 * HISTOGRAM_BINS, dtype=torch.float64)  # elsewhere, asking would wait for the device
     return count_exponents(x, parse(format))
@@ -165,14 +174,17 @@ def _scaled(x: torch.Tensor, table: torch.Tensor, row: int) -> torch.Tensor:
 
 
 def in_memory(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy, as a kernel that stores its result leaves."""
     return x.clone()
 
 
 def side_by_side(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join tensors along their last dimension."""
     return torch.cat(list(pieces), -1)
 
 
 def ln(x: torch.Tensor) -> torch.Tensor:
+    """Return the natural logarithm."""
     return torch.log(x)
 
 

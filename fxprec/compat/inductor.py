@@ -133,6 +133,7 @@ class GraphPass(CustomGraphPass):
         self.function, self.key = function, key
 
     def __call__(self, graph: Graph) -> None:
+        """Run the pass on Inductor's joint graph."""
         self.function(graph)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphPass:

@@ -29,7 +29,8 @@ class Ordered(Protocol):
     Returns None where no order is better than the one given.
     """
 
-    def __call__(self, kernels: Sequence[_Kernel], kept: frozenset[str]) -> list[int] | None: ...
+    def __call__(self, kernels: Sequence[_Kernel], kept: frozenset[str]) -> list[int] | None:
+        """Return indices of kernels in their new order, or None."""
 
 
 class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)):  # type: ignore[misc]

@@ -23,6 +23,7 @@ class Partitioner(CustomPartitionerFn):
         self.function, self.key = function, key
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **options: object) -> Halves:
+        """Return the forward and the backward half of a joint graph."""
         return self.function(gm, joint_inputs, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:

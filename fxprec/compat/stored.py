@@ -43,6 +43,7 @@ class StoredHalf(OutputCode):
     _boxed_call: bool = True
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
+        """Run the code on a list of inputs, which it may empty."""
         return self.run(inputs)  # type: ignore[arg-type]
 
     def prepare_for_serialization(self) -> None:

@@ -25,6 +25,7 @@ class Options:
     """Base of the dataclasses that hold options: a name that is unknown or missing is a `ConfigError`."""
 
     def __new__(cls, *args: object, **given: object) -> Self:
+        """Refuse names that are no option, and a call that leaves a required one out. Raises `ConfigError`."""
         known: dict[str, Field[object]] = cls.__dict__["__dataclass_fields__"]
         for name in given:
             if name not in known:

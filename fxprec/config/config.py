@@ -153,6 +153,7 @@ class Config:
     """Whether each kernel's first output is compared with the reference (first step slow); wrong ones are left out."""
 
     def __new__(cls, *args: object, **options: object) -> Self:
+        """Refuse names that are no option. Raises `ConfigError` with the nearest right one."""
         _refuse_unknown(options)
         return super().__new__(cls)
 

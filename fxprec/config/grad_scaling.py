@@ -12,7 +12,10 @@ from fxprec.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class GradScaling(checks.Options):
-    """A scale of its own for every gradient (Zhao et al. 2020; docs/algorithms.md, "Gradient scaling")."""
+    """A scale of its own for every gradient (Zhao et al. 2020; docs/algorithms.md, "Gradient scaling").
+
+    Raises `ConfigError` for a value out of range.
+    """
 
     underflow: float = 1e-3
     """Share of a gradient's non-zero elements that may round to zero, between 0 and 1 (their gamma)."""
@@ -35,7 +38,7 @@ class LossScaling(checks.Options):
     """One scale for all gradients: the baseline (Micikevicius et al. 2018).
 
     A dynamic scale grows after ``growth_interval`` steps without overflow; on overflow it backs off and the
-    optimizer step is skipped, which waits for the device in every step.
+    optimizer step is skipped, which waits for the device in every step. Raises `ConfigError` for a value out of range.
     """
 
     initial: float = 65536.0

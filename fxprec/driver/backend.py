@@ -88,6 +88,10 @@ class Backend(Watched):
         self._graphs: Sequence[PlannedGraph] = self._model.all
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one of Dynamo's graphs: what `torch.compile` calls.
+
+        Raises `ConfigError`, `BudgetError`, `PlanError` or `LoweringError` through Dynamo, as themselves.
+        """
         try:
             return self._compile(gm, example_inputs)
         except FxprecError as error:
@@ -117,6 +121,7 @@ class Backend(Watched):
         return layers.__call__  # a plain callable: debuggers such as depyf look at its code
 
     def backend_of(self, wrapper: object) -> Backend:
+        """Return the backend that compiles for a wrapper of ``torch.compile``: here always this one."""
         return self
 
     @property

@@ -49,6 +49,7 @@ class Version:
     table: torch.Tensor
 
     def __call__(self, *args: object) -> Any:
+        """Run the backward half on its arguments and the scale table."""
         return self.run(*args, self.table)
 
 

@@ -46,6 +46,7 @@ class Answer:
 
     @property
     def fits(self) -> bool:
+        """Whether a plan was found within the memory."""
         return self.plan is not None
 
 

@@ -77,14 +77,17 @@ class PlannedGraph:
 
     @property
     def report(self) -> CompileReport:
+        """What compiling took, in seconds, and each pass with what it changed."""
         return CompileReport(self.index, self._seconds, self.compiled.passes)
 
     @property
     def events(self) -> list[Event]:
+        """What happened to this graph: while it compiled, then while it trains."""
         return [*self._log.events, *(self.controller.events if self.controller is not None else ())]
 
     @property
     def is_training(self) -> bool:
+        """Whether it has a backward half."""
         return self.compiled.is_training
 
     @property
@@ -99,6 +102,7 @@ class PlannedGraph:
 
     @property
     def step(self) -> int:
+        """Number of training steps so far."""
         return 0 if self.controller is None else self.controller.step
 
     def step_in_backward(self, binding: InBackward, args: Sequence[Any]) -> None:
@@ -172,6 +176,7 @@ class PlannedGraph:
                 progress.announce(said)
 
     def __call__(self, *args: object) -> Any:
+        """Run forward, or in a checkpoint's backward run it again; compile what these arguments ask for first."""
         refuse_capture(self.captured.device, "a model compiled with fxprec runs", NO_CAPTURE)
         if any(isinstance(x, compat.FakeTensor) for x in args):  # Dynamo's DDP optimizer asks for shapes: no step
             with compat.unset_fake_temporarily():  # what compiling makes is real

@@ -66,6 +66,7 @@ class Calibration:
 
     @property
     def is_complete(self) -> bool:
+        """Whether a step was measured."""
         return self._measured is not None
 
     def watch(self, gm: GraphModule) -> Callable[..., Any]:

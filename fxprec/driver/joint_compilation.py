@@ -63,9 +63,11 @@ class JointCompilation(Attempt):
 
     @property
     def is_training(self) -> bool:
+        """Whether the graph has a backward half."""
         return self.compiled.is_training
 
     def run_passes(self, graph: Graph) -> None:
+        """Run the pipeline on the joint graph, in place."""
         searches = self.compiler.settings.peak_budget is not None  # fit-peak has a line of its own
         with (
             self.compiler.log.heard() as said,

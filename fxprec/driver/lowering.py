@@ -87,7 +87,8 @@ def _cheaper(found: Mapping[Way, Traffic], costs: Costs) -> HalfLowering:
 class Lower(Protocol):
     """Lowers a copy of one half; ``without`` names kernels not to generate."""
 
-    def __call__(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered: ...
+    def __call__(self, gm: GraphModule, lowering: str, without: frozenset[str]) -> Lowered:
+        """Return one half as code; ``without`` names kernels not to generate."""
 
 
 class Lowering:
@@ -153,6 +154,7 @@ class Lowering:
 
     @property
     def is_interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the kernels, on a CPU."""
         return self.name == "triton" and self.device.type == "cpu"
 
     @property
@@ -237,9 +239,11 @@ class Half:
 
     @property
     def has_first_run(self) -> bool:
+        """Whether the next run is the first, which is checked."""
         return self._first is not None
 
     def __call__(self, args: list[Any]) -> Any:
+        """Run one half. The first run may be compared with the reference, or fall back to other code."""
         if self._first is None:
             return self.run(args)
         (plain, gm), self._first = self._first, None

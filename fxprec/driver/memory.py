@@ -37,6 +37,7 @@ class PlainHalf:
 
     @classmethod
     def of(cls, gm: GraphModule, examples: Sequence[Any], *, is_backward: bool) -> PlainHalf:
+        """Take the names of a half's inputs and results."""
         results = (n.name if isinstance(n, Node) else f"result {i}" for i, n in enumerate(results_of(gm.graph)))
         inputs = (n.name for n in gm.graph.nodes if n.op == "placeholder")
         return cls(tuple(inputs), tuple(results), examples, is_backward)

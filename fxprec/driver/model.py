@@ -52,6 +52,7 @@ class Model:
 
     @property
     def live(self) -> list[PlannedGraph]:
+        """The graphs that no newer one has replaced, in compile order."""
         return [graph for graph in self.all if not graph.is_replaced]
 
     def drop(self) -> None:
@@ -109,6 +110,7 @@ class Model:
     # What one graph has from others.
 
     def others_in_training(self, own: PlannedGraph) -> Iterator[PlannedGraph]:
+        """Return the other training graphs, in compile order."""
         return (graph for graph in self.all if graph is not own and graph.is_training)
 
     def training_plans(self, own: PlannedGraph) -> tuple[Plan, ...]:
@@ -208,6 +210,7 @@ class Layers:
         self._last_of: weakref.WeakValueDictionary[int, PlannedGraph] = weakref.WeakValueDictionary()
 
     def __call__(self, *args: object) -> Any:
+        """Run the graph whose parameters are among the arguments."""
         return self._of(args)(*args)
 
     def _of(self, args: Sequence[Any]) -> PlannedGraph:

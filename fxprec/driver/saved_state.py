@@ -45,10 +45,12 @@ class Identity:
         return cls(found["training"], tuple(found["parameters"]), tuple(map(tuple, found.get("inputs", ()))))
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
         found = {"training": self.is_training, "parameters": list(self.parameters or ())}
         return found | {"inputs": [list(shape) for shape in self.inputs]}
 
     def fits(self, other: Identity) -> bool:
+        """Say whether both are of graphs with the same parameters, as far as these are known, and of one kind."""
         known = None not in (self.parameters, other.parameters)
         return self.is_training == other.is_training and (not known or self.parameters == other.parameters)
 
@@ -71,10 +73,12 @@ class SavedGraph:
 
     @cached_property
     def plan(self) -> Plan:
+        """The plan that was saved. Raises `PlanError`."""
         return plan_of(self.state)
 
     @cached_property
     def identity(self) -> Identity:
+        """The graph that was saved."""
         return Identity.of(self.state)
 
 
@@ -106,6 +110,7 @@ class Waiting:
 
     @property
     def states(self) -> tuple[GraphState, ...]:
+        """The states whose graphs are not compiled yet."""
         return tuple(saved.state for saved in self._saved)
 
     @property

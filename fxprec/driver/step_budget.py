@@ -77,6 +77,7 @@ class StepBudget:
 
     @property
     def for_plan(self) -> WholeStep:
+        """The shares of the whole step, in bytes, as plan files keep them."""
         return WholeStep(budget=self.asked, weights=self.weights, states=self.states, chosen=self.chosen or "")
 
     def said(self) -> str:

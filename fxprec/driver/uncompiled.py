@@ -37,6 +37,7 @@ class Frames:
             raise compat.through_dynamo(error) from error
 
     def note_break(self, code: str, reason: str) -> None:
+        """Note an ``"uncompiled"`` event for a graph break."""
         detail = f"cut in several graphs, each planned for itself: {reason}"
         self.log.note("uncompiled", code, detail, step=self.step())
 

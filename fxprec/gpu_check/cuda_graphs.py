@@ -65,6 +65,7 @@ class Compiler:
     def __call__(
         self, gm: torch.fx.GraphModule, examples: object, *, static_input_idxs: Sequence[int], **options: object
     ) -> object:
+        """Compile one half, and note how many of its inputs have a fixed address."""
         self.static.append(len(static_input_idxs))
         return self.compile_half(gm, examples, static_input_idxs=static_input_idxs, **options)
 

@@ -23,6 +23,11 @@ class LogTo:
         self._seen: tuple[object, dict[str, Backend]] | None = None  # a walk over all modules, once
 
     def __call__(self, model: object, loss: object = None, *, step: int | None = None) -> None:
+        """Count a training step, and log it if it is one of every ``every``.
+
+        ``model`` is what fxprec compiled, or a module with such parts. ``loss``, a number or a tensor of one element,
+        is watched for jumps. ``step`` replaces the count. Raises `ConfigError` for a model that fxprec did not compile.
+        """
         self._calls += 1
         step = self._calls if step is None else step
         if self._seen is None or self._seen[0] is not model:

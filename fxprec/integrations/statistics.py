@@ -57,7 +57,7 @@ def log_statistics(
     ``to``: TensorBoard's ``SummaryWriter``, a W&B run, a Lightning logger, or the path of a CSV file. A file gets a
     line for each cast (`COLUMNS`), appended; the others the numbers of `summary` and, with ``every_tensor``, each
     tensor's amax, over- and underflow ratio and scale exponent. ``alerts`` are those of `log_to`; how many are on is
-    logged too. Raises `ConfigError` for another ``to``.
+    logged too. Raises `ConfigError` for another ``to``, and for a model that fxprec did not compile.
     """
     check_target(to)
     log_rows(backends_in(model), to, step, every_tensor=every_tensor, alerts=alerts_of(alerts))

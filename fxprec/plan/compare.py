@@ -28,13 +28,20 @@ class Tables(Protocol):
     """The fields of a `Plan` that are compared."""
 
     @property
-    def grouping(self) -> str: ...
+    def grouping(self) -> str:
+        """Return the rule by which tensors form groups."""
+
     @property
-    def gemms(self) -> tuple[Gemm, ...]: ...
+    def gemms(self) -> tuple[Gemm, ...]:
+        """Return the matrix products, in execution order."""
+
     @property
-    def groups(self) -> tuple[Group, ...]: ...
+    def groups(self) -> tuple[Group, ...]:
+        """Return the groups, by id."""
+
     @property
-    def sites(self) -> tuple[Site, ...]: ...
+    def sites(self) -> tuple[Site, ...]:
+        """Return the stored tensors, by id."""
 
 
 def first_difference(here: Tables, other: Tables, *, there: str, sizes: bool = True) -> str | None:

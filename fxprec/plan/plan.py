@@ -32,9 +32,10 @@ GemmNames = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Groups, assignment and sites of one compiled graph; docs/architecture.md has the words.
+    """Which tensors of one compiled graph are stored, in which format, and why; docs/architecture.md has the words.
 
-    ``gemms``, ``groups`` and ``sites`` are numbered by position: ``plan.sites[i].id == i``.
+    ``gemms``, ``groups`` and ``sites`` are numbered by position: ``plan.sites[i].id == i``. `load` raises
+    `PlanError` for a file that is no plan, and compiling does for a plan of another model.
     """
 
     sites: tuple[Site, ...] = ()

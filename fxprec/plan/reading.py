@@ -58,6 +58,7 @@ Reader = Callable[[Entry], Any]
 
 
 def text(entry: Entry) -> str:
+    """Read text of at most `MAX_TEXT` characters. Raises `PlanError`."""
     if not isinstance(entry.value, str):
         raise entry.wrong("text")
     if len(entry.value) > MAX_TEXT:
@@ -77,18 +78,22 @@ def integer(least: int, most: int, shown: str) -> Reader:
 
 
 def flag(entry: Entry) -> bool:
+    """Read true or false. Raises `PlanError`."""
     if not isinstance(entry.value, bool):
         raise entry.wrong("true or false")
     return entry.value
 
 
 def finite(entry: Entry) -> float:
+    """Read a number that is neither infinite nor NaN. Raises `PlanError`."""
     if type(entry.value) not in (int, float) or not math.isfinite(entry.value):
         raise entry.wrong("a finite number")
     return float(entry.value)
 
 
 def word(*allowed: str) -> Reader:
+    """Return what reads one of the allowed words, and raises `PlanError` for any other."""
+
     def read(entry: Entry) -> str:
         if not isinstance(entry.value, str) or entry.value not in allowed:
             hint = did_you_mean(entry.value, allowed) if isinstance(entry.value, str) else ""
@@ -104,6 +109,7 @@ def or_one_of(others: Sequence[str | None], read: Reader) -> Reader:
 
 
 def each(read: Reader) -> Reader:
+    """Return what reads every entry of a list."""
     return lambda entry: tuple(map(read, entry.items()))
 
 

@@ -18,10 +18,12 @@ class PlanTaker(DumpFolder):
         self.plans: list[Plan] = []
 
     def graph(self, index: int) -> GraphDump:
+        """Return what takes the plan of one graph, in the place of a folder."""
         return _Taken(self, index)
 
     @property
     def has_plans(self) -> bool:
+        """Whether a plan was made."""
         return bool(self.plans)
 
 

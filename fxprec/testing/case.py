@@ -119,6 +119,7 @@ class Compiled:
             self._call = torch.compile(self.model, backend=self.backend)
 
     def __call__(self, *args: object) -> Any:
+        """Run the model, compiled or not."""
         return self._call(*args)
 
     def run(self, steps: int) -> Tensors:

@@ -77,6 +77,7 @@ def is_view(node: Node) -> bool:
 
 
 def is_view_or_cast(node: Node) -> bool:
+    """Say whether a node is a view of another, or a cast."""
     return is_view(node) or node.target in ops.CASTS
 
 

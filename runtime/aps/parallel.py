@@ -174,12 +174,18 @@ def _applied(function: type[torch.autograd.Function], *arguments: object) -> Ten
 def all_gather(
     x: Tensor, dim: int = 0, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Join all ranks' tensors along `dim`, in rank order; the gradient is the sum of all ranks' for this part."""
+    """Return all ranks' tensors joined along `dim`, in rank order; the gradient is the sum of all ranks' for this part.
+
+    Raises `FormatError` for an unknown `data_type`.
+    """
     return _applied(_AllGather, x, dim, codec(data_type), group)
 
 
 def all_reduce(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None) -> Tensor:
-    """Sum of all ranks' tensors; the gradient is the sum of all ranks' gradients."""
+    """Return the sum of all ranks' tensors, in their shape; the gradient is the sum of all ranks' gradients.
+
+    Raises `FormatError` for an unknown `data_type`.
+    """
     return _applied(_AllReduce, x, codec(data_type), group, True, True)
 
 
@@ -197,12 +203,18 @@ def all_to_all(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.Proces
 
 
 def copy_to_group(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the tensor itself, for the entry of a column-parallel layer; its gradient is the sum of all ranks'."""
+    """Return the tensor itself, for the entry of a column-parallel layer; its gradient is the sum of all ranks'.
+
+    Raises `FormatError` for an unknown `data_type`.
+    """
     return _applied(_AllReduce, x, codec(data_type), group, False, True)
 
 
 def reduce_from_group(x: Tensor, *, data_type: str = "dynamic-tree", group: dist.ProcessGroup | None = None) -> Tensor:
-    """Sum of all ranks' tensors, at the exit of a row-parallel layer; each rank's gradient is the output's."""
+    """Return the sum of all ranks' tensors, at the exit of a row-parallel layer; each rank's gradient is the output's.
+
+    Raises `FormatError` for an unknown `data_type`.
+    """
     return _applied(_AllReduce, x, codec(data_type), group, True, False)
 
 

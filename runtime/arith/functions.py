@@ -74,7 +74,10 @@ def dot(
     chunk: int | None = None,
     method: Method = "auto",
 ) -> Tensor:
-    """Return the dot product of two vectors (k,) as a float32 scalar; the rest as `matmul`."""
+    """Return the dot product of two vectors (k,) as a float32 scalar.
+
+    Options and errors are those of `matmul`.
+    """
     if a.dim() != 1 or a.shape != b.shape:
         raise FormatError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} have no dot product: give two of (k,)")
     return matmul(a[None], b[:, None], fmt, accumulate, kahan, chunk=chunk, method=method)[0, 0]
@@ -90,7 +93,10 @@ def sum(
     chunk: int | None = None,
     method: Method = "auto",
 ) -> Tensor:
-    """Return the sum of ``x`` over ``dim`` as float32, elements rounded to ``fmt``, in increasing index."""
+    """Return the sum of ``x`` over ``dim`` as float32, elements rounded to ``fmt``, in increasing index.
+
+    The result has the shape of ``x`` without ``dim``. Options and errors are those of `matmul`.
+    """
     if x.dim() == 0:
         raise FormatError("a scalar has no dimension to sum over; give at least a vector (k,)")
     columns = x.movedim(dim, 0)

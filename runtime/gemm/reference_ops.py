@@ -24,15 +24,18 @@ def gemm(
     kernel: str,
     fast: bool,
 ) -> torch.Tensor:
+    """Return (m, n) numbers of codes ``a`` (m, k) and ``b`` (k, n) multiplied in float32, plus ``bias`` (n,)."""
     product = numbers(a, table, row_a, format_a) @ numbers(b, table, row_b, format_b)
     return (product if bias is None else product + bias.to(torch.float32)).to(dtype)
 
 
 def transposed(q: torch.Tensor) -> torch.Tensor:
+    """Return (..., columns) as (columns, rows), contiguous."""
     return q.reshape(-1, q.shape[-1]).t().contiguous()
 
 
 def gathered(counters: torch.Tensor) -> torch.Tensor:
+    """Add up what each block has counted, as a flat tensor."""
     return stats.gathered(counters).flatten()
 
 

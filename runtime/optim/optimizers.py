@@ -74,7 +74,7 @@ class AdamW(Stepper, torch.optim.AdamW):
     """``torch.optim.AdamW`` for 16-bit (or narrower) weights; Zamirai et al. 2020, Algorithms 4 and 5.
 
     Every option of torch.optim.AdamW; the others are those of `SGD`. With bf16 weights torch's default beta2 of 0.999
-    rounds to 1 and is refused unless ``states`` says otherwise: the paper takes 0.997.
+    rounds to 1 and is refused unless ``states`` says otherwise: the paper takes 0.997. Raises `ConfigError`.
     """
 
     _algorithm = "adamw"

@@ -80,6 +80,7 @@ def code_of(name: str, x: Tensor, scale: Tensor, random: Tensor | None) -> Tenso
 
 
 def num_blocks(elements: int) -> int:
+    """Return how many blocks hold so many elements."""
     return -(-elements // BLOCK)
 
 
