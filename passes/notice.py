@@ -13,6 +13,11 @@ class Notice:
     detail: str
 
 
+def raised(wanted: int, high: int) -> str:
+    """Return a budget in bytes, and as a share of ``high``, the bytes at the peak with everything kept (0: unknown)."""
+    return readable(wanted) + (f", {-(-100 * wanted // high)}%" if high else "")
+
+
 def readable(size: int) -> str:
     """Return ``"1.50 GiB (1610612736 bytes)"``."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):

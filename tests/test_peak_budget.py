@@ -197,10 +197,16 @@ def test_the_models_own_checkpointing_gives_way() -> None:
 def test_a_budget_out_of_reach_names_the_least_and_what_holds_it() -> None:
     words = (
         r"^peak_budget is 10.00 KiB \(10240 bytes\), and the least peak found holds \d.* bytes\), .*KiB.* among them; "
-        r"raise it to .* or take a smaller batch$"
+        r"raise it to .* bytes\), (\d+%) or take a smaller batch$"
     )
-    with pytest.raises(fxprec.BudgetError, match=words):
+    with pytest.raises(fxprec.BudgetError, match=words) as error:
         trained(transformer(layers=1), TOKENS, peak_budget="10KiB")
+    named = re.search(words, str(error.value))
+    assert named is not None
+    share = int(named[1].removesuffix("%"))
+    trained(transformer(layers=1), TOKENS, peak_budget=f"{share}%")
+    with pytest.raises(fxprec.BudgetError):
+        trained(transformer(layers=1), TOKENS, peak_budget=f"{share - 1}%")
     with pytest.raises(fxprec.BudgetError, match=r"add 'narrow' to ways$"):
         trained(transformer(layers=1), TOKENS, peak_budget="10KiB", ways="recompute")
 

@@ -21,7 +21,7 @@ from fxprec.errors import BudgetError
 from fxprec.passes.analysis.peak.part import Part
 from fxprec.passes.analysis.peak.reserve import enough_for
 from fxprec.passes.analysis.peak.together import Together
-from fxprec.passes.notice import readable
+from fxprec.passes.notice import raised, readable
 from fxprec.plan import PeakBytes
 
 if TYPE_CHECKING:
@@ -98,9 +98,10 @@ class PeakBudget:
             wanted = least + planned.beside
             if planned.reserved:
                 wanted = enough_for(least - planned.room, planned.budget)
+            high = 0 if planned.graphs > 1 or planned.reserved else planned.high
             raise BudgetError(
                 f"peak_budget is {readable(planned.budget)}{beside}, and of {ATTEMPTS} plans made for it the best "
-                f"holds {readable(least)} as compiled; raise it to {readable(wanted)} or take a "
+                f"holds {readable(least)} as compiled; raise it to {raised(wanted, high)} or take a "
                 "smaller batch"
             )
         assert planned.waiting is not None

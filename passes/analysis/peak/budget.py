@@ -12,7 +12,7 @@ from fxprec.passes.analysis.peak.problem import Problem
 from fxprec.passes.analysis.peak.progress import Progress
 from fxprec.passes.analysis.peak.reserve import enough_for, reserved
 from fxprec.passes.base import Work
-from fxprec.passes.notice import readable
+from fxprec.passes.notice import raised, readable
 from fxprec.plan.rows import PeakBytes, PeakPoint
 
 _MOMENTS = 40  # drawn of each other budget
@@ -35,7 +35,8 @@ def within_budget(work: Work, needs: Needs, asked: PeakBudget, progress: Progres
     if fit is None or fit.excess(bound) > 0:
         fit = min((chooser.least(), *fits), key=lambda fit: fit.peak)
         if fit.excess(bound) > 0:
-            raise _out_of_reach(budget, fit.peak + part.beside + part.beyond, free, work, fit)
+            whole = high.peak if part.budget is None and not free else 0
+            raise _out_of_reach(budget, fit.peak + part.beside + part.beyond, free, work, fit, whole)
     unsited = {node: form for node, form in fit.held.kept.items() if node not in needs.rows}
     seconds = rates.step(needs.step)
     peak = PeakBytes(
@@ -60,9 +61,9 @@ def _point(fit: Fit, seconds: float) -> PeakPoint:
     return PeakPoint(peak=fit.peak, waiting=fit.waiting, seconds=seconds + fit.seconds, live=live)
 
 
-def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit) -> BudgetError:
+def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit, high: int) -> BudgetError:
     enough = enough_for(least - budget + free, budget) if free else least
-    ways = [f"raise it to {readable(enough)}", "take a smaller batch"]
+    ways = [f"raise it to {raised(enough, high)}", "take a smaller batch"]
     if "recompute" not in work.settings.ways:
         ways.append("add 'recompute' to ways")
     if "narrow" not in work.settings.ways:
