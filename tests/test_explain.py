@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fxprec import Plan
 from fxprec.plan.edits import as_edited
 from fxprec.plan.rows import PeakBytes
+from fxprec.plan.shown import line
 from fxprec.report.compare import differences
 from fxprec.report.explain import explain
 from tests.helpers import compiled, eager_backend
@@ -99,6 +100,17 @@ def test_explain_says_why_a_tensor_of_a_low_group_is_high_and_who_reads_it(plan,
     assert head.endswith(": e4m3fn" if tensor == "x" else ": bf16")
     assert " is low: " in group
     assert tuple(rest) == LINES[tensor, kind]
+
+
+def test_of_the_whole_plan_each_group_is_told_with_its_modules(plan):
+    first, *groups, last = explain(plan, "")
+    assert first == line([plan])
+    assert [f"group {g.id}, {'low' if g.low else 'high'}:" for g in plan.groups] == [
+        g.partition(": ")[0].strip() + ":" for g in groups
+    ]
+    assert f"{sum(s.group == 0 for s in plan.sites)} tensors" in groups[0]
+    assert any("qkv" in group for group in groups)
+    assert "peak_budget" in last
 
 
 def test_in_a_simulation_there_is_no_copy_to_say_the_readers_of():

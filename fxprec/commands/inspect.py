@@ -114,8 +114,8 @@ def explain(
     tensor: Annotated[
         str,
         typer.Argument(
-            help="Name of a tensor, a module, or a site's number; or lowering, peak_budget, step_budget. Of a link's "
-            "plan a layer, or nothing for all."
+            help="Name of a tensor, a module, or a site's number; or lowering, peak_budget, step_budget. Left "
+            "out: the whole plan. Of a link's plan a layer."
         ),
     ] = "",
 ) -> None:
@@ -131,8 +131,6 @@ def explain(
 
         print("\n".join(link_plan.explained(link_plan.LinkPlan.load(plan), tensor)))
         return
-    if not tensor:
-        raise ConfigError("explain needs the name of a tensor or module, or lowering, peak_budget or step_budget")
     plans = plans_of(plan)
     if len(plans) > 1:
         raise PlanError(f"{plan}: holds {len(plans)} graphs; give one of {', '.join(plans)} in it")

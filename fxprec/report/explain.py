@@ -10,6 +10,7 @@ from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.plan import Plan, Site
 from fxprec.plan.rows import HalfLowering, LoweringChoice, LoweringEstimate, PeakBytes, WholeStep
+from fxprec.plan.shown import line
 from fxprec.report.graph_text import one_line
 
 
@@ -17,10 +18,13 @@ def explain(plan: Plan, tensor: str) -> list[str]:
     """Return the lines on every site of a tensor or, where no tensor is called so, a module or a site's number.
 
     ``lowering`` says which lowering ``"auto"`` took, and why; ``peak_budget`` and ``step_budget`` what the step holds
-    under one. A plan without them says why it has none.
+    under one. A plan without them says why it has none. ``""`` is the whole plan: what it saves, its groups, and what
+    may be asked for.
 
     Raises `PlanError` for a name the plan does not have.
     """
+    if not tensor:
+        return overview(plan)
     found = [s for s in plan.sites if s.tensor == tensor] or [s for s in plan.sites if s.module == tensor]
     if not found and tensor.isdecimal():
         found = [s for s in plan.sites if s.id == int(tensor)]
@@ -37,6 +41,17 @@ def explain(plan: Plan, tensor: str) -> list[str]:
             "plan.sites and the dump's texts list them"
         )
     return [line for site in found for line in _site(plan, site)]
+
+
+def overview(plan: Plan) -> list[str]:
+    """Return what a plan saves, and each group with its precision and its modules, or lines where it has none."""
+    groups = []
+    for group in plan.groups:
+        sites = [site for site in plan.sites if site.group == group.id]
+        places = list(dict.fromkeys(site.module or site.source or site.tensor for site in sites))
+        named = ", ".join(places[:4]) + (", ..." if places[4:] else "")
+        groups.append(one_line(f"  group {group.id}, {'low' if group.low else 'high'}: {len(sites)} tensors, {named}"))
+    return [line([plan]), *groups, "explain PLAN NAME has more: a tensor, a module, lowering, peak_budget, step_budget"]
 
 
 _NO_LOWERING = (
