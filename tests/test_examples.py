@@ -89,6 +89,7 @@ def test_the_numerics_tests_golden_file_holds_and_its_workflow_is_what_the_comma
     assert (ROOT / "examples/numerics/numerics.yml").read_text() == capsys.readouterr().out
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the notebook was run on torch 2.13")
 @theirs
 def test_the_notebook_of_what_objects_show_prints_what_it_says() -> None:
     """Every cell is executed anew. Numbers may differ by processor, words not."""
