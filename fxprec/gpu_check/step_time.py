@@ -72,7 +72,7 @@ def _measured(ground: Ground, side: str) -> tuple[float, list[str]]:
     model, x = _batch(ground)
     backend: fxprec.Backend | None = None
     if side.startswith("torchao"):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         model = convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("tensorwise"))
     if side.startswith("fxprec"):
