@@ -13,10 +13,12 @@ from fxprec.runtime.aps.coder import Coder
 from fxprec.runtime.aps.exchange import (
     all_gather,
     exchange_hierarchical,
+    set_mean,
     split_messages,
     sum_fp32,
     sum_in_format,
     to_owners,
+    write_back,
 )
 from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, mask_factors
 from fxprec.runtime.aps.layout import Layout, layout, sizes_of
@@ -28,15 +30,15 @@ from fxprec.runtime.aps.wire import Wire, num_bytes
 
 @dataclass
 class Bucket:
-    """Gradients of one DDP bucket, or of a part of it: layers that are coded alike, and layers that stay high."""
+    """Gradients of one DDP bucket, or of a part of it: layers that are coded alike, and layers that are not coded."""
 
     index: int
     buffer: Tensor
     """(elements,), all of DDP's bucket; the result is written here."""
     low: list[Tensor]
     """Views of the layers that are coded."""
-    high: list[Tensor]
-    """Views of the layers that go as they are."""
+    plain: dict[torch.dtype, list[Tensor]]
+    """Views of the layers that are added on the way, by the dtype in which they are."""
     parameters: list[Tensor]
     """Parameters of `low`, in its order."""
     wire: Wire
@@ -51,28 +53,35 @@ PART_ELEMENTS = 1 << 20  # 25 M gradients at 200 Mbit/s: 1.84 s in parts of this
 def split_bucket(
     state: APSState, index: int, buffer: Tensor, views: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[Bucket]:
-    """Sort a bucket's layers by how they are coded, and cut those coded alike into parts of whole layers.
+    """Sort a bucket's layers by how they are sent, and cut those coded alike into parts of whole layers.
 
     Parts of a large bucket keep wire and cores busy at once; a schedule's high phase codes nothing.
     """
     parts: list[Bucket] = []
     last: dict[Wire, Bucket] = {}
-    high: list[Tensor] = []
+    plain: dict[torch.dtype, list[Tensor]] = {}
     for view, parameter in zip(views, parameters, strict=True):
         flat = view.reshape(-1) if view.is_contiguous() else view
-        wire = state.wire_for(parameter)
-        if wire is None:
-            high.append(flat)
+        coding = state.coding_for(parameter)
+        if coding is None or isinstance(coding, torch.dtype):
+            settle(state, parameter, view)
+            plain.setdefault(coding or view.dtype, []).append(flat)
         elif flat.numel():
-            if wire not in last or sum(sizes_of(last[wire].low)) >= PART_ELEMENTS:
-                last[wire] = Bucket(index, buffer, [], [], [], wire, part=len(parts))
-                parts.append(last[wire])
-            last[wire].low.append(flat)
-            last[wire].parameters.append(parameter)
+            if coding not in last or sum(sizes_of(last[coding].low)) >= PART_ELEMENTS:
+                last[coding] = Bucket(index, buffer, [], {}, [], coding, part=len(parts))
+                parts.append(last[coding])
+            last[coding].low.append(flat)
+            last[coding].parameters.append(parameter)
     if not parts:
-        parts.append(Bucket(index, buffer, [], [], [], state.wire))
-    parts[0].high = high
+        parts.append(Bucket(index, buffer, [], {}, [], state.wire))
+    parts[0].plain = plain
     return parts
+
+
+def settle(state: APSState, parameter: Tensor, view: Tensor) -> None:
+    """Add to a gradient that is not coded what earlier codes lost of its layer, which is owed no longer."""
+    if parameter in state.residuals:
+        view += state.residuals.pop(parameter).view_as(view)
 
 
 class Exchange:
@@ -88,6 +97,7 @@ class Exchange:
         self.state = state
         self.bucket = bucket
         self.wire = bucket.wire
+        self.step = state.step
         self.layout: Layout = layout(sizes_of(bucket.low), state.groups.size, self.wire.block)
         self.work: dist.Work | None = None
         self.exponent_codes = torch.empty(0, dtype=torch.int8, device="cpu")
@@ -119,7 +129,7 @@ class Exchange:
         if self.work is None:
             return
         self.work.wait()
-        random = self.state.random(self.state.step, self.bucket.index, self.bucket.part, self.flat.device)
+        random = self.state.random(self.step, self.bucket.index, self.bucket.part, self.flat.device)
         self.coder = Coder(self.wire, random, bounded=self._scales_layers)
         self.exponents = factor_exponents(self.exponent_codes, self.wire.top)
         if not self._scales_layers:
@@ -134,10 +144,10 @@ class Exchange:
             self.lost = wanted - self.coder.decode_scaled(self.message, self.layout.bounds, -self.exponents, mask, 1)
 
     def scatter(self) -> None:
-        """Send the codes to their owners, and layers that stay high on their own way."""
+        """Send the codes to their owners, and layers that are not coded on their own way."""
         groups = self.state.groups
-        if self.bucket.high:
-            self._reduce_high()
+        for dtype, views in self.bucket.plain.items():
+            self._reduce_plain(views, dtype)
         if self.work is not None and groups.parts is None:
             size = num_bytes(self.wire, self.layout.padded)
             self.message = to_owners(self.message, size, groups.size, groups.payload)
@@ -211,14 +221,14 @@ class Exchange:
             layers = [part for v, span in gaps for part in (v, v.new_zeros(span - v.numel()))]
         return torch.cat(layers)
 
-    def _reduce_high(self) -> None:
-        high = self.bucket.high
-        whole = sum(sizes_of(high)) == self.bucket.buffer.numel()
-        flat = self.bucket.buffer if whole else torch.cat([v.reshape(-1) for v in high])
-        dist.all_reduce(flat, group=self.state.groups.payload)
-        flat.div_(self.state.groups.size)
+    def _reduce_plain(self, views: list[Tensor], dtype: torch.dtype) -> None:
+        whole = sum(sizes_of(views)) == self.bucket.buffer.numel()
+        flat = self.bucket.buffer if whole else torch.cat([v.reshape(-1) for v in views])
+        total = flat.to(dtype)
+        dist.all_reduce(total, group=self.state.groups.payload)
+        set_mean(flat, total, self.state.groups.size)
         if not whole:
-            write_back(flat, high)
+            write_back(flat, views)
 
     def _add_residuals(self, layers: list[Tensor]) -> None:
         for layer, parameter in zip(layers, self.bucket.parameters, strict=True):
@@ -231,9 +241,3 @@ class Exchange:
         layers = self.layout.layers(lost)
         for layer, parameter in zip(layers, self.bucket.parameters, strict=True):
             self.state.residuals[parameter] = torch.nan_to_num(layer, nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def write_back(flat: Tensor, views: Sequence[Tensor]) -> None:
-    """Copy a flat tensor back into the views it was made of."""
-    for part, view in zip(torch.split(flat, [v.numel() for v in views]), views, strict=True):
-        view.copy_(part.view_as(view))

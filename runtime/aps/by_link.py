@@ -31,7 +31,7 @@ from fxprec.runtime.aps.link_planner import CLOSE, Layer, Problem, Width, alike,
 from fxprec.runtime.aps.link_probe import largest_of_ranks, probe_link, probe_widths
 from fxprec.runtime.aps.lost import RollCall
 from fxprec.runtime.aps.predict import Link
-from fxprec.runtime.aps.wire import Wire
+from fxprec.runtime.aps.wire import Coding
 from fxprec.runtime.events import Event
 
 PERIOD, MEASURED = 100, 3
@@ -48,16 +48,17 @@ _LOST_IN_FOUR_BITS = {False: 0.0128, True: 0.036}
 """What rotated values lose in `FOUR_BITS`."""
 
 
-def widths_of(wires: Mapping[int, Wire | None], *, stochastic: bool) -> dict[Width, Wire | None]:
+def widths_of(codings: Mapping[int, Coding], *, stochastic: bool) -> dict[Width, Coding]:
     """Return what the bytes and the rounding of each width cost; their seconds are measured later.
 
     A number of m mantissa bits loses 4^-m of what one of none would; below the smallest normal number a rounding loses
     a 12th of the subnormals' unit squared.
     """
-    found: dict[Width, Wire | None] = {}
-    for bits, wire in wires.items():
-        if wire is None:
-            width = Width(bits, bits // 8, messages=1, sends=2)
+    found: dict[Width, Coding] = {}
+    for bits, wire in codings.items():
+        if wire is None or isinstance(wire, torch.dtype):
+            lost = 0.0 if wire is None else _LOST[False] * torch.finfo(wire).eps ** 2
+            width = Width(bits, bits // 8, messages=1, sends=2, error=lost, in_ring=True)
         elif isinstance(fmt := wire.kind, Format):
             unit = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits - (wire.top - 1))
             width = Width(
@@ -92,7 +93,7 @@ class ByLink:
     def __init__(
         self,
         names: Mapping[Tensor, str],
-        wires: Mapping[int, Wire | None],
+        codings: Mapping[int, Coding],
         groups: Groups,
         *,
         stochastic: bool,
@@ -101,9 +102,9 @@ class ByLink:
         weights: Mapping[str, float] | None = None,
         plan: LinkPlan | None = None,
     ) -> None:
-        self._wires = wires
+        self._codings = codings
         self._groups = groups
-        self._widths = widths_of(wires, stochastic=stochastic)
+        self._widths = widths_of(codings, stochastic=stochastic)
         self._timed: tuple[Width, ...] = ()
         self._budget = budget
         self._link = link
@@ -150,14 +151,9 @@ class ByLink:
         if plan is not None:
             self.adopt(LinkPlan.from_dict(plan))
 
-    def wire_for(self, parameter: Tensor) -> Wire | None:
-        """Return how a layer is coded by the plan, None where it goes in its own dtype."""
-        return self._wires[UNPLANNED if self.plan is None else self._bits.get(self.name_of(parameter), UNPLANNED)]
-
-    @property
-    def codes_nothing(self) -> bool:
-        """Say whether the plan in force leaves all layers in their own dtype."""
-        return self.plan is not None and set(self._bits.values()) == {32}
+    def coding_for(self, parameter: Tensor) -> Coding:
+        """Return how a layer is sent by the plan."""
+        return self._codings[UNPLANNED if self.plan is None else self._bits.get(self.name_of(parameter), UNPLANNED)]
 
     def adopt(self, plan: LinkPlan) -> None:
         """Send by this plan from now on. Raises `PlanError` where it is not of this model and these ranks."""
@@ -169,7 +165,7 @@ class ByLink:
                     f"link plan has a layer {layer.name!r:.60} of {layer.elements} elements, this model has none"
                     f"{hint}; plan again by leaving plan= out"
                 )
-            if layer.bits not in self._wires:
+            if layer.bits not in self._codings:
                 raise PlanError(f"link plan sends {layer.name!r} in {layer.bits} bits; give widths= that has them")
         if plan.ranks != self._groups.size:
             raise PlanError(f"link plan is of {plan.ranks} ranks, here are {self._groups.size}; plan again")

@@ -7,6 +7,8 @@ on the way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -127,3 +129,16 @@ def all_gather(message: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = message.new_empty(size * message.numel())
     _all_gather_into(gathered, message, group=group)
     return gathered.view(size, -1)
+
+
+def set_mean(flat: Tensor, total: Tensor, num_ranks: int) -> None:
+    """Write a sum, of another dtype or in the same memory, over the number of its terms."""
+    if total.data_ptr() != flat.data_ptr():
+        flat.copy_(total)
+    flat.div_(num_ranks)
+
+
+def write_back(flat: Tensor, views: Sequence[Tensor]) -> None:
+    """Copy a flat tensor back into the views it was made of."""
+    for part, view in zip(torch.split(flat, [v.numel() for v in views]), views, strict=True):
+        view.copy_(part.view_as(view))

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxprec.runtime import on_device
-from fxprec.runtime.aps.bucket import Exchange, split_bucket
+from fxprec.runtime.aps.bucket import Exchange, settle, split_bucket
+from fxprec.runtime.aps.exchange import set_mean
 from fxprec.runtime.aps.state import APSState
 
 NO_CAPTURE = "and each step has scales of its own; run the backward pass outside of torch.cuda.graph"
@@ -51,8 +52,13 @@ def _exchange(
 ) -> torch.futures.Future[torch.Tensor]:
     if state.by_link is not None:
         state.by_link.bucket_ready(state.step, bucket.index(), bucket.parameters(), bucket.gradients())
-        if state.by_link.codes_nothing:
-            return _reduce(state, buffer, is_last)
+    parameters = bucket.parameters()
+    codings = {state.coding_for(p) for p in parameters}
+    coding = codings.pop() if len(codings) == 1 else state.wire
+    if coding is None or isinstance(coding, torch.dtype):
+        for parameter, view in zip(parameters, bucket.gradients(), strict=True):
+            settle(state, parameter, view)
+        return _reduce(state, buffer, coding or buffer.dtype, is_last)
     if not buffer.is_cuda:
         return _queue(state, _started(state, bucket), buffer, is_last)
     stream = state.stream(buffer.device)
@@ -64,20 +70,22 @@ def _exchange(
         return done(buffer)
 
 
-def _reduce(state: APSState, buffer: Tensor, is_last: bool) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in its own dtype, with no threads between, where no bucket of the step is coded."""
-    work = dist.all_reduce(buffer, group=state.groups.exponents, async_op=True)
+def _reduce(state: APSState, buffer: Tensor, dtype: torch.dtype, is_last: bool) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of which nothing is coded, in a dtype, with no threads between."""
+    total = buffer.to(dtype)
+    work = dist.all_reduce(total, group=state.groups.exponents, async_op=True)
     state.step += is_last
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(partial(_mean, state, buffer))
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(partial(_mean, state, buffer, total))
     return future
 
 
-def _mean(state: APSState, buffer: Tensor, reduced: "torch.futures.Future[list[Tensor]]") -> Tensor:
+def _mean(state: APSState, buffer: Tensor, total: Tensor, reduced: "torch.futures.Future[list[Tensor]]") -> Tensor:
     try:
         reduced.value()
     except RuntimeError as error:
         raise _named(state, error) from error
-    return buffer.div_(state.groups.size)
+    set_mean(buffer, total, state.groups.size)
+    return buffer
 
 
 def _started(

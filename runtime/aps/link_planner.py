@@ -53,8 +53,18 @@ class Width:
     """Messages that a rank sends to or by way of each other rank: a ring's all-reduce takes 2."""
     error: float = 0.0
     """Share of the squared norm that one rounding loses."""
+    in_ring: bool = False
+    """Whether every rank of a ring rounds the sum so far; else each rank's gradient and the sum are rounded once."""
     floor: float = 0.0
     """What one rounding loses of an element however small it is (root mean square), as a share of the largest one."""
+
+    def roundings(self, ranks: int) -> float:
+        """Return what the mean loses, at most, of what one rounding of one rank's gradient does.
+
+        Ranks round independently, so that of their mean is 1 / ranks of one rank's. The sum of k ranks is at most
+        k times as long as one of them, and is rounded for the last k, or in a ring for each k from 2 on.
+        """
+        return 1 / ranks + ((ranks + 1) * (2 * ranks + 1) / (6 * ranks) if self.in_ring else 1)
 
     def bytes_of(self, elements: int) -> int:
         """Return the bytes of a layer's codes."""
@@ -99,13 +109,9 @@ class Problem:
         return sum(layer.weight * layer.squares for layer in self.layers) or 1.0
 
     def error(self, layer: Layer, width: Width) -> float:
-        """Return the weighted squared error of the layer's mean, in units of the budget.
-
-        Ranks round independently, so that of their mean is 1 / ranks of one rank's. The sum is rounded once more, and
-        its mean's norm is at most that of one rank's gradient.
-        """
+        """Return the weighted squared error of the layer's mean, in units of the budget."""
         lost = width.error * layer.squares + layer.elements * (width.floor * layer.amax) ** 2
-        return (1 + 1 / self.ranks) * layer.weight * lost / self.norm
+        return width.roundings(self.ranks) * layer.weight * lost / self.norm
 
     def transfer(self, layer: Layer, width: Width) -> float:
         """Return the seconds of the layer's bytes on the link."""

@@ -12,13 +12,15 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fxprec.runtime.aps.coder import Coder
+from fxprec.runtime.aps.exchange import set_mean
 from fxprec.runtime.aps.groups import communication_device
 from fxprec.runtime.aps.link_planner import Width
 from fxprec.runtime.aps.predict import Link
 from fxprec.runtime.aps.rotation import rotate, rotate_back, signs_of
-from fxprec.runtime.aps.wire import Wire
+from fxprec.runtime.aps.wire import Coding, Wire
 
 FIRST_SECONDS = 0.3
 """A transfer this long measures the link at first; with those before it, the probe takes about a second."""
@@ -67,26 +69,43 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def probe_widths(widths: dict[Width, Wire | None], device: torch.device, group: dist.ProcessGroup) -> tuple[Width, ...]:
+def probe_widths(widths: dict[Width, Coding], device: torch.device, group: dist.ProcessGroup) -> tuple[Width, ...]:
     """Return the widths with the seconds that all ranks together take to encode and decode an element."""
     found = []
-    for width, wire in widths.items():
-        encode, decode = (0.0, 0.0) if wire is None else _coding_seconds(wire, device, group)
+    for width, coding in widths.items():
+        encode, decode = (0.0, 0.0) if coding is None else _coding_seconds(coding, device, group)
         found.append(replace(width, encode=encode / ELEMENTS, decode=decode / ELEMENTS))
     return tuple(found)
 
 
-def _coding_seconds(wire: Wire, device: torch.device, group: dist.ProcessGroup) -> tuple[float, float]:
+def _coding_seconds(coding: Wire | torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[float, float]:
     """Return the seconds of what one exchange does to `ELEMENTS` gradients before the transfer, and after."""
-    world = dist.get_world_size(group)
     x = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device=device)
+    world = dist.get_world_size(group)
+    encode, decode = _casts(coding, x, world) if isinstance(coding, torch.dtype) else _coders(coding, x, world)
+    decode()
+    dist.barrier(group)
+    times = [min(_timed(work, device) for _ in range(_ROUNDS)) for work in (encode, decode)]
+    both = largest_of_ranks(times, group)
+    return both[0], both[1]
+
+
+Work = Callable[[], object]
+
+
+def _casts(dtype: torch.dtype, x: Tensor, world: int) -> tuple[Work, Work]:
+    total = x.to(dtype)
+    return lambda: x.to(dtype), lambda: set_mean(x, total, world)
+
+
+def _coders(wire: Wire, x: Tensor, world: int) -> tuple[Work, Work]:
     coder = Coder(wire, None, bounded=wire.block == 1)
-    bounds, zero = [(0, ELEMENTS)], torch.zeros(1, dtype=torch.int32, device=device)
-    one = torch.ones(1, dtype=torch.float32, device=device)
-    signs = None if wire.block == 1 else signs_of(0, wire.block, device)
+    bounds, zero = [(0, ELEMENTS)], torch.zeros(1, dtype=torch.int32, device=x.device)
+    one = torch.ones(1, dtype=torch.float32, device=x.device)
+    signs = None if wire.block == 1 else signs_of(0, wire.block, x.device)
     share = max(ELEMENTS // world // wire.block, 1) * wire.block
 
-    def encode() -> torch.Tensor:
+    def encode() -> Tensor:
         if signs is not None:
             rotate(x, signs)
         return coder.scale_and_encode(x, bounds, zero)
@@ -101,8 +120,4 @@ def _coding_seconds(wire: Wire, device: torch.device, group: dist.ProcessGroup) 
         if signs is not None:
             rotate_back(x, signs)
 
-    decode()
-    dist.barrier(group)
-    times = [min(_timed(work, device) for _ in range(_ROUNDS)) for work in (encode, decode)]
-    both = largest_of_ranks(times, group)
-    return both[0], both[1]
+    return encode, decode

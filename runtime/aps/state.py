@@ -20,7 +20,7 @@ from fxprec.runtime.aps.groups import Groups, agree, make_groups, parent_of
 from fxprec.runtime.aps.link_plan import LinkPlan
 from fxprec.runtime.aps.options import Accumulate, APSOptions, Bits, Rounding, Scaling
 from fxprec.runtime.aps.rotation import signs_of
-from fxprec.runtime.aps.wire import FloatWire, Wire, wire_of
+from fxprec.runtime.aps.wire import Coding, FloatWire, wire_of
 
 KeepHigh = Iterable[str | nn.Module | Tensor]
 
@@ -105,10 +105,10 @@ class APSState:
                 f"bits='by link' needs model=, for the layers' names, and a number format of 8 bits (format is "
                 f"{self.wire.name!r}); pass both"
             )
-        wires = {32: None, 16: wire_of("bf16"), 8: self.wire, 4: wire_of(FOUR_BITS)}
+        codings: dict[int, Coding] = {32: None, 16: torch.bfloat16, 8: self.wire, 4: wire_of(FOUR_BITS)}
         return ByLink(
             {p: _plain_name(name) for name, p in model.named_parameters() if p not in self._kept},
-            {bits: wires[bits] for bits in chosen.widths},
+            {bits: codings[bits] for bits in chosen.widths},
             self.groups,
             stochastic=chosen.rounding == "stochastic",
             budget=chosen.error_budget,
@@ -142,11 +142,11 @@ class APSState:
         """Say whether the schedule sends everything of this step in the gradients' own dtype."""
         return step < self.options.high_steps or self.epoch < self.options.high_epochs
 
-    def wire_for(self, parameter: Tensor) -> Wire | None:
-        """Return how this parameter's gradient is coded in this step, None where it stays in its own dtype."""
+    def coding_for(self, parameter: Tensor) -> Coding:
+        """Return how this parameter's gradient is sent in this step."""
         if self.is_high(self.step) or self.keeps_high(parameter):
             return None
-        return self.wire if self.by_link is None else self.by_link.wire_for(parameter)
+        return self.wire if self.by_link is None else self.by_link.coding_for(parameter)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the schedule which epoch (from 0) begins; every rank says the same."""

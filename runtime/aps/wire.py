@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -248,6 +248,10 @@ def _in_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.numel() <= _BLOCK or x.numel() > rounding.COMPILE_ABOVE or x.is_cuda:
         return function(x)
     return torch.cat([function(block) for block in torch.split(x, _BLOCK)])
+
+
+Coding: TypeAlias = Wire | torch.dtype | None
+"""How gradients are sent: in a wire's codes, or added on the way in a dtype; None is the gradient's own."""
 
 
 def wire_of(fmt: str | AnyFormat | Codec) -> Wire:

@@ -14,13 +14,19 @@ from aps_ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fxprec.aps import APSState, aps_hook
-from fxprec.runtime.aps import kernels
+from fxprec.aps import APSState, LayerBits, LinkPlan, aps_hook
+from fxprec.runtime.aps import hook, kernels
 from fxprec.runtime.aps.bucket import Exchange
 from fxprec.runtime.aps.lost import GRACE
 
 TIMEOUT = 10  # seconds
 MODES = {"fp32": {}, "hierarchical": {"accumulate": "format", "group_size": 2}}
+
+
+def plan_of(model: nn.Module, bits: int) -> LinkPlan:
+    """A plan of three ranks with these bits for all layers."""
+    layers = [LayerBits(name, 0, p.numel(), bits, 0.0, 0.0) for name, p in model.named_parameters()]
+    return LinkPlan(3, 1e6, 0.0, 1 / 32, 0.0, (0.0,), 0.0, 0, tuple(layers))
 
 
 def loses_rank_1(rank: int, world: int, how: str, mode: str, ended: str) -> tuple[str, float]:
@@ -29,13 +35,13 @@ def loses_rank_1(rank: int, world: int, how: str, mode: str, ended: str) -> tupl
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5))
     ddp = DistributedDataParallel(model)
-    options = {"bits": "by link", "model": ddp} if mode == "by link" else MODES[mode]
-    ddp.register_comm_hook(APSState(**options), aps_hook)
+    by_link = {"bits": "by link", "model": ddp, "plan": plan_of(model, 16 if "plain" in mode else 8)}
+    ddp.register_comm_hook(APSState(**(by_link if "by link" in mode else MODES[mode])), aps_hook)
     x = torch.randn(6, 12)
     ddp(x).sum().backward()
     loss = ddp(x).sum()
 
-    def stops(self: Exchange) -> None:
+    def stops(*_: object) -> None:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         until = time.monotonic() + 2 * TIMEOUT
@@ -43,8 +49,8 @@ def loses_rank_1(rank: int, world: int, how: str, mode: str, ended: str) -> tupl
             time.sleep(0.1)
 
     start = time.monotonic()
-    stage = "reduce" if mode == "hierarchical" else "scatter"
-    with mock.patch.object(Exchange, stage, stops if rank == 1 else getattr(Exchange, stage)):
+    owner, stage = (hook, "_reduce") if "plain" in mode else (Exchange, "reduce" if "hier" in mode else "scatter")
+    with mock.patch.object(owner, stage, stops if rank == 1 else getattr(owner, stage)):
         try:
             loss.backward()
         except RuntimeError as error:
@@ -53,9 +59,9 @@ def loses_rank_1(rank: int, world: int, how: str, mode: str, ended: str) -> tupl
     return "no error", time.monotonic() - start
 
 
-@pytest.mark.parametrize("how", ["killed", "stalled"])
-def test_bits_by_link_name_the_lost_rank(how: str, tmp_path: Path) -> None:
-    ends = run_ranks(3, loses_rank_1, how, "by link", str(tmp_path), timeout=TIMEOUT)
+@pytest.mark.parametrize(("how", "mode"), [("killed", "by link"), ("stalled", "by link"), ("killed", "by link, plain")])
+def test_bits_by_link_name_the_lost_rank(how: str, mode: str, tmp_path: Path) -> None:
+    ends = run_ranks(3, loses_rank_1, how, mode, str(tmp_path), timeout=TIMEOUT)
     for message, seconds in (ends[0], ends[2]):
         assert "exchange of gradients failed: rank 1 does not answer; restart the job from a checkpoint" in message
         assert seconds < 2 * TIMEOUT + 3 * GRACE

@@ -10,11 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from aps_buckets import exchange
 from aps_ranks import run_ranks, several
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fxprec.aps import APSReduceScatter, APSState, aps_hook
+from fxprec.aps import APSReduceScatter, APSState, LayerBits, aps_hook
 from fxprec.errors import ConfigError, FxprecError
 from fxprec.runtime.aps import by_link
 from fxprec.runtime.aps.by_link import MEASURED, PERIOD, TRIALS
@@ -191,7 +193,28 @@ def not_finite(rank: int, world: int) -> dict[str, Any]:
     return {"delayed": delayed, "bits": plan.bits, "nans": nans, "weights": training.flat()}
 
 
-CHECKS = (measured, relinked, kept_high, tried, resumed, refused, not_finite)
+def in_16_bits(rank: int, world: int) -> dict[str, Any]:
+    """Layers of 16 bits beside one of 16 and of 8 in their bucket: what comes back, what is owed, the exact sum."""
+    found: dict[str, Any] = {}
+    model = nn.Sequential(nn.Linear(40, 20), nn.Linear(20, 8))
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    g = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(p.shape, generator=g).flatten() for p in parameters]
+    owed = torch.cat([v + (0.5 if k == 0 else 0.0) for k, v in enumerate(gradients)]).bfloat16()
+    for case, last, total in (("alone", 16, owed.clone()), ("beside 8 bits", 8, owed[:-8].clone())):
+        dist.all_reduce(total)
+        bits = dict.fromkeys(names, 16) | {"1.bias": last}
+        layers = [LayerBits(n, 0, p.numel(), bits[n], 0.0, 0.0) for n, p in zip(names, parameters, strict=True)]
+        plan = LinkPlan(world, 1e6, 0.0, 1 / 32, 0.0, (0.0,), 0.0, 0, tuple(layers))
+        state = APSState("e4m3fn", bits="by link", model=model, plan=plan, error_feedback=True)
+        state.residuals[parameters[0]] = torch.full((800,), 0.5)
+        mean = exchange(state, [v.clone() for v in gradients], list(parameters))
+        still = [n for n, p in zip(names, parameters, strict=True) if p in state.residuals]
+        found[case] = {"mean": mean, "wanted": total.float() / world, "owed": still}
+    return found
+
+
+CHECKS = (measured, relinked, kept_high, tried, resumed, refused, not_finite, in_16_bits)
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +270,14 @@ def test_the_plan_is_tried_beside_each_width_and_the_fastest_stays(results: list
 def test_plan_and_residuals_resume_bit_for_bit(results: list[dict[str, Any]]) -> None:
     for rank in results:
         assert rank["resumed"] == {"plan": True, "same": True, "feedback matters": True}
+
+
+def test_16_bits_are_an_all_reduce_in_bf16_that_pays_what_earlier_codes_owe(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        for case, still_owed in (("alone", []), ("beside 8 bits", ["1.bias"])):
+            found = rank["in_16_bits"][case]
+            assert torch.equal(found["mean"][: len(found["wanted"])], found["wanted"])
+            assert found["owed"] == still_owed
 
 
 def test_ranks_that_would_not_send_alike_are_refused_in_words(results: list[dict[str, Any]]) -> None:
