@@ -25,12 +25,13 @@ from fxprec.demo.models import CharTransformer
 from fxprec.runtime.aps.by_link import FOUR_BITS
 
 RANKS, BATCH, LENGTH, LINK = 4, 4, 64, "20Mbit/s, 1ms"
+BY_LINK = {"format": "e4m3fn", "bits": "by link", "link": LINK}
 WAYS: dict[str, dict[str, Any] | None] = {
     "fp32": None,
-    "bf16": {"format": "bf16"},
+    "bf16 all-reduce": BY_LINK | {"widths": (16,)},
     "4 bits": {"format": FOUR_BITS},
-    "by link": {"format": "e4m3fn", "bits": "by link", "link": LINK},
-    "by link, error feedback": {"format": "e4m3fn", "bits": "by link", "link": LINK, "error_feedback": True},
+    "by link": BY_LINK,
+    "by link, error feedback": BY_LINK | {"error_feedback": True},
 }
 
 
@@ -89,7 +90,7 @@ def rank_of(rank: int, steps: int, seeds: int, folder: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_of, (args.steps, args.seeds, folder), nprocs=RANKS)
