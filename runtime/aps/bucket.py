@@ -117,7 +117,9 @@ class Exchange:
         self.flat = self._flatten()
         self._add_residuals(self.layout.layers(self.flat))
         if self.wire.block > 1:
-            self.signs = self.state.signs(self.bucket.index, self.bucket.part, self.wire.block, self.flat.device)
+            self.signs = self.state.signs(
+                self.step, self.bucket.index, self.bucket.part, self.wire.block, self.flat.device
+            )
             rotate(self.flat, self.signs)
         terms = 1 if self.state.options.accumulate == "fp32" else self.state.groups.size
         self.exponent_codes = exponent_codes(largest_magnitudes(self.flat, self.layout.bounds), terms)

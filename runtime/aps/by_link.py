@@ -13,7 +13,7 @@ from __future__ import annotations
 import fnmatch
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -25,12 +25,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxprec.errors import ConfigError, PlanError, did_you_mean
 from fxprec.numerics.formats import Format
+from fxprec.runtime.aps.gathers import Gathers
 from fxprec.runtime.aps.groups import Groups, agree, communication_device
 from fxprec.runtime.aps.link_plan import LinkPlan
-from fxprec.runtime.aps.link_planner import CLOSE, Layer, Problem, Width, alike, choose
+from fxprec.runtime.aps.link_planner import ALL_REDUCE, CLOSE, Layer, Problem, Transport, Width, alike, choose
 from fxprec.runtime.aps.link_probe import largest_of_ranks, probe_link, probe_widths
 from fxprec.runtime.aps.lost import RollCall
 from fxprec.runtime.aps.predict import Link
+from fxprec.runtime.aps.shards import Shards
 from fxprec.runtime.aps.wire import Coding
 from fxprec.runtime.events import Event
 
@@ -48,8 +50,10 @@ _LOST_IN_FOUR_BITS = {False: 0.0128, True: 0.036}
 """What rotated values lose in `FOUR_BITS`."""
 
 
-def widths_of(codings: Mapping[int, Coding], *, stochastic: bool) -> dict[Width, Coding]:
+def widths_of(codings: Mapping[int, Coding], *, stochastic: bool, passes: int = 2) -> dict[Width, Coding]:
     """Return what the bytes and the rounding of each width cost; their seconds are measured later.
+
+    `passes` as in `Transport`. Exponents are one exchange more, in a ring, where layers have a scale.
 
     A number of m mantissa bits loses 4^-m of what one of none would; below the smallest normal number a rounding loses
     a 12th of the subnormals' unit squared.
@@ -58,17 +62,22 @@ def widths_of(codings: Mapping[int, Coding], *, stochastic: bool) -> dict[Width,
     for bits, wire in codings.items():
         if wire is None or isinstance(wire, torch.dtype):
             lost = 0.0 if wire is None else _LOST[False] * torch.finfo(wire).eps ** 2
-            width = Width(bits, bits // 8, messages=1, sends=2, error=lost, in_ring=True)
+            width = Width(bits, bits // 8, messages=1, sends=passes, error=lost, in_ring=passes == 2)
         elif isinstance(fmt := wire.kind, Format):
             unit = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits - (wire.top - 1))
             width = Width(
                 bits,
                 wire.code_bytes,
+                messages=passes + 1,
+                sends=passes + 2,
                 error=_LOST[stochastic] * 4.0**-fmt.mantissa_bits,
                 floor=unit * ((1 + stochastic) / 12) ** 0.5,
             )
         else:
-            width = Width(bits, wire.code_bytes, wire.block, error=_LOST_IN_FOUR_BITS[stochastic])
+            # DDP's hook also exchanges exponents, for layers of zeros and those that are not finite
+            messages, sends = (3, 4) if passes == 2 else (1, 1)
+            lost = _LOST_IN_FOUR_BITS[stochastic]
+            width = Width(bits, wire.code_bytes, wire.block, messages=messages, sends=sends, error=lost)
         found[width] = wire
     return found
 
@@ -104,7 +113,10 @@ class ByLink:
     ) -> None:
         self._codings = codings
         self._groups = groups
-        self._widths = widths_of(codings, stochastic=stochastic)
+        self._stochastic = stochastic
+        self._transport = ALL_REDUCE
+        self._gathers: Gathers | None = None
+        self._has_met = False
         self._timed: tuple[Width, ...] = ()
         self._budget = budget
         self._link = link
@@ -134,7 +146,7 @@ class ByLink:
         if name is None:
             raise ConfigError(
                 f"bits='by link' does not know a parameter of shape {tuple(parameter.shape)}; pass model= the model "
-                "that DistributedDataParallel wraps"
+                "that DistributedDataParallel wraps, or that fully_shard has sharded"
             )
         return name
 
@@ -145,9 +157,23 @@ class ByLink:
             raise PlanError(f"saved state is of a layer {name!r:.60} that this model does not have; load one of it")
         return found
 
+    def sharded(self, transport: Transport, modules: Sequence[Shards], *, gathers: bool) -> None:
+        """Plan for FSDP2 from now on: for its reduce-scatter and, where `gathers`, for its parameters too.
+
+        Raises `PlanError` where a plan in force gathers modules that the model does not have.
+        """
+        self._transport = transport
+        self._gathers = Gathers(modules, self._groups.size) if gathers else None
+        if self.plan is not None:
+            self.adopt(self.plan)
+
+    def gathered_as(self, index: int, dtype: torch.dtype) -> Coding:
+        """Return how the parameters of the module of that number are gathered."""
+        return None if self._gathers is None else self._gathers.coding(self.plan, index, dtype)
+
     def resume(self, plan: Mapping[str, Any] | None) -> None:
         """Go on with a saved plan, or measure anew where none was made yet."""
-        self._steps, self._trial, self.plan = -1, None, None
+        self._steps, self._trial, self.plan, self._has_met = -1, None, None, False
         if plan is not None:
             self.adopt(LinkPlan.from_dict(plan))
 
@@ -169,29 +195,39 @@ class ByLink:
                 raise PlanError(f"link plan sends {layer.name!r} in {layer.bits} bits; give widths= that has them")
         if plan.ranks != self._groups.size:
             raise PlanError(f"link plan is of {plan.ranks} ranks, here are {self._groups.size}; plan again")
+        if self._gathers is not None:
+            self._gathers.check(plan)
         self.plan, self._bits = plan, plan.bits
 
-    def bucket_ready(self, step: int, index: int, parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
+    def bucket_ready(
+        self,
+        step: int,
+        begins: bool,
+        parameters: Sequence[Tensor],
+        views: Sequence[Tensor],
+        at: Clock | None = None,
+    ) -> None:
         """Note that a bucket's gradients are whole, before it is sent; a step's first bucket may be where it plans.
 
-        Raises `ConfigError` on all ranks where they would not send alike.
+        `begins` says that it is the first; `at` is when it was whole, now if left out. Raises `ConfigError` on all
+        ranks where they would not send alike.
         """
         device = views[0].device if views else torch.device("cpu")
-        if index == 0:
+        if begins:
             self._begin(step, device)
         if 1 <= self._steps <= MEASURED:
-            self._clocks[-1].append(Clock(device))
+            self._clocks[-1].append(at or Clock(device))
         if self._steps == MEASURED:
+            index = len(self._clocks[-1]) - 1
             for parameter, view in zip(parameters, views, strict=True):
                 if view.numel() and parameter in self._names:
                     values = view.detach()
                     squares = torch.linalg.vector_norm(values, dtype=torch.float64) ** 2
                     amax = torch.linalg.vector_norm(values, float("inf"), dtype=torch.float64)
-                    self._seen[self.name_of(parameter)] = Seen(index, view.numel(), squares, amax)
+                    self._seen[self.name_of(parameter)] = Seen(index, parameter.numel(), squares, amax)
 
     def _begin(self, step: int, device: torch.device) -> None:
-        if self._steps < 0:
-            self._agree(f"step {step}, " + ("no link plan" if self.plan is None else f"link plan {self.plan.digest}"))
+        self.meet(step)
         if self._trial is not None:
             self._try(step, self._trial, device)
             return
@@ -202,27 +238,40 @@ class ByLink:
         elif 1 <= self._steps <= MEASURED:
             self._clocks.append([])
 
+    def meet(self, step: int) -> None:
+        """Compare step and plan with the other ranks, before the first exchange of a process. Raises `ConfigError`."""
+        if not self._has_met:
+            self._has_met = True
+            self._agree(f"step {step}, " + ("no link plan" if self.plan is None else f"link plan {self.plan.digest}"))
+
     def _agree(self, text: str) -> None:
         way_out = "load the state of the same step on all; a rank cannot join later"
         agree(text, self._groups.exponents, "ranks would not send alike", way_out)
 
     def _look(self, step: int, device: torch.device) -> None:
         """Look at the link, and plan where that is due."""
-        layers = self._layers()
+        layers = self._layers() if len({len(row) for row in self._clocks}) == 1 else None
         if layers is None:
-            self._steps = 0  # a gradient is not finite: measure again in the next steps
+            self._steps = 0  # a gradient is not finite, or a module had none: measure again in the next steps
             return
         last = None if self.plan is None else Link(self.plan.bytes_per_second, self.plan.latency)
         link = self._link or probe_link(self._groups.payload, last)
         if not self._timed:
-            self._timed = probe_widths(self._widths, communication_device(self._groups.payload), self._groups.payload)
+            widths = widths_of(self._codings, stochastic=self._stochastic, passes=self._transport.passes)
+            self._timed = probe_widths(widths, communication_device(self._groups.payload), self._groups.payload)
+        ready, on_cpu = self._ready(), device.type == "cpu"
+        if on_cpu and not self._transport.overlaps:
+            ready = (0.0,) * len(ready)
         problem = Problem(
-            layers, self._ready(), self._timed, link, self._groups.size, self._budget, float(device.type == "cpu")
+            layers, ready, self._timed, link, self._groups.size, self._budget, float(on_cpu), self._transport
         )
         if self.plan is None or _other(link, last) or self._error(problem) > self._budget:
-            plan = choose(problem)
+            gathered, sent = ((), 0) if self._gathers is None else self._gathers.chosen(link, self._groups.payload)
+            plan, *others = [
+                replace(p, gathered=gathered, bytes_gathered=sent) for p in (choose(problem), *alike(problem))
+            ]
             self._agree(f"link plan {plan.digest} at step {step}")
-            others = [] if self._link or not TRIALS else [p for p in alike(problem) if p.bits != plan.bits]
+            others = [] if self._link or not TRIALS else [p for p in others if p.bits != plan.bits]
             if others:
                 self._trial = Trial([plan, *others], self.plan)
                 self._try(step, self._trial, device)
@@ -241,11 +290,14 @@ class ByLink:
 
     def _follow(self, step: int, plan: LinkPlan, old: LinkPlan | None) -> None:
         self.adopt(plan)
-        if old is not None and old.bits != plan.bits:
-            rates = f"{old.bytes_per_second * 8e-6:.4g} to {plan.bytes_per_second * 8e-6:.4g} Mbit/s"
-            for name, bits in plan.bits.items():
-                if (before := old.bits.get(name, UNPLANNED)) != bits:
-                    self.events.append(Event(step, "relinked", name, f"{before} to {bits} bits, link {rates}"))
+        if old is None:
+            return
+        rates = f"{old.bytes_per_second * 8e-6:.4g} to {plan.bytes_per_second * 8e-6:.4g} Mbit/s"
+        gathered = {f"parameters of {row.name}": row.bits for row in plan.gathered}
+        before = old.bits | {f"parameters of {row.name}": row.bits for row in old.gathered}
+        for site, bits in (plan.bits | gathered).items():
+            if (earlier := before.get(site, UNPLANNED)) != bits:
+                self.events.append(Event(step, "relinked", site, f"{earlier} to {bits} bits, link {rates}"))
 
     def _layers(self) -> tuple[Layer, ...] | None:
         """Return the layers with their statistics over all ranks, None where one is not finite."""

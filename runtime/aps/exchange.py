@@ -20,7 +20,7 @@ from fxprec.runtime.aps.layout import Layout, layout
 from fxprec.runtime.aps.segments import Bounds, largest_magnitudes
 
 _HEADER = torch.int16
-_all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
 
 def sum_fp32(rows: Tensor, coder: Coder, lay: Layout, rank: int, lost: Tensor | None = None) -> Tensor:
@@ -127,7 +127,7 @@ def all_gather(message: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return every rank's message as a row (num_ranks, bytes)."""
     size = dist.get_world_size(group)
     gathered = message.new_empty(size * message.numel())
-    _all_gather_into(gathered, message, group=group)
+    all_gather_into(gathered, message, group=group)
     return gathered.view(size, -1)
 
 

@@ -1,4 +1,4 @@
-"""APS under FSDP2: the reduce-scatter of gradients in 8 bits, through `FSDPModule.set_custom_reduce_scatter`.
+"""APS under FSDP2: the reduce-scatter of gradients in few bits, through `FSDPModule.set_custom_reduce_scatter`.
 
 The first half of the fp32 accumulation (docs/algorithms.md, "Communication in 8 bits"): codes go to the shard's owner,
 which adds in float32; the sum is not rounded again. Limits, each with a clear error: accumulate="fp32" and
@@ -7,7 +7,6 @@ scaling="aps" only, SUM and AVG only, no error feedback, and keep_high by whole 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -15,43 +14,51 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.tensor import DTensor
 
 from fxprec.errors import ConfigError
+from fxprec.numerics.blocks import BlockFormat
 from fxprec.runtime import on_device
+from fxprec.runtime.aps.by_link import Clock
 from fxprec.runtime.aps.coder import Coder
 from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, mask_factors
+from fxprec.runtime.aps.fsdp_gather import APSAllGather, wire_of_parameters
+from fxprec.runtime.aps.groups import agree
 from fxprec.runtime.aps.hook import NO_CAPTURE
 from fxprec.runtime.aps.layout import bounds_of
+from fxprec.runtime.aps.link_planner import REDUCE_SCATTER
+from fxprec.runtime.aps.rotation import rotate, rotate_back
 from fxprec.runtime.aps.segments import largest_magnitudes, scale_by_powers
+from fxprec.runtime.aps.shards import Shards, filled, own_parameters
 from fxprec.runtime.aps.state import APSState
+from fxprec.runtime.aps.wire import Coding, Wire
 
 BLOCK = 1 << 16  # elements that share an exponent where a shard's layers are not known
 
 
 class APSReduceScatter(ReduceScatter):
-    """Reduce-scatter of codes for one `FSDPModule`, the `index`-th of its model; a call is a step of the schedule.
+    """Reduce-scatter of codes for one `FSDPModule`; a call is a step of the schedule.
 
-    `sizes`: elements of each layer in one rank's padded shard, so each layer has its own scale; where they do not
-    add up (parameters without a gradient), blocks of 2^16 elements share one. Raises `ConfigError` for options that
-    a reduce-scatter cannot honour.
+    Each layer of `shards` has its own scale. Where their sizes do not add up (parameters without a gradient), blocks of
+    2^16 elements share one. Raises `ConfigError` for options that a reduce-scatter cannot honour.
     """
 
-    def __init__(self, state: APSState, sizes: Sequence[int] = (), index: int = 0) -> None:
+    def __init__(self, state: APSState, shards: Shards) -> None:
         chosen = state.options
-        alike = state.wire.block == 1 and state.by_link is None
-        if chosen.accumulate != "fp32" or chosen.error_feedback or chosen.scaling != "aps" or not alike:
+        if chosen.accumulate != "fp32" or chosen.error_feedback or chosen.scaling != "aps":
             raise ConfigError(
                 f"APS under FSDP2 cannot honour ({chosen.text()}); it needs accumulate='fp32', scaling='aps' and no "
-                "error feedback, and one format without blocks"
+                "error feedback"
             )
         self.state = state
-        self.sizes = tuple(sizes)
-        self.index = index
+        self.shards = shards
         self.calls = 0
+        self._whole: Clock | None = None
+        """When the gradients that come next were whole: FSDP2 asks for their buffer on the backward pass's stream."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a fresh buffer, as FSDP2's default."""
+        if self.state.by_link is not None:
+            self._whole = self._whole or Clock(device)
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -71,53 +78,98 @@ class APSReduceScatter(ReduceScatter):
             )
         step = self.state.first_step + self.calls
         self.calls += 1
-        self.state.step = max(self.state.step, step + 1)
+        begins, self.state.step = step >= self.state.step, max(self.state.step, step + 1)
         with torch.no_grad():
-            if self.state.is_high(step):
-                total = _high(input_tensor, output_tensor, group)
-            else:
-                total = self._low(input_tensor.float().view(world, -1), step, group)
+            try:
+                total = self._total(input_tensor.view(world, -1), step, begins, output_tensor, group)
+            except RuntimeError as error:
+                raise self._named(error) from error
             output_tensor.copy_(total / world if op == dist.ReduceOp.AVG else total)
         return None
 
-    def _low(self, rows: Tensor, step: int, group: dist.ProcessGroup) -> Tensor:
-        """Sum of all ranks' coded row for this rank; `rows` (world, n) is not needed afterwards."""
+    def _total(self, rows: Tensor, step: int, begins: bool, like: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the sum over ranks of this rank's row of `rows` (world, n), float32 or as `like`."""
+        coding: Coding = self.state.wire
+        if (by_link := self.state.by_link) is not None:
+            if len(rows) != self.state.groups.size:
+                raise ConfigError(
+                    f"bits='by link' plans for {self.state.groups.size} ranks and FSDP2 shards over {len(rows)}; build "
+                    "the state with process_group= the group of the mesh dimension that is sharded"
+                )
+            by_link.bucket_ready(step, begins, self.shards.parameters, self.shards.views(rows), self._whole)
+            self._whole = None
+            coding = by_link.coding_for(self.shards.parameters[0])
+        if self.state.is_high(step):
+            return _high(rows, like, group)
+        if coding is None or isinstance(coding, torch.dtype):
+            return _sent_plain(rows.to(coding or rows.dtype), group).sum(0, dtype=torch.float32)
+        if coding.block > 1:
+            return self._in_blocks(rows, step, group, coding)
+        return self._in_layers(rows.float(), step, group, coding)
+
+    def _named(self, error: RuntimeError) -> BaseException:
+        return error if self.state.by_link is None else self.state.by_link.lost(error)
+
+    def _in_blocks(self, rows: Tensor, step: int, group: dist.ProcessGroup, wire: Wire) -> Tensor:
+        """Rotate and send blocks, which have scales of their own."""
+        parts, world, block = self._parts(rows.shape[1]), len(rows), wire.block
+        pieces = [filled(piece, block).view(world, -1) for piece in rows.split(parts, 1)]
+        flat = torch.cat(pieces, 1)
+        signs = self.state.signs(step, self.shards.index, 0, block, rows.device)
+        rotate(flat.view(-1), signs)
+        coder = Coder(wire, self.state.random(step, self.shards.index, 0, rows.device), bounded=False)
+        total = coder.sum(_sent_plain(coder.encode(flat.view(-1)).view(world, -1), group))
+        rotate_back(total, signs)
+        spans = total.split([piece.shape[1] for piece in pieces])
+        return torch.cat([span[:size] for span, size in zip(spans, parts, strict=True)])
+
+    def _in_layers(self, rows: Tensor, step: int, group: dist.ProcessGroup, wire: Wire) -> Tensor:
+        """Scale each layer by a power of two and send it; `rows` (world, n) is not needed afterwards."""
         world, length = rows.shape
         parts, flat = self._parts(length), rows.reshape(-1)
         bounds = bounds_of(tuple(parts) * world)
         codes = exponent_codes(largest_magnitudes(flat, bounds))
         dist.all_reduce(codes, op=dist.ReduceOp.MAX, group=group)
-        exponents = factor_exponents(codes, self.state.wire.top)
+        exponents = factor_exponents(codes, wire.top)
         scale_by_powers(flat, bounds, exponents)
-        coder = Coder(self.state.wire, self.state.random(step, self.index, 0, rows.device), bounded=True)
-        sent = coder.encode(flat)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        total = coder.sum(received.view(world, -1))
+        coder = Coder(wire, self.state.random(step, self.shards.index, 0, rows.device), bounded=True)
+        total = coder.sum(_sent_plain(coder.encode(flat).view(world, -1), group))
         mine = slice(dist.get_rank(group) * len(parts), (dist.get_rank(group) + 1) * len(parts))
         scale_by_powers(total, bounds_of(tuple(parts)), -exponents[mine], mask_factors(codes[mine]))
         return total
 
     def _parts(self, length: int) -> list[int]:
-        if sum(self.sizes) == length:
-            return list(self.sizes)
+        if sum(self.shards.sizes) == length:
+            return list(self.shards.sizes)
         return [min(BLOCK, length - at) for at in range(0, length, BLOCK)]
 
 
 def _high(rows: Tensor, like: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = torch.empty_like(like)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # renamed in torch 2.13
-    scatter(total, rows, group=group)
+    scatter(total, rows.reshape(-1), group=group)
     return total
 
 
-def use_aps(model: nn.Module, state: APSState) -> int:
-    """Give the `FSDPModule`s of a model that `fully_shard` has wrapped the 8-bit reduce-scatter; return how many.
+def _sent_plain(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send each row to its owner; return this rank's row as every rank has it (world, n)."""
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows, group=group)
+    return received
+
+
+def use_aps(model: nn.Module, state: APSState, *, parameters: str | BlockFormat | None = None) -> int:
+    """Give the `FSDPModule`s of a model that `fully_shard` has wrapped the state's reduce-scatter; return how many.
+
+    `parameters`: a block format in which parameters are gathered, or ``"by link"``, where the state's plan says in
+    which bits; None leaves FSDP2's all-gather as it is. A rank's own shards stay exact. Matrices are rounded, and
+    parameters of less than two dimensions are gathered as they are.
 
     Modules whose own parameters are all in the state's `keep_high` stay as they are. Raises `ConfigError` where there
-    is no FSDP2 module, and for a `keep_high` that names a part of one, or nothing of this model.
+    is no FSDP2 module, for a `keep_high` that names a part of one, or nothing of this model, and where ranks gather
+    differently; `FormatError` for a format without blocks.
     """
-    owners = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    owners = {name or "model": m for name, m in model.named_modules() if _is_sharded(m)}
     if not owners:
         raise ConfigError("use_aps found no FSDP2 module; call fully_shard on the model first")
     if state.keeps_any and not any(state.keeps_high(p) for p in model.parameters()):
@@ -125,35 +177,29 @@ def use_aps(model: nn.Module, state: APSState) -> int:
             "keep_high holds no parameter of this model as it is now; fully_shard replaces parameters: build APSState "
             "after it"
         )
-    low = [owner for owner in owners if not _stays_high(owner, state)]
-    for index, owner in enumerate(low):
-        owner.set_custom_reduce_scatter(APSReduceScatter(state, _shard_sizes(owner), index))
+    low = {name: owner for name, owner in owners.items() if not _stays_high(owner, state)}
+    wire = wire_of_parameters(state, parameters)
+    agree(f"parameters={parameters!s}, {len(low)} modules", state.groups.exponents, "use_aps differs between ranks")
+    every = [Shards.of(name, owner, index) for index, (name, owner) in enumerate(low.items())]
+    if state.by_link is not None:
+        state.by_link.sharded(REDUCE_SCATTER, every, gathers=parameters is not None)
+    for owner, shards in zip(low.values(), every, strict=True):
+        assert isinstance(owner, FSDPModule)
+        owner.set_custom_reduce_scatter(APSReduceScatter(state, shards))
+        if parameters is not None:
+            owner.set_custom_all_gather(APSAllGather(state, shards, wire))
     return len(low)
 
 
+def _is_sharded(module: object) -> bool:
+    return isinstance(module, FSDPModule)
+
+
 def _stays_high(owner: nn.Module, state: APSState) -> bool:
-    kept = [state.keeps_high(p) for p in _own_parameters(owner)]
+    kept = [state.keeps_high(p) for p in own_parameters(owner)]
     if any(kept) and not all(kept):
         raise ConfigError(
             f"keep_high names {sum(kept)} of the {len(kept)} parameters that FSDP2 reduces together in "
             f"{type(owner).__name__}; call fully_shard on the module to be kept high first"
         )
     return any(kept)
-
-
-def _own_parameters(owner: nn.Module) -> list[Tensor]:
-    """Return the parameters that FSDP2 reduces with this module, in its order: those of no FSDP2 module inside it."""
-    nested = {id(p) for m in owner.modules() if m is not owner and isinstance(m, FSDPModule) for p in m.parameters()}
-    return [p for p in owner.parameters() if id(p) not in nested]
-
-
-def _shard_sizes(owner: nn.Module) -> list[int]:
-    """Return the elements of each of the module's own parameters in one rank's padded shard, in FSDP2's order."""
-    sizes = []
-    for p in _own_parameters(owner):
-        if isinstance(p, DTensor):
-            sharded = (k for k, placement in enumerate(p.placements) if placement.is_shard())
-            world = math.prod(p.device_mesh.size(k) for k in sharded)
-            rows = -(-p.shape[0] // world) if p.dim() else 1
-            sizes.append(rows * (p.numel() // p.shape[0] if p.dim() and p.shape[0] else 1))
-    return sizes

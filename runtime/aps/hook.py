@@ -51,7 +51,7 @@ def _exchange(
     is_last: bool,
 ) -> torch.futures.Future[torch.Tensor]:
     if state.by_link is not None:
-        state.by_link.bucket_ready(state.step, bucket.index(), bucket.parameters(), bucket.gradients())
+        state.by_link.bucket_ready(state.step, bucket.index() == 0, bucket.parameters(), bucket.gradients())
     parameters = bucket.parameters()
     codings = {state.coding_for(p) for p in parameters}
     coding = codings.pop() if len(codings) == 1 else state.wire

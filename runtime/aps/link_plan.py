@@ -34,6 +34,16 @@ class LayerBits:
 
 
 @dataclass(frozen=True, slots=True)
+class GatheredBits:
+    """One FSDP2 module of a link plan, and how its parameters are gathered."""
+
+    name: str
+    elements: int
+    """Elements of one rank's shard."""
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
 class LinkPlan:
     """What a step sends over a link, and when it is predicted to end; equal on all ranks."""
 
@@ -51,6 +61,10 @@ class LinkPlan:
     bytes_sent: int
     """Bytes that a rank sends in a step, headers of its messages included."""
     layers: tuple[LayerBits, ...]
+    gathered: tuple[GatheredBits, ...] = ()
+    """FSDP2 modules whose parameters the plan gathers."""
+    bytes_gathered: int = 0
+    """Bytes that a rank sends to gather all of their parameters once."""
 
     @property
     def exposed(self) -> float:
@@ -129,6 +143,7 @@ _LAYER: dict[str, Reader] = {
     "exposed": _least_zero,
     "error": _least_zero,
 }
+_GATHERED: dict[str, Reader] = {"name": text, "elements": _COUNT, "bits": _bits}
 _PLAN: dict[str, Reader] = {
     "kind": word(KIND),
     "schema": integer(SCHEMA, SCHEMA, str(SCHEMA)),
@@ -141,16 +156,19 @@ _PLAN: dict[str, Reader] = {
     "end": _least_zero,
     "bytes_sent": _COUNT,
     "layers": each(lambda entry: LayerBits(**fields_of(_LAYER)(entry))),
+    "gathered": each(lambda entry: GatheredBits(**fields_of(_GATHERED)(entry))),
+    "bytes_gathered": _COUNT,
 }
 
 
 def read(entry: Entry) -> LinkPlan:
     """Return the link plan that JSON data is. Raises `PlanError` naming the entry, the cause and the way out."""
-    found = fields_of(_PLAN)(entry)
+    found = fields_of(_PLAN, optional=("gathered", "bytes_gathered"))(entry)
     plan = LinkPlan(**{k: v for k, v in found.items() if k not in ("kind", "schema")})
-    twice = [name for name, count in Counter(layer.name for layer in plan.layers).items() if count > 1]
-    if twice:
-        raise entry.get("layers").fail(f"name {twice[0]!r:.60} twice", "give each layer one line")
+    for key, names in (("layers", [r.name for r in plan.layers]), ("gathered", [r.name for r in plan.gathered])):
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise entry.get(key).fail(f"name {twice[0]!r:.60} twice", "give each layer one line")
     if any(layer.bucket >= len(plan.ready) for layer in plan.layers):
         raise entry.get("layers").fail(f"lie in buckets beyond the {len(plan.ready)} of ready", "plan again")
     return plan
@@ -172,6 +190,9 @@ def explained(plan: LinkPlan, layer: str = "") -> Iterator[str]:
     counts = Counter({bits: sum(r.elements for r in plan.layers if r.bits == bits) for bits in BITS})
     shares = ", ".join(f"{counts[b] / max(counts.total(), 1):.0%} in {b} bits" for b in BITS if counts[b])
     yield f"{shares or 'no layers'}; adds {plan.error:.2e} of a gradient's squared norm, of {plan.budget:.2e} allowed"
+    if plan.gathered and not layer:
+        modules = ", ".join(f"{row.name} in {row.bits} bits" for row in plan.gathered)
+        yield f"to gather parameters once a rank sends {plan.bytes_gathered / 1e6:.4g} MB: {modules}"
     for row in plan.layers:
         if layer in ("", row.name):
             hidden = f"{row.exposed * 1e3:.3g} ms exposed" if row.exposed else "hidden behind backward"

@@ -35,6 +35,24 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class Transport:
+    """How gradients are averaged."""
+
+    passes: int
+    """2: gradients go to owners, and sums back to all ranks. 1: gradients go to owners."""
+    whole_buckets: bool
+    """Whether all layers of a bucket have the same bits."""
+    overlaps: bool
+    """Whether backward goes on meanwhile, also on a CPU."""
+
+
+ALL_REDUCE = Transport(passes=2, whole_buckets=False, overlaps=True)
+"""DistributedDataParallel's."""
+REDUCE_SCATTER = Transport(passes=1, whole_buckets=True, overlaps=False)
+"""FSDP2's: on a CPU it waits for each exchange."""
+
+
+@dataclass(frozen=True)
 class Width:
     """What it costs to send gradients in so many bits."""
 
@@ -58,13 +76,14 @@ class Width:
     floor: float = 0.0
     """What one rounding loses of an element however small it is (root mean square), as a share of the largest one."""
 
-    def roundings(self, ranks: int) -> float:
+    def roundings(self, ranks: int, passes: int) -> float:
         """Return what the mean loses, at most, of what one rounding of one rank's gradient does.
 
         Ranks round independently, so that of their mean is 1 / ranks of one rank's. The sum of k ranks is at most
-        k times as long as one of them, and is rounded for the last k, or in a ring for each k from 2 on.
+        k times as long as one of them. In a ring it is rounded for each k from 2 on, else for the last one if at all.
         """
-        return 1 / ranks + ((ranks + 1) * (2 * ranks + 1) / (6 * ranks) if self.in_ring else 1)
+        of_sums = (ranks + 1) * (2 * ranks + 1) / (6 * ranks) if self.in_ring else passes - 1
+        return 1 / ranks + of_sums
 
     def bytes_of(self, elements: int) -> int:
         """Return the bytes of a layer's codes."""
@@ -97,11 +116,12 @@ class Problem:
     budget: float
     shares_cores: float = 0.0
     """Share of encoding and decoding that delays the backward pass: 1 where both run on the same busy cores, else 0."""
+    transport: Transport = ALL_REDUCE
 
     @property
     def sent(self) -> float:
         """Return what a rank sends of one byte of codes: in a ring, or to all owners and back."""
-        return 2 * (self.ranks - 1) / self.ranks
+        return self.transport.passes * (self.ranks - 1) / self.ranks
 
     @cached_property
     def norm(self) -> float:
@@ -111,7 +131,7 @@ class Problem:
     def error(self, layer: Layer, width: Width) -> float:
         """Return the weighted squared error of the layer's mean, in units of the budget."""
         lost = width.error * layer.squares + layer.elements * (width.floor * layer.amax) ** 2
-        return width.roundings(self.ranks) * layer.weight * lost / self.norm
+        return width.roundings(self.ranks, self.transport.passes) * layer.weight * lost / self.norm
 
     def transfer(self, layer: Layer, width: Width) -> float:
         """Return the seconds of the layer's bytes on the link."""
@@ -211,15 +231,17 @@ def choose(problem: Problem) -> LinkPlan:
         room = problem.budget - (least_left[k + 1] if k + 1 < len(items) else 0.0)
         states = _kept(states.take(np.flatnonzero(states.error <= room * _ROUND_OFF)))
         trail.append(states)
-    last = min(range(len(states)), key=_ranks(problem, end_of(states, problem), states.error).__getitem__)
-    plans = [_run(problem, items, _way(trail, last)), *alike(problem)]
-    ranks = _ranks(problem, np.array([p.end for p in plans]), np.array([p.error for p in plans]))
+    ends, one_width = end_of(states, problem), alike(problem)
+    soonest = min([float(ends.min()), *(p.end for p in one_width)])
+    last = min(range(len(states)), key=_ranks(problem, ends, states.error, float(ends.min())).__getitem__)
+    plans = [_run(problem, items, _way(trail, last)), *one_width]
+    ranks = _ranks(problem, np.array([p.end for p in plans]), np.array([p.error for p in plans]), soonest)
     return min(zip(ranks, (p.bytes_sent for p in plans), range(len(plans)), plans, strict=True))[-1]
 
 
-def _ranks(problem: Problem, ends: Floats, errors: Floats) -> list[float]:
-    """Return what to take the least of: the error of plans that end about as soon as the soonest, else infinity."""
-    close = ends <= ends.min() * CLOSE
+def _ranks(problem: Problem, ends: Floats, errors: Floats, soonest: float) -> list[float]:
+    """Return what to take the least of: the error of plans that end about as soon as `soonest`, else infinity."""
+    close = ends <= soonest * CLOSE
     return [float(x) for x in np.where(close, np.maximum(errors, NEGLIGIBLE * problem.budget), np.inf)]
 
 
@@ -234,7 +256,9 @@ def _items(problem: Problem) -> list[list[Layer]]:
     items: list[list[Layer]] = []
     for layer in sorted(problem.layers, key=lambda layer: layer.bucket):
         together = items and items[-1][0].bucket == layer.bucket
-        if together and sum(other.elements for other in items[-1]) + layer.elements <= enough:
+        if together and (
+            problem.transport.whole_buckets or sum(other.elements for other in items[-1]) + layer.elements <= enough
+        ):
             items[-1].append(layer)
         else:
             items.append([layer])

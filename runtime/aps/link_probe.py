@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -83,14 +83,19 @@ def _coding_seconds(coding: Wire | torch.dtype, device: torch.device, group: dis
     x = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device=device)
     world = dist.get_world_size(group)
     encode, decode = _casts(coding, x, world) if isinstance(coding, torch.dtype) else _coders(coding, x, world)
-    decode()
-    dist.barrier(group)
-    times = [min(_timed(work, device) for _ in range(_ROUNDS)) for work in (encode, decode)]
-    both = largest_of_ranks(times, group)
+    both = fastest([encode, decode], device, group)
     return both[0], both[1]
 
 
 Work = Callable[[], object]
+
+
+def fastest(works: Sequence[Work], device: torch.device, group: dist.ProcessGroup) -> list[float]:
+    """Return the seconds of each work when it is fastest, on the slowest rank; all ranks work at the same time."""
+    for work in works:
+        work()
+    dist.barrier(group)
+    return largest_of_ranks([min(_timed(work, device) for _ in range(_ROUNDS)) for work in works], group)
 
 
 def _casts(dtype: torch.dtype, x: Tensor, world: int) -> tuple[Work, Work]:

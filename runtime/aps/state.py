@@ -159,9 +159,9 @@ class APSState:
         parts = (self.options.seed, step, bucket, part, self.groups.rank)
         return torch.Generator(device).manual_seed(_mix(parts))
 
-    def signs(self, bucket: int, part: int, block: int, device: torch.device) -> Tensor:
-        """Return the signs of a block's rotation in this step, equal on all ranks."""
-        return signs_of(_mix((self.options.seed, self.step, bucket, part)), block, device)
+    def signs(self, step: int, bucket: int, part: int, block: int, device: torch.device) -> Tensor:
+        """Return the signs of a block's rotation in a step, equal on all ranks."""
+        return signs_of(_mix((self.options.seed, step, bucket, part)), block, device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what to resume from: step and epoch; with ``bits="by link"`` also the plan and this rank's residuals.

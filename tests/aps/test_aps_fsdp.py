@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fxprec.aps import APSReduceScatter, APSState, use_aps
 from fxprec.errors import ConfigError
+from fxprec.runtime.aps.shards import Shards
 from fxprec.runtime.aps.wire import wire_of
 
 WORLD = 3
@@ -148,7 +149,7 @@ def raw(rank: int, world: int) -> dict[str, Tensor]:
     """This rank's sum, by case."""
     found = {}
     for case in ("plain", "zero-layer", "nan"):
-        scatter = APSReduceScatter(APSState("1-4-3"), LAYERS)
+        scatter = APSReduceScatter(APSState("1-4-3"), Shards(sizes=LAYERS))
         found[case] = torch.empty(sum(LAYERS))
         scatter(found[case], rows_of(rank, case).reshape(-1), dist.group.WORLD, dist.ReduceOp.SUM)
     return found

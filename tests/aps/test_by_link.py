@@ -16,7 +16,7 @@ from aps_ranks import run_ranks, several
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fxprec.aps import APSReduceScatter, APSState, LayerBits, aps_hook
+from fxprec.aps import APSState, LayerBits, aps_hook
 from fxprec.errors import ConfigError, FxprecError
 from fxprec.runtime.aps import by_link
 from fxprec.runtime.aps.by_link import MEASURED, PERIOD, TRIALS
@@ -164,7 +164,6 @@ def refused(rank: int, world: int) -> dict[str, str]:
     other.state.load_state_dict(saved | {"link_plan": changed.to_dict()})
     wrong = replace(plan, layers=(replace(plan.layers[0], name="4.wieght"), *plan.layers[1:]))
     return {
-        "fsdp": message_of(lambda: APSReduceScatter(late.state)),
         "block format": message_of(lambda: APSState("1-2-1/256:e8m0", accumulate="format")),
         "no model": message_of(lambda: APSState("e4m3fn", bits="by link")),
         "late": message_of(late.step),
@@ -286,7 +285,6 @@ def test_ranks_that_would_not_send_alike_are_refused_in_words(results: list[dict
         assert "ranks would not send alike: rank 0 has (step 6, link plan" in said["late"]
         assert "rank 1 has (step 0, no link plan); load the state of the same step on all" in said["late"]
         assert "rank 2 has (step 6, link plan" in said["other plan"]
-        assert "one format without blocks" in said["fsdp"]
         assert "scales each block by itself" in said["block format"]
         assert "needs model=, for the layers' names" in said["no model"]
         assert "APS options differ between ranks" in said["rates"]

@@ -66,7 +66,7 @@ def ends_by_hand(problem: Problem, bits: list[int]) -> tuple[float, float]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(problems(4, 100_000))  # each above a 128th of all, so none is chosen for together with another
+@given(problems(3, 100_000))  # each above a 128th of all: chosen for by itself, and 4^3 choices are all kept
 def test_it_ends_as_soon_as_the_best_of_all_choices_and_rounds_as_little(problem: Problem) -> None:
     rows = []
     for bits in itertools.product([w.bits for w in problem.widths], repeat=len(problem.layers)):

@@ -1,0 +1,107 @@
+"""In how many bits FSDP2 modules gather their parameters, by the plan of a link.
+
+A module takes the width whose gather ends soonest: encode the shard, send it to all other ranks, decode all shards.
+Nothing is taken to be hidden behind computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxprec.errors import PlanError
+from fxprec.numerics.blocks import find_blocks
+from fxprec.runtime.aps.groups import communication_device
+from fxprec.runtime.aps.link_plan import GatheredBits, LinkPlan
+from fxprec.runtime.aps.link_planner import CLOSE
+from fxprec.runtime.aps.link_probe import ELEMENTS, fastest
+from fxprec.runtime.aps.predict import Link
+from fxprec.runtime.aps.shards import Shards
+from fxprec.runtime.aps.wire import BlockWire, Coding
+
+EIGHT_BITS = "int8/128:bf16"
+"""Of normally distributed weights it loses 3.6e-5 of the squared norm, mxfp8_e4m3 8.5e-4, in as many bytes."""
+
+
+class Cost(NamedTuple):
+    """What a width costs: seconds an element."""
+
+    encode: float
+    decode: float
+
+
+@dataclass
+class Gathers:
+    """The FSDP2 modules of a model, and the widths to gather them in."""
+
+    modules: Sequence[Shards]
+    ranks: int
+
+    def __post_init__(self) -> None:
+        self._codings: dict[int, Coding] = {32: None, 16: torch.bfloat16, 8: BlockWire(find_blocks(EIGHT_BITS))}
+        self._costs: dict[int, Cost] = {}
+        self._own_bits = [32] * len(self.modules)
+
+    def coding(self, plan: LinkPlan | None, index: int, dtype: torch.dtype) -> Coding:
+        """Return how a module's parameters, which it computes with in `dtype`, are gathered; None is as they are."""
+        self._own_bits[index] = own = 8 * dtype.itemsize
+        rows = () if plan is None else plan.gathered
+        bits = next((row.bits for row in rows if row.name == self.modules[index].name), own)
+        return None if bits >= own else self._codings[bits]
+
+    def check(self, plan: LinkPlan) -> None:
+        """Raise `PlanError` where a plan gathers modules that this model does not have."""
+        sizes = {module.name: sum(module.sizes) for module in self.modules}
+        for row in plan.gathered:
+            if sizes.get(row.name) != row.elements or row.bits not in self._codings:
+                raise PlanError(
+                    f"link plan gathers {row.name!r:.60}, {row.elements} elements a rank, in {row.bits} bits; this "
+                    "model has no such module, or no such bits; plan again by leaving plan= out"
+                )
+
+    def chosen(self, link: Link, group: dist.ProcessGroup) -> tuple[tuple[GatheredBits, ...], int]:
+        """Return each module's bits, and the bytes that a rank sends to gather all once; every rank gets the same."""
+        if not self._costs:
+            self._costs = {bits: _cost(coding, group) for bits, coding in self._codings.items()}
+        rows, sent = [], 0
+        for module, own in zip(self.modules, self._own_bits, strict=True):
+            seconds = {bits: self._seconds(module, own, bits, link) for bits in self._codings if bits <= own}
+            bits = max(bits for bits, s in seconds.items() if s <= CLOSE * min(seconds.values()))
+            rows.append(GatheredBits(module.name, sum(module.sizes), bits))
+            sent += (self.ranks - 1) * self._bytes(module, own, bits)
+        return tuple(rows), sent
+
+    def _bytes(self, module: Shards, own: int, bits: int) -> int:
+        matrices, rest = module.elements
+        coding = self._codings[bits] if bits < own else None
+        if coding is None or isinstance(coding, torch.dtype):
+            return (matrices + rest) * bits // 8
+        blocks = sum(-(-n // coding.block) for p, n in zip(module.parameters, module.sizes, strict=True) if p.dim() > 1)
+        return blocks * coding.code_bytes + rest * own // 8
+
+    def _seconds(self, module: Shards, own: int, bits: int, link: Link) -> float:
+        cost = self._costs[bits] if bits < own else Cost(0.0, 0.0)
+        coding = sum(module.sizes) * (cost.encode + self.ranks * cost.decode)
+        return coding + link.latency + (self.ranks - 1) * self._bytes(module, own, bits) / link.bytes_per_second
+
+
+def _cost(coding: Coding, group: dist.ProcessGroup) -> Cost:
+    """Return the seconds an element of the slowest rank."""
+    if coding is None:
+        return Cost(0.0, 0.0)
+    x = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device=communication_device(group))
+    encode, decode = _work(coding, x)
+    return Cost(*(seconds / ELEMENTS for seconds in fastest([encode, decode], x.device, group)))
+
+
+def _work(coding: Coding, x: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+    if coding is None or isinstance(coding, torch.dtype):
+        narrow = x.to(coding)
+        return lambda: x.to(coding), lambda: x.copy_(narrow)
+    codes = coding.encode(x)
+    return lambda: coding.encode(x), lambda: x.copy_(coding.decode(codes))

@@ -1,0 +1,344 @@
+"""FSDP2 on three ranks: parameters gathered in few bits, and bits of gradients and parameters by the link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from aps_ranks import run_ranks, several
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from fxprec.aps import APSState, use_aps
+from fxprec.errors import FxprecError
+from fxprec.numerics import block_codec
+from fxprec.numerics.blocks import find_blocks
+from fxprec.runtime.aps import by_link, exchange, fsdp_gather
+from fxprec.runtime.aps.by_link import MEASURED, PERIOD
+from fxprec.runtime.aps.gathers import EIGHT_BITS
+from fxprec.runtime.aps.link_plan import GatheredBits, LayerBits, LinkPlan
+from fxprec.runtime.aps.link_planner import MESSAGE_BYTES
+from fxprec.runtime.aps.predict import Link
+
+WORLD, WIDTH = 3, 257
+SLOW, FAST = Link(1e5, 1e-4), Link(1e12, 1e-6)
+
+
+class Training:
+    """Four layers, three of them FSDP2 modules of their own; no shard is whole blocks, and each is padded."""
+
+    def __init__(self, rank: int, *, parameters: str | None = None, policy: Any = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+        self.model = nn.Sequential(*layers, nn.Linear(WIDTH, 8))
+        mesh = init_device_mesh("cpu", (WORLD,))
+        for module in (self.model[0], self.model[2], self.model[3], self.model):
+            fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+        if "bits" in options:
+            options["model"] = self.model
+        self.state = APSState("e4m3fn", **options)
+        use_aps(self.model, self.state, parameters=parameters)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.rank, self.at = rank, 0
+
+    def backward(self, nan_on: int | None = None) -> float:
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(100 * self.at + self.rank))
+        x[0, 0] = torch.nan if nan_on == self.rank else x[0, 0]
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(x).float(), x[:, :8].argmax(1))
+        loss.backward()
+        self.at += 1
+        return float(loss.detach())
+
+    def step(self, count: int = 1) -> Training:
+        for _ in range(count):
+            self.backward()
+            self.optimizer.step()
+        return self
+
+    @property
+    def plan(self) -> LinkPlan:
+        assert self.state.by_link is not None
+        assert self.state.by_link.plan is not None
+        return self.state.by_link.plan
+
+    def shards(self) -> Tensor:
+        return torch.cat([p.to_local().detach().flatten() for p in self.model.parameters()])
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {n: p.grad.full_tensor().clone() for n, p in self.model.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def links(*found: Link) -> Iterator[None]:
+    """Let each probe find the next of these, the last one from then on; the planned bits are not tried."""
+    left = list(found)
+    probe = mock.patch.object(by_link, "probe_link", side_effect=lambda *_: left.pop(0) if len(left) > 1 else left[0])
+    with probe, mock.patch.object(by_link, "TRIALS", 0):
+        yield
+
+
+@contextmanager
+def weights_seen(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Note a module's whole weight whenever it computes forward, and whenever its backward begins.
+
+    FSDP2 gathers for backward one module ahead: the first two of backward's modules are gathered before anything is sent.
+    """
+    seen: dict[str, list[Tensor]] = {"forward": [], "backward": []}
+
+    def note(when: str) -> None:
+        seen[when].append(module.weight.detach().clone())
+
+    def forward(*_: object) -> None:
+        note("forward")
+
+    def backward(_module: nn.Module, _args: object, out: Tensor) -> None:
+        out.register_hook(lambda _: note("backward"))
+
+    handles = [module.register_forward_pre_hook(forward), module.register_forward_hook(backward)]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+@contextmanager
+def bytes_gathered() -> Iterator[list[int]]:
+    """Note the bytes of each message that is gathered."""
+    sizes: list[int] = []
+    real = exchange.all_gather_into
+
+    def counted(out: Tensor, message: Tensor, **kwargs: Any) -> Any:
+        sizes.append(message.nbytes)
+        return real(out, message, **kwargs)
+
+    with (
+        mock.patch.object(exchange, "all_gather_into", counted),
+        mock.patch.object(fsdp_gather, "all_gather_into", counted),
+    ):
+        yield sizes
+
+
+def message_of(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except (FxprecError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def gathered(rank: int, world: int) -> dict[str, Any]:
+    """By format: what a layer computes with, its shards, and the bytes of all messages; then those of plain bf16."""
+    found: dict[str, Any] = {}
+    for fmt in (EIGHT_BITS, "mxfp8_e4m3"):
+        training = Training(rank, parameters=fmt)
+        before = training.shards()
+        local = training.model[2].weight.to_local().clone()
+        with weights_seen(training.model[2]) as seen, bytes_gathered() as sizes:
+            training.backward()
+        bias = training.model[2].bias.full_tensor()
+        found[fmt] = {"seen": seen, "local": local, "bias": bias, "bytes": sum(sizes)}
+        found[fmt]["shards stay"] = torch.equal(before, training.shards())
+    plain = Training(rank, parameters="by link", bits="by link", link="100Gbit/s")
+    narrow = Training(
+        rank,
+        parameters=EIGHT_BITS,
+        policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
+    for name, training in (("fp32", plain), ("coded bf16", narrow)):
+        with bytes_gathered() as sizes:
+            training.backward()
+        found[name] = sum(sizes)
+    found["narrow"] = float(narrow.gradients()["2.weight"].norm())
+    return found
+
+
+def planned(rank: int, world: int) -> dict[str, Any]:
+    """Bits on a slow link, on a fast one, and on the slow one again; what a step sees whose bits change."""
+    found: dict[str, Any] = {"bits": [], "gathered": []}
+    with links(SLOW, FAST, SLOW):
+        training = Training(rank, bits="by link", parameters="by link").step(MEASURED + 1)
+        with weights_seen(training.model[0]) as seen:
+            training.step(2)
+        found["seen"] = seen
+        for _ in range(3):
+            found["bits"].append(training.plan.bits)
+            found["gathered"].append({row.name: row.bits for row in training.plan.gathered})
+            training.step(PERIOD)
+    found["plan"] = training.plan.to_dict()
+    found["events"] = [(e.kind, e.site) for e in training.state.by_link.events]
+    scattered: list[int] = []
+    real = dist.all_to_all_single
+
+    def counted(out: Tensor, rows: Tensor, **kwargs: Any) -> Any:
+        scattered.append(rows.nbytes)
+        return real(out, rows, **kwargs)
+
+    with bytes_gathered() as sizes, mock.patch.object(dist, "all_to_all_single", counted):
+        training.backward()
+    return found | {"bytes": sum(sizes), "scattered": sum(scattered)}
+
+
+def plan_of(training: Training, bits: int, gathered_bits: int) -> LinkPlan:
+    layers = [LayerBits(n, 0, p.numel(), bits, 0.0, 0.0) for n, p in training.model.named_parameters()]
+    modules = [GatheredBits(m.name, sum(m.sizes), gathered_bits) for m in training.state.by_link._gathers.modules]
+    return LinkPlan(WORLD, 1e6, 0.0, 1 / 32, 0.0, (0.0,), 0.0, 0, tuple(layers), tuple(modules))
+
+
+def in_bits(rank: int, world: int) -> dict[int, Any]:
+    """By bits: the error of each gradient against FSDP2's own; and how many are NaN with a NaN on one rank."""
+    exact = Training(rank, high_steps=1)
+    exact.backward()
+    wanted, found = exact.gradients(), {}
+    for bits in (32, 16, 8, 4):
+        training = Training(rank, bits="by link", parameters="by link", link="1Mbit/s")
+        training.state.by_link.adopt(plan_of(training, bits, 32))
+        training.backward()
+        got = training.gradients()
+        errors = {n: float((got[n] - g).norm() / g.norm()) for n, g in wanted.items()}
+        training.backward(nan_on=1)
+        nans = {n: float(g.isnan().float().mean()) for n, g in training.gradients().items()}
+        found[bits] = {"errors": errors, "nans": nans}
+    return found
+
+
+def resumed(rank: int, world: int) -> bool:
+    """Whether a run that is saved after 8 steps goes on elsewhere as it would have."""
+    options = {"bits": "by link", "link": "1Mbit/s, 1ms", "rounding": "stochastic", "parameters": "by link"}
+    whole = Training(rank, **options).step(8)
+    again = Training(rank, **options)
+    again.state.load_state_dict(whole.state.state_dict())
+    again.model.load_state_dict({k: v.clone() for k, v in whole.model.state_dict().items()})
+    again.at = 8
+    assert {row.bits for row in whole.plan.gathered} == {8}
+    return torch.equal(whole.step(3).shards(), again.step(3).shards())
+
+
+def refused(rank: int, world: int) -> dict[str, str]:
+    """What a state of another step, another plan or other options ends in."""
+    options = {"bits": "by link", "link": "1Mbit/s", "parameters": "by link"}
+    saved = Training(rank, **options).step(6).state.state_dict()
+    late = Training(rank, **options)
+    if rank != 1:
+        late.state.load_state_dict(saved)
+    plan = LinkPlan.from_dict(saved["link_plan"])
+    other = replace(plan, gathered=(replace(plan.gathered[0], elements=5), *plan.gathered[1:]))
+    part = dist.new_group([rank], use_local_synchronization=True)
+    return {
+        "late": message_of(late.step),
+        "plan": message_of(lambda: Training(rank, **options, plan=other)),
+        "differ": message_of(lambda: Training(rank, parameters=EIGHT_BITS if rank == 1 else "mxfp8_e4m3")),
+        "format": message_of(lambda: Training(rank, parameters="e4m3fn")),
+        "no plan": message_of(lambda: Training(rank, parameters="by link")),
+        "ranks": message_of(lambda: Training(rank, bits="by link", process_group=part).step()),
+    }
+
+
+CHECKS = (gathered, planned, in_bits, resumed, refused)
+
+
+@pytest.fixture(scope="module")
+def results(once: Callable[..., Any]) -> list[dict[str, Any]]:
+    return once("fsdp_by_link", lambda: run_ranks(WORLD, several, [(check, ()) for check in CHECKS]))
+
+
+@pytest.mark.parametrize("fmt", [EIGHT_BITS, "mxfp8_e4m3"])
+def test_all_ranks_compute_with_the_same_rounded_weights_and_keep_exact_shards(
+    results: list[dict[str, Any]], fmt: str
+) -> None:
+    """A rank's piece is coded by itself, filled up to whole blocks."""
+    blocks = find_blocks(fmt)
+    pieces = []
+    for rank in results:
+        local = rank["gathered"][fmt]["local"].flatten()
+        rows = -(-WIDTH // WORLD)
+        padded = torch.cat([local, local.new_zeros(rows * WIDTH - local.numel() + -rows * WIDTH % blocks.block)])
+        read = block_codec.loaded(
+            block_codec.stored(padded, None, None, 0, fmt), None, 0, fmt, len(padded), torch.float32
+        )
+        pieces.append(read[: local.numel()])
+    wanted = torch.cat(pieces).view(WIDTH, WIDTH)
+    for rank in results:
+        found = rank["gathered"][fmt]
+        assert found["shards stay"]
+        assert len(found["seen"]["forward"]) == len(found["seen"]["backward"]) == 1
+        for seen in (*found["seen"]["forward"], *found["seen"]["backward"]):
+            assert torch.equal(seen, wanted)
+    error = (wanted - torch.cat([r["gathered"][fmt]["local"].detach() for r in results])).norm() / wanted.norm()
+    assert 1e-3 < error < (0.005 if fmt == EIGHT_BITS else 0.06)
+
+
+def test_gathers_of_8_bits_send_at_most_055_of_bf16(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        found = rank["gathered"]
+        bf16 = found["fp32"] / 2
+        for name in (EIGHT_BITS, "mxfp8_e4m3"):
+            assert 0.5 < found[name]["bytes"] / bf16 < 0.55
+        assert 0.5 < found["coded bf16"] / bf16 < 0.55
+        assert found["narrow"] > 0
+
+
+def test_bits_of_gradients_and_parameters_follow_the_link(results: list[dict[str, Any]]) -> None:
+    found = results[0]["planned"]
+    names = {"model", "0", "2", "3"}
+    assert [{bits[f"{k}.weight"] for k in (0, 2, 3)} for bits in found["bits"]] == [{4}, {32}, {4}]
+    assert found["gathered"] == [dict.fromkeys(names, bits) for bits in (8, 32, 8)]
+    assert set(found["events"]) == {("relinked", site) for site in found["bits"][0]} | {
+        ("relinked", f"parameters of {name}") for name in names
+    }
+    assert all(rank["planned"]["plan"] == found["plan"] for rank in results)
+    assert LinkPlan.from_dict(found["plan"]).to_dict() == found["plan"]
+
+
+def test_the_plan_counts_the_bytes_of_a_gather(results: list[dict[str, Any]]) -> None:
+    """The root stays whole between forward and backward; its bytes are 2 ranks times 7 blocks of 132, and a bias."""
+    root = (WORLD - 1) * (7 * 132 + 3 * 4)
+    for rank in results:
+        found = rank["planned"]
+        assert (WORLD - 1) * found["bytes"] == 2 * found["plan"]["bytes_gathered"] - root
+
+
+def test_the_plan_counts_the_bytes_of_a_reduce_scatter(results: list[dict[str, Any]]) -> None:
+    """A message a module and rank, and of each byte of codes what goes to other ranks."""
+    for rank in results:
+        found = rank["planned"]
+        codes = found["plan"]["bytes_sent"] - 4 * (WORLD - 1) * MESSAGE_BYTES
+        assert codes == pytest.approx(found["scattered"] * (WORLD - 1) / WORLD, rel=0.03)
+
+
+def test_both_passes_of_a_step_see_the_same_weights_also_where_the_plan_changes(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        seen = rank["planned"]["seen"]
+        for forward, backward in zip(seen["forward"], seen["backward"], strict=True):
+            assert torch.equal(forward, backward)
+        assert len(seen["forward"][0].unique()) > 2 * len(seen["forward"][1].unique()), "only the second is rounded"
+
+
+def test_gradients_are_fsdps_but_for_one_rounding_in_each_width(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        for bits, least, most in ((32, 0, 1e-6), (16, 2**-11, 2**-8), (8, 2**-7, 2**-4), (4, 2**-5, 2**-2)):
+            errors = rank["in_bits"][bits]["errors"].values()
+            assert all(least <= error < most for error in errors), (bits, errors)
+            assert set(rank["in_bits"][bits]["nans"].values()) == {1.0}
+
+
+def test_a_run_goes_on_bit_for_bit(results: list[dict[str, Any]]) -> None:
+    assert all(rank["resumed"] for rank in results)
+
+
+def test_what_ranks_cannot_do_together_is_refused_in_words(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        said = rank["refused"]
+        assert "ranks would not send alike: rank 0 has (step 6, link plan" in said["late"]
+        assert "rank 1 has (step 0, no link plan); load the state of the same step on all" in said["late"]
+        assert "link plan gathers 'model', 5 elements a rank, in 8 bits; this model has no such module" in said["plan"]
+        assert "use_aps differs between ranks: rank 0 has (parameters=mxfp8_e4m3, 4 modules)" in said["differ"]
+        assert "FormatError: parameters='e4m3fn' has one scale for a whole shard" in said["format"]
+        assert "needs a state with bits='by link'" in said["no plan"]
+        assert "plans for 1 ranks and FSDP2 shards over 3" in said["ranks"]
