@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -64,7 +64,7 @@ def bytes_of(work: Callable[[], object]) -> float:
 
 
 def sharded(name: str, model: nn.Module) -> APSState | None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (RANKS,))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)

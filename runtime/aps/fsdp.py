@@ -182,7 +182,7 @@ def use_aps(model: nn.Module, state: APSState, *, parameters: str | BlockFormat 
     agree(f"parameters={parameters!s}, {len(low)} modules", state.groups.exponents, "use_aps differs between ranks")
     every = [Shards.of(name, owner, index) for index, (name, owner) in enumerate(low.items())]
     if state.by_link is not None:
-        state.by_link.sharded(REDUCE_SCATTER, every, gathers=parameters is not None)
+        state.by_link.sharded(REDUCE_SCATTER, every, gathers=parameters == "by link")
     for owner, shards in zip(low.values(), every, strict=True):
         assert isinstance(owner, FSDPModule)
         owner.set_custom_reduce_scatter(APSReduceScatter(state, shards))
