@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,10 @@ def bytes_of(work: Callable[[], object]) -> float:
 
 
 def sharded(name: str, model: nn.Module) -> APSState | None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+    mesh, policy = init_device_mesh("cpu", (RANKS,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))
     if (way := WAYS[name]) is None:
         return None
     state = APSState(**way[1], model=model)
