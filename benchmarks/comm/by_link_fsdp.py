@@ -1,6 +1,6 @@
 """Held-out loss of a small model of characters under FSDP2 on 4 ranks, and the bytes a rank sends, by what is sent.
 
-    python -m benchmarks.comm.by_link_fsdp --steps 1000 --seeds 3
+    python -m benchmarks.comm.by_link_fsdp --steps 500 --seeds 3
 
 Needs root and iproute2: ranks run in a network namespace of their own (fxfsdp), whose loopback counts the bytes. The
 link is given as a slow one, so bits by link choose as they would there. A forward pass alone only gathers.
@@ -38,8 +38,7 @@ SPACE = "fxfsdp"
 BY_LINK = {"format": "e4m3fn", "bits": "by link", "link": LINK}
 WAYS: dict[str, tuple[str | None, dict[str, Any]] | None] = {
     "bf16": None,
-    "gathers in int8/128:bf16": ("int8/128:bf16", BY_LINK | {"widths": (16,)}),
-    "gathers in mxfp8_e4m3": ("mxfp8_e4m3", BY_LINK | {"widths": (16,)}),
+    "gathers in 8 bits": ("int8/128:bf16", BY_LINK | {"widths": (16,)}),
     "by link": ("by link", BY_LINK),
 }
 """All compute in bf16; ``parameters=`` and the state's options."""
@@ -124,7 +123,7 @@ def rank_of(rank: int, steps: int, seeds: int, folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--inside", metavar="FOLDER", help="run the ranks in this network namespace, results there")
     args = parser.parse_args()

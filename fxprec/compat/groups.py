@@ -1,9 +1,10 @@
-"""The default process group's store, which has no public name."""
+"""What torch.distributed knows and has no public name for: the default group's store, and FSDP2's dtypes."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -14,3 +15,21 @@ def process_group_store() -> tuple[int, int, Any] | None:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return dist.get_rank(), dist.get_world_size(), _get_default_store()
+
+
+def sharded_parameters(module: Any) -> list[torch.Tensor]:
+    """Return the parameters that FSDP2 gathers and reduces with an `FSDPModule`, in the order in which it sends them.
+
+    That is not the order of ``module.parameters()``: those of inner modules come before the module's own.
+    """
+    return [p.sharded_param for p in _sharded(module)]
+
+
+def gathered_dtypes(module: Any) -> list[torch.dtype]:
+    """Return the dtypes in which FSDP2 gathers each of `sharded_parameters`, once the module has run."""
+    return [p.param_dtype or p.orig_dtype for p in _sharded(module)]
+
+
+def _sharded(module: Any) -> list[Any]:
+    group = module._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else list(group.fsdp_params)

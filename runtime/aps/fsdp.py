@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from fxprec.compat import sharded_parameters
 from fxprec.errors import ConfigError
 from fxprec.numerics.blocks import BlockFormat
 from fxprec.runtime import on_device
@@ -28,7 +29,7 @@ from fxprec.runtime.aps.layout import bounds_of
 from fxprec.runtime.aps.link_planner import REDUCE_SCATTER
 from fxprec.runtime.aps.rotation import rotate, rotate_back
 from fxprec.runtime.aps.segments import largest_magnitudes, scale_by_powers
-from fxprec.runtime.aps.shards import Shards, filled, own_parameters
+from fxprec.runtime.aps.shards import Shards, filled
 from fxprec.runtime.aps.state import APSState
 from fxprec.runtime.aps.wire import Coding, Wire
 
@@ -187,7 +188,7 @@ def use_aps(model: nn.Module, state: APSState, *, parameters: str | BlockFormat 
         assert isinstance(owner, FSDPModule)
         owner.set_custom_reduce_scatter(APSReduceScatter(state, shards))
         if parameters is not None:
-            owner.set_custom_all_gather(APSAllGather(state, shards, wire))
+            owner.set_custom_all_gather(APSAllGather(state, shards, wire, owner))
     return len(low)
 
 
@@ -196,7 +197,7 @@ def _is_sharded(module: object) -> bool:
 
 
 def _stays_high(owner: nn.Module, state: APSState) -> bool:
-    kept = [state.keeps_high(p) for p in own_parameters(owner)]
+    kept = [state.keeps_high(p) for p in sharded_parameters(owner)]
     if any(kept) and not all(kept):
         raise ConfigError(
             f"keep_high names {sum(kept)} of the {len(kept)} parameters that FSDP2 reduces together in "

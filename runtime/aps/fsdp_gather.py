@@ -8,21 +8,24 @@ Definitions: docs/algorithms.md, "Parameters in few bits".
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-from fxprec.compat import in_backward
+from fxprec.compat import gathered_dtypes, in_backward
 from fxprec.errors import ConfigError, FormatError
 from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.runtime import on_device
 from fxprec.runtime.aps.exchange import all_gather, all_gather_into
 from fxprec.runtime.aps.gathers import EIGHT_BITS
+from fxprec.runtime.aps.hook import NO_CAPTURE
 from fxprec.runtime.aps.shards import Shards, filled
 from fxprec.runtime.aps.state import APSState
-from fxprec.runtime.aps.wire import BlockWire, Coding, Wire, num_bytes
+from fxprec.runtime.aps.wire import BlockWire, Coding, Wire
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,12 +56,13 @@ class APSAllGather(AllGather):
     What the plan says is followed from the next forward pass on, so that a step's passes see the same weights.
     """
 
-    def __init__(self, state: APSState, shards: Shards, wire: Wire | None) -> None:
+    def __init__(self, state: APSState, shards: Shards, wire: Wire | None, owner: FSDPModule) -> None:
         self.state = state
         self.wire = wire
         self._index = shards.index
-        self._sizes = list(shards.sizes)
-        self._coded = [p.dim() > 1 for p in shards.parameters]
+        self._sizes = shards.sizes
+        self._matrices = [p.dim() > 1 for p in shards.parameters]
+        self._owner = owner
         self._now: Coding = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -69,49 +73,78 @@ class APSAllGather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Write all ranks' shards (n,) into `output_tensor` (world * n,), as they are after coding."""
-        on_device.refuse_capture(input_tensor.device, "use_aps's all-gather runs", "in eager mode")
+        on_device.refuse_capture(input_tensor.device, "use_aps's all-gather runs", NO_CAPTURE)
+        pieces = self._pieces(input_tensor)
+        dtypes = [piece.dtype for piece in pieces if piece.coded]
         if not in_backward():
-            self._now = self._coding(input_tensor.dtype)
-        coding, dtype = self._now, input_tensor.dtype
-        if coding is None or coding == dtype or dtype not in _NUMBERS or input_tensor.numel() != sum(self._sizes):
+            self._now = self._coding(dtypes)
+        coding = self._now
+        if coding is None or not dtypes:
             work: dist.Work | None = all_gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
         with torch.no_grad():
-            message = self._message(input_tensor, coding)
-            self._read(all_gather(message, group), coding, output_tensor.view(dist.get_world_size(group), -1))
+            message = _message(input_tensor.view(torch.uint8), coding, pieces)
+            out = output_tensor.view(torch.uint8).view(dist.get_world_size(group), -1)
+            _read(all_gather(message, group), coding, pieces, out)
         return None
 
-    def _coding(self, dtype: torch.dtype) -> Coding:
+    def _pieces(self, shard: Tensor) -> list[Piece]:
+        """Return what lies in a shard, one after another; nothing where the shard is not of this module's sizes.
+
+        FSDP2 gathers bytes where dtypes differ: of frozen parameters, or by ``param_dtype_override_fn`` (torch 2.15).
+        """
+        dtypes = [shard.dtype] * len(self._sizes)
+        if shard.dtype == torch.uint8:
+            dtypes = gathered_dtypes(self._owner)
+        rows = zip(self._sizes, dtypes, self._matrices, strict=True)
+        pieces = [Piece(n * d.itemsize, d, matrix and d in _NUMBERS) for n, d, matrix in rows]
+        return pieces if sum(piece.size for piece in pieces) == shard.nbytes else []
+
+    def _coding(self, dtypes: Sequence[torch.dtype]) -> Coding:
         by_link = self.state.by_link
         if by_link is not None:
             by_link.meet(self.state.step)
-        if self.state.is_high(self.state.step) or not any(self._coded):
+        if self.state.is_high(self.state.step) or not dtypes:
             return None
-        return self.wire if self.wire is not None or by_link is None else by_link.gathered_as(self._index, dtype)
+        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+        return self.wire if self.wire is not None or by_link is None else by_link.gathered_as(self._index, widest)
 
-    def _message(self, shard: Tensor, coding: Wire | torch.dtype) -> Tensor:
-        """Return the bytes of a shard (n,): the codes of its matrices, then the rest."""
-        if isinstance(coding, torch.dtype):
-            return shard.to(coding).view(torch.uint8)
-        coded, rest = self._split(shard[None])
-        codes = coding.encode(torch.cat([filled(piece, coding.block) for piece in coded]))
-        return torch.cat([codes, *(piece.reshape(-1).view(torch.uint8) for piece in rest)])
 
-    def _read(self, messages: Tensor, coding: Wire | torch.dtype, out: Tensor) -> None:
-        """Write the shards that messages (world, bytes) hold into `out` (world, n)."""
-        if isinstance(coding, torch.dtype):
-            out.copy_(messages.view(coding))
-            return
-        coded, rest = self._split(out)
-        spans = [piece.shape[1] + -piece.shape[1] % coding.block for piece in coded]
-        codes, *others = messages.split([num_bytes(coding, sum(spans)), *(piece[0].nbytes for piece in rest)], 1)
-        values = coding.decode(codes.reshape(-1)).view(len(out), -1)
-        for piece, got in zip(coded, values.split(spans, 1), strict=True):
-            piece.copy_(got[:, : piece.shape[1]])
-        for piece, raw in zip(rest, others, strict=True):
-            piece.copy_(raw.contiguous().view(out.dtype))
+class Piece(NamedTuple):
+    """One parameter's shard as it is gathered."""
 
-    def _split(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the pieces of rows (ranks, n) that are coded, and those that are not."""
-        pieces = list(zip(rows.split(self._sizes, 1), self._coded, strict=True))
-        return [p for p, coded in pieces if coded], [p for p, coded in pieces if not coded]
+    size: int
+    """Bytes."""
+    dtype: torch.dtype
+    coded: bool
+
+
+def _message(shard: Tensor, coding: Wire | torch.dtype, pieces: Sequence[Piece]) -> Tensor:
+    """Return the bytes of a shard (bytes,): the codes of its matrices, then the rest."""
+    split = list(zip(shard.split([piece.size for piece in pieces]), pieces, strict=True))
+    block = 1 if isinstance(coding, torch.dtype) else coding.block
+    values = torch.cat([filled(_typed(raw, piece.dtype)[None], block) for raw, piece in split if piece.coded])
+    codes = values.to(coding).view(torch.uint8) if isinstance(coding, torch.dtype) else coding.encode(values)
+    return torch.cat([codes, *(raw for raw, piece in split if not piece.coded)])
+
+
+def _read(messages: Tensor, coding: Wire | torch.dtype, pieces: Sequence[Piece], out: Tensor) -> None:
+    """Write the shards that messages (world, bytes) hold into `out` (world, bytes)."""
+    block = 1 if isinstance(coding, torch.dtype) else coding.block
+    spans = [-(-piece.size // piece.dtype.itemsize // block) * block for piece in pieces if piece.coded]
+    rest = [piece.size for piece in pieces if not piece.coded]
+    codes, *raws = messages.split([messages.shape[1] - sum(rest), *rest], 1)
+    flat = codes.reshape(-1)
+    decoded = flat.view(coding).float() if isinstance(coding, torch.dtype) else coding.decode(flat)
+    values, others = iter(decoded.view(len(out), -1).split(spans, 1)), iter(raws)
+    for view, piece in zip(out.split([piece.size for piece in pieces], 1), pieces, strict=True):
+        if piece.coded:
+            got = next(values)[:, : piece.size // piece.dtype.itemsize]
+            view.copy_(got.to(piece.dtype).view(torch.uint8))
+        else:
+            view.copy_(next(others))
+
+
+def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return bytes as numbers; copied where they do not lie as numbers must."""
+    return (raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()).view(dtype)

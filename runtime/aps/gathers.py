@@ -80,7 +80,7 @@ class Gathers:
         matrices, rest = module.elements
         coding = self._codings[bits] if bits < own else None
         if coding is None or isinstance(coding, torch.dtype):
-            return (matrices + rest) * bits // 8
+            return (matrices * bits + rest * own) // 8
         blocks = sum(-(-n // coding.block) for p, n in zip(module.parameters, module.sizes, strict=True) if p.dim() > 1)
         return blocks * coding.code_bytes + rest * own // 8
 

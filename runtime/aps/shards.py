@@ -8,9 +8,10 @@ from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from fxprec.compat import sharded_parameters
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class Shards:
     """Elements of each parameter in one rank's padded shard."""
 
     @classmethod
-    def of(cls, name: str, owner: nn.Module, index: int) -> Shards:
+    def of(cls, name: str, owner: object, index: int) -> Shards:
         """Return those of an `FSDPModule` and its name."""
-        found = own_parameters(owner)
+        found = sharded_parameters(owner)
         return cls(name, index, tuple(found), tuple(_shard_size(p) for p in found if isinstance(p, DTensor)))
 
     @property
@@ -43,12 +44,6 @@ class Shards:
         total, length = sum(self.sizes), rows.shape[1]
         ends = [size * length // max(total, 1) for size in accumulate(self.sizes)]
         return [rows[:, start:end] for start, end in pairwise([0, *ends])]
-
-
-def own_parameters(owner: nn.Module) -> list[Tensor]:
-    """Return the parameters that FSDP2 reduces with this module, in its order: those of no FSDP2 module inside it."""
-    nested = {id(p) for m in owner.modules() if m is not owner and isinstance(m, FSDPModule) for p in m.parameters()}
-    return [p for p in owner.parameters() if id(p) not in nested]
 
 
 def _shard_size(p: DTensor) -> int:

@@ -159,6 +159,31 @@ def gathered(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+class Mixed(nn.Module):
+    """A frozen table in bf16 before a layer in float32, which then lies at no multiple of 4 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(63, 33).bfloat16(), requires_grad=False)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [self.table.clone(), self.linear.weight.detach().clone(), self.linear.bias.detach().clone()]
+        return self.linear(x)
+
+
+def mixed(rank: int, world: int) -> dict[str, Any]:
+    """What a module with parameters of two dtypes computes with, what is stored, and the bytes of the message."""
+    model = Mixed()
+    stored = [p.detach().clone() for p in model.parameters()]
+    fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+    use_aps(model, APSState("e4m3fn"), parameters=EIGHT_BITS)
+    with bytes_gathered() as sizes:
+        model(torch.ones(2, WIDTH)).sum().backward()
+    return {"seen": model.seen, "stored": stored, "bytes": sizes}
+
+
 def planned(rank: int, world: int) -> dict[str, Any]:
     """Bits on a slow link, on a fast one, and on the slow one again; what a step sees whose bits change."""
     found: dict[str, Any] = {"bits": [], "gathered": []}
@@ -240,7 +265,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
     }
 
 
-CHECKS = (gathered, planned, in_bits, resumed, refused)
+CHECKS = (gathered, mixed, planned, in_bits, resumed, refused)
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +307,19 @@ def test_gathers_of_8_bits_send_at_most_055_of_bf16(results: list[dict[str, Any]
             assert 0.5 < found[name]["bytes"] / bf16 < 0.55
         assert 0.5 < found["coded bf16"] / bf16 < 0.55
         assert found["narrow"] > 0
+
+
+def test_parameters_of_several_dtypes_are_gathered_each_in_its_own(results: list[dict[str, Any]]) -> None:
+    table, weight = -(-21 * 33 // 128) * 132, -(-86 * WIDTH // 128) * 132
+    for rank in results:
+        found = rank["mixed"]
+        assert found["bytes"][0] == table + weight + 86 * 4
+        *coded, bias = zip(found["seen"], found["stored"], strict=True)
+        assert torch.equal(*bias)
+        for seen, stored in coded:
+            assert seen.dtype == stored.dtype
+            assert 1e-4 < (seen - stored).norm() / stored.norm() < 0.01
+        assert all(torch.equal(a, b) for a, b in zip(found["seen"], results[0]["mixed"]["seen"], strict=True))
 
 
 def test_bits_of_gradients_and_parameters_follow_the_link(results: list[dict[str, Any]]) -> None:
