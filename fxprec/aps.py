@@ -5,14 +5,14 @@
 
 With ``bits="by link"`` each layer goes in 32, 16, 8 or 4 bits, as a `LinkPlan` says that is chosen for the link.
 
-`use_aps` does the same for FSDP2; `all_gather`, `all_reduce`, `all_to_all`, `copy_to_group` and `reduce_from_group`
-carry the activations of model parallelism in Dettmers' 8-bit types, `sub_batches` those of the next sub-batch while one
-is computed.
+`use_aps` does the same for FSDP2, and gathers its parameters in few bits; `all_gather`, `all_reduce`, `all_to_all`,
+`copy_to_group` and `reduce_from_group` carry the activations of model parallelism in Dettmers' 8-bit types,
+`sub_batches` those of the next sub-batch while one is computed.
 """
 
 from fxprec.runtime.aps.fsdp import APSReduceScatter, use_aps
 from fxprec.runtime.aps.hook import aps_hook
-from fxprec.runtime.aps.link_plan import LayerBits, LinkPlan
+from fxprec.runtime.aps.link_plan import GatheredBits, LayerBits, LinkPlan
 from fxprec.runtime.aps.options import APSOptions
 from fxprec.runtime.aps.parallel import (
     all_gather,
@@ -28,6 +28,7 @@ __all__ = [
     "APSOptions",
     "APSReduceScatter",
     "APSState",
+    "GatheredBits",
     "LayerBits",
     "LinkPlan",
     "all_gather",

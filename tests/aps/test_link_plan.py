@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from fxprec.cli import main
 from fxprec.errors import PlanError
-from fxprec.runtime.aps.link_plan import BITS, LayerBits, LinkPlan
+from fxprec.runtime.aps.link_plan import BITS, GatheredBits, LayerBits, LinkPlan
 
 PLAN = LinkPlan(
     ranks=4,
@@ -26,6 +27,7 @@ PLAN = LinkPlan(
     bytes_sent=2_500_000,
     layers=(LayerBits("head.weight", 0, 1000, 16, 0.0, 1e-7), LayerBits("body.weight", 1, 3000, 4, 0.002, 0.004)),
 )
+SHARDED = replace(PLAN, gathered=(GatheredBits("head", 250, 32), GatheredBits("body", 750, 8)), bytes_gathered=5_000)
 
 
 def run(*arguments: str) -> int:
@@ -35,7 +37,7 @@ def run(*arguments: str) -> int:
 
 
 def edited(**changes: Any) -> dict[str, Any]:
-    data = json.loads(PLAN.dumps())
+    data = json.loads(SHARDED.dumps())
     for path, value in changes.items():
         *keys, last = path.split("__")
         inner: Any = data
@@ -50,7 +52,9 @@ def test_a_plan_comes_back_as_it_was_and_its_digest_is_of_all_of_it(tmp_path: Pa
     assert LinkPlan.load(tmp_path / "link.json") == PLAN
     assert (tmp_path / "link.json").read_text() == PLAN.dumps()
     assert LinkPlan.from_dict(PLAN.to_dict() | {"layers": edited()["layers"], "ready": [0.0, 0.02]}) == PLAN
-    assert LinkPlan.from_dict(edited(layers__1__bits=8)).digest != PLAN.digest
+    assert LinkPlan.from_dict(edited()) == SHARDED
+    digests = [LinkPlan.from_dict(d).digest for d in (edited(), edited(layers__1__bits=8), edited(gathered__0__bits=8))]
+    assert len({PLAN.digest, *digests}) == 4
     assert PLAN.exposed == pytest.approx(0.03)
 
 
@@ -60,6 +64,8 @@ def test_a_plan_comes_back_as_it_was_and_its_digest_is_of_all_of_it(tmp_path: Pa
         ({"layers__0__bits": 5}, r"layers\[0\]\.bits: is 5; it must be one of 32, 16, 8, 4"),
         ({"layers__0__elements": -1}, r"layers\[0\]\.elements: is -1; it must be an int from 0"),
         ({"layers__1__name": "head.weight"}, "layers: name 'head.weight' twice; give each layer one line"),
+        ({"gathered__1__name": "head"}, "gathered: name 'head' twice; give each layer one line"),
+        ({"gathered__0__bits": 7}, r"gathered\[0\]\.bits: is 7; it must be one of 32, 16, 8, 4"),
         ({"layers__1__bucket": 7}, "layers: lie in buckets beyond the 2 of ready; plan again"),
         ({"bytes_per_second": 0}, "bytes_per_second: is 0; it must be a positive number"),
         ({"ranks": 1}, "ranks: is 1; it must be an int from 2"),
@@ -78,7 +84,7 @@ def test_what_no_planner_wrote_is_refused_in_one_line(changes: dict[str, Any], s
 @settings(max_examples=200, deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda x: st.lists(x, max_size=3)))
 def test_any_value_in_any_place_is_read_or_refused(value: Any) -> None:
-    for key in (*PLAN.to_dict(), "layers__0", "layers__1__name", "layers__1__error"):
+    for key in (*PLAN.to_dict(), "gathered__1", "layers__0", "layers__1__name", "layers__1__error"):
         with suppress(PlanError):
             assert LinkPlan.from_dict(edited(**{key: value})).dumps()
 
@@ -93,6 +99,10 @@ def test_explain_says_bits_exposed_seconds_and_cost(tmp_path: Path, capsys: pyte
     assert layers[1] == " 4 bits  body.weight: 3,000 elements, bucket 1, 2 ms exposed, adds 4.00e-03"
     assert run("explain", str(tmp_path / "link.json"), "body.weight") == 0
     assert capsys.readouterr().out.splitlines()[2:] == [layers[1]]
+    SHARDED.save(tmp_path / "sharded.json")
+    assert run("explain", str(tmp_path / "sharded.json")) == 0
+    gathered = "to gather parameters once a rank sends 0.005 MB: head in 32 bits, body in 8 bits"
+    assert capsys.readouterr().out.splitlines() == [link, shares, gathered, *layers]
     assert run("explain", str(tmp_path / "link.json"), "body.wieght") == 2
     assert "did you mean 'body.weight'" in capsys.readouterr().err
     assert set(BITS) >= {16, 8, 4}
