@@ -84,7 +84,7 @@ class APSReduceScatter(ReduceScatter):
             try:
                 total = self._total(input_tensor.view(world, -1), step, begins, output_tensor, group)
             except RuntimeError as error:
-                raise self._named(error) from error
+                raise self.state.named(error) from error
             output_tensor.copy_(total / world if op == dist.ReduceOp.AVG else total)
         return None
 
@@ -107,9 +107,6 @@ class APSReduceScatter(ReduceScatter):
         if coding.block > 1:
             return self._in_blocks(rows, step, group, coding)
         return self._in_layers(rows.float(), step, group, coding)
-
-    def _named(self, error: RuntimeError) -> BaseException:
-        return error if self.state.by_link is None else self.state.by_link.lost(error)
 
     def _in_blocks(self, rows: Tensor, step: int, group: dist.ProcessGroup, wire: Wire) -> Tensor:
         """Rotate and send blocks, which have scales of their own."""

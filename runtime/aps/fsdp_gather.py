@@ -79,13 +79,16 @@ class APSAllGather(AllGather):
         if not in_backward():
             self._now = self._coding(dtypes)
         coding = self._now
-        if coding is None or not dtypes:
-            work: dist.Work | None = all_gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
-            return work
-        with torch.no_grad():
-            message = _message(input_tensor.view(torch.uint8), coding, pieces)
-            out = output_tensor.view(torch.uint8).view(dist.get_world_size(group), -1)
-            _read(all_gather(message, group), coding, pieces, out)
+        try:
+            if coding is None or not dtypes:
+                work: dist.Work | None = all_gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
+                return work
+            with torch.no_grad():
+                message = _message(input_tensor.view(torch.uint8), coding, pieces)
+                out = output_tensor.view(torch.uint8).view(dist.get_world_size(group), -1)
+                _read(all_gather(message, group), coding, pieces, out)
+        except RuntimeError as error:
+            raise self.state.named(error) from error
         return None
 
     def _pieces(self, shard: Tensor) -> list[Piece]:

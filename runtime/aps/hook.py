@@ -41,7 +41,7 @@ def aps_hook(
     try:
         return _exchange(state, bucket, buffer, is_last)
     except RuntimeError as error:
-        raise _named(state, error) from error
+        raise state.named(error) from error
 
 
 def _exchange(
@@ -83,7 +83,7 @@ def _mean(state: APSState, buffer: Tensor, total: Tensor, reduced: "torch.future
     try:
         reduced.value()
     except RuntimeError as error:
-        raise _named(state, error) from error
+        raise state.named(error) from error
     set_mean(buffer, total, state.groups.size)
     return buffer
 
@@ -144,12 +144,7 @@ def _deliver(
     state.step += is_last
     errors = (part.exception() for part in finished)
     error = next((error for error in errors if error is not None), None)
-    ended.set_result(None if error is None else _named(state, error))
-
-
-def _named(state: APSState, error: BaseException) -> BaseException:
-    """Return torch.distributed's error, with the rank's name where bits go by link."""
-    return error if state.by_link is None else state.by_link.lost(error)
+    ended.set_result(None if error is None else state.named(error))
 
 
 def _result(buffer: Tensor, ended: "torch.futures.Future[BaseException | None]") -> Tensor:

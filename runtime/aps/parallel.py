@@ -17,8 +17,8 @@ from torch import Tensor
 from fxprec.errors import ConfigError
 from fxprec.runtime.aps import codecs
 from fxprec.runtime.aps.codecs import Codec, codec
+from fxprec.runtime.aps.exchange import all_gather_into
 
-_all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 _SCALE_BYTES = 4
 
 
@@ -45,7 +45,7 @@ class _Gather:
         self.codec, self.group = c, group
         self._message = _pack(x, c)  # kept until it is sent
         self._out = self._message.new_empty(_world(group) * self._message.numel())
-        self._work: Any = _all_gather_into(  # a `Work`, since it is asynchronous
+        self._work: Any = all_gather_into(  # a `Work`, since it is asynchronous
             self._out, self._message, group=group, async_op=True
         )
 

@@ -152,6 +152,10 @@ class APSState:
         """Tell the schedule which epoch (from 0) begins; every rank says the same."""
         self.epoch = epoch
 
+    def named(self, error: BaseException) -> BaseException:
+        """Return torch.distributed's error, where bits go by link one with the lost rank's name."""
+        return error if self.by_link is None else self.by_link.lost(error)
+
     def random(self, step: int, bucket: int, part: int, device: torch.device) -> torch.Generator | None:
         """Return a generator for one (seed, step, bucket, part, rank); None with nearest rounding."""
         if self.options.rounding == "nearest":

@@ -12,11 +12,14 @@ import pytest
 import torch
 from aps_ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fxprec.aps import APSState, LayerBits, LinkPlan, aps_hook
+from fxprec.aps import APSReduceScatter, APSState, LayerBits, LinkPlan, aps_hook, use_aps
 from fxprec.runtime.aps import hook, kernels
 from fxprec.runtime.aps.bucket import Exchange
+from fxprec.runtime.aps.fsdp_gather import APSAllGather
 from fxprec.runtime.aps.lost import GRACE
 
 TIMEOUT = 10  # seconds
@@ -57,6 +60,36 @@ def loses_rank_1(rank: int, world: int, how: str, mode: str, ended: str) -> tupl
             Path(ended, str(rank)).touch()
             return f"{type(error).__name__}: {error}", time.monotonic() - start
     return "no error", time.monotonic() - start
+
+
+def loses_rank_1_under_fsdp(rank: int, world: int, where: str) -> tuple[str, float]:
+    """In the second step rank 1 dies in a gather or in a reduce-scatter; how this rank's step ended."""
+    kernels.library()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    use_aps(model, APSState("e4m3fn", bits="by link", model=model), parameters="by link")
+    model(torch.randn(6, 12)).sum().backward()
+
+    def stops(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    start = time.monotonic()
+    owner = APSAllGather if where == "gather" else APSReduceScatter
+    with mock.patch.object(owner, "__call__", stops if rank == 1 else owner.__call__):
+        try:
+            model(torch.randn(6, 12)).sum().backward()
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
+@pytest.mark.parametrize("where", ["gather", "reduce-scatter"])
+def test_bits_by_link_name_the_lost_rank_under_fsdp(where: str) -> None:
+    ends = run_ranks(3, loses_rank_1_under_fsdp, where, timeout=TIMEOUT)
+    for message, seconds in (ends[0], ends[2]):
+        assert "exchange of gradients failed: rank 1 does not answer; restart the job from a checkpoint" in message
+        assert seconds < 2 * TIMEOUT + 3 * GRACE
 
 
 @pytest.mark.parametrize(("how", "mode"), [("killed", "by link"), ("stalled", "by link"), ("killed", "by link, plain")])
