@@ -28,7 +28,7 @@ from fxprec.numerics.formats import Format
 from fxprec.runtime.aps.gathers import Gathers
 from fxprec.runtime.aps.groups import Groups, agree, communication_device
 from fxprec.runtime.aps.link_plan import LinkPlan
-from fxprec.runtime.aps.link_planner import ALL_REDUCE, CLOSE, Layer, Problem, Transport, Width, alike, choose
+from fxprec.runtime.aps.link_planner import ALL_REDUCE, CLOSE, REDUCE_SCATTER, Layer, Problem, Width, alike, choose
 from fxprec.runtime.aps.link_probe import largest_of_ranks, probe_link, probe_widths
 from fxprec.runtime.aps.lost import RollCall
 from fxprec.runtime.aps.predict import Link
@@ -157,12 +157,12 @@ class ByLink:
             raise PlanError(f"saved state is of a layer {name!r:.60} that this model does not have; load one of it")
         return found
 
-    def sharded(self, transport: Transport, modules: Sequence[Shards], *, gathers: bool) -> None:
+    def sharded(self, modules: Sequence[Shards], *, gathers: bool) -> None:
         """Plan for FSDP2 from now on: for its reduce-scatter and, where `gathers`, for its parameters too.
 
         Raises `PlanError` where a plan in force gathers modules that the model does not have.
         """
-        self._transport = transport
+        self._transport = REDUCE_SCATTER
         self._gathers = Gathers(modules, self._groups.size) if gathers else None
         if self.plan is not None:
             self.adopt(self.plan)
@@ -197,6 +197,10 @@ class ByLink:
             raise PlanError(f"link plan is of {plan.ranks} ranks, here are {self._groups.size}; plan again")
         if self._gathers is not None:
             self._gathers.check(plan)
+        elif plan.gathered and self._transport is REDUCE_SCATTER:
+            raise PlanError(
+                "link plan gathers parameters in few bits; pass parameters='by link' to use_aps, or plan again"
+            )
         self.plan, self._bits = plan, plan.bits
 
     def bucket_ready(

@@ -26,7 +26,6 @@ from fxprec.runtime.aps.fsdp_gather import APSAllGather, wire_of_parameters
 from fxprec.runtime.aps.groups import agree
 from fxprec.runtime.aps.hook import NO_CAPTURE
 from fxprec.runtime.aps.layout import bounds_of
-from fxprec.runtime.aps.link_planner import REDUCE_SCATTER
 from fxprec.runtime.aps.rotation import rotate, rotate_back
 from fxprec.runtime.aps.segments import largest_magnitudes, scale_by_powers
 from fxprec.runtime.aps.shards import Shards, filled
@@ -180,7 +179,7 @@ def use_aps(model: nn.Module, state: APSState, *, parameters: str | BlockFormat 
     agree(f"parameters={parameters!s}, {len(low)} modules", state.groups.exponents, "use_aps differs between ranks")
     every = [Shards.of(name, owner, index) for index, (name, owner) in enumerate(low.items())]
     if state.by_link is not None:
-        state.by_link.sharded(REDUCE_SCATTER, every, gathers=parameters == "by link")
+        state.by_link.sharded(every, gathers=parameters == "by link")
     for owner, shards in zip(low.values(), every, strict=True):
         assert isinstance(owner, FSDPModule)
         owner.set_custom_reduce_scatter(APSReduceScatter(state, shards))

@@ -258,6 +258,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
     return {
         "late": message_of(late.step),
         "plan": message_of(lambda: Training(rank, **options, plan=other)),
+        "no gathers": message_of(lambda: Training(rank, bits="by link", link="1Mbit/s", plan=plan)),
         "differ": message_of(lambda: Training(rank, parameters=EIGHT_BITS if rank == 1 else "mxfp8_e4m3")),
         "format": message_of(lambda: Training(rank, parameters="e4m3fn")),
         "no plan": message_of(lambda: Training(rank, parameters="by link")),
@@ -376,6 +377,7 @@ def test_what_ranks_cannot_do_together_is_refused_in_words(results: list[dict[st
         assert "ranks would not send alike: rank 0 has (step 6, link plan" in said["late"]
         assert "rank 1 has (step 0, no link plan); load the state of the same step on all" in said["late"]
         assert "link plan gathers 'model', 5 elements a rank, in 8 bits; this model has no such module" in said["plan"]
+        assert "PlanError: link plan gathers parameters in few bits; pass parameters='by link'" in said["no gathers"]
         assert "use_aps differs between ranks: rank 0 has (parameters=mxfp8_e4m3, 4 modules)" in said["differ"]
         assert "FormatError: parameters='e4m3fn' has one scale for a whole shard" in said["format"]
         assert "needs a state with bits='by link'" in said["no plan"]
