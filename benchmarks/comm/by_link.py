@@ -1,6 +1,6 @@
 """Step time of bits by link beside fixed widths and torch's hooks: 4 ranks on 2 "nodes", the link between them slow.
 
-    python -m benchmarks.comm.by_link --rates 50,200,2000
+    python -m benchmarks.comm.by_link --rates 50,100,200,500,2000 --rounds 15
 
 Needs root and iproute2. Each rank has a network namespace (fxl0 to fxl3) and a link of 2 Gbit/s to the bridge of its node
 (fxn0, fxn1); `tc` limits what leaves a node for the other. Steps of all ways are interleaved in one process a rank,
@@ -102,8 +102,8 @@ def table(rate: int, found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", default="50,200,2000", help="Mbit/s between the nodes.")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rates", default="50,100,200,500,2000", help="Mbit/s between the nodes.")
+    parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     rows = {}
     for rate in map(int, args.rates.split(",")):

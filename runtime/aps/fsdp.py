@@ -88,7 +88,7 @@ class APSReduceScatter(ReduceScatter):
         return None
 
     def _total(self, rows: Tensor, step: int, begins: bool, like: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the sum over ranks of this rank's row of `rows` (world, n), float32 or as `like`."""
+        """Return the sum over ranks of this rank's row of `rows` (world, n); wider than `like`, or as that."""
         coding: Coding = self.state.wire
         if (by_link := self.state.by_link) is not None:
             if len(rows) != self.state.groups.size:
@@ -102,7 +102,8 @@ class APSReduceScatter(ReduceScatter):
         if self.state.is_high(step):
             return _high(rows, like, group)
         if coding is None or isinstance(coding, torch.dtype):
-            return _sent_plain(rows.to(coding or rows.dtype), group).sum(0, dtype=torch.float32)
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            return _sent_plain(rows.to(coding or rows.dtype), group).sum(0, dtype=wide)
         if coding.block > 1:
             return self._in_blocks(rows, step, group, coding)
         return self._in_layers(rows.float(), step, group, coding)
