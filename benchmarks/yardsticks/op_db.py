@@ -1,7 +1,7 @@
 """torch's op_db: every operator with float32 gradients, behind one Linear, in fxprec's recipes against float64.
 
-The step (`exercise`) is forward and backward under a fixed seed; the loss is a random projection of all outputs. An
-error is relative, in the Euclidean norm; the largest of the outputs and the largest of the gradients are judged.
+A step (`exercise`) is forward and backward under a fixed seed; the loss is a random projection of all outputs. The third
+of `STEPS` equal steps is judged, and the first is noted where it is beyond a bound. An error is relative, in the Euclidean norm; the largest of the outputs and the largest of the gradients are judged.
 
 **fp32** is what Inductor compiles, and **near** the passes in formats of 18 and 22 mantissa bits, by the reference
 lowering. Criterion: the error is float32's noise, ``NOISE`` times plain torch's own in float32 or that many times the
@@ -39,6 +39,7 @@ from benchmarks.graphs.check import NEAR, in_a_line
 from benchmarks.yardsticks import exercise
 from benchmarks.yardsticks.exercise import Exercised, Numbers
 
+STEPS = 3  # scales of stored copies come from the statistics of earlier steps
 TIMES, NOISE = 3.0, 30.0
 BF16, E4M3FN = 2.0**-8, 2.0**-4
 FLOAT32, NEARLY = 2.0**-20, 2.0**-17
@@ -61,6 +62,9 @@ class Cell:
     outputs: float = 0.0
     gradients: float = 0.0
     detail: str = ""
+    first: list[float] = field(default_factory=list)
+    """What outputs and gradients of the first step are off by; those above are the last step's."""
+    note: str = ""
 
     def worse(self, other: Cell) -> Cell:
         order = (PASSED, LEFT_OUT, REFUSED, FAILED)
@@ -173,16 +177,27 @@ def _compared(backend: Any, reference: Reference, recipe: str) -> Cell:
     torch._dynamo.reset()
     model = reference.model
     try:
-        found = exercise.step(model, torch.compile(model, backend=backend))
-        outputs, gradients = exercise.errors(found, reference.exact, model.values)
+        call = torch.compile(model, backend=backend)
+        found = [exercise.step(model, call) for _ in range(STEPS)]
     except Exception as error:
         inner = getattr(error, "inner_exception", error)
         return Cell(REFUSED if isinstance(inner, fxprec.errors.FxprecError) else FAILED, detail=in_a_line(error))
-    bounds = reference.bounds(recipe)
-    for what, off, bound in (("an output", outputs, bounds[0]), ("a gradient", gradients, bounds[1])):
-        if not off <= bound:
-            return Cell(FAILED, outputs, gradients, f"{what} is off by {off:.3g}, at most {bound:.3g}")
-    return Cell(PASSED, outputs, gradients)
+    steps = [exercise.errors(numbers, reference.exact, model.values) for numbers in found]
+    return against(steps, reference.bounds(recipe))
+
+
+def against(steps: list[tuple[float, float]], bounds: tuple[float, float]) -> Cell:
+    """Judge the last step by bounds of outputs and gradients; note what the first had, where it is beyond a bound."""
+    first, last = _beyond(steps[0], bounds), _beyond(steps[-1], bounds)
+    note = f"first step: {first}" if first and not last else ""
+    return Cell(FAILED if last else PASSED, *steps[-1], last, list(steps[0]), note)
+
+
+def _beyond(off: tuple[float, float], bounds: tuple[float, float]) -> str:
+    for what, error, bound in zip(("an output", "a gradient"), off, bounds, strict=True):
+        if not error <= bound:
+            return f"{what} is off by {error:.3g}, at most {bound:.3g}"
+    return ""
 
 
 def measured(op: Any, samples: int, recipes: list[str], seconds: int) -> Row:
