@@ -5,7 +5,7 @@
     python -m benchmarks.yardsticks op_db               # every operator of torch's op_db
     python -m benchmarks.yardsticks op_db --only tanh linalg.inv
     python -m benchmarks.yardsticks op_db --sample 40   # drawn by a fixed seed
-    python -m benchmarks.yardsticks op_db --recipes fp32      # through Inductor: 5 s each
+    python -m benchmarks.yardsticks op_db --sample 25 --recipes inductor fp32 compiled --keep op_db-inductor   # 15 s each
     python -m benchmarks.yardsticks module_db           # every module of torch's module_db, by the same rules
     python -m benchmarks.yardsticks sensitivity         # writes fxprec/ir/operators/measured.json: 10 minutes
 
@@ -17,8 +17,8 @@ Whole models, and tests, of a checkout that is read where it lies:
     python -m benchmarks.yardsticks torchbench --checkout DIR
     python -m benchmarks.yardsticks tests --checkout DIR --file test/nn/test_pooling.py
 
-Columns: plain torch in float32 (eager), `torch.autocast` in bfloat16, torch's own backends where they were run, and fxprec's
-recipes; each operator, model or test passed, failed, or is refused in words. What is left out has no gradient in plain torch,
+Columns: plain torch in float32 (eager), `torch.autocast` in bfloat16, torch's own backends where they were run, fxprec's
+recipes by the reference lowering, and fp8 through Inductor (compiled); each operator, model or test passed, failed, or is refused in words. What is left out has no gradient in plain torch,
 or is wrong in torch's own backends. The criteria: `benchmarks/yardsticks/op_db.py`, `whole.py`, `pytorch_tests.py`. Exit code
 1 where something failed.
 """
@@ -51,18 +51,27 @@ from benchmarks.yardsticks import (
     table,
     whole,
 )
-from benchmarks.yardsticks.op_db import COLUMNS, FAILED, LEFT_OUT, PASSED, RECIPES, REFUSED, Row
+from benchmarks.yardsticks.op_db import (
+    BY_THE_REFERENCE,
+    COLUMNS,
+    FAILED,
+    LEFT_OUT,
+    PASSED,
+    RECIPES,
+    REFUSED,
+    TORCHS,
+    Row,
+)
 
 SUITES: dict[str, Callable[[], list[Any]]] = {"op_db": exercise.operators, "module_db": module_db.modules}
 LISTS = ("huggingface", "timm", "torchbench")
 READ_BY_PATH = ("paritybench", *LISTS, "tests")
-BY_THE_REFERENCE = [name for name in RECIPES if name != "fp32"]
 
 
 def summary(rows: list[Row]) -> dict[str, dict[str, int]]:
     """Return how many operators passed, failed, are refused and were left out, by column."""
     found = {}
-    for column in whole.COLUMNS:
+    for column in COLUMNS:
         verdicts = Counter(row.cells[column].verdict for row in rows if column in row.cells)
         verdicts[LEFT_OUT] += sum(bool(row.left_out) for row in rows)
         if any(column in row.cells for row in rows):
@@ -76,7 +85,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these, as the suite names them")
     parser.add_argument("--sample", type=int, metavar="N", help="N of the suite, drawn by a fixed seed")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="inputs of each, of other shapes")
-    parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=BY_THE_REFERENCE)
+    parser.add_argument("--recipes", nargs="+", choices=[*TORCHS, *RECIPES], default=BY_THE_REFERENCE)
+    parser.add_argument("--keep", metavar="NAME", help="keep the result of a part of a suite under this name")
     parser.add_argument("--seconds", type=int, default=60, help="the time of one of the suite")
     parser.add_argument("--checkout", type=Path, metavar="DIR", help="where the suite's files lie")
     parser.add_argument("--file", type=Path, metavar="PATH", help="a test file, relative to the checkout")
@@ -111,8 +121,8 @@ def _judge(operators: list[Any], args: argparse.Namespace, is_whole: bool) -> No
     found = summary(rows)
     for column, verdicts in found.items():
         print(f"{column:9}", "  ".join(f"{verdict} {count}" for verdict, count in verdicts.items()))
-    if is_whole:
-        print(machine.save(f"yardsticks-{args.suite}", {"summary": found, "operators": [asdict(row) for row in rows]}))
+    if is_whole or args.keep:
+        _save(args.keep or args.suite, found, rows)
     raise SystemExit(any(verdicts[FAILED] for name, verdicts in found.items() if name in RECIPES))
 
 
@@ -126,9 +136,8 @@ def _judge_by_path(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     found = summary(rows)
     for column, verdicts in found.items():
         print(f"{column:9}", "  ".join(f"{verdict} {count}" for verdict, count in verdicts.items()))
-    if not args.only:
-        name = f"tests-{args.file.stem}" if args.suite == "tests" else args.suite
-        print(machine.save(f"yardsticks-{name}", {"summary": found, "operators": [asdict(row) for row in rows]}))
+    if args.keep or not args.only:
+        _save(args.keep or (f"tests-{args.file.stem}" if args.suite == "tests" else args.suite), found, rows)
     raise SystemExit(any(verdicts[FAILED] for name, verdicts in found.items() if name in RECIPES))
 
 
@@ -142,8 +151,12 @@ def _rows_by_path(args: argparse.Namespace) -> Iterator[Row]:
     yield from map(_told, whole.Suite(chosen, args.sample or len(chosen), tuple(args.recipes), args.seconds).rows())
 
 
+def _save(name: str, found: dict[str, dict[str, int]], rows: list[Row]) -> None:
+    print(machine.save(f"yardsticks-{name}", {"summary": found, "operators": [asdict(row) for row in rows]}))
+
+
 def _told(row: Row) -> Row:
-    print(op_db.text_of(row, whole.COLUMNS), flush=True)
+    print(op_db.text_of(row), flush=True)
     return row
 
 

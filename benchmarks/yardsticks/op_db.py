@@ -3,8 +3,8 @@
 A step (`exercise`) is forward and backward under a fixed seed; the loss is a random projection of all outputs. The third
 of `STEPS` equal steps is judged, and the first is noted where it is beyond a bound. An error is relative, in the Euclidean norm; the largest of the outputs and the largest of the gradients are judged.
 
-**fp32** is what Inductor compiles, and **near** the passes in formats of 18 and 22 mantissa bits, by the reference
-lowering. Criterion: the error is float32's noise, ``NOISE`` times plain torch's own in float32 or that many times the
+**fp32** is what Inductor compiles, **inductor** the same without fxprec, and **near** the passes in formats of 18 and 22
+mantissa bits, by the reference lowering. Criterion: the error is float32's noise, ``NOISE`` times plain torch's own in float32 or that many times the
 format's rounding of a factor.
 
 **bf16**: the error is at most ``TIMES`` that of `torch.autocast` in bfloat16 of the same module, or that many times
@@ -16,7 +16,7 @@ raises, or ends in inf or NaN, plain float32 stands in for it with operands, res
 number of 4 significant bits, as e4m3fn has. A backward that is linear in what it reads is off by 2^-4 at most, by a
 third of that on average (0.024: the mantissa uniform, rounding uniform in a step); so a formula may multiply its copy's
 error by 3 in the worst case, by 8 on average. What multiplies it more is ill-conditioned, and must be stored in more
-bits (``passes/analysis/sensitive.py``).
+bits (``passes/analysis/sensitive.py``). **compiled** is fp8 through Inductor.
 
 Operators that draw random numbers are compared with plain torch's float32 where float64 draws others. What plain torch
 cannot differentiate to finite numbers is left out, as is what a backend of torch alone gets wrong too; both are named.
@@ -49,8 +49,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "near": {"recipe": NEAR, "low_ratio": 1.0, "storage": "packed"},
     "bf16": {"recipe": "bf16"},
     "fp8": {"recipe": "fp8", "low_ratio": 1.0},
+    "compiled": {"recipe": "fp8", "low_ratio": 1.0, "lowering": "inductor"},
 }
-COLUMNS = ("eager", "autocast", *RECIPES)
+BY_INDUCTOR = ("fp32", "compiled")
+BY_THE_REFERENCE = ("near", "bf16", "fp8")
+TORCHS = {"aot": "aot_eager_decomp_partition", "inductor": "inductor"}
+COLUMNS = ("eager", "autocast", *TORCHS, *RECIPES)
 PASSED, FAILED, REFUSED, LEFT_OUT = "passed", "failed", "refused", "left out"
 
 
@@ -112,13 +116,23 @@ class Reference:
                 errors = exercise.errors(exercise.step(model, model.rounded(torch.bfloat16)), exact, model.values)
         return Reference(model, exact, own, errors, autocast)
 
-    def bounds(self, recipe: str) -> tuple[float, float]:
+    def bounds(self, column: str) -> tuple[float, float]:
         """Return how far off outputs, and gradients, may be."""
-        if recipe in ("fp32", "near"):
-            unit = FLOAT32 if recipe == "fp32" else NEARLY
-            return NOISE * max(unit, self.float32[0]), NOISE * max(unit, self.float32[1])
-        outputs, gradients = (TIMES * max(BF16, error) for error in self.bf16)
-        return outputs, gradients + (TIMES * E4M3FN if recipe == "fp8" else 0.0)
+        return bounds(column, self.float32, self.bf16)
+
+
+def bounds(column: str, float32: tuple[float, float], bf16: tuple[float, float]) -> tuple[float, float]:
+    """Return how far off outputs, and gradients, may be, given plain torch's errors."""
+    if column not in ("bf16", "fp8", "compiled"):
+        unit = NEARLY if column == "near" else FLOAT32
+        return NOISE * max(unit, float32[0]), NOISE * max(unit, float32[1])
+    outputs, gradients = (TIMES * max(BF16, error) for error in bf16)
+    return outputs, gradients + (0.0 if column == "bf16" else TIMES * E4M3FN)
+
+
+def backend_of(column: str) -> Any:
+    """Return what `torch.compile` is given for a column."""
+    return TORCHS.get(column) or fxprec.Backend(fxprec.Config(**{"lowering": "eager", **RECIPES[column]}))
 
 
 def _autocast(model: Exercised, exact: Numbers) -> Cell:
@@ -138,7 +152,7 @@ def _rounded(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def measure(op: Any, samples: int, recipes: list[str]) -> Row:
+def measure(op: Any, samples: int, columns: Sequence[str]) -> Row:
     """Return the operator's row from its first samples that plain torch differentiates to finite numbers."""
     row = Row(exercise.name_of(op))
     tried: set[tuple[torch.Size, ...]] = set()
@@ -153,8 +167,8 @@ def measure(op: Any, samples: int, recipes: list[str]) -> Row:
         row.samples += 1
         row.add("eager", Cell(PASSED, *reference.float32))
         row.add("autocast", reference.autocast)
-        for recipe in recipes:
-            row.add(recipe, judged(recipe, reference))
+        for column in columns:
+            row.add(column, judged(column, reference))
         if row.samples == samples:
             break
     if not row.samples:
@@ -162,18 +176,17 @@ def measure(op: Any, samples: int, recipes: list[str]) -> Row:
     return row
 
 
-def judged(recipe: str, reference: Reference) -> Cell:
-    """Compile a sample in one recipe, run it, and compare it with float64."""
-    backend = fxprec.Backend(fxprec.Config(lowering="eager", **RECIPES[recipe]))
-    cell = _compared(backend, reference, recipe)
-    if cell.verdict == FAILED:
-        plain = _compared("inductor" if recipe == "fp32" else "aot_eager_decomp_partition", reference, "near")
+def judged(column: str, reference: Reference) -> Cell:
+    """Compile a sample for one column, run it, and compare it with float64."""
+    cell = _compared(backend_of(column), reference, column)
+    if cell.verdict == FAILED and column not in TORCHS:
+        plain = _compared(TORCHS["inductor" if column in BY_INDUCTOR else "aot"], reference, "near")
         if plain.verdict != PASSED:
             return Cell(LEFT_OUT, detail=f"torch's own backend: {plain.detail}")
     return cell
 
 
-def _compared(backend: Any, reference: Reference, recipe: str) -> Cell:
+def _compared(backend: Any, reference: Reference, column: str) -> Cell:
     torch._dynamo.reset()
     model = reference.model
     try:
@@ -183,7 +196,7 @@ def _compared(backend: Any, reference: Reference, recipe: str) -> Cell:
         inner = getattr(error, "inner_exception", error)
         return Cell(REFUSED if isinstance(inner, fxprec.errors.FxprecError) else FAILED, detail=in_a_line(error))
     steps = [exercise.errors(numbers, reference.exact, model.values) for numbers in found]
-    return against(steps, reference.bounds(recipe))
+    return against(steps, reference.bounds(column))
 
 
 def against(steps: list[tuple[float, float]], bounds: tuple[float, float]) -> Cell:
@@ -200,14 +213,14 @@ def _beyond(off: tuple[float, float], bounds: tuple[float, float]) -> str:
     return ""
 
 
-def measured(op: Any, samples: int, recipes: list[str], seconds: int) -> Row:
+def measured(op: Any, samples: int, columns: Sequence[str], seconds: int) -> Row:
     """`measure` within a time, without warnings; what raises or takes longer is left out by name."""
     signal.signal(signal.SIGALRM, functools.partial(_late, seconds))
     signal.alarm(seconds)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return measure(op, samples, recipes)
+            return measure(op, samples, columns)
     except Exception as error:
         return Row(exercise.name_of(op), left_out=in_a_line(error))
     finally:
@@ -231,10 +244,10 @@ def chosen(all_: list[Any], only: list[str], sample: int | None) -> list[Any]:
     return [all_[i] for i in sorted(order[:sample])]
 
 
-def rows(operators: list[Any], samples: int, recipes: list[str], seconds: int) -> Iterator[Row]:
+def rows(operators: list[Any], samples: int, columns: Sequence[str], seconds: int) -> Iterator[Row]:
     """Yield a row an operator."""
     for op in operators:
-        yield measured(op, samples, recipes, seconds)
+        yield measured(op, samples, columns, seconds)
 
 
 def text_of(row: Row, columns: Sequence[str] = COLUMNS) -> str:

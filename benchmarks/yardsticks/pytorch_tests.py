@@ -26,12 +26,12 @@ import torch
 from torch._inductor import config as inductor
 
 import fxprec
-from benchmarks.yardsticks import whole
+from benchmarks.yardsticks import op_db, whole
 from benchmarks.yardsticks.exercise import SEED
 from benchmarks.yardsticks.op_db import FAILED, LEFT_OUT, PASSED, RECIPES, REFUSED, Cell, Row
 
 TOLERANCE = 1e-3
-AOT = whole.TORCHS["aot"]
+AOT = op_db.TORCHS["aot"]
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Unsupported|Warning)\b.*")
 
 

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.yardsticks.op_db import FAILED, LEFT_OUT, PASSED, REFUSED
-from benchmarks.yardsticks.whole import COLUMNS
+from benchmarks.yardsticks.op_db import COLUMNS, FAILED, LEFT_OUT, PASSED, REFUSED
 
 
 def text(read: dict[str, Any] | None = None) -> str:

@@ -5,7 +5,8 @@ again, seeded, for each run, so that no run sees another's buffers. A run takes 
 weights and under the same seed; the last one is judged. The first is noted: stored copies get their scales from the
 statistics of earlier steps. Columns: plain torch in float32 (eager), `torch.autocast`
 in bfloat16, torch's own AOTAutograd with Inductor's decompositions and partitioner (aot), Inductor, and fxprec's recipes: fp32,
-which Inductor compiles, and by the reference lowering, without C++, near (formats of 18 and 22 mantissa bits), bf16 and fp8.
+which Inductor compiles, by the reference lowering, without C++, near (formats of 18 and 22 mantissa bits), bf16 and fp8, and
+compiled, fp8 through Inductor.
 Unless they are asked for, Inductor runs where fp32 fails, and aot where another recipe does.
 
 An error is relative, in the Euclidean norm: the largest over outputs, and the largest over gradients, where a gradient that is
@@ -38,28 +39,23 @@ import fxprec
 from benchmarks.graphs.check import in_a_line
 from benchmarks.yardsticks.exercise import SEED
 from benchmarks.yardsticks.op_db import (
-    BF16,
-    E4M3FN,
+    BY_INDUCTOR,
+    BY_THE_REFERENCE,
     FAILED,
-    FLOAT32,
     LEFT_OUT,
-    NEARLY,
-    NOISE,
     OWN,
     PASSED,
-    RECIPES,
     REFUSED,
     STEPS,
-    TIMES,
+    TORCHS,
     Cell,
     Row,
     against,
+    backend_of,
+    bounds,
 )
 
 SMALL = 0.1  # of all gradients together
-TORCHS = {"aot": "aot_eager_decomp_partition", "inductor": "inductor"}
-COLUMNS = ("eager", "autocast", *TORCHS, *RECIPES)
-BY_THE_REFERENCE = ("near", "bf16", "fp8")
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 """A module, and its positional and named inputs."""
 
@@ -194,12 +190,8 @@ class Reference:
 
     def bounds(self, column: str) -> tuple[float, float]:
         """Return how far off outputs, and gradients, may be."""
-        if column not in ("bf16", "fp8"):
-            unit = NEARLY if column == "near" else FLOAT32
-            return NOISE * max(unit, self.float32[0]), NOISE * max(unit, self.float32[1])
-        own = (self.autocast.outputs, self.autocast.gradients) if self.autocast.verdict == PASSED else (0.0, 0.0)
-        outputs, gradients = (TIMES * max(BF16, error) for error in own)
-        return outputs, gradients + (TIMES * E4M3FN if column == "fp8" else 0.0)
+        bf16 = (self.autocast.outputs, self.autocast.gradients) if self.autocast.verdict == PASSED else (0.0, 0.0)
+        return bounds(column, self.float32, bf16)
 
 
 def _autocast(model: Model, exact: list[Numbers]) -> Cell:
@@ -232,9 +224,9 @@ def measure(model: Model, columns: Iterable[str]) -> Row:
 
 def _judged(column: str, reference: Reference, row: Row) -> Cell:
     if column in TORCHS:
-        return _compared(TORCHS[column], reference, column)[0]
-    cell, graphs = _compared(fxprec.Backend(fxprec.Config(lowering="eager", **RECIPES[column])), reference, column)
-    own = "inductor" if column == "fp32" else "aot"
+        return _compared(backend_of(column), reference, column)[0]
+    cell, graphs = _compared(backend_of(column), reference, column)
+    own = "inductor" if column in BY_INDUCTOR else "aot"
     if cell.verdict == FAILED and own not in row.cells:
         row.add(own, _compared(TORCHS[own], reference, own)[0])
     if cell.verdict == FAILED and row.cells[own].verdict != PASSED:
