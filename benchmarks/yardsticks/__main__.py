@@ -14,7 +14,7 @@ Whole models, and tests, of a checkout that is read where it lies:
     python -m benchmarks.yardsticks paritybench --checkout DIR --sample 300   # jansel/pytorch-jit-paritybench
     python -m benchmarks.yardsticks huggingface --checkout DIR                # pytorch/pytorch, benchmarks/dynamo
     python -m benchmarks.yardsticks timm --checkout DIR --sample 20
-    python -m benchmarks.yardsticks torchbench --checkout DIR
+    python -m benchmarks.yardsticks torchbench --checkout DIR --torchbench DIR       # pytorch/benchmark
     python -m benchmarks.yardsticks tests --checkout DIR --file test/nn/test_pooling.py
 
 Columns: plain torch in float32 (eager), `torch.autocast` in bfloat16, torch's own backends where they were run, fxprec's
@@ -49,6 +49,7 @@ from benchmarks.yardsticks import (
     paritybench,
     pytorch_tests,
     table,
+    torchbench,
     whole,
 )
 from benchmarks.yardsticks.op_db import (
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--keep", metavar="NAME", help="keep the result of a part of a suite under this name")
     parser.add_argument("--seconds", type=int, default=60, help="the time of one of the suite")
     parser.add_argument("--checkout", type=Path, metavar="DIR", help="where the suite's files lie")
+    parser.add_argument("--torchbench", type=Path, metavar="DIR", help="a checkout of pytorch/benchmark")
     parser.add_argument("--file", type=Path, metavar="PATH", help="a test file, relative to the checkout")
     args = parser.parse_args()
     if args.suite is None:
@@ -129,6 +131,8 @@ def _judge(operators: list[Any], args: argparse.Namespace, is_whole: bool) -> No
 def _judge_by_path(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.checkout is None or (args.suite == "tests" and args.file is None):
         parser.error(f"{args.suite} is read by path: give --checkout{', and --file' * (args.suite == 'tests')}")
+    if args.suite == "torchbench" and args.torchbench is None:
+        parser.error("torchbench's own models are read by path: give --torchbench")
     try:
         rows = list(_rows_by_path(args))
     except FileNotFoundError as error:
@@ -145,10 +149,17 @@ def _rows_by_path(args: argparse.Namespace) -> Iterator[Row]:
     if args.suite == "tests":
         yield from map(_told, pytorch_tests.rows(args.checkout / args.file, args.sample, args.seconds))
         return
-    root = args.checkout
-    models = paritybench.models(root) if args.suite == "paritybench" else dynamo_models.models(root, args.suite)
+    models = _models(args)
     chosen = [model for model in models if not args.only or model.name in args.only]
     yield from map(_told, whole.Suite(chosen, args.sample or len(chosen), tuple(args.recipes), args.seconds).rows())
+
+
+def _models(args: argparse.Namespace) -> list[whole.Model]:
+    if args.suite == "paritybench":
+        return paritybench.models(args.checkout)
+    if args.suite == "torchbench":
+        return torchbench.models(args.checkout, args.torchbench)
+    return dynamo_models.models(args.checkout, args.suite)
 
 
 def _save(name: str, found: dict[str, dict[str, int]], rows: list[Row]) -> None:

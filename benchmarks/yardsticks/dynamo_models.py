@@ -1,4 +1,4 @@
-"""The models of PyTorch's ``benchmarks/dynamo``: its lists of Hugging Face, timm and torchbench, made small.
+"""The models of PyTorch's ``benchmarks/dynamo``: its lists of Hugging Face and timm, made small.
 
 The lists are read by path (a checkout of PyTorch, whatever its version); the models are those of the installed transformers,
 timm and torchvision, with random weights. Made small: two layers, width 64, 32 tokens or 64 pixels; of equal blocks in a row two
@@ -71,15 +71,25 @@ SIZES: dict[str, Any] = {
 
 def models(root: Path, kind: str) -> list[Model]:
     """Return the models of one list, in an order drawn by a fixed seed. Raises `FileNotFoundError`."""
+    return [Model(name, partial(MAKERS[kind], name)) for name in drawn(names(root, kind))]
+
+
+def names(root: Path, kind: str) -> list[str]:
+    """Return the names of one list. Raises `FileNotFoundError`."""
     path = root / "benchmarks" / "dynamo" / f"{kind}_models_list.txt"
     lines = path.read_text(encoding="utf-8").split("\n")
-    names = sorted({line.replace(",", " ").split()[0] for line in lines if line.strip()})
-    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(SEED)).tolist()
-    return [Model(names[i], partial(MAKERS[kind], names[i])) for i in order]
+    return [line.replace(",", " ").split()[0] for line in lines if line.strip()]
+
+
+def drawn(found: list[str]) -> list[str]:
+    """Return the names, each once, in an order drawn by a fixed seed."""
+    unique = sorted(set(found))
+    order = torch.randperm(len(unique), generator=torch.Generator().manual_seed(SEED)).tolist()
+    return [unique[i] for i in order]
 
 
 def _language_model(name: str) -> Made:
-    _vision()  # which transformers imports
+    vision()  # which transformers imports
     transformers = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     cls = getattr(transformers, SAME_MODEL.get(name, name))
@@ -113,17 +123,17 @@ def _image_model(name: str) -> Made:
 
 
 def _timm() -> Callable[..., nn.Module]:
-    _vision()
+    vision()
     logging.getLogger("timm").setLevel(logging.ERROR)
     create: Callable[..., nn.Module] = importlib.import_module("timm").create_model
     return partial(create, pretrained=False)
 
 
-def _torchvision_model(name: str) -> Made:
-    return _with_image(_vision().get_model, name)
+def torchvision_model(name: str) -> Made:
+    return _with_image(vision().get_model, name)
 
 
-def _vision() -> Any:
+def vision() -> Any:
     """Return torchvision; without its C++ operators, where they are another torch's."""
     try:
         return importlib.import_module("torchvision")
@@ -190,4 +200,4 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
     return type(block), shapes, str(block) if not shapes else ""
 
 
-MAKERS = {"huggingface": _language_model, "timm": _image_model, "torchbench": _torchvision_model}
+MAKERS = {"huggingface": _language_model, "timm": _image_model}

@@ -71,7 +71,7 @@ def _wanted(t: Tensor) -> Tensor:
 def _loaded(path: Path) -> Any:
     if path.stem in sys.modules:
         return sys.modules[path.stem]
-    _mock_missing(path.read_text(encoding="utf-8"))
+    _mock_all(path.read_text(encoding="utf-8"))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -81,14 +81,20 @@ def _loaded(path: Path) -> Any:
     return module
 
 
-def _mock_missing(text: str) -> None:
+def _mock_all(text: str) -> None:
     helpers = ModuleType("_paritybench_helpers")
     helpers.__dict__.update(_mock_config=_Config, _mock_layer=_layer, _paritybench_base=object)
     helpers.__dict__.update(patch_functional=_patch_functional, _fails_compile=lambda: lambda test: test)
     sys.modules.setdefault("_paritybench_helpers", helpers)
     for line in IMPORTED.findall(text):
-        names = line.split(" import ")[0].split(",") if " import " in line else line.split(",")
-        for name in (n.split(" as ")[0].strip() for n in names):
+        mock_missing(line, set())
+
+
+def mock_missing(line: str, own: set[str]) -> None:
+    """Put mocks in the place of modules of an import's line that cannot be imported, but for those of these names."""
+    names = line.split(" import ")[0].split(",") if " import " in line else line.split(",")
+    for name in (n.split(" as ")[0].strip() for n in names):
+        if name.partition(".")[0] not in own:
             _mock(name)
 
 
