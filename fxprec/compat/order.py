@@ -26,7 +26,7 @@ _Kernel = tuple[dict[str, int], dict[str, int], frozenset[int]]
 class Ordered(Protocol):
     """Orders kernels, given ``(makes, reads, after)`` of each: bytes by buffer, and positions; ``kept`` stay live.
 
-    Returns None where no order is better than the one given.
+    Returns None where no order is better than the one given, which then stays.
     """
 
     def __call__(self, kernels: Sequence[_Kernel], kept: frozenset[str]) -> list[int] | None:
@@ -59,9 +59,8 @@ class _KernelOrder(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraph
         at = {node: i for i, pieces in enumerate(kernels) for node in pieces}
         found = self._held_back([_as_kernel(pieces, at) for pieces in kernels], kernels)
         order = self.ordered(found, frozenset(kept))
-        if order is None:
-            return nodes
-        scheduler.nodes = ordered = [node for i in order for node in kernels[i]]
+        places = range(len(kernels)) if order is None else order
+        scheduler.nodes = ordered = [node for i in places for node in kernels[i]]
         _chain(ordered, kept)
         scheduler.compute_ancestors()
         return ordered

@@ -7,9 +7,14 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch._functorch.config as functorch_config
+import torch.nn.functional as F
 from helpers import eager_backend
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+
+import fxprec
+from benchmarks.memory.pairs import loops_left_out
 
 SIDE = 192  # a square of it is one unit of memory, the product of two squares one of arithmetic
 Shapes = Sequence[tuple[int, int]]
@@ -53,6 +58,27 @@ def chain(left: list[Tensor], right: list[Tensor]) -> Tensor:
     return x.sum()
 
 
+def cheap(left: list[Tensor], right: list[Tensor]) -> Tensor:
+    return torch.mm(left[0].cos(), right[0]).sum()
+
+
+def attention(left: list[Tensor], right: list[Tensor]) -> Tensor:
+    """(S, D) attends to itself as one head, times (D, D)."""
+    x = left[0].reshape(1, 1, *left[0].shape)
+    return torch.mm(F.scaled_dot_product_attention(x, x, x).reshape(left[0].shape), right[0]).cos().sum()
+
+
+def region(x: Tensor) -> Tensor:
+    square = torch.mm(x, x.t())
+    square = torch.mm(square, square)
+    return torch.mm(torch.mm(square, square), x)
+
+
+def checkpointed(left: list[Tensor], right: list[Tensor]) -> Tensor:
+    first = checkpoint(region, left[0] / SIDE, use_reentrant=False)
+    return checkpoint(region, first, use_reentrant=False).sum()
+
+
 def pairs(left: list[Tensor], right: list[Tensor]) -> Tensor:
     return torch.stack([torch.mm(x, w).cos().sum() for x, w in zip(left, right, strict=True)]).sum()
 
@@ -86,3 +112,61 @@ def test_the_dearest_products_are_kept(right: Shapes, most: int, kept: int, repe
     whole = sum(a * b for a, b in right)
     model = Products(pairs, [(a, a) for a, _ in right], right)
     assert model.saved_and_repeated(most / whole) == (kept, repeated)
+
+
+def test_pointwise_arithmetic_is_repeated_and_no_product() -> None:
+    assert Products(cheap, [(1, 1)], [(1, 1)]).saved_and_repeated(0.5) == (0, 0)
+
+
+@pytest.mark.parametrize("count", [3, 8])
+def test_of_ten_products_of_one_price_those_are_kept_that_fill_the_budget(count: int) -> None:
+    widths = torch.randint(1, 24, (10,), generator=torch.Generator().manual_seed(count)).tolist()
+    fan = Products(pairs, [(1, 1)] * len(widths), [(1, width) for width in widths])
+    kept = sum(widths[:count])
+    assert fan.saved_and_repeated(kept / sum(widths)) == (kept, sum(widths) - kept)
+
+
+@pytest.mark.parametrize(("tokens", "width", "product"), [(1, 1, True), (1, 3, False), (4, 7, True), (4, 9, False)])
+def test_of_attention_and_a_product_the_cheaper_is_repeated(tokens: int, width: int, product: bool) -> None:
+    """Attention takes more arithmetic where twice the tokens are more than the width. Its repetition is not counted."""
+    model = Products(attention, [(tokens, width)], [(width, width)])
+    kept, repeated = model.saved_and_repeated(0.6)
+    assert int(kept) == tokens * width, "one of the two results, and with attention's the sums of its rows"
+    assert repeated == (tokens * width**2 if product else 0)
+    assert (kept > int(kept)) == product
+
+
+def test_what_a_checkpoint_says_goes_before_the_budget() -> None:
+    model = Products(checkpointed, [(1, 4)], [])
+    with pytest.warns(fxprec.errors.FxprecWarning, match="no choice was found that saves less; the largest is div"):
+        assert model.saved_and_repeated(0.01) == (8, 0), "what the two regions start from"
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    ("function", "left", "right"),
+    [
+        (cheap, [(1, 1)], [(1, 1)]),
+        (chain, [(1, 1)], [(1, 1)] * 5),
+        (pairs, [(1, 1), (2, 2)], [(1, 4), (2, 2)]),
+        (attention, [(4, 1)], [(1, 1)]),
+    ],
+    ids=["cheap", "chain", "pairs", "attention"],
+)
+def test_all_of_the_peak_is_always_enough(function: Callable[..., Tensor], left: Shapes, right: Shapes) -> None:
+    """Compiled graphs held up to 48 % more than was predicted, which no plan within the prediction could make up for."""
+    backend = fxprec.Backend(fxprec.Config(recipe="bf16", peak_budget="100%", ways=("recompute",)))
+    with loops_left_out():
+        torch.compile(Products(function, left, right), backend=backend)().backward()
+    peak = backend.plans[0].peak_bytes
+    assert peak is not None
+    assert peak.compiled == peak.planned <= peak.budget == peak.high
+
+
+@pytest.mark.inductor
+def test_an_even_chain_holds_what_was_planned() -> None:
+    """Inductor's fusions crossed products: where its own order was as good as ours, nothing kept it."""
+    backend = fxprec.Backend(fxprec.Config(recipe="bf16", peak_budget="100%", ways=("recompute",)))
+    with loops_left_out():
+        torch.compile(Products(chain, [(1, 1)], [(1, 1)] * 5), backend=backend)().backward()
+    assert "replanned" not in [event.kind for event in backend.events]

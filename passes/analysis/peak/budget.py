@@ -24,7 +24,8 @@ def within_budget(work: Work, needs: Needs, asked: PeakBudget, progress: Progres
     part, rates = work.peak_part, Rates.of(device)
     high = Chooser(Problem(needs, rates, ())).unlimited
     chooser = Either.of(needs, rates, work.settings.ways, progress)
-    budget = asked.bytes_of(high.peak) if part.budget is None else part.budget
+    everything = high.peak + part.beyond  # a share is one of what a step holds as compiled, as far as that is known
+    budget = asked.bytes_of(everything) if part.budget is None else part.budget
     offers = part.shares or part.wants_curve  # to other graphs
     fits = chooser.curve(waiting=offers) if offers or work.looks_at_budgets else ()
     if part.is_provisional and asked.is_share:
@@ -41,7 +42,7 @@ def within_budget(work: Work, needs: Needs, asked: PeakBudget, progress: Progres
     seconds = rates.step(needs.step)
     peak = PeakBytes(
         budget=budget,
-        high=high.peak,
+        high=everything,
         planned=fit.peak + part.beyond,
         live=fit.held.live_by_kind(),
         kept=tuple(node.name for node, form in unsited.items() if not form.is_on_host),
