@@ -290,6 +290,23 @@ def test_a_value_that_must_be_high_is_not_made_again_from_a_low_copy() -> None:
     assert (sites["mul"].format, sites["mul"].reads) == ("bf16", "backward")
 
 
+@pytest.mark.parametrize("peak", [None, "100%"])
+def test_a_value_that_16_bits_spoil_is_not_computed_again_from_copies_of_16(peak: str | None) -> None:
+    """Half of the gradients were NaN: the quotient, computed again from a copy in bf16, was above 1."""
+
+    class Angle(nn.Module):
+        def forward(self, x: Tensor, by: Tensor, side: Tensor) -> Tensor:
+            z = x * by
+            return torch.acos(z / (torch.sqrt(z**2 + side**2) + 1e-5))
+
+    x, by = (torch.rand(256, 16, generator=torch.Generator().manual_seed(seed)) + 0.5 for seed in (0, 1))
+    side = (torch.rand(256, 16, generator=torch.Generator().manual_seed(2)) * 0.02 + 1e-4).requires_grad_()
+    (exact,) = torch.autograd.grad(Angle()(x, by, side).sum(), side)
+    step = compiled(Angle(), eager_backend(recipe="bf16", low_ratio=None, peak_budget=peak))
+    (got,) = torch.autograd.grad(step(x.requires_grad_(), by, side).sum(), side)
+    assert (got - exact).norm() <= 2**-7 * exact.norm()
+
+
 def test_of_two_reasons_the_more_careful_counts() -> None:
     """Arcsine's operand keeps its own dtype, and sine's is stored in bf16: here it is the same."""
 

@@ -39,7 +39,8 @@ class Needs:
     forms: dict[Node, tuple[Form, ...]] = field(default_factory=dict)
     """The forms in which a value may be kept."""
     kept: set[Node] = field(default_factory=set)
-    """Values that the user's checkpoints save: what a region starts from, and what its policy saves."""
+    """Values that the user's checkpoints save, what a region starts from and what its policy saves; and those that a
+    rounded copy spoils."""
     read_as_it_is: set[Node] = field(default_factory=set)
     """Values that backward reads itself, not a copy."""
     refused: dict[Node, str] = field(default_factory=dict)
@@ -85,6 +86,7 @@ def needs_of(work: Work) -> Needs:
             if is_low:
                 copies.low[cast.x] = fmt
     _add_starts(needs, copies)
+    _add_spoiled(needs, work)
     for node in needs.step.forward:
         if _can_keep(node):
             copies.own.setdefault(node, None)
@@ -110,6 +112,27 @@ def _add_starts(needs: Needs, copies: _Copies) -> None:
             if source not in step.again and not step.is_there(source):
                 _need_itself(needs, copies, source)
                 needs.kept.add(source)
+
+
+def _add_spoiled(needs: Needs, work: Work) -> None:
+    """Have values kept that 16 bits spoil, where what they would be computed again from may be a rounded copy."""
+    for node in needs.read_as_it_is:
+        tensor = work.grouped.values.get(node)
+        kept = None if tensor is None else work.book.kept.get(tensor.id)
+        if kept is not None and kept.as_it_is and _comes_from_copies(needs, node):
+            needs.kept.add(node)
+
+
+def _comes_from_copies(needs: Needs, node: Node) -> bool:
+    seen, stack = set[Node](), list(node.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        if source in needs.rows:
+            return True
+        if source not in seen:
+            seen.add(source)
+            stack += source.all_input_nodes
+    return False
 
 
 def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
