@@ -241,7 +241,7 @@ def _compared(backend: Any, reference: Reference, column: str) -> tuple[Cell, in
     torch._dynamo.reset()
     counters.clear()
     try:
-        with inductor.patch(fallback_random=True):  # eager's random numbers
+        with inductor.patch(fallback_random=True, compile_threads=1):  # eager's random numbers; a fork has no pool
             found = run(reference.model, len(reference.exact), backend=backend)
     except Exception as error:
         inner = getattr(error, "inner_exception", error)
