@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.yardsticks import dynamo_models, paritybench, table, whole
-from benchmarks.yardsticks.op_db import FAILED, LEFT_OUT, PASSED, Cell, Row
+from benchmarks.yardsticks import dynamo_models, paritybench, table, torchbench, whole
+from benchmarks.yardsticks.op_db import FAILED, LEFT_OUT, PASSED, Cell, Row, against
 from fxprec.passes.analysis import sensitive
 from fxprec.passes.compare_in_forward import CompareInForward
 
@@ -53,6 +53,67 @@ def test_the_overlap_of_boxes_in_8_bits() -> None:
     """Its gradient was off by 100 %: it goes to the larger of two numbers, and their copies were equal."""
     row = whole.measure(whole.Model("overlap", boxes), ["near", "fp8"])
     assert [row.cells[name].verdict for name in ("near", "fp8")] == [PASSED, PASSED], row
+
+
+class Tiny(nn.Module):
+    """Its activations have rms 0.0003, of which e4m3fn holds next to nothing without a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x) * 5e-4)
+        return out
+
+
+def test_the_third_step_is_judged_and_the_first_is_noted() -> None:
+    row = whole.measure(whole.Model("tiny", lambda: (Tiny(), (torch.randn(64, 32),), {})), ["fp8"])
+    cell = row.cells["fp8"]
+    assert cell.verdict == PASSED, cell
+    assert cell.first[1] > 10 * cell.gradients
+    assert cell.note.startswith("first step: a gradient is off by"), cell
+    worse = against([(0.0, 0.1), (0.0, 0.1), (0.0, 0.5)], (1.0, 0.2))
+    assert (worse.verdict, worse.detail) == (FAILED, "a gradient is off by 0.5, at most 0.2")
+
+
+class Carries(nn.Module):
+    """Keeps what the last step computed, graph and all: its second step raises in plain torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 4), torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = (self.layer(x) + self.last).tanh()
+        return self.last
+
+
+def test_a_model_that_cannot_take_three_steps_takes_one() -> None:
+    reference = whole.Reference.of(whole.Model("carries", lambda: (Carries(), (torch.ones(4, 4),), {})))
+    assert len(reference.exact) == 1
+
+
+def test_torchbench_is_read_by_path(tmp_path: Path) -> None:
+    lists, folder = tmp_path / "benchmarks" / "dynamo", tmp_path / "torchbenchmark" / "models" / "small"
+    lists.mkdir(parents=True)
+    folder.mkdir(parents=True)
+    for kind in ("all_torchbench", "torchbench"):
+        (lists / f"{kind}_models_list.txt").write_text("small,8\nresnet18,4\n", encoding="utf-8")
+    for path in (folder.parent.parent, folder.parent):
+        (path / "__init__.py").write_text("", encoding="utf-8")
+    (folder / "__init__.py").write_text(
+        "import torch\nimport not_installed_either\nclass Model:\n"
+        "    def __init__(self, test, device, batch_size): self.batch = batch_size\n"
+        "    def get_module(self): return torch.nn.Linear(4, 4), (torch.ones(self.batch, 4),)\n",
+        encoding="utf-8",
+    )
+    names = {model.name: model for model in torchbench.models(tmp_path, tmp_path)}
+    assert names.keys() == {"small", "resnet18"}
+    module, (x,), _ = torchbench._from(tmp_path, "small")
+    assert module(x).shape == (torchbench.BATCH, 4)
+    with pytest.raises(FileNotFoundError, match="root of a checkout of torchbench"):
+        torchbench.models(tmp_path, folder)
 
 
 def test_a_wrong_gradient_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def _timm() -> Callable[..., nn.Module]:
 
 
 def torchvision_model(name: str) -> Made:
-    return _with_image(vision().get_model, name)
+    return _with_image(vision().models.get_model, name)
 
 
 def vision() -> Any:
@@ -150,8 +150,8 @@ _KEPT: list[Any] = []  # an operator ends with its library
 
 def _with_image(create: Callable[..., nn.Module], name: str) -> Made:
     size, options = _fitting(create, name)
+    torch.manual_seed(SEED)  # the sizes are tried once, and draw numbers
     module = _cut(create(name, num_classes=CLASSES, **options))
-    torch.manual_seed(SEED)
     return module, (torch.randn(IMAGES, 3, size, size),), {}
 
 

@@ -36,6 +36,10 @@ def models(root: Path, suite: Path) -> list[Model]:
 def _make(suite: Path, name: str) -> Made:
     if name in dynamo_models.vision().models.list_models():
         return dynamo_models.torchvision_model(name)
+    return _from(suite, name)
+
+
+def _from(suite: Path, name: str) -> Made:
     with contextlib.redirect_stdout(io.StringIO()):
         cls = _loaded(suite, name).Model
         batch = BATCH if getattr(cls, "ALLOW_CUSTOMIZE_BSIZE", True) else None
