@@ -19,6 +19,7 @@ from fxprec.ir.operators import Trait, having
 from fxprec.ir.symbolic import Dequantize, Quantize, Rescale, is_in_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.copies import code_readers
 from fxprec.passes.analysis.joint import argument, is_backward, is_view_or_cast, readers, tensor_of
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit, emit_call
@@ -40,12 +41,18 @@ class KeepSigns:
                 continue
             if parse(cast.format).has_float32_range:
                 continue
-            bounds = {known for read, _ in Dequantize.among(q.users) for known in _bounds(read)}
+            bounds = {known for read in _decodes(q) for known in _bounds(read)}
             if any(bound for _, bound in bounds):
                 work.unscaled.add(cast.row)
                 _keep_signs(work.joint.graph, q, cast, bounds)
             elif bounds:
                 _keep_sign_of_scale(work, q, cast, {target for target, _ in bounds})
+
+
+def _decodes(q: Node) -> list[Node]:
+    """Return what reads a copy back, from host memory too."""
+    found = code_readers(q)
+    return [node for node in (q.users if found is None else found) if Dequantize.match(node) is not None]
 
 
 def asks_sign(read: Node) -> bool:

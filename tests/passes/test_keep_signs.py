@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxprec.ir.symbolic import Quantize, Rescale
+from fxprec.kernels.host import Offload
 from fxprec.numerics.formats import parse
 from fxprec.passes.keep_signs import beside
 from tests.helpers import compiled, eager_backend
@@ -58,6 +59,18 @@ def test_other_copies_are_only_rounded(activation):
 
 def test_what_is_compared_with_another_bound_stays_beyond_it():
     assert guarded(nn.ReLU6()) == [5.5], "below 6; what is above 0 is clamped first"
+
+
+def test_a_copy_that_waits_in_host_memory_keeps_its_signs(monkeypatch: pytest.MonkeyPatch):
+    """Its decodes read what comes back, not the cast."""
+    monkeypatch.setattr("fxprec.driver.graph.refuse_offload", lambda device, settings, given: None)  # a CPU will do
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.ReLU())))
+    options = {"recipe": "fp8", "low_ratio": 1.0, "peak_budget": "65%", "ways": ("narrow", "offload")}
+    ran = run_pass(NAME, model, torch.randn(512, 64), **options)
+    casts = [(q, Quantize.of(q)) for q in Quantize.nodes(ran.graph)]
+    moved = [cast for q, cast in casts if cast.format == "e4m3fn" and any(Offload.match(user) for user in q.users)]
+    assert moved
+    assert all(cast.x.target is torch.ops.aten.where.self for cast in moved)
 
 
 BOUNDED = {
