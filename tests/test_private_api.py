@@ -21,6 +21,9 @@ HERE = {
     ("runtime/aps/fsdp.py", "torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter"): (
         "a base class, so wanted at import; fxprec.compat imports Inductor, for which fxprec.aps does not wait"
     ),
+    ("runtime/aps/fsdp_gather.py", "torch.distributed.fsdp._fully_shard._fsdp_api.AllGather"): (
+        "a base class, as ReduceScatter"
+    ),
     ("runtime/optim/stepper.py", "torch.optim.optimizer._use_grad_for_differentiable"): (
         "a decorator, so wanted at import; fxprec.compat imports Inductor, for which fxprec.optim does not wait"
     ),
