@@ -55,7 +55,7 @@ _28 = {**_FP8, "peak_budget": "28%"}  # of bf16 weights; 25% has no plan
 _8BIT = {"update": "nearest", "states": "8bit"}
 _ALL = {"update": "stochastic", "states": "8bit"}
 _OPEN = {"update": "stochastic", "states": "auto"}
-BUDGETS = {"transformer": "45MB", "resnet18": "31MB", "unet": "14MB"}
+BUDGETS = {"transformer": "45MB", "resnet18": "28MB", "unet": "11MB"}
 """Of the whole step, with weights in bf16."""
 THREE = (
     "autocast, checkpointed",
