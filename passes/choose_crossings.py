@@ -59,7 +59,7 @@ def _choose(work: Work) -> None:
     rates = Rates.of(work.joint.table.meta["val"].device)
     # A byte is worth one pass over it: else what is read low alone would be kept wide within another value.
     price, inputs = 1 / rates.bytes_per_s, _inputs(work, needs)
-    problem = Problem(needs, rates, ("narrow",), price=price, inputs=inputs, is_bounded=False)
+    problem = Problem(needs, rates, ("narrow",), price=price, inputs=inputs)
     share = work.memory_budget
     fit = Chooser(problem).unlimited if share == 1 else within_share(problem, share)
     Rewrite(work, needs, fit).rewrite()

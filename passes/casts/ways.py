@@ -56,7 +56,7 @@ class Rewrite:
             self._read_new(reader)
         for value, casts in self.stage.casts.items():
             if value not in self.kept or self._is_moved_itself(value):
-                self._erase(q for q, _ in casts)
+                self._erase(casts)
 
     def _move(self, node: Node, reader: Node) -> None:
         """Have a value, or its copy, wait in host memory, and come back before ``reader``."""

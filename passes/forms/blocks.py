@@ -46,7 +46,7 @@ class Blocks(Form):
 
     def store(self, value: Node, stage: Stage) -> None:
         seed = stage.seed if self.is_random else None
-        ((q, _),) = stage.casts.pop(value)
+        (q,) = stage.casts.pop(value)
         if not store_in_blocks(stage.graph, q, self.copy, seed):
             stage.only_masks.add(value)
 

@@ -34,7 +34,7 @@ class Own(Form):
         if self.copy is not None:
             stage.store_copy(value, self.copy)
             return
-        for q, _ in stage.casts.get(value, ()):
+        for q in stage.casts.get(value, ()):
             for x, read in Dequantize.among(list(q.users)):
                 x.replace_all_uses_with(stage.as_dtype(value, read.dtype, x))
 

@@ -39,19 +39,16 @@ class Stage:
     def __post_init__(self) -> None:
         self.graph: Graph = self.work.joint.graph
         self.hi: Format = self.work.settings.recipe.hi
-        self.casts: dict[Node, list[tuple[Node, Quantize]]] = {}
-        for q, cast in Quantize.among(Quantize.nodes(self.graph)):
-            if any(x in self.needs.step.casts for x in q.users):
-                self.casts.setdefault(cast.x, []).append((q, cast))
+        self.casts: dict[Node, list[Node]] = {value: [*casts] for value, casts in self.needs.step.stored.items()}
 
     @cached_property
     def seed(self) -> Node:
         """The step's seed, drawn before the first cast that is rounded at random."""
-        return draw_seed(self.graph, min(self.casts[node][0][0] for node, form in self.kept.items() if form.is_random))
+        return draw_seed(self.graph, min(self.casts[node][0] for node, form in self.kept.items() if form.is_random))
 
     def store_copy(self, value: Node, fmt: Format) -> None:
         """Store a copy in a format, in the place of one that is stored already."""
-        for q, _ in self.casts.get(value, ()):
+        for q in self.casts.get(value, ()):
             store_as(fmt, q)
             self.decoded[value] = next(iter(q.users))
         if value not in self.casts:

@@ -7,6 +7,7 @@ Definitions: docs/algorithms.md, "Parameters in few bits".
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from fxprec.compat import gathered_dtypes, in_backward
-from fxprec.errors import ConfigError, FormatError
+from fxprec.errors import ConfigError, FormatError, FxprecWarning
 from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.runtime import on_device
 from fxprec.runtime.aps.exchange import all_gather, all_gather_into
@@ -59,6 +60,7 @@ class APSAllGather(AllGather):
     def __init__(self, state: APSState, shards: Shards, wire: Wire | None, owner: FSDPModule) -> None:
         self.state = state
         self.wire = wire
+        self._name = shards.name
         self._index = shards.index
         self._sizes = shards.sizes
         self._matrices = [p.dim() > 1 for p in shards.parameters]
@@ -92,7 +94,7 @@ class APSAllGather(AllGather):
         return None
 
     def _pieces(self, shard: Tensor) -> list[Piece]:
-        """Return what lies in a shard, one after another; nothing where the shard is not of this module's sizes.
+        """Return what lies in a shard, one after another; nothing, with a warning, where it is of other sizes.
 
         FSDP2 gathers bytes where dtypes differ: of frozen parameters, or by ``param_dtype_override_fn`` (torch 2.15).
         """
@@ -101,7 +103,16 @@ class APSAllGather(AllGather):
             dtypes = gathered_dtypes(self._owner)
         rows = zip(self._sizes, dtypes, self._matrices, strict=True)
         pieces = [Piece(n * d.itemsize, d, matrix and d in _NUMBERS) for n, d, matrix in rows]
-        return pieces if sum(piece.size for piece in pieces) == shard.nbytes else []
+        known = sum(piece.size for piece in pieces)
+        if known == shard.nbytes:
+            return pieces
+        warnings.warn(
+            f"FSDP2 gathers {shard.nbytes} bytes a rank of {self._name}, whose parameters had {known} when use_aps was "
+            "called: it is gathered as it is, in full precision; call use_aps after the model's last change",
+            FxprecWarning,
+            stacklevel=2,
+        )
+        return []
 
     def _coding(self, dtypes: Sequence[torch.dtype]) -> Coding:
         by_link = self.state.by_link

@@ -22,7 +22,7 @@ from fxprec.runtime.aps.link_planner import CLOSE
 from fxprec.runtime.aps.link_probe import ELEMENTS, fastest
 from fxprec.runtime.aps.predict import Link
 from fxprec.runtime.aps.shards import Shards
-from fxprec.runtime.aps.wire import BlockWire, Coding
+from fxprec.runtime.aps.wire import BlockWire, Coding, Wire
 
 EIGHT_BITS = "int8/128:bf16"
 """Of normally distributed weights it loses 3.6e-5 of the squared norm, mxfp8_e4m3 8.5e-4, in as many bytes."""
@@ -99,8 +99,8 @@ def _cost(coding: Coding, group: dist.ProcessGroup) -> Cost:
     return Cost(*(seconds / ELEMENTS for seconds in fastest([encode, decode], x.device, group)))
 
 
-def _work(coding: Coding, x: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
-    if coding is None or isinstance(coding, torch.dtype):
+def _work(coding: Wire | torch.dtype, x: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+    if isinstance(coding, torch.dtype):
         narrow = x.to(coding)
         return lambda: x.to(coding), lambda: x.copy_(narrow)
     codes = coding.encode(x)

@@ -17,15 +17,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fxprec.aps import APSState, use_aps
-from fxprec.errors import FxprecError
+from fxprec.errors import FxprecError, FxprecWarning
 from fxprec.numerics import block_codec
 from fxprec.numerics.blocks import find_blocks
 from fxprec.runtime.aps import by_link, exchange, fsdp_gather
 from fxprec.runtime.aps.by_link import MEASURED, PERIOD
+from fxprec.runtime.aps.fsdp_gather import APSAllGather
 from fxprec.runtime.aps.gathers import EIGHT_BITS
 from fxprec.runtime.aps.link_plan import GatheredBits, LayerBits, LinkPlan
 from fxprec.runtime.aps.link_planner import MESSAGE_BYTES
 from fxprec.runtime.aps.predict import Link
+from fxprec.runtime.aps.shards import Shards
 
 WORLD, WIDTH = 3, 257
 SLOW, FAST = Link(1e5, 1e-4), Link(1e12, 1e-6)
@@ -382,3 +384,11 @@ def test_what_ranks_cannot_do_together_is_refused_in_words(results: list[dict[st
         assert "FormatError: parameters='e4m3fn' has one scale for a whole shard" in said["format"]
         assert "needs a state with bits='by link'" in said["no plan"]
         assert "plans for 1 ranks and FSDP2 shards over 3" in said["ranks"]
+
+
+def test_a_module_of_other_sizes_is_gathered_as_it_is_and_said() -> None:
+    shards = Shards("block.0", 0, (torch.zeros(2, 2),), (4,))
+    gather = APSAllGather(mock.Mock(spec=APSState), shards, None, nn.Linear(2, 2))
+    assert [piece.size for piece in gather._pieces(torch.zeros(4))] == [16]
+    with pytest.warns(FxprecWarning, match=r"gathers 12 bytes a rank of block.0, whose parameters had 16 when use_aps"):
+        assert gather._pieces(torch.zeros(3)) == []

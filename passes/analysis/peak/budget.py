@@ -36,7 +36,7 @@ def within_budget(work: Work, needs: Needs, asked: PeakBudget, progress: Progres
     if fit is None or fit.excess(bound) > 0:
         fit = min((chooser.least(), *fits), key=lambda fit: fit.peak)
         if fit.excess(bound) > 0:
-            whole = high.peak if part.budget is None and not free else 0
+            whole = everything if part.budget is None and not free else 0
             raise _out_of_reach(budget, fit.peak + part.beside + part.beyond, free, work, fit, whole)
     unsited = {node: form for node, form in fit.held.kept.items() if node not in needs.rows}
     seconds = rates.step(needs.step)

@@ -8,7 +8,6 @@ import torch
 from torch.fx import Node
 
 from fxprec.config.config import BLOCK_WAYS
-from fxprec.ir.symbolic import Quantize
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
@@ -160,7 +159,7 @@ def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blo
     if not formats:
         return {}
     refusals, found = Refusals(work), dict[Node, list[Blocks]]()
-    for node, (q, *others) in _stored(needs, work).items():
+    for node, (q, *others) in needs.step.stored.items():
         if others or node in needs.read_as_it_is:
             continue
         site = work.book.sites[needs.rows[node]]
@@ -175,24 +174,13 @@ def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blo
     return found
 
 
-def _stored(needs: Needs, work: Work) -> dict[Node, list[Node]]:
-    """Return the casts of each value that backward alone reads."""
-    found: dict[Node, list[Node]] = {}
-    for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
-        if any(x in needs.step.casts for x in q.users):
-            found.setdefault(cast.x, []).append(q)
-    return found
-
-
 def _movable(needs: Needs, copies: _Copies) -> set[Node]:
     """Find what may wait in host memory: of fixed size, not empty, dense, no output, stored as one copy at most."""
-    stored, found = dict[Node, set[Node]](), set[Node]()
-    for x, cast in needs.step.casts.items():
-        stored.setdefault(cast.x, set()).update(x.all_input_nodes[:1])
+    found = set[Node]()
     for node in copies.own:
         val = tensor_of(node)
         is_fixed = all(isinstance(n, int) for n in (*val.shape, *val.stride())) and val.numel() > 0
-        is_one = len(stored.get(node, ())) <= 1 and node not in needs.step.returned
+        is_one = len(needs.step.stored.get(node, ())) <= 1 and node not in needs.step.returned
         if is_fixed and is_one and torch.empty_like(val).stride() == val.stride():
             found.add(node)
     return found

@@ -97,15 +97,13 @@ class Problem:
     effort: Effort = field(default_factory=Effort)
     price: float = 0.0
     """Seconds that a byte on the device is worth, where no bound says so."""
-    is_bounded: bool = True
-    """Whether a budget is to be met. Without one, nothing is computed again that a copy in 8 bits is nearer to."""
     inputs: Collection[Node] = ()
     """Inputs that backward holds only if something is computed again from them: the caller may let them go."""
 
     def __post_init__(self) -> None:
         self._allowed = frozenset(self.allowed)
         self.nodes = self._closure()
-        keys = [(node, way) for node in self.nodes for way in self.ways(node)]
+        keys = [(node, way) for node in self.nodes for way in self._allowed_ways(node)]
         self.columns = {key: column for column, key in enumerate(keys)}
         self._by_node: dict[Node, dict[Way, int]] = {node: {} for node in self.nodes}
         for (node, way), column in self.columns.items():
@@ -152,8 +150,11 @@ class Problem:
         step = self.needs.step
         return (step.is_there(node) or node in step.again) and node not in self.inputs
 
-    def ways(self, node: Node) -> Iterator[Way]:
-        """Yield the ways that a value may go, the forms of which most may be computed again first."""
+    def ways(self, node: Node) -> Collection[Way]:
+        """Return the ways that a value may go, the forms of which most may be computed again first."""
+        return self._by_node[node].keys()
+
+    def _allowed_ways(self, node: Node) -> Iterator[Way]:
         if node in self.inputs or node in self.needs.kept:
             yield Own()
             return
@@ -162,7 +163,8 @@ class Problem:
         yield from (form for form in self.needs.forms.get(node, ()) if form.options <= self._allowed)
         if can_repeat(node) and ("recompute" in self._allowed or kind_of(node) in _CHEAP):
             yield AGAIN
-            if self.is_bounded or not is_square(node):  # of a rounded value it would have twice the error
+            # Of a rounded value a square has twice the error, which no bound asks for.
+            if not (self.price and is_square(node)):
                 yield ROUNDED
 
     def demand(self, node: Node) -> Demand | None:
@@ -190,7 +192,7 @@ class Problem:
                 continue
             way = kept.get(node, ROUNDED if asked[node] <= LOW else AGAIN)
             if not asked[node] <= way.bears or (node, way) not in self.columns:
-                way = next(self.ways(node), AGAIN)
+                way = next(iter(self.ways(node)), AGAIN)
                 if not isinstance(way, Own):
                     return None
             ways[node] = way

@@ -52,6 +52,7 @@ class Step:
         put(self, "casts", {x: cast for q, cast in Quantize.among(nodes) if self._is_cast(q) for x in q.users})
         put(self, "copied", {c.x: fmt for c in self.casts.values() if (fmt := self._copied(c)) is not None})
         put(self, "asked", {cast.x for x, cast in self.casts.items() if asking(x)})
+        put(self, "stored", self._stored())
         casts = {*self.casts, *(q for q in nodes if q.target is QUANTIZE and self._is_cast(q))}
         decoded, behind = set(self.casts), set[Node]()
         halves: tuple[list[Node], list[Node]] = [], []
@@ -81,6 +82,8 @@ class Step:
     """What the user's checkpoints compute again in backward, of what backward asks for."""
     casts: Mapping[Node, Quantize] = field(init=False)
     """What each decoded copy is a copy of."""
+    stored: Mapping[Node, list[Node]] = field(init=False)
+    """The casts of each value that has a copy."""
     copied: Mapping[Node, Format] = field(init=False)
     """Inputs that backward reads as a copy in some format: it waits, though they are there anyway."""
     asked: set[Node] = field(init=False)
@@ -157,6 +160,12 @@ class Step:
         # A GEMM's operand in blocks is decoded in forward too.
         is_decode = Dequantize.match(node) is not None and is_in_blocks(node) and node not in self.needed
         return is_decode or self.joint.in_backward(node) or any(n in decoded for n in node.all_input_nodes)
+
+    def _stored(self) -> dict[Node, list[Node]]:
+        found: dict[Node, list[Node]] = {}
+        for q in dict.fromkeys(x.all_input_nodes[0] for x in self.casts):
+            found.setdefault(Quantize.of(q).x, []).append(q)
+        return found
 
     def _copied(self, cast: Quantize) -> Format | None:
         """Return the format of the copy that is made of an input; None of any other value."""
