@@ -141,6 +141,7 @@ def test_logs_carry_the_bytes_saved() -> None:
     assert plan.saved_bytes is not None
     assert plan.saved_bytes.planned > 0
     assert summary(model)["fxprec/saved_bytes"] == plan.saved_bytes.planned
+    assert summary(model)["fxprec/saved_bytes_in_bf16"] == plan.saved_bytes.fp32 // 2
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:

@@ -26,8 +26,8 @@ def summary(model: object) -> dict[str, float]:
     """Return a few numbers on a model's latest step, for a line of a log; waits for none that is on its way.
 
     Shares of a tensor's elements (largest over all tensors), the share of all elements held low, averaged over the
-    steps so far, the bytes that training graphs save for backward, and counts: tensors promoted, steps skipped. Of
-    several models the low ratio is their mean.
+    steps so far, the bytes that training graphs save for backward and what the same tensors take in bf16, and counts:
+    tensors promoted, steps skipped. Of several models the low ratio is their mean.
     """
     backends = backends_in(model)
     return _summary(backends, _rows(backends))
@@ -39,11 +39,13 @@ def _rows(backends: Mapping[str, Backend]) -> list[dict[str, Any]]:
 
 def _summary(backends: Mapping[str, Backend], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     plans = [plan for backend in backends.values() for plan in backend.plans]  # of training; evaluation follows them
+    saved = [plan.saved_bytes for plan in plans if plan.saved_bytes is not None]
     return {
         "fxprec/overflow_ratio": max((row["overflow_ratio"] or 0.0 for row in rows), default=0.0),
         "fxprec/underflow_ratio": max((row["underflow_ratio"] or 0.0 for row in rows), default=0.0),
         "fxprec/mean_low_ratio": statistics.fmean(b.mean_low_ratio for b in backends.values()) if backends else 0.0,
-        "fxprec/saved_bytes": sum(plan.saved_bytes.planned for plan in plans if plan.saved_bytes is not None),
+        "fxprec/saved_bytes": sum(count.planned for count in saved),
+        "fxprec/saved_bytes_in_bf16": sum(count.fp32 // 2 for count in saved),
         "fxprec/promoted": sum(len(plan.promoted) for plan in plans),
         "fxprec/skipped_steps": sum(backend.skipped_steps for backend in backends.values()),
     }
