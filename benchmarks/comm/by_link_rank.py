@@ -56,6 +56,7 @@ WAYS: dict[str, tuple[Callable[[DistributedDataParallel], Any], Hook] | None] = 
     "16 bits": (lambda ddp: APSState("e4m3fn", bits="by link", model=ddp, widths=(16,)), aps_hook),
     "8 bits": (lambda ddp: APSState("e4m3fn"), aps_hook),
     "4 bits": (lambda ddp: APSState(FOUR_BITS), aps_hook),
+    "4 bits, by nodes": (lambda ddp: APSState(FOUR_BITS, group_size=2), aps_hook),
     "by link": (lambda ddp: APSState("e4m3fn", bits="by link", model=ddp), aps_hook),
 }
 

@@ -21,6 +21,7 @@ from fxprec.runtime.aps.exchange import (
     write_back,
 )
 from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, mask_factors
+from fxprec.runtime.aps.groups import Groups
 from fxprec.runtime.aps.layout import Layout, layout, sizes_of
 from fxprec.runtime.aps.rotation import rotate, rotate_back
 from fxprec.runtime.aps.segments import indices_of, largest_magnitudes, scale_by_powers
@@ -84,21 +85,35 @@ def settle(state: APSState, parameter: Tensor, view: Tensor) -> None:
         view += state.residuals.pop(parameter).view_as(view)
 
 
+def reduce_plain(bucket: Bucket, groups: Groups) -> None:
+    """Average the layers that are not coded, by one all-reduce for each dtype."""
+    for dtype, views in bucket.plain.items():
+        whole = sum(sizes_of(views)) == bucket.buffer.numel()
+        flat = bucket.buffer if whole else torch.cat([v.reshape(-1) for v in views])
+        total = flat.to(dtype)
+        dist.all_reduce(total, group=groups.payload)
+        set_mean(flat, total, groups.size)
+        if not whole:
+            write_back(flat, views)
+
+
 class Exchange:
     """The sum over ranks, divided by their number, of one bucket.
 
     `start`, then the `STAGES` in order, on every rank. Stages of different buckets may run at the same time, each
-    stage in bucket order: those that communicate do so on a process group of their own.
+    stage in bucket order: those that communicate do so on a process group of their own. `groups` are the state's, or
+    those between nodes.
     """
 
     STAGES = ("prepare", "scatter", "reduce", "gather", "finish")
 
-    def __init__(self, state: APSState, bucket: Bucket) -> None:
+    def __init__(self, state: APSState, bucket: Bucket, groups: Groups | None = None) -> None:
         self.state = state
+        self.groups = groups or state.groups
         self.bucket = bucket
         self.wire = bucket.wire
         self.step = state.step
-        self.layout: Layout = layout(sizes_of(bucket.low), state.groups.size, self.wire.block)
+        self.layout: Layout = layout(sizes_of(bucket.low), self.groups.size, self.wire.block)
         self.work: dist.Work | None = None
         self.exponent_codes = torch.empty(0, dtype=torch.int8, device="cpu")
         self.exponents = torch.empty(0, dtype=torch.int32, device="cpu")
@@ -121,9 +136,9 @@ class Exchange:
                 self.step, self.bucket.index, self.bucket.part, self.wire.block, self.flat.device
             )
             rotate(self.flat, self.signs)
-        terms = 1 if self.state.options.accumulate == "fp32" else self.state.groups.size
+        terms = 1 if self.state.options.accumulate == "fp32" else self.groups.size
         self.exponent_codes = exponent_codes(largest_magnitudes(self.flat, self.layout.bounds), terms)
-        group = self.state.groups.exponents
+        group = self.groups.exponents
         self.work = dist.all_reduce(self.exponent_codes, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def prepare(self) -> None:
@@ -137,7 +152,7 @@ class Exchange:
         if not self._scales_layers:
             self.exponents = torch.zeros_like(self.exponents)
         if self._divides_first:
-            self.flat /= self.state.groups.size
+            self.flat /= self.groups.size
         feedback = self.state.options.error_feedback
         wanted = self.flat.clone() if feedback else self.flat
         self.message = self.coder.scale_and_encode(self.flat, self.layout.bounds, self.exponents)
@@ -147,9 +162,8 @@ class Exchange:
 
     def scatter(self) -> None:
         """Send the codes to their owners, and layers that are not coded on their own way."""
-        groups = self.state.groups
-        for dtype, views in self.bucket.plain.items():
-            self._reduce_plain(views, dtype)
+        groups = self.groups
+        reduce_plain(self.bucket, groups)
         if self.work is not None and groups.parts is None:
             size = num_bytes(self.wire, self.layout.padded)
             self.message = to_owners(self.message, size, groups.size, groups.payload)
@@ -158,7 +172,7 @@ class Exchange:
         """Sum what this rank owns; the hierarchical way is walked to its end here."""
         if self.work is None:
             return
-        mode, groups = self.state.options.accumulate, self.state.groups
+        mode, groups = self.state.options.accumulate, self.groups
         if mode == "fp32":
             lost = None if self.lost is None else torch.zeros_like(self.lost)
             self.message = sum_fp32(self.message, self.coder, self.layout, groups.rank, lost)
@@ -172,8 +186,8 @@ class Exchange:
 
     def gather(self) -> None:
         """Collect the codes of the sum from their owners."""
-        if self.work is not None and self.state.groups.parts is None:
-            self.message = all_gather(self.message, self.state.groups.gather)
+        if self.work is not None and self.groups.parts is None:
+            self.message = all_gather(self.message, self.groups.gather)
 
     def finish(self) -> None:
         """Decode, unscale, divide by the number of ranks, and write into the bucket's buffer."""
@@ -190,7 +204,7 @@ class Exchange:
         bounds = [(p.start, p.end) for p in pieces]
         whole = self.flat if self.in_place else None
         coder = self.coder if self.state.options.accumulate == "fp32" else replace(self.coder, bounded=False)
-        divisor = 1 if self._divides_first else self.state.groups.size
+        divisor = 1 if self._divides_first else self.groups.size
         mean = coder.decode_scaled(codes, bounds, exponents, mask, divisor, whole)
         if self.signs is not None:
             rotate_back(mean, self.signs)
@@ -222,15 +236,6 @@ class Exchange:
             gaps = zip(layers, lay.spans, strict=True)
             layers = [part for v, span in gaps for part in (v, v.new_zeros(span - v.numel()))]
         return torch.cat(layers)
-
-    def _reduce_plain(self, views: list[Tensor], dtype: torch.dtype) -> None:
-        whole = sum(sizes_of(views)) == self.bucket.buffer.numel()
-        flat = self.bucket.buffer if whole else torch.cat([v.reshape(-1) for v in views])
-        total = flat.to(dtype)
-        dist.all_reduce(total, group=self.state.groups.payload)
-        set_mean(flat, total, self.state.groups.size)
-        if not whole:
-            write_back(flat, views)
 
     def _add_residuals(self, layers: list[Tensor]) -> None:
         for layer, parameter in zip(layers, self.bucket.parameters, strict=True):

@@ -44,10 +44,11 @@ class APSReduceScatter(ReduceScatter):
 
     def __init__(self, state: APSState, shards: Shards) -> None:
         chosen = state.options
-        if chosen.accumulate != "fp32" or chosen.error_feedback or chosen.scaling != "aps":
+        is_plain = chosen.accumulate == "fp32" and chosen.scaling == "aps" and not chosen.error_feedback
+        if not is_plain or chosen.group_size is not None:
             raise ConfigError(
-                f"APS under FSDP2 cannot honour ({chosen.text()}); it needs accumulate='fp32', scaling='aps' and no "
-                "error feedback"
+                f"APS under FSDP2 cannot honour ({chosen.text()}); it needs accumulate='fp32', scaling='aps', no error "
+                "feedback and no group_size"
             )
         self.state = state
         self.shards = shards

@@ -6,7 +6,7 @@ Everything here is collective: each rank of the parent group calls it, in the sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,11 +31,23 @@ class SubGroups:
 
 
 @dataclass(frozen=True)
+class Node:
+    """The ranks of one node, each of which owns a chunk, and those of other nodes that own the same one."""
+
+    rank: int
+    """This rank within the node, and so the number of its chunk."""
+    size: int
+    scatter: dist.ProcessGroup
+    gather: dist.ProcessGroup
+    between: Groups
+
+
+@dataclass(frozen=True)
 class Groups:
     """Process groups of one exchange.
 
     Exponents, payload and results have a group each, so none of a bucket waits for another of the bucket before.
-    `parts` are those of the hierarchical all-reduce, None without one.
+    `parts` are those of the hierarchical all-reduce, and `node` is that of an exchange by nodes; None without one.
     """
 
     rank: int
@@ -44,6 +56,7 @@ class Groups:
     payload: dist.ProcessGroup
     gather: dist.ProcessGroup
     parts: SubGroups | None = None
+    node: Node | None = None
 
 
 def parent_of(process_group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
@@ -72,23 +85,45 @@ def communication_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def make_groups(parent: dist.ProcessGroup, group_size: int | None) -> Groups:
-    """Make the groups of an exchange over `parent`, with its timeout."""
+def make_groups(parent: dist.ProcessGroup, group_size: int | None, *, by_nodes: bool = False) -> Groups:
+    """Make the groups of an exchange over `parent`, with its timeout; `by_nodes` where `group_size` ranks are a node.
+
+    Raises `ConfigError` for ranks that are no whole number of nodes.
+    """
     ranks = dist.get_process_group_ranks(parent)
     timeout = timeout_of(parent)
-    exponents = _own_group([ranks], dist.get_rank(), timeout)
-    payload = _own_group([ranks], dist.get_rank(), timeout)
-    gather = _own_group([ranks], dist.get_rank(), timeout)
+    whole = _groups([ranks], timeout)
     rank, size = dist.get_rank(parent), len(ranks)
     if group_size is None or group_size == 1 or size == 1:
-        return Groups(rank, size, exponents, payload, gather)
+        return whole
+    if by_nodes:
+        return replace(whole, node=_node(ranks, rank, group_size, timeout))
     parts = [ranks[start : start + group_size] for start in range(0, size, group_size)]
     members = _own_group(parts, ranks[rank], timeout)
     heads = ranks[::group_size]
     others = [[r] for r in ranks if r not in heads]
     masters = _own_group([heads, *others], ranks[rank], timeout)
-    own = SubGroups(members, masters if ranks[rank] in heads else None)
-    return Groups(rank, size, exponents, payload, gather, own)
+    return replace(whole, parts=SubGroups(members, masters if ranks[rank] in heads else None))
+
+
+def _groups(parts: list[list[int]], timeout: timedelta | None) -> Groups:
+    """Make the groups of one exchange over the part that this rank is in, of disjoint parts."""
+    rank = dist.get_rank()
+    own = next(part for part in parts if rank in part)
+    exponents, payload, gather = (_own_group(parts, rank, timeout) for _ in range(3))
+    return Groups(own.index(rank), len(own), exponents, payload, gather)
+
+
+def _node(ranks: list[int], rank: int, size: int, timeout: timedelta | None) -> Node:
+    if len(ranks) % size:
+        raise ConfigError(
+            f"group_size={size} does not divide {len(ranks)} ranks, and with accumulate='fp32' each node owns a bucket "
+            "in equal chunks; give the ranks of one node, or leave group_size out"
+        )
+    nodes = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    scatter, gather = (_own_group(nodes, ranks[rank], timeout) for _ in range(2))
+    alike = [list(chunk) for chunk in zip(*nodes, strict=True)]
+    return Node(rank % size, size, scatter, gather, _groups(alike, timeout))
 
 
 def _own_group(parts: list[list[int]], rank: int, timeout: timedelta | None) -> dist.ProcessGroup:

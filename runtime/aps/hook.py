@@ -19,6 +19,7 @@ from torch import Tensor
 from fxprec.runtime import on_device
 from fxprec.runtime.aps.bucket import Exchange, settle, split_bucket
 from fxprec.runtime.aps.exchange import set_mean
+from fxprec.runtime.aps.nodes import NodeExchange
 from fxprec.runtime.aps.state import APSState
 
 NO_CAPTURE = "and each step has scales of its own; run the backward pass outside of torch.cuda.graph"
@@ -64,7 +65,7 @@ def _exchange(
     stream = state.stream(buffer.device)
     stream.wait_stream(torch.cuda.current_stream(buffer.device))  # the gradients are whole, and what comes after is not
     with torch.cuda.stream(stream), torch.no_grad():
-        for exchange, name in product(_started(state, bucket), Exchange.STAGES):
+        for exchange, name in product(_started(state, bucket), _stages(state)):
             getattr(exchange, name)()
         state.step += is_last
         return done(buffer)
@@ -88,14 +89,19 @@ def _mean(state: APSState, buffer: Tensor, total: Tensor, reduced: "torch.future
     return buffer
 
 
+def _stages(state: APSState) -> tuple[str, ...]:
+    return Exchange.STAGES if state.groups.node is None else NodeExchange.STAGES
+
+
 def _started(
     state: APSState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # absent from torch's annotations
-) -> list[Exchange]:
+) -> Sequence[Exchange | NodeExchange]:
     """Return the exchanges of a bucket's parts, whose exponents are under way."""
     with torch.no_grad():
         parts = split_bucket(state, bucket.index(), bucket.buffer(), bucket.gradients(), bucket.parameters())
-        exchanges = [Exchange(state, part) for part in parts]
+        node = state.groups.node
+        exchanges = [Exchange(state, p) if node is None else NodeExchange(state, p, node) for p in parts]
         for exchange in exchanges:
             exchange.start()
     return exchanges
@@ -110,23 +116,23 @@ def done(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def _queue(
-    state: APSState, exchanges: list[Exchange], buffer: Tensor, is_last: bool
+    state: APSState, exchanges: Sequence[Exchange | NodeExchange], buffer: Tensor, is_last: bool
 ) -> torch.futures.Future[torch.Tensor]:
     """Run the stages of the exchanges, each stage on a thread of its own that takes them in order."""
     if not state.workers:
-        state.workers = [ThreadPoolExecutor(1, thread_name_prefix=f"fxprec-aps-{name}") for name in Exchange.STAGES]
+        state.workers = [ThreadPoolExecutor(1, thread_name_prefix=f"fxprec-aps-{name}") for name in _stages(state)]
     ended: torch.futures.Future[BaseException | None] = torch.futures.Future()
     finished: list[Future[None]] = []
     for exchange in exchanges:
         stages: list[Future[None]] = []
-        for worker, name in zip(state.workers, Exchange.STAGES, strict=True):
+        for worker, name in zip(state.workers, _stages(state), strict=True):
             stages.append(worker.submit(_run_stage, exchange, name, stages[-1:]))
         finished.append(stages[-1])
     finished[-1].add_done_callback(lambda _: _deliver(state, is_last, ended, finished))
     return ended.then(partial(_result, buffer))
 
 
-def _run_stage(exchange: Exchange, name: str, before: "Sequence[Future[None]]") -> None:
+def _run_stage(exchange: "Exchange | NodeExchange", name: str, before: "Sequence[Future[None]]") -> None:
     """Run one stage after the bucket's stage before it, if any; raises what that one raised."""
     for stage in before:
         stage.result()

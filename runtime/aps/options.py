@@ -33,7 +33,9 @@ class APSOptions:
     """``fp32``: two roundings in all, whatever the world size. ``format``: every partial sum is rounded to the wire
     format, in ring order. ``kahan``: the same, with a compensation kept in the format."""
     group_size: int | None = None
-    """Ranks per group of the hierarchical all-reduce (``format`` and ``kahan`` only); None is one ring of all."""
+    """Ranks of a node. With ``fp32`` gradients go in 16 bits inside a node and in codes between nodes; each part of a
+    layer that a rank owns has its own scale. With ``format`` and ``kahan``: ranks per group of the paper's hierarchical
+    all-reduce. None is one ring of all."""
     rounding: Rounding = "nearest"
     """``stochastic`` is seeded by (seed, step, bucket, rank); what arrives is the same on all ranks."""
     error_feedback: bool = False
@@ -71,12 +73,12 @@ class APSOptions:
             )
         if self.group_size is not None:
             _check_count("group_size", self.group_size, 1)
-            if self.accumulate == "fp32":
+            if self.accumulate == "fp32" and (self.error_feedback or self.bits == "by link"):
+                asked = "error_feedback=True" if self.error_feedback else "bits='by link'"
                 raise ConfigError(
-                    f"group_size={self.group_size} has no use with accumulate='fp32', whose error does not grow with "
-                    "the ranks; use accumulate='format' or 'kahan', or leave group_size out"
+                    f"group_size={self.group_size} and {asked} do not go together with accumulate='fp32': all layers "
+                    "go between nodes in one format, and what it loses is not kept; leave one of them out"
                 )
-
         self._check_link()
 
     def _check_link(self) -> None:

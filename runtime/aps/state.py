@@ -121,7 +121,7 @@ class APSState:
         parent = parent_of(process_group, "APSState")
         kept = [tuple(p.shape) for p in self._kept]
         agree(f"{self.options.text()}, keep_high={sorted(kept)}", parent)
-        return make_groups(parent, self.options.group_size)
+        return make_groups(parent, self.options.group_size, by_nodes=self.options.accumulate == "fp32")
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream of a GPU that gradients are exchanged on, beside the backward pass."""

@@ -154,8 +154,8 @@ class Uploads:
 
 
 uploads = Uploads()
-OPTIONS = {"accumulate": "fp32", "scaling": "aps", "error_feedback": False}
-GROUPS = SimpleNamespace(size=2, rank=0, exponents=None, payload=None, gather=None, parts=None)
+OPTIONS = {"accumulate": "fp32", "scaling": "aps", "error_feedback": False, "group_size": None}
+GROUPS = SimpleNamespace(size=2, rank=0, exponents=None, payload=None, gather=None, parts=None, node=None)
 
 
 def state_of(fmt: str, **options: Any) -> Any:
@@ -247,7 +247,7 @@ def test_backward_runs_ahead_of_the_exchange(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hook, "split_bucket", lambda *args: ["first", "second"])
     monkeypatch.setattr(hook, "done", lambda buffer: streams.seen.append(("done", streams.current)) or "future")
     state = SimpleNamespace(
-        groups=SimpleNamespace(size=2), step=4, stream=lambda device: side, by_link=None, wire="codes"
+        groups=SimpleNamespace(size=2, node=None), step=4, stream=lambda device: side, by_link=None, wire="codes"
     )
     with FakeTensorMode():
         buffer = torch.empty(3, device=GPU)
