@@ -16,6 +16,7 @@ from fxprec.config.operands import PRODUCTS, Operands, Product
 from fxprec.ir.operators import Trait, having
 from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, RESCALE
 from fxprec.numerics.blocks import BlockFormat, find_blocks
+from fxprec.numerics.hadamard import SIZE
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import input_at, is_backward, is_view, numel_hint, tensor_of
 from fxprec.passes.analysis.operators import Operator
@@ -80,6 +81,9 @@ def _remark(work: Work, operands: Operands) -> str:
         "weights in squares" if operands.square_weights else "",
         "gradients rounded at random" if operands.stochastic else "",
         "weight gradients through a random Hadamard matrix" if operands.hadamard else "",
+        f"gradients' products turned {operands.eden} elements at a time, with scales by MS-EDEN"
+        if operands.eden
+        else "",
     ]
     said = "; ".join([names, *filter(None, extras)])
     return f"block-gemms: {in_blocks} of {len(work.in_blocks)} GEMMs round their operands to blocks ({said})"
@@ -175,11 +179,12 @@ class _Rewrite:
     def roundings(self, node: Node, product: Product, fmt: BlockFormat) -> Iterator[tuple[int, Node, Rounding]]:
         """Yield (position among the arguments, operand, how it is rounded)."""
         asked = self.operands
-        rotate = asked.hadamard and product == "weight_grad"
+        is_eden = bool(asked.eden) and product != "forward"
+        turn = asked.eden if is_eden else SIZE if asked.hadamard and product == "weight_grad" else 0
         for (position, factor), axis in zip(_factors(node), (-1, -2), strict=True):
-            is_square = asked.square_weights and product != "weight_grad" and self.is_weight(factor)
+            is_square = asked.square_weights and product != "weight_grad" and not is_eden and self.is_weight(factor)
             is_random = asked.stochastic and factor in self.gradients
-            yield position, factor, Rounding(fmt, axis, is_square, is_random, rotate)
+            yield position, factor, Rounding(fmt, axis, is_square, is_random, turn, is_eden)
 
     def run(self) -> None:
         """Replace the operands, in the order of the graph."""

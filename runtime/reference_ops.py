@@ -11,6 +11,7 @@ from fxprec.ir.symbolic import (
     CARRIED,
     HISTOGRAM_BINS,
     MEASURE,
+    CorrectScales,
     Count,
     Damage,
     Dequantize,
@@ -28,7 +29,7 @@ from fxprec.ir.symbolic import (
 )
 from fxprec.kernels.counts import Ln
 from fxprec.kernels.layout import SideBySide
-from fxprec.numerics import block_codec, hadamard
+from fxprec.numerics import block_codec, eden, hadamard
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import E4M3FN_NAN, E5M2, Format, kept_codes, parse
 from fxprec.numerics.reference import (
@@ -192,6 +193,7 @@ Quantize.implement(quantize)
 Dequantize.implement(dequantize)
 TensorScale.implement(tensor_scale)
 Rotate.implement(hadamard.rotated)
+CorrectScales.implement(eden.corrected)
 KeepNonfinite.implement(keep_nonfinite)
 KeepCodes.implement(keep_codes)
 Rescale.implement(rescale)

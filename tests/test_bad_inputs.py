@@ -170,6 +170,13 @@ RECIPES: Sequence[Case] = (
     operands("operands names no format; give one of forward, input_grad, weight_grad, or leave operands out"),
     operands("operands.hadamard turns operands of weight_grad, which has no format", forward="nvfp4", hadamard=True),
     operands("operands.stochastic rounds gradients, and neither input_grad nor", forward="nvfp4", stochastic=True),
+    operands(
+        "operands.eden is True; give it the size of a turned vector, (16, 32, 64, 128)", weight_grad="nvfp4", eden=True
+    ),
+    operands("operands.eden turns and rounds the operands that hadamard", weight_grad="nvfp4", eden=16, hadamard=True),
+    operands("operands.eden rounds the operands of gradients, and neither", forward="nvfp4", eden=16),
+    operands("operands.eden: the scales of mxfp4 are powers of two", weight_grad="mxfp4", eden=16),
+    operands("operands.eden: blocks of 1-2-1/32:e4m3fn are larger than", weight_grad="1-2-1/32:e4m3fn", eden=16),
     operands("operands.square_weights rounds weights, which forward and", weight_grad="nvfp4", square_weights=True),
     operands(
         "operands.square_weights would make squares of 128 x 128 elements of 1-2-1/128:e8m0; use blocks of at most 64",

@@ -110,6 +110,16 @@ HUGE = 10**400
             "recipe.operands: has an unknown key 'forwards'; did you mean 'forward'?",
         ),
         (("recipe", "operands"), {"hadamard": True}, "operands names no format"),
+        (
+            ("recipe", "operands"),
+            {"weight_grad": "nvfp4", "eden": True},
+            "recipe.operands.eden: is True; it must be an int",
+        ),
+        (
+            ("recipe", "operands"),
+            {"weight_grad": "nvfp4", "eden": 8},
+            "operands.eden is 8; give it the size of a turned",
+        ),
         (("saved_bytes",), {"fp32": 1, "planned": None}, "saved_bytes.planned: is None; it must be an int"),
         (("schema",), 2, "schema: is 2, and this fxprec reads 1; plan again with this version, or install"),
         (("schema",), "1", "schema: is '1', and this fxprec reads 1"),

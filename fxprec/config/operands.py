@@ -14,6 +14,8 @@ from fxprec.numerics.blocks import BlockFormat, find_blocks
 Product: TypeAlias = Literal["forward", "input_grad", "weight_grad"]
 _LARGEST_SIDE = 64
 """Of a square: it is a block of n x n elements, and the largest block has 4096."""
+TURNS = (16, 32, 64, 128)
+"""Sizes of the Hadamard matrix of `Operands.eden`."""
 PRODUCTS: tuple[Product, ...] = ("forward", "input_grad", "weight_grad")
 
 
@@ -39,12 +41,19 @@ class Operands(Options):
     matrix: it spreads outliers over 16 elements, and cancels in the product (arXiv 2509.25149)."""
     stochastic: bool = False
     """Whether incoming gradients are rounded at random, so that their mean is exact, and not to nearest."""
+    eden: int = 0
+    """Elements of a turned vector, 16, 32, 64 or 128: both operands of the gradients' products are multiplied by a
+    random Hadamard matrix of this size, rounded to nearest, and the scales of each vector's blocks corrected and
+    rounded at random (MS-EDEN, arXiv 2601.22813, which has 128). 0: not. It takes the place of ``hadamard`` and
+    ``stochastic``."""
 
     def __post_init__(self) -> None:
         for name in PRODUCTS:
             object.__setattr__(self, name, operand_format(name, getattr(self, name)))
         for flag in _FLAGS:
             checks.boolean(f"operands.{flag}", getattr(self, flag))
+        if isinstance(self.eden, bool) or self.eden not in (0, *TURNS):
+            raise ConfigError(f"operands.eden is {self.eden!r}; give it the size of a turned vector, {TURNS}, or 0")
         if not any(getattr(self, name) for name in PRODUCTS):
             raise ConfigError(f"operands names no format; give one of {', '.join(PRODUCTS)}, or leave operands out")
         if self.square_weights:
@@ -55,6 +64,24 @@ class Operands(Options):
             raise ConfigError(
                 "operands.stochastic rounds gradients, and neither input_grad nor weight_grad has a format; give one"
             )
+        if self.eden:
+            self._check_eden()
+
+    def _check_eden(self) -> None:
+        if self.hadamard or self.stochastic:
+            raise ConfigError(
+                "operands.eden turns and rounds the operands that hadamard and stochastic would; leave these out"
+            )
+        found = [fmt for fmt in (self.input_grad, self.weight_grad) if fmt is not None]
+        if not found:
+            raise ConfigError(
+                "operands.eden rounds the operands of gradients, and neither input_grad nor weight_grad has a format; "
+                "give one"
+            )
+        for fmt in found:
+            reason = eden_refusal(fmt, self.eden)
+            if reason:
+                raise ConfigError(f"operands.eden: {reason}; use 'nvfp4', or stochastic")
 
     def _check_squares(self) -> None:
         read = [fmt for fmt in (self.forward, self.input_grad) if fmt is not None]
@@ -70,13 +97,22 @@ class Operands(Options):
                     f"use blocks of at most {_LARGEST_SIDE}"
                 )
 
-    def to_dict(self) -> dict[str, str | bool]:
-        """Return names of formats and the flags that are set."""
+    def to_dict(self) -> dict[str, str | bool | int]:
+        """Return names of formats and the options that are set."""
         formats = {name: fmt.name for name in PRODUCTS if (fmt := getattr(self, name)) is not None}
-        return formats | {name: True for name in _FLAGS if getattr(self, name)}
+        return formats | {name: value for name in (*_FLAGS, "eden") if (value := getattr(self, name))}
 
 
-_FLAGS = tuple(f.name for f in fields(Operands) if f.name not in PRODUCTS)
+_FLAGS = tuple(f.name for f in fields(Operands) if f.name not in (*PRODUCTS, "eden"))
+
+
+def eden_refusal(fmt: BlockFormat, size: int) -> str | None:
+    """Return why the scales of a format cannot be corrected, each ``size`` elements by one factor, or None."""
+    if fmt.has_power_scale:
+        return f"the scales of {fmt.name} are powers of two, which cannot be corrected by a few percent"
+    if fmt.block > size:
+        return f"blocks of {fmt.name} are larger than the {size} elements that are turned together"
+    return None
 
 
 def operand_format(name: str, value: object) -> BlockFormat | None:

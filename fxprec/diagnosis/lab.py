@@ -19,7 +19,15 @@ from fxprec.compat import tree_map_only
 from fxprec.diagnosis.subject import same_random_numbers
 from fxprec.driver.interpreter import draw_from_seeds
 from fxprec.driver.record import RecordedHalf
-from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize, Rescale, TensorScale, is_in_blocks
+from fxprec.ir.symbolic import (
+    CorrectScales,
+    Dequantize,
+    KeepNonfinite,
+    Quantize,
+    Rescale,
+    TensorScale,
+    is_in_blocks,
+)
 from fxprec.passes.analysis.joint import argument, input_at, results_of
 from fxprec.passes.analysis.ops import MUTATIONS
 from fxprec.passes.casts.operands import OPERAND_META
@@ -157,8 +165,8 @@ class _Walk(Interpreter):
             return (args[0].reshape(-1) if is_in_blocks(n) else args[0]).to(args[5])
         if n.target is TensorScale.target:
             return args[0].new_zeros(1, dtype=torch.float32)  # nobody decodes with it
-        if n.target is Rescale.target:
-            return args[0]
+        if n.target in (Rescale.target, CorrectScales.target):
+            return args[0]  # of blocks these are numbers, rounded to nearest
         if n.target is aten.view.default:
             return args[0].reshape(args[1])  # what is read instead of a copy may lie otherwise in memory
         if n.target is KeepNonfinite.target:

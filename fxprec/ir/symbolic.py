@@ -12,9 +12,12 @@
     decode the first ``elements``, (elements,).
 ``tensor_scale(x, format) -> whole``
     The float32 (1,) that multiplies the scales of a tensor's blocks.
-``rotate(x, seed) -> y``
-    ``x``, 16 elements of its last dimension at a time, times a random Hadamard matrix (`fxprec.numerics.hadamard`), as
-    float32. The same ``seed`` (1,) int32 gives the same matrix, which cancels in the product of two rotated operands.
+``rotate(x, seed, size=16) -> y``
+    ``x``, ``size`` elements of its last dimension at a time, times a random Hadamard matrix
+    (`fxprec.numerics.hadamard`), as float32. The same ``seed`` (1,) int32 gives the same matrix, which cancels in the
+    product of two rotated operands.
+``correct_scales(q, x, whole, seed, row, format, size) -> q``
+    The blocks ``q`` that a rotated ``x`` was rounded to, with scales by MS-EDEN (`fxprec.numerics.eden`).
 ``keep_nonfinite(rounded, x) -> y``
     ``rounded`` where ``x`` is finite, else ``x``: inf and NaN of a gradient survive formats that have none.
 ``keep_codes(rounded, x, format) -> y``
@@ -163,10 +166,24 @@ class TensorScale(Call, op="tensor_scale", fake=lambda call: call.x.new_empty(1,
 
 @dataclass(frozen=True)
 class Rotate(Call, op="rotate", fake=lambda call: call.x.new_empty(call.x.shape, dtype=torch.float32)):
-    """Multiply each 16 elements of the last dimension by a random Hadamard matrix."""
+    """Multiply each ``size`` elements of the last dimension by a random Hadamard matrix."""
 
     x: Node
     seed: Node
+    size: int = 16
+
+
+@dataclass(frozen=True)
+class CorrectScales(Call, op="correct_scales", fake=lambda call: torch.empty_like(call.q)):
+    """Correct the scales of blocks so that each ``size`` elements are kept on average."""
+
+    q: Node
+    x: Node
+    whole: Node | None
+    seed: Node
+    row: int
+    format: str
+    size: int
 
 
 @dataclass(frozen=True)

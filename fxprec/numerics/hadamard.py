@@ -1,4 +1,4 @@
-"""The random Hadamard matrix that both operands of a weight's gradient are multiplied by (arXiv 2509.25149, 4.2)."""
+"""The random Hadamard matrix that both operands of a gradient's product are multiplied by (arXiv 2509.25149, 4.2)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from torch import Tensor
 from fxprec.numerics.block_codec import random_bits
 
 SIZE = 16
-_NORM = 0.25
-"""1 / sqrt(16): the matrix is orthogonal, so that it cancels in a product."""
+_NORMS = {size: size**-0.5 for size in (16, 32, 64, 128)}
 
 
-def rotated(x: Tensor, seed: Tensor) -> Tensor:
-    """Return ``x`` as float32, each 16 elements of its last dimension times a random Hadamard matrix.
+def rotated(x: Tensor, seed: Tensor, size: int = SIZE) -> Tensor:
+    """Return ``x`` as float32, each ``size`` elements of its last dimension times a random Hadamard matrix.
 
-    The matrix has the entries 1/4 and -1/4. The signs of its rows follow from ``seed`` (1,) int32.
+    ``size`` is 16, 32, 64 or 128. The matrix is orthogonal, so that it cancels in a product: its entries are
+    1 / sqrt(size) and the same below 0. The signs of its rows follow from ``seed`` (1,) int32.
     """
-    at = torch.arange(SIZE, device=x.device).to(torch.int32)
+    at = torch.arange(size, device=x.device).to(torch.int32)
     signs = _sign(random_bits(at, seed))
     # Sylvester's matrix: the sign at (i, j) is the parity of the bits that i and j share.
-    shared = at.view(SIZE, 1) & at
-    shared = shared ^ (shared >> 2)
-    matrix = _sign(shared ^ (shared >> 1)) * (signs * _NORM).view(SIZE, 1)
-    return (x.to(torch.float32).reshape(-1, SIZE) @ matrix).reshape(x.shape)
+    shared = at.view(size, 1) & at
+    for shift in (4, 2, 1):
+        shared = shared ^ (shared >> shift)
+    matrix = _sign(shared) * (signs * _NORMS[size]).view(size, 1)
+    return (x.to(torch.float32).reshape(-1, size) @ matrix).reshape(x.shape)
 
 
 def _sign(bits: Tensor) -> Tensor:

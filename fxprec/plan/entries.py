@@ -119,7 +119,7 @@ def _fields(cls: type) -> Reader:
         hints: dict[str, Any] = {"name": str, **dict.fromkeys(FORMAT_ROLES, FormatName), "pure": bool}
         hints |= {"saved": BlockFormatName | None, "operands": Operands | None}
     elif cls is Operands:
-        hints = dict.fromkeys(PRODUCTS, BlockFormatName) | {f.name: bool for f in fields(cls) if f.name not in PRODUCTS}
+        hints = get_type_hints(cls) | dict.fromkeys(PRODUCTS, BlockFormatName)
     else:
         hints = get_type_hints(cls, include_extras=True)
     optional = {f.name for f in fields(cls) if f.default is not MISSING or f.default_factory is not MISSING}

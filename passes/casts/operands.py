@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import Graph, Node
 
+from fxprec.config.operands import eden_refusal
 from fxprec.ir.calls import Call
-from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, Rotate, TensorScale
+from fxprec.ir.symbolic import AS_STORED, CorrectScales, Dequantize, Quantize, Rotate, TensorScale
 from fxprec.numerics.blocks import BlockFormat
-from fxprec.numerics.hadamard import SIZE
+from fxprec.numerics.eden import HEADROOM
 from fxprec.passes.analysis.joint import is_backward, shape_text, tensor_of
 from fxprec.passes.casts.blocks import draw_seed
 from fxprec.passes.casts.sites import emit, emit_call
@@ -34,8 +35,10 @@ class Rounding:
     is_square: bool = False
     """Whether n x n elements share a scale, and not n along ``axis``."""
     stochastic: bool = False
-    rotate: bool = False
-    """Whether the operand is multiplied by the step's random Hadamard matrix first."""
+    turn: int = 0
+    """Size of the step's random Hadamard matrix, which multiplies the operand first; 0: it stays as it is."""
+    eden: bool = False
+    """Whether the scales of turned blocks are corrected and rounded at random."""
 
     @property
     def stored(self) -> BlockFormat:
@@ -47,10 +50,13 @@ class Rounding:
         shape, n = tensor_of(operand).shape, self.fmt.block
         if any(isinstance(size, torch.SymInt) for size in shape):
             return f"its shape {shape_text(tensor_of(operand))} is dynamic, and blocks are counted at compile time"
-        unit = max(n, SIZE) if self.rotate else n
+        if self.eden and (reason := eden_refusal(self.fmt, self.turn)):
+            return reason
+        unit = max(n, self.turn)
         sizes = (shape[-2], shape[-1]) if self.is_square else (shape[self.axis],)
         odd = next((size for size in sizes if size % unit), None)
-        return None if odd is None else f"{odd} is no multiple of {unit}, which blocks of {self.fmt.name} need"
+        who = f"blocks of {self.fmt.name} need" if unit == n else "a Hadamard matrix of that size needs"
+        return None if odd is None else f"{odd} is no multiple of {unit}, which {who}"
 
 
 @dataclass
@@ -77,7 +83,7 @@ class OperandCasts:
         """
         key = operand, how, is_backward(gemm)
         if key not in self.made:
-            if how.stochastic or how.rotate:
+            if how.stochastic or how.turn:
                 self.seed = self.seed or draw_seed(self.graph, gemm)
             with self.graph.inserting_before(gemm):
                 self.made[key] = _Cast(self, gemm, how, of).of(operand)
@@ -113,14 +119,19 @@ class _Cast:
         """Encode ``x`` in blocks of its last dimension, or of its last two, and decode it."""
         how, casts = self.how, self.casts
         fmt, row, dtype = how.stored, casts.new_row(), tensor_of(x).dtype
-        if how.rotate:
+        if how.turn:
             assert casts.seed is not None
-            x = self._emit_call(Rotate(x, casts.seed))
+            x = self._emit_call(Rotate(x, casts.seed, how.turn))
             x.meta["partitioner_tag"] = _IN_BACKWARD
         whole = self._emit_call(TensorScale(x, fmt.name)) if fmt.tensor_scale else None
+        if whole is not None and how.eden:
+            whole = emit(casts.graph, aten.mul.Tensor, (whole, HEADROOM), self.gemm)
         seed = casts.seed if how.stochastic else None
         q = self._emit_call(Quantize(x, casts.table, row, fmt.name, casts.storage, seed, whole))
         q.meta[OPERAND_META] = self.gemm_of
+        if how.eden:
+            assert casts.seed is not None
+            q = self._emit_call(CorrectScales(q, x, whole, casts.seed, row, fmt.name, how.turn))
         elements, shape = tensor_of(x).numel(), list(tensor_of(x).shape)
         read = Dequantize(q, casts.table, AS_STORED, fmt.name, casts.storage, dtype, elements, whole)
         return self._view(self._emit_call(read), shape)

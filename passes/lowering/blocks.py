@@ -14,9 +14,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import compat
-from fxprec.ir.symbolic import Dequantize, Quantize, Rotate, TensorScale, is_in_blocks
+from fxprec.ir.symbolic import CorrectScales, Dequantize, Quantize, Rotate, TensorScale, is_in_blocks
 from fxprec.kernels.casts import LoadBlocks, StoreBlocks
-from fxprec.numerics import block_codec, block_device, hadamard
+from fxprec.numerics import block_codec, block_device, eden, hadamard
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.lowering.expand import inline
@@ -53,7 +53,12 @@ def lower_blocks(
     """
     graph = gm.graph
     for node, turn in Rotate.among(Rotate.nodes(graph)):
-        _expand(graph, node, hadamard.rotated, turn.x, turn.seed)
+        _expand(graph, node, partial(hadamard.rotated, size=turn.size), turn.x, turn.seed)
+    # Inductor takes a minute to make C++ of this: a CPU runs the reference.
+    corrections = () if device_type == "cpu" else CorrectScales.among(CorrectScales.nodes(graph))
+    for node, scales in corrections:
+        fixed = partial(eden.corrected, row=scales.row, format=scales.format, size=scales.size)
+        _expand(graph, node, fixed, scales.q, scales.x, scales.whole, scales.seed)
     for node, scale in TensorScale.among(TensorScale.nodes(graph)):
         _expand(graph, node, partial(block_codec.tensor_scale, fmt=find_blocks(scale.format)), scale.x)
     for q, cast in Quantize.among(filter(is_in_blocks, Quantize.nodes(graph))):

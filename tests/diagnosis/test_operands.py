@@ -49,6 +49,19 @@ def test_the_layer_with_outliers_is_named_first_and_held_high(examined: fxprec.D
     assert "GEMMs with operands in blocks, each alone rounded and re-run" in str(examined)
 
 
+def test_operands_with_corrected_scales_are_examined() -> None:
+    model, x = network()
+    recipe = fxprec.Recipe(
+        name="eden",
+        hi="bf16",
+        lo_forward="bf16",
+        lo_backward="bf16",
+        operands={"input_grad": "nvfp4", "weight_grad": "nvfp4", "eden": 64},
+    )
+    found = fxprec.doctor(model, x, options={"recipe": recipe, "formats": ("e4m3fn",), "reruns": 0})
+    assert all(0.01 < row.damage < 0.3 for row in found.gemms)
+
+
 def test_every_gemm_has_a_row_and_damages_add_up_as_squares(examined: fxprec.Diagnosis) -> None:
     assert sorted(row.gemm for row in examined.gemms) == list(range(7))
     assert {row.elements for row in examined.gemms} == {64 * 64}

@@ -15,7 +15,7 @@ import fxprec
 from fxprec import Operands, Plan, Recipe
 from fxprec.config.recipes import NVFP4
 from fxprec.errors import FallbackError, FxprecWarning
-from fxprec.ir.symbolic import Dequantize, Quantize, Rotate
+from fxprec.ir.symbolic import CorrectScales, Dequantize, Quantize, Rotate
 from fxprec.passes.analysis.joint import is_backward
 from fxprec.passes.analysis.peak.step import Step
 from fxprec.passes.block_gemms import KEPT_HIGH, TWO_VALUES
@@ -25,6 +25,7 @@ aten = torch.ops.aten
 NAME = "block-gemms"
 MXFP8 = "e4m3fn/32:e8m0up"  # as recipe "mxfp8" has it
 EVERY = {"forward": "mxfp8", "input_grad": "mxfp8", "weight_grad": "mxfp8"}
+NVFP4_EDEN = {**dict.fromkeys(EVERY, "nvfp4"), "square_weights": True, "eden": 32}
 
 
 def recipe(**operands: Any) -> Recipe:
@@ -152,14 +153,16 @@ def test_the_plan_says_which_formats_each_gemm_has_and_is_followed() -> None:
 
 def test_a_plan_edited_by_hand_is_followed(tmp_path: Any) -> None:
     model, x = layers(), batch()
-    backend = eager_backend("mxfp8")
+    asked = recipe(**NVFP4_EDEN)
+    backend = eager_backend(asked)
     trained(backend, model, x)
     plan = backend.plans[0]
+    assert plan.recipe.operands == asked.operands
     edited = replace(plan, gemms=(replace(plan.gemms[0], forward=""), plan.gemms[1]))
     edited.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == edited
     with recorded_works() as works:
-        trained(eager_backend("mxfp8", plan=tmp_path / "plan.json"), model, x)
+        trained(eager_backend(asked, plan=tmp_path / "plan.json"), model, x)
     assert [found.forward is None for found in works[0].in_blocks] == [True, False]
 
 
@@ -259,19 +262,53 @@ def test_operands_of_the_weights_gradient_are_turned_and_gradients_rounded_at_ra
     assert {cast.format for _, cast in casts} == {"nvfp4", "1-2-1/256:e4m3fn*"}
 
 
+FINE = "e4m3fn/16:bf16"
+
+
+@pytest.mark.parametrize(
+    "turned", [{"weight_grad": "mxfp8", "hadamard": True}, {**dict.fromkeys(EVERY, FINE), "eden": 32}]
+)
 @pytest.mark.parametrize("storage", ["native", "simulate"])
-def test_the_hadamard_matrix_cancels(storage: str) -> None:
+def test_the_hadamard_matrix_cancels(storage: str, turned: dict[str, Any]) -> None:
     """With formats as fine as these the rotation would show as an error of the size of the gradient."""
     model, x = layers(), batch()
     _, exact = trained(eager_backend("bf16"), model, x)
-    _, found = trained(eager_backend(recipe(weight_grad="mxfp8", hadamard=True), storage=storage), model, x)
+    _, found = trained(eager_backend(recipe(**turned), storage=storage), model, x)
     for name, gradient in exact.items():
         assert (found[name] - gradient).norm() < 0.06 * gradient.norm(), name
 
 
-def test_a_seed_repeats_a_step() -> None:
+def test_eden_turns_and_corrects_both_operands_of_the_gradients_products() -> None:
+    found = ran(recipe=recipe(**NVFP4_EDEN))
+    assert found.halves(Rotate.target) == found.halves(CorrectScales.target) == (0, 6)
+    assert {Rotate.of(node).size for node in found.nodes(Rotate.target)} == {32}
+    casts = [Quantize.of(q) for q in found.nodes(Quantize.target)]
+    assert all(cast.seed is None for cast in casts), "elements are rounded to nearest"
+    assert [cast.format for cast in casts].count("1-2-1/256:e4m3fn*") == 2, "a turned weight has no squares"
+    said = "gradients' products turned 32 elements at a time, with scales by MS-EDEN)"
+    assert found.work.remarks[-1].endswith(said)
+
+
+def test_sizes_that_no_turned_vector_fits_are_left_and_the_user_is_told() -> None:
+    first, last = ran(recipe=recipe(**{**NVFP4_EDEN, "eden": 64})).work.in_blocks
+    assert (len(first.formats), first.why) == (2, ""), "64 tokens; no gradient of the input"
+    assert last.why == "input_grad: 32 is no multiple of 64, which a Hadamard matrix of that size needs"
+
+
+def test_a_given_plan_whose_scales_cannot_be_corrected_is_told(tmp_path: Any) -> None:
     model, x = layers(), batch()
-    step = compiled(model, eager_backend("nvfp4"))
+    backend = eager_backend(recipe(**EVERY))
+    trained(backend, model, x)
+    backend.plans[0].save(tmp_path / "plan.json")
+    again = eager_backend(recipe(**NVFP4_EDEN), plan=tmp_path / "plan.json")
+    with pytest.warns(FxprecWarning, match="the scales of mxfp8_e4m3 are powers of two"):
+        trained(again, model, x)
+
+
+@pytest.mark.parametrize("asked", ["nvfp4", recipe(**NVFP4_EDEN)])
+def test_a_seed_repeats_a_step(asked: Any) -> None:
+    model, x = layers(), batch()
+    step = compiled(model, eager_backend(asked))
     found = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -301,6 +338,23 @@ def test_the_mean_of_a_weights_gradient_over_steps_is_that_of_unrounded_gradient
     error = torch.stack([((dw - wanted) * side).sum() for dw in found])
     assert error.std() > 0
     assert abs(float(error.mean())) <= 3 * float(error.std()) / len(found) ** 0.5
+
+
+def test_with_eden_the_mean_of_a_weights_gradient_is_the_exact_one() -> None:
+    """The input is no more biased than the gradient: both operands are turned anew in each step."""
+    generator = torch.Generator().manual_seed(7)
+    x, g = torch.randn(128, 16, generator=generator), torch.randn(128, 16, generator=generator)
+    model = nn.Linear(16, 16, bias=False)
+    step = compiled(model, eager_backend(recipe(weight_grad="nvfp4", eden=128)))
+    torch.manual_seed(0)
+    wanted, found = g.double().mT @ x.double(), []
+    for _ in range(300):
+        step(x).backward(g)
+        found.append(gradients(model)["weight"].double())
+    error = torch.stack([((dw - wanted) * wanted).sum() for dw in found])
+    assert abs(float(error.mean())) <= 3 * float(error.std()) / len(found) ** 0.5
+    rounded = along_rows(g, "nvfp4").double().mT @ along_rows(x, "nvfp4").double()
+    assert (torch.stack(found).mean(0) - wanted).norm() < 0.3 * (rounded - wanted).norm()
 
 
 def test_without_operands_nothing_changes() -> None:
@@ -369,9 +423,10 @@ def test_compiled_kernels_round_as_the_reference_does() -> None:
         torch.testing.assert_close(found[name], gradient, rtol=2e-6, atol=2e-6 * float(gradient.abs().max()))
 
 
-def test_a_compiled_step_turns_and_rounds_at_random() -> None:
+@pytest.mark.parametrize("asked", ["nvfp4", recipe(**NVFP4_EDEN)], ids=["nvfp4", "eden"])
+def test_a_compiled_step_turns_and_rounds_at_random(asked: Any) -> None:
     model, x = layers(), batch()
     _, exact = trained(eager_backend("bf16"), model, x)
-    _, found = trained(eager_backend("nvfp4", lowering="auto"), model, x)
+    _, found = trained(eager_backend(asked, lowering="auto"), model, x)
     for name, gradient in exact.items():
         assert (found[name] - gradient).norm() < 0.4 * gradient.norm(), name
