@@ -24,6 +24,7 @@ from fxprec.passes.analysis.selection import covers
 from fxprec.passes.base import InBlocks, Work
 from fxprec.passes.casts.operands import OperandCasts, Rounding
 from fxprec.passes.notice import Notice
+from fxprec.passes.smooth_swiglu import SCALED_CHANNELS
 from fxprec.plan import Gemm
 
 _MULTIPLYING = having(Trait.GEMM) & having(Trait.GEMM_BACKWARD)  # of vectors, too
@@ -166,7 +167,11 @@ class _Rewrite:
     def is_weight(self, operand: Node) -> bool:
         """Say whether an operand is a parameter, seen through views and casts."""
         node = operand
-        while node.target in _SHOWING or (is_view(node) and len(node.all_input_nodes) == 1):
+        while (
+            node.target in _SHOWING
+            or SCALED_CHANNELS in node.meta
+            or (is_view(node) and len(node.all_input_nodes) == 1)
+        ):
             node = node.all_input_nodes[0]
         return node.op == "placeholder" and self.work.joint.describe(node).kind == "param"
 

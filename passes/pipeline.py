@@ -30,6 +30,7 @@ from fxprec.passes.pass_report import PassReport, target_text
 from fxprec.passes.recover_operators import RecoverOperators
 from fxprec.passes.scale_copies import ScaleCopies
 from fxprec.passes.shorten_lives import ShortenLives
+from fxprec.passes.smooth_swiglu import SmoothSwiGLU
 from fxprec.passes.store_blocks import StoreBlocks
 from fxprec.passes.store_centred import StoreCentred
 from fxprec.passes.sum_narrow import SumNarrow
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 # Native and packed storage: operators read values, copies are stored for backward and for GEMMs over codes.
 PIPELINE: tuple[Pass, ...] = (
     WidenAttention(),  # before operators are paired with tensors: the plan is of float32 tensors
+    SmoothSwiGLU(),  # before: what it scales is what is counted, stored and rounded
     CompareInForward(),  # before: what backward no longer reads is no tensor of the plan
     RecoverOperators(),  # reads the metadata autograd left, which later passes disturb
     GroupTensors(),  # needs operators in execution order
@@ -67,6 +69,7 @@ PIPELINE: tuple[Pass, ...] = (
 
 # Storage ``simulate``: every counted tensor is rounded for every reader, as in the papers, and held in float32.
 SIMULATION: tuple[Pass, ...] = (
+    SmoothSwiGLU(),
     RecoverOperators(rounds_log_softmax=True),
     GroupTensors(copies_parameters=True),
     AssignPrecision(rounds_values=True),
@@ -81,13 +84,14 @@ SIMULATION: tuple[Pass, ...] = (
 # Where policy "exact" measures damage: a pipeline up to its groups, so that both count the same tensors.
 CALIBRATION: tuple[Pass, ...] = (
     WidenAttention(),
+    SmoothSwiGLU(),
     CompareInForward(),
     RecoverOperators(),
     GroupTensors(),
     InsertObservers(),  # in place of casting: measures what it would cost
     NarrowGemms(only_attention=True),  # a GPU's kernel reads no float32
 )
-SIMULATED_CALIBRATION: tuple[Pass, ...] = (*SIMULATION[:2], InsertObservers())
+SIMULATED_CALIBRATION: tuple[Pass, ...] = (*SIMULATION[:3], InsertObservers())
 
 
 def pipeline_for(settings: Settings) -> tuple[Pass, ...]:

@@ -166,6 +166,7 @@ RECIPES: Sequence[Case] = (
     operands("operands.forward: unknown format 'nvfp5'; did you mean 'nvfp4'?", forward="nvfp5"),
     operands("operands.weight_grad is 4; give it a fxprec.BlockFormat or its name, such as 'mxfp8'", weight_grad=4),
     operands("operands.forward is int4, integers with an offset, which no GEMM multiplies; give it", forward="int4"),
+    recipe("recipe.smooth_swiglu is 1; give it True or False", smooth_swiglu=1),
     operands("operands.hadamard is 1; give it True or False", weight_grad="nvfp4", hadamard=1),
     operands("operands names no format; give one of forward, input_grad, weight_grad, or leave operands out"),
     operands("operands.hadamard turns operands of weight_grad, which has no format", forward="nvfp4", hadamard=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
+from fxprec.config import checks
 from fxprec.config.checks import Options
 from fxprec.config.operands import Operands, find_operands
 from fxprec.errors import ConfigError, FormatError, did_you_mean
@@ -37,6 +38,9 @@ class Recipe(Options):
     none does."""
     pure: bool = False
     """Whether weights must have ``hi``'s dtype already, so that no wider copy of anything exists."""
+    smooth_swiglu: bool = False
+    """Whether channels of silu(g) * u that are far larger than most are scaled by powers of two in front of linear
+    layers, and the weights the other way (arXiv 2409.12517; docs/compute.md, "Channels of SwiGLU")."""
     name: str = "custom"
     """What plans and reports call it."""
 
@@ -47,6 +51,8 @@ class Recipe(Options):
             object.__setattr__(self, role, _format(role, getattr(self, role)))
         object.__setattr__(self, "saved", _block_format(self.saved))
         object.__setattr__(self, "operands", find_operands(self.operands))
+        for flag in RECIPE_FLAGS:
+            checks.boolean(f"recipe.{flag}", getattr(self, flag))
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"recipe.name is {self.name!r}; give it a non-empty text")
         if self.pure and (self.hi.torch_dtype is None or self.hi.bits != 16):
@@ -78,14 +84,16 @@ class Recipe(Options):
         return self.lo_backward if kind == "grad_output" else self.lo_forward
 
     def to_dict(self) -> dict[str, str | bool | dict[str, str | bool]]:
-        """Return names: ``{"name": "fp8", "hi": "bf16", ...}``, and ``"pure": True`` where it is."""
+        """Return names: ``{"name": "fp8", "hi": "bf16", ...}``, and the flags that are set."""
         formats = {role: getattr(self, role).name for role in FORMAT_ROLES}
         saved = {} if self.saved is None else {"saved": self.saved.name}
         operands = {} if self.operands is None else {"operands": self.operands.to_dict()}
-        return {"name": self.name, **formats, **({"pure": True} if self.pure else {}), **saved, **operands}
+        flags = {name: True for name in RECIPE_FLAGS if getattr(self, name)}
+        return {"name": self.name, **formats, **flags, **saved, **operands}
 
 
-FORMAT_ROLES = tuple(f.name for f in fields(Recipe) if f.name not in ("name", "pure", "saved", "operands"))
+RECIPE_FLAGS = ("pure", "smooth_swiglu")
+FORMAT_ROLES = tuple(f.name for f in fields(Recipe) if f.name not in ("name", *RECIPE_FLAGS, "saved", "operands"))
 
 
 def _block_format(value: object) -> BlockFormat | None:

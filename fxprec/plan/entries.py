@@ -12,7 +12,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from fxprec.config.operands import PRODUCTS, Operands
-from fxprec.config.recipes import FORMAT_ROLES, Recipe
+from fxprec.config.recipes import FORMAT_ROLES, RECIPE_FLAGS, Recipe
 from fxprec.errors import FxprecError, PlanError
 from fxprec.numerics.blocks import AnyFormat, find_blocks
 from fxprec.numerics.formats import parse
@@ -116,7 +116,11 @@ _READERS: Mapping[object, Reader] = {
 def _fields(cls: type) -> Reader:
     """Return what reads the fields of a dataclass."""
     if cls is Recipe:
-        hints: dict[str, Any] = {"name": str, **dict.fromkeys(FORMAT_ROLES, FormatName), "pure": bool}
+        hints: dict[str, Any] = {
+            "name": str,
+            **dict.fromkeys(FORMAT_ROLES, FormatName),
+            **dict.fromkeys(RECIPE_FLAGS, bool),
+        }
         hints |= {"saved": BlockFormatName | None, "operands": Operands | None}
     elif cls is Operands:
         hints = get_type_hints(cls) | dict.fromkeys(PRODUCTS, BlockFormatName)

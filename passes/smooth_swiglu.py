@@ -1,0 +1,168 @@
+"""Scale the channels between SwiGLU and the down projection by powers of two (Smooth-SwiGLU, arXiv 2409.12517).
+
+Where the weights of gate and up projection align, silu(g) * u of one channel is hundreds of times as large as of
+others: it overflows in e4m3fn, or takes the range of what shares a scale with it. Such a channel is multiplied by
+2^-k. The weight that the down projection multiplies has the channel times 2^k, and so has the weight's gradient. Powers
+of two are exact, so that without rounding nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import input_at, is_backward, is_view_or_cast, tensor_of
+from fxprec.passes.base import Work
+from fxprec.passes.casts.sites import emit
+from fxprec.passes.notice import Notice
+
+aten = ops.aten
+SLACK = 2
+"""Binades above the median channel that a channel may have: others are brought down to as many."""
+MOST = 14
+"""The largest k: weights of 0.02 times 2^14 are below e4m3fn's largest number."""
+SCALED_CHANNELS = "fxprec_scaled_channels"
+"""Of a weight times powers of two: it counts as the weight, seen through a view."""
+
+
+@dataclass(frozen=True)
+class SmoothSwiGLU:
+    """Scale the channels of each silu(g) * u that linear layers alone read, where the recipe asks for it."""
+
+    name: str = "smooth-swiglu"
+
+    def apply(self, work: Work) -> None:
+        if not work.settings.recipe.smooth_swiglu:
+            return
+        found = [pattern for node in list(work.joint.forward_nodes()) if (pattern := _Pattern.at(node))]
+        for pattern in found:
+            pattern.scale()
+        names = ", ".join(pattern.product.name for pattern in found)
+        if found:
+            work.remarks.append(f"smooth-swiglu: channels far above the median are scaled by powers of two: {names}")
+        else:
+            detail = "recipe.smooth_swiglu finds no silu(g) * u here that linear layers alone read; nothing is scaled"
+            work.notices.append(Notice("smooth-swiglu", detail))
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A product silu(g) * u, (.., channels), and the GEMMs that read it."""
+
+    product: Node
+    layers: tuple[tuple[Node, int], ...]
+    """GEMMs of forward, each with the position of its weight, (.., channels, out)."""
+    gradients: tuple[tuple[Node, bool], ...]
+    """GEMMs of weights' gradients, each with whether the channels are the last dimension of its result."""
+
+    @classmethod
+    def at(cls, node: Node) -> _Pattern | None:
+        """Return the pattern whose product a node is, or None."""
+        is_product = node.target is aten.mul.Tensor and tensor_of(node).ndim > 1
+        if not is_product or not any(map(_is_silu, node.all_input_nodes)):
+            return None
+        layers, gradients = [], []
+        for gemm, shown, is_turned in _readers(node, False):
+            first, second = ops.GEMM_OPERANDS.get(gemm.target, (0, 0))
+            is_first = input_at(gemm, first) is shown
+            if first == second or input_at(gemm, second) is shown is input_at(gemm, first):
+                return None
+            if is_backward(gemm) and is_first == is_turned:
+                gradients.append((gemm, not is_first))
+            elif not is_backward(gemm) and is_first and not is_turned:
+                layers.append((gemm, second))
+            else:
+                return None
+        return cls(node, tuple(layers), tuple(gradients)) if layers else None
+
+    def scale(self) -> None:
+        """Multiply the product by 2^-k, and by 2^k the weights that multiply it and their gradients."""
+        x = self.product
+        # The product is a piece of the operator that makes the scaled one: nothing rounds or stores it.
+        x.meta["original_aten"] = aten.mul.Scalar
+        k = self._scale_product(_Writer(x, x.next, aten.mul.Scalar))
+        for gemm, position in self.layers:
+            # A view of the weight, for those who count tensors, and none of the GEMM's own nodes.
+            weight, write = input_at(gemm, position), _Writer(gemm, gemm, aten.permute.default, in_operator=False)
+            column = write(aten.unsqueeze.default, write.power(k, 1, tensor_of(weight).dtype), -1)
+            scaled = write(aten.mul.Tensor, weight, column)
+            scaled.meta[SCALED_CHANNELS] = True
+            gemm.update_arg(position, scaled)
+        for gemm, is_last in self.gradients:
+            users, write = list(gemm.users), _Writer(gemm, gemm.next, aten.mul.Scalar)
+            factor = write.power(k, 1, tensor_of(gemm).dtype)
+            factor = factor if is_last else write(aten.unsqueeze.default, factor, -1)
+            _hand(users, gemm, write(aten.mul.Tensor, gemm, factor))
+
+    def _scale_product(self, write: _Writer) -> Node:
+        """Return k of each channel, (channels,) int32: its binades beyond the median's and `SLACK`."""
+        x, users = self.product, list(self.product.users)
+        val = tensor_of(x)
+        top = write(aten.amax.default, write(aten.abs.default, x), list(range(val.ndim - 1)))
+        bits = write(aten.view.dtype, write.converted(top, torch.float32), torch.int32)
+        binade = write(aten.bitwise_right_shift.Tensor_Scalar, bits, 23)
+        beyond = write(aten.sub.Tensor, binade, write(aten.median.default, binade))
+        k = write(aten.clamp_min.default, write(aten.sub.Tensor, beyond, SLACK), 0)
+        k = write(aten.clamp_max.default, k, MOST)
+        _hand(users, x, write(aten.mul.Tensor, x, write.power(k, -1, val.dtype)))
+        return k
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Writes nodes in front of one, as pieces of an operator."""
+
+    like: Node
+    before: Node
+    of: object
+    """The operator that they are pieces of."""
+    in_operator: bool = True
+    """Whether this is the operator of ``like``, and not one that the model did not call."""
+
+    def __call__(self, target: Callable[..., Any], *args: object) -> Node:
+        graph = self.like.graph
+        with graph.inserting_before(self.before):
+            node = emit(graph, target, args, self.like)
+        node.meta["original_aten"] = self.of
+        if not self.in_operator:
+            node.meta.pop("seq_nr", None)
+        return node
+
+    def power(self, k: Node, sign: int, dtype: torch.dtype) -> Node:
+        """Return 2^k or 2^-k, exactly."""
+        field = self(aten.add.Tensor, k if sign > 0 else self(aten.neg.default, k), 127)
+        bits = self(aten.bitwise_left_shift.Tensor_Scalar, field, 23)
+        return self.converted(self(aten.view.dtype, bits, torch.float32), dtype)
+
+    def converted(self, x: Node, dtype: torch.dtype) -> Node:
+        """Return ``x`` in a dtype."""
+        return x if tensor_of(x).dtype == dtype else self(torch.ops.prims.convert_element_type.default, x, dtype)
+
+
+def _hand(users: Iterable[Node], x: Node, scaled: Node) -> None:
+    for user in users:
+        user.replace_input_with(x, scaled)
+
+
+def _is_silu(node: Node) -> bool:
+    while is_view_or_cast(node) and "silu" not in str(node.meta.get("original_aten")):
+        node = node.all_input_nodes[0]
+    return str(node.meta.get("original_aten")).startswith("aten.silu.")
+
+
+def _readers(node: Node, is_turned: bool) -> Iterator[tuple[Node, Node, bool]]:
+    """Yield (reader, what it reads, whether the channels are its first dimension of two), of views and casts too."""
+    channels = tensor_of(node).shape[0 if is_turned else -1]
+    for user in node.users:
+        sizes = list(tensor_of(user).shape) if is_view_or_cast(user) else []
+        if user.target in ops.CASTS or (user.target is aten.view.default and not is_turned and sizes[-1] == channels):
+            yield from _readers(user, is_turned)
+        elif user.target in (aten.permute.default, aten.t.default) and len(sizes) == 2:
+            yield from _readers(user, not is_turned)
+        else:
+            yield user, node, is_turned
