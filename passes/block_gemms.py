@@ -26,6 +26,7 @@ from fxprec.passes.casts.operands import OperandCasts, Rounding
 from fxprec.passes.notice import Notice
 from fxprec.passes.smooth_swiglu import SCALED_CHANNELS
 from fxprec.plan import Gemm
+from fxprec.plan.plan import AFTER_STEP
 
 _MULTIPLYING = having(Trait.GEMM) & having(Trait.GEMM_BACKWARD)  # of vectors, too
 _SHOWING = frozenset({QUANTIZE, DEQUANTIZE, KEEP_NONFINITE, RESCALE}) | ops.CASTS
@@ -48,7 +49,7 @@ class BlockGemms:
         rewrite = _Rewrite.of(work, operands)
         work.in_blocks = tuple(rewrite.chosen(i, op) for i, op in enumerate(work.grouped.gemms))
         rewrite.run()
-        if all(not found.formats and found.why != KEPT_HIGH for found in work.in_blocks):
+        if all(not found.formats and not found.why.startswith((KEPT_HIGH, AFTER_STEP)) for found in work.in_blocks):
             _tell_of_none(work)
         work.remarks.append(_remark(work, operands))
 
@@ -82,6 +83,7 @@ def _remark(work: Work, operands: Operands) -> str:
         "weights in squares" if operands.square_weights else "",
         "gradients rounded at random" if operands.stochastic else "",
         "weight gradients through a random Hadamard matrix" if operands.hadamard else "",
+        f"to step {operands.high_after}" if operands.high_after else "",
         f"gradients' products turned {operands.eden} elements at a time, with scales by MS-EDEN"
         if operands.eden
         else "",

@@ -178,6 +178,7 @@ RECIPES: Sequence[Case] = (
     operands("operands.eden rounds the operands of gradients, and neither", forward="nvfp4", eden=16),
     operands("operands.eden: the scales of mxfp4 are powers of two", weight_grad="mxfp4", eden=16),
     operands("operands.eden: blocks of 1-2-1/32:e4m3fn are larger than", weight_grad="1-2-1/32:e4m3fn", eden=16),
+    operands("operands.high_after is -1; give it an int", weight_grad="nvfp4", high_after=-1),
     operands("operands.square_weights rounds weights, which forward and", weight_grad="nvfp4", square_weights=True),
     operands(
         "operands.square_weights would make squares of 128 x 128 elements of 1-2-1/128:e8m0; use blocks of at most 64",

@@ -46,6 +46,9 @@ class Operands(Options):
     random Hadamard matrix of this size, rounded to nearest, and the scales of each vector's blocks corrected and
     rounded at random (MS-EDEN, arXiv 2601.22813, which has 128). 0: not. It takes the place of ``hadamard`` and
     ``stochastic``."""
+    high_after: int = 0
+    """Training steps after which all products multiply operands in ``hi``, for the end of a training (arXiv 2509.25149,
+    appendix D). The graph is compiled again once. 0: never."""
 
     def __post_init__(self) -> None:
         for name in PRODUCTS:
@@ -54,6 +57,7 @@ class Operands(Options):
             checks.boolean(f"operands.{flag}", getattr(self, flag))
         if isinstance(self.eden, bool) or self.eden not in (0, *TURNS):
             raise ConfigError(f"operands.eden is {self.eden!r}; give it the size of a turned vector, {TURNS}, or 0")
+        checks.integer("operands.high_after", self.high_after, least=0)
         if not any(getattr(self, name) for name in PRODUCTS):
             raise ConfigError(f"operands names no format; give one of {', '.join(PRODUCTS)}, or leave operands out")
         if self.square_weights:
@@ -100,10 +104,11 @@ class Operands(Options):
     def to_dict(self) -> dict[str, str | bool | int]:
         """Return names of formats and the options that are set."""
         formats = {name: fmt.name for name in PRODUCTS if (fmt := getattr(self, name)) is not None}
-        return formats | {name: value for name in (*_FLAGS, "eden") if (value := getattr(self, name))}
+        return formats | {name: value for name in (*_FLAGS, *_NUMBERS) if (value := getattr(self, name))}
 
 
-_FLAGS = tuple(f.name for f in fields(Operands) if f.name not in (*PRODUCTS, "eden"))
+_NUMBERS = ("eden", "high_after")
+_FLAGS = tuple(f.name for f in fields(Operands) if f.name not in (*PRODUCTS, *_NUMBERS))
 
 
 def eden_refusal(fmt: BlockFormat, size: int) -> str | None:

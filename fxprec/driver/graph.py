@@ -25,7 +25,7 @@ from fxprec.passes.analysis.peak.part import Part
 from fxprec.passes.notice import Notice, readable
 from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.compare import low_groups_with
-from fxprec.plan.plan import latest_of_gemms
+from fxprec.plan.plan import AFTER_STEP, latest_of_gemms
 from fxprec.plan.shown import line
 from fxprec.runtime.controller import Controller, describe
 from fxprec.runtime.events import Event
@@ -62,6 +62,7 @@ class PlannedGraph:
         self._seconds: tuple[float, ...] = ()  # that compilations took
         self._followed: Plan | None = None  # the training plan that this inference graph follows
         self._is_given = False  # its plan was, by a file or a checkpoint
+        self._keeps_operands = False  # compiling with operands in hi failed
         self._num_given_up = 0  # promotions that did not compile
         self._within: Callable[[Callable[[StepBudget], None]], None] | None = None  # a step budget
         self.compiler = Compiler.of(
@@ -251,6 +252,7 @@ class PlannedGraph:
         controller.step += steps
         if not self.is_training:
             self._follow_training(controller)
+        self._hold_operands_high(controller)
         if controller.plan is not self.compiled.plan:
             self._follow_plan(controller)
         if lowering.is_stale:
@@ -271,6 +273,27 @@ class PlannedGraph:
                 detail = f"evaluates with other tensors low than training has: compiling failed ({in_one_line(error)})"
                 self._log.tell(self._log.name, detail, step=controller.step)
         controller.promote_as(trained, "promoted in training")
+
+    def _hold_operands_high(self, controller: Controller) -> None:
+        """Compile again once the steps are over in which the recipe rounds operands of GEMMs.
+
+        Where that fails, training goes on as it was, with a warning and an event. Raises `FallbackError` for that under
+        ``strict``.
+        """
+        operands, in_force = self.settings.recipe.operands, self.compiled.plan
+        steps = controller.step if self.is_training else self._model.steps_of_training
+        if operands is None or in_force is None or not 0 < operands.high_after < steps or self._keeps_operands:
+            return
+        if not any(map(any, in_force.operand_formats)):
+            return
+        hi = self.settings.recipe.hi.name
+        try:
+            plan = controller.plan.with_high_operands(f"{AFTER_STEP} {operands.high_after}")
+            self.compile_again(f"for operands in {hi} {AFTER_STEP} {operands.high_after}", plan)
+        except Exception as error:  # whatever Inductor raises
+            self._keeps_operands = True
+            detail = f"operands of GEMMs stay in blocks: compiling them in {hi} failed ({in_one_line(error)})"
+            self._log.notice(Notice("block-gemms", detail), step=controller.step)
 
     def _follow_plan(self, controller: Controller) -> None:
         """Make a changed plan real. In ``simulate`` the table already has; real storage is lowered again.
@@ -346,7 +369,8 @@ class PlannedGraph:
         Where that fails, the graph stays as it was.
         """
         in_force = self.compiled.plan
-        if in_force is None or in_force.formats != saved.plan.formats:
+        wanted = saved.plan.formats, saved.plan.operand_formats
+        if in_force is None or (in_force.formats, in_force.operand_formats) != wanted:
             self.compile_again("for the loaded plan", saved.plan)
         self._is_given = True
         assert self.controller is not None

@@ -113,6 +113,11 @@ class Model:
         """Return the other training graphs, in compile order."""
         return (graph for graph in self.all if graph is not own and graph.is_training)
 
+    @property
+    def steps_of_training(self) -> int:
+        """Return the steps that were trained so far, by the graph that trained most."""
+        return max((graph.step for graph in self.all if graph.is_training), default=0)
+
     def training_plans(self, own: PlannedGraph) -> tuple[Plan, ...]:
         """Return the plans of training for a graph to follow, the latest last; an equal layer's is none of them.
 

@@ -29,6 +29,9 @@ def _version(package: str) -> str:
 # (operator, module) of each GEMM, in order.
 GemmNames = tuple[tuple[str, str], ...]
 
+AFTER_STEP = "after step"
+"""How ``operands_why`` of a GEMM begins whose operands are in ``hi`` for the end of a training."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -90,6 +93,11 @@ class Plan:
         return {(site.tensor, site.kind): site.format for site in self.sites}
 
     @property
+    def operand_formats(self) -> tuple[tuple[str, str, str], ...]:
+        """Return the block formats of each GEMM's operands, by product."""
+        return tuple((gemm.forward, gemm.input_grad, gemm.weight_grad) for gemm in self.gemms)
+
+    @property
     def gemms_by_name(self) -> GemmNames:
         """Return operator and module of each GEMM: graphs of one model agree in them (`latest_of_gemms`)."""
         return tuple((gemm.op, gemm.module) for gemm in self.gemms)
@@ -125,6 +133,14 @@ class Plan:
         ]
         lost = sum(s.elements * (steps - low) for s, low in zip(self.promoted, low_steps, strict=True))
         return max(0.0, self.achieved_low_ratio - lost / max(steps * self.total_elements, 1))
+
+    def with_high_operands(self, why: str) -> Self:
+        """Return a plan whose GEMMs multiply operands in the recipe's ``hi``."""
+        changed = [
+            replace(gemm, forward="", input_grad="", weight_grad="", operands_why=why) if any(formats) else gemm
+            for gemm, formats in zip(self.gemms, self.operand_formats, strict=True)
+        ]
+        return replace(self, gemms=tuple(changed))
 
     def promote(self, sites: Iterable[int], *, step: int, hi: str | None = None) -> Self:
         """Return a plan with ``sites`` in the high format from now on; itself where nothing changes.

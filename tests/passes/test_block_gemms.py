@@ -430,3 +430,64 @@ def test_a_compiled_step_turns_and_rounds_at_random(asked: Any) -> None:
     _, found = trained(eager_backend(asked, lowering="auto"), model, x)
     for name, gradient in exact.items():
         assert (found[name] - gradient).norm() < 0.4 * gradient.norm(), name
+
+
+SCHEDULED = recipe(**dict.fromkeys(EVERY, "nvfp4"), high_after=2)
+
+
+@pytest.mark.parametrize("storage", ["native", "simulate"])
+def test_after_the_steps_asked_for_operands_are_high(storage: str) -> None:
+    model, x = layers(), batch()
+    exact = trained(eager_backend(recipe(forward="nvfp4"), storage=storage, keep_high=("0", "2")), model, x)
+    backend = eager_backend(SCHEDULED, storage=storage)
+    step = compiled(model, backend)
+    for i in range(4):
+        out = step(x)
+        (out * torch.arange(32.0)).square().mean().backward()
+        found = gradients(model)
+        is_exact = torch.equal(out, exact[0]) and all(torch.equal(found[name], g) for name, g in exact[1].items())
+        assert is_exact == (i >= 2)
+    assert [gemm.operands_why for gemm in backend.plans[0].gemms] == ["after step 2"] * 2
+    (event,) = [event for event in backend.events if event.kind == "relowering"]
+    assert event.detail.endswith("for operands in fp32 after step 2")
+    assert event.step == 3
+    assert "GEMM 1 multiplies operands in fp32: after step 2" in lines_about(backend, "addmm_1")
+    with torch.no_grad():
+        model.eval()
+        assert torch.equal(step(x), exact[0]), "evaluation rounds as training does"
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_resumed_run_goes_on_as_it_would_have(steps: int) -> None:
+    def run(backend: fxprec.Backend, model: nn.Module, first: int, last: int) -> list[Tensor]:
+        step, found = compiled(model, backend), []
+        for _ in range(first, last):
+            step(batch()).square().mean().backward()
+            found.append(gradients(model)["2.weight"])
+        return found
+
+    whole = run(eager_backend(SCHEDULED), layers(), 0, 5)
+    model, before = layers(), eager_backend(SCHEDULED)
+    assert all(map(torch.equal, run(before, model, 0, steps), whole))
+    after = eager_backend(SCHEDULED)
+    after.load_state_dict(before.state_dict())
+    resumed = run(after, model, steps, 5)
+    assert all(map(torch.equal, resumed, whole[steps:]))
+    assert not torch.equal(whole[0], whole[-1])
+    assert [gemm.operands_why for gemm in after.plans[0].gemms] == ["after step 2"] * 2
+
+
+def test_where_compiling_with_high_operands_fails_training_goes_on_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, backend = layers(), eager_backend(SCHEDULED)
+    step = compiled(model, backend)
+    step(batch()).sum().backward()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(Plan, "with_high_operands", fail)
+    step(batch()).sum().backward()
+    with pytest.warns(FxprecWarning, match="stay in blocks: compiling them in fp32 failed .*no compiler here"):
+        step(batch()).sum().backward()
+    step(batch()).sum().backward()  # and is not told again
+    assert [gemm.forward for gemm in backend.plans[0].gemms] == ["nvfp4"] * 2
