@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import unified_diff
 from typing import Any
 from unittest import mock
@@ -12,12 +12,13 @@ import pytest
 from torch import Tensor, nn
 
 from benchmarks.gpu.absent import plan_for
+from fxprec.config.recipes import FP8
 from fxprec.passes.analysis.crossings import crossings
 from fxprec.passes.base import Work
 from fxprec.passes.pass_report import PassReport
 from fxprec.plan import Plan, Site
 from fxprec.report.graph_text import graph_text
-from tests.golden_model import make, make_maximum
+from tests.golden_model import make, make_gated, make_maximum
 from tests.helpers import compiled, eager_backend, pipeline
 
 TRACED = "traced"  # the name of the text that shows the graph before all passes
@@ -91,6 +92,13 @@ CASES = (
         options={"recipe": "fp8"},
         make=make_maximum,
         shows=(TRACED, "compare-in-forward"),
+    ),
+    Case(
+        name="gated",
+        what="fp8 with smooth_swiglu, a gated layer and the projection behind it",
+        options={"recipe": replace(FP8, smooth_swiglu=True)},
+        make=make_gated,
+        shows=(TRACED, "smooth-swiglu"),
     ),
     Case(
         name="exact",

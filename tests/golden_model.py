@@ -40,3 +40,18 @@ class Larger(nn.Module):
 
 def make_maximum() -> tuple[nn.Module, Tensor]:
     return Larger(), torch.ones(256, 16)
+
+
+class Gated(nn.Module):
+    """The gated layer, and the projection behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def make_gated() -> tuple[nn.Module, Tensor]:
+    return Gated(), torch.ones(256, 16)

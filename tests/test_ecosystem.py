@@ -71,8 +71,8 @@ def test_plan_and_pass_texts_are_in_torchs_trace(watched):
     (log,) = (place / "trace").iterdir()
     found = artifacts(log)
     assert [n for n in found if n.startswith("fxprec")] == [*TEXTS, "fxprec_plan"]
-    assert found[TEXTS[4]].startswith("# 04-insert-casts\n")
-    assert "= fxprec.quantize.default(%" in found[TEXTS[4]]
+    assert found[TEXTS[5]].startswith("# 05-insert-casts\n")
+    assert "= fxprec.quantize.default(%" in found[TEXTS[5]]
     assert len(json.loads(found["fxprec_plan"])["sites"]) == 15
 
 

@@ -69,7 +69,7 @@ def test_text_names_shapes_formats_sites_modules_and_lines(dumped):
     assert "input : float32 8 x 4  # param 0.weight" in joint
     assert "fxprec" not in re.sub("fxprec_table", "", joint)
     assert re.search(r"f addmm = aten\.addmm\.default\(%\w+, %\w+, %\w+\) : float32 3 x 8  # module 0", joint)
-    casts = (dumped / "a" / "graph-0" / "04-insert-casts.txt").read_text()
+    casts = (dumped / "a" / "graph-0" / "05-insert-casts.txt").read_text()
     plan = Plan.load(dumped / "a" / "graph-0" / "plan.json")
     assert re.findall(r"^# fxprec\.quantize\S*: 0 -> (\d+)$", casts, re.M) == [
         str(len(re.findall(r"= fxprec\.quantize", casts)))
