@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from fxprec.config.operands import PRODUCTS, Operands, Product
+from fxprec.ir.grouped import GroupedMm
 from fxprec.ir.operators import Trait, having
 from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, RESCALE
 from fxprec.numerics.blocks import BlockFormat, find_blocks
@@ -22,6 +23,7 @@ from fxprec.passes.analysis.joint import input_at, is_backward, is_view, numel_h
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.analysis.selection import covers
 from fxprec.passes.base import InBlocks, Work
+from fxprec.passes.casts.grouped import GroupedOperands
 from fxprec.passes.casts.operands import OperandCasts, Rounding
 from fxprec.passes.notice import Notice
 from fxprec.passes.smooth_swiglu import SCALED_CHANNELS
@@ -131,7 +133,8 @@ class _Rewrite:
             fmt = self._wanted(given, product)
             if fmt is None:
                 continue
-            reasons = [how.refusal(factor) for _, factor, how in self.roundings(node, product, fmt)]
+            pads = _sums_over_tokens(node)
+            reasons = [how.refusal(factor, pads=pads) for _, factor, how in self.roundings(node, product, fmt)]
             reason = next((reason for reason in reasons if reason), None)
             if reason is None:
                 formats[product] = fmt
@@ -197,17 +200,26 @@ class _Rewrite:
         """Replace the operands, in the order of the graph."""
         graph = self.work.joint.graph
         casts = OperandCasts(graph, self.work.joint.table, self.work.settings.storage)
+        grouped = GroupedOperands(graph)
         for node in list(graph.nodes):
             if node not in self.found:
                 continue
+            roundings = list(self.roundings(node, *self.found[node]))
             args = list(node.args)
-            for position, factor, how in list(self.roundings(node, *self.found[node])):
+            if node.target is GroupedMm.target:
+                roundings, args = grouped.prepared(node, roundings)
+            for position, factor, how in roundings:
                 args[position] = casts.rounded(factor, how, node, self.owners[node])
             node.args = tuple(args)
 
 
 def _is_matrix_product(node: Node) -> bool:
     return node.target in _MULTIPLYING and all(tensor_of(factor).ndim >= 2 for _, factor in _factors(node))
+
+
+def _sums_over_tokens(node: Node) -> bool:
+    """Say whether a grouped product sums over the tokens of each group: padded, these fill whole blocks."""
+    return node.target is GroupedMm.target and tensor_of(node).ndim == 3
 
 
 def _factors(gemm: Node) -> list[tuple[int, Node]]:

@@ -45,6 +45,8 @@ from fxprec.compat.callers import widen_ddp_buckets as widen_ddp_buckets
 from fxprec.compat.captured import ATTENTION as ATTENTION
 from fxprec.compat.captured import bodies_traced_in_place as bodies_traced_in_place
 from fxprec.compat.captured import copied as copied
+from fxprec.compat.captured import grouped_mm as grouped_mm
+from fxprec.compat.captured import is_grouped_mm as is_grouped_mm
 from fxprec.compat.compiler import NO_CXX_COMPILER as NO_CXX_COMPILER
 from fxprec.compat.compiler import cxx_compiler as cxx_compiler
 from fxprec.compat.compiler import no_compiler as no_compiler

@@ -25,6 +25,27 @@ ATTENTION = (
 )
 
 
+_GROUPED = frozenset(
+    {
+        torch._grouped_mm,
+        torch.ops.aten._grouped_mm,
+        torch.ops.aten._grouped_mm.default,
+        getattr(torch.nn.functional, "grouped_mm", None),
+    }
+)
+_GROUPED_ELSEWHERE = frozenset({"transformers.grouped_mm_fallback", "transformers.grouped_mm_fallback.default"})
+
+
+def is_grouped_mm(target: object) -> bool:
+    """Say whether a node calls a grouped matrix product: torch's, or the one that transformers declares."""
+    return target in _GROUPED or str(target) in _GROUPED_ELSEWHERE
+
+
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Run torch's kernel of a grouped product."""
+    return torch._grouped_mm(a, b, offs=offs)
+
+
 def bodies_traced_in_place(graph: Graph) -> Iterator[str]:
     """Yield the attribute names of the submodules whose nodes AOTAutograd traces as if they stood in ``graph``."""
     found = [getattr(torch.ops.higher_order, name, None) for name in _TRACED_IN_PLACE]

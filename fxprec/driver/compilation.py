@@ -18,6 +18,7 @@ import fxprec.runtime.cpu.ops
 import fxprec.runtime.cpu.wide_gemms
 import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops
+import fxprec.runtime.grouped_mm
 import fxprec.runtime.host
 import fxprec.runtime.reference_ops  # noqa: F401  all register implementations
 from fxprec import compat
@@ -32,6 +33,7 @@ from fxprec.driver.option_checks import settings_on
 from fxprec.driver.warm_start import KnownHalf, plan_key, say_again, sources
 from fxprec.driver.wrappers import Run, named_launches, ranged, with_stats
 from fxprec.passes.lowering.lowered import Lowered
+from fxprec.passes.name_grouped import name_grouped
 from fxprec.passes.narrow_attention import narrow_attention
 from fxprec.plan import PeakBytes, Plan
 from fxprec.runtime.controller import Controller
@@ -213,7 +215,8 @@ class Compilation(Attempt):
         return run
 
     def _prepare(self, gm: GraphModule) -> None:
-        """Rewrite what torch decides while it traces: the kernel of attention."""
+        """Rewrite what torch decides while it traces: the kernel of attention, and how grouped products are traced."""
+        name_grouped(gm)
         captured = self.captured
         stays = narrow_attention(gm, captured.device, self.compiler.settings, is_training=captured.identity.is_training)
         if stays is not None:

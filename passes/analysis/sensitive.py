@@ -31,7 +31,7 @@ RESULTS: Mapping[str, Kept] = {str(operator): kept for operator, kept in column(
 OPERANDS: Mapping[str, Kept] = {str(operator): kept for operator, kept in column("operands").items()}
 # Operators whose backward bears 8 bits in what it reads. So do GEMMs. What the backward of any other operator reads
 # keeps its own dtype.
-HARMLESS = frozenset(map(str, having(Trait.BEARS_ROUNDING))) | {"transformers.grouped_mm_fallback"}
+HARMLESS = frozenset(map(str, having(Trait.BEARS_ROUNDING)))
 
 EXPONENTIATED_OPERANDS: Mapping[object, tuple[int, ...]] = column("exponentiates")
 EXPONENTIATED = Kept("backward exponentiates it: an error of 0.5 in the exponent is a factor of 1.6")

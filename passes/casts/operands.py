@@ -45,18 +45,23 @@ class Rounding:
         """Return the format of the records: a square of n x n elements is one block."""
         return replace(self.fmt, block=self.fmt.block**2) if self.is_square else self.fmt
 
-    def refusal(self, operand: Node) -> str | None:
-        """Return why an operand has no such blocks, or None where it has."""
-        shape, n = tensor_of(operand).shape, self.fmt.block
+    def refusal(self, operand: Node, *, pads: bool = False) -> str | None:
+        """Return why an operand has no such blocks, or None where it has. ``pads``: it gets rows until they fill."""
+        shape = tensor_of(operand).shape
         if any(isinstance(size, torch.SymInt) for size in shape):
             return f"its shape {shape_text(tensor_of(operand))} is dynamic, and blocks are counted at compile time"
         if self.eden and (reason := eden_refusal(self.fmt, self.turn)):
             return reason
-        unit = max(n, self.turn)
         sizes = (shape[-2], shape[-1]) if self.is_square else (shape[self.axis],)
-        odd = next((size for size in sizes if size % unit), None)
-        who = f"blocks of {self.fmt.name} need" if unit == n else "a Hadamard matrix of that size needs"
-        return None if odd is None else f"{odd} is no multiple of {unit}, which {who}"
+        odd = None if pads else next((size for size in sizes if size % self.unit), None)
+        is_of_block = self.unit == self.fmt.block
+        who = f"blocks of {self.fmt.name} need" if is_of_block else "a Hadamard matrix of that size needs"
+        return None if odd is None else f"{odd} is no multiple of {self.unit}, which {who}"
+
+    @property
+    def unit(self) -> int:
+        """Return how many elements the dimension must have a multiple of."""
+        return max(self.fmt.block, self.turn)
 
 
 @dataclass

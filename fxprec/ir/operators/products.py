@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fxprec.ir import grouped as grouped  # declares the operator
 from fxprec.ir.operators.names import row
 from fxprec.ir.operators.spec import FIRST, Terms, Trait
 
@@ -17,6 +18,7 @@ _ON_CPU = Trait.ON_CPU | Trait.WIDE
 ROWS = (
     row("mm bmm mv dot", factors=(0, 1), terms=_PRODUCT, traits=_BOTH),
     row("addmm baddbmm addmv", factors=(1, 2), terms=_ADDED_TO, traits=_BOTH),
+    row("fxprec.grouped_mm", factors=(0, 1), terms=_PRODUCT, traits=Trait.GEMM | Trait.GEMM_BACKWARD),
     row("convolution", factors=(0, 1), terms=_WITH_BIAS, traits=Trait.GEMM | Trait.WIDE),
     row("convolution_backward", factors=(0, 1, 2), terms=FIRST, traits=Trait.GEMM_BACKWARD | Trait.WIDE),
     row("linear", factors=(0, 1), terms=_WITH_BIAS, traits=Trait.GEMM),

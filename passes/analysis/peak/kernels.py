@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.config.processor import Processor
+from fxprec.ir.grouped import GroupedMm
 from fxprec.ir.operators import Cost, Trait, having, those
 from fxprec.ir.symbolic import QUANTIZE, is_in_blocks
 from fxprec.kernels.wide_gemms import WIDE
@@ -156,7 +157,9 @@ def flops_of(node: Node) -> float:
     if node.target in ops.GEMMS | ops.GEMMS_BACKWARD:
         first: Any = tensor_of(factors_of(node)[0])
         val = value(node)
-        return 0.0 if val is None else 2.0 * numel_hint(val) * dim_hint(first.shape[-1])
+        # A grouped product that sums over tokens gives a matrix for each group, of the group's tokens.
+        groups = dim_hint(val.shape[0]) if node.target is GroupedMm.target and val is not None and val.ndim == 3 else 1
+        return 0.0 if val is None else 2.0 * numel_hint(val) * dim_hint(first.shape[-1]) / max(groups, 1)
     return 0.0
 
 

@@ -1,0 +1,95 @@
+"""Grouped matrix products, of which a mixture of experts has one for each projection: declarations and gradients.
+
+``grouped_mm(a, b, offs) -> y``
+    One product for each of G groups, of tensors of one dtype. Group i has the tokens from ``offs[i - 1]`` (0 for the
+    first) to ``offs[i]``, ``offs`` (G,) integers that do not fall. The tokens are a dimension of each operand of two
+    dimensions: (T, K) by (G, K, N) is (T, N), (G, M, K) by (K, T) is (M, T), (K, T) by (T, N) is (G, K, N). What lies
+    beyond the last group is 0, where ``aten::_grouped_mm`` leaves it unwritten.
+``pad_groups(x, offs, unit) -> y``
+    The rows (T, K) of the groups, zeros after each, so that each begins at a multiple of ``unit``. Rows beyond the last
+    group are 0. (T + G (unit - 1), rounded up to a multiple of ``unit``, K): as many as any groups may take.
+``padded_ends(offs, unit) -> ends``
+    Where the groups end in the result of ``pad_groups``.
+
+`fxprec.runtime.grouped_mm` registers what they do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fxprec.ir.calls import Call, FakeCall
+
+
+def product_like(call: FakeCall) -> Tensor:
+    """Return what holds the product that a call makes, not filled. Raises `ValueError` for other operands."""
+    a, b, offs = call.a, call.b, call.offs
+    if a.dtype != b.dtype:
+        raise ValueError(f"a grouped product multiplies {a.dtype} by {b.dtype}; give both operands one dtype")
+    if (a.ndim, b.ndim) not in ((2, 3), (3, 2), (2, 2)):
+        raise ValueError(f"a grouped product has operands of 2 and 3 dimensions, not of {a.ndim} and {b.ndim}")
+    groups = offs.shape if a.ndim == b.ndim else ()
+    made: Tensor = a.new_empty((*groups, a.shape[-2], b.shape[-1]))
+    return made
+
+
+@dataclass(frozen=True)
+class GroupedMm(Call, op="grouped_mm", fake=product_like):
+    """Multiply the tokens of each group by the group's matrix, or by its other tokens."""
+
+    a: Node
+    b: Node
+    offs: Node
+
+
+def _padded(call: FakeCall) -> Tensor:
+    rows, width = call.x.shape
+    made: Tensor = call.x.new_empty((padded_rows(rows, call.offs.shape[0], call.unit), width))
+    return made
+
+
+def padded_rows(rows: int, groups: int, unit: int) -> int:
+    """Return the rows that groups of ``rows`` tokens take at most, each a multiple of ``unit``."""
+    return (rows + groups * (unit - 1) + unit - 1) // unit * unit
+
+
+@dataclass(frozen=True)
+class PadGroups(Call, op="pad_groups", fake=_padded):
+    """Let each group of rows begin at a multiple of ``unit``."""
+
+    x: Node
+    offs: Node
+    unit: int
+
+
+@dataclass(frozen=True)
+class PaddedEnds(Call, op="padded_ends", fake=lambda call: torch.empty_like(call.offs)):
+    """Say where padded groups end."""
+
+    offs: Node
+    unit: int
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients, each a grouped product again; that of a matrix seen transposed is made as it lies."""
+    a, b, offs = ctx.saved_tensors
+    wants_a, wants_b, _ = ctx.needs_input_grad
+    multiply = torch.ops.fxprec.grouped_mm
+    of_a = multiply(gradient, b.mT, offs) if wants_a else None
+    of_b = None
+    if wants_b:
+        is_turned = b.stride(-2) == 1 and b.stride(-1) != 1
+        of_b = multiply(gradient.mT, a, offs).mT if is_turned else multiply(a.mT, gradient, offs)
+    return of_a, of_b, None
+
+
+torch.library.register_autograd("fxprec::grouped_mm", _gradients, setup_context=_save)

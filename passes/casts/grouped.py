@@ -1,0 +1,65 @@
+"""What a grouped product's operands need before they are rounded to blocks.
+
+Where a product sums over the tokens of each group, a block of tokens must not hold those of two groups: hardware scales
+each group's blocks, and a Hadamard matrix cancels within one product only. So each group gets rows of zeros until the
+group fills whole blocks. Where a format has one scale for a tensor, rows beyond the last group have no part in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fxprec.ir.grouped import GroupedMm, PaddedEnds, PadGroups
+from fxprec.passes.analysis.joint import is_backward, tensor_of
+from fxprec.passes.casts.operands import Rounding
+from fxprec.passes.casts.sites import emit, emit_call
+
+Roundings = list[tuple[int, Node, Rounding]]
+
+
+@dataclass
+class GroupedOperands:
+    """Pads the operands of one graph's grouped products, each once for all products that read it so."""
+
+    graph: Graph
+    made: dict[tuple[Node, Node | None, int, bool], Node] = field(default_factory=dict)
+    """(what is padded, its offsets or None for offsets themselves, unit, in backward) -> the result."""
+
+    def prepared(self, gemm: Node, roundings: Roundings) -> tuple[Roundings, list[Any]]:
+        """Return the operands to round in the place of ``roundings``, and the arguments of the product.
+
+        Products come in the order of the graph.
+        """
+        args: list[Any] = list(gemm.args)
+        offs = GroupedMm.of(gemm).offs
+        is_sum = tensor_of(gemm).ndim == 3
+        unit = max(how.unit for _, _, how in roundings) if is_sum else 1
+        with self.graph.inserting_before(gemm):
+            if is_sum:
+                args[2] = self._once(gemm, offs, None, unit)
+            return [
+                (at, self._padded(gemm, x, offs, unit, is_turned=(at == 0) == is_sum), how)
+                if is_sum or (how.fmt.tensor_scale and tensor_of(x).ndim == 2)
+                else (at, x, how)
+                for at, x, how in roundings
+            ], args
+
+    def _padded(self, gemm: Node, x: Node, offs: Node, unit: int, *, is_turned: bool) -> Node:
+        """Return an operand with padded groups of tokens, which are its last dimension where ``is_turned``."""
+        if not is_turned:
+            return self._once(gemm, x, offs, unit)
+        return self._turned(self._once(gemm, self._turned(x, gemm), offs, unit), gemm)
+
+    def _once(self, gemm: Node, x: Node, offs: Node | None, unit: int) -> Node:
+        key = x, offs, unit, is_backward(gemm)
+        if key not in self.made:
+            call = PaddedEnds(x, unit) if offs is None else PadGroups(x, offs, unit)
+            self.made[key] = emit_call(self.graph, call, gemm)
+        return self.made[key]
+
+    def _turned(self, x: Node, gemm: Node) -> Node:
+        return emit(self.graph, torch.ops.aten.permute.default, (x, [1, 0]), gemm)

@@ -1,0 +1,95 @@
+"""What grouped products do (`fxprec.ir.grouped`): a product after the other, or torch's kernel on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fxprec import compat
+from fxprec.ir.grouped import GroupedMm, PaddedEnds, PadGroups, padded_rows
+
+_BYTES = 16
+"""A GPU's kernel wants rows that begin at a multiple of so many bytes."""
+
+
+def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """Return one product for each group of tokens; zeros beyond the last group."""
+    if _has_kernel(a) and _has_kernel(b):
+        return _by_kernel(a, b, offs)
+    groups = list(_groups(offs))
+    if a.ndim == b.ndim:
+        out = a.new_zeros((len(groups), a.shape[0], b.shape[1]))
+        for i, tokens in enumerate(groups):
+            out[i] = _product(a[:, tokens], b[tokens])
+        return out
+    if a.ndim == 2:
+        out = a.new_zeros((a.shape[0], b.shape[2]))
+        for i, tokens in enumerate(groups):
+            out[tokens] = _product(a[tokens], b[i])
+        return out
+    out = a.new_zeros((a.shape[1], b.shape[1]))
+    for i, tokens in enumerate(groups):
+        out[:, tokens] = _product(a[i], b[:, tokens])
+    return out
+
+
+def _groups(offs: Tensor) -> Iterator[slice]:
+    start = 0
+    for end in offs.tolist():
+        yield slice(start, end)
+        start = end
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply; a CPU without instructions for 16-bit matrices multiplies in float32 and rounds once."""
+    if a.device.type == "cpu" and a.dtype.itemsize == 2 and not compat.has_cpu_gemm(a.dtype):
+        return torch.mm(a.float(), b.float()).to(a.dtype)
+    return torch.mm(a, b)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return False
+    inner, outer = sorted(x.stride()[-2:])
+    return inner == 1 and outer >= max(x.shape[-2:]) and outer * x.itemsize % _BYTES == 0
+
+
+def _by_kernel(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    out = compat.grouped_mm(a, b, offs.int())
+    if a.ndim == b.ndim:
+        return out
+    beyond = torch.arange(out.shape[a.ndim - 2], device=out.device) >= offs[-1]
+    return out.masked_fill_(beyond[:, None] if a.ndim == 2 else beyond, 0)
+
+
+def padded_ends(offs: Tensor, unit: int) -> Tensor:
+    """Return where groups end whose sizes are rounded up to multiples of ``unit``, in the dtype of ``offs``."""
+    return _sizes(offs, unit).cumsum(0).to(offs.dtype)
+
+
+def _sizes(offs: Tensor, unit: int) -> Tensor:
+    sizes = offs.diff(prepend=offs.new_zeros(1))
+    return (sizes + unit - 1) // unit * unit
+
+
+def pad_groups(x: Tensor, offs: Tensor, unit: int) -> Tensor:
+    """Return the rows of ``x`` (T, K) with zeros after each group, so that it begins at a multiple of ``unit``."""
+    made = padded_rows(x.shape[0], offs.shape[0], unit)
+    if not x.numel() or not offs.numel():
+        return x.new_zeros((made, x.shape[1]))
+    offs = offs.long()
+    sizes = _sizes(offs, unit)
+    ends = sizes.cumsum(0)
+    rows = torch.arange(made, device=x.device)
+    group = torch.searchsorted(ends, rows, right=True).clamp_(max=offs.shape[0] - 1)
+    begins = torch.cat([offs.new_zeros(1), offs[:-1]])
+    source = rows - (ends - sizes)[group] + begins[group]
+    is_token = source < offs[group]
+    return torch.where(is_token[:, None], x[source.clamp_(max=x.shape[0] - 1)], 0)
+
+
+GroupedMm.implement(grouped_mm)
+PadGroups.implement(pad_groups)
+PaddedEnds.implement(padded_ends)
