@@ -15,6 +15,7 @@ from fxprec.commands.ci import ci
 from fxprec.commands.compare import compare
 from fxprec.commands.doctor import doctor
 from fxprec.commands.env import env
+from fxprec.commands.export import export
 from fxprec.commands.fits import fits
 from fxprec.commands.gpu_check import gpu_check
 from fxprec.commands.inspect import diff, dump, explain, report
@@ -152,7 +153,9 @@ def version() -> None:
         print(name, metadata.version(name))
 
 
-for command in (predict, fits, dump, diff, explain, report, doctor, choose, compare, minify, ci, gpu_check, env):
+for command in (
+    predict, fits, dump, diff, explain, report, doctor, choose, compare, export, minify, ci, gpu_check, env,
+):  # fmt: skip
     app.command()(command)
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from fxprec.driver.named import register_backend as register_backend
     from fxprec.integrations.backends import backends_in as backends_in
     from fxprec.integrations.backends import compile_layers as compile_layers
+    from fxprec.integrations.compressed_tensors import from_compressed_tensors as from_compressed_tensors
+    from fxprec.integrations.compressed_tensors import to_compressed_tensors as to_compressed_tensors
     from fxprec.integrations.log_to import log_to as log_to
     from fxprec.integrations.rank_states import RankStates as RankStates
     from fxprec.integrations.statistics import log_statistics as log_statistics
@@ -22,10 +24,12 @@ _HOMES = {
     "RankStates": "integrations.rank_states",
     "backends_in": "integrations.backends",
     "compile_layers": "integrations.backends",
+    "from_compressed_tensors": "integrations.compressed_tensors",
     "log_to": "integrations.log_to",
     "log_statistics": "integrations.statistics",
     "register_backend": "driver.named",
     "summary": "integrations.statistics",
+    "to_compressed_tensors": "integrations.compressed_tensors",
 }
 
 __all__ = sorted(_HOMES)
