@@ -50,10 +50,14 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _has_kernel(x: Tensor) -> bool:
-    if not x.is_cuda or x.dtype != torch.bfloat16:
-        return False
-    inner, outer = sorted(x.stride()[-2:])
-    return inner == 1 and outer >= max(x.shape[-2:]) and outer * x.itemsize % _BYTES == 0
+    return x.is_cuda and x.dtype == torch.bfloat16 and is_aligned(x)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Say whether torch's kernel reads a tensor as it lies: rows or columns that begin at multiples of 16 bytes."""
+    rows, columns = x.stride()[-2:]
+    inner, outer, size = (columns, rows, x.shape[-1]) if columns == 1 else (rows, columns, x.shape[-2])
+    return inner == 1 and outer >= size and outer * x.itemsize % _BYTES == 0
 
 
 def _by_kernel(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:

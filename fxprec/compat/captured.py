@@ -25,20 +25,13 @@ ATTENTION = (
 )
 
 
-_GROUPED = frozenset(
-    {
-        torch._grouped_mm,
-        torch.ops.aten._grouped_mm,
-        torch.ops.aten._grouped_mm.default,
-        getattr(torch.nn.functional, "grouped_mm", None),
-    }
-)
-_GROUPED_ELSEWHERE = frozenset({"transformers.grouped_mm_fallback", "transformers.grouped_mm_fallback.default"})
+_GROUPED = (torch._grouped_mm, getattr(torch.nn.functional, "grouped_mm", None))
 
 
 def is_grouped_mm(target: object) -> bool:
     """Say whether a node calls a grouped matrix product: torch's, or the one that transformers declares."""
-    return target in _GROUPED or str(target) in _GROUPED_ELSEWHERE
+    named = str(target).removesuffix(".default")
+    return target in _GROUPED or named in ("aten._grouped_mm", "transformers.grouped_mm_fallback")
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:

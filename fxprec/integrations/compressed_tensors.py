@@ -23,7 +23,6 @@ from fxprec.plan import Gemm, Plan
 
 Json: TypeAlias = dict[str, Any]
 METHOD = "compressed-tensors"
-_LINEAR = ("aten.mm", "aten.addmm")
 _COMPARED = ("num_bits", "type", "strategy", "group_size", "dynamic")
 _FP8 = "e4m3fn"
 
@@ -113,7 +112,7 @@ def to_compressed_tensors(plans: Iterable[Plan]) -> Exported:
 
 def _add(formats: dict[str, str], gemm: Gemm, fmt: str) -> None:
     """Note the format of a layer. Raises `PlanError` for a product that a config cannot name."""
-    if gemm.op not in _LINEAR:
+    if not _is_linear(gemm):
         if fmt:
             raise PlanError(
                 f"{gemm.node} ({gemm.module}) is {gemm.op} in {fmt}, and a config names linear layers alone; plan "
@@ -135,9 +134,13 @@ def _add(formats: dict[str, str], gemm: Gemm, fmt: str) -> None:
         )
 
 
+def _is_linear(gemm: Gemm) -> bool:
+    return gemm.op in ("aten.mm", "aten.addmm")
+
+
 def _forward(plan: Plan, gemm: Gemm) -> str:
     """Return the format of a product's operands in an engine, ``""`` for ``hi``."""
-    if gemm.forward or gemm.op not in _LINEAR or not plan.groups[gemm.group_before].low:
+    if gemm.forward or not _is_linear(gemm) or not plan.groups[gemm.group_before].low:
         return gemm.forward
     low = plan.recipe.lo_forward
     if low == plan.recipe.hi:
@@ -162,7 +165,7 @@ def _scheme(module: str, fmt: str) -> Scheme:
 
 def _remarks(plans: Sequence[Plan], schemes: Iterable[Scheme]) -> Iterator[str]:
     named = {scheme.preset for scheme in schemes}
-    if "FP8" in named and not all(gemm.pays for plan in plans for gemm in plan.gemms if gemm.op in _LINEAR):
+    if "FP8" in named and not all(gemm.pays for plan in plans for gemm in plan.gemms if _is_linear(gemm)):
         yield "not every layer multiplied codes in training: an engine's products differ by e4m3fn's rounding"
     if "MXFP8" in named and any(gemm.forward.endswith("up") for plan in plans for gemm in plan.gemms):
         yield "training rounded scales of blocks up, as compressed-tensors does; no config says what an engine does"

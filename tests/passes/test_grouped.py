@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fxprec
 from fxprec import Operands, Recipe
 from fxprec.passes.analysis.peak.kernels import flops_of
-from fxprec.runtime.grouped_mm import grouped_mm, pad_groups, padded_ends
+from fxprec.runtime.grouped_mm import grouped_mm, is_aligned, pad_groups, padded_ends
 
 ENDS = torch.tensor([5, 5, 16, 37], dtype=torch.int32)  # an expert without tokens, and 3 of 40 tokens without an expert
 TOKENS, WIDTH, HIDDEN = 40, 32, 64
@@ -79,6 +79,27 @@ def test_a_product_is_that_of_each_group_and_zero_beyond_the_last() -> None:
     for i, tokens in enumerate(experts_of()):
         assert torch.equal(out[tokens], x[tokens] @ w[i])
     assert not out[37:].any()
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.empty(100, 64), torch.empty(64, 100).mT, torch.empty(4, 8, 24), torch.empty(4, 24, 8).mT,
+        torch.empty(100, 63), torch.empty(63, 100).mT[:, ::2], torch.empty(1, 8).expand(100, 8), torch.empty(100, 12),
+    ],
+    ids=lambda x: f"{tuple(x.shape)} {x.stride()}",
+)  # fmt: skip
+def test_a_tensor_goes_to_torchs_kernel_where_torch_takes_it(x: Tensor) -> None:
+    """torch's meta function has the checks of the kernel, which no test can run without a GPU."""
+    offs = torch.empty(4, dtype=torch.int32, device="meta")
+    layout = torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device="meta")
+    other = torch.empty((4, x.shape[-1], 64) if x.ndim == 2 else (x.shape[-1], 64), dtype=torch.bfloat16, device="meta")
+    try:
+        torch._grouped_mm(layout, other, offs=offs)
+        takes = True
+    except RuntimeError:
+        takes = False
+    assert is_aligned(layout) == takes
 
 
 def test_operands_of_two_dtypes_are_refused_by_name() -> None:
