@@ -2,6 +2,7 @@
 
     python -m benchmarks.step_budget            # the transformer of docs/memory.md; keeps the result
     python -m benchmarks.step_budget --network resnet18   # or unet: the sides of `THREE`
+    python -m benchmarks.step_budget --clipping           # what gradients held for clipping add to the transformer
     python -m benchmarks.step_budget --side "fxprec fp8, optimizer"   # one row, in this process, as JSON
 
 The peak is of live bytes, by the allocator's events, over forward, backward and ``optimizer.step()``; the bytes of
@@ -54,6 +55,8 @@ _30 = {**_FP8, "peak_budget": "30%"}
 _27 = {**_FP8, "peak_budget": "27%"}  # of bf16 weights; 26% has no plan
 _8BIT = {"update": "nearest", "states": "8bit"}
 _ALL = {"update": "stochastic", "states": "8bit"}
+_LAST = {**_ALL, "max_norm": 1.0, "norm": "last"}
+_EXACT = {**_ALL, "max_norm": 1.0, "norm": "exact"}
 _OPEN = {"update": "stochastic", "states": "auto"}
 BUDGETS = {"transformer": "45MB", "resnet18": "28MB", "unet": "11MB"}
 """Of the whole step, with weights in bf16."""
@@ -61,6 +64,11 @@ THREE = (
     "autocast, checkpointed",
     "autocast, checkpointed, torchao AdamW8bit in hooks",
     "fxprec fp8, step budget, bf16 weights",
+)
+CLIPPING = (
+    "fxprec fp8, checkpointed, optimizer, 8-bit states, bf16 weights",
+    "the same, clipped by the last norm",
+    "the same, clipped by the exact norm",
 )
 SIDES = {
     "autocast, checkpointed": Side(checkpointed=True),
@@ -72,6 +80,8 @@ SIDES = {
     "fxprec fp8, checkpointed, optimizer": Side(_FP8, True, True),
     "fxprec fp8, checkpointed, optimizer, 8-bit states": Side(_FP8, True, True, optimizer=_8BIT),
     "fxprec fp8, checkpointed, optimizer, 8-bit states, bf16 weights": Side(_FP8, True, True, torch.bfloat16, _ALL),
+    "the same, clipped by the last norm": Side(_FP8, True, True, torch.bfloat16, _LAST),
+    "the same, clipped by the exact norm": Side(_FP8, True, True, torch.bfloat16, _EXACT),
     "fxprec fp8, peak 30%, optimizer, 8-bit states": Side(_30, in_backward=True, optimizer=_8BIT),
     "fxprec fp8, peak 27%, optimizer, 8-bit states, bf16 weights": Side(_27, False, True, torch.bfloat16, _ALL),
     "fxprec fp8, step budget, bf16 weights": Side({**_FP8, "step_budget": ""}, False, True, torch.bfloat16, _OPEN),
@@ -171,18 +181,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=BUDGETS, default="transformer")
     parser.add_argument("--side", choices=SIDES)
+    parser.add_argument("--clipping", action="store_true")
     parser.add_argument("--budget", help="In place of the network's own, for a side with a step budget.")
     asked = parser.parse_args()
     if asked.side:
         print(json.dumps(measure(asked.side, asked.network, asked.budget)))
         return
     rows = []
-    for name in SIDES if asked.network == "transformer" else THREE:
+    every, kept = (SIDES, "step-budget") if asked.network == "transformer" else (THREE, f"step-budget-{asked.network}")
+    for name in CLIPPING if asked.clipping else every:
         command = [sys.executable, "-m", "benchmarks.step_budget", "--network", asked.network, "--side", name]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(rows[-1], flush=True)
-    machine.save("step-budget" if asked.network == "transformer" else f"step-budget-{asked.network}", rows)
+    machine.save("step-budget-clipping" if asked.clipping else kept, rows)
 
 
 if __name__ == "__main__":

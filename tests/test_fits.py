@@ -165,6 +165,15 @@ def test_the_command_says_yes_and_writes_the_plan_and_its_page(tmp_path: Path) -
     assert plan.whole_step.weights == 2 * (64 * 64 + 64) * 4
 
 
+def test_gradients_that_an_exact_norm_wants_are_counted() -> None:
+    found = {}
+    for norm in ("exact", "last"):
+        code, said = run("t.py:make", "--gpu", "100MiB", "--max-norm", "1", "--norm", norm, "--json")
+        assert code == 0
+        found[norm] = json.loads(said)["peak"]
+    assert found["exact"]["gradients"] - found["last"]["gradients"] >= 64 * 64 * 4
+
+
 def test_the_command_says_no_and_why_as_json() -> None:
     code, said = run("t.py:on_many", "--gpu", "1KiB", "--batch", "5", "--json")
     found = json.loads(said)
@@ -180,6 +189,7 @@ def test_the_command_says_no_and_why_as_json() -> None:
         ("t.py:make --gpu 1GiB --batch 0", "--batch is 0; give it 1 or more"),
         ("t.py:make --gpu 1GiB --optimizer lion", "--optimizer lion: no step is known for it; give adamw or sgd"),
         ("t.py:make --gpu 1GiB --states int4", "states='int4' of group 0 is unknown"),
+        ("t.py:make --gpu 1GiB --max-norm 0", "max_norm of group 0 is 0.0; give it a number above 0"),
         ("t.py:frozen --gpu 1GiB", "no parameter requires a gradient"),
     ],
 )

@@ -4,6 +4,7 @@
     python -m benchmarks.optim.states weights     # whole optimizers: weights on the same gradients, against float64
     python -m benchmarks.optim.states training    # whole optimizers: held-out loss of a byte-level transformer
     python -m benchmarks.optim.states bf16        # the same with bf16 weights
+    python -m benchmarks.optim.states clipping    # the same, float32 states, clipped by this step's norm and the last's
     python -m benchmarks.optim.states times       # whole optimizers: a step of 4.9 million weights
 
 Gradients of the first two are those of a small byte-level transformer that float64 AdamW trains. An error is the norm
@@ -62,6 +63,10 @@ SIDES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+CLIPPED = {
+    f"fxprec float32, clipped, norm={norm!r}": partial(_ours, held="float32", max_norm=0.5, norm=norm)
+    for norm in ("exact", "last")
+}
 BF16_WEIGHTS = {"fxprec 8bit, bf16 weights, stochastic": partial(fxprec.optim.AdamW, states="8bit")}
 
 
@@ -268,6 +273,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "weights": weights,
     "training": training,
     "bf16": partial(training, sides=BF16_WEIGHTS, dtype=torch.bfloat16),
+    "clipping": partial(training, seeds=3, sides=CLIPPED),
     "times": times,
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,8 @@ def fits(
     optimizer: Annotated[str, typer.Option(help="adamw or sgd, as fxprec.optim has them.")] = "adamw",
     states: Annotated[str, typer.Option(help="How states are held: auto, float32, bf16 or 8bit.")] = "auto",
     momentum: Annotated[float, typer.Option(help="Of sgd; 0 needs no states.")] = 0.0,
+    max_norm: Annotated[float | None, typer.Option(help="Clip gradients by their global norm.")] = None,
+    norm: Annotated[str, typer.Option(help="Which: last, or exact, which holds all gradients.")] = "exact",
     batch: Annotated[int | None, typer.Option(help="Batch size in place of the inputs' own.")] = None,
     largest: Annotated[bool, typer.Option("--largest", help="Search the largest batch that fits: 10 plans.")] = False,
     recipe: Annotated[str, typer.Option(help="Recipe, for instance fp8.")] = "fp8",
@@ -39,9 +41,10 @@ def fits(
     assert budget is not None, "an option that is required"
     if batch is not None and batch < 1:
         raise ConfigError(f"--batch is {batch}; give it 1 or more")
+    own = {"states": states, "max_norm": max_norm, "norm": norm}
     options: dict[str, Any] = {"recipe": recipe, "keep_high": modules(keep_high)}
     options |= {"ways": tuple(ways.split(","))} if ways else {}
-    question = Question(find_factory(target), target, budget, _maker(optimizer, states, momentum), options)
+    question = Question(find_factory(target), target, budget, _maker(optimizer, momentum, own), options)
     first = question.answer(batch)
     tried = list(largest_batch(first, question.answer)) if largest else [first]
     shown = max((a for a in tried if a.fits), key=lambda a: a.batch, default=first) if largest else first
@@ -56,13 +59,13 @@ def fits(
     raise typer.Exit(int(not first.fits))
 
 
-def _maker(name: str, states: str, momentum: float) -> Callable[[Any], Stepper]:
+def _maker(name: str, momentum: float, own: Mapping[str, Any]) -> Callable[[Any], Stepper]:
     from fxprec import optim
 
     if name == "adamw":
-        return lambda params: optim.AdamW(params, states=states)  # type: ignore[arg-type]
+        return lambda params: optim.AdamW(params, **own)
     if name == "sgd":
-        return lambda params: optim.SGD(params, states=states, momentum=momentum)  # type: ignore[arg-type]
+        return lambda params: optim.SGD(params, momentum=momentum, **own)
     raise ConfigError(f"--optimizer {name}: no step is known for it; give adamw or sgd")
 
 

@@ -66,6 +66,9 @@ class Updates:
                 stepped[i] = arg  # type: ignore[assignment]
             else:
                 held.setdefault(why, []).append(name)
+        if binding.optimizer.clips_by_this_step and why_none is None:
+            log.note("memory", "optimizer", _HELD_TO_CLIP)
+            stepped.clear()
         for why, names in held.items():
             log.tell(f"optimizer: {', '.join(names)}", f"optimizer.step() applies it and backward does not: {why}")
         if not plans_only:
@@ -88,6 +91,12 @@ class Updates:
                 return run(args)
 
         return compat.boxed(call)
+
+
+_HELD_TO_CLIP = (
+    "all gradients are held until optimizer.step(): max_norm with norm='exact' clips by the norm of all of them; with "
+    "norm='last' backward clips by the last step's and holds none"
+)
 
 
 def _before(binding: InBackward, parameters: Sequence[Parameter]) -> Any:

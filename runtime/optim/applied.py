@@ -34,11 +34,17 @@ class AppliedGradient(Tensor):
         if _reads_nothing(func):
             return args[0]
         found = next(_found(args), None)
+        way_out = _CLIP if "norm" in func._schema.name else "do not read p.grad, or compile without option optimizer"
         raise GradientError(
             f"the gradient of {'a parameter' if found is None else found.of} is not held: the compiled backward has "
-            "stepped the parameter already (option optimizer); do not read p.grad, as clip_grad_norm_ does, or compile "
-            "without option optimizer"
+            f"stepped the parameter already (option optimizer); {way_out}"
         )
+
+
+_CLIP = (
+    "to clip by the global norm, call no clip_grad_norm_ and give the optimizer max_norm= with norm='last', which "
+    "clips in backward by the last step's norm, or with norm='exact', which holds gradients and clips in step()"
+)
 
 
 def _reads_nothing(func: Any) -> bool:

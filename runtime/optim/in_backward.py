@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -54,9 +54,14 @@ class InBackward:
         """A forward that may have a backward read these."""
         self._forwards.update(map(id, parameters))
 
-    def before_backward(self, parameters: Iterable[Parameter]) -> None:
+    def before_backward(self, parameters: Sequence[Parameter]) -> None:
         """Raise `GradientError`, before anything is changed, for what a step in backward cannot be right for."""
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        if parameters and self.optimizer.clips_by_this_step:
+            raise GradientError(
+                "max_norm with norm='exact' was given to the optimizer after the model was compiled, and backward "
+                "steps each parameter before the norm is known; give it norm='last', or max_norm before the first call"
+            )
         for parameter in parameters:
             name = self._names[parameter]
             if id(parameter) in self._applied:

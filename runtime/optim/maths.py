@@ -35,7 +35,9 @@ def step(rule: Rule, tensors: Values, scalars: Values, index: Tensor | None) -> 
     and `INTEGERS`; ``index``: int32 (n,) element numbers, only read where `Rule.random`. New values of `Rule.coded` are
     not rounded: `states` encodes them, once a block's largest is known."""
     grad = -tensors["grad"] if rule.maximize else tensors["grad"]
-    if CARRIERS[rule.carrier] != rule.format:
+    if rule.clipped:
+        grad = grad * scalars["clip"]
+    if rule.clipped or CARRIERS[rule.carrier] != rule.format:
         grad = nearest(grad, rule.working)
     kernel = _sgd if rule.algorithm == "sgd" else _adamw
     found = kernel(rule, grad, tensors, scalars, index)

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from fxprec.numerics.formats import Format
 from fxprec.runtime.optim.options import own_defaults
-from fxprec.runtime.optim.rule import States, Update
+from fxprec.runtime.optim.rule import Norm, States, Update
 from fxprec.runtime.optim.stepper import Stepper
 
 
@@ -25,6 +25,8 @@ class SGD(Stepper, torch.optim.SGD):
     ``"bf16"`` or ``"8bit"``; ``"auto"`` leaves that to a step budget, and is ``"float32"`` without one; None rounds
     them to ``format``, as the paper does. ``error_if_nonfinite``: raise `GradientError` before anything is changed.
     ``count_cancelled``: count what `cancelled` returns; a number of steps: how often `cancelled_over_time` keeps it.
+    ``max_norm``: clip gradients by their global norm, with norm="exact" as `torch.nn.utils.clip_grad_norm_` does, with
+    norm="last" by the last step's norm, or by a gradient's own where that is larger; the same for all groups.
     ``seed`` or ``generator`` (from which one seed is drawn) decide the random bits, which are a function of seed,
     parameter, element and step: the same on all ranks that use the same seed, 0 by default.
     ``foreach=False`` runs the plain reference op by op; any other value one kernel for all parameters of a group.
@@ -54,8 +56,12 @@ class SGD(Stepper, torch.optim.SGD):
         seed: int | None = None,
         error_if_nonfinite: bool = False,
         count_cancelled: bool | int = False,
+        max_norm: float | None = None,
+        norm: Norm = "exact",
     ) -> None:
-        self._own = own_defaults(update, format, states, generator, seed, error_if_nonfinite, count_cancelled)
+        self._own = own_defaults(
+            update, format, states, generator, seed, error_if_nonfinite, count_cancelled, max_norm, norm
+        )
         super().__init__(
             params,
             lr=lr,
@@ -100,8 +106,12 @@ class AdamW(Stepper, torch.optim.AdamW):
         seed: int | None = None,
         error_if_nonfinite: bool = False,
         count_cancelled: bool | int = False,
+        max_norm: float | None = None,
+        norm: Norm = "exact",
     ) -> None:
-        self._own = own_defaults(update, format, states, generator, seed, error_if_nonfinite, count_cancelled)
+        self._own = own_defaults(
+            update, format, states, generator, seed, error_if_nonfinite, count_cancelled, max_norm, norm
+        )
         betas = (float(betas[0]), float(betas[1]))
         super().__init__(
             params,

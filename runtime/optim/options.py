@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from fxprec.errors import ConfigError, did_you_mean
 from fxprec.numerics.formats import Format, parse
 from fxprec.runtime.optim.rounding import nearest
-from fxprec.runtime.optim.rule import AUTO, CARRIERS, STATES, UPDATES, Rule
+from fxprec.runtime.optim.rule import AUTO, CARRIERS, NORMS, STATES, UPDATES, Rule
 
-OWN = ("update", "format", "states", "seed", "error_if_nonfinite", "count_cancelled")
+OWN = ("update", "format", "states", "seed", "error_if_nonfinite", "count_cancelled", "max_norm", "norm", "last_norm")
 """The keys our param groups have beside torch.optim's."""
 
 
@@ -25,6 +26,8 @@ def own_defaults(
     seed: int | None,
     error_if_nonfinite: bool,
     count_cancelled: bool | int,
+    max_norm: float | None,
+    norm: str,
 ) -> dict[str, Any]:
     """Return the default values of `OWN`, as plain data: a state dict holds them. Raises `ConfigError`."""
     if not isinstance(count_cancelled, int) or count_cancelled < 0:
@@ -44,6 +47,9 @@ def own_defaults(
         "seed": seed or 0,
         "error_if_nonfinite": error_if_nonfinite,
         "count_cancelled": count_cancelled,
+        "max_norm": max_norm,
+        "norm": norm,
+        "last_norm": None,
     }
 
 
@@ -61,6 +67,7 @@ def check_group(group: dict[str, Any], position: int) -> None:
             f"states={group['states']!r} of group {position} is unknown{hint}; use one of {known}, or None for "
             "the format of the weights"
         )
+    _check_clipping(group, position)
     if group["format"] is not None:
         group["format"] = parse(group["format"]).name
     if group.get("differentiable"):
@@ -85,6 +92,27 @@ def name_of(group: Mapping[str, Any], index: int) -> str:
     """How messages call a parameter."""
     names = group.get("param_names")
     return f"parameter {names[index]!r}" if names else f"parameter {index}"
+
+
+def _check_clipping(group: Mapping[str, Any], position: int) -> None:
+    most, norm = group["max_norm"], group["norm"]
+    if norm not in NORMS:
+        hint = did_you_mean(str(norm), NORMS)
+        raise ConfigError(f"norm={norm!r} of group {position} is unknown{hint}; use one of {list(NORMS)}")
+    if most is not None and not (isinstance(most, int | float) and type(most) is not bool and 0 < most < math.inf):
+        raise ConfigError(f"max_norm of group {position} is {most!r}; give it a number above 0, or None")
+
+
+def check_one_norm(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `ConfigError` where param groups are clipped in different ways: the norm is that of all gradients."""
+    for name in ("max_norm", "norm"):
+        for position, group in enumerate(groups):
+            if group[name] != groups[0][name]:
+                raise ConfigError(
+                    f"{name}={group[name]!r} of group {position}, and {groups[0][name]!r} of group 0: gradients are "
+                    "clipped by the norm of all groups together; give it to the optimizer, or clip in an optimizer for "
+                    "each group"
+                )
 
 
 def _named(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -145,6 +173,7 @@ def rule_of(group: Mapping[str, Any], algorithm: str, dtype: torch.dtype) -> Rul
         maximize=bool(group["maximize"]),
         amsgrad=adamw and bool(group["amsgrad"]),
         long_lerp=adamw and 1 - group["betas"][0] >= 0.5,
+        clipped=group["max_norm"] is not None,
         statistics=bool(group["count_cancelled"]),
         states=STATES[0] if group["states"] == AUTO else group["states"],
     )

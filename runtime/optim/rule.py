@@ -16,6 +16,10 @@ UPDATES: tuple[Update, ...] = ("nearest", "stochastic", "kahan", "stochastic+kah
 States: TypeAlias = Literal["float32", "bf16", "8bit"]
 STATES: tuple[States, ...] = ("float32", "bf16", "8bit")
 """From the exact form to the smallest."""
+Norm: TypeAlias = Literal["exact", "last"]
+NORMS: tuple[Norm, ...] = ("exact", "last")
+"""By which step's global norm gradients are clipped: this one's, or the last one's."""
+LAST = NORMS[1]
 AUTO = "auto"
 """What a param group says that leaves the form to a step budget; until one chooses it is the first of `STATES`."""
 _STATE_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
@@ -41,6 +45,8 @@ class Rule:
     amsgrad: bool = False
     long_lerp: bool = False
     """AdamW with 1 - beta1 >= 0.5, where torch's ``lerp`` starts from the other end."""
+    clipped: bool = False
+    """Whether the gradient is multiplied by a factor first."""
     statistics: bool = False
     states: States | None = None
     """How averages are held; None: in ``carrier``, rounded to ``format``, as the weights are."""
@@ -104,9 +110,13 @@ class Rule:
     @property
     def scalars(self) -> tuple[str, ...]:
         """Names of the float32 numbers given with each parameter at each step."""
-        if self.algorithm == "sgd":
-            return ("neg_lr", "momentum", "undamped", "weight_decay", "first")
-        return ("neg_step_size", "decay", "neg_lr_decay", "beta1", "rest1", "beta2", "rest2", "root2", "eps")
+        return _SCALARS[self.algorithm] + (("clip",) if self.clipped else ())
+
+
+_SCALARS = {
+    "sgd": ("neg_lr", "momentum", "undamped", "weight_decay", "first"),
+    "adamw": ("neg_step_size", "decay", "neg_lr_decay", "beta1", "rest1", "beta2", "rest2", "root2", "eps"),
+}
 
 
 def scale_name(name: str) -> str:

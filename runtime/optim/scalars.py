@@ -17,10 +17,10 @@ from fxprec.runtime.optim.rule import INTEGERS, Rule
 def floats(rule: Rule, group: Mapping[str, Any], steps: Tensor) -> Tensor:
     """Return float32 (parameters, `Rule.scalars`) on the device of ``steps`` (float, (parameters,), counted from 1).
 
-    Computed in float64, as torch.optim does with Python's floats; no value is read back from a device.
+    What clips is 1. Computed in float64, as torch.optim does with Python's floats; no value is read back from a device.
     """
     count = steps.double()
-    values = _sgd(group, count) if rule.algorithm == "sgd" else _adamw(group, count)
+    values = {"clip": 1.0} | (_sgd(group, count) if rule.algorithm == "sgd" else _adamw(group, count))
     return torch.stack([_column(values[name], count) for name in rule.scalars], 1).float()
 
 

@@ -12,13 +12,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
 from fxprec.errors import ConfigError
+from fxprec.runtime import on_device
 from fxprec.runtime.optim import cpp, guards, reference, scalars
 from fxprec.runtime.optim.applied import is_held
 from fxprec.runtime.optim.cancelled import By, CancelledRow, CancelledSteps, Counts, History, by_layer
+from fxprec.runtime.optim.clipping import Clipping
 from fxprec.runtime.optim.held import for_state_dict, hold, saved_states
 from fxprec.runtime.optim.local import dense_row, is_dense, local, place_of
-from fxprec.runtime.optim.options import OWN, check_group, name_of, rule_of
-from fxprec.runtime.optim.rule import AUTO, Rule, States
+from fxprec.runtime.optim.options import OWN, check_group, check_one_norm, name_of, rule_of
+from fxprec.runtime.optim.rule import AUTO, LAST, Rule, States
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Stepper(Optimizer):
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1], len(self.param_groups) - 1)
+            check_one_norm(self.param_groups)
         except Exception:
             self.param_groups.pop()
             raise
@@ -66,10 +69,15 @@ class Stepper(Optimizer):
     @torch.compiler.disable(reason="one kernel of our own for all parameters; tracing them takes a minute for four")
     def _step_groups(self) -> None:
         guards.check_gradients(self.param_groups)
+        for group in self.param_groups:
+            if group["max_norm"] is not None:
+                held = [param for param in group["params"] if is_held(param.grad)]
+                self._clipping.see(held, [param.grad for param in held])
         first = 0
         for position, group in enumerate(self.param_groups):
             self._step_group(position, group, first)
             first += len(group["params"])
+        self._clipping.finish(self.param_groups)
         every = [g["count_cancelled"] for g in self.param_groups if type(g["count_cancelled"]) is int]
         if any(every):
             self._history.note(self._counts(), min(n for n in every if n))
@@ -84,6 +92,10 @@ class Stepper(Optimizer):
                 rule = rule_of(group, self._algorithm, param.dtype)
                 if rule.update == "nearest" and rule.algorithm == "adamw" and not group.get("capturable"):
                     self._warn_if_stuck(rule, group, position, list(range(len(group["params"]))))
+                if rule.clipped:  # the bits of a norm follow strides and dtype
+                    if gradient.stride() != param.stride() or gradient.dtype != param.dtype:
+                        gradient = torch.empty_like(param).copy_(gradient)
+                    self._clipping.see([param], [gradient])
                 self._step_batch(rule, group, self._batch(rule, group, [index], gradient), first)
                 return
             first += len(group["params"])
@@ -145,12 +157,34 @@ class Stepper(Optimizer):
         else:
             steps = torch.zeros(len(batch.rows), dtype=torch.float32, device="cpu")
         floats = scalars.floats(rule, group, steps)
+        if rule.clipped:
+            params = [row[0] for row in batch.rows]
+            floats = on_device.upload(floats, params[0].device)
+            floats[:, rule.scalars.index("clip")] = self._clipping.factors(group, params)
         places = [(first + i, *place_of(row[0])) for i, row in zip(batch.indices, batch.rows, strict=True)]
         integers = scalars.integers(group["seed"], places if rule.random else None, steps)
         if group["foreach"] is False:
             _run_reference(rule, batch, floats, integers)
         else:
             _run_kernel(rule, batch, floats, integers)
+
+    @property
+    def _clipping(self) -> Clipping:
+        result: Clipping = self.__dict__.setdefault("_norms_of_the_step", Clipping())
+        return result
+
+    @property
+    def clips_by_this_step(self) -> bool:
+        """Whether no parameter may be stepped before all gradients are there: they are clipped by their own norm."""
+        return any(group["max_norm"] is not None and group["norm"] != LAST for group in self.param_groups)
+
+    def last_norm(self) -> Tensor | None:
+        """Return the global norm of the last step's gradients, before they were clipped, float32, on their device.
+
+        None before the first step, and where nothing is clipped.
+        """
+        found: Tensor | None = self.param_groups[0]["last_norm"]
+        return found
 
     @property
     def _history(self) -> History:
@@ -236,6 +270,7 @@ class Stepper(Optimizer):
             if group["states"] == AUTO:  # a step budget may have chosen here
                 group["states"] = own["states"]
             check_group(group, position)
+        check_one_norm(self.param_groups)
         self._hold_saved(state_dict)
         for state in self.state.values():
             state.pop("update_counts", None)

@@ -32,6 +32,8 @@ RULES = [
     rule("adamw", "stochastic", "bf16", torch.bfloat16, states="8bit"),
     rule("adamw", "nearest", "fp32", torch.float32, states="bf16"),
     rule("adamw", "kahan", "fp16", torch.float16, states="8bit", amsgrad=False),
+    rule("sgd", "nearest", "bf16", torch.bfloat16, clipped=True, maximize=True),
+    rule("adamw", "stochastic", "bf16", torch.bfloat16, clipped=True, states="bf16"),
 ]
 
 
@@ -61,7 +63,7 @@ def numbers_of(rule: Rule, rows: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     usual = {
         "neg_lr": -0.03, "momentum": 0.9, "undamped": 0.7, "weight_decay": 0.01, "first": 0.0,
         "neg_step_size": -0.02, "decay": 0.999, "neg_lr_decay": -0.001, "beta1": 0.3, "rest1": 0.7,
-        "beta2": 0.98, "rest2": 0.02, "root2": 0.4, "eps": 1e-8,
+        "beta2": 0.98, "rest2": 0.02, "root2": 0.4, "eps": 1e-8, "clip": 0.37,
     }  # fmt: skip
     scalars = torch.tensor([[usual[name] for name in rule.scalars]] * rows)
     scalars = scalars * (1 + 0.1 * torch.arange(rows)[:, None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +100,53 @@ def sharded_in_8_bits(rank: int, world: int) -> list[torch.Tensor]:
     assert all(map(torch.equal, half, local(plain)))
     dist.barrier()
     return half
+
+
+def sharded_and_clipped(rank: int, world: int) -> list[torch.Tensor]:
+    """The norm is that of all shards: clipped as the whole model is. A last norm is saved and resumes."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for norm in ("exact", "last"):
+        kept: list[torch.Tensor] = []
+        state: dict[str, Any] = {}
+        for begins in (0, 2):
+            net = model().float()
+            if begins:
+                for p, value in zip(net.parameters(), kept, strict=True):
+                    p.data.copy_(value)
+            fully_shard(net, mesh=init_device_mesh("cpu", (world,)))
+            opt = clipping(net, norm)
+            if begins:
+                set_optimizer_state_dict(net, opt, state)
+            for step in range(begins, begins + 2):
+                steps(net, opt, rank=step, count=1)
+            kept = [p.full_tensor().detach() for p in net.parameters()]
+            state = copy.deepcopy(get_optimizer_state_dict(net, opt))
+        found += kept
+    dist.barrier()
+    return found
+
+
+def clipping(net: torch.nn.Module, norm: Any) -> torch.optim.Optimizer:
+    return fxprec.optim.SGD(net.parameters(), lr=1.0, momentum=0.5, update="nearest", max_norm=1e-3, norm=norm)
+
+
+def test_shards_are_clipped_by_the_norm_of_all() -> None:
+    first, second = run_ranks(2, sharded_and_clipped)
+    assert all(map(torch.equal, first, second))
+    for norm, found in (("exact", first[:4]), ("last", first[4:])):
+        net = model().float()
+        start = [p.detach().clone() for p in net.parameters()]
+        opt = clipping(net, norm)
+        for step in range(4):
+            steps(net, opt, rank=step, count=1)
+        for ours, whole, old in zip(found, net.parameters(), start, strict=True):
+            moved = (whole.detach() - old).norm()
+            assert 0 < moved < 0.01
+            assert (ours - whole.detach()).norm() <= 1e-3 * moved
 
 
 def test_shards_hold_and_resume_averages_in_8_bits() -> None:

@@ -1,0 +1,75 @@
+"""Clipping of gradients by their global norm: that of this step, or of the last where backward steps parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fxprec.runtime.optim.rule import LAST
+
+_CHUNK = 1 << 16  # elements: on CPUs the norm of a bfloat16 tensor in float32 makes a float32 copy
+
+
+class Clipping:
+    """The norms of one step's gradients, known so far, and what each gradient is multiplied by.
+
+    With norm="exact" that is the factor of `torch.nn.utils.clip_grad_norm_`. With norm="last" the larger of the last
+    step's norm and of the gradient's own stands in the place of this step's norm, which is not known yet.
+    """
+
+    def __init__(self) -> None:
+        self._norms: dict[Tensor, Tensor] = {}
+
+    def see(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Take the norms of these parameters' gradients."""
+        self._norms |= zip(params, norms_of(gradients), strict=True)
+
+    def factors(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> Tensor:
+        """Return float32 (parameters,), on their device."""
+        own = torch.stack([self._norms[param] for param in params])
+        if group["norm"] != LAST:
+            norms = _total(list(self._norms.values())).to(own.device).expand_as(own)
+        elif group["last_norm"] is None:
+            norms = own
+        else:
+            norms = torch.maximum(own, group["last_norm"].to(own.device))
+        return torch.clamp(group["max_norm"] / (norms + 1e-6), max=1.0)
+
+    def finish(self, groups: list[dict[str, Any]]) -> None:
+        """Keep the norm of the step, which is over, in the param groups. The sum has the parameters' order."""
+        norms = [self._norms[p] for group in groups for p in group["params"] if p in self._norms]
+        self._norms.clear()
+        if norms:
+            total = _total(norms)
+            for group in groups:
+                group["last_norm"] = total
+
+
+def norms_of(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the 2-norm of each gradient, float32, of a sharded one over all ranks."""
+    if any(isinstance(g, DTensor) or g.device.type == "cpu" for g in gradients):
+        return [_of_one(g) for g in gradients]
+    return torch._foreach_norm(list(gradients), 2, torch.float32) if gradients else ()
+
+
+def _of_one(gradient: Tensor) -> Tensor:
+    if isinstance(gradient, DTensor):
+        found = _norm(gradient)
+        return found.full_tensor() if isinstance(found, DTensor) else found
+    if gradient.dtype == torch.float32 or gradient.numel() <= _CHUNK:
+        return _norm(gradient)
+    rows = gradient.view(-1) if gradient.is_contiguous() else gradient
+    return _total([_norm(part) for part in rows.split(max(1, _CHUNK * len(rows) // rows.numel()))])
+
+
+def _total(norms: Sequence[Tensor]) -> Tensor:
+    return _norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+def _norm(t: Tensor) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(t, dtype=torch.float32)
+    return found
