@@ -187,7 +187,7 @@ def test_the_command_says_no_and_why_as_json() -> None:
     [
         ("t.py:make --gpu much", "--gpu is 'much', which is no size"),
         ("t.py:make --gpu 1GiB --batch 0", "--batch is 0; give it 1 or more"),
-        ("t.py:make --gpu 1GiB --optimizer lion", "--optimizer lion: no step is known for it; give adamw or sgd"),
+        ("t.py:make --gpu 1GiB --optimizer muon", "--optimizer muon: no step is known for it; give adamw, lion or sgd"),
         ("t.py:make --gpu 1GiB --states int4", "states='int4' of group 0 is unknown"),
         ("t.py:make --gpu 1GiB --max-norm 0", "max_norm of group 0 is 0.0; give it a number above 0"),
         ("t.py:frozen --gpu 1GiB", "no parameter requires a gradient"),

@@ -2,6 +2,7 @@
 
     python -m benchmarks.optim.states maps        # maps for the second moment, one at a time
     python -m benchmarks.optim.states weights     # whole optimizers: weights on the same gradients, against float64
+    python -m benchmarks.optim.states weights-4bit, training-4bit    # the same of states in 4 bits; training of 3 seeds
     python -m benchmarks.optim.states training    # whole optimizers: held-out loss of a byte-level transformer
     python -m benchmarks.optim.states bf16        # the same with bf16 weights
     python -m benchmarks.optim.states clipping    # the same, float32 states, clipped by this step's norm and the last's
@@ -44,6 +45,12 @@ def _ao(params: Any, **options: Any) -> torch.optim.Optimizer:
     return AdamW8bit(params, **options)
 
 
+def _ao4(params: Any, **options: Any) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW4bit
+
+    return AdamW4bit(params, **options)
+
+
 def _bnb(params: Any, **options: Any) -> torch.optim.Optimizer:
     import bitsandbytes
 
@@ -66,6 +73,12 @@ SIDES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 CLIPPED = {
     f"fxprec float32, clipped, norm={norm!r}": partial(_ours, held="float32", max_norm=0.5, norm=norm)
     for norm in ("exact", "last")
+}
+FEWER: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "fxprec float32": partial(_ours, held="float32"),
+    "fxprec 8bit": partial(_ours, held="8bit"),
+    "fxprec 4bit": partial(_ours, held="4bit"),
+    "torchao 4bit": _ao4,
 }
 BF16_WEIGHTS = {"fxprec 8bit, bf16 weights, stochastic": partial(fxprec.optim.AdamW, states="8bit")}
 
@@ -101,16 +114,18 @@ def norm(tensors: list[Tensor]) -> float:
     return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
 
 
-def weights(steps: int = STEPS, width: int = 64) -> dict[str, Any]:
+def weights(
+    steps: int = STEPS, width: int = 64, sides: Mapping[str, Callable[..., torch.optim.Optimizer]] = SIDES
+) -> dict[str, Any]:
     """Return each side's error after these steps, and the largest move of a weight in one step, in learning rates."""
     held: dict[str, list[nn.Parameter]] = {}
-    optimizers, largest = {}, dict.fromkeys(SIDES, 0.0)
+    optimizers, largest = {}, dict.fromkeys(sides, 0.0)
     start: list[Tensor] = []
     for step, exact, grads in gradients(steps, width):
         if not held:
             start = [p.detach().clone() for p in exact]
-            held = {side: [nn.Parameter(p.detach().float()) for p in exact] for side in SIDES}
-            optimizers = {side: make(held[side], lr=RATE) for side, make in SIDES.items()}
+            held = {side: [nn.Parameter(p.detach().float()) for p in exact] for side in sides}
+            optimizers = {side: make(held[side], lr=RATE) for side, make in sides.items()}
         rate = rate_at(step, steps)
         for side, optimizer in optimizers.items():
             before = [p.detach().clone() for p in held[side]]
@@ -128,7 +143,7 @@ def weights(steps: int = STEPS, width: int = 64) -> dict[str, Any]:
             "error": norm([p.detach() - e for p, e in zip(held[side], end, strict=True)]) / whole,
             "largest_move": largest[side],
         }
-        for side in SIDES
+        for side in sides
     }
 
 
@@ -164,7 +179,8 @@ def _dynamic(x: Tensor, *_: Tensor) -> Tensor:
 
 
 def _coded(x: Tensor, random: Tensor | None) -> Tensor:
-    return states.decode("exp_avg_sq", *states.encode("exp_avg_sq", x, random))
+    codes = states.codes_of("8bit", "exp_avg_sq")
+    return states.decode(codes, *states.encode(codes, x, random), len(x))
 
 
 MAPS: dict[str, Map] = {
@@ -273,6 +289,8 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "weights": weights,
     "training": training,
     "bf16": partial(training, sides=BF16_WEIGHTS, dtype=torch.bfloat16),
+    "weights-4bit": partial(weights, sides=FEWER),
+    "training-4bit": partial(training, seeds=3, sides=FEWER),
     "clipping": partial(training, seeds=3, sides=CLIPPED),
     "times": times,
 }

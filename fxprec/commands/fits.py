@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def fits(
     target: Annotated[str, typer.Argument(help="path/file.py:factory or module:callable; returns (model, inputs).")],
     gpu: Annotated[str, typer.Option(help="Bytes that the whole step may hold, for instance 24GiB.")],
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd, as fxprec.optim has them.")] = "adamw",
-    states: Annotated[str, typer.Option(help="How states are held: auto, float32, bf16 or 8bit.")] = "auto",
+    optimizer: Annotated[str, typer.Option(help="adamw, lion or sgd, as fxprec.optim has them.")] = "adamw",
+    states: Annotated[str, typer.Option(help="How states are held: auto, float32, bf16, 8bit or 4bit.")] = "auto",
     momentum: Annotated[float, typer.Option(help="Of sgd; 0 needs no states.")] = 0.0,
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients by their global norm.")] = None,
     norm: Annotated[str, typer.Option(help="Which: last, or exact, which holds all gradients.")] = "exact",
@@ -64,9 +64,11 @@ def _maker(name: str, momentum: float, own: Mapping[str, Any]) -> Callable[[Any]
 
     if name == "adamw":
         return lambda params: optim.AdamW(params, **own)
+    if name == "lion":
+        return lambda params: optim.Lion(params, **own)
     if name == "sgd":
         return lambda params: optim.SGD(params, momentum=momentum, **own)
-    raise ConfigError(f"--optimizer {name}: no step is known for it; give adamw or sgd")
+    raise ConfigError(f"--optimizer {name}: no step is known for it; give adamw, lion or sgd")
 
 
 def _lines(target: str, first: Answer, tried: Sequence[Answer]) -> list[str]:

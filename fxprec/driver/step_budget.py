@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -14,7 +14,7 @@ from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.passes.notice import readable
 from fxprec.plan.rows import WholeStep
 from fxprec.runtime.optim.local import local
-from fxprec.runtime.optim.rule import STATES, States
+from fxprec.runtime.optim.rule import OFFERED, STATES, States
 from fxprec.runtime.optim.stepper import Stepper
 
 
@@ -27,7 +27,8 @@ class StepBudget:
     """Bytes of the graph's parameters and buffers, and of what else the optimizer holds."""
     states: int
     """Bytes that the optimizer's states take from the first step on."""
-    states_in_8_bits: int
+    states_in_fewer: Mapping[States, int]
+    """Bytes that they would take in forms of few bits."""
     has_wide_weights: bool
     """Whether the optimizer has parameters of more than 16 bits an element."""
     chosen: States | None = None
@@ -40,15 +41,16 @@ class StepBudget:
         held = [param for group in optimizer.param_groups for param in group["params"]]
         tensors = [local(x) for x in (*kept, *held) if isinstance(x, torch.Tensor)]
         weights = compat.storage_bytes(tensors, (), device=None)
-        in_8_bits, wide = optimizer.state_bytes(STATES[-1], of_all=True), any(p.dtype.itemsize > 2 for p in held)
-        return cls(asked, weights, optimizer.state_bytes(), in_8_bits, wide)
+        fewer = {form: optimizer.state_bytes(form, of_all=True) for form in STATES[2:]}
+        wide = any(p.dtype.itemsize > 2 for p in held)
+        return cls(asked, weights, optimizer.state_bytes(), fewer, wide)
 
     def first_that_fits(self, optimizer: Stepper, compile_within: Callable[[Self], None]) -> None:
         """Call for each form of open states, the exact one first, until the step fits; the optimizer takes that form.
 
         Raises the `BudgetError` of the smallest form where none fits.
         """
-        forms: Sequence[States | None] = STATES if optimizer.has_open_states else (None,)
+        forms: Sequence[States | None] = OFFERED if optimizer.has_open_states else (None,)
         for form in forms:
             tried = replace(self, states=optimizer.state_bytes(form), chosen=form)
             try:
@@ -90,8 +92,13 @@ class StepBudget:
         ways = [first]
         if self.has_wide_weights:
             ways.append("hold weights in bfloat16 (update='stochastic')")
-        if self.states_in_8_bits < self.states:
-            ways.insert(1, f"give the optimizer states='8bit', which take {readable(self.states_in_8_bits)}, or 'auto'")
+        fewer = [
+            f"{form!r}, which take {readable(size)}"
+            for form, size in self.states_in_fewer.items()
+            if size < self.states
+        ]
+        if fewer:
+            ways.insert(1, f"give the optimizer states={', or '.join(fewer)}")
         return ", or ".join(ways)
 
 

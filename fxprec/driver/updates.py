@@ -25,8 +25,8 @@ def stepper_of(optimizer: object) -> Stepper:
     """Return the optimizer given. Raises `ConfigError` for one of another class."""
     if not isinstance(optimizer, Stepper):
         raise ConfigError(
-            f"optimizer is {type(optimizer).__name__}, whose step no kernel is known for; give it a fxprec.optim.AdamW "
-            "or SGD, or leave it out"
+            f"optimizer is {type(optimizer).__name__}, whose step no kernel is known for; give it an AdamW, Lion "
+            "or SGD of fxprec.optim, or leave it out"
         )
     return optimizer
 

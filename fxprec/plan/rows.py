@@ -191,7 +191,7 @@ class WholeStep:
     """Bytes of parameters and buffers."""
     states: int
     """Bytes of the optimizer's states."""
-    chosen: Literal["", "float32", "bf16", "8bit"] = ""
+    chosen: Literal["", "float32", "bf16", "8bit", "4bit"] = ""
     """The form of states that the optimizer left open; ``""`` where it left none open."""
 
 

@@ -23,7 +23,13 @@ from fxprec.runtime.optim.trace import trace, trace_code, trace_scale
 
 _TEMPLATE = Path(__file__).with_name("kernel.cpp")
 _FLAGS = ("-fno-math-errno",)  # with errno a square root is a call and a branch, and nothing is vectorised
-_TYPES = {torch.float32: "float", torch.bfloat16: "Bfloat16", torch.float16: "Float16", torch.uint8: "uint8_t"}
+_TYPES = {
+    torch.float32: "float",
+    torch.bfloat16: "Bfloat16",
+    torch.float16: "Float16",
+    torch.uint8: "uint8_t",
+    torch.int8: "uint8_t",
+}
 _NUMBERS = {"float": "float", "Bfloat16": "float", "Float16": "float", "uint8_t": "int32_t"}
 
 
@@ -34,10 +40,12 @@ def source(rule: Rule) -> str:
     pointers = [
         f"{kind}* __restrict {name}_at = ({kind}*)row[{i + 1}];" for i, (name, kind) in enumerate(types.items())
     ]
-    loads = [f"const {_NUMBERS[kind]} {n} = load({n}_at[i]);" for n, kind in types.items() if n not in rule.scales]
+    at = {name: f"{name}_codes[i - begin]" if name in rule.packed else f"{name}_at[i]" for name in rule.tensors}
+    loads = [f"const {_NUMBERS[types[name]]} {name} = load({place});" for name, place in at.items()]
     scalars = [f"const float {name} = scalars[{i}];" for i, name in enumerate(rule.scalars)]
     scalars += [f"const int32_t {name} = integers[{i}];" for i, name in enumerate(INTEGERS)]
     begin = [f"const int32_t {name} = {name}_at[begin / kBlock];" for name in rule.scales]
+    begin += [_UNPACK.replace("NAME", name) for name in rule.packed]
     begin += [f"float {name}_new[kBlock]; int32_t {name}_amax = 0;" for name in rule.coded]
     stores = [f"store({name}_at[i], {outputs[name]});" for name in outputs if name in types and name not in rule.coded]
     stores += [f"{name}s += {outputs[name]};" for name in ("nonzero", "cancelled") if name in outputs]
@@ -52,7 +60,7 @@ def source(rule: Rule) -> str:
         "BEGIN": "\n    ".join(begin),
         "AMAX": "".join(f" reduction(max : {name}_amax)" for name in rule.coded),
         "BODY": "\n      ".join([*loads, *lines, *stores]),
-        "END": "\n".join(map(_encoding, rule.coded)),
+        "END": "\n".join(_encoding(rule, name) for name in rule.coded),
     }
     text = _TEMPLATE.read_text(encoding="utf-8")
     for name, value in filled.items():
@@ -65,10 +73,23 @@ def _into_block(name: str, value: str) -> str:
     return f"{name}_new[i - begin] = {value}; {name}_amax = std::max({name}_amax, {magnitude});"
 
 
-def _encoding(name: str) -> str:
+_UNPACK = """uint8_t NAME_codes[kBlock];
+    for (int64_t j = 0; j < kBlock / 2; ++j) {
+      NAME_codes[j] = NAME_at[begin / 2 + j] & 15;
+      NAME_codes[j + kBlock / 2] = NAME_at[begin / 2 + j] >> 4;
+    }"""
+_PACK = """std::fill(NAME_codes + (end - begin), NAME_codes + kBlock, uint8_t(0));
+      for (int64_t j = 0; j < kBlock / 2; ++j) {
+        NAME_at[begin / 2 + j] = uint8_t(NAME_codes[j] | (NAME_codes[j + kBlock / 2] << 4));
+      }"""
+
+
+def _encoding(rule: Rule, name: str) -> str:
     """Return the text that stores a block's new values of one state tensor, and their scale."""
-    head, scale = statements(trace_scale(name), CPP, {"amax": f"{name}_amax"})
-    lines, outputs = statements(trace_code(name), CPP)
+    head, scale = statements(trace_scale(rule.codes(name)), CPP, {"amax": f"{name}_amax"})
+    lines, outputs = statements(trace_code(rule.codes(name), name), CPP)
+    is_packed = name in rule.packed
+    to = f"{name}_codes[i - begin]" if is_packed else f"{name}_at[i]"
     body = "\n        ".join([f"const float x = {name}_new[i - begin];", *lines])
     return f"""    {{
       {" ".join(head)}
@@ -78,8 +99,9 @@ def _encoding(name: str) -> str:
       for (int64_t i = begin; i < end; ++i) {{
         const int32_t index = int32_t(i);
         {body}
-        {name}_at[i] = uint8_t({outputs["code"]});
+        {to} = uint8_t({outputs["code"]});
       }}
+      {_PACK.replace("NAME", name) if is_packed else ""}
     }}"""
 
 
@@ -118,6 +140,7 @@ def _entries(rule: Rule, row: list[Tensor]) -> list[int]:
         return [n, *native.addresses(names, row, rule.carrier, n)]
     found = [n]
     for name, t in zip((*names, *rule.scales), row, strict=True):
-        dtype, size = (rule.dtype_of(name), n) if name in names else (torch.uint8, states.num_blocks(n))
+        is_scale = name not in names
+        dtype, size = (torch.uint8, states.num_blocks(n)) if is_scale else (rule.dtype_of(name), rule.size_of(name, n))
         found += native.addresses((name,), (t,), dtype, size)
     return found

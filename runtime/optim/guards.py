@@ -45,8 +45,8 @@ def _check_finite(group: Mapping[str, Any], position: int, given: list[tuple[int
 def warn_if_stuck(rule: Rule, group: Mapping[str, Any], position: int, indices: list[int]) -> None:
     """Warn, once for each group, where rounding to nearest cancels every update its largest weight can get.
 
-    For AdamW the bound on an update is learning rate * max(1, (1 - beta1) / sqrt(1 - beta2)); for SGD it takes the
-    largest gradient of this step.
+    For AdamW the bound on an update is learning rate * max(1, (1 - beta1) / sqrt(1 - beta2)); for Lion it is the
+    learning rate; for SGD it takes the largest gradient of this step.
     """
     sizes = [(float(p.detach().abs().max()), i) for i in indices if (p := group["params"][i]).numel()]
     if not sizes:
@@ -75,6 +75,8 @@ def _largest_update(rule: Rule, group: Mapping[str, Any], indices: list[int], la
     if rule.algorithm == "adamw":
         beta1, beta2 = group["betas"]
         return lr * (max(1.0, float((1 - beta1) / (1 - beta2) ** 0.5)) + decay * largest)
+    if rule.algorithm == "lion":
+        return lr * (1 + decay * largest)
     grads = [float(group["params"][i].grad.abs().max()) for i in indices if group["params"][i].numel()]
     momentum = float(group["momentum"])
     return lr * (max(grads) + decay * largest) / ((1 - momentum) if momentum < 1 else 1)

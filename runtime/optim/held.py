@@ -19,7 +19,7 @@ def hold(rule: Rule, name: str, param: Tensor, state: dict[str, Any]) -> None:
     if state.get(name) is None:
         _add(rule, name, param, state, None)
     elif not _fits(rule, name, param, state):
-        _add(rule, name, param, state, plain(name, state))
+        _add(rule, name, param, state, plain(name, param, state))
 
 
 def _fits(rule: Rule, name: str, param: Tensor, state: Mapping[str, Any]) -> bool:
@@ -28,6 +28,8 @@ def _fits(rule: Rule, name: str, param: Tensor, state: Mapping[str, Any]) -> boo
         return False
     if name not in rule.coded:
         return True
+    if name in rule.packed:
+        return bool(state[order_name(name)] == _order(local(param)))
     here, codes = local(param), local(held)
     return codes.stride() == here.stride() if is_permuted(here) else codes.is_contiguous()
 
@@ -35,31 +37,57 @@ def _fits(rule: Rule, name: str, param: Tensor, state: Mapping[str, Any]) -> boo
 def _add(rule: Rule, name: str, param: Tensor, state: dict[str, Any], value: Tensor | None) -> None:
     """Hold an average, 0 where there is none yet."""
     state.pop(scale_name(name), None)
+    state.pop(order_name(name), None)
     here = local(param)
+    if name in rule.packed:
+        size = rule.size_of(name, here.numel())
+        made = torch.zeros(size, dtype=rule.dtype_of(name), device=here.device)
+        state[name], state[order_name(name)] = made, _order(here)
+        _encode(rule, name, here, state, value)
+        return
     ordered = torch.preserve_format if is_permuted(here) or name not in rule.coded else torch.contiguous_format
     made = torch.zeros_like(here, dtype=rule.dtype_of(name), memory_format=ordered)
+    state[name] = _as(made, param)
     if name in rule.coded:
-        blocks = states.num_blocks(here.numel())
-        scales = state[scale_name(name)] = torch.zeros(blocks, dtype=torch.uint8, device=here.device)
-        if value is not None:
-            codes, found = states.encode(name, in_order_of(local(value).float(), here))
-            _flat(made).copy_(codes)
-            scales.copy_(found)
+        _encode(rule, name, here, state, value)
     elif value is not None:
         made.copy_(local(value))
-    state[name] = _as(made, param)
 
 
-def plain(name: str, state: Mapping[str, Any]) -> Tensor:
+def _encode(rule: Rule, name: str, here: Tensor, state: dict[str, Any], value: Tensor | None) -> None:
+    """Add an average's scales, and fill both with a value. ``here``: this rank's part of the parameter."""
+    blocks = states.num_blocks(here.numel())
+    scales = state[scale_name(name)] = torch.zeros(blocks, dtype=torch.uint8, device=here.device)
+    if value is not None:
+        codes, found = states.encode(rule.codes(name), in_order_of(local(value).float(), here))
+        _flat(local(state[name])).view(torch.uint8).copy_(codes)
+        scales.copy_(found)
+
+
+def order_name(name: str) -> str:
+    """Return what the strides are called that packed codes follow."""
+    return f"{name}_order"
+
+
+def _order(here: Tensor) -> tuple[int, ...]:
+    """Return the strides that `in_order_of` follows; () for the order of elements."""
+    return here.stride() if is_permuted(here) else ()
+
+
+def plain(name: str, param: Tensor, state: Mapping[str, Any]) -> Tensor:
     """Return an average as numbers: codes as bfloat16, which has them all, anything else as it is held."""
     held: Tensor = state[name]
     scales = state.get(scale_name(name))
     if scales is None:
         return held
-    codes = local(held)
-    numbers = torch.empty_like(codes, dtype=torch.bfloat16)
-    _flat(numbers).copy_(states.decode(name, _flat(codes), scales))
-    return _as(numbers, held)
+    here, codes, order = local(param), local(held), state.get(order_name(name))
+    form = "8bit" if order is None else "4bit"
+    numbers = torch.empty_like(codes if order is None else here, dtype=torch.bfloat16)
+    if order is not None:
+        numbers = torch.empty(here.shape, dtype=torch.bfloat16, device=here.device)
+        numbers = numbers.as_strided(here.shape, order) if order else numbers
+    _flat(numbers).copy_(states.decode(states.codes_of(form, name), _flat(codes), scales, here.numel()))
+    return _as(numbers, param)
 
 
 def _flat(t: Tensor) -> Tensor:
@@ -74,10 +102,10 @@ def _as(t: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(t, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
-def for_state_dict(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def for_state_dict(param: Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return one parameter's state without codes and scales."""
-    scales = {scale_name(name) for name in state} & state.keys()
-    return {name: plain(name, state) for name in state if name not in scales} if scales else state
+    own = {of(name) for name in state for of in (scale_name, order_name)} & state.keys()
+    return {name: plain(name, param, state) for name in state if name not in own} if own else state
 
 
 def saved_states(

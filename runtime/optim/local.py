@@ -28,10 +28,13 @@ def is_dense(rule: Rule, row: list[Tensor]) -> bool:
 def dense_row(rule: Rule, row: list[Tensor]) -> list[Tensor]:
     """Return a row's local tensors as flat memory in one common order, copied where theirs is another.
 
-    Row: `Rule.tensors`, then `Rule.scales`, which are flat. The gradient takes the parameter's dtype.
+    Row: `Rule.tensors`, then `Rule.scales`. These and `Rule.packed` are flat. The gradient takes the parameter's dtype.
     """
     row = [local(t) for t in row]
-    flat = [in_order_of(t.to(rule.dtype_of(name)), row[0]) for name, t in zip(rule.tensors, row, strict=False)]
+    flat = [
+        t if name in rule.packed else in_order_of(t.to(rule.dtype_of(name)), row[0])
+        for name, t in zip(rule.tensors, row, strict=False)
+    ]
     return [*flat, *row[len(flat) :]]
 
 

@@ -39,8 +39,7 @@ def step(rule: Rule, tensors: Values, scalars: Values, index: Tensor | None) -> 
         grad = grad * scalars["clip"]
     if rule.clipped or CARRIERS[rule.carrier] != rule.format:
         grad = nearest(grad, rule.working)
-    kernel = _sgd if rule.algorithm == "sgd" else _adamw
-    found = kernel(rule, grad, tensors, scalars, index)
+    found = _ALGORITHMS[rule.algorithm](rule, grad, tensors, scalars, index)
     if rule.states == "bf16" and index is not None:
         for name in rule.averages:
             random, value = states.bits(name, index, scalars), found.values[name]
@@ -67,7 +66,7 @@ def _sgd(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tens
 
 def _adamw(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
     """Algorithms 4 and 5, with torch's bias correction (float32 scalars) and AMSGrad."""
-    param, fmt = tensors["param"], rule.working
+    fmt = rule.working
     mean, square = tensors["exp_avg"], tensors["exp_avg_sq"]
     if rule.long_lerp:
         mean = nearest(fma(mean - grad, scalars["beta1"], grad), fmt)
@@ -79,6 +78,26 @@ def _adamw(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Te
         square = state["max_exp_avg_sq"] = torch.maximum(tensors["max_exp_avg_sq"], square)
     denominator = nearest(sqrt(square) / scalars["root2"], fmt) + scalars["eps"]
     change = mean * scalars["neg_step_size"] / denominator
+    return _decayed(rule, change, state, tensors, scalars, index)
+
+
+def _lion(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
+    """Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", Algorithm 2. The sign of NaN is NaN."""
+    mean, fmt = tensors["exp_avg"], rule.working
+    ahead = nearest(fma(grad, scalars["rest1"], mean * scalars["beta1"]), fmt)
+    sign = torch.where(ahead > 0, 1.0, torch.where(ahead < 0, -1.0, ahead))
+    state = {"exp_avg": nearest(fma(grad, scalars["rest2"], mean * scalars["beta2"]), fmt)}
+    return _decayed(rule, sign * scalars["neg_lr"], state, tensors, scalars, index)
+
+
+_ALGORITHMS = {"sgd": _sgd, "adamw": _adamw, "lion": _lion}
+
+
+def _decayed(
+    rule: Rule, change: Tensor, state: dict[str, Tensor], tensors: Values, scalars: Values, index: Tensor | None
+) -> Stepped:
+    """Add a change to the parameter, from which weight decay has taken its share."""
+    param = tensors["param"]
     update, start = change, param
     if rule.weight_decay:
         update = fma(param, scalars["neg_lr_decay"], change)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fxprec.errors import ConfigError, did_you_mean
 from fxprec.numerics.formats import Format, parse
 from fxprec.runtime.optim.rounding import nearest
-from fxprec.runtime.optim.rule import AUTO, CARRIERS, NORMS, STATES, UPDATES, Rule
+from fxprec.runtime.optim.rule import AUTO, CARRIERS, NORMS, STATES, UPDATES, Algorithm, Rule
 
 OWN = ("update", "format", "states", "seed", "error_if_nonfinite", "count_cancelled", "max_norm", "norm", "last_norm")
 """The keys our param groups have beside torch.optim's."""
@@ -159,16 +159,16 @@ def _check_betas(group: Mapping[str, Any], fmt: Format, position: int) -> None:
             )
 
 
-def rule_of(group: Mapping[str, Any], algorithm: str, dtype: torch.dtype) -> Rule:
+def rule_of(group: Mapping[str, Any], algorithm: Algorithm, dtype: torch.dtype) -> Rule:
     """Return what the kernel of this group depends on."""
-    adamw = algorithm == "adamw"
+    adamw, sgd = algorithm == "adamw", algorithm == "sgd"
     return Rule(
-        algorithm="adamw" if adamw else "sgd",
+        algorithm=algorithm,
         update=group["update"],
         format=format_of(group, dtype),
         carrier=dtype,
-        momentum=not adamw and group["momentum"] != 0,
-        nesterov=not adamw and bool(group["nesterov"]),
+        momentum=sgd and group["momentum"] != 0,
+        nesterov=sgd and bool(group["nesterov"]),
         weight_decay=bool(group["weight_decay"] != 0),
         maximize=bool(group["maximize"]),
         amsgrad=adamw and bool(group["amsgrad"]),

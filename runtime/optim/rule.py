@@ -8,21 +8,25 @@ from typing import Literal, TypeAlias
 import torch
 
 from fxprec.numerics.formats import BF16, FP16, FP32, Format
-from fxprec.runtime.optim.states import num_blocks
+from fxprec.runtime.optim.states import Codes, codes_of, num_blocks, num_bytes
 
+Algorithm: TypeAlias = Literal["sgd", "adamw", "lion"]
 Update: TypeAlias = Literal["nearest", "stochastic", "kahan", "stochastic+kahan"]
 UPDATES: tuple[Update, ...] = ("nearest", "stochastic", "kahan", "stochastic+kahan")
 
-States: TypeAlias = Literal["float32", "bf16", "8bit"]
-STATES: tuple[States, ...] = ("float32", "bf16", "8bit")
+States: TypeAlias = Literal["float32", "bf16", "8bit", "4bit"]
+STATES: tuple[States, ...] = ("float32", "bf16", "8bit", "4bit")
 """From the exact form to the smallest."""
+OFFERED = STATES[:3]
+"""Those that a step budget may choose."""
 Norm: TypeAlias = Literal["exact", "last"]
 NORMS: tuple[Norm, ...] = ("exact", "last")
 """By which step's global norm gradients are clipped: this one's, or the last one's."""
 LAST = NORMS[1]
 AUTO = "auto"
 """What a param group says that leaves the form to a step budget; until one chooses it is the first of `STATES`."""
-_STATE_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+# int8 has two codes: so a form is known by its dtype.
+_STATE_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8, "4bit": torch.int8}
 
 CARRIERS: dict[torch.dtype, Format] = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 """Dtypes that weights and state may be stored in, and the format each is."""
@@ -32,7 +36,7 @@ CARRIERS: dict[torch.dtype, Format] = {torch.float32: FP32, torch.bfloat16: BF16
 class Rule:
     """One way to step one kind of tensor: what changes the code, and nothing that is a number at run time."""
 
-    algorithm: Literal["sgd", "adamw"]
+    algorithm: Algorithm
     update: Update
     format: Format
     """What weights, state and updates are rounded to."""
@@ -64,7 +68,7 @@ class Rule:
     @property
     def random(self) -> bool:
         """Whether anything is rounded by random bits."""
-        return self.stochastic or (self.states in ("bf16", "8bit") and bool(self.averages))
+        return self.stochastic or (self.states in ("bf16", "8bit", "4bit") and bool(self.averages))
 
     @property
     def working(self) -> Format:
@@ -76,6 +80,8 @@ class Rule:
         """Names of torch.optim's own state tensors of the parameter's shape."""
         if self.algorithm == "sgd":
             return ("momentum_buffer",) if self.momentum else ()
+        if self.algorithm == "lion":
+            return ("exp_avg",)
         return ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if self.amsgrad else ())
 
     @property
@@ -86,7 +92,17 @@ class Rule:
     @property
     def coded(self) -> tuple[str, ...]:
         """Names of the state tensors that are held as codes, in blocks with a scale each."""
-        return self.averages if self.states == "8bit" else ()
+        return self.averages if self.states in ("8bit", "4bit") else ()
+
+    def codes(self, name: str) -> Codes:
+        """Return what one of `coded` is held as."""
+        assert self.states is not None
+        return codes_of(self.states, name)
+
+    @property
+    def packed(self) -> tuple[str, ...]:
+        """Names of the state tensors whose bytes have two codes, flat as the scales are."""
+        return self.coded if self.states == "4bit" else ()
 
     @property
     def scales(self) -> tuple[str, ...]:
@@ -100,7 +116,11 @@ class Rule:
     def bytes_of(self, elements: int) -> int:
         """Return the bytes of the state tensors of a parameter, scales included; step counts are left out."""
         scales = len(self.scales) * num_blocks(elements)
-        return scales + sum(elements * self.dtype_of(name).itemsize for name in self.state)
+        return scales + sum(self.size_of(name, elements) * self.dtype_of(name).itemsize for name in self.state)
+
+    def size_of(self, name: str, elements: int) -> int:
+        """Return the elements of one of `tensors`, of a parameter of so many."""
+        return num_bytes(self.codes(name), elements) if name in self.coded else elements
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -116,6 +136,7 @@ class Rule:
 _SCALARS = {
     "sgd": ("neg_lr", "momentum", "undamped", "weight_decay", "first"),
     "adamw": ("neg_step_size", "decay", "neg_lr_decay", "beta1", "rest1", "beta2", "rest2", "root2", "eps"),
+    "lion": ("neg_lr", "decay", "neg_lr_decay", "beta1", "rest1", "beta2", "rest2"),
 }
 
 

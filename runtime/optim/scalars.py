@@ -20,7 +20,7 @@ def floats(rule: Rule, group: Mapping[str, Any], steps: Tensor) -> Tensor:
     What clips is 1. Computed in float64, as torch.optim does with Python's floats; no value is read back from a device.
     """
     count = steps.double()
-    values = {"clip": 1.0} | (_sgd(group, count) if rule.algorithm == "sgd" else _adamw(group, count))
+    values = {"clip": 1.0} | _ALGORITHMS[rule.algorithm](group, count)
     return torch.stack([_column(values[name], count) for name in rule.scalars], 1).float()
 
 
@@ -57,6 +57,23 @@ def _adamw(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
         "root2": (1 - beta2**count) ** 0.5,
         "eps": group["eps"],
     }
+
+
+def _lion(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
+    beta1, beta2 = group["betas"]
+    lr = _scalar(group["lr"], count)
+    return {
+        "neg_lr": -lr,
+        "decay": 1 - lr * group["weight_decay"],
+        "neg_lr_decay": -(lr * group["weight_decay"]),
+        "beta1": beta1,
+        "rest1": 1 - beta1,
+        "beta2": beta2,
+        "rest2": 1 - beta2,
+    }
+
+
+_ALGORITHMS = {"sgd": _sgd, "adamw": _adamw, "lion": _lion}
 
 
 def _scalar(lr: float | Tensor, like: Tensor) -> float | Tensor:

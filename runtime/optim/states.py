@@ -1,14 +1,16 @@
-"""Averages as 8-bit codes in blocks: each block of 64 elements shares a power of two.
+"""Averages as codes of 8 or 4 bits in blocks: each block of 64 elements shares a power of two.
 
 Codes are numbers of a small float format, so that a block's grid stays where it is while its largest element changes.
-A mean has a sign, 2 exponent bits and 5 mantissa bits. An average of squares needs no sign and has 3 exponent bits; one
-that is not zero never becomes zero, because an update divides by its root. With their scale the numbers of both formats
-are numbers of bfloat16, and encoding them again changes nothing. What was measured: docs/optim.md.
+A mean has a sign, 2 exponent bits and 5 mantissa bits, in 4 bits 1. An average of squares needs no sign and has 3
+exponent bits; one that is not zero never becomes zero, because an update divides by its root. With their scale the
+numbers of all formats are numbers of bfloat16, and encoding them again changes nothing. What was measured:
+docs/optim.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,10 +23,50 @@ from fxprec.runtime.optim.rounding import dither_bits
 
 BLOCK = 64
 """Elements that share a scale, in the order of a parameter's memory; the last block may have fewer."""
-_MEAN = Format(2, 5)
-_SQUARE = Format(3, 5, bias=-1)  # its sign bit is not stored
-_FORMATS = {"momentum_buffer": _MEAN, "exp_avg": _MEAN, "exp_avg_sq": _SQUARE, "max_exp_avg_sq": _SQUARE}
+HALF = BLOCK // 2
+"""Bytes of a block in 4 bits: each has the code of an element, and above it that of the element half a block later."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """The numbers that one kind of average is held as."""
+
+    format: Format
+    is_square: bool
+    """Whether its sign bit is not stored, and a number that is not zero never becomes zero."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two codes share a byte."""
+        return self._sign_at + (not self.is_square) == 4
+
+    @property
+    def _sign_at(self) -> int:
+        return self.format.exponent_bits + self.format.mantissa_bits
+
+    @property
+    def drops_small(self) -> bool:
+        """Whether a mean below half of the smallest number becomes 0. In 4 bits that would be too many means."""
+        return not (self.is_square or self.is_packed)
+
+    def sign(self, bits: Tensor) -> Tensor:
+        """Return the sign bit of a code, from the bits of a float32 number."""
+        return (bits >> (31 - self._sign_at)) & (1 << self._sign_at)
+
+
+_CODES = {
+    "8bit": (Codes(Format(2, 5), False), Codes(Format(3, 5, bias=-1), True)),
+    "4bit": (Codes(Format(2, 1), False), Codes(Format(3, 1, bias=-1), True)),
+}
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
 _SALTS = {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2}
+
+
+def codes_of(form: str, name: str) -> Codes:
+    """Return how an average is held in "8bit" or "4bit"."""
+    return _CODES[form][name in _SQUARES]
+
+
 _MANTISSA = (1 << 23) - 1
 _ANCHOR = 1.5 * 2.0**23  # added to a small number of either sign, rounds it to a whole one
 _ANCHOR_BITS = float_bits(_ANCHOR)
@@ -38,30 +80,30 @@ def bits(name: str, index: Tensor, integers: Mapping[str, Tensor]) -> Tensor | N
     return dither_bits(index, integers["key0"], integers["key1"], integers["step"], _SALTS[name])
 
 
-def decoded(name: str, code: Tensor, scale: Tensor) -> Tensor:
+def decoded(codes: Codes, code: Tensor, scale: Tensor) -> Tensor:
     """Return the float32 numbers of int32 codes and scales."""
-    fmt = _FORMATS[name]
+    fmt = codes.format
     first, second = power_factors(scale)
     return codec.numbers(code, format_row(fmt), code_row(fmt)) * first * second
 
 
-def scale_of(name: str, amax: Tensor) -> Tensor:
+def scale_of(codes: Codes, amax: Tensor) -> Tensor:
     """Return the code of a block's scale (int32), from the bits of its largest magnitude; 255 where that is inf or NaN.
 
     It leaves room to round the largest up, or the mean of what is rounded would not be the number.
     """
-    fmt = _FORMATS[name]
+    fmt = codes.format
     largest = float_bits(fmt.largest)
     return power_scale(amax, BlockRow(fmt.max_exponent, _MANTISSA - (largest & _MANTISSA), largest))
 
 
-def code_of(name: str, x: Tensor, scale: Tensor, random: Tensor | None) -> Tensor:
+def code_of(codes: Codes, x: Tensor, scale: Tensor, random: Tensor | None) -> Tensor:
     """Return the int32 codes of float32 numbers under their blocks' scales: rounded by random bits, or to nearest.
 
-    A number is counted in units of its binade's last place, to which less than half a unit of dither is added. A mean
-    below half of the smallest unit becomes 0: a unit might be many times the root that it is divided by.
+    A number is counted in units of its binade's last place, to which less than half a unit of dither is added. In
+    8 bits a mean below half of the smallest unit becomes 0: a unit might be many times the root that it is divided by.
     """
-    fmt = _FORMATS[name]
+    fmt = codes.format
     least, mantissa = fmt.min_exponent + 127, fmt.mantissa_bits
     scaled = (x * power_inverse(scale)).view(torch.int32)
     magnitude = scaled & MAGNITUDE
@@ -69,10 +111,10 @@ def code_of(name: str, x: Tensor, scale: Tensor, random: Tensor | None) -> Tenso
     place = magnitude.view(torch.float32) * ((254 + mantissa - field) << 23).view(torch.float32)
     if random is not None:
         dither = (((random >> 15) << 7) + _FIRST_DITHER).view(torch.float32) - 1.5
-        place = place + (dither if fmt is _SQUARE else torch.where(place < 0.5, 0.0, dither))
+        place = place + (torch.where(place < 0.5, 0.0, dither) if codes.drops_small else dither)
     whole = (place + _ANCHOR).view(torch.int32) - _ANCHOR_BITS
     size = torch.clamp_max(whole + ((field - least) << mantissa), fmt.largest_code)
-    code = torch.where((size == 0) & (x > 0), 1, size) if fmt is _SQUARE else size | ((scaled >> 24) & 128)
+    code = torch.where((size == 0) & (x > 0), 1, size) if codes.is_square else size | codes.sign(scaled)
     return torch.where(scale == E8M0_NAN, 0, code)
 
 
@@ -96,14 +138,32 @@ def amax_of(x: Tensor) -> Tensor:
     return torch.cat([magnitudes, magnitudes.new_zeros(missing)]).view(-1, BLOCK).amax(1)
 
 
-def encode(name: str, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return codes and scales, uint8, of a flat float32 tensor; as `code_of`."""
+def num_bytes(codes: Codes, elements: int) -> int:
+    """Return how many bytes hold the codes of so many elements."""
+    return HALF * num_blocks(elements) if codes.is_packed else elements
+
+
+def encode(codes: Codes, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return bytes of codes, and scales, of a flat float32 tensor; as `code_of`."""
     if not len(x):
         return x.to(torch.uint8), x.to(torch.uint8)
-    scales = scale_of(name, amax_of(x))
-    return code_of(name, x, by_element(scales, len(x)), random).to(torch.uint8), scales.to(torch.uint8)
+    scales = scale_of(codes, amax_of(x))
+    found = code_of(codes, x, by_element(scales, len(x)), random).to(torch.uint8)
+    return _packed(found) if codes.is_packed else found, scales.to(torch.uint8)
 
 
-def decode(name: str, codes: Tensor, scales: Tensor) -> Tensor:
+def decode(codes: Codes, held: Tensor, scales: Tensor, elements: int) -> Tensor:
     """Return the float32 numbers of flat `encode`d codes."""
-    return decoded(name, codes.int(), by_element(scales.int(), len(codes)))
+    each = (_unpacked(held)[:elements] if codes.is_packed else held).int()
+    return decoded(codes, each, by_element(scales.int(), elements))
+
+
+def _packed(codes: Tensor) -> Tensor:
+    missing = -len(codes) % BLOCK
+    pairs = torch.cat([codes, codes.new_zeros(missing)]).view(-1, 2, HALF)
+    return (pairs[:, 0] | (pairs[:, 1] << 4)).view(-1)
+
+
+def _unpacked(held: Tensor) -> Tensor:
+    pairs = held.view(torch.uint8).view(-1, HALF)
+    return torch.stack([pairs & 15, pairs >> 4], 1).view(-1)

@@ -1,4 +1,4 @@
-"""What SGD and AdamW share: state, checks, and one kernel call for all parameters of a group."""
+"""What all optimizers share: state, checks, and one kernel call for all parameters of a group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxprec.runtime.optim.clipping import Clipping
 from fxprec.runtime.optim.held import for_state_dict, hold, saved_states
 from fxprec.runtime.optim.local import dense_row, is_dense, local, place_of
 from fxprec.runtime.optim.options import OWN, check_group, check_one_norm, name_of, rule_of
-from fxprec.runtime.optim.rule import AUTO, LAST, Rule, States
+from fxprec.runtime.optim.rule import AUTO, LAST, Algorithm, Rule, States
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class _Batch:
 
 
 class Stepper(Optimizer):
-    """Mixin before ``torch.optim.SGD`` or ``AdamW``: their constructors, groups and state, our step."""
+    """Mixin before ``torch.optim.SGD`` or ``AdamW``, whose constructors, groups and state it takes; base of `Lion`."""
 
-    _algorithm: str
+    _algorithm: Algorithm
     _own: dict[str, Any]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ class Stepper(Optimizer):
             index = next((i for i, p in enumerate(group["params"]) if p is param), None)
             if index is not None:
                 rule = rule_of(group, self._algorithm, param.dtype)
-                if rule.update == "nearest" and rule.algorithm == "adamw" and not group.get("capturable"):
+                if rule.update == "nearest" and rule.algorithm != "sgd" and not group.get("capturable"):
                     self._warn_if_stuck(rule, group, position, list(range(len(group["params"]))))
                 if rule.clipped:  # the bits of a norm follow strides and dtype
                     if gradient.stride() != param.stride() or gradient.dtype != param.dtype:
@@ -253,9 +253,17 @@ class Stepper(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch.optim's layout. Averages in 8 bits are given as bfloat16, which has all of them."""
+        """Return the state in torch.optim's layout. Averages in 8 or 4 bits are bfloat16, which has them all."""
         found = super().state_dict()
-        return {**found, "state": {key: for_state_dict(state) for key, state in found["state"].items()}}
+        pairs = zip(found["param_groups"], self.param_groups, strict=True)
+        params = {key: p for saved, group in pairs for key, p in zip(saved["params"], group["params"], strict=True)}
+        return {
+            **found,
+            "state": {
+                key: for_state_dict(params[key], state) if key in params else state
+                for key, state in found["state"].items()
+            },
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of torch.optim's: options the state does not name stay as they are.

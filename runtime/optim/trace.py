@@ -11,6 +11,7 @@ from fxprec.numerics.trace import trace as trace_function
 from fxprec.runtime.optim import maths, states
 from fxprec.runtime.optim.fma import as_one_node
 from fxprec.runtime.optim.rule import INTEGERS, Rule, scale_name
+from fxprec.runtime.optim.states import Codes
 
 FLOAT: Kind = "float_scalar"
 INT: Kind = "int_scalar"
@@ -28,7 +29,7 @@ def trace(rule: Rule) -> Traced:
 
     def run(*values: Tensor) -> dict[str, Tensor]:
         given = dict(zip(kinds, values, strict=True))
-        given |= {name: states.decoded(name, given[name], given[scale_name(name)]) for name in rule.coded}
+        given |= {name: states.decoded(rule.codes(name), given[name], given[scale_name(name)]) for name in rule.coded}
         found = maths.step(rule, given, given, given["index"] if rule.random else None)
         counted = {"nonzero": found.nonzero, "cancelled": found.cancelled}
         return found.values | {name: mask for name, mask in counted.items() if mask is not None}
@@ -38,18 +39,18 @@ def trace(rule: Rule) -> Traced:
 
 
 @cache
-def trace_scale(name: str) -> Traced:
+def trace_scale(codes: Codes) -> Traced:
     """Trace `states.scale_of`: from ``amax`` to ``scale``."""
-    return trace_function(lambda amax: {"scale": states.scale_of(name, amax)}, {"amax": INT})
+    return trace_function(lambda amax: {"scale": states.scale_of(codes, amax)}, {"amax": INT})
 
 
 @cache
-def trace_code(name: str) -> Traced:
+def trace_code(codes: Codes, name: str) -> Traced:
     """Trace `states.code_of` a new value: from ``x``, ``scale``, ``index`` and `INTEGERS` to ``code``."""
     kinds: dict[str, Kind] = {"x": "float", "scale": INT, "index": "int", **dict.fromkeys(INTEGERS, INT)}
 
     def run(x: Tensor, scale: Tensor, index: Tensor, *integers: Tensor) -> dict[str, Tensor]:
         random = states.bits(name, index, dict(zip(INTEGERS, integers, strict=True)))
-        return {"code": states.code_of(name, x, scale, random)}
+        return {"code": states.code_of(codes, x, scale, random)}
 
     return trace_function(run, kinds)

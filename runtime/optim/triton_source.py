@@ -56,16 +56,22 @@ def kernel(
 def source(rule: Rule) -> str:
     """Return the Triton source of a rule's kernel."""
     lines, outputs = statements(trace(rule), TRITON)
-    types = {name: str(rule.dtype_of(name))[6:] for name in rule.tensors} | dict.fromkeys(rule.scales, "uint8")
+    types = {name: str(rule.dtype_of(name))[6:] for name in rule.tensors}
+    types |= dict.fromkeys((*rule.scales, *rule.packed), "uint8")
     body = [
         f"{name}_at = tl.load(row + {i + FACTS}).to(tl.pointer_type(tl.{dtype}))"
         for i, (name, dtype) in enumerate(types.items())
     ]
     body += ["if ALIGNED:", *(f"    {name}_at = tl.multiple_of({name}_at, {ALIGNMENT})" for name in rule.tensors)]
-    body += [f"{name}_at += at" for name in rule.tensors]
+    half = states.HALF
+    body += [
+        f"{n}_at += at // {states.BLOCK} * {half} + at % {half}" if n in rule.packed else f"{n}_at += at"
+        for n in rule.tensors
+    ]
     for name in rule.tensors:
         number = "int32" if name in rule.coded else "float32"
         body.append(f"{name} = tl.load({name}_at, mask=inside, other=0).to(tl.{number})")
+    body += [f"{name} = ({name} >> at.to(tl.int32) // {half} % 2 * 4) & 15" for name in rule.packed]
     body += [f"{n} = tl.load({n}_at + at // {states.BLOCK}, mask=inside, other=0).to(tl.int32)" for n in rule.scales]
     for kind, fields in (("scalars", rule.scalars), ("integers", INTEGERS)):
         body += [f"{name} = tl.load({kind}_ptr + item * {len(fields)} + {i})" for i, name in enumerate(fields)]
@@ -80,16 +86,25 @@ def source(rule: Rule) -> str:
         body.append(f"tl.atomic_add(counts_ptr + item * 2 + {i}, {total})")
     body += [f"{name}_new = {outputs[name]}" for name in rule.coded]
     for name in rule.coded:
-        body += _encoding(name)
+        body += _encoding(rule, name)
     header = _HEADER.format(rule=rule, columns=len(types) + FACTS, alignment=ALIGNMENT)
     return header + "".join(f"    {line}\n" for line in body)
 
 
-def _encoding(name: str) -> list[str]:
+def _encoding(rule: Rule, name: str) -> list[str]:
     """Return the lines that store new values of one state tensor and their scales. They use the step's names again."""
-    head, scale = statements(trace_scale(name), TRITON)
-    lines, outputs = statements(trace_code(name), TRITON)
-    blocks, block = BLOCK // states.BLOCK, states.BLOCK
+    head, scale = statements(trace_scale(rule.codes(name)), TRITON)
+    lines, outputs = statements(trace_code(rule.codes(name), name), TRITON)
+    blocks, block, half = BLOCK // states.BLOCK, states.BLOCK, states.HALF
+    stores = [f"tl.store({name}_at, ({outputs['code']}).to(tl.uint8), mask=inside)"]
+    if name in rule.packed:
+        stores = [
+            f"code = tl.reshape(tl.where(inside, {outputs['code']}, 0), ({blocks}, 2, {half}))",
+            "code = tl.sum(code << tl.arange(0, 2)[None, :, None] * 4, 1)",
+            f"place = block[:, None] * {half} + tl.arange(0, {half})[None, :]",
+            f"to = tl.load(row + {(*rule.tensors, *rule.scales).index(name) + FACTS}).to(tl.pointer_type(tl.uint8))",
+            f"tl.store(to + place, code.to(tl.uint8), mask=block[:, None] * {block} < size)",
+        ]
     return [
         f"amax = tl.where(inside, ({name}_new).to(tl.int32, bitcast=True) & {MAGNITUDE}, 0)",
         f"amax = tl.max(tl.reshape(amax, ({blocks}, {block})), 1)",
@@ -100,7 +115,7 @@ def _encoding(name: str) -> list[str]:
         f"scale = tl.reshape(tl.broadcast_to(scale[:, None], ({blocks}, {block})), (BLOCK,))",
         f"x = {name}_new",
         *lines,
-        f"tl.store({name}_at, ({outputs['code']}).to(tl.uint8), mask=inside)",
+        *stores,
     ]
 
 

@@ -15,7 +15,7 @@ _SPECIAL = (0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-45, -3e-39, 3.3e38, 
 def rule(algorithm: str, update: str, fmt: str, carrier: torch.dtype, **options: object) -> Rule:
     """A rule with every option that adds operations, unless ``options`` says otherwise."""
     every: dict[str, object] = {"weight_decay": True, "statistics": True}
-    every |= {"momentum": True, "nesterov": True} if algorithm == "sgd" else {"amsgrad": True}
+    every |= {"sgd": {"momentum": True, "nesterov": True}, "adamw": {"amsgrad": True}}.get(algorithm, {})
     return Rule(algorithm, update, parse(fmt), carrier, **(every | options))  # type: ignore[arg-type]
 
 
@@ -32,6 +32,10 @@ RULES = [
     rule("adamw", "stochastic", "bf16", torch.bfloat16, states="8bit"),
     rule("adamw", "nearest", "fp32", torch.float32, states="bf16"),
     rule("adamw", "kahan", "fp16", torch.float16, states="8bit", amsgrad=False),
+    rule("sgd", "kahan", "bf16", torch.bfloat16, states="4bit"),
+    rule("adamw", "nearest", "fp32", torch.float32, states="4bit"),
+    rule("lion", "nearest", "fp32", torch.float32, maximize=True),
+    rule("lion", "stochastic+kahan", "bf16", torch.bfloat16, states="8bit", clipped=True),
     rule("sgd", "nearest", "bf16", torch.bfloat16, clipped=True, maximize=True),
     rule("adamw", "stochastic", "bf16", torch.bfloat16, clipped=True, states="bf16"),
 ]
@@ -43,7 +47,8 @@ def row_of(rule: Rule, n: int, seed: int = 0) -> list[Tensor]:
     row = []
     for name in rule.tensors:
         if name in rule.coded:
-            row.append(torch.randint(256, (n,), dtype=torch.uint8, generator=g))
+            codes = torch.randint(256, (rule.size_of(name, n),), dtype=torch.uint8, generator=g)
+            row.append(codes.view(rule.dtype_of(name)))
             continue
         x = torch.randn(n, generator=g) * 10 ** (torch.rand(n, generator=g) * 16 - 12)
         special = torch.tensor(_SPECIAL)[: n // 4]
@@ -72,7 +77,7 @@ def numbers_of(rule: Rule, rows: int, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal bit for bit, any NaN equal to any other."""
-    if a.dtype == torch.uint8:
+    if a.dtype in (torch.uint8, torch.int8):
         return torch.equal(a, b)
     dtype = torch.int32 if a.dtype == torch.float32 else torch.int16
     return bool(((a.view(dtype) == b.view(dtype)) | (a.isnan() & b.isnan())).all())

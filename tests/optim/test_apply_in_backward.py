@@ -25,6 +25,7 @@ from fxprec.runtime.optim.in_backward import InBackward, apply_update, stepping
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "sgd": (fxprec.optim.SGD, {"lr": 0.1, "momentum": 0.75, "nesterov": True}),
     "adamw": (fxprec.optim.AdamW, {"lr": 1e-2, "betas": (0.9, 0.95)}),
+    "lion in 4 bits": (fxprec.optim.Lion, {"lr": 1e-2, "weight_decay": 0.1, "states": "4bit"}),
     "sgd, clipped": (fxprec.optim.SGD, {"lr": 0.1, "momentum": 0.75, "max_norm": 0.02, "norm": "last"}),
     "adamw in 8 bits": (fxprec.optim.AdamW, {"lr": 1e-2, "states": "8bit"}),
 }

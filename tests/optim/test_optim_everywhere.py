@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def sharded(rank: int, world: int) -> list[torch.Tensor]:
     return found
 
 
-def sharded_in_8_bits(rank: int, world: int) -> list[torch.Tensor]:
+def sharded_in_few_bits(form: Any, rank: int, world: int) -> list[torch.Tensor]:
     """Shards of uneven sizes; half of the training, a state dict through torch's own tools, the other half."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
     from torch.distributed.device_mesh import init_device_mesh
@@ -71,7 +72,7 @@ def sharded_in_8_bits(rank: int, world: int) -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(8, 33), torch.nn.ReLU(), torch.nn.Linear(33, 5))
         fully_shard(net, mesh=mesh)
-        return net, fxprec.optim.AdamW(net.parameters(), lr=1e-2, states="8bit", foreach=foreach)
+        return net, fxprec.optim.AdamW(net.parameters(), lr=1e-2, states=form, foreach=foreach)
 
     def local(net: torch.nn.Module) -> list[torch.Tensor]:
         return [p.to_local().detach().clone() for p in net.parameters()]
@@ -149,8 +150,9 @@ def test_shards_are_clipped_by_the_norm_of_all() -> None:
             assert (ours - whole.detach()).norm() <= 1e-3 * moved
 
 
-def test_shards_hold_and_resume_averages_in_8_bits() -> None:
-    first, second = run_ranks(2, sharded_in_8_bits)
+@pytest.mark.parametrize("form", ["8bit", "4bit"])
+def test_shards_hold_and_resume_averages_in_few_bits(form: str) -> None:
+    first, second = run_ranks(2, partial(sharded_in_few_bits, form))
     assert first[0].shape != second[0].shape
 
 

@@ -43,7 +43,7 @@ def stepped(model: nn.Module, optimizer: object, budget: object, **options: Any)
     return run
 
 
-@pytest.mark.parametrize("states", [None, "float32", "bf16", "8bit"])
+@pytest.mark.parametrize("states", [None, "float32", "bf16", "8bit", "4bit"])
 @pytest.mark.parametrize("update", ["stochastic", "stochastic+kahan"])
 def test_states_take_what_is_said_before_there_are_any(states: str | None, update: Any) -> None:
     model = nn.Sequential(nn.Linear(70, 30), nn.LayerNorm(30), nn.Linear(30, 1)).bfloat16()
@@ -89,6 +89,15 @@ def test_states_in_8_bits_leave_more_for_the_step() -> None:
         stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3), 20 * WEIGHT)
     torch._dynamo.reset()
     stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3, states="8bit"), 20 * WEIGHT)
+
+
+def test_states_in_4_bits_are_named_where_8_are_too_many() -> None:
+    model = layers()
+    words = r"or give the optimizer states='4bit', which take 2\.\d+ MiB \(\d+ bytes\), or hold weights"
+    with pytest.raises(BudgetError, match=words):
+        stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3, states="8bit"), 12 * WEIGHT)
+    torch._dynamo.reset()
+    stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3, states="4bit"), 13 * WEIGHT)
 
 
 def test_a_step_that_does_not_fit_the_rest_says_who_holds_what() -> None:
