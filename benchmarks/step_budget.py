@@ -84,6 +84,7 @@ SIDES = {
     "the same, clipped by the exact norm": Side(_FP8, True, True, torch.bfloat16, _EXACT),
     "fxprec fp8, peak 30%, optimizer, 8-bit states": Side(_30, in_backward=True, optimizer=_8BIT),
     "fxprec fp8, peak 27%, optimizer, 8-bit states, bf16 weights": Side(_27, False, True, torch.bfloat16, _ALL),
+    "the same, 4-bit states": Side(_27, False, True, torch.bfloat16, {**_ALL, "states": "4bit"}),
     "fxprec fp8, step budget, bf16 weights": Side({**_FP8, "step_budget": ""}, False, True, torch.bfloat16, _OPEN),
 }
 
