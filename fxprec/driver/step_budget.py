@@ -14,7 +14,7 @@ from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.passes.notice import readable
 from fxprec.plan.rows import WholeStep
 from fxprec.runtime.optim.local import local
-from fxprec.runtime.optim.rule import OFFERED, STATES, States
+from fxprec.runtime.optim.rule import STATES, States
 from fxprec.runtime.optim.stepper import Stepper
 
 
@@ -50,7 +50,7 @@ class StepBudget:
 
         Raises the `BudgetError` of the smallest form where none fits.
         """
-        forms: Sequence[States | None] = OFFERED if optimizer.has_open_states else (None,)
+        forms: Sequence[States | None] = STATES if optimizer.has_open_states else (None,)
         for form in forms:
             tried = replace(self, states=optimizer.state_bytes(form), chosen=form)
             try:

@@ -17,8 +17,6 @@ UPDATES: tuple[Update, ...] = ("nearest", "stochastic", "kahan", "stochastic+kah
 States: TypeAlias = Literal["float32", "bf16", "8bit", "4bit"]
 STATES: tuple[States, ...] = ("float32", "bf16", "8bit", "4bit")
 """From the exact form to the smallest."""
-OFFERED = STATES[:3]
-"""Those that a step budget may choose."""
 Norm: TypeAlias = Literal["exact", "last"]
 NORMS: tuple[Norm, ...] = ("exact", "last")
 """By which step's global norm gradients are clipped: this one's, or the last one's."""

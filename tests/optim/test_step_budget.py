@@ -110,7 +110,7 @@ def test_a_step_that_does_not_fit_the_rest_says_who_holds_what() -> None:
         stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3), 25 * WEIGHT)
 
 
-@pytest.mark.parametrize(("budget", "form"), [(27, "float32"), (25, "bf16"), (17, "8bit")])
+@pytest.mark.parametrize(("budget", "form"), [(27, "float32"), (25, "bf16"), (17, "8bit"), (13, "4bit")])
 def test_open_states_take_the_most_exact_form_that_fits(budget: int, form: Any) -> None:
     model, other = layers(), layers()
     optimizer = fxprec.optim.AdamW(model.parameters(), lr=1e-3, states="auto")
@@ -132,7 +132,7 @@ def test_open_states_take_the_most_exact_form_that_fits(budget: int, form: Any) 
         torch._dynamo.reset()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     held = {t.dtype for state in optimizer.state.values() for name, t in state.items() if name == "exp_avg"}
-    assert held == {{"float32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[form]}
+    assert held == {{"float32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8, "4bit": torch.int8}[form]}
 
 
 def test_only_groups_that_leave_states_open_are_chosen_for() -> None:
@@ -148,9 +148,9 @@ def test_open_states_that_fit_in_no_form_stay_open_and_the_least_is_said() -> No
     model = layers()
     optimizer = fxprec.optim.AdamW(model.parameters(), lr=1e-3, states="auto")
     with pytest.raises(
-        BudgetError, match=r"optimizer states 4\.\d+ MiB .* in 8bit \(states='auto'\), and nothing is left"
+        BudgetError, match=r"optimizer states 2\.\d+ MiB .* in 4bit \(states='auto'\), and nothing is left"
     ):
-        stepped(model, optimizer, 12 * WEIGHT)
+        stepped(model, optimizer, 10 * WEIGHT)
     assert optimizer.param_groups[0]["states"] == "auto"
 
 
