@@ -50,7 +50,7 @@ def test_an_error_is_a_unit_of_its_binade_or_of_the_blocks_smallest(
     largest = blocks(x.abs()).amax(1).repeat_interleave(states.BLOCK)[: len(x)] if len(x) else x
     # The smallest step is a unit in the lowest of 3 binades (mean) or 7 (square) below a carry.
     bits = 5 if form == "8bit" else 1
-    smallest = largest * 2.0 ** ((-1 if name == MEAN else -5) - bits) + 2.0**-132
+    smallest = largest * 2.0 ** ((-1 if name == MEAN else -5) - bits) + 2.0 ** -(127 + bits)  # under the least scale
     error, unit = (found - x).abs(), torch.maximum(x.abs() * 2.0**-bits, smallest)
     assert bool((error <= unit).all())
     assert bool((found * x >= 0).all())
