@@ -31,7 +31,6 @@ from fxprec.passes.base import GivenPeak, Work
 from fxprec.passes.casts.ways import Rewrite
 from fxprec.passes.compute_high import UNREAD
 from fxprec.passes.forms.blocks import Blocks
-from fxprec.passes.forms.host import OnHost
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
 from fxprec.passes.notice import Notice, readable
@@ -142,10 +141,7 @@ def _tell_unused(work: Work, needs: Needs) -> None:
 
 def _remark(needs: Needs, fit: Fit) -> str:
     repeated = sum(n in needs.forms for n, _ in fit.held.repeated)
-    counts = Counter(type(form) for form in fit.held.kept.values())
-    others = f"{counts[Blocks]} in blocks, " if counts[Blocks] else ""
-    others += f"{counts[OnHost]} in host memory, " if counts[OnHost] else ""
-    return (
-        f"peak budget: {counts[Own]} values are kept, {counts[Low]} kept in 8 bits, {others}{repeated} computed again "
-        "in backward"
-    )
+    counts = Counter(form.counted for form in fit.held.kept.values())
+    words = (Own.counted, Low.counted, *sorted(counts.keys() - {Own.counted, Low.counted}))
+    said = ", ".join(f"{counts[word]} {word}" for word in words)
+    return f"peak budget: {said.replace(' ', ' values are ', 1)}, {repeated} computed again in backward"

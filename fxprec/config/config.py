@@ -252,7 +252,7 @@ ALLOWED: Mapping[str, str] = {
     "low_ratio": "a number from 0 to 1 or None",
     "activation_budget": "bytes as a positive int, or text such as '12GiB', or None",
     "peak_budget": "bytes as a positive int, text such as '12GiB' or '60%', or None",
-    "ways": "a tuple of some of 'narrow', 'int4', 'int2', 'recompute' and 'offload', or None",
+    "ways": f"a tuple of some of {', '.join(map(repr, WAYS[:-1]))} and {WAYS[-1]!r}, or None",
     "allocator": "'compact', 'system' or None",
     "cpu": f"a text such as {EXAMPLES}, or None",
     "plan": "the path of a plan file or None",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -80,6 +81,13 @@ class Group:
 
 
 Way = Literal["", "keep", "narrow", "recompute", "offload"]
+WAYS_SAID: Mapping[Way, str] = {
+    "keep": "kept",
+    "narrow": "kept",
+    "recompute": "computed again",
+    "offload": "in host memory",
+}
+"""What a plan's texts call each way."""
 Reads = Literal["backward", "gemm codes", "all"]
 
 

@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from fxprec.numerics.blocks import find
+from fxprec.plan.rows import WAYS_SAID
 
 if TYPE_CHECKING:
     from fxprec.plan.plan import Plan
@@ -57,14 +58,14 @@ def _peak(plans: Sequence[Plan]) -> str:
 
 def _tensors(plans: Sequence[Plan]) -> str:
     sites = [site for plan in plans for site in plan.sites]
-    stored = Counter(find(site.stored_as).bits for site in sites if site.way not in ("recompute", "offload"))
+    stored = Counter(find(site.stored_as).bits for site in sites if site.way in _IN_BITS)
     counts = [f"{count} in {bits}{' bits' if i == 0 else ''}" for i, (bits, count) in enumerate(sorted(stored.items()))]
     ways = Counter[str](site.way for site in sites)
-    counts += [f"{ways[way]} {said}" for way, said in _WAYS.items() if ways[way]]
+    counts += [f"{ways[way]} {said}" for way, said in WAYS_SAID.items() if way not in _IN_BITS and ways[way]]
     return counts[0].replace(" in ", " tensors in ", 1) + "".join(f", {more}" for more in counts[1:]) if counts else ""
 
 
-_WAYS = {"recompute": "computed again", "offload": "in host memory"}
+_IN_BITS = ("", "keep", "narrow")
 
 
 def _sizes(*sizes: int) -> list[str]:

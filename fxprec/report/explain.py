@@ -9,7 +9,7 @@ from fxprec.errors import PlanError, did_you_mean
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.plan import Plan, Site
-from fxprec.plan.rows import HalfLowering, LoweringChoice, LoweringEstimate, PeakBytes, WholeStep
+from fxprec.plan.rows import WAYS_SAID, HalfLowering, LoweringChoice, LoweringEstimate, PeakBytes, WholeStep
 from fxprec.plan.shown import line
 from fxprec.report.graph_text import one_line
 
@@ -106,9 +106,8 @@ def _shared(peak: PeakBytes) -> str:
 
 
 def _way(site: Site) -> str:
-    if site.way in ("keep", "recompute"):
-        return "kept" if site.way == "keep" else "computed again"
-    return f"in host memory in {site.stored_as}" if site.way == "offload" else f"kept in {site.stored_as}"
+    has_format = site.way in ("narrow", "offload")
+    return WAYS_SAID[site.way] + (f" in {site.stored_as}" if has_format else "")
 
 
 _TAKEN = {

@@ -27,6 +27,7 @@ class Blocks(Form):
     has_mask: bool = False
 
     bears = frozenset({Demand.READ, Demand.READ_LOW})
+    counted = "in blocks"
     options = frozenset({"blocks"})
     kernel = Kind.EXTERN
     is_rounded = True

@@ -23,11 +23,16 @@ class OnHost(Form):
 
     form: Own | Low
 
+    counted = "in host memory"
     is_on_host = True
 
     @property
     def bears(self) -> frozenset[Demand]:  # type: ignore[override]  # of each the inner form's
         return self.form.bears
+
+    @property
+    def error(self) -> float | None:  # type: ignore[override]
+        return self.form.error
 
     @property
     def is_rounded(self) -> bool:  # type: ignore[override]

@@ -19,6 +19,7 @@ class Low(Form):
     copy: Format
 
     bears = LOW
+    counted = "kept in 8 bits"
     options = frozenset({"narrow"})
     is_rounded = True
 

@@ -24,6 +24,7 @@ class Own(Form):
     copy: Format | None = None
 
     bears = ANY
+    counted = "kept"
     options = frozenset()
 
     @property
@@ -43,4 +44,4 @@ class Own(Form):
         return row_of(site, "keep", fmt.name, _WHY)
 
     def is_said_by(self, site: Site) -> bool:
-        return site.way in ("keep", "narrow")  # of what was promoted, or is not low here
+        return site.way in ("keep", "narrow") or site.promoted_at is not None  # narrow: of what is not low here

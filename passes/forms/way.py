@@ -55,6 +55,10 @@ class Form(ABC):
 
     bears: ClassVar[frozenset[Demand]]
     """The demands that a value in this form serves."""
+    counted: ClassVar[str]
+    """What the plan's note calls the values in this form, after their number."""
+    error: ClassVar[float | None] = None
+    """Relative error, root mean square, of what backward reads back; None: that of ``format``."""
     kernel: ClassVar[Kind] = Kind.FUSED
     """What stores the copy: a loop that fuses with others, or a kernel of its own."""
     is_on_host: ClassVar[bool] = False
@@ -72,7 +76,7 @@ class Form(ABC):
     @property
     @abstractmethod
     def format(self) -> AnyFormat | None:
-        """Format of the copy; None: the value itself waits."""
+        """Format of the copy, or of the row of one that is in no format; None: the value itself waits."""
 
     def num_bytes(self, val: torch.Tensor) -> int:
         """Return the bytes of a value in this form."""
@@ -88,7 +92,7 @@ class Form(ABC):
 
     @abstractmethod
     def is_said_by(self, site: Site) -> bool:
-        """Say whether a row of a plan asks for this form."""
+        """Say whether a row of a plan asks for this form. What was promoted asks for `Own`."""
 
 
 Way = Again | Form

@@ -14,6 +14,7 @@ from fxprec.passes.analysis.joint import numel_hint, tensor_of, value
 from fxprec.passes.analysis.peak.kernels import Kind, bytes_of, flops_of, kind_of
 from fxprec.passes.analysis.peak.step import Step
 from fxprec.passes.casts.blocks import WHOLE_BITS
+from fxprec.passes.forms.way import Form
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,15 @@ class Rates:
         """Return the seconds of copying ``size`` bytes to host memory and back, with nothing beside."""
         return 2 * (size / self.host_bytes_per_s + self.call_s)
 
-    def rounding(self, node: Node, fmt: AnyFormat) -> float:
+    def rounding(self, node: Node, form: Form) -> float:
         """Return the seconds of encoding and decoding, and of an error of e4m3's as many again, of others to match.
 
         So of equals what rounds nothing wins, and 4 bits win over what takes longer than 8 passes over a value.
         """
         val = value(node)
-        passes = 1 + _error(fmt) / _error(E4M3FN)
+        assert form.format is not None, "a value itself is not rounded"
+        error = _error(form.format) if form.error is None else form.error
+        passes = 1 + error / _error(E4M3FN)
         return 0.0 if val is None else passes * numel_hint(tensor_of(node)) * _HIGH_BYTES / self.bytes_per_s
 
 

@@ -16,7 +16,7 @@ from fxprec.passes.analysis.peak.overlap import overlap
 from fxprec.passes.analysis.peak.step import Held
 from fxprec.passes.base import GivenPeak, Work
 from fxprec.passes.forms.blocks import Blocks
-from fxprec.passes.forms.way import Form
+from fxprec.passes.forms.way import Demand, Form
 from fxprec.plan.rows import PeakBytes, Site
 
 
@@ -26,7 +26,7 @@ def as_given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes
     nodes = {row: node for node, row in needs.rows.items()}
     for site in given.sites:
         node = nodes.get(site.id, work.book.values.get(site.id))
-        if node in needs.forms and site.way in ("keep", "narrow", "offload"):
+        if node in needs.forms and site.way not in ("", "recompute"):
             kept[node] = _form_of(needs, node, site)
     names, moved = frozenset(given.peak.kept), frozenset(given.peak.offloaded)
     for node, (own, *others) in needs.forms.items():
@@ -41,7 +41,7 @@ def as_given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes
                 f"the given plan leaves out {node.name}, which backward needs and which cannot be computed again; give "
                 "its site the way 'keep', or plan again"
             )
-        _refuse_sources_in_blocks(needs, node, kept)
+        _refuse_sources(needs, node, kept)
     overlap(held, Rates.of(work.joint.table.meta["val"].device), work.peak_part.bound(given.peak.budget).peak)
     return Fit(held, kept, 0.0), replace(given.peak, planned=held.peak, live=held.live_by_kind())
 
@@ -67,6 +67,11 @@ def _form_of(needs: Needs, node: Node, site: Site) -> Form:
             f"sites[{site.id}].saved_as ({site.tensor}) of the given plan is {site.saved_as!r}: {why}; take saved_as "
             "out, or plan again"
         )
+    if not found:
+        raise PlanError(
+            f"{entry} of the given plan is {site.way!r}, and no form of the value serves all that backward reads of it "
+            "in that way; give it the way 'keep', or plan again"
+        )
     return found[-1]  # a copy before the value itself
 
 
@@ -85,12 +90,13 @@ def _cannot_move(entry: str, why: str) -> str:
 _STAYS = "a value stays on the device whose size is dynamic, which is an output, or which lies with gaps"
 
 
-def _refuse_sources_in_blocks(needs: Needs, repeated: Node, kept: Mapping[Node, Form]) -> None:
-    """Raise `PlanError` where a given plan computes a value again from one that it keeps in blocks."""
+def _refuse_sources(needs: Needs, repeated: Node, kept: Mapping[Node, Form]) -> None:
+    """Raise `PlanError` where a given plan computes a value again from a form that serves no such reader."""
     for source in map(needs.step.shown, repeated.all_input_nodes):
         form = kept.get(source)
-        if isinstance(form, Blocks) and repeated not in needs.step.decoded:
+        if form is not None and Demand.AGAIN_LOW not in form.bears and repeated not in needs.step.decoded:
+            kept_as = f"in {form.copy.name}" if isinstance(form, Blocks) else form.counted
             raise PlanError(
-                f"the given plan keeps {source.name} in {form.copy.name}, and has {repeated.name} computed again from "
-                "it, whose error would not average out; keep one of the two in 8 bits or more"
+                f"the given plan keeps {source.name} {kept_as}, and has {repeated.name} computed again from it, whose "
+                "error would not average out; keep one of the two in 8 bits or more"
             )

@@ -214,7 +214,7 @@ class Problem:
         if isinstance(way, Again):
             return self.rates.again(node) + _LITTLE
         size = self.size(node, way)
-        rounding = self.rates.rounding(node, way.format) if way.is_rounded and way.format is not None else 0.0
+        rounding = self.rates.rounding(node, way) if way.is_rounded else 0.0
         moving = self.moving(size) if way.is_on_host else self.price * size
         return self.rates.keeping(node, size) + rounding + moving + _LITTLE
 
