@@ -189,7 +189,9 @@ def from_compressed_tensors(config: Mapping[str, Any] | str | Path, model: nn.Mo
         raise ConfigError(f"the config's groups have the formats {names}; a recipe has one for all forward products")
     (scheme,) = schemes
     targets = [t for name, group in said["config_groups"].items() for t in _targets(name, group)]
-    high = _high(targets, said.get("ignore") or [], model)
+    ignored = said.get("ignore") or []
+    _check_patterns((*targets, *ignored))
+    high = _high(targets, ignored, model)
     if scheme.strategy == "tensor":
         return {"recipe": FP8, "low_ratio": 1.0, "keep_high": high}
     name = scheme.formats[0]
@@ -217,6 +219,15 @@ def _read(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 
 def _targets(name: str, group: object) -> list[str]:
     return list(group if isinstance(group, list) else group["targets"])  # type: ignore[index]
+
+
+def _check_patterns(patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            said = f"the config names layers by {pattern!r}, which is no regular expression: {error}; mend or drop it"
+            raise ConfigError(said) from None
 
 
 def _imported(name: str, group: Mapping[str, Any] | list[str]) -> Scheme:
