@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fxprec
 from fxprec.numerics.stats import WIDTH, Counts, Statistics, finish
@@ -18,6 +20,21 @@ with warnings.catch_warnings():  # torch's own, at the import of Inductor
     warnings.simplefilter("ignore", DeprecationWarning)
     import fxprec.driver.named
     from fxprec.passes import pipeline
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A Gloo group of this process alone.
+
+    Whoever drops the group last, such as DDP's reducer, holds the GIL and waits for Gloo's thread. That thread may want
+    the GIL still, to drop the last work: it gets it while this one sleeps. Else both wait for good, once in many runs.
+    """
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        time.sleep(0.05)
+        dist.destroy_process_group()
 
 
 def eager_backend(recipe: Any = "hfp8", **options: Any) -> fxprec.Backend:

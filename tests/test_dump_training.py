@@ -17,7 +17,7 @@ from fxprec.report import folder as folders
 from fxprec.report.drawing import Drawing
 from fxprec.report.dump_folder import DumpFolder
 from fxprec.runtime.stats import SiteStats
-from tests.helpers import compiled, eager_backend
+from tests.helpers import compiled, eager_backend, one_rank
 
 SITE = SimpleNamespace(id=3, tensor="relu", format="e4m3fn")
 
@@ -57,11 +57,8 @@ def test_statistics_seen_before_are_not_written_again(tmp_path):
 
 
 def test_each_rank_has_its_folder(tmp_path):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank():
         compiled(nn.Linear(2, 2), eager_backend(dump=tmp_path, low_ratio=1.0))(torch.ones(1, 2))
-    finally:
-        torch.distributed.destroy_process_group()
     assert [p.name for p in tmp_path.iterdir()] == ["rank-0"]
     assert (tmp_path / "rank-0/graph-0/plan.json").exists()
 

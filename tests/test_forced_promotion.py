@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from backend_helpers import STORAGES, narrow_recipe
-from helpers import as_counts
+from helpers import as_counts, one_rank
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -114,20 +112,8 @@ def overflow(controller: Controller) -> list[Site]:
     return chosen
 
 
-@contextlib.contextmanager
-def process_group(case: str) -> Iterator[None]:
-    if case != "ddp":
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def check(case: str, storage: str, lowering: str) -> None:
-    with process_group(case):
+    with one_rank() if case == "ddp" else contextlib.nullcontext():
         run = Run(case, storage, lowering)
         run.step(3)
         traces, controllers = run.traces, run.backend.controllers

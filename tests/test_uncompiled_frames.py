@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers import one_rank
 from models import TanhLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,16 +77,15 @@ def test_a_backend_object_is_enough_in_a_process_that_asked_for_no_other_name() 
 
 
 @pytest.fixture
-def one_rank() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+def mesh() -> Iterator[Any]:
+    with one_rank():
+        yield init_device_mesh("cpu", (1,))
 
 
-def test_fsdp_whose_hooks_break_the_loop_over_blocks_is_told(one_rank: Any) -> None:
+def test_fsdp_whose_hooks_break_the_loop_over_blocks_is_told(mesh: Any) -> None:
     net = Net(breaks=False)
     for module in (net.mixed[1], net):
-        fully_shard(module, mesh=one_rank)
+        fully_shard(module, mesh=mesh)
     model = torch.compile(net, backend="fxprec", options=OPTIONS)
     with pytest.warns(fxprec.FxprecWarning, match=WORDS):
         train_step(model)

@@ -27,6 +27,14 @@ def _every_product(fmt: blocks.BlockFormat, name: str) -> fxprec.Recipe:
     return replace(NVFP4, operands=fxprec.Operands(forward=fmt, input_grad=fmt, weight_grad=fmt), name=name)
 
 
+def _nvfp4(name: str, **switches: Any) -> fxprec.Recipe:
+    assert NVFP4.operands is not None
+    return replace(NVFP4, operands=replace(NVFP4.operands, **switches), name=name)
+
+
+_EDEN = {"hadamard": False, "stochastic": False, "eden": 64}  # widths are multiples of 64
+
+
 SIDES: dict[str, dict[str, Any]] = {
     "bf16": {"recipe": "bf16"},
     "mxfp8": {"recipe": "mxfp8"},
@@ -34,6 +42,8 @@ SIDES: dict[str, dict[str, Any]] = {
     "nvfp4 plain": {"recipe": _every_product(blocks.NVFP4, "nvfp4-plain")},
     "nvfp4": {"recipe": "nvfp4"},
     "nvfp4, ends high": {"recipe": "nvfp4", "keep_high": "ends"},
+    "nvfp4, MS-EDEN": {"recipe": _nvfp4("nvfp4-eden", **_EDEN)},
+    "nvfp4, in bf16 from step 240": {"recipe": _nvfp4("nvfp4-then-bf16", high_after=240)},
 }
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers import one_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -236,18 +234,10 @@ def test_tensors_that_share_memory_count_its_bytes_once() -> None:
 
 
 def test_of_a_sharded_parameter_the_local_shard_counts() -> None:
-    with one_rank() as mesh:
+    with one_rank():
+        mesh = DeviceMesh("cpu", [0])
         whole = {"shape": torch.Size((12, 4)), "stride": (4, 1)}  # as if another rank held the other half
         param = nn.Parameter(DTensor.from_local(torch.zeros(6, 4), mesh, [Shard(0)], run_check=False, **whole))
         optimizer = fxprec.optim.AdamW([param])
         found = StepBudget.of(1 << 20, optimizer, [GraphInput("weight", "param", "")], [param])
     assert (found.weights, found.states) == (96, 192)
-
-
-@contextmanager
-def one_rank() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield DeviceMesh("cpu", [0])
-    finally:
-        dist.destroy_process_group()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from backend_helpers import STORAGES, STORED, assert_close, compare, eager_backend, weighted_sum
+from helpers import one_rank
 from models import Apply
 from torch import Tensor, nn
 from torch._decomp import core_aten_decompositions
@@ -158,9 +159,8 @@ def test_calibration_leaves_sparse_gradients_out() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[dist.DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    with one_rank():
+        yield init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.parametrize("storage", STORED)
