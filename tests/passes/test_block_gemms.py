@@ -119,6 +119,7 @@ CASES = {
 }
 
 
+@pytest.mark.cpu_dependent
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("storage", ["native", "simulate"])
 def test_loss_and_gradients_are_those_of_rounding_by_hand(case: str, storage: str) -> None:
