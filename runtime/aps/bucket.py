@@ -105,7 +105,7 @@ class Exchange:
     those between nodes.
     """
 
-    STAGES = ("prepare", "scatter", "reduce", "gather", "finish")
+    STAGES: tuple[str, ...] = ("prepare", "scatter", "reduce", "gather", "finish")
 
     def __init__(self, state: APSState, bucket: Bucket, groups: Groups | None = None) -> None:
         self.state = state

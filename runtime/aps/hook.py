@@ -96,7 +96,7 @@ def _stages(state: APSState) -> tuple[str, ...]:
 def _started(
     state: APSState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # absent from torch's annotations
-) -> Sequence[Exchange | NodeExchange]:
+) -> list[Exchange]:
     """Return the exchanges of a bucket's parts, whose exponents are under way."""
     with torch.no_grad():
         parts = split_bucket(state, bucket.index(), bucket.buffer(), bucket.gradients(), bucket.parameters())
@@ -116,7 +116,7 @@ def done(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def _queue(
-    state: APSState, exchanges: Sequence[Exchange | NodeExchange], buffer: Tensor, is_last: bool
+    state: APSState, exchanges: list[Exchange], buffer: Tensor, is_last: bool
 ) -> torch.futures.Future[torch.Tensor]:
     """Run the stages of the exchanges, each stage on a thread of its own that takes them in order."""
     if not state.workers:
@@ -132,7 +132,7 @@ def _queue(
     return ended.then(partial(_result, buffer))
 
 
-def _run_stage(exchange: "Exchange | NodeExchange", name: str, before: "Sequence[Future[None]]") -> None:
+def _run_stage(exchange: Exchange, name: str, before: "Sequence[Future[None]]") -> None:
     """Run one stage after the bucket's stage before it, if any; raises what that one raised."""
     for stage in before:
         stage.result()

@@ -7,6 +7,8 @@ rings or all-to-alls over all ranks would send up to k times as many (docs/aps.m
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
@@ -20,8 +22,8 @@ INSIDE = torch.bfloat16
 """What gradients, and later their means, are sent as inside a node."""
 
 
-class NodeExchange:
-    """The mean over ranks of one bucket, by way of nodes; scheduled as `Exchange` is.
+class NodeExchange(Exchange):
+    """The mean over ranks of one bucket, by way of nodes: the exchange of a chunk, with a stage before and one after.
 
     All ranks of a node decode the same bytes of each chunk, and the ranks of one chunk have the same mean, so replicas
     stay bit-identical.
@@ -30,71 +32,45 @@ class NodeExchange:
     STAGES = ("add", *Exchange.STAGES, "share")
 
     def __init__(self, state: APSState, bucket: Bucket, node: Node) -> None:
-        self._state, self._bucket, self._node = state, bucket, node
-        self._layout: Layout = layout(sizes_of(bucket.low), node.size)
-        self._work: dist.Work | None = None
-        self._chunk = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._between: Exchange | None = None
+        self._whole, self._node = bucket, node
+        self._chunks: Layout = layout(sizes_of(bucket.low), node.size)
+        device = bucket.buffer.device
+        self._chunk = torch.empty(self._chunks.chunk, dtype=torch.float32, device=device)
+        self._rows = torch.empty(0, dtype=INSIDE, device=device)
+        self._inside: dist.Work | None = None
+        begin = node.rank * self._chunks.chunk
+        owned = self._chunks.owned(node.rank)
+        pieces = [self._chunk[piece.start - begin : piece.end - begin] for piece in owned]
+        parameters = [bucket.parameters[piece.layer] for piece in owned]
+        part = replace(bucket, buffer=self._chunk, low=pieces, plain={}, parameters=parameters)
+        super().__init__(state, part, node.between)
 
     def start(self) -> None:
         """Begin to send each rank of the node its chunk."""
-        if not self._bucket.low:
+        low = self._whole.low
+        if not low:
             return
-        flat = torch.cat([view.reshape(-1).to(INSIDE) for view in self._bucket.low])
-        rows = torch.cat([flat, flat.new_zeros(self._layout.padded - flat.numel())]).view(torch.uint8)
-        self._received = torch.empty_like(rows)
-        self._work = dist.all_to_all_single(self._received, rows, group=self._node.scatter, async_op=True)
+        gap = low[0].new_zeros(self._chunks.padded - self._chunks.total, dtype=INSIDE)
+        sent = torch.cat([*(view.reshape(-1).to(INSIDE) for view in low), gap])
+        self._rows = torch.empty_like(sent)
+        received = self._rows.view(torch.uint8)
+        self._inside = dist.all_to_all_single(received, sent.view(torch.uint8), group=self._node.scatter, async_op=True)
 
     def add(self) -> None:
         """Average this rank's chunk over the node in float32, and begin its exchange between nodes."""
-        if self._work is None:
-            return
-        self._work.wait()
-        rows = self._received.view(INSIDE).view(self._node.size, -1)
-        self._chunk = rows.sum(0, dtype=torch.float32).div_(self._node.size)
-        owned = self._layout.owned(self._node.rank)
-        begin = self._node.rank * self._layout.chunk
-        part = Bucket(
-            self._bucket.index,
-            self._chunk,
-            [self._chunk[piece.start - begin : piece.end - begin] for piece in owned],
-            {},
-            [self._bucket.parameters[piece.layer] for piece in owned],
-            self._bucket.wire,
-            self._bucket.part,
-        )
-        self._between = Exchange(self._state, part, self._node.between)
-        self._between.start()
-
-    def prepare(self) -> None:
-        """See `Exchange.prepare`."""
-        if self._between is not None:
-            self._between.prepare()
+        if self._inside is not None:
+            self._inside.wait()
+            torch.sum(self._rows.view(self._node.size, -1), 0, dtype=torch.float32, out=self._chunk)
+            self._chunk.div_(self._node.size)
+            super().start()
 
     def scatter(self) -> None:
         """See `Exchange.scatter`; layers that are not coded are added over all ranks at once."""
-        reduce_plain(self._bucket, self._state.groups)
-        if self._between is not None:
-            self._between.scatter()
-
-    def reduce(self) -> None:
-        """See `Exchange.reduce`."""
-        if self._between is not None:
-            self._between.reduce()
-
-    def gather(self) -> None:
-        """See `Exchange.gather`."""
-        if self._between is not None:
-            self._between.gather()
-
-    def finish(self) -> None:
-        """Decode the chunk's mean over nodes."""
-        if self._between is not None:
-            self._between.finish()
+        reduce_plain(self._whole, self.state.groups)
+        super().scatter()
 
     def share(self) -> None:
         """Send the chunk to the node, and write all chunks into the bucket's buffer."""
-        if self._work is None:
-            return
-        mean = all_gather(self._chunk.to(INSIDE).view(torch.uint8), self._node.gather).view(INSIDE).reshape(-1)
-        write_back(mean[: self._layout.total], self._bucket.low)
+        if self._inside is not None:
+            mean = all_gather(self._chunk.to(INSIDE).view(torch.uint8), self._node.gather).view(INSIDE).reshape(-1)
+            write_back(mean[: self._chunks.total], self._whole.low)
