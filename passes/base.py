@@ -78,6 +78,7 @@ class Work:
 
     joint: JointGraph
     settings: Settings
+    model: str = ""  # class of the module, or name of the function
     given: Plan | None = None  # a plan to follow instead of solving
     siblings: tuple[Plan, ...] = ()  # plans of the model's training graphs compiled before
     stepped: Collection[int] = ()  # positions of the captured inputs that backward steps

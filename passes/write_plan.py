@@ -25,6 +25,7 @@ class WritePlan:
     def apply(self, work: Work) -> None:
         settings, assignment = work.settings, work.assignment
         plan = Plan(
+            model=work.model,
             recipe=settings.recipe,
             storage=settings.storage,
             policy=assignment.policy,

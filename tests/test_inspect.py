@@ -221,4 +221,4 @@ def test_report_is_written_anew(dumped, capsys):
     page.unlink()
     assert run("report", dumped / "b") == 0
     assert page.read_bytes() == before
-    assert b"<title>fxprec: graph-0: hfp8, simulate storage</title>" in before
+    assert b"<title>fxprec: Sequential (graph-0): hfp8, simulate storage</title>" in before

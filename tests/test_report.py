@@ -101,7 +101,7 @@ def test_the_page_holds_graph_and_statistics_and_is_the_same_again(trained, caps
     assert len(data["nodes"]) == len(trained.drawing.nodes)
     assert {tuple(h["steps"]) for h in data["history"]} == {(1, 2)}
     history = read_history(trained.folder / "stats.jsonl", len(trained.plan.sites))
-    title = f"graph-0: {trained.plan.recipe.name}, {trained.plan.storage} storage"
+    title = f"Residual (graph-0): {trained.plan.recipe.name}, {trained.plan.storage} storage"
     assert again == report_html(trained.plan, title=title, drawing=trained.drawing, history=history)
 
 

@@ -41,6 +41,7 @@ from fxprec.compat.budget import memory_budget as memory_budget
 from fxprec.compat.callers import TraceAgain as TraceAgain
 from fxprec.compat.callers import calling_wrapper as calling_wrapper
 from fxprec.compat.callers import ends_in_break as ends_in_break
+from fxprec.compat.callers import traced_model as traced_model
 from fxprec.compat.callers import widen_ddp_buckets as widen_ddp_buckets
 from fxprec.compat.captured import ATTENTION as ATTENTION
 from fxprec.compat.captured import bodies_traced_in_place as bodies_traced_in_place

@@ -1,7 +1,8 @@
-"""Who in torch is calling: a string-named backend's wrapper, Dynamo's DDP optimizer."""
+"""Who in torch is calling: a string-named backend's wrapper, Dynamo's tracer, Dynamo's DDP optimizer."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -10,11 +11,29 @@ from typing import Any
 import torch
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback
+from torch._dynamo.output_graph import OutputGraph
+
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_\d+")
 
 
 def calling_wrapper() -> object | None:
     """Return the ``torch.compile(backend="...")`` wrapper that is calling the string-named backend."""
     return next(_callers(torch._TorchCompileWrapper), None)
+
+
+def traced_model() -> str:
+    """Return the class of the module that Dynamo is tracing, or the name of a function without one.
+
+    Returns "" outside of Dynamo. A function that is handed several modules has the class of the first.
+    """
+    for graph in _callers(OutputGraph):
+        tracer = graph.root_tx
+        module = next((x for x in tracer.f_locals.values() if isinstance(x, torch.nn.Module)), None)
+        if module is not None:
+            return type(module).__name__
+        name = tracer.f_code.co_qualname.rpartition("<locals>.")[2]
+        return _RESUMED.sub(r"\1", name).removesuffix(".forward")
+    return ""
 
 
 def _callers(kind: type) -> Iterator[Any]:

@@ -36,6 +36,7 @@ class Captured:
     ambient: compat.Ambient
     identity: Identity
     is_cut: bool = False  # a graph break ends it: others follow
+    model: str = ""  # class of the module, or name of the function
 
     @classmethod
     def take(cls, gm: GraphModule, examples: Sequence[Any]) -> Captured:
@@ -53,6 +54,7 @@ class Captured:
             compat.Ambient.now(device),
             identity,
             compat.ends_in_break(gm),
+            compat.traced_model(),
         )
 
     @cached_property

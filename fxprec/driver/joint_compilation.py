@@ -126,6 +126,7 @@ class JointCompilation(Attempt):
         return Work(
             joint,
             self.compiler.settings,
+            model=self.captured.model,
             given=self.given,
             siblings=self.compiler.trained(),
             stepped=self.compiler.stepped,

@@ -17,7 +17,7 @@ from fxprec.errors import FxprecError, PlanError
 from fxprec.numerics.blocks import AnyFormat, find_blocks
 from fxprec.numerics.formats import parse
 from fxprec.plan.reading import SHOWN, Entry, Reader, each, fields_of, finite, flag, integer, or_one_of, text, word
-from fxprec.plan.rows import LIVE, BlockFormatName, FormatName, Live, Reason, Share, Site
+from fxprec.plan.rows import LIVE, BlockFormatName, FormatName, Live, OneLine, Share, Site
 
 if TYPE_CHECKING:
     from fxprec.plan.plan import Plan
@@ -33,7 +33,7 @@ def _share(entry: Entry) -> float:
     return found
 
 
-def _reason(entry: Entry) -> str:
+def _one_line(entry: Entry) -> str:
     found = text(entry)
     if len(found) > MAX_REASON or not found.isprintable():
         raise entry.wrong(f"one line of at most {MAX_REASON} characters")
@@ -104,7 +104,7 @@ _READERS: Mapping[object, Reader] = {
     bool: flag,
     float: finite,
     Share: _share,
-    Reason: _reason,
+    OneLine: _one_line,
     FormatName: _format,
     BlockFormatName: _block_format,
     Live: _moments,

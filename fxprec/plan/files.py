@@ -39,6 +39,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "schema": plan.schema,
         "fxprec": plan.fxprec,
         "torch": plan.torch,
+        **({"model": plan.model} if plan.model else {}),
         "recipe": plan.recipe.to_dict(),
         "storage": plan.storage,
         **({} if plan.storage == "simulate" else {"compute": plan.compute}),

@@ -16,7 +16,7 @@ from fxprec.plan import files, shown
 from fxprec.plan.compare import first_difference
 from fxprec.plan.files import SCHEMA
 from fxprec.plan.reading import Entry
-from fxprec.plan.rows import ByteCount, Gemm, Group, LoweringChoice, PeakBytes, Share, Site, WholeStep
+from fxprec.plan.rows import ByteCount, Gemm, Group, LoweringChoice, OneLine, PeakBytes, Share, Site, WholeStep
 
 
 def _version(package: str) -> str:
@@ -44,6 +44,8 @@ class Plan:
     sites: tuple[Site, ...] = ()
     gemms: tuple[Gemm, ...] = ()
     groups: tuple[Group, ...] = ()
+    model: OneLine = field(default="", compare=False)
+    """Class of the module that was compiled, or name of the function; ``""`` where nobody said."""
     recipe: Recipe = BF16
     storage: Literal["native", "packed", "simulate"] = "native"
     policy: str = "size"

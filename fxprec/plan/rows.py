@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 # What the text or the number in a field is; `entries` checks it in a file.
 Share = Annotated[float, "from 0 to 1"]
-Reason = Annotated[str, "one line"]
+OneLine = Annotated[str, "one line"]
 FormatName = Annotated[str, "a format"]
 BlockFormatName = Annotated[str, "a block format"]
 Live = Annotated[tuple[tuple[int, ...], ...], "moments by `LIVE`"]
@@ -38,7 +38,7 @@ class Gemm:
     """The same of the operands of its input's gradient."""
     weight_grad: BlockFormatName = ""
     """The same of the operands of its weight's gradient."""
-    operands_why: Reason = ""
+    operands_why: OneLine = ""
     """Why a product that the recipe rounds operands of is multiplied in ``hi``; ``""`` where none is."""
 
 
@@ -116,7 +116,7 @@ class Site:
     """The way in which backward gets the value under a peak budget: kept in high precision, kept in 8 bits or in
     ``saved_as``, computed again, kept in ``format`` in host memory; ``""`` for what backward does not read, and without
     a peak budget."""
-    why: Reason = ""
+    why: OneLine = ""
     """Why its format is not the one its group (or the policy) gives it: nobody would read a low copy, or 8 bits would
     spoil it (docs/compute.md); ``""`` where it is. For people: nothing decides by it."""
     unread: bool = False
@@ -183,9 +183,9 @@ class LoweringEstimate:
 class LoweringChoice:
     """The choice of ``lowering="auto"``: Inductor's own kernels, generated Triton kernels, or one for each half."""
 
-    asked: Reason
+    asked: OneLine
     chosen: Literal["inductor", "triton", "mixed"]
-    why: Reason
+    why: OneLine
     estimate: LoweringEstimate | None = None
     """None where there was no choice."""
 

@@ -33,13 +33,14 @@ SCRIPTS = (
 def write_report(plan: Plan, folder: Path, *, title: str, drawing: Drawing | None = None) -> Path:
     """Write ``report.html`` into a dump folder, with the graph and the statistics found there; return its path.
 
-    The page's title is ``title`` with the recipe. ``drawing`` spares reading the graph again. Raises OSError, and
-    `PlanError` for a file there that is not whole.
+    The page's title is the model's class, with ``title`` beside it, and the recipe. ``drawing`` spares reading the
+    graph again. Raises OSError, and `PlanError` for a file there that is not whole.
     """
     drawing = drawing or Drawing.load(folder / FILE, plan)
     history = read_history(folder / STATS, len(plan.sites))
     path = folder / "report.html"
-    named = f"{title}: {plan.recipe.name}, {plan.storage} storage"
+    named = f"{plan.model} ({title})" if plan.model else title
+    named = f"{named}: {plan.recipe.name}, {plan.storage} storage"
     text = report_html(plan, title=named, drawing=drawing, history=history, dumped=latest(read_tensors(folder)))
     path.write_text(text, encoding="utf-8")
     return path
