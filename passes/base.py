@@ -65,6 +65,8 @@ class InBlocks:
     weight_grad: BlockFormat | None = None
     why: str = ""
     """Why a product stays high that the recipe has a format for."""
+    is_kept_high: bool = False
+    """Whether ``keep_high`` names its module."""
 
     @property
     def formats(self) -> tuple[BlockFormat, ...]:

@@ -28,7 +28,6 @@ from fxprec.passes.casts.operands import OperandCasts, Rounding
 from fxprec.passes.notice import Notice
 from fxprec.passes.smooth_swiglu import SCALED_CHANNELS
 from fxprec.plan import Gemm
-from fxprec.plan.plan import AFTER_STEP
 
 _MULTIPLYING = having(Trait.GEMM) & having(Trait.GEMM_BACKWARD)  # of vectors, too
 _SHOWING = frozenset({QUANTIZE, DEQUANTIZE, KEEP_NONFINITE, RESCALE}) | ops.CASTS
@@ -51,7 +50,7 @@ class BlockGemms:
         rewrite = _Rewrite.of(work, operands)
         work.in_blocks = tuple(rewrite.chosen(i, op) for i, op in enumerate(work.grouped.gemms))
         rewrite.run()
-        if all(not found.formats and not found.why.startswith((KEPT_HIGH, AFTER_STEP)) for found in work.in_blocks):
+        if work.given is None and not any(found.formats or found.is_kept_high for found in work.in_blocks):
             _tell_of_none(work)
         work.remarks.append(_remark(work, operands))
 
@@ -125,7 +124,7 @@ class _Rewrite:
                 self._tell(op, f"gemms[{index}] of the given plan has them in blocks, and {why}")
             return InBlocks(why=why)
         if given is None and self._is_kept_high(index, op):
-            return InBlocks(why=KEPT_HIGH)
+            return InBlocks(why=KEPT_HIGH, is_kept_high=True)
         formats: dict[Product, BlockFormat] = {}
         refused = ""
         for node in nodes:

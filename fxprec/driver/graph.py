@@ -25,7 +25,7 @@ from fxprec.passes.analysis.peak.part import Part
 from fxprec.passes.notice import Notice, readable
 from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.compare import low_groups_with
-from fxprec.plan.plan import AFTER_STEP, latest_of_gemms
+from fxprec.plan.plan import latest_of_gemms
 from fxprec.plan.shown import line
 from fxprec.runtime.controller import Controller, describe
 from fxprec.runtime.events import Event
@@ -288,8 +288,8 @@ class PlannedGraph:
             return
         hi = self.settings.recipe.hi.name
         try:
-            plan = controller.plan.with_high_operands(f"{AFTER_STEP} {operands.high_after}")
-            self.compile_again(f"for operands in {hi} {AFTER_STEP} {operands.high_after}", plan)
+            since = f"after step {operands.high_after}"
+            self.compile_again(f"for operands in {hi} {since}", controller.plan.with_high_operands(since))
         except Exception as error:  # whatever Inductor raises
             self._keeps_operands = True
             detail = f"operands of GEMMs stay in blocks: compiling them in {hi} failed ({in_one_line(error)})"

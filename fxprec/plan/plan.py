@@ -29,9 +29,6 @@ def _version(package: str) -> str:
 # (operator, module) of each GEMM, in order.
 GemmNames = tuple[tuple[str, str], ...]
 
-AFTER_STEP = "after step"
-"""How ``operands_why`` of a GEMM begins whose operands are in ``hi`` for the end of a training."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -216,6 +217,12 @@ def test_a_model_without_a_gemm_that_is_rounded_is_told() -> None:
         FxprecWarning, match="recipe 'mxfp8' rounds no GEMM's operands here; of the first, aten.convolution"
     ):
         compiled(nn.Conv2d(2, 4, 3), eager_backend("mxfp8"))(batch().unsqueeze(0))
+
+
+def test_a_model_whose_gemms_are_all_kept_high_is_told_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxprecWarning)
+        compiled(nn.Linear(64, 64), eager_backend("mxfp8", keep_high="ends"))(batch())
 
 
 def test_a_batch_of_weights_is_rounded_too() -> None:
