@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.yardsticks import dynamo_models, paritybench, table, torchbench, whole
-from benchmarks.yardsticks.op_db import FAILED, LEFT_OUT, PASSED, Cell, Row, against
+from benchmarks.yardsticks.op_db import FAILED, LEFT_OUT, PASSED, REFUSED, Cell, Row, against
+from benchmarks.yardsticks.products import ProductsInBf16
 from fxprec.passes.analysis import sensitive
 from fxprec.passes.compare_in_forward import CompareInForward
 
@@ -176,3 +177,36 @@ def test_the_table_has_a_row_a_suite() -> None:
     place = header.split().index("fp8")
     assert line.split("  ")[0] == "suite"
     assert [cell.strip() for cell in re.findall(r"-|\d / \d / \d / \d", line)][place - 1] == "1 / 1 / 0 / 1"
+
+
+class Mixed(nn.Module):
+    """Writing into the table refuses the bfloat16 that autocast makes of the Linear's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = torch.zeros(4, 64, dtype=x.dtype)
+        table[torch.arange(4)] = self.linear(x)
+        return table.sin()
+
+
+def test_where_autocast_refuses_a_model_products_in_bfloat16_are_the_bound() -> None:
+    reference = whole.Reference.of(whole.Model("mixed", lambda: (Mixed(), (torch.randn(4, 64),), {})))
+    assert reference.autocast.verdict == REFUSED
+    assert all(2**-12 < error < 2**-6 for error in reference.bf16)
+    assert reference.bounds("bf16")[1] == pytest.approx(3 * reference.bf16[1], rel=0.5)
+
+
+def test_products_round_operands_and_results() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    incoming = torch.randn(3, 4)
+    with ProductsInBf16():
+        y = x @ w
+        y.backward(incoming)
+    low = [t.detach().bfloat16() for t in (x, w, incoming)]
+    assert torch.equal(y, (low[0] @ low[1]).float())
+    assert torch.equal(x.grad, (low[2] @ low[1].mT).float())
+    assert torch.equal(w.grad, (low[0].mT @ low[2]).float())

@@ -11,8 +11,9 @@ Unless they are asked for, Inductor runs where fp32 fails, and aot where another
 
 An error is relative, in the Euclidean norm: the largest over outputs, and the largest over gradients, where a gradient that is
 small beside the others is measured by `SMALL` of all of them together. The criteria are those of `op_db`: float32's noise for
-fp32, and times the formats' precision for near; for bf16 three times autocast's error; for fp8 that of outputs, and of gradients
-three times e4m3fn's error of one number more. What fails and fails in torch's own backend too is left out by name.
+fp32, and times the formats' precision for near; for bf16 three times autocast's error, or where autocast refuses the model
+that of products in bfloat16 alone; for fp8 that of outputs, and of gradients three times e4m3fn's error of one number more.
+What fails and fails in torch's own backend too is left out by name.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from benchmarks.yardsticks.op_db import (
     backend_of,
     bounds,
 )
+from benchmarks.yardsticks.products import ProductsInBf16
 
 SMALL = 0.1  # of all gradients together
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -166,6 +168,8 @@ class Reference:
     """By step."""
     float32: tuple[float, float]
     autocast: Cell
+    bf16: tuple[float, float]
+    """By autocast; where it refuses the model, with products in bfloat16 alone."""
 
     @staticmethod
     def of(model: Model) -> Reference:
@@ -186,12 +190,14 @@ class Reference:
                 exact, own = wide, errors(plain[-1], wide[-1])
         if not all(bool(t.isfinite().all()) for step in exact for t in step.gradients.values()):
             raise ArithmeticError("a gradient of plain torch is inf or NaN")
-        return Reference(model, exact, own, _autocast(model, exact))
+        autocast = _autocast(model, exact)
+        if autocast.verdict == PASSED:
+            return Reference(model, exact, own, autocast, (autocast.outputs, autocast.gradients))
+        return Reference(model, exact, own, autocast, _in_products(model, exact))
 
     def bounds(self, column: str) -> tuple[float, float]:
         """Return how far off outputs, and gradients, may be."""
-        bf16 = (self.autocast.outputs, self.autocast.gradients) if self.autocast.verdict == PASSED else (0.0, 0.0)
-        return bounds(column, self.float32, bf16)
+        return bounds(column, self.float32, self.bf16)
 
 
 def _autocast(model: Model, exact: list[Numbers]) -> Cell:
@@ -202,6 +208,15 @@ def _autocast(model: Model, exact: list[Numbers]) -> Cell:
         return Cell(REFUSED, detail=in_a_line(error))
     is_finite = max(outputs, gradients) < float("inf")
     return Cell(PASSED if is_finite else FAILED, outputs, gradients, "" if is_finite else "inf or NaN")
+
+
+def _in_products(model: Model, exact: list[Numbers]) -> tuple[float, float]:
+    """Return how far off the model is with products in bfloat16; zeros where that fails, or is inf or NaN."""
+    with contextlib.suppress(Exception), ProductsInBf16():
+        found = errors(run(model, len(exact))[-1], exact[-1])
+        if max(found) < float("inf"):
+            return found
+    return 0.0, 0.0
 
 
 def measure(model: Model, columns: Iterable[str]) -> Row:
