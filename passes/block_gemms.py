@@ -142,7 +142,12 @@ class _Rewrite:
                 refused = refused or f"{product}: {reason}"
         if refused:
             self._tell(op, refused)
-        return InBlocks(*map(formats.get, PRODUCTS), why=refused or ("" if given is None else given.operands_why))
+        return InBlocks(
+            forward=formats.get("forward"),
+            input_grad=formats.get("input_grad"),
+            weight_grad=formats.get("weight_grad"),
+            why=refused or ("" if given is None else given.operands_why),
+        )
 
     def _tell(self, op: Operator, reason: str) -> None:
         place = ", ".join(part for part in (op.module, op.source) if part)
