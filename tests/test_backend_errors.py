@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,9 @@ def assert_refused(kind: type[Exception], words: str, **options) -> None:
         compile_and_run(**options)
     assert isinstance(caught.value, fxprec.FxprecError)
     assert "\n" not in str(caught.value), "one line: the thing, the cause, the way out"
+    files = [Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert files[-1] in ("named.py", "backend.py")
+    assert not {"symbolic_convert.py", "output_graph.py"} & set(files), "the user's frames, not Dynamo's"
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ def _table(name: str) -> dict[str, Any]:
 def through_dynamo(error: Exception) -> Exception:
     """Return ``error`` as a type Dynamo lets pass: it wraps others in ``BackendCompilerFailed``.
 
-    The result is still an instance of the error's own type, so ``except fxprec.ConfigError`` works.
+    The result is still an instance of the error's own type, so ``except fxprec.ConfigError`` works. The caller has to
+    raise it: Dynamo takes its own frames out of the traceback down to the caller's (``TORCHDYNAMO_VERBOSE=1`` has all).
     """
     kind = type(error)
     message = str(error)  # Dynamo appends advice on its own debugging to args
@@ -107,5 +108,5 @@ def through_dynamo(error: Exception) -> Exception:
     passing = type(kind.__name__, (kind, ShortenTraceback), space)
     raised: Exception = passing.__new__(passing, *error.args)
     raised.args = error.args
-    raised.first_useful_frame = None  # type: ignore[attr-defined]
+    raised.first_useful_frame = sys._getframe(1)  # type: ignore[attr-defined]
     return raised
