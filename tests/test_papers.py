@@ -119,7 +119,9 @@ def test_a_run_that_was_cut_off_goes_on_where_it_was(folder: Path, monkeypatch: 
     assert ">bf16.memory<" in (folder / "papers/overview.svg").read_text(encoding="utf-8")
     assert main(["bf16.memory", "--again", "--seeds", "1"]) == 0
     assert asked[4:] == [0]
-    assert "- **not shown**: It is so (one seed)" in (folder / "papers.md").read_text(encoding="utf-8")
+    assert "- **not shown**: It is so. *Why*: because *Measured*: one seed." in (folder / "papers.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_table_in_parts_goes_on_at_the_part_where_it_was_cut_off(
@@ -164,7 +166,7 @@ def test_a_kept_result_whose_rows_were_renamed_asks_to_be_measured_again(
     monkeypatch.setattr(catalog, "load", lambda name: table)
     assert main(["bf16.memory"]) == 0
     text = (folder / "papers.md").read_text(encoding="utf-8")
-    assert "It is so (what was kept has no 'loss' of 'new name'; measure --again)" in text
+    assert "It is so. *Measured*: what was kept has no 'loss' of 'new name'; measure --again." in text
     assert "bf16.memory.svg" not in text
 
 
@@ -203,7 +205,16 @@ def test_only_a_claim_that_fails_fails_and_says_why(folder: Path, monkeypatch: p
     monkeypatch.setattr(catalog, "load", lambda name: table_of(lambda seed, full: [("fp32", {"loss": 1.0})], False))
     assert main(["bf16", "--seeds", "1"]) == 0  # which has no spread
     assert main(["bf16"]) == 1
-    assert "- **fails**: It is so. because" in (folder / "papers.md").read_text(encoding="utf-8")
+    assert "- **fails**: It is so. *Why*: because" in (folder / "papers.md").read_text(encoding="utf-8")
+
+
+def test_many_figures_of_a_claim_follow_it_as_a_list(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = table_of(lambda seed, full: [("fp32", {"loss": 1.0})], False)
+    table.CLAIMS[0] = Claim("it is so", lambda found: exactly(False, f"{'a' * page.INLINE}: 1; b: 2"), "Because.")
+    monkeypatch.setattr(catalog, "load", lambda name: table)
+    assert main(["bf16"]) == 1
+    text = (folder / "papers.md").read_text(encoding="utf-8")
+    assert f"- **fails**: It is so. *Why*: Because. *Measured*:\n  - {'a' * page.INLINE}: 1\n  - b: 2\n" in text
 
 
 def test_names_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

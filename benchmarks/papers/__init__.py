@@ -10,15 +10,15 @@
     TITLE = "what the table shows"
     SOURCE = "Table 4"                         # where in the paper
     PUBLISHED = {"fp32": {"accuracy": 95.45}}  # row -> column -> the paper's figure
-    SMALLER = "what is smaller here"           # "" where nothing is
-    DEVIATES = "what is done otherwise, and why"
+    SMALLER = "Sentences: what is smaller here."  # "" where nothing is
+    DEVIATES = "Sentences: what differs, and why."
     SEEDS = 3                                  # of a default run; 1 where nothing is random
 
     def run(seed: int, full: bool) -> Iterator[Row]:
         for name in sides:
             yield name, {"accuracy": ..., "loss": ..., "curve": [...]}
 
-    CLAIMS = [Claim("text, with the paper's figure", higher("ours", "theirs", "accuracy"))]
+    CLAIMS = [Claim("one sentence (paper: its figure)", higher("ours", "theirs", "accuracy"))]
 
     def draw(found: Found) -> str:             # where the paper has a figure; may be left out
         return svg.curves({name: found.curve(name, "curve") for name in found.rows}, "steps", "loss")

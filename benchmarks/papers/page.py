@@ -12,16 +12,18 @@ from benchmarks.papers.found import Found, number
 from benchmarks.papers.overview import overview
 from benchmarks.papers.store import Result
 
+INLINE = 120  # characters of figures that a claim's own line takes; more are a list
 DOCS = Path(__file__).parents[2] / "docs"
 HEAD = """# The papers' tables, run again
 
-fxprec stands on five papers. Here their tables and figures are run again by this code on a small scale, the paper's
-figure beside ours: mean ± standard deviation over seeds. Every claim *holds*, is *not shown* (the difference is within
-twice its standard error) or *fails*. Where how a claim is
-judged changed after its first figures were seen, its table says so. One command makes this page
-(`python -m benchmarks.papers all --jobs 2`, 41 minutes of processor time on two cores; [how to add a
-table](../benchmarks/papers/__init__.py)); `--full` runs the longer sweeps. Not repeated: accuracies on ImageNet, CIFAR, MNLI, Criteo, LibriSpeech and PASCAL, times on GPUs, and costs of
-multiply-accumulate units.
+fxprec stands on five papers. This code runs their tables and figures again on a small scale and prints the paper's figure
+beside ours. A figure of ours is the mean ± standard deviation over seeds. Every claim *holds*, is *not shown* (the
+difference is within twice its standard error) or *fails*. Some claims were judged otherwise until their first figures were
+seen; their tables say so.
+
+One command makes this page: `python -m benchmarks.papers all --jobs 2`, 41 minutes of processor time on two cores
+([how to add a table](../benchmarks/papers/__init__.py)). `--full` runs the longer sweeps. Not repeated are accuracies on
+ImageNet, CIFAR, MNLI, Criteo, LibriSpeech and PASCAL, times on GPUs, and costs of multiply-accumulate units.
 
 ![claims and results](papers/overview.svg)
 """
@@ -68,16 +70,28 @@ def _section(name: str, kept: Result, judged: list[tuple[Claim, Verdict]], pictu
     yield from grid(table, found)
     yield ""
     for claim, verdict in judged:
-        detail = f" ({verdict.detail})" if verdict.detail else ""
-        why = f" {claim.why}" if claim.why and verdict.state != "holds" else ""
-        yield f"- **{verdict.state}**: {claim.sentence}{detail}.{why}"
+        yield from _item(claim, verdict)
     picture = pictures / f"{name}.svg"
     if _is_drawn(table, found, picture):
         yield f"\n![{table.TITLE}](papers/{picture.name})"
-    for label, content in (("Smaller here", table.SMALLER), ("Otherwise", table.DEVIATES)):
+    for label, content in (("Smaller here", table.SMALLER), ("Different here", table.DEVIATES)):
         if content:
             yield f"\n*{label}*: {content}"
     yield ""
+
+
+def _item(claim: Claim, verdict: Verdict) -> Iterator[str]:
+    """The claim, why it does not hold, and the figures: in the same line, or a line each where there are many."""
+    why = f" *Why*: {claim.why}" if claim.why and verdict.state != "holds" else ""
+    text = f"- **{verdict.state}**: {claim.sentence}.{why}"
+    figures = verdict.detail.split("; ")
+    if not verdict.detail:
+        yield text
+    elif len(figures) == 1 or len(verdict.detail) <= INLINE:
+        yield f"{text} *Measured*: {verdict.detail}."
+    else:
+        yield f"{text} *Measured*:"
+        yield from (f"  - {figure}" for figure in figures)
 
 
 def _is_drawn(table: ModuleType, found: Found, path: Path) -> bool:

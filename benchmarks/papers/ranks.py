@@ -101,7 +101,7 @@ def aps_helps(loss: str, margin: float, published: Mapping[str, Mapping[str, flo
     figures = {side: f"{cells[column]:.2f}" for side, cells in published.items()}
     return [
         Claim(
-            f"With APS {fmt} is no worse than without ({figures[f'{fmt} APS']} and {figures[fmt]})",
+            f"With APS {fmt} is no worse than without (paper: {figures[f'{fmt} APS']} and {figures[fmt]})",
             no_worse(f"{fmt} APS", fmt, loss, margin, is_loss=True),
         )
         for fmt in ("1-4-3", "1-5-2")

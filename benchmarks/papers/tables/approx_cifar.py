@@ -17,10 +17,11 @@ TITLE = "A CNN: 8-bit gradients of convolutions, 8-bit activations of dense laye
 SOURCE = "section 3.4, CIFAR-10"
 PUBLISHED: dict[str, dict[str, float]] = {}
 SMALLER = (
-    "8x8 digits under noise of standard deviation 0.5, drawn anew for every batch and four times for the test, so that "
-    "the error is tens of percent and 2 % of it can be seen; two convolutions (3x3, 16 and 32 channels) and two dense layers."
+    "The data is 8x8 digits under noise of standard deviation 0.5. The noise is drawn anew for every batch, and "
+    "four times for the test. So the error is tens of percent, and 2 % of it can be seen. The network has two "
+    "convolutions (3x3, 16 and 32 channels) and two dense layers."
 )
-DEVIATES = "dense layers stand for the paper's locally connected ones; no contrast normalisation."
+DEVIATES = "Dense layers stand for the paper's locally connected ones. Contrast is not normalised."
 SEEDS = 10
 EPOCHS, NOISE, MARGIN = 12, 0.5, 2.0
 ERROR = "test error, %"
@@ -95,11 +96,11 @@ def _two_percent(found: Found) -> Verdict:
 
 CLAIMS = [
     Claim(
-        "test errors differ by at most 2 %, relative to each other",
+        "test errors in 8 and 32 bits differ by at most 2 %, relative to each other",
         _two_percent,
-        "The dynamic tree and linear types differ by less than their uncertainty, which more seeds would narrow. The "
-        "mantissa type, the coarsest of the four, does look worse: at an error of 27 % the "
-        "test tells 5 % apart.",
+        "The dynamic tree and linear types differ from 32 bits by less than their uncertainty, which more seeds "
+        "would narrow. The mantissa type is the coarsest of the four and does look worse: at an error of 27 % "
+        "the test tells 5 % apart.",
     ),
     Claim("no type's test error differs from 32 bits (99 %, Welch)", same_as_float32(ERROR)),
 ]

@@ -20,10 +20,11 @@ TITLE = "Time to compress and decompress"
 SOURCE = "section 3.2"
 ENCODE, DECODE = "compress, ns a number", "decompress, ns a number"
 PUBLISHED = {"dynamic-tree": {ENCODE: 1.0, DECODE: 0.5}}
-SMALLER = "one CPU core for a GTX Titan."
+SMALLER = "One CPU core takes the place of a GTX Titan."
 DEVIATES = (
-    "no claim is made of it: other hardware. Without the search for a tensor's largest number, as APS codes a bucket whose "
-    "exponent is known; *torch* is the same in torch's operations. Median of rounds on a shared machine."
+    "The hardware is another, so no claim is made. The search for a tensor's largest number is left out, as "
+    "where APS codes a bucket whose exponent is known. *torch* is the same codec in torch's operations. Each "
+    "figure is the median of rounds on a shared machine."
 )
 SEEDS = 1
 CLAIMS: list[Claim] = []

@@ -30,14 +30,16 @@ PUBLISHED = {
     for name, (relative, squared) in zip(TYPES, row, strict=True)
 }
 SMALLER = (
-    "400,000 numbers of each distribution (25 million with --full; 5.6 standard deviations, the largest number "
-    "expected of 25 million, is put in); an MLP on 8x8 digits, each row the mean of its three layers."
+    "Each distribution has 400,000 numbers (25 million with --full). The largest number expected of 25 million, "
+    "5.6 standard deviations, is put in. The network is an MLP on 8x8 digits, and each of its rows is the mean "
+    "of three layers."
 )
 DEVIATES = (
-    "the paper measured with its own kernel, whose binary search leaves out the last comparison: between every other "
-    "pair of table entries it rounds down. The column *the author's search* does so; fxprec rounds to the true nearest "
-    "entry, which is 1.5 times closer. What the paper prints as mean absolute error is a mean squared one (a type with a "
-    "spacing of 0.1 cannot be off by 0.0017 on average). Linear's figures are not explained by the search."
+    "The paper measured with its own kernel, whose binary search leaves out the last comparison. Between every "
+    "other pair of table entries that kernel rounds down. The column *the author's search* does so too. fxprec "
+    "rounds to the true nearest entry, which is 1.5 times closer. The paper prints a mean squared error as mean "
+    "absolute error: a type with a spacing of 0.1 cannot be off by 0.0017 on average. The search does not "
+    "explain Linear's figures."
 )
 SEEDS = 1
 LARGEST = 5.6

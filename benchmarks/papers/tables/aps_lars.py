@@ -18,11 +18,13 @@ PUBLISHED = {
     "1-5-2": {ACCURACY: 91.737},
 }
 SMALLER = (
-    "a residual CNN of 6,642 weights on 8x8 digits, 8 x 32 images a step, 60 steps, for ResNet-18 on CIFAR-10, 8K."
+    "A residual CNN of 6,642 weights takes the place of ResNet-18 on CIFAR-10, 8K. It trains on 8x8 digits for "
+    "60 steps of 8 x 32 images."
 )
 DEVIATES = (
-    "ranks are simulated; sums in the format, without APS neither scaled nor divided and overflow is inf. LARS is You et "
-    "al.'s with a trust coefficient of 0.02, on weights and not on biases and norms."
+    "Ranks are simulated. Sums are in the format. Without APS gradients are neither scaled nor divided, and "
+    "overflow is inf. LARS is You et al.'s with a trust coefficient of 0.02. It is applied to weights, and not "
+    "to biases and norms."
 )
 SEEDS = 3
 RANKS, BATCH, STEPS, RATE, TRUST = 8, 256, 60, 1.0, 0.02

@@ -26,12 +26,13 @@ PRINTED = {
 }
 PUBLISHED = {side: {ACCURACY: value} for side, value in PRINTED.items()}
 SMALLER = (
-    "a residual CNN of 6,642 weights on 8x8 digits, 256 x 4 images a step, 30 steps, for ResNet-50 on ImageNet, 8K."
+    "A residual CNN of 6,642 weights takes the place of ResNet-50 on ImageNet, 8K. It trains on 8x8 digits for "
+    "30 steps of 256 x 4 images."
 )
 DEVIATES = (
-    "ranks are simulated in one process. Groups of 16 where nothing else is said, sums in the format. Without APS: neither "
-    "scaled nor divided, overflow is inf. Hybrid is float32 for a third of the steps. A run that ends no better than chance "
-    "is *diverged*."
+    "Ranks are simulated in one process. Groups have 16 ranks where nothing else is said. Sums are in the "
+    "format. Without APS gradients are neither scaled nor divided, and overflow is inf. Hybrid is float32 for a "
+    "third of the steps. A run that ends no better than chance is *diverged*."
 )
 SEEDS = 3
 RANKS, STEPS, RATE = 256, 30, 0.4
@@ -74,32 +75,33 @@ def _no_worse(a: str, b: str, formats: tuple[str, ...] = ("1-5-2", "1-4-3")) -> 
 
 
 LARGE_ENOUGH = (
-    "Gradients of a network this small are large enough to need no scale: of a rank's elements half are above 0.01, the largest "
-    "is about 1, and sums over 256 ranks reach 24; 1-4-3 ends at 2^-10 (4 to 6 % are below) and 240. Looked at from the other "
-    "side, divided by 256 first, 99.7 % and more would be zero: size is the cause, as in `aps.table4`."
+    "Gradients of a network this small are large enough to need no scale. Half of a rank's elements are above "
+    "0.01, the largest is about 1, and sums over 256 ranks reach 24. The range of 1-4-3 ends at 2^-10 (4 to 6 % "
+    "are below) and 240. Divided by 256 first, 99.7 % and more would be zero. So size is the cause, as in "
+    "`aps.table4`."
 )
 
 CLAIMS = [
     Claim(
-        "1-4-3 without APS fails (0.1), with it does not (75.93)",
+        "1-4-3 fails without APS (paper: 0.1) and does not fail with APS (75.93)",
         lower("1-4-3 APS, last fp32", "1-4-3, last fp32", LOSS),
         LARGE_ENOUGH,
     ),
     Claim(
-        "1-5-2 without APS is worse (71.00 and 75.98)",
+        "1-5-2 without APS is worse than with it (paper: 71.00 and 75.98)",
         lower("1-5-2 APS, last fp32", "1-5-2, last fp32", LOSS),
         LARGE_ENOUGH,
     ),
     Claim(
-        "The last layer in float32 does no harm (helps by 0.9 and 0.5 points)",
+        "The last layer in float32 does no harm (paper: helps by 0.9 and 0.5 points)",
         _no_worse(" APS, last fp32", " APS"),
     ),
     Claim(
-        "Groups of 16 are no worse than groups of 32 (0.2 and 0.5 points better)",
+        "Groups of 16 are no worse than groups of 32 (paper: 0.2 and 0.5 points better)",
         _no_worse(" APS", " APS, groups of 32"),
     ),
     Claim(
-        "Hybrid precision is no worse than float32 (76.09 and 76.02)",
+        "Hybrid precision is no worse than float32 (paper: 76.09 and 76.02)",
         _no_worse("hybrid: fp32, then 1-4-3 APS", "float32", formats=("",)),
     ),
 ]

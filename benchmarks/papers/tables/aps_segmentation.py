@@ -23,10 +23,13 @@ PUBLISHED = {
     "1-5-2 APS": {IOU: 74.76},
     "1-5-2": {IOU: 74.41},
 }
-SMALLER = "a fully convolutional network of four layers on synthetic shapes of 24x24 pixels, 8 x 2 images, 120 steps."
+SMALLER = (
+    "A fully convolutional network of four layers trains on synthetic shapes of 24x24 pixels, for 120 steps of 8 x 2 "
+    "images."
+)
 DEVIATES = (
-    "ranks are simulated; sums in the format, without APS neither scaled nor divided and overflow is inf. The paper starts "
-    "from a pre-trained ResNet-50."
+    "Ranks are simulated. Sums are in the format. Without APS gradients are neither scaled nor divided, and "
+    "overflow is inf. The paper starts from a pre-trained ResNet-50."
 )
 SEEDS = 3
 RANKS, STEPS, RATE = 8, 120, 0.1

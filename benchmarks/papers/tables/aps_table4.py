@@ -20,13 +20,17 @@ PUBLISHED = {
     for name, (_, values) in NETWORKS.items()
     for side, value in zip(PRINTED, values, strict=True)
 }
-SMALLER = "two networks of 10,386 and 6,642 weights on 8x8 digits, 8 x 16 images a step, 80 steps, for DavidNet and ResNet-18."
+SMALLER = (
+    "Two networks of 10,386 and 6,642 weights take the places of DavidNet and ResNet-18. They train on 8x8 digits "
+    "for 80 steps of 8 x 16 images."
+)
 DEVIATES = (
-    "ranks are simulated in one process, with the exchange's own arithmetic; sums are in the format, as in the paper. "
-    "Without APS gradients are neither scaled nor divided, and overflow is inf (1-3-0 has no code for one and saturates at "
-    "16); *divided* takes them by the number of ranks first, as PyTorch's hooks do; the paper does not say which it did. "
-    "*fp32 sums* is fxprec's own default. A run that ends no better than chance is *diverged*. "
-    "The last claim asked for chance at first, before its figure was known, and was weakened to *worse* after."
+    "Ranks are simulated in one process, with the exchange's own arithmetic. Sums are in the format, as in the "
+    "paper. Without APS gradients are neither scaled nor divided, and overflow is inf. 1-3-0 has no code for inf "
+    "and saturates at 16. *divided* divides gradients by the number of ranks first, as PyTorch's hooks do. The "
+    "paper does not say whether it divided. *fp32 sums* is fxprec's own default. A run that ends no better than "
+    "chance is *diverged*. The last claim asked for chance at first, before its figure was known, and was "
+    "weakened to *worse* after."
 )
 SEEDS = 3
 RANKS, BATCH, STEPS, RATE = 8, 128, 80, 0.1
@@ -75,24 +79,25 @@ CLAIMS = [
         "With APS training is no worse than without, in every format", none_worse(WITHOUT, LOSS, MARGIN, is_loss=True)
     ),
     Claim(
-        "8 bits with APS are as good as float32 (88.4, 88.6 and 88.2; 91.4, 91.6 and 91.4)",
+        "8 bits with APS are as good as float32 (paper: 88.4, 88.6 and 88.2; 91.4, 91.6 and 91.4)",
         none_worse(IN_FP32, LOSS, MARGIN, is_loss=True),
     ),
     Claim(
-        "1-3-0 without APS is at chance (10.0)",
+        "1-3-0 without APS is at chance (paper: 10.0)",
         _collapses,
-        "Batch norm takes the size of weights, and so of steps, out of training: the residual network learns something from "
-        "signs alone, in 80 steps. It stays below a quarter of what it reaches with APS, divided by the ranks or not.",
+        "Batch norm takes the size of weights, and so of steps, out of training. So the residual network learns "
+        "something from signs alone in 80 steps. It stays below a quarter of what it reaches with APS, divided "
+        "by the ranks or not.",
     ),
     Claim(
-        "1-4-3 without APS is at chance in the network without normalisation (10.0)",
+        "1-4-3 without APS is at chance in the network without normalisation (paper: 10.0)",
         _cnn_collapses,
-        "Summed over 8 ranks, gradients of this network are large enough for 1-4-3, which makes zero of what is "
-        "below 2^-10. Divided by 8 first they are less so (the next claim); DavidNet's are smaller. Tried with and without "
-        "dividing, and with and without normalisation.",
+        "Summed over 8 ranks, gradients of this network are large enough for 1-4-3, which rounds what is below "
+        "2^-10 to zero. Gradients that are divided by 8 first are less so (the next claim). DavidNet's are "
+        "smaller. Tried with and without dividing, and with and without normalisation.",
     ),
     Claim(
-        "There 1-4-3 is worse than with APS where gradients are divided by the ranks first",
+        "In that network 1-4-3 on gradients divided by the number of ranks is worse than 1-4-3 with APS",
         lower("CNN, 1-4-3 APS", "CNN, 1-4-3, divided", LOSS),
     ),
 ]

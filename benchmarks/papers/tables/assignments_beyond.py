@@ -19,15 +19,16 @@ TITLE = "Least damage against largest first, and real storage against simulation
 SOURCE = "beyond the paper, on the axes of its Figure 4"
 PUBLISHED: dict[str, dict[str, float]] = {}
 SMALLER = (
-    "the transformers of `assignments.tradeoff`, with its data and steps (with --full also ResNet-18 and a ratio of 0.3). That "
-    "the claims say no worse, and not better, was decided after two seeds of one network."
+    "Networks, data and steps are those of the transformers in `assignments.tradeoff`. With --full there are "
+    "also ResNet-18 and a ratio of 0.3. After two seeds of one network the claims were set to say no worse, and "
+    "not better."
 )
 DEVIATES = (
-    "nothing of this is in the paper: it proves the least damage hard to find and takes the largest group first; fxprec "
-    "solves for it (`policy='exact'`), with damages measured in one calibration step at the first weights. It is asked for the "
-    "share that the largest first reach, and may hold more. *high* is real storage in 8 bits, of the same formats, where the "
-    "rest simulates: backward alone reads the stored copy, where every reader gets the rounded value under *simulated*. "
-    "Neither promoted anything."
+    "Nothing of this is in the paper. The paper proves the least damage hard to find and takes the largest group "
+    "first. Here fxprec solves for it (`policy='exact'`), with damages measured in one calibration step at the "
+    "first weights. The solver is asked for the share that the largest first reach, and may hold more. *high* is "
+    "real storage in 8 bits, of the same formats, and backward alone reads the stored copy. The other rows "
+    "simulate: under *simulated* every reader gets the rounded value. Neither promoted anything."
 )
 SEEDS = 3
 NETWORKS = ("patches", "text")
@@ -81,11 +82,11 @@ def _no_worse(ours: str, theirs: str, ratios: Sequence[float]) -> Predicate:
 
 CLAIMS = [
     Claim(
-        "At the same share the assignment of least damage is no worse in loss than the largest first",
+        "At the same share, the assignment of least damage is no worse in loss than the largest groups first",
         _no_worse("exact", "size", ALL_RATIOS),
     ),
     Claim(
-        "Values read where copies are stored are no worse in loss than rounded values",
+        "Rounding only the copies stored for backward is no worse in loss than rounding values for every reader",
         _no_worse("high", "simulated", (1.0,)),
     ),
 ]

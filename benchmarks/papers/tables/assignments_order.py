@@ -14,10 +14,14 @@ TITLE = "The order in which groups are demoted"
 SOURCE = "Figure 6"
 LOSS = "held-out loss, mean over ratios"
 PUBLISHED: dict[str, dict[str, float]] = {}
-SMALLER = "a residual CNN of 10 groups on 8x8 digits, 100 steps of 32, for four CNNs on CIFAR-100; ratios 0.25 to 0.75."
+SMALLER = (
+    "A residual CNN of 10 groups takes the place of four CNNs on CIFAR-100. It trains on 8x8 digits for 100 steps of "
+    "32, at ratios of 0.25 to 0.75."
+)
 DEVIATES = (
-    "the area under the curve in place of the curves, over what is held low in truth (the next column): orders overshoot a "
-    "ratio differently. Ten groups of which the largest holds a fifth leave orders little to differ in."
+    "The area under the curve takes the place of the curve. The curve runs over what is held low in truth (the "
+    "next column), because orders overshoot a ratio differently. Ten groups, of which the largest holds a fifth, "
+    "leave orders little to differ in."
 )
 SEEDS = 3
 RATIOS, STEPS = (0.25, 0.5, 0.75), 100
@@ -39,8 +43,10 @@ def run(seed: int, full: bool) -> Iterator[Row]:
 
 
 CLAIMS = [
-    Claim("Largest first is no worse than at random", no_worse("size", "random", LOSS, MARGIN, is_loss=True)),
-    Claim("At random is no worse than smallest first", no_worse("random", "ascending", LOSS, MARGIN, is_loss=True)),
+    Claim("Largest first is no worse than a random order", no_worse("size", "random", LOSS, MARGIN, is_loss=True)),
+    Claim(
+        "A random order is no worse than smallest first", no_worse("random", "ascending", LOSS, MARGIN, is_loss=True)
+    ),
     Claim("Largest first is no worse than smallest first", no_worse("size", "ascending", LOSS, MARGIN, is_loss=True)),
 ]
 

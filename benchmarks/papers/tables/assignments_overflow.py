@@ -16,11 +16,12 @@ from benchmarks.papers.tables.assignments_promotion import LOSS, PROMOTED, diver
 TITLE = "Promotion where inputs are too large for 8 bits"
 SOURCE = "Figure 6, section 5.4"
 PUBLISHED: dict[str, dict[str, float]] = {}
-SMALLER = "the network of `assignments.promotion`, everything low, 100 steps of 32."
+SMALLER = "The network is that of `assignments.promotion`, everything low, 100 steps of 32."
 DEVIATES = (
-    "inputs are 16 and 64 times as large as its own, so that a quarter and nearly all of some tensor passes 30, from the first "
-    "step on: the case that does not come up in `assignments.promotion`, made by hand. So it says nothing of how much is "
-    "promoted (nearly half here, since nearly all overflows), nor of what spikes first. The rates are float32's."
+    "Inputs are 16 and 64 times as large as the network's own. So a quarter and nearly all of some tensor passes "
+    "30, from the first step on. This case does not come up in `assignments.promotion` and is made by hand. So "
+    "the table says nothing of how much is promoted (nearly half here, since nearly all overflows). Nor does it "
+    "say what spikes first. The rates are float32's."
 )
 SEEDS, STEPS = 3, 100
 RATES = {16: 2e-4, 64: 5e-5}
@@ -52,9 +53,9 @@ def run(seed: int, full: bool) -> Iterator[Row]:
 
 
 CLAIMS = [
-    Claim("What diverges without promotion trains with it", divergence_goes),
+    Claim("Runs that diverge without promotion train with it", divergence_goes),
     Claim(
-        "Where it trains without, it trains better with",
+        "Runs that train without promotion train better with it",
         lower("inputs x16, low, promoting", "inputs x16, low", LOSS),
     ),
 ]

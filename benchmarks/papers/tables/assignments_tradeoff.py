@@ -22,16 +22,16 @@ PUBLISHED = {
     "resnet18 x0.1, operator-io": {DROP: "more than 30"},
 }
 SMALLER = (
-    "width 0.1 (with --full also SqueezeNet and ShuffleNet at 0.25), 1,437 digits of 16x16 pixels, 120 steps of 32; the "
-    "paper's drops are ShuffleNet's on ImageNet. Beside its CNNs two transformers of 2 layers, 32 wide: "
-    "*patches* over 16 patches of the same digits, *text* over 32 characters of source. ShuffleNet and MobileNet, whose "
-    "steps take three times as long, have fewer sides without --full. Three seeds, eight to ten of the CNNs, which "
-    "differ by more than assignments do."
+    "CNNs have width 0.1 (with --full also SqueezeNet and ShuffleNet at 0.25). They train on 1,437 digits of "
+    "16x16 pixels for 120 steps of 32. The paper's drops are ShuffleNet's on ImageNet. Beside the CNNs there are "
+    "two transformers of 2 layers, 32 wide. *patches* reads 16 patches of the same digits, *text* 32 characters "
+    "of source. ShuffleNet and MobileNet have fewer rows without --full, because their steps take three times as "
+    "long. There are three seeds. CNNs have eight to ten, because their seeds differ by more than assignments do."
 )
 DEVIATES = (
-    "gradients have scales of their own (docs/scaling.md) in place of dynamic loss scaling. Held-out data is judged in the "
-    "precision of training, with its own batch's statistics in norms. As in the paper only the grouped assignment "
-    "promotes. *diverged*: the held-out loss is not finite or worse than chance."
+    "Gradients have scales of their own (docs/scaling.md) in place of dynamic loss scaling. Held-out data is "
+    "judged in the precision of training, and norms use the statistics of the held-out batch. As in the paper, "
+    "only the grouped assignment promotes. *diverged*: the held-out loss is not finite or worse than chance."
 )
 SEEDS, STEPS = 3, 120
 MARGIN = 0.05  # nats, set before anything was measured
@@ -134,33 +134,35 @@ def _has_more(found: Found) -> Verdict:
 
 CLAIMS = [
     Claim(
-        "At the operator-based assignment's share the grouped one is no worse in loss",
+        "At the share of the operator-based assignment, the grouped one is no worse in loss",
         _no_worse("grouped, r of operator", "operator"),
-        "Of three networks it is shown. SqueezeNet, ShuffleNet and MobileNet spread wider than the margin over eight to ten "
-        "seeds; the means are -0.04, -0.04 and +0.01. From another side, more seeds: with three ResNet-18 stood at "
-        "+0.05 ± 0.09, with ten at -0.01 ± 0.02. More steps were not tried.",
+        "It is shown for three networks. SqueezeNet, ShuffleNet and MobileNet spread wider than the margin over "
+        "eight to ten seeds; their means are -0.04, -0.04 and +0.01. More seeds narrow the spread: with three "
+        "ResNet-18 stood at +0.05 ± 0.09, with ten at -0.01 ± 0.02. More steps were not tried.",
     ),
     Claim("The grouped assignment never diverges", _never_diverges),
     Claim(
-        "It holds at least 1.6x as much low as the operator-based one, averaged over training (1.6x, 2.9x)", _has_more
+        "The grouped assignment holds at least 1.6x as much low as the operator-based one, averaged over "
+        "training (paper: 1.6x, 2.9x)",
+        _has_more,
     ),
     Claim(
         "Loss is no lower with everything low than with everything high",
         _no_worse("grouped, r = 0", "grouped, r = 1"),
-        "Of three networks it is shown. SqueezeNet, which has no norms, ends anywhere from 0.3 to 1.2 in 120 steps, in float32 "
-        "as well; three seeds once had the claim fail (+0.33 ± 0.23), ten have -0.07 ± 0.23.",
+        "It is shown for three networks. SqueezeNet has no norms and ends anywhere from 0.3 to 1.2 in 120 steps, "
+        "in float32 as well. With three seeds the claim once failed (+0.33 ± 0.23); ten seeds have -0.07 ± 0.23.",
     ),
     Claim(
-        "It is no worse in loss than uniform at all of it low",
+        "With everything low, the grouped assignment is no worse in loss than the uniform one",
         _no_worse("grouped, r = 1", "uniform"),
-        "The plans are the same; the grouped one may promote. Where it promotes nothing they are the same run. On MobileNet and "
-        "ShuffleNet it promotes half a percent, and from there runs part, as two seeds do: neither is shown "
-        "worse than the margin.",
+        "The plans are the same, but the grouped one may promote. Where it promotes nothing, both are the same "
+        "run. On MobileNet and ShuffleNet it promotes half a percent, and from there the two runs differ as two "
+        "seeds do. Neither is shown worse than the margin.",
     ),
     Claim(
-        "It is no worse in loss than operator-io at all of it low",
+        "With everything low, the grouped assignment is no worse in loss than operator-io",
         _no_worse("grouped, r = 1", "operator-io"),
-        "Of three networks it is shown; of SqueezeNet the spread of ten seeds is three times the margin.",
+        "It is shown for three networks. SqueezeNet's spread over ten seeds is three times the margin.",
     ),
 ]
 

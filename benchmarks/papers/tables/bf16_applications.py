@@ -26,15 +26,16 @@ PUBLISHED = {
     for method, score in zip(METHODS, row, strict=True)
 }
 SMALLER = (
-    "in the paper's order: two residual CNNs on 8x8 digits for CIFAR-10 and ImageNet (accuracy %), a small DLRM on generated "
-    "clicks at a constant and at a decayed rate for Criteo Kaggle and Terabyte (AUC %), pairs of snippets of source text "
-    "for MNLI (accuracy %), a transformer over characters for Wiki103 (perplexity), an LSTM with CTC on noisy tones for "
-    "LibriSpeech (rate of wrong tones %). Seconds of training each."
+    "Applications are in the paper's order. Two residual CNNs on 8x8 digits stand for CIFAR-10 and ImageNet "
+    "(accuracy %). A small DLRM on generated clicks, at a constant and at a decayed rate, stands for Criteo "
+    "Kaggle and Terabyte (AUC %). Pairs of snippets of source text stand for MNLI (accuracy %). A transformer "
+    "over characters stands for Wiki103 (perplexity). An LSTM with CTC on noisy tones stands for LibriSpeech "
+    "(rate of wrong tones %). Each trains for seconds."
 )
 DEVIATES = (
-    "held-out loss is judged, the paper's score stands beside it. A method matches another where it loses at most a quarter "
-    "of what standard rounding loses (1 % of the loss, where that loses nothing). AdamW's betas are (0.9, 0.98) for all. "
-    "Matching meant 1 % of the loss until figures were seen."
+    "Held-out loss is judged, and the paper's score stands beside it. A method matches another where it loses at "
+    "most a quarter of what standard rounding loses. Where standard rounding loses nothing, a match may lose 1 % "
+    "of the loss. AdamW's betas are (0.9, 0.98) for all. Matching meant 1 % of the loss until figures were seen."
 )
 SEEDS = 3
 
@@ -48,15 +49,16 @@ def run(seed: int, full: bool) -> Iterator[Row]:
 
 CLAIMS = [
     Claim(
-        "Kahan summation matches 32 bits on every application (0.1 lower to 0.2 points higher)",
+        "Kahan summation matches 32 bits on every application (paper: 0.1 lower to 0.2 points higher)",
         each(lambda task: close(KAHAN, FP32, task), len(TASKS), TASKS),
-        "What is not shown is resolution: the loss of a small test set varies from seed to seed, by more than the quarter of what "
-        "standard rounding loses that is allowed. From the other side, both differences are in Kahan summation's favour.",
+        "The measurement is too coarse to show it. The loss of a small test set varies from seed to seed by more "
+        "than is allowed, a quarter of what standard rounding loses. Both differences are in Kahan summation's "
+        "favour.",
     ),
     Claim(
-        "stochastic rounding matches 32 bits on most (five of seven)",
+        "stochastic rounding matches 32 bits on most (paper: five of seven)",
         each(lambda task: close(STOCHASTIC, FP32, task), 5, TASKS),
-        "What is not shown is resolution: the loss of a small test set varies from seed to seed.",
+        "The measurement is too coarse to show it: the loss of a small test set varies from seed to seed.",
     ),
     Claim(
         "standard 16-bit training is worse than 32 bits on most",

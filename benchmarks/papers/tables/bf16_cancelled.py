@@ -20,12 +20,15 @@ CONSTANT, DECAYED = "constant rate", "decayed rate"
 KINDS = {"embeddings": "tables.", "linear layers": ("bottom.", "top.")}
 EARLY, LATE, GRADIENT = "second tenth, %", "last tenth, %", "gradient, last / second tenth"
 PUBLISHED: dict[str, dict[str, float]] = {}
-SMALLER = "a DLRM of 60,000 weights on generated clicks; 1,200 steps at a constant rate, 600 at a decayed one."
+SMALLER = (
+    "A DLRM of 60,000 weights trains on generated clicks, for 1,200 steps at a constant rate and 600 at a decayed one."
+)
 DEVIATES = (
-    "all embeddings and all linear layers together, with each layer below, where the paper shows one of each. It prints no "
-    "numbers but that late in training the share can be larger than 80 %. Rows of a table that a batch does not look up "
-    "have no update and are not counted. The first tenth is left out: it holds the decayed schedule's warm-up. "
-    "One linear layer was judged until its figure was seen (74 % late, at the constant rate)."
+    "The table has all embeddings and all linear layers together, and each layer below, where the paper shows "
+    "one of each. The paper prints no numbers, except that late in training the share can be larger than 80 %. "
+    "Rows of an embedding table that a batch does not look up have no update and are not counted. The first "
+    "tenth is left out, because it holds the decayed schedule's warm-up. One linear layer was judged until its "
+    "figure was seen (74 % late, at the constant rate)."
 )
 SEEDS = 3
 PARTS = 10
@@ -100,8 +103,8 @@ CLAIMS = [
     Claim(
         "the share rises at a constant rate too, because gradients shrink (Kaggle)",
         _rises(CONSTANT),
-        "It falls, but so early in training gradients grow, so that the paper's cause is not there. From the other side: where "
-        "the step shrinks, by a decayed rate, the share rises, embeddings and linear layers alike.",
+        "The share falls, but gradients grow this early in training, so the paper's cause is not there. Where a "
+        "decayed rate shrinks the step, the share rises in embeddings and linear layers alike.",
     ),
 ]
 

@@ -17,12 +17,15 @@ TITLE = "Fewer than 16 bits, both techniques, and float16"
 SOURCE = "Figures 10, 11 and 12"
 PUBLISHED: dict[str, dict[str, float]] = {}
 FORMATS = {16: "bf16", 14: "1-8-5:ieee", 12: "1-8-3:ieee", 10: "1-8-1:ieee"}
-SMALLER = "a DLRM on generated clicks for Kaggle's (2,000 steps), and the residual CNN on digits for float16. The figures print no numbers."
+SMALLER = (
+    "A DLRM on generated clicks stands for Kaggle's (2,000 steps). For float16 there is also the residual CNN on "
+    "digits. The paper's figures print no numbers."
+)
 DEVIATES = (
-    "at a learning rate of 0.5, five times the paper's: at 0.1 fp32 is far from its best after so few steps, and the noise "
-    "of few bits helps it. Held-out loss, where the paper shows training AUC: after one epoch the two are of the same kind, and "
-    "a step's own loss is rounded like all else. No loss scale, as in the paper. "
-    "The step's own loss was judged until it was seen to be rounded itself."
+    "The learning rate is 0.5, five times the paper's. At 0.1, fp32 is far from its best after so few steps, and "
+    "the noise of few bits helps it. Held-out loss is judged, where the paper shows training AUC. After one "
+    "epoch the two are of the same kind, and a step's own loss is rounded like all else. There is no loss scale, "
+    "as in the paper. The step's own loss was judged until it was seen to be rounded itself."
 )
 SEEDS = 3
 LOSS = "loss"
@@ -82,15 +85,16 @@ CLAIMS = [
     Claim(
         "every other width below 16 bits trains worse (Figure 10)",
         _fewer,
-        "Shown for 12 bits with stochastic rounding and for 10 bits. At 14 bits with stochastic rounding and at 12 with Kahan "
-        "summation a network this small loses nothing beyond noise (nor did one seed after 1,200 steps).",
+        "It is shown for 12 and for 10 bits. A network this small loses nothing beyond noise at 14 bits with "
+        "stochastic rounding. Nor did one seed after 1,200 steps.",
     ),
     Claim("stochastic rounding and Kahan summation together match 32 bits (Figure 11)", _both),
     Claim(
         "float16 in place of bfloat16 trains worse, with either technique (Figure 12)",
         _half,
-        "Gradients of networks this small lie within float16's range: the paper's cause, underflow, does not arise. Tried on two "
-        "networks, a DLRM and a CNN, with both techniques: float16 has three more bits of mantissa, and nothing is lost to range.",
+        "Gradients of networks this small lie within float16's range: the paper's cause, underflow, does not "
+        "arise. Two networks were tried with both techniques, a DLRM and a CNN. float16 has three more bits of "
+        "mantissa, and nothing is lost to range.",
     ),
 ]
 

@@ -15,10 +15,10 @@ from examples.models.char_transformer import six_layer
 TITLE = "Bytes of weights and AdamW's state"
 SOURCE = "appendix B.2"
 PUBLISHED = {"32-bit": {"saved by 16-bit Kahan, %": 33}, "mixed precision": {"saved by 16-bit Kahan, %": 43}}
-SMALLER = "a character transformer of 1.2 million weights; the share does not depend on the number."
+SMALLER = "Counted is a character transformer of 1.2 million weights; the share does not depend on the number."
 DEVIATES = (
-    "step counters are left out; mixed precision is a float32 weight with a bf16 copy. The paper prints 33 and 43 for 1/3 "
-    "and 3/7."
+    "Step counters are left out. Mixed precision is a float32 weight with a bf16 copy. The paper prints 33 and "
+    "43 for 1/3 and 3/7."
 )
 SEEDS = 1
 COPY_BYTES = 2  # a 16-bit copy beside mixed precision's 32-bit weight

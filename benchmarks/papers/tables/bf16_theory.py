@@ -25,9 +25,10 @@ SOURCE = "Figure 2, Theorems 1 and 2"
 PUBLISHED: dict[str, dict[str, float]] = {}
 SMALLER = ""
 DEVIATES = (
-    "sixteen problems of 500 samples instead of one. For Theorem 1 the optimum is rounded to bf16: else no bf16 weights "
-    "lie inside its radius at all. The figure prints no numbers; it shows the curves. Theorem 2's expectation is the mean "
-    "of 256 orders of samples of one problem, with weights in float64."
+    "Sixteen problems of 500 samples take the place of one. For Theorem 1 the optimum is rounded to bf16, "
+    "because otherwise no bf16 weights lie inside its radius at all. The figure prints no numbers; it shows the "
+    "curves. Theorem 2's expectation is the mean of 256 orders of samples of one problem, with weights in "
+    "float64."
 )
 SEEDS = 1
 DIM, SAMPLES, PROBLEMS, ORDERS, LR = 10, 500, 16, 256, 0.01
@@ -176,7 +177,7 @@ def _second(found: Found) -> Verdict:
 
 CLAIMS = [
     Claim(
-        "rounding weight updates stops the loss far above 32 bits, rounding forward and backward hardly moves it",
+        "rounding weight updates stops the loss far above 32 bits; rounding forward and backward hardly moves it",
         _saturates,
     ),
     Claim("Theorem 1: inside its radius every update is cancelled, and no run comes closer than its bound", _first),

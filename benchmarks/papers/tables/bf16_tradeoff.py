@@ -20,8 +20,8 @@ TITLE = "Kahan summation on a part of a DLRM's weights"
 SOURCE = "Figure 5"
 SHARES = (0, 25, 50, 75, 100)
 PUBLISHED = {"0 %": {"weight memory": 1.0}, "100 %": {"AUC gained": 0.04, "weight memory": 2.0}}
-SMALLER = "a DLRM of 60,000 weights on generated clicks, 1,200 steps."
-DEVIATES = "whole tensors, largest first, as near to the share as they come."
+SMALLER = "A DLRM of 60,000 weights trains on generated clicks for 1,200 steps."
+DEVIATES = "Whole tensors are taken, largest first, as near to the share as they come."
 SEEDS = 4
 STEPS, BATCH, LR = 1200, 128, 0.1
 
@@ -79,10 +79,10 @@ def _rises(found: Found) -> Verdict:
 
 CLAIMS = [
     Claim(
-        "AUC does not fall as Kahan summation takes more weights, and rises in the end (+0.04)",
+        "AUC does not fall as Kahan summation takes more weights, and rises in the end (paper: +0.04)",
         _rises,
-        "Stochastic rounding alone is at 32 bits here (bf16.applications): there is nothing to gain. With 12 bits, where "
-        "it is not, Kahan summation gains more than the paper's 0.04 (bf16.formats).",
+        "Stochastic rounding alone is as good as 32 bits here (bf16.applications), so there is nothing to gain. "
+        "With 12 bits it is not, and Kahan summation gains more than the paper's 0.04 (bf16.formats).",
     ),
     Claim("all weights with Kahan summation take twice the weight memory", _memory),
 ]

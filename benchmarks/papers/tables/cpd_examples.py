@@ -18,9 +18,10 @@ SOURCE = "Figures 4 and 12, section 5.1"
 PUBLISHED: dict[str, dict[str, float]] = {}
 SMALLER = ""
 DEVIATES = (
-    "the figures show one number and one pair of vectors, which the text does not give: all of them are taken here. "
-    "1-2-0 has the numbers 0, 1, 2 and 4, and saturates; 1-5-2 is the family without inf. With the 2 mantissa bits of "
-    "1-5-2 neither remedy reaches the sum of 4,096 ones: Kahan's compensation stalls as the sum does, only later."
+    "The paper's figures show one number and one pair of vectors, which the text does not give. Here all numbers "
+    "and all pairs are taken. 1-2-0 has the numbers 0, 1, 2 and 4, and saturates. 1-5-2 is the family without "
+    "inf. With the 2 mantissa bits of 1-5-2 neither remedy reaches the sum of 4,096 ones: Kahan's compensation "
+    "stalls as the sum does, only later."
 )
 SEEDS = 1
 COUNT, CHUNK = 4096, 64
@@ -107,11 +108,13 @@ def _closer(found: Found) -> Verdict:
 
 
 CLAIMS = [
-    Claim("a number times 8 and back is the number, times 10 it is not (Figure 4)", _powers_of_two),
+    Claim("a number that is multiplied and divided by 8 is unchanged, by 10 it is not (Figure 4)", _powers_of_two),
     Claim(
-        "CPD rounds every product and sum, not the result alone: bit for bit, and not the same (Figure 12)",
+        "rounding every product and sum gives CPD's bits, and rounding the result alone does not (Figure 12)",
         _step_by_step,
     ),
-    Claim("Kahan summation, or a sum in chunks, keeps what a narrow accumulator swallows", _recovered),
-    Claim("the same on random numbers, in every format: a smaller error", _closer),
+    Claim(
+        "Kahan summation, or a sum in chunks, keeps the small addends that a narrow accumulator swallows", _recovered
+    ),
+    Claim("on random numbers both have a smaller error than the plain sum, in every format", _closer),
 ]

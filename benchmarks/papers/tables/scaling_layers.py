@@ -15,10 +15,10 @@ TITLE = "Scales by layer and over time"
 SOURCE = "Figures 2 and 3b"
 EXPONENT = "scale exponent, mean"
 PUBLISHED: dict[str, dict[str, float]] = {}
-SMALLER = "the networks of `scaling.detector` and `scaling.segmentation`."
+SMALLER = "The networks are those of `scaling.detector` and `scaling.segmentation`."
 DEVIATES = (
-    "convolutions and linear layers only, and the softmax's cast (out). Exponents are of the whole scale that a layer's "
-    "incoming gradient carries, mean over the second half of training."
+    "Shown are convolutions and linear layers only, and the softmax's cast (out). An exponent is of the whole "
+    "scale that a layer's incoming gradient carries, as the mean over the second half of training."
 )
 SEEDS = 3
 TASKS = {"detector": scaling_detector, "segmentation": scaling_segmentation}
@@ -63,10 +63,10 @@ CLAIMS = [
     Claim(
         "The softmax's cast has the largest scale of the segmenter",
         _peaks_at_softmax,
-        "Here the decoder's convolutions want larger ones: what reaches them has passed batch norms and is smaller than the "
-        "softmax's gradient by up to 2^8. Tried with the loss divided by 48 (2^6 and 2^15) and by 253.",
+        "Here the decoder's convolutions need larger scales: gradients that reach them have passed batch norms "
+        "and are smaller than the softmax's by up to 2^8. The loss was divided by 48 (2^6 and 2^15) and by 253.",
     ),
-    Claim("Where gradients are large they are scaled down, which no scale of the loss above 1 does", _scales_down),
+    Claim("Large gradients are scaled down, which no scale of the loss above 1 does", _scales_down),
 ]
 
 

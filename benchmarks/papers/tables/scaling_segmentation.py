@@ -22,14 +22,15 @@ PUBLISHED = {
     "gradient": {IOU: 49.6, UNDERFLOW: "below 0.1"},
 }
 SMALLER = (
-    "an encoder-decoder of six convolutions on synthetic shapes of 32x32 pixels, batch 8, 120 steps, for SegNet on CamVid; "
-    "its loss is divided by 253, so that a pixel's gradient is as small as in the paper's batch of 12 x 172,800 pixels."
+    "An encoder-decoder of six convolutions takes the place of SegNet on CamVid. It trains on synthetic shapes "
+    "of 32x32 pixels, batch 8, for 120 steps. Its loss is divided by 253. So a pixel's gradient is as small as "
+    "in the paper's batch of 12 x 172,800 pixels."
 )
 DEVIATES = (
-    "fp16 saturates in gradients, so that *none* cannot diverge. Adam, epsilon 1e-20. Held-out images are judged in float32. "
-    "Underflow is the mean over the second half of training, of all elements. "
-    "The loss is divided by the paper's number of pixels and images over ours, 253; by 48, as first tried, almost "
-    "nothing underflowed."
+    "fp16 saturates in gradients, so *none* cannot diverge. The optimizer is Adam with an epsilon of 1e-20. "
+    "Held-out images are judged in float32. Underflow is the mean over the second half of training, of all "
+    "elements. The divisor of the loss, 253, is the paper's number of pixels and images over ours. With 48, as "
+    "first tried, almost nothing underflowed."
 )
 SEEDS = 3
 STEPS, RATE = 120, 4e-3
@@ -64,15 +65,16 @@ def _underflows(found: Found) -> Verdict:
 
 CLAIMS = [
     Claim(
-        "Without a scale most of the softmax's gradient underflows (about 70 %); with its own, below 0.1 %", _underflows
+        "Without a scale most of the softmax's gradient underflows (paper: about 70 %), with its own below 0.1 %",
+        _underflows,
     ),
     Claim(
-        "Gradient scaling's mIoU is no worse than dynamic loss scaling's (49.6 and 48.3)",
+        "Gradient scaling's mIoU is no worse than dynamic loss scaling's (paper: 49.6 and 48.3)",
         no_worse("gradient", "dynamic", IOU, MARGIN, is_loss=False),
-        "Seeds differ by as much as the margin of a point. From the other side, the training loss, gradient scaling is the lower "
-        "one in each of the first three seeds (by 0.004, 0.007 and 0.015).",
+        "Seeds differ by as much as the margin of a point. Gradient scaling has the lower training loss in each "
+        "of the first three seeds (by 0.004, 0.007 and 0.015).",
     ),
-    Claim("It is higher than without a scale (diverged)", higher("gradient", "none", IOU)),
+    Claim("Gradient scaling's mIoU is higher than without a scale (paper: diverged)", higher("gradient", "none", IOU)),
 ]
 
 
