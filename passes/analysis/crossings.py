@@ -16,8 +16,8 @@ _COPIES = frozenset({QUANTIZE, DEQUANTIZE, TRANSPOSED, CONVERT})
 def crossings(joint: JointGraph) -> list[Node]:
     """Return the inputs and forward nodes that backward reads, in the graph's order.
 
-    What forward does not need and what is computed from a decoded copy is backward's own. Of forward, backward repeats
-    views, what is decoded from stored copies, copies of parameters, and what the user's checkpoints recompute.
+    Backward's own are its nodes, and nodes computed from a decoded copy that forward does not need. Backward repeats
+    some forward nodes: views, decoded copies, copies of parameters, and what the user's checkpoints recompute.
     """
     own = _backwards_own(joint)
     found, seen = set[Node](), set[Node]()
@@ -35,7 +35,7 @@ def crossings(joint: JointGraph) -> list[Node]:
 
 
 def _backwards_own(joint: JointGraph) -> set[Node]:
-    """Return what is computed for backward alone, and there."""
+    """Return the nodes that are computed in backward, for backward alone."""
     needed, own = needed_by_forward(joint), set[Node]()
     for node in joint.graph.nodes:
         if node.op != "call_function" or (node in needed and not is_backward(node)):
@@ -56,25 +56,25 @@ def needed_by_forward(joint: JointGraph) -> set[Node]:
 
 
 def is_repeated(node: Node, joint: JointGraph) -> bool:
-    """Say whether a node of forward costs nothing to repeat, and more to save: it is as wide as what it is made of."""
+    """Say whether backward repeats a forward node rather than save it: a view, a decoded value, a parameter's copy."""
     return kind_of(node) is Kind.VIEW or _is_decoded(node) or is_copy_of_parameter(node, joint)
 
 
 def is_copy_of_parameter(node: Node, joint: JointGraph) -> bool:
-    """Say whether a node stores or converts a parameter, which is there anyway, or reads back what does."""
+    """Say whether a node stores or converts a parameter, or reads such a copy; the parameter is there anyway."""
     source = source_of_copy(node)
     return source is not node and source.op == "placeholder" and joint.describe(source).kind == "param"
 
 
 def source_of_copy(node: Node) -> Node:
-    """Return what a node stores, converts or reads back; the node itself where it does none of that."""
+    """Return the source that a node stores, converts or reads back, or the node itself."""
     while node.target in _COPIES:
         node = node.all_input_nodes[0]
     return node
 
 
 def _is_decoded(node: Node) -> bool:
-    """Say whether a node is decoded from a copy, or shows or converts what is."""
+    """Say whether a node is decoded from a copy, seen through views and conversions."""
     while kind_of(node) is Kind.VIEW or node.target is CONVERT:
         node = node.all_input_nodes[0]
     return node.target is DEQUANTIZE

@@ -24,7 +24,7 @@ _COPIES = CASTS | {torch.ops.prims.convert_element_type.default}
 
 
 def mark(node: Node, policy: CheckpointPolicy) -> None:
-    """Set a policy of ours in place of the region's, and without a region: the partitioner's rules are for regions."""
+    """Replace the region's policy by ours and drop the region, since the partitioner has rules for regions."""
     node.meta.pop(REGION, None)
     node.meta[POLICY] = policy
 
@@ -37,8 +37,8 @@ def policies(graph: Graph) -> dict[Node, Any]:
 def restore(policies: Mapping[Node, Any]) -> None:
     """Give each node the policy it had, whatever torch's own passes put there.
 
-    Where they take out an operator that changes nothing (``x + 0``), what it read gets its metadata: an input to be
-    computed again, which no partition can, or a GEMM that would be computed twice.
+    A pass of torch's that removes an operator without effect (``x + 0``) gives its metadata to the operator's input.
+    Then a graph input would be recomputed, which no partition can do, or a GEMM would be computed twice.
     """
     for node, policy in policies.items():
         if policy is None:
@@ -48,7 +48,7 @@ def restore(policies: Mapping[Node, Any]) -> None:
 
 
 def forget(graph: Graph) -> bool:
-    """Take away what the user's checkpointing decided; say whether there was any."""
+    """Remove the decisions of the user's checkpointing; say whether there were any."""
     marked = [node for node in graph.nodes if is_marked(node)]
     for node in marked:
         for key in REGION_META:
@@ -57,12 +57,12 @@ def forget(graph: Graph) -> bool:
 
 
 def is_marked(node: Node) -> bool:
-    """Say whether the user's checkpointing decided about a forward node, either way."""
+    """Say whether the user's checkpointing decided to save or to recompute a forward node."""
     return POLICY in node.meta and REGION in node.meta
 
 
 def are_in(graph: Graph) -> bool:
-    """Say whether anything of a joint graph is to be computed again."""
+    """Say whether backward is to compute any node of a joint graph again."""
     return any(is_recomputed(node) for node in graph.nodes)
 
 
@@ -77,7 +77,7 @@ def must_recompute(node: Node) -> bool:
 
 
 def is_boundary(node: Node) -> bool:
-    """Say whether a recomputed node's value is where a later region starts, or what is behind its own region reads."""
+    """Say whether a later region, or the backward of operators behind the node's region, reads a recomputed node."""
     region = node.meta[REGION]
     found = list(readers_of(node))
     behind = [u for u in found if not is_backward(u) and u.meta.get(REGION) != region]
@@ -89,7 +89,7 @@ def is_boundary(node: Node) -> bool:
 
 
 def runs_again(node: Node) -> bool:
-    """Say whether backward computes a forward node again: it is recomputed, and no boundary, which is saved."""
+    """Say whether backward computes a forward node again: a recomputed node, but no boundary, which is saved."""
     return is_recomputed(node) and not is_boundary(node)
 
 
@@ -99,19 +99,19 @@ def is_saved(node: Node) -> bool:
 
 
 def is_start(node: Node) -> bool:
-    """Say whether a recomputation starts from a forward value: a boundary, or one that no region recomputes."""
+    """Say whether a recomputation reads a forward value: a boundary, or a value that no region recomputes."""
     if is_recomputed(node):
         return is_boundary(node)
     return any(not is_backward(u) and is_recomputed(u) for u in readers_of(node))
 
 
 def is_made_again(node: Node) -> bool:
-    """Say whether a parameter is read in regions only: its stored copy can be made again from the parameter itself."""
+    """Say whether only regions read a parameter: then its stored copy can be made again from the parameter."""
     forward = [u for u in readers_of(node, through=_COPIES) if not is_backward(u)]
     return bool(forward) and all(is_marked(u) for u in forward)
 
 
 def readers_of(node: Node, through: Collection[object] = CASTS) -> Iterable[Node]:
-    """Return what reads a value, seen through views and casts of forward."""
+    """Return the readers of a value, seen through views and casts of forward."""
     found = readers(node, lambda user: not is_backward(user) and (is_view(user) or user.target in through))
     return dict.fromkeys(reader for _, reader in found if reader.op != "output")

@@ -27,7 +27,7 @@ _FACTORS = ("value", "out")  # of attention's backward, by name: what it is line
 
 
 def averaged_over(bits: int) -> int:
-    """Return the elements a sum must have for the square of an error of ``bits`` to be below 1/1000 of what it joins.
+    """Return the least length of a sum whose squared error at ``bits`` is below 1/1000 of the values it is added to.
 
     Numbers of 7 deviations' range rounded at random have a variance of at most (7 / (2^bits - 1))^2 / 4 of theirs.
     """
@@ -40,7 +40,7 @@ class Order:
 
     at: Mapping[Node, int]
     behind: Collection[Node]
-    """Nodes that depend on a gradient that backward is handed, and these gradients."""
+    """The tangents, and the nodes that depend on one."""
 
     @classmethod
     def of(cls, graph: Graph, tangents: Collection[Node]) -> Order:
@@ -52,7 +52,7 @@ class Order:
         return cls({node: i for i, node in enumerate(graph.nodes)}, behind)
 
     def biased_by(self, copies: Collection[Node], bits: int, but: Collection[Node] = ()) -> Node | None:
-        """Return the first reader in which errors of a copy, or of what is made of it, would not average out.
+        """Return the first reader in which errors of a copy, or of values made of the copy, do not average out.
 
         None where all do. ``copies`` read back one stored copy; ``but`` are readers that are given something else.
         """
@@ -103,7 +103,7 @@ class _Walk:
         return all(self._is_linear_in(node, dependent.intersection(term)) for term in terms)
 
     def _is_linear_in(self, node: Node, factors: Collection[int]) -> bool:
-        """Say whether at most one factor of a product has errors of the copy, or all but one means of many."""
+        """Say whether at most one factor of a product has the copy's errors without averaging them over many."""
         nodes = [n for i, found in _operands(node) if i in factors for n in found if n in self.summed]
         return len(factors) < 2 or sum(self.summed[n] < self.least for n in nodes) < 2
 

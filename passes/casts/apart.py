@@ -1,8 +1,8 @@
-"""Let parts of a joined tensor lie in memory of their own where they wait long, not in that of the whole.
+"""Give parts of a concatenation buffers of their own where they are made long before the concatenation runs.
 
-What a network skips to a later block is a part of a concat there. Inductor has a part lie in the memory of the whole
-from the beginning, before the other parts are made; in backward the whole gradient waits for whoever reads the part
-of it. With ``in_memory`` the part alone waits, and is copied.
+A skip connection's tensor is a part of a later block's concatenation. Inductor writes a part into the buffer of the
+whole, so the whole buffer is allocated before the other parts are made. In backward the whole gradient waits for the
+reader of the part. With ``in_memory`` the part alone waits, and is copied.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CAT, _SLICE = torch.ops.aten.cat.default, torch.ops.aten.slice.Tensor
 
 
 def lay_apart(work: Work) -> None:
-    """Edit the joint graph; what a GEMM and the copies for backward read of a concat is joined in the GEMM's dtype."""
+    """Edit the joint graph; a concat that a GEMM and the copies for backward read is joined in the GEMM's dtype."""
     step = Step(work.joint)
     joined = Joined(work, Waits.of(step.forward))
     for node in step.forward:
@@ -40,11 +40,11 @@ def lay_apart(work: Work) -> None:
 
 @dataclass(frozen=True)
 class Waits:
-    """Which nodes of a half have libraries' kernels between them: what waits for those lies in memory."""
+    """The library kernels between nodes of a half: a value that waits for such a kernel lies in memory."""
 
     at: dict[Node, int]
     before: list[int]
-    """How many of those kernels come before each position."""
+    """How many library kernels come before each position."""
 
     @classmethod
     def of(cls, half: list[Node]) -> Waits:
@@ -52,20 +52,20 @@ class Waits:
         return cls({node: i for i, node in enumerate(half)}, list(accumulate(kernels, initial=0)))
 
     def between(self, first: Node, last: Node) -> bool:
-        """Say whether there is one, ``first`` and ``last`` left out."""
+        """Say whether a library kernel runs between ``first`` and ``last``."""
         return self.before[self.at[last]] > self.before[self.at[first] + 1]
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Concats of forward."""
+    """Join again the concats of forward, with parts in buffers of their own."""
 
     work: Work
     waits: Waits
     apart: dict[tuple[Node, torch.dtype], Node] = field(default_factory=dict)
 
     def lay(self, cat: Node) -> None:
-        """Join in the dtype that is read, and let the pieces that are there long before the others lie apart."""
+        """Join in the dtype that is read; give pieces that are made long before the others their own buffers."""
         early = {x for x in cat.all_input_nodes if not _lies_apart(x) and self.waits.between(x, cat)}
         dtype = _read_as(cat)
         if dtype is None or (not early and dtype == tensor_of(cat).dtype):
@@ -103,7 +103,7 @@ class Joined:
 
 
 def _lies_apart(x: Node) -> bool:
-    """Say whether a value, or what it shows or converts, lies by itself anyway: an input, a library's result."""
+    """Say whether a value has its own buffer anyway, views and conversions taken off: an input, a library's result."""
     while x.target is CONVERT or kind_of(x) is Kind.VIEW:
         x = x.all_input_nodes[0]
     return kind_of(x) in (Kind.FREE, Kind.EXTERN, Kind.PIECE)
@@ -120,7 +120,7 @@ def _read_as(cat: Node) -> torch.dtype | None:
 
 
 def _read_late(whole: Node, waits: Waits) -> Iterator[Node]:
-    """Yield the slices of a tensor of backward that are read when all else has long been read of it."""
+    """Yield the slices of a backward tensor that are read long after everything else of the tensor."""
     slices = {s: reads for s in whole.users if s.target is _SLICE and (reads := _reads(s, waits))}
     others = [read for user in whole.users if user not in slices for read in _reads(user, waits)]
     ends = {part: max(reads, key=waits.at.__getitem__) for part, reads in slices.items()}
@@ -141,7 +141,7 @@ def _reads(node: Node, waits: Waits) -> list[Node]:
 
 
 def _copy_out(part: Node) -> None:
-    """Let a slice lie apart, in the dtype that the whole was widened from."""
+    """Copy a slice to a buffer of its own, in the dtype that the whole was widened from."""
     graph, whole = part.graph, part.all_input_nodes[0]
     source = unconverted(whole)
     narrow = value(source)

@@ -1,4 +1,4 @@
-"""Copies in block formats: the nodes that store a value in one and read it back, and a ReLU's mask beside it."""
+"""Store a value in a block format and read it back, with a ReLU's mask beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxprec.passes.keep_signs import asks_above
 
 aten = torch.ops.aten
 SIGNS = BlockFormat(Integer(1), 1024, "bf16")
-"""Of what is above 0: 0 and 1 are exact in it."""
+"""The format of a mask of elements above 0: it holds 0 and 1 exactly."""
 WHOLE_BITS = 8
 """From here on a block format is as accurate as the formats that backward reads anywhere, and is rounded to nearest."""
 
@@ -33,13 +33,13 @@ def draw_seed(graph: Graph, before: Node) -> Node:
 
 
 def asking(read: Node) -> list[tuple[Node, Node]]:
-    """Return (the copy or an alias, who in backward asks whether it is above 0, and nothing else)."""
+    """Return (the copy or an alias, a backward node that only asks whether the copy is above 0)."""
     found = [(read, user) for user in read.users if is_backward(user) and asks_above(user)]
     return found + [pair for user in read.users if user.target in ops.ALIASES for pair in asking(user)]
 
 
 def store_in_blocks(graph: Graph, q: Node, fmt: BlockFormat, seed: Node | None) -> bool:
-    """Replace a cast by one to blocks, rounded at random by ``seed``; return whether anything but its mask is read."""
+    """Replace a cast by a cast to blocks, rounded at random by ``seed``; return whether more than its mask is read."""
     x, reads = Quantize.of(q).x, list(Dequantize.among(q.users))
     if fmt.bits < WHOLE_BITS:
         _store_mask(graph, q, [read for read, _ in reads])
@@ -55,7 +55,7 @@ def store_in_blocks(graph: Graph, q: Node, fmt: BlockFormat, seed: Node | None) 
 
 
 def _store_mask(graph: Graph, q: Node, reads: list[Node]) -> None:
-    """Give what asks whether a copy is above 0 a mask of its own, a bit an element and exact."""
+    """Store an exact mask, a bit an element, for the nodes that ask whether a copy is above 0."""
     found = [(read, alias, user) for read in reads for alias, user in asking(read)]
     if not found:
         return
@@ -103,7 +103,7 @@ class _Stored:
 
 
 def _memory_order(val: torch.Tensor) -> list[int] | None:
-    """Return the dimensions from the slowest to the fastest in memory; None where that is their own order, or none."""
+    """Return the dimensions from slowest to fastest in memory; None where they are in order or have no order."""
     if val.is_contiguous() or not aten.is_non_overlapping_and_dense(val):
         return None
     return sorted(range(val.ndim), key=lambda d: -val.stride()[d])

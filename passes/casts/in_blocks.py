@@ -1,4 +1,4 @@
-"""Which stored copies may be stored in a block format instead, and why others may not."""
+"""Decide which stored copies may take a block format instead, and say why others may not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ elements at most, a fifth of e4m3fn's."""
 
 
 class Refusals:
-    """Says of the copies of one graph, as it is now, which may not be in blocks."""
+    """Says for one graph which stored copies cannot use a block format, and why."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -33,7 +33,7 @@ class Refusals:
         return ATTENDED if fmt.bits < WHOLE_BITS and q is not None and _is_attended(q) else fmt
 
     def of(self, site: Site, q: Node | None, fmt: BlockFormat) -> str | None:
-        """Return why a copy may not be stored in blocks of ``fmt``; ``""`` where there is none in 8 bits; else None."""
+        """Return why a copy may not be stored in blocks of ``fmt``, or None; ``""`` where backward reads none in 8 bits."""
         is_exact = fmt.bits >= WHOLE_BITS
         if q is None or site.reads != "backward":
             return ""

@@ -1,4 +1,4 @@
-"""Sums of 16-bit gradients that wait for a later kernel lie in these 16 bits, not in float32 or as their addends.
+"""Store sums of 16-bit gradients that wait for a later kernel in 16 bits, not in float32 or as their addends.
 
 Where a tensor is read twice, its gradient is the sum of two that convolutions, or GEMMs, made in 16 bits. The sum is
 float32: it waits in four bytes an element, or Inductor adds anew where it is read, and all addends wait, with the copy
@@ -22,7 +22,7 @@ from fxprec.passes.casts.sites import emit, emit_call
 
 _ADD, _WHERE = torch.ops.aten.add.Tensor, torch.ops.aten.where.self
 _RANGE = torch.finfo(torch.bfloat16).max
-"""Of a dtype in which no sum overflows that float32 holds."""
+"""A dtype that reaches this number overflows on no sum that float32 holds."""
 
 
 def narrow_sums(work: Work) -> None:
@@ -38,7 +38,7 @@ def narrow_sums(work: Work) -> None:
 
 
 def _sum_of(node: Node, step: Step) -> torch.dtype | None:
-    """Return the 16-bit dtype of what a float32 node adds up, or masks; None where it is no such sum."""
+    """Return the 16-bit dtype of the addends of a float32 sum, masked or not; None where the node is no such sum."""
     if value(node) is None or tensor_of(node).dtype != torch.float32:
         return None
     addends = [*_addends(node, step)]

@@ -1,7 +1,7 @@
-"""Make real which way each value goes: in what format it is kept, or that it is computed again in backward.
+"""Edit the joint graph as the chooser decided: keep each value in its format, or compute it again in backward.
 
-A copy's format is changed, a copy is made that was not, or what backward reads is computed again there, by nodes of its
-own that read what is kept: the partition follows them (`analysis.crossings`).
+A copy's format changes, a new copy is made, or new nodes of backward compute a value again from kept values. The
+partition follows these nodes (`analysis.crossings`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxprec.passes.forms.way import row_of
 
 @dataclass
 class Rewrite:
-    """Makes a choice of ways real in the joint graph, and says it in the sites."""
+    """Edits the joint graph as a choice of ways says, and notes each way in its site."""
 
     work: Work
     needs: Needs
@@ -40,12 +40,12 @@ class Rewrite:
         self.stage = Stage(self.work, self.needs, self.kept)
 
     def run(self) -> None:
-        """Make the choice real, and say in each site which way its value goes."""
+        """Edit the graph as the choice says, and note in each site which way its value goes."""
         self.rewrite()
         self._tell_sites()
 
     def rewrite(self) -> None:
-        """Make the choice real."""
+        """Edit the graph as the choice says."""
         for node, form in sorted(self.kept.items(), key=lambda item: not item[1].is_random):  # the seed is drawn first
             form.store(node, self.stage)
         for node, reader in self.fit.held.reloaded:
@@ -59,7 +59,7 @@ class Rewrite:
                 self._erase(casts)
 
     def _move(self, node: Node, reader: Node) -> None:
-        """Have a value, or its copy, wait in host memory, and come back before ``reader``."""
+        """Move a value, or its copy, to host memory, and back before ``reader``."""
         decoded = self.stage.decoded.get(node)
         copy = node if decoded is None else decoded.all_input_nodes[0]
         with self.graph.inserting_before(insertion_point_after(copy).next):
@@ -103,7 +103,7 @@ class Rewrite:
         return node in self.new or (value is not None and value.x in self.new)
 
     def _there(self, node: Node, reader: Node) -> Node:
-        """Return what a node that runs again reads in the place of ``node``."""
+        """Return the node that a repeated node reads in the place of ``node``."""
         if node in self.new:
             return self.new[node]
         cast = self.needs.step.casts.get(node)
@@ -133,7 +133,7 @@ class Rewrite:
                 self.graph.erase_node(q)
 
     def _tell_sites(self) -> None:
-        """Say in each site which way its value goes."""
+        """Note in each site which way its value goes."""
         sites, repeated = self.work.book.sites, {node for node, _ in self.fit.held.repeated}
         for node, row in self.needs.rows.items():
             if node in self.kept:

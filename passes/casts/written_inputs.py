@@ -1,4 +1,4 @@
-"""A copy of each input that is written before backward reads it: backward would read what the input then holds."""
+"""Copy each input that is written before backward reads it: backward would read the input's new value."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def copy_written_inputs(joint: Graph, copied: Collection[Node]) -> list[Node]:
 
 
 def _copied(joint: Graph, written: Node, write: Node) -> Node:
-    """Have all but ``write`` read a copy of an input."""
+    """Let all readers but ``write`` read a copy of an input."""
     with joint.inserting_before(next(n for n in joint.nodes if n.op != "placeholder")):
         kept = emit(joint, torch.ops.aten.clone.default, (written,), written)
     for user in [user for user in written.users if user not in (write, kept)]:
@@ -54,7 +54,7 @@ def _copied(joint: Graph, written: Node, write: Node) -> Node:
 
 
 def _wanted_by_backward(graph: Graph) -> set[Node]:
-    """Return what backward reads, and what forward computes that from."""
+    """Return the nodes that backward reads, and the nodes that forward computes these from."""
     wanted = set[Node]()
     for node in reversed(graph.nodes):
         if any(is_backward(user) or user in wanted for user in node.users):

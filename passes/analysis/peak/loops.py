@@ -1,7 +1,7 @@
-"""Which pointwise results lie in memory, and what each loop reads there: fusion as Inductor decides it.
+"""Predict which pointwise results lie in memory, and what each loop reads there: fusion as Inductor decides it.
 
-What is pointwise is computed in the loops of what reads it, and lies in memory only where a library's kernel reads
-it, or where several loops do and it is much to repeat (`realize_reads_threshold` and its kin).
+A pointwise result is computed in the loops of its readers. It lies in memory only where a library's kernel reads it, or
+where several loops read it and it is expensive to repeat (`realize_reads_threshold` and its kin).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Item:
 
 
 class Loops:
-    """What of these items lies in memory (``lies``), and which of what lies each reads (``reads``), by position."""
+    """The items that lie in memory (``lies``), and those of them that each item reads (``reads``), by position."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.items = items
@@ -49,7 +49,7 @@ class Loops:
         self.reads = self._reads(self.lies)
 
     def _lying(self) -> list[bool]:
-        """Say of each item whether it lies in memory."""
+        """Say for each item whether it lies in memory."""
         wanted, users = self._wanted_in_memory(), self._users()
         lies, operations = [False] * len(self.items), [0] * len(self.items)
         heavy = [item.is_heavy for item in self.items]
@@ -68,7 +68,7 @@ class Loops:
         return lies
 
     def _wanted_in_memory(self) -> list[bool]:
-        """Say of each item whether what reads it, seen through views, reads memory: a library's kernel, or the user."""
+        """Say for each item whether a library's kernel or the user reads it from memory, seen through views."""
         wanted = list(self.returned)
         for position in reversed(range(len(self.items))):
             is_memory = self.items[position].kind is Kind.EXTERN
@@ -79,7 +79,7 @@ class Loops:
         return wanted
 
     def _shown_to_the_end(self) -> list[bool]:
-        """Say of each item whether it is returned, or a view of it."""
+        """Say for each item whether it, or a view of it, is returned."""
         returned = [item.is_returned for item in self.items]
         for position in reversed(range(len(self.items))):
             if returned[position] and self.items[position].kind is Kind.VIEW:
@@ -95,7 +95,7 @@ class Loops:
         return users
 
     def _reads(self, lies: Sequence[bool]) -> list[set[int]]:
-        """Return the items that each reads from memory, through views and what is part of its loop."""
+        """Return for each item those that it reads from memory, through views and nodes of its own loop."""
         reads: list[set[int]] = []
         for item in self.items:
             reads.append(set())

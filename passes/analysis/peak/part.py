@@ -1,4 +1,4 @@
-"""What one graph may hold of a budget that all graphs of a step share, and what each of them offers to."""
+"""The part of a budget that one graph may hold, where all graphs of a step share the budget."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Bound:
 
 @dataclass(frozen=True)
 class Part:
-    """Of one graph; the default is that of a graph that runs alone."""
+    """One graph's part; the default is the part of a graph that runs alone."""
 
     budget: int | None = None
-    """Of all graphs together; None: the one asked for."""
+    """The budget of all graphs together; None: the one that was asked for."""
     beside: int = 0
-    """Bytes of other graphs that live while this one runs: what waits, and gradients."""
+    """Bytes of other graphs that live while this graph runs: tensors that wait for backward, and gradients."""
     waiting: float = math.inf
-    """The most bytes of it that may wait while others run."""
+    """The most bytes of this graph that may wait while others run."""
     num_graphs: int = 1
     is_provisional: bool = False
-    """Whether other graphs follow that are not known yet: it holds as little as it can."""
+    """Whether graphs follow that are not known yet: this graph holds as little as it can."""
     is_cut: bool = False
-    """Whether others follow that will not be known: a dump plans the first graph alone."""
+    """Whether graphs follow that are never known: a dump plans the first graph alone."""
     beyond: int = 0
     """Bytes that the compiled graph holds beyond what is predicted, by an earlier plan."""
     beyond_waiting: int = 0

@@ -50,7 +50,7 @@ _Vector = npt.NDArray[np.float64]
 
 @dataclass
 class Effort:
-    """What is left of the work that one question may take. It is counted, not timed: every process finds the same."""
+    """The work that one search may still take, counted and not timed, so that every process finds the same choice."""
 
     columns: int = _EFFORT
     items: int = _REPLAYED
@@ -73,12 +73,12 @@ class Effort:
         self.progress.show(f"planning peak_budget: search {self.searches}, {self.nodes} nodes")
 
     def replay(self, items: int) -> bool:
-        """Say whether a choice of so many items may be replayed, and take them off."""
+        """Take ``items`` off the work that is left; say whether a choice of so many items may be replayed."""
         self.items -= items
         return self.items >= 0
 
     def take(self, columns: int) -> bool:
-        """Say whether so large a search is within what is left, and take it off."""
+        """Take a search of so many columns off the work that is left, or return False where it is too large."""
         if columns > self.columns:
             return False
         self.columns -= columns
@@ -113,7 +113,7 @@ class Problem:
         self._tied = self._ties(keys)
 
     def _ties(self, keys: Sequence[tuple[Node, Way]]) -> csr_array:
-        """Return the matrix by which few columns stand for all: equal values of equal blocks go the same way."""
+        """Return the matrix from few columns to all columns: equal values of equal blocks go the same way."""
         from scipy.sparse import csr_array
 
         most = _WIDE * len(self.nodes) // max(len(keys), 1)
@@ -126,7 +126,7 @@ class Problem:
         return csr_array((np.ones(len(keys)), (range(len(keys)), places)), shape=shape)
 
     def trait(self, node: Node) -> Hashable:
-        """Return what values have in common that may go the same way."""
+        """Return a key: values with equal keys may go the same way."""
         val = value(node)
         shape = None if val is None else (str(val.dtype), *map(str, val.shape))
         return node.target, shape, tuple(self.ways(node)), node in self.needs.exactly, node in self.needs.roughly
@@ -151,7 +151,7 @@ class Problem:
         return (step.is_there(node) or node in step.again) and node not in self.inputs
 
     def ways(self, node: Node) -> Collection[Way]:
-        """Return the ways that a value may go, the forms of which most may be computed again first."""
+        """Return the ways that a value may go; first the forms from which most other values may be computed again."""
         return self._by_node[node].keys()
 
     def _allowed_ways(self, node: Node) -> Iterator[Way]:
@@ -168,21 +168,21 @@ class Problem:
                 yield ROUNDED
 
     def demand(self, node: Node) -> Demand | None:
-        """Return what backward's own nodes ask of a value, if they do."""
+        """Return the demand of backward's own nodes on a value, or None."""
         if node in self.needs.exactly:
             return Demand.READ
         return Demand.READ_LOW if node in self.needs.roughly else None
 
     def narrowest(self, node: Node) -> Form:
-        """Return the form of fewest bytes in which a value may be kept for what reads it, but for nothing repeated."""
+        """Return the form of fewest bytes that serves a value's readers in backward, repeated nodes left out."""
         asked = self.demand(node)
         forms = [way for way in self.ways(node) if isinstance(way, Form) and not way.is_on_host]
         return min((f for f in forms if asked is None or asked in f.bears), key=lambda form: self.size(node, form))
 
     def completed(self, kept: Ways) -> Ways | None:
-        """Return a choice that keeps what it can of ``kept`` in these ways, and computes again all else that is needed.
+        """Return a choice that keeps values as ``kept`` says where it can, and computes all other needed values again.
 
-        What is needed exactly, or cannot be computed again, is kept as it is; None where that cannot be.
+        A value that is needed exactly, or cannot be computed again, is kept unrounded; None where it cannot be kept.
         """
         asked, ways = defaultdict[Node, set[Demand]](set), dict[Node, Way]()
         for node in self.nodes:
@@ -202,15 +202,15 @@ class Problem:
         return ways
 
     def faster_than(self, seconds: float) -> Row:
-        """Return the row of which choices are those that take less time."""
+        """Return the row of the choices that take at most ``seconds``."""
         return dict(enumerate(self.cost.tolist())), -np.inf, seconds
 
     def size(self, node: Node, form: Form) -> int:
-        """Return the bytes of a value that is kept, of one in host memory while it is on the device."""
+        """Return the bytes of a kept value; for a value in host memory, its bytes while it is on the device."""
         return form.num_bytes(tensor_of(node))
 
     def seconds(self, node: Node, way: Way) -> float:
-        """Return what a way of a value takes."""
+        """Return the seconds that a way of a value costs."""
         if isinstance(way, Again):
             return self.rates.again(node) + _LITTLE
         size = self.size(node, way)
@@ -219,11 +219,11 @@ class Problem:
         return self.rates.keeping(node, size) + rounding + moving + _LITTLE
 
     def moving(self, size: int) -> float:
-        """Return what moving ``size`` bytes to host memory and back is taken to cost, before `overlap` knows."""
+        """Return the assumed seconds to move ``size`` bytes to host memory and back, before `overlap` knows them."""
         return 2 * self.rates.call_s if self.hides_copies else self.rates.moving(size)
 
     def _required(self) -> Iterator[Row]:
-        """Yield what must be there, and what computing a value again asks for."""
+        """Yield rows: values that backward needs must be there, and so must the sources of repeated values."""
         for node in self.nodes:
             yield self._bearing(node, None), -np.inf, 1.0
             if node in self.inputs:
@@ -236,7 +236,7 @@ class Problem:
                         yield self._bearing(source, way.asks) | {self.columns[node, way]: -1.0}, 0.0, np.inf
 
     def _bearing(self, node: Node, asked: Demand | None) -> dict[int, float]:
-        """Return the columns of the ways that serve a demand; of all, where there is none."""
+        """Return the columns of the ways that serve a demand; all columns where there is none."""
         return {at: 1.0 for way, at in self._by_node[node].items() if asked is None or asked in way.bears}
 
     def solve(self, bounds: Sequence[Row], gap: float = EXACT) -> Ways | None:
