@@ -59,7 +59,7 @@ def where_to_report() -> str:
 
 
 def _processor_name() -> str:
-    """Return the processor's name as Linux tells it, or its architecture."""
+    """Return the processor's name from Linux, or its architecture."""
     import platform
 
     try:

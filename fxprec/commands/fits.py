@@ -72,7 +72,7 @@ def _maker(name: str, momentum: float, own: Mapping[str, Any]) -> Callable[[Any]
 
 
 def _lines(target: str, first: Answer, tried: Sequence[Answer]) -> list[str]:
-    """Return what people read: yes or no, who holds what at the peak, the step as a picture, the largest batch."""
+    """Return lines for people: yes or no, who holds what at the peak, the step as a picture, the largest batch."""
     from fxprec.passes.notice import readable
 
     head = f"{target}, batch {first.batch}, in {readable(first.budget)}"
@@ -118,7 +118,7 @@ def _gib(size: int) -> str:
 
 
 def _data(first: Answer, tried: Sequence[Answer] | None) -> dict[str, Any]:
-    """Return what programs read; sizes are bytes."""
+    """Return data for programs; sizes are in bytes."""
     found: dict[str, Any] = {"fits": first.fits, "batch": first.batch, "budget": first.budget, "why": first.why}
     found |= {"reserved": first.reserved, "device": first.device, "not_done": list(first.told), "peak": None}
     if first.plan is not None and first.plan.whole_step is not None:

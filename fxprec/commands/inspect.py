@@ -69,7 +69,7 @@ def dump(
 
 
 def _peak_line(plan: Plan) -> str:
-    """Return what a step holds, in words; of a graph without a backward half nothing is planned."""
+    """Return what a step holds, in words; a graph without a backward half has no planned peak."""
     from fxprec.passes.notice import readable
 
     peak = plan.peak_bytes
@@ -80,7 +80,7 @@ def _peak_line(plan: Plan) -> str:
 
 
 def _empty(out: Path) -> None:
-    """Take the graphs of an earlier dump away, and nothing else."""
+    """Remove the graphs of an earlier dump, and nothing else."""
     for old in out.glob("graph-*") if out.is_dir() else ():
         if (old / "00-joint.txt").exists():
             shutil.rmtree(old)

@@ -1,4 +1,4 @@
-"""What commands share of their output: JSON in the place of a table, and lines that say how far a command is."""
+"""Print for commands: JSON in place of a table, and lines on a command's progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def print_json(data: object) -> None:
 
 
 def teller(*, as_json: bool) -> Callable[[str], None]:
-    """Return what prints a line with the seconds since now: on standard error where JSON goes to standard output."""
+    """Return a function that prints a line with the seconds since now, on standard error where JSON is printed."""
     start, stream = time.perf_counter(), sys.stderr if as_json else sys.stdout
 
     def tell(line: str) -> None:
@@ -36,5 +36,5 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def modules(text: str) -> tuple[str, ...] | Literal["ends"]:
-    """Return what ``--keep-high`` asks for: patterns of module names, or both ends of the model."""
+    """Return the value of ``--keep-high``: patterns of module names, or both ends of the model."""
     return "ends" if text == "ends" else names(text)

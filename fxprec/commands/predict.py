@@ -64,7 +64,7 @@ def predict(
 
 
 def layers_of(plan: Plan, step_seconds: float) -> list[Layer]:
-    """The plan's groups as layers: a step's seconds shared out by elements, a third of them forward."""
+    """Return the plan's groups as layers: a step's seconds shared out by elements, a third of them forward."""
     from fxprec.runtime.aps.predict import Layer
 
     total = sum(g.elements for g in plan.groups)

@@ -122,7 +122,7 @@ def _unnumbered(name: str) -> str:
 
 
 def _identity(row: object, name: str) -> Any:
-    """Return what of a field makes up the model."""
+    """Return the part of a field's value that identifies the model."""
     value = getattr(row, name)
     if name not in _NODES or getattr(row, "kind", "").endswith("param"):
         return value

@@ -91,7 +91,7 @@ _FORMER_UNREAD = "nobody would read a low copy"
 
 
 def _site(entry: Entry) -> Site:
-    """Read a site. A site of an older file has no ``unread``; the text of ``why`` tells it there."""
+    """Read a site. A site of an older file has no ``unread``: its ``why`` says so in words."""
     site: Site = _record(Site, entry)
     if "unread" in entry.value:
         return site
@@ -114,7 +114,7 @@ _READERS: Mapping[object, Reader] = {
 
 @cache
 def _fields(cls: type) -> Reader:
-    """Return what reads the fields of a dataclass."""
+    """Return a reader of the fields of a dataclass."""
     if cls is Recipe:
         hints: dict[str, Any] = {
             "name": str,
@@ -131,7 +131,7 @@ def _fields(cls: type) -> Reader:
 
 
 def _reader(hint: Any) -> Reader:
-    """Return what reads a value of a field's type."""
+    """Return a reader of values of a field's type."""
     if hint in _READERS:
         return _READERS[hint]
     parts = get_args(hint)
@@ -161,7 +161,7 @@ def read_plan(entry: Entry, kind: type[Plan]) -> Plan:
 
 
 def _check_compute(entry: Entry) -> None:
-    """Refuse a plan of real storage in which every reader gets the stored value: one without ``compute`` is older."""
+    """Refuse a plan of real storage in which every reader gets the stored value; an older plan has no ``compute``."""
     compute = entry.get("compute") if "compute" in entry.value else Entry("stored", "compute")
     word("high", "stored")(compute)
     if compute.value == "stored" and entry.value.get("storage", "native") != "simulate":

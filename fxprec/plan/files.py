@@ -29,7 +29,7 @@ _TABLES = ("gemms", "groups", "sites")
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON data: what is said of the whole first, then the tables.
+    """Return the plan as JSON data: fields of the whole plan first, then the tables.
 
     ``grouping`` is written where it is not the default, ``compute`` and ``reads`` in real storage, a site's
     ``why``, ``unread`` and ``saved_as`` and a GEMM's block formats where there is something to say, ``peak_bytes`` and
@@ -67,14 +67,14 @@ def _row(row: DataclassInstance) -> dict[str, Any]:
 
 
 def _peak(row: PeakBytes) -> dict[str, Any]:
-    """Leave out what is said only of several graphs, or where other budgets were looked at."""
+    """Leave out fields that only several graphs, or other budgets, have."""
     alone = {"graphs", "beside"} if row.graphs == 1 else set()
     empty = alone | {name for name in ("points", "compiled_live", "offloaded", "reserved") if not getattr(row, name)}
     return {k: v for k, v in (_row(row) | {"points": [_row(p) for p in row.points]}).items() if k not in empty}
 
 
 def _given(data: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is None or empty text."""
+    """Leave out fields that are None or empty text."""
     found = {key: _given(value) if isinstance(value, dict) else value for key, value in data.items()}
     return {key: value for key, value in found.items() if value not in (None, "")}
 
@@ -158,7 +158,7 @@ def read_checked(entry: Entry, kind: type[Plan]) -> Plan:
 
 
 def _read(name: str) -> bytes:
-    """Return the file's bytes; refuse what is no regular file, or too large, before reading it."""
+    """Return the file's bytes; refuse a file that is not regular, or too large, before reading it."""
     try:
         handle = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not block
         try:

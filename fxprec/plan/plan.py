@@ -118,11 +118,11 @@ class Plan:
 
     @property
     def low_ratio(self) -> float:
-        """Return the elements held low now over all elements: ``achieved_low_ratio`` less what was promoted since."""
+        """Return elements held low now over all elements: ``achieved_low_ratio`` without promoted elements."""
         return max(0.0, self.achieved_low_ratio - self.promoted_ratio)
 
     def mean_low_ratio(self, steps: int) -> float:
-        """Return the low ratio averaged over the first ``steps`` steps; the one at the start where there were none.
+        """Return the low ratio averaged over the first ``steps`` steps, or the first ratio where there were none.
 
         A tensor promoted after step k was low in steps 1 to k; where k > ``steps`` that was in another run, whose plan
         file this one follows, and here it was high throughout. Source: Lee et al. 2023, section 5.2, over epochs.
@@ -181,7 +181,7 @@ class Plan:
         return shown.html((self,), f"Plan: {self.recipe.name}, {self.storage} storage, policy {self.policy}")
 
     def summary(self) -> str:
-        """Return what was decided, in one line."""
+        """Return the plan's decisions in one line."""
         low, saved = len(self.low_groups), self.saved_bytes
         bytes_saved = "" if saved is None else f", {saved.planned} of {saved.fp32} bytes saved for backward"
         return (

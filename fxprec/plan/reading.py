@@ -67,7 +67,7 @@ def text(entry: Entry) -> str:
 
 
 def integer(least: int, most: int, shown: str) -> Reader:
-    """Return what reads an int of a range; ``shown`` is its end as text."""
+    """Return a reader of ints of a range; ``shown`` is the range's end as text."""
 
     def read(entry: Entry) -> int:
         if type(entry.value) is not int or not least <= entry.value <= most:
@@ -92,7 +92,7 @@ def finite(entry: Entry) -> float:
 
 
 def word(*allowed: str) -> Reader:
-    """Return what reads one of the allowed words, and raises `PlanError` for any other."""
+    """Return a reader of the allowed words, which raises `PlanError` for any other."""
 
     def read(entry: Entry) -> str:
         if not isinstance(entry.value, str) or entry.value not in allowed:
@@ -104,19 +104,19 @@ def word(*allowed: str) -> Reader:
 
 
 def or_one_of(others: Sequence[str | None], read: Reader) -> Reader:
-    """Return what reads one of these values as it is, and all else by ``read``."""
+    """Return a reader that takes these values as they are, and all others by ``read``."""
     return lambda entry: entry.value if entry.value in others else read(entry)
 
 
 def each(read: Reader) -> Reader:
-    """Return what reads every entry of a list."""
+    """Return a reader of lists that reads every entry."""
     return lambda entry: tuple(map(read, entry.items()))
 
 
 def fields_of(
     readers: Mapping[str, Reader], optional: Collection[str] = (), unread: Collection[str] | None = ()
 ) -> Reader:
-    """Return what reads an object with these keys as a dict. Keys in ``unread`` may be there too; None: any other."""
+    """Return a reader of objects with these keys, as a dict. Keys in ``unread`` are allowed too; None allows any."""
 
     def read(entry: Entry) -> dict[str, Any]:
         given = entry.mapping()

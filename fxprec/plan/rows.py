@@ -126,7 +126,7 @@ class Site:
 
     @property
     def stored_as(self) -> str:
-        """Name of the format in which what is stored lies in memory."""
+        """Return the name of the format in which the stored copy lies in memory."""
         return self.saved_as or self.format
 
     @property
@@ -136,7 +136,7 @@ class Site:
 
     @property
     def is_unread(self) -> bool:
-        """Say whether it is high only because nobody would read a low copy: no choice of format."""
+        """Say whether the tensor is high only because nothing would read a low copy."""
         return self.promoted_at is None and self.unread
 
 
@@ -192,7 +192,7 @@ class LoweringChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeStep:
-    """What is there throughout a step under a step budget; the rest of it is the peak budget."""
+    """Bytes that a step holds from start to end under a step budget; the rest of the budget is the peak budget."""
 
     budget: int
     weights: int

@@ -19,7 +19,7 @@ _ROWS = 50  # of a notebook's table of tensors
 
 
 def line(plans: Sequence[Plan], graph: str = "") -> str:
-    """Return what the plans of one model, or of one graph of it, save and hold; what they do not know is left out."""
+    """Return in one line what the plans of a model, or of one graph, save and hold; unknown parts are left out."""
     if not plans:
         return f"fxprec: {_NONE}"
     name = plans[0].recipe.name + (", simulated" if plans[0].storage == "simulate" else "")
@@ -28,7 +28,7 @@ def line(plans: Sequence[Plan], graph: str = "") -> str:
 
 
 def parts(plans: Sequence[Plan]) -> list[str]:
-    """Return what is known of the plans of one model: bytes saved, the peak, bits, promotions."""
+    """Return the known facts of one model's plans: bytes saved, the peak, bits, promotions."""
     promoted = sum(len(plan.promoted) for plan in plans)
     found = (_saved(plans), _peak(plans), _tensors(plans), f"{promoted} promoted" if promoted else "")
     return [text for text in found if text]
@@ -90,7 +90,7 @@ def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
 
 
 def html(plans: Sequence[Plan], title: str) -> str:
-    """Return what `line` says as a table, and each plan's tensors folded below it."""
+    """Return the facts of `line` as an HTML table, with each plan's tensors folded below it."""
     found = [f"<b>{escape(title)}</b>", table([part] for part in parts(plans) or [_NONE])]
     for plan in plans:
         rows = [(s.tensor, s.kind, s.module or s.source, s.shape, s.stored_as, s.why) for s in plan.sites[:_ROWS]]

@@ -44,7 +44,7 @@ def moves(a: Plan, b: Plan) -> list[Move]:
 
 
 def differences(a: Plan, b: Plan) -> Iterator[str]:
-    """Yield one line for each difference; none where the plans agree in all but the versions that wrote them."""
+    """Yield one line for each difference, without the versions that wrote the plans."""
     ours, theirs = a.to_dict(), b.to_dict()
     for name in ours:
         if name not in (*_TABLES, *_VERSIONS) and ours[name] != theirs[name]:
@@ -64,7 +64,7 @@ def differences(a: Plan, b: Plan) -> Iterator[str]:
 
 
 def _changed_rows(table: str, ours: list[_Row], theirs: list[_Row]) -> Iterator[str]:
-    """Yield a line for each row of both plans with other fields than those said already; the first `_SHOWN` of them."""
+    """Yield a line for each of the first `_SHOWN` rows that differ in fields not named yet."""
     said = set(_SAID) if table == "sites" else set()
     if len(ours) != len(theirs):
         yield f"{table}: {len(ours)} -> {len(theirs)}"

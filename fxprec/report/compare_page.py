@@ -1,4 +1,4 @@
-"""Two runs as one self-contained page in the report's style: nothing fetched, every name inserted as text."""
+"""Write two runs as one self-contained page in the report's style: nothing fetched, every name inserted as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison of two runs as text for a terminal."""
+"""Write a comparison of two runs as text for a terminal."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def explain(plan: Plan, tensor: str) -> list[str]:
 
 
 def overview(plan: Plan) -> list[str]:
-    """Return what a plan saves, and each group with its precision and its modules, or lines where it has none."""
+    """Return lines on what a plan saves, and on each group's precision and modules, or source lines."""
     groups = []
     for group in plan.groups:
         sites = [site for site in plan.sites if site.group == group.id]
@@ -63,7 +63,7 @@ _NO_STEP = "step_budget: none was asked for; compile with options optimizer and 
 
 
 def lowering_lines(choice: LoweringChoice) -> list[str]:
-    """Return which lowering was taken and why, and what was estimated of each half."""
+    """Return lines on which lowering was taken, why, and what was estimated for each half."""
     estimate = choice.estimate or LoweringEstimate()
     halves = [(name, half) for name in ("forward", "backward") if (half := getattr(estimate, name)) is not None]
     return [
@@ -73,7 +73,7 @@ def lowering_lines(choice: LoweringChoice) -> list[str]:
 
 
 def peak_lines(plan: Plan, peak: PeakBytes) -> list[str]:
-    """Return what a peak budget is, who shares it, what the step holds under it, and which way values go."""
+    """Return lines on a peak budget: its bytes, who shares it, what the step holds, and which way values go."""
     ways = Counter(_way(site) for site in plan.sites if site.way)
     compiled = "" if peak.compiled is None else f", {peak.compiled:,} as compiled"
     return [
@@ -87,7 +87,7 @@ def peak_lines(plan: Plan, peak: PeakBytes) -> list[str]:
 
 
 def step_lines(plan: Plan, whole: WholeStep) -> list[str]:
-    """Return what a step budget is, and who takes how much of it."""
+    """Return lines on a step budget, and on who takes how much of it."""
     chosen = f", in {whole.chosen}: states='auto', and no more exact form fits" if whole.chosen else ""
     if whole.chosen == "float32":
         chosen = ", in float32: states='auto', and they fit"
@@ -132,12 +132,12 @@ def _site(plan: Plan, site: Site) -> list[str]:
 
 
 def reasons(plan: Plan, site: Site) -> list[str]:
-    """Return why a site has its format, and who reads what is stored, a sentence each."""
+    """Return a sentence on why a site has its format, and one on who reads its stored copy."""
     return [_of_group(plan, site), _of_format(plan, site), *_of_readers(plan, site), *_of_operands(plan, site)]
 
 
 def _of_operands(plan: Plan, site: Site) -> list[str]:
-    """Return what the GEMM that makes a value rounds its operands to, under a recipe that rounds any."""
+    """Return the formats to which the GEMM that makes a value rounds its operands, if the recipe rounds any."""
     made_by = [gemm for gemm in plan.gemms if gemm.node == site.tensor and site.kind == "output"]
     if plan.recipe.operands is None or not made_by:
         return []
@@ -190,7 +190,7 @@ def _of_format(plan: Plan, site: Site) -> str:
 
 
 def _stored(fmt: Format, site: Site) -> str:
-    """Return the format's name, of the saturating one where that is what the site has."""
+    """Return the format's name, or the saturating format's where the site has that one."""
     saturating = replace(fmt, overflow="saturate").name
     return saturating if site.format == saturating else fmt.name
 

@@ -80,7 +80,7 @@ class GraphDump:
 
     @property
     def plan_only(self) -> bool:
-        """Say whether nothing runs: the machine is not the one it is planned for."""
+        """Say whether only the plan is wanted, because the machine is not the one that is planned for."""
         return self._folder.plan_only
 
     @property
@@ -90,7 +90,7 @@ class GraphDump:
 
     @_spares_training
     def start(self) -> None:
-        """Make the folder; take away what an earlier run, perhaps of more passes, left there."""
+        """Make the folder, and remove the files that an earlier run, perhaps of more passes, left there."""
         self._drawing = None
         with _writable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ class GraphDump:
 
     @_spares_training
     def draw(self, work: Work) -> None:
-        """Write ``graph.json`` once the plan is known: later passes insert what nobody asked to see."""
+        """Write ``graph.json`` once the plan is known: later passes insert nodes that nobody asked to see."""
         if work.has("plan") and self._drawing is None:
             self._drawing = Drawing.of(work)
             with _writable(self.path):
@@ -131,7 +131,7 @@ class GraphDump:
 
     @_spares_training
     def write_kernels(self, kernels: Sequence[Kernel], plan: Plan, half: str) -> None:
-        """Write the generated kernels of one half: a source each, with a header, and what they are launched with."""
+        """Write the generated kernels of one half: a source each, with a header, and their launch arguments."""
         folder = self.path / "kernels"
         index = []
         with _writable(folder):

@@ -106,7 +106,7 @@ def predict(plan: Plan, gpu: Gpu, ratios: Sequence[float] = (0.5,)) -> Predictio
 
 
 def layers_of(plan: Plan) -> Iterator[Layer]:
-    """Yield the plan's GEMMs whose sizes its sites tell."""
+    """Yield the plan's GEMMs whose sizes are known from its sites."""
     outputs = {site.tensor: site for site in plan.sites if site.kind == "output"}
     weights = {site.module: site for site in plan.sites if site.kind == "param" and " x " in site.shape}
     for gemm in plan.gemms:
@@ -127,7 +127,7 @@ def _layer(gemm: Gemm, out: Site, weight: Sequence[int], groups: tuple[int, int]
 
 
 def _sizes(site: Site) -> list[int]:
-    """Return a shape's numbers; a dynamic one counts as what is left of the elements."""
+    """Return a shape's sizes; a dynamic size is the elements divided by the other sizes."""
     words = site.shape.split(" x ")
     known = [int(word) for word in words if word.isdecimal()]
     rest = site.elements // max(prod(known), 1)
@@ -203,7 +203,7 @@ class _Model:
         )
 
     def _temporary(self) -> int:
-        """Return the bytes, in backward, of the widest gradient and of what its GEMM makes of it."""
+        """Return the bytes of backward's widest gradient and of its GEMM's result."""
         return max((layer.rows * (layer.columns + layer.inner) * _HIGH for layer in self.layers), default=0)
 
 

@@ -78,7 +78,7 @@ def _notes(node: Node, work: Work) -> list[str]:
 
 
 def one_line(text: str) -> str:
-    """Escape what would end a line: names come from the user's model."""
+    """Escape characters that would end a line: names come from the user's model."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

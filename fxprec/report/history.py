@@ -60,7 +60,7 @@ def _series(row: int, lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _exponent(amax: float) -> float | None:
-    """Return log2 of the largest magnitude; None for zero and for what is no number."""
+    """Return log2 of the largest magnitude; None for zero, inf and NaN."""
     return round(math.log2(amax), 2) if 0 < amax < math.inf else None
 
 

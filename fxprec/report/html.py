@@ -85,7 +85,7 @@ def framed(
 
 
 def _filled(file: str, parts: Mapping[str, str]) -> str:
-    """Return a file of this folder with each ``{{name}}`` replaced; what is put in is not looked at again."""
+    """Return a file of this folder with each ``{{name}}`` replaced; inserted text is not searched again."""
     before, *rest = _read(file).split("{{")
     return before + "".join(parts[name] + after for name, _, after in (piece.partition("}}") for piece in rest))
 

@@ -30,7 +30,7 @@ class _Texts:
 
 
 def page_data(plan: Plan, title: str, drawing: Drawing | None, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return everything the page shows of a plan; ``texts`` holds what the numbers in rows of tables stand for."""
+    """Return everything that the page shows of a plan; numbers in table rows index ``texts``."""
     texts = _Texts()
     row = _Gemms(plan, drawing, texts).row
     points = by_group(plan, None if drawing is None else drawing.damage)
@@ -70,7 +70,7 @@ def _operators(names: Sequence[str]) -> str:
 
 
 def _peak(plan: Plan) -> dict[str, Any] | None:
-    """Return the live bytes over a step, where a budget was put on their peak; with what a step budget counts too."""
+    """Return the live bytes over a step under a peak budget, and the parts that a step budget counts too."""
     peak, whole = plan.peak_bytes, plan.whole_step
     if peak is None:
         return None

@@ -18,7 +18,7 @@ class PlanTaker(DumpFolder):
         self.plans: list[Plan] = []
 
     def graph(self, index: int) -> GraphDump:
-        """Return what takes the plan of one graph, in the place of a folder."""
+        """Return an object that takes the plan of one graph, in place of a folder."""
         return _Taken(self, index)
 
     @property

@@ -65,7 +65,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class PartedPair(Pair):
-    """One that differs by more than is allowed."""
+    """A pair that differs by more than is allowed."""
 
     parting: Parting
 
@@ -145,7 +145,7 @@ def compare_runs(a: Run, b: Run, tolerance: float = 0.1, *, bitwise: bool = Fals
 
 
 def _settings(a: Run, b: Run) -> list[str]:
-    """Say in what the two were trained otherwise."""
+    """Say which settings of the two runs differ."""
     ours, theirs = (next(iter(run.plans.values())) for run in (a, b))
     read: dict[str, Callable[[Plan], str]] = {
         "recipe": lambda p: p.recipe.name, "storage": lambda p: p.storage,

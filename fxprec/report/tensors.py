@@ -101,7 +101,7 @@ def _lost(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _exponents(x: Tensor) -> dict[str, Any]:
-    """Count the elements that are not zero by exponent of two, from ``first`` on."""
+    """Count non-zero elements by exponent of two, from ``first`` on."""
     exponents = torch.frexp(x[x != 0])[1].to(torch.int64) - 1
     if not exponents.numel():
         return {"first": 0, "counts": []}

@@ -15,7 +15,7 @@ from fxprec.report.graph_text import graph_text
 
 
 def run_passes(work: Work, dump: GraphDump | None) -> list[PassReport]:
-    """Run the pipeline; nothing is written, and no text made, where neither a dump's texts nor a trace are wanted.
+    """Run the pipeline; make texts only for a dump that wants them, or for a trace.
 
     Raises `ConfigError` where the dump cannot be written.
     """

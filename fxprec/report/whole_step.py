@@ -1,4 +1,4 @@
-"""Who holds what over a step under a step budget: weights, optimizer states, gradients, activations, temporaries."""
+"""Say who holds what in a step under a step budget: weights, optimizer states, gradients, activations, temporaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is checked: a model, its inputs and its loss, run for one step in several precisions."""
+"""Run a model, its inputs and its loss for one step in several precisions."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Compiled:
         return self._call(*args)
 
     def run(self, steps: int) -> Tensors:
-        """Run ``steps`` steps on the same inputs; return what the last one gave."""
+        """Run ``steps`` steps on the same inputs; return the last step's tensors."""
         for _ in range(steps):
             self.model.zero_grad(set_to_none=True)
             torch.manual_seed(self.case.seed)
@@ -134,7 +134,7 @@ class Compiled:
 
     @contextmanager
     def jittered(self, scale: float, seed: int) -> Iterator[None]:
-        """Multiply parameters and inputs by ``1 + scale * normal`` meanwhile, but for values exact in bfloat16.
+        """Multiply parameters and inputs by ``1 + scale * normal`` meanwhile, except values exact in bfloat16.
 
         Those may lie on a tie between two numbers of a format, which no other machine would break either.
         """
@@ -164,7 +164,7 @@ def quiet() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return ``Type: message``, the first line of it."""
+    """Return the first line of ``Type: message``."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -184,7 +184,7 @@ def _own(inputs: object, dtype: torch.dtype | None = None) -> Any:
 
 
 def _step(model: nn.Module, inputs: tuple[Any, ...], outputs: object, loss: Loss | None) -> Tensors:
-    """Take the loss of ``outputs``, run backward, and name what came out."""
+    """Take the loss of ``outputs``, run backward, and return outputs, loss and gradients by name."""
     found = {}
     for path, leaf in tree_flatten_with_path(outputs)[0]:
         if _is_float(leaf):

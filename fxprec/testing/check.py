@@ -1,4 +1,4 @@
-"""The check itself: one step in float64, in the reference precision and by fxprec, held to two rules and a golden."""
+"""Check one step of fxprec against float64 and a reference precision, by two rules and a golden file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMES = 3.0  # PyTorch's own same() allows 2 to 3
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """What every tensor must keep to. Both rules hold tensor by tensor, against the float64 run."""
+    """The bounds of every tensor. Both rules hold tensor by tensor, against the float64 run."""
 
     k: float | None = None
     """Error at most ``k`` times the reference precision's (PyTorch's ``same()``). None: 3, times 2 for each mantissa
@@ -54,13 +54,13 @@ class Thresholds:
 
     @property
     def floor_(self) -> float:
-        """Return the floor, or that of the reference where none is given."""
+        """Return the given floor, or the floor of the reference precision."""
         return ROUNDING[self.reference] if self.floor is None else self.floor
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check measured, and what it found wrong."""
+    """The tensors that a check measured, and its findings."""
 
     rows: list[Row]
     golden: goldens.Golden
@@ -143,7 +143,7 @@ def _broken(row: Row, k: float, thresholds: Thresholds) -> Iterable[Finding]:
 
 
 def _place(name: str, case: Case, backend: Backend) -> Place:
-    """Find a tensor's module and source line: of a gradient, where its parameter is used."""
+    """Find a tensor's module and source line; for a gradient, the line that uses its parameter."""
     param = name.removesuffix(".grad")
     if param != name:
         sites = (s for plan in backend.plans for s in plan.sites if s.tensor == param)

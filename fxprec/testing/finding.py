@@ -1,4 +1,4 @@
-"""What a check found wrong, and the table that says so."""
+"""Findings of a check, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Finding:
 
 
 def table(findings: Sequence[Finding], rows: Sequence[Row]) -> str:
-    """Return a headline, what moved in options and plan, and the worst tensors with how far each is from float64."""
+    """Return a headline, the changes of options and plan, and the worst tensors with their errors against float64."""
     worst = sorted(findings, key=lambda f: -f.severity)
     about = [f for f in worst if f.tensor.startswith("(")]
     tensors = [f for f in worst if not f.tensor.startswith("(")]

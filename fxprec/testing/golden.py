@@ -61,7 +61,7 @@ class Golden:
 
 
 def take(config: Config, backend: Backend, tensors: Iterable[Measured]) -> Golden:
-    """Return what there is to store, with the least tolerances."""
+    """Return the golden of a check, with the least tolerances."""
     options = {k: v for k, v in config.to_dict().items() if k not in ("dump", "plan", "lowering")}
     plans = backend.plans
     entries = [*map(_tensor_entry, tensors), *_cast_entries(backend)]
@@ -94,7 +94,7 @@ def _cast_entries(backend: Backend) -> Iterator[Entry]:
 
 
 def with_tolerances(golden: Golden, compiled: Compiled, measured: Callable[[int], list[Measured]]) -> Golden:
-    """Widen each tolerance by twice what such numbers move when weights and inputs are jittered.
+    """Widen each tolerance by twice the largest movement of such numbers when weights and inputs are jittered.
 
     A value that rounds the other way moves every tensor after it, so tensors share the largest spread seen.
     """
@@ -125,7 +125,7 @@ def _pool(entry: Entry, number: str) -> str:
 
 
 def differences(stored: Golden, now: Golden, places: Mapping[str, Place]) -> list[Finding]:
-    """Return what moved since the file was written: options, plan, statistics beyond their tolerance."""
+    """Return the changes since the file was written: options, plan, statistics beyond their tolerance."""
     found = [*_options(stored, now), *_plans(stored, now), *_statistics(stored, now, places)]
     if found and stored.torch != now.torch:
         text = f"the golden file was written with torch {stored.torch}, this is {now.torch}"
@@ -150,7 +150,7 @@ def _plans(stored: Golden, now: Golden) -> Iterator[Finding]:
 
 
 def _without_lines(plan: Plan) -> Plan:
-    """Editing a file above the model moves source lines, and nothing else."""
+    """Return the plan without source lines, which move when a file is edited above the model."""
     return replace(plan, sites=tuple(replace(site, source="") for site in plan.sites))
 
 
@@ -230,7 +230,7 @@ def load(path: Path) -> Golden:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn whatever is wrong with a file into one `GoldenError` that names it."""
+    """Turn any error while a file is read into one `GoldenError` that names the file."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Bitwise comparison, for what should not move at all."""
+"""Compare two values bit for bit."""
 
 from __future__ import annotations
 

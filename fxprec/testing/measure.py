@@ -1,4 +1,4 @@
-"""How far a tensor is from its float64 reference: error, SQNR, and a sketch that a golden file can hold."""
+"""Measure a tensor against its float64 reference: error, SQNR, and a sketch that a golden file can hold."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Measured:
 
     @property
     def sqnr(self) -> float:
-        """Signal to quantisation noise, dB."""
+        """Return the signal-to-quantisation-noise ratio in dB."""
         return decibels(self.error)
 
     @property

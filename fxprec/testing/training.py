@@ -1,4 +1,4 @@
-"""A short training run's loss curve against a band from several seeds."""
+"""Compare a short training run's loss curve with a band from several seeds."""
 
 from __future__ import annotations
 

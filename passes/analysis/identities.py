@@ -102,12 +102,12 @@ class Destinations:
         return min(overlapping, key=lambda v: (self.of_value(v).mask ^ ends.mask).bit_count())
 
     def is_whole(self, node: Node, value: Node) -> bool:
-        """Say whether the users of ``node`` take it where a gradient of ``value`` ends: it is that gradient."""
+        """Say whether ``node`` is the whole gradient of ``value``: its users lead where that gradient ends."""
         takers = self._takers(node, node.users, twice=True)
         return reduce(Ends.plus, takers.values(), NOWHERE).paths == self.of_value(value).paths
 
     def _takers(self, node: Node, users: Iterable[Node], *, twice: bool = False) -> dict[Taker, Ends]:
-        """Return who takes ``node`` and where it ends there; ``twice`` counts a sum of ``node`` with itself so.
+        """Return the takers of ``node`` and where it ends in each; ``twice`` counts ``node + node`` twice.
 
         An operator's backward reads a gradient in several nodes, but takes it once.
         """

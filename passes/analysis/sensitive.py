@@ -88,7 +88,7 @@ class _Reasons:
 
 
 def _entry(table: Mapping[str, Kept], op: Operator) -> Kept | None:
-    """Return what a table says of an operator's overload, or of all overloads."""
+    """Return a table's entry for an operator's overload, or for all its overloads."""
     found = (table.get(name) for name in _names(op))
     return next((entry for entry in found if entry is not None), None)
 
@@ -108,7 +108,7 @@ def _named(reason: Kept, op: Operator) -> Kept:
 
 
 def _exponentiated(operators: Operators) -> frozenset[Node]:
-    """Return what attention's backward exponentiates, and what the arguments of other exponentials there come from."""
+    """Return the values that attention's backward exponentiates, and the sources of other exponentials in backward."""
     found: set[Node] = set()
     for op in operators.all:
         for position in EXPONENTIATED_OPERANDS.get(op.nodes[0].target, ()):
@@ -122,7 +122,7 @@ def _exponentiated(operators: Operators) -> frozenset[Node]:
 
 
 def _compared(operators: Operators) -> frozenset[Node]:
-    """Return what backward compares for equality, as that of a maximum does to find where it stood."""
+    """Return the values that backward compares for equality, as a maximum's backward does to find its position."""
     found: set[Node] = set()
     for node in operators.joint.backward_nodes():
         if node.target is ops.aten.eq.Tensor:
@@ -150,12 +150,12 @@ _PRODUCTS = frozenset({ops.aten.mul.Tensor, ops.aten.div.Tensor})
 
 
 def _is_product_of_values(node: Node) -> bool:
-    """Say whether two tensors are multiplied or divided: GELU's exp(-x^2 / 2) decays before the error of x^2 counts."""
+    """Say whether a node multiplies or divides two tensors: GELU's exp(-x^2 / 2) decays before x^2's error counts."""
     return node.target in _PRODUCTS and all(isinstance(arg, Node) for arg in node.args)
 
 
 def _is_statistic(node: Node, tensor: CountedTensor) -> bool:
-    """Say whether every reader spreads the value over a larger tensor: its one error is then in all of them."""
+    """Say whether every reader spreads the value over a larger tensor: then its error is in every element."""
     if tensor.feeds_gemm or tensor.of_gemm:
         return False
     own = numel_hint(tensor_of(node))
@@ -164,7 +164,7 @@ def _is_statistic(node: Node, tensor: CountedTensor) -> bool:
 
 
 def _size(node: Node) -> int:
-    """Return the elements of a node's result; 0 where it has several, as ``frexp`` has."""
+    """Return the elements of a node's result; 0 for several results, as of ``frexp``."""
     val = value(node)
     return 0 if val is None else numel_hint(val)
 

@@ -71,12 +71,12 @@ def _is_empty(val: torch.Tensor) -> bool:
 
 
 def is_mask(node: Node) -> bool:
-    """Say whether the value holds mask fills by construction; `mark_masks` has been over the graph."""
+    """Say whether the value holds mask fills by construction. `mark_masks` must have run over the graph."""
     return bool(node.meta.get(_MASK))
 
 
 def mark_values(graph: Graph, *, stored: bool = True) -> None:
-    """Mark the masks, the divisors and what is under way in a joint graph, for `is_plain_float`.
+    """Mark the masks, the divisors and results of waiting collectives in a joint graph, for `is_plain_float`.
 
     Log-softmax's result is spared where tensors are ``stored``; simulation rounds it, as the paper does.
     """
@@ -92,20 +92,20 @@ def mark_values(graph: Graph, *, stored: bool = True) -> None:
 
 
 def _is_root(node: Node) -> bool:
-    """Say whether a node raises to a power whose derivative is infinite at 0, or that is so itself."""
+    """Say whether a node raises to a power that is infinite at 0, or whose derivative is."""
     power = argument(node, 1) if node.target is aten.pow.Tensor_Scalar else None
     return isinstance(power, int | float) and power < 1
 
 
 def _is_of_log_softmax(node: Node) -> bool:
-    """Say whether a node makes shares of log-softmax's result, in its backward."""
+    """Say whether a node of log-softmax's backward computes probabilities from the result."""
     return node.target is aten.exp.default and (
         str(node.meta.get("original_aten")) == "aten._log_softmax_backward_data.default"
     )
 
 
 def _mark_divisor(arg: object) -> None:
-    """Mark what is divided by and what it is made of, back to a tensor that could be 0 without making it 0."""
+    """Mark a divisor and its sources, back to a tensor whose zeros do not make the divisor 0."""
     while isinstance(arg, Node) and not arg.meta.get(_DIVISOR):
         if not is_backward(arg):
             arg.meta[_DIVISOR] = True
@@ -117,7 +117,7 @@ def _mark_divisor(arg: object) -> None:
 
 
 def _mark_under_way(arg: object) -> None:
-    """Mark what is waited for: a collective's result, seen through views and as one of several."""
+    """Mark the result that a collective's wait takes, through views and as one of several results."""
     while isinstance(arg, Node) and arg.op == "call_function":
         arg.meta[_UNDER_WAY] = True
         arg = input_at(arg, 0) if arg.target in ops.VIEWS or arg.target is operator.getitem else None
@@ -169,7 +169,7 @@ def _is_fill(number: object) -> bool:
 
 
 def _constant(arg: object) -> float | None:
-    """Return the number an argument is everywhere, or None."""
+    """Return the number that fills an argument, or None."""
     while isinstance(arg, Node) and (arg.target in ops.VIEWS or arg.target in ops.CASTS):
         arg = input_at(arg, 0)
     if isinstance(arg, Node):
@@ -179,7 +179,7 @@ def _constant(arg: object) -> float | None:
 
 
 def _makes_fills(factor: float, other: object, data: Collection[Node]) -> bool:
-    """Say whether a product is ``(1 - keep) * -1e9``: a large constant times what no data went into.
+    """Say whether a product is like ``(1 - keep) * -1e9``: a large constant times a value without data.
 
     Data times a large constant is a scale, unless the constant is infinite or a dtype's least number.
     """

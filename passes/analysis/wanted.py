@@ -24,7 +24,7 @@ _SHOWN = 8
 
 
 def mark(grouped: Grouped, patterns: Sequence[str]) -> list[str]:
-    """Mark the nodes of the tensors that patterns take; return a message for each pattern that takes none."""
+    """Mark the nodes of the tensors that match a pattern; return a message for each pattern that matches none."""
     found: dict[Node, list[CountedTensor]] = defaultdict(list)
     parsed = {text: TensorPattern.of(text) for text in patterns}
     missed = set(patterns)
@@ -58,7 +58,7 @@ def _tensors(grouped: Grouped) -> Iterator[tuple[Node, CountedTensor]]:
 
 
 def _maker(node: Node) -> Node:
-    """Return what made a value: Inductor takes copies away, and pairs of transpositions."""
+    """Return the node that made a value, without copies and pairs of transpositions, which Inductor removes."""
     while node.op == "call_function":
         above = node.all_input_nodes[0] if node.all_input_nodes else node
         if node.target in _COPIES:

@@ -33,7 +33,7 @@ class Refusals:
         return ATTENDED if fmt.bits < WHOLE_BITS and q is not None and _is_attended(q) else fmt
 
     def of(self, site: Site, q: Node | None, fmt: BlockFormat) -> str | None:
-        """Return why a copy may not be stored in blocks of ``fmt``, or None; ``""`` where backward reads none in 8 bits."""
+        """Return why a copy may not be stored in blocks of ``fmt``, or None; ``""`` where none is kept in 8 bits."""
         is_exact = fmt.bits >= WHOLE_BITS
         if q is None or site.reads != "backward":
             return ""

@@ -1,4 +1,4 @@
-"""The choice for a peak budget: of least time among those that never hold more."""
+"""Choose for a peak budget: the least time among choices that never hold more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices that keep one value of each equal block and compute the rest of the block again, as a user's checkpoints do.
+"""Make choices that keep one value of each equal block and recompute the rest, as a user's checkpoints do.
 
 A search that ends with nothing within a tight budget may miss them: what its rows say of a moment is a guess for
 choices far from the one that was replayed.

@@ -1,7 +1,7 @@
-"""Which values to keep, narrow or compute again, so that a step never holds more than a budget: least time first.
+"""Choose which values to keep, narrow or compute again, so that a step of least time never holds more than a budget.
 
-What lives when depends on the choice. So the bounds are made one by one: choose (`problem`), replay the step
-(`step.Held`), bound the moments above the budget by what the replay shows there, choose again.
+The tensors that live at a moment depend on the choice. So bounds are added one by one: choose (`problem`), replay the
+step (`step.Held`), bound the moments above the budget by what the replay shows there, choose again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PRECISION = 0.01  # of the least peak
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of the step: the bytes of each way that lives then, or would, by column, and those of all else."""
+    """A moment of the step: by column, the bytes of each way that lives or would live, and the bytes of all else."""
 
     sizes: dict[int, float]
     base: float
     is_between: bool = False
-    """Whether it is the one between the halves."""
+    """Whether it is the moment between forward and backward."""
 
     def row(self, bound: Bound) -> Row:
         return self.sizes, -np.inf, (bound.waiting if self.is_between else bound.peak) - self.base
@@ -43,7 +43,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Fit:
-    """A choice, and what it was replayed to hold."""
+    """A choice, and what its replay holds."""
 
     held: Held
     ways: Ways
@@ -56,11 +56,11 @@ class Fit:
 
     @property
     def waiting(self) -> int:
-        """Bytes that live between the halves: what is saved, and the outputs."""
+        """Bytes that live between forward and backward: saved tensors and outputs."""
         return self.held.timeline.waiting
 
     def excess(self, bound: Bound) -> float:
-        """Return by how much it is above a bound, at worst; nothing or less where it is not."""
+        """Return by how many bytes the choice exceeds a bound at most; 0 or less where it does not."""
         return max(self.peak - bound.peak, self.waiting - bound.waiting)
 
 
@@ -86,7 +86,7 @@ class Chooser:
         return self.replayed(ways)
 
     def within(self, bound: Bound, known: Fit | None = None) -> Fit | None:
-        """Return a choice within a bound, of the least time found; or None. ``known`` is one of them."""
+        """Return the fastest choice found within a bound, or None; ``known`` is a choice within the bound."""
         self.problem.effort.renew()
         found = [] if known is None else [known]
         found += self.approach(bound, known=known)
@@ -103,7 +103,7 @@ class Chooser:
 
     @cached_property
     def _checkpointed(self) -> list[Fit]:
-        """The choice of the least peak that keeps one value of each equal block; none where no blocks are equal."""
+        """The choice of least peak that keeps one value of each equal block; empty where no blocks are equal."""
         size, found = len(self.unlimited.held.items), list[Fit]()
         for ways in checkpoints(self.problem, self.unlimited.ways):
             if not self.problem.effort.replay(size):
@@ -114,9 +114,9 @@ class Chooser:
     def approach(
         self, bound: Bound, rounds: int = _ROUNDS, known: Fit | None = None, gap: float = EXACT
     ) -> Iterator[Fit]:
-        """Yield choices, each better informed, until one is within a bound or none can be.
+        """Yield choices under more and more bounds, until one is within ``bound`` or the problem has no solution.
 
-        With ``known``, a choice within it, those alone that take less time.
+        With ``known``, a choice within ``bound``, only choices that take less time are searched.
         """
         fit, short, moments = self.unlimited, 0.0, list[Moment]()
         for _ in range(rounds):
@@ -157,10 +157,10 @@ class Chooser:
         return self.lowered(best)
 
     def lowered(self, fit: Fit, enough: float = 0.0) -> Fit:
-        """Return a choice that holds less: one value after the other that is kept at the peak goes another way.
+        """Return a choice that holds less: values kept at the peak go another way, one after the other.
 
-        The largest first, as long as that lowers the peak, down to ``enough``. What a problem says of a moment is a
-        guess for choices far from the one it was replayed for; this goes by the replay alone.
+        The largest value goes first, as long as the peak falls, down to ``enough``. A problem's bound is a guess for
+        choices far from the replayed one; this search uses replays alone.
         """
         best, effort = fit, self.problem.effort
         while best.peak > enough:
@@ -191,7 +191,7 @@ class Chooser:
                     yield ways
 
     def narrowed(self, fit: Fit) -> Fit:
-        """Return a choice with what is kept at its peak in the narrowest block formats, as long as that lowers it."""
+        """Return a choice whose values at the peak are in their narrowest formats, as long as that lowers the peak."""
         best = fit
         while True:
             live = best.held.timeline.live
@@ -207,7 +207,7 @@ class Chooser:
             best = found
 
     def replayed(self, ways: Ways) -> Fit:
-        """Return what a choice holds, and takes."""
+        """Replay a choice; return it with what it holds and the seconds it takes."""
         needs, inputs = self.problem.needs, self.problem.inputs
         kept = {node: way for node, way in ways.items() if isinstance(way, Form) and node not in inputs}
         return Fit(Held(needs.step, kept), ways, sum(self.problem.seconds(node, way) for node, way in ways.items()))
@@ -215,7 +215,7 @@ class Chooser:
     def _wanted_when(self) -> tuple[dict[Node, int], dict[Node, int]]:
         """Return when backward first and last reads a value, by position among backward's nodes.
 
-        A guess where only what is computed again reads it.
+        The answer is a guess for values that only repeated nodes read.
         """
         step = self.problem.needs.step
         first: dict[Node, int] = {}
@@ -240,7 +240,7 @@ class Chooser:
         return left
 
     def _moments(self, fit: Fit, bound: Bound) -> Iterator[Moment]:
-        """Yield the moments at which a choice holds most, of those above a bound."""
+        """Yield the moments above a bound at which a choice holds most."""
         live = fit.held.timeline.live
         tops = [
             t
@@ -276,7 +276,7 @@ class Chooser:
                 yield column, float(self.problem.size(node, way) if isinstance(way, Form) else bytes_of(node))
 
     def _would_live(self, node: Node, anchor: Node, way: Way) -> bool:
-        """Guess whether a value would live where ``anchor`` runs, were it to go a way."""
+        """Guess whether a value would live while ``anchor`` runs, if it went this way."""
         moment = self._order[anchor]
         if anchor not in self.problem.needs.step.behind:
             is_left = way.is_on_host and moment > self._left[node]

@@ -1,4 +1,4 @@
-"""What computing a value again, or keeping it, takes: seconds, by rough rates of the device."""
+"""Estimate the seconds to compute a value again or to keep it, by rough rates of the device."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fxprec.passes.forms.way import Form
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device; only their ratio decides."""
+    """Rates of one device; only their ratio decides."""
 
     bytes_per_s: float
     flop_per_s: float
     host_bytes_per_s: float = 5e9
-    """To host memory, and back."""
+    """Rate of copies to host memory, and back."""
     call_s: float = 1e-6
-    """Of the device, between what runs before a copy there and the copy."""
+    """Seconds of the device between a kernel and a copy to host memory behind it."""
 
     @classmethod
     def of(cls, device: torch.device) -> Rates:

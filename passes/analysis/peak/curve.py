@@ -1,4 +1,4 @@
-"""What a step holds and takes under several budgets: from the least time to about the least peak."""
+"""Predict bytes and seconds of a step under several budgets, from the least time to about the least peak."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _descent(chooser: Chooser, bounds: Iterable[Bound], gap: float) -> Iterator[
 
 
 def _spread(fits: Sequence[Fit]) -> tuple[Fit, ...]:
-    """Leave the ends, and of those between the ones that are nearest to equal steps of the peak."""
+    """Keep both ends, and between them the choices nearest to equal steps of the peak."""
     high, low = fits[0].peak, fits[-1].peak
     wanted = (high + (low - high) * i / (_SHOWN - 1) for i in range(_SHOWN))
     kept = {min(range(len(fits)), key=lambda i: abs(fits[i].peak - peak)) for peak in wanted}
@@ -55,7 +55,7 @@ def _spread(fits: Sequence[Fit]) -> tuple[Fit, ...]:
 
 
 def _best_of(fits: Iterable[Fit], *, waiting: bool) -> tuple[Fit, ...]:
-    """Leave out each choice that another beats in time and bytes."""
+    """Drop each choice that another beats in time and bytes."""
     kept: list[Fit] = []
     for fit in sorted(fits, key=lambda f: (f.seconds, f.peak, f.waiting)):
         if not any(k.peak <= fit.peak and (not waiting or k.waiting <= fit.waiting) for k in kept):

@@ -1,7 +1,8 @@
-"""The better of several searches: with and without block formats, with copies to host memory hidden and exposed.
+"""Take the best of several searches: with and without block formats, with copies to host memory hidden and exposed.
 
-More ways make a larger problem, of which as long a search sees less: by itself it may end at a worse choice. What of a
-copy is hidden depends on all others, so one search takes them all to be hidden, one none; `overlap` finds the truth.
+Block formats enlarge the search space, so within the same node limit the solver may return a worse choice. Whether a
+copy is hidden depends on all other copies. So one search assumes that all are hidden, another that none is; `overlap`
+replays what is.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from fxprec.passes.analysis.peak.progress import Progress
 
 @dataclass(frozen=True)
 class Either:
-    """Finds choices; what it finds is never worse than without block formats."""
+    """Finds choices that are never worse than those without block formats."""
 
     plain: Chooser
     blocks: Chooser | None
     hidden: Chooser | None = None
-    """Takes copies to host memory to be hidden."""
+    """A chooser that assumes that copies to host memory are hidden."""
 
     @classmethod
     def of(cls, needs: Needs, rates: Rates, allowed: Collection[str], progress: Progress | None = None) -> Either:

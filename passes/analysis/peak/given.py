@@ -1,4 +1,4 @@
-"""The choice that a plan says: which way each value went when it was made."""
+"""Follow the choice in a given plan: the way that each value went when the plan was made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxprec.plan.rows import PeakBytes, Site
 
 
 def as_given(work: Work, needs: Needs, given: GivenPeak) -> tuple[Fit, PeakBytes]:
-    """Follow a plan's ways. Raises `PlanError` where they leave out what backward needs."""
+    """Return the choice that a plan's ways make. Raises `PlanError` where they leave out what backward needs."""
     kept: dict[Node, Form] = {}
     nodes = {row: node for node, row in needs.rows.items()}
     for site in given.sites:

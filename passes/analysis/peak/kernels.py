@@ -1,4 +1,4 @@
-"""What a node of a joint graph becomes in compiled code, as far as memory and time go."""
+"""Predict what a node of a joint graph becomes in compiled code: its memory and its time."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Kind(Enum):
     FREE = "free"  # an input, a number: takes no memory of the step's own
     VIEW = "view"  # shows another's memory
     FUSED = "fused"  # pointwise: part of its reader's loop where that is one loop
-    REDUCED = "reduced"  # a loop whose result lies in memory, and which what is pointwise before it is part of
-    EXTERN = "extern"  # a library's kernel: what it reads and what it returns lies in memory
+    REDUCED = "reduced"  # a loop whose result lies in memory; pointwise nodes before it are part of it
+    EXTERN = "extern"  # a library's kernel: its operands and its result lie in memory
     PIECE = "piece"  # one result of a kernel that has several
 
 

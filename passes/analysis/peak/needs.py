@@ -34,12 +34,12 @@ class Needs:
     exactly: set[Node] = field(default_factory=set)
     """Values that backward reads as they are, or that 8 bits would spoil."""
     roughly: set[Node] = field(default_factory=set)
-    """Values of which it reads a low copy."""
+    """Values of which backward reads a low copy."""
     forms: dict[Node, tuple[Form, ...]] = field(default_factory=dict)
     """The forms in which a value may be kept."""
     kept: set[Node] = field(default_factory=set)
-    """Values that the user's checkpoints save, what a region starts from and what its policy saves; and those that a
-    rounded copy spoils."""
+    """Values that must be kept: a checkpointed region's inputs, what its policy saves, and values that a rounded copy
+    spoils."""
     read_as_it_is: set[Node] = field(default_factory=set)
     """Values that backward reads itself, not a copy."""
     refused: dict[Node, str] = field(default_factory=dict)
@@ -50,20 +50,20 @@ class Needs:
 
 @dataclass
 class _Copies:
-    """What may be kept of each value beside itself."""
+    """The copies of each value that may be kept in its place."""
 
     own: dict[Node, Format | None] = field(default_factory=dict)
     """The format of a copy that stands for a value; None: the value itself."""
     low: dict[Node, Format] = field(default_factory=dict)
 
     def forbid(self, node: Node) -> None:
-        """Let a value be kept as it is alone."""
+        """Allow no copy of a value: it is kept as it is."""
         self.own[node] = None
         self.low.pop(node, None)
 
 
 def needs_of(work: Work) -> Needs:
-    """Read off who reads what, where the readers of stored copies are settled (`compute_high`)."""
+    """Return what backward reads, from a graph in which `compute_high` has settled the readers of stored copies."""
     needs, copies = Needs(Step(work.joint, work.settings.processor, work.stepped)), _Copies()
     hi = work.settings.recipe.hi
     _add_unread(needs, copies, work)
@@ -102,7 +102,7 @@ def _need_itself(needs: Needs, copies: _Copies, wanted: Node) -> None:
 
 
 def _add_starts(needs: Needs, copies: _Copies) -> None:
-    """Have what checkpointed regions start from kept: forward and its recomputation read the one value."""
+    """Keep the inputs of checkpointed regions: forward and its recomputation must read the same value."""
     step = needs.step
     for node in step.again:
         for source in node.all_input_nodes:
@@ -114,7 +114,7 @@ def _add_starts(needs: Needs, copies: _Copies) -> None:
 
 
 def _add_spoiled(needs: Needs, work: Work) -> None:
-    """Have values kept that 16 bits spoil, where what they would be computed again from may be a rounded copy."""
+    """Keep values that 16 bits spoil, where they would be computed again from a copy that may be rounded."""
     for node in needs.read_as_it_is:
         tensor = work.grouped.values.get(node)
         kept = None if tensor is None else work.book.kept.get(tensor.id)
@@ -135,7 +135,7 @@ def _comes_from_copies(needs: Needs, node: Node) -> bool:
 
 
 def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
-    """List the forms of each value, those first of which more may be computed again."""
+    """List the forms of each value; first the forms from which more values may be computed again."""
     blocks, movable = _in_blocks(needs, copies, work), _movable(needs, copies)
     for node, own in copies.own.items():
         plain = [Own(own), *([Low(copies.low[node])] if node in copies.low else ())]
@@ -144,7 +144,7 @@ def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
 
 
 def find_formats(work: Work) -> list[BlockFormat]:
-    """Return the block formats that may be chosen: those of ``ways``, by default the recipe's; or of a given plan."""
+    """Return the block formats that may be chosen: those of a given plan, of ``ways``, or of the recipe."""
     if work.given is not None:
         return [find_blocks(name) for name in sorted({site.saved_as for site in work.given.sites} - {""})]
     saved, asked = work.settings.recipe.saved, [way for way in work.settings.ways if way in BLOCK_WAYS]
@@ -154,7 +154,7 @@ def find_formats(work: Work) -> list[BlockFormat]:
 
 
 def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blocks]]:
-    """Find the blocks in which each value may be kept that backward reads as one copy alone."""
+    """Find the block formats of each value that backward reads as a single copy."""
     formats, hi = find_formats(work), work.settings.recipe.hi
     if not formats:
         return {}
@@ -175,7 +175,7 @@ def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blo
 
 
 def _movable(needs: Needs, copies: _Copies) -> set[Node]:
-    """Find what may wait in host memory: of fixed size, not empty, dense, no output, stored as one copy at most."""
+    """Find the values that may wait in host memory: static, not empty, dense, no output, stored as one copy at most."""
     found = set[Node]()
     for node in copies.own:
         val = tensor_of(node)
@@ -187,7 +187,7 @@ def _movable(needs: Needs, copies: _Copies) -> set[Node]:
 
 
 def _add_unread(needs: Needs, copies: _Copies, work: Work) -> None:
-    """Let values that backward does not read be kept low: others may be computed again from them."""
+    """Allow low copies of values that backward does not read: others may be computed again from them."""
     recipe, known = work.settings.recipe, set(needs.step.forward)
     for site in work.book.sites:
         node = work.book.values.get(site.id)

@@ -1,4 +1,4 @@
-"""For which sizes a choice keeps its budget under dynamic shapes: what lives at each moment, as a function of them."""
+"""Find the sizes at which a choice keeps its budget under dynamic shapes, from live bytes as a function of sizes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fxprec.passes.notice import readable
 
 @dataclass
 class OtherSizes:
-    """The bytes of a step at each moment, at any sizes; ``room`` is what they may take."""
+    """The bytes of a step at each moment, at any sizes; ``room`` is the most that they may be."""
 
     room: int
     ranges: Ranges
     moments: sympy.Tuple
     places: Mapping[Symbol, tuple[int, int]]
-    """Input, and its dimension, that shows a size."""
+    """The input, and its dimension, from which each size is read."""
     _seen: dict[tuple[int, ...], int] = field(default_factory=dict)
     _worst: int = 0
 
@@ -43,7 +43,7 @@ class OtherSizes:
         return f"{chosen}; it holds {found or 'at all that the guards allow'}"
 
     def excess(self, args: Sequence[Any]) -> str | None:
-        """Say that a call's sizes take more than the budget, and more than those before."""
+        """Return a message if a call's sizes take more than the budget, and more than all calls before; else None."""
         sizes = tuple(_size(args, *self.places[s]) for s in self._symbols)
         if sizes not in self._seen:
             self._seen[sizes] = 0 if self._held is None else math.ceil(max(self._held(*sizes)))

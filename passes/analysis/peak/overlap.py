@@ -1,8 +1,8 @@
-"""Copies to host memory and back beside the kernels: when each wait comes, and what time is waited in all.
+"""Run copies to host memory and back beside the kernels: place the waits, and sum the seconds that kernels wait.
 
-Copies run one after the other on a stream of their own, kernels on another. A tensor counts until its copy out is
-waited for, and from the moment on at which its copy back begins. Each copy gets as much time as the bound leaves memory
-for; what is left of it is exposed.
+Copies run one after the other on a stream of their own, kernels on another. A tensor takes memory until a kernel waits
+for its copy out, and again from the start of its copy back. Each copy runs as long as the bound leaves memory for; the
+rest of its time is exposed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Waits:
-    """Behind which kernel each copy is waited for, and the seconds that kernels wait in all."""
+    """The kernel behind which each copy is waited for, and the seconds that kernels wait in all."""
 
     behind: list[int]
     exposed: float

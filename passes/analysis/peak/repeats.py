@@ -1,4 +1,4 @@
-"""Equal blocks of a network, found in the order of its values: what is decided for one may hold for all."""
+"""Find equal blocks of a network in the order of its values: one decision may serve all of them."""
 
 from __future__ import annotations
 

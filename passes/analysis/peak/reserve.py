@@ -1,4 +1,4 @@
-"""What of a GPU's ``peak_budget`` no plan may use: libraries' workspaces, and an allowance for what is not known."""
+"""Reserve the part of a GPU's ``peak_budget`` that no plan may use: libraries' workspaces, and an allowance."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def reserved(device: torch.device, budget: int) -> int:
 
 
 def enough_for(missing: int, budget: int) -> int:
-    """Return the budget in place of one that is ``missing`` bytes short: part of what is added is left free, too."""
+    """Return the larger budget for one that is ``missing`` bytes short: a share of the added bytes is reserved too."""
     return budget + math.ceil(missing / (1 - ALLOWANCE))

@@ -1,4 +1,4 @@
-"""The choice that saves at most a share of what is saved without a bound: torch's ``activation_memory_budget``."""
+"""Choose to save at most a share of the bytes saved without a bound: torch's ``activation_memory_budget``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fxprec.passes.forms.way import Form, Way
 
 
 def within_share(free: Problem, share: float) -> Fit:
-    """Return the choice of least time within ``share`` of the bytes that ``free`` saves; of fewest, where none is.
+    """Return the fastest choice within ``share`` of the bytes that ``free`` saves; else the choice of fewest bytes.
 
-    What is computed again may start from any input: those are not counted, as torch counts them not.
+    Repeated nodes may read any input of the graph: inputs are not counted, as in torch.
     """
     problem = replace(free, allowed=(*free.allowed, "recompute"), inputs=())
     most = share * _saved(free, Chooser(free).unlimited.ways)
@@ -32,7 +32,7 @@ def _saved(problem: Problem, ways: Ways) -> int:
 
 
 def _row(problem: Problem, most: float) -> Row:
-    """Return the row of which choices save at most so many bytes."""
+    """Return the row of the choices that save at most so many bytes."""
     columns = problem.columns.items()
     return {at: float(size) for (node, way), at in columns for size in _size(problem, node, way)}, -np.inf, most
 

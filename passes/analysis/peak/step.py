@@ -117,7 +117,7 @@ class Step:
                 yield from self._readers_behind(user)
 
     def wanted_by(self, node: Node) -> Iterator[Node]:
-        """Yield what a backward node reads of the forward half: values, and decoded copies."""
+        """Yield the values and decoded copies of the forward half that a backward node reads."""
         for source in node.all_input_nodes:
             if source in self.decoded and source not in self.casts:
                 yield from self.wanted_by(source)
@@ -125,19 +125,19 @@ class Step:
                 yield source
 
     def traits_of(self, node: Node) -> tuple[Kind, int, bool, int]:
-        """Return a node's kind, bytes, whether it is too much to repeat, and workspace: the same in each replay."""
+        """Return a node's kind, bytes, whether it is too expensive to repeat, and workspace; all replays agree."""
         if node not in self._traits:
             kind = Kind.PIECE if self.joint.is_tangent(node) else kind_of(node)
             self._traits[node] = (kind, bytes_of(node), node.target in HEAVY, workspace_of(node, self.processor))
         return self._traits[node]
 
     def shown(self, node: Node) -> Node:
-        """Return the value that a node is, or is the decoded copy of."""
+        """Return the value whose decoded copy a node is, or the node itself."""
         cast = self.casts.get(node)
         return node if cast is None else cast.x
 
     def is_there(self, node: Node) -> bool:
-        """Say whether backward has a value anyway: an input, a constant, or a number."""
+        """Say whether backward has a value without saving it: an input, a constant, or a number."""
         holds_nothing = value(node) is None and not isinstance(node.meta.get("val"), list | tuple)
         return node.op != "call_function" or holds_nothing
 
@@ -168,16 +168,16 @@ class Step:
         return found
 
     def _copied(self, cast: Quantize) -> Format | None:
-        """Return the format of the copy that is made of an input; None of any other value."""
+        """Return the format of an input's narrower copy, or None."""
         fmt = parse(cast.format)
         is_narrower = bytes_per_element(fmt) < tensor_of(cast.x).dtype.itemsize
         return fmt if is_narrower and self.is_there(cast.x) else None
 
     def _is_cast(self, q: Node) -> bool:
-        """Say whether a value of forward is stored to be decoded for backward, and nothing else reads its codes.
+        """Say whether a forward value is stored to be decoded for backward, and nothing else reads its codes.
 
-        What is in blocks stays so. A decode that takes a gradient's scale off is an operator of backward that reads the
-        codes. Nor is there a copy where forward reads the stored value itself: a checkpointed region starts from it.
+        A copy in blocks stays in blocks. A decode that takes a gradient's scale off is an operator of backward, and it
+        reads the codes. Nor is there a copy where forward itself reads the stored value, as a checkpointed region does.
         """
         if is_in_blocks(q) or any(x in self.needed for x in q.users):
             return False
@@ -186,7 +186,7 @@ class Step:
 
 
 def drawn(moments: Sequence[_T], size: Callable[[_T], int], most: int = _MOMENTS) -> tuple[_T, ...]:
-    """Return up to so many moments of a step, of each stretch the one of the largest ``size``."""
+    """Cut a step into at most ``most`` stretches; return from each the moment of the largest ``size``."""
     stretch = -(-len(moments) // most) or 1
     return tuple(max(moments[i : i + stretch], key=size) for i in range(0, len(moments), stretch))
 
@@ -199,7 +199,7 @@ def _growth(node: Node) -> sympy.Expr:
 
 @dataclass
 class Held:
-    """What a step holds under one choice: an item for each node that runs, and for each that runs again."""
+    """What a step holds under one choice: an item for each node that runs, and for each repeated node."""
 
     step: Step
     kept: Kept
@@ -255,7 +255,7 @@ class Held:
         return self.kept[node].format if node in self.kept else self.step.copied.get(node)
 
     def _is_copy(self, node: Node) -> bool:
-        """Say whether a conversion makes what is stored of its operand anyway: Inductor finds the two equal."""
+        """Say whether a conversion equals the stored copy of its operand, so that Inductor computes it once."""
         fmt = self._format(node.all_input_nodes[0]) if node.target in CASTS else None
         return isinstance(fmt, Format) and fmt.bits > 8 and fmt.torch_dtype is tensor_of(node).dtype
 
@@ -266,14 +266,14 @@ class Held:
         return self._append(item, anchor, node)
 
     def _append(self, item: Item, anchor: Node, made: Node) -> int:
-        """Add what is made of a value, at its size or at another number of bytes an element."""
+        """Append an item for what is made of a value; return its position."""
         self.items.append(item)
         self.anchors.append(anchor)
         self.made.append(made)
         return len(self.items) - 1
 
     def _find(self, wanted: Node, reader: Node) -> int:
-        """Return where backward has a value from; what has to run again for it runs now."""
+        """Return the item from which backward reads a value; append the nodes that must run again for it."""
         stack = [wanted]
         while stack:
             node = stack[-1]
@@ -288,7 +288,7 @@ class Held:
         return self.again[wanted]
 
     def _sources(self, node: Node) -> Iterable[Node]:
-        """Return what must be there before backward can have a value."""
+        """Return the nodes that backward needs before it can have a value."""
         cast = self.step.casts.get(node)
         if cast is not None:
             return () if self._has_copy(cast.x) else (cast.x,)
@@ -329,7 +329,7 @@ class Held:
         return self.back[value]
 
     def lives(self, node: Node, time: int, *, again: bool) -> bool:
-        """Say whether a value lies in memory at a time: what is kept of it, or what backward computes ``again``."""
+        """Say whether a value lies in memory at a time: its kept copy, or what backward computes ``again``."""
         items = [self.again.get(node)] if again else [self.copies.get(node, self.at[node]), self.back.get(node)]
         born, dies = self.timeline.born, self.timeline.dies
         return any(born[item] <= time <= dies[item] for item in items if item is not None and item in born)
@@ -349,7 +349,7 @@ class Held:
         return tuple(map(tuple, drawn(rows, sum, moments)))
 
     def moments_in_sizes(self) -> list[sympy.Expr]:
-        """Return what lives at each time as an expression in the dynamic dimensions.
+        """Return the live bytes at each time as an expression in the dynamic dimensions.
 
         A kernel's workspace is taken to grow as its result does.
         """

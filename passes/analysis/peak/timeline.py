@@ -1,6 +1,6 @@
 """Live bytes over a step, replayed from the order of its nodes.
 
-A tensor that lies in memory (`loops`) lives from the node that makes it to the last that reads its memory.
+A tensor that lies in memory (`loops`) lives from the node that makes it to the last node that reads its memory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from fxprec.passes.analysis.peak.loops import Item, Loops
 
 @dataclass
 class Timeline:
-    """What lives when: kernels run in an order that saves memory, forward's first, from item ``border`` on backward's.
+    """The live tensors at each time: kernels run in an order that saves memory, forward's first.
 
-    A time is a kernel's place in that order; an item that is part of other loops has none.
+    Backward's items begin at ``border``. A time is a kernel's place in the order; an item inside other loops has none.
     """
 
     items: Sequence[Item]
@@ -42,7 +42,7 @@ class Timeline:
         self._fill(reads)
 
     def _maker(self, position: int) -> int:
-        """Return the item whose kernel makes an item's memory: all pieces of one are there at once."""
+        """Return the item whose kernel writes an item's memory: a kernel writes all pieces of its result at once."""
         item = self.items[position]
         return item.reads[0] if item.kind is Kind.PIECE and item.reads else position
 
@@ -67,7 +67,7 @@ class Timeline:
         return [half[i] for i in (order if is_better else range(len(half)))]
 
     def _overwrites(self, position: int) -> set[int]:
-        """Return the kernels that read, through views and loops that are theirs, what an item writes over."""
+        """Return the kernels that read the tensor an item overwrites, through views and their own loops."""
         written = self.items[position].writes
         found, stack = set[int](), [] if written is None else [*self._readers[written]]
         while stack:
@@ -97,7 +97,7 @@ class Timeline:
             self.live.append(live + self.items[position].workspace)
 
     def extend(self, position: int, *, born: int | None = None, dies: int | None = None) -> None:
-        """Let an item live from an earlier time on, or to a later one."""
+        """Let an item live from an earlier time on, or until a later time."""
         was = self.born[position], self.dies[position]
         self.born[position] = min(was[0], was[0] if born is None else born)
         self.dies[position] = max(was[1], was[1] if dies is None else dies)
@@ -114,5 +114,5 @@ class Timeline:
 
     @property
     def waiting(self) -> int:
-        """What lives between the halves: what is saved, and the outputs."""
+        """Bytes that live between forward and backward: saved tensors and outputs."""
         return sum(self.items[i].bytes for i, born in self.born.items() if born < self.split <= self.dies[i])

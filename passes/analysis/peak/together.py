@@ -1,7 +1,7 @@
-"""One budget for all graphs of a step: which of its points each graph takes, so that no moment holds more.
+"""Share one budget among all graphs of a step: choose a point for each, so that no moment holds more.
 
-Graphs run in order and backward in the reverse order: while one runs, what earlier ones saved waits, and from backward
-on the gradients of later ones are there. One point is chosen for each graph, of least time in all; with so few
+Graphs run in order and backward in the reverse order. While a graph runs, tensors that earlier graphs saved wait, and
+in backward the gradients of later graphs live. One point is chosen for each graph, of least time in all; with so few
 columns HiGHS solves it at once.
 """
 
@@ -35,13 +35,13 @@ class Together:
         return self.peak(found)
 
     def peak(self, chosen: Mapping[int, PeakPoint]) -> int:
-        """Return what is held at once by all graphs."""
+        """Return the most bytes that all graphs hold at once."""
         return max(
             self._beside(chosen, calls, at) + chosen[g].peak for calls in self.calls for at, g in enumerate(calls)
         )
 
     def parts(self, chosen: Mapping[int, PeakPoint], budget: int) -> Mapping[int, Part]:
-        """Return what each graph may hold; what is left of the budget lets each wait for a little more."""
+        """Return each graph's part; bytes left of the budget raise what each graph may keep waiting."""
         left = budget - self.peak(chosen)
         spare = left // (2 * max(map(len, self.calls)))
         looser = {g: replace(p, waiting=p.waiting + spare) for g, p in chosen.items()}
@@ -56,7 +56,7 @@ class Together:
         return sum(chosen[g].waiting for g in calls[:at]) + sum(self.gradients[g] for g in later)
 
     def _solved(self, budget: float | None) -> Mapping[int, PeakPoint] | None:
-        """Minimize seconds within a budget, or the peak."""
+        """Minimize seconds within a budget; without one, the peak."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         columns = [(g, point) for g, points in self.points.items() for point in points]

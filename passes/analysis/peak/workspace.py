@@ -1,4 +1,4 @@
-"""What a library's kernel allocates for itself while it runs, on a CPU: it is part of the peak, and in no graph.
+"""Predict what a library's kernel allocates for itself on a CPU: these bytes are part of the peak, and in no graph.
 
 By the allocator's events, torch 2.13 with oneDNN on a CPU with AVX-512; within a tenth, or above. Of GPUs nothing is
 known here: cuBLAS and cuDNN choose by device and version.
@@ -68,12 +68,12 @@ def _is_transposed(x: Tensor) -> bool:
 
 
 def _lies_in_order(x: Tensor) -> bool:
-    """Say whether a batch of matrices, or of transposed ones, lies without gaps: oneDNN is given no other."""
+    """Say whether a batch of matrices, transposed or not, lies without gaps: oneDNN gets a copy of any other."""
     return x.is_contiguous() or x.transpose(-1, -2).is_contiguous()
 
 
 def _widened(name: str, operands: Sequence[Tensor], threads: int) -> int:
-    """Return what `fxprec_wide` takes: float32 copies of the piece at work, and what ATen takes for it in float32."""
+    """Return the bytes of `fxprec_wide`: float32 copies of a piece, and ATen's workspace for the piece in float32."""
     if name in _GEMMS:
         return _product(*operands[-2:])
     wide = [torch.empty_like(x, dtype=torch.float32) for x in operands[:3]]
@@ -119,7 +119,7 @@ def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *, thread
 
 
 def _attention(query: Tensor, key: Tensor, threads: int, *, is_backward: bool) -> int:
-    """Scores of a block in float32 for each thread, in 16 bits too if the query is; backward has two.
+    """Return the bytes of each thread's scores of a block: in float32, in 16 bits too if the query is; backward has 2.
 
     Backward copies the gradient of the result, ``query`` then, where its heads do not lie side by side.
     """

@@ -47,7 +47,7 @@ def _library_calls(memory: Memory) -> Iterable[set[int]]:
 
 
 def _read(memory: Memory, kernel: Collection[int]) -> int:
-    """Return the bytes that a kernel reads: of each tensor no more than it has, and nothing of its own."""
+    """Return the bytes that a kernel reads from other kernels' tensors, at most each tensor's own."""
     pieces: dict[int, dict[str, int]] = {}
     for position in kernel:
         for read in memory.reads[position].values():
@@ -57,7 +57,7 @@ def _read(memory: Memory, kernel: Collection[int]) -> int:
 
 
 def _written(memory: Memory, kernel: Collection[int]) -> int:
-    """Return the bytes that a kernel writes: what it does not only read itself."""
+    """Return the bytes that a kernel writes: its results that others read."""
     return sum(memory.items[p].bytes for p in kernel if _leaves(memory, p, kernel))
 
 
@@ -69,7 +69,7 @@ def _leaves(memory: Memory, position: int, kernel: Collection[int]) -> bool:
 
 
 def _is_inside(memory: Memory, position: int, kernel: Collection[int]) -> bool:
-    """Say whether what reads a tensor, or every loop that a view or a pointwise result of it is part of, is here."""
+    """Say whether a kernel contains a reader, or every loop that reads through it where it has no buffer."""
     if memory.lies(position):
         return position in kernel
     return all(_is_inside(memory, reader, kernel) for reader in memory.loops.readers[position])

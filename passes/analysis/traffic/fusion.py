@@ -51,7 +51,7 @@ class Kernels:
         return _Group({position}, over, {made} if made != over else set())
 
     def _ancestors(self) -> list[int]:
-        """Return of each item the set, as bits, of the kernels' items that must have run before it."""
+        """Return for each item the set, as bits, of the kernels' items that must run before it."""
         before: list[int] = []
         for item in self.memory.items:
             bits = 0
@@ -62,12 +62,12 @@ class Kernels:
         return before
 
     def _maker(self, base: int) -> int:
-        """Return the item whose loop makes what lies there, which may be one of several results."""
+        """Return the item whose loop writes ``base``, which may be one of several results."""
         item = self.memory.items[base]
         return item.reads[0] if item.kind is Kind.PIECE else base
 
     def _pairs(self) -> Iterator[tuple[int, int, bool]]:
-        """Yield (loop, loop, whether the second reads the first), those first that share the most bytes."""
+        """Yield (loop, loop, whether the second reads the first); first the pairs that share the most bytes."""
         shared: dict[tuple[int, int], int] = {}
         direct: dict[tuple[int, int], bool] = {}
         readers: dict[int, list[tuple[int, Read]]] = {}
@@ -94,7 +94,7 @@ class Kernels:
                 shared[pair] = shared.get(pair, 0) + min(read_a.bytes, read_b.bytes)
 
     def _join(self, first: int, second: int, direct: bool) -> bool:
-        """Make one kernel of the two loops' where that can be; say whether."""
+        """Join the kernels of two loops where one kernel can do both; return whether it can."""
         a, b = self.group[first], self.group[second]
         if a is b or not direct or not self._fit(a, b) or self._has_cycle(a, b):
             return False
@@ -119,7 +119,7 @@ class Kernels:
         return self._is_cut(a) == self._is_cut(b) or len(a.made | b.made) > 1
 
     def _is_cut(self, group: _Group) -> bool:
-        """Say whether a kernel is but the first of two of a reduction."""
+        """Say whether a kernel is the first of the two kernels of a reduction."""
         return any(self.memory.is_split(p) for p in group.members)
 
     def _can_mix(self, a: _Group, b: _Group) -> bool:
@@ -141,7 +141,7 @@ class Kernels:
         return any(self._before[p] & bits for p in _set_bits(before & ~bits & -(1 << min(members))))
 
     def _note(self, joined: _Group) -> None:
-        """Order a joined kernel, which runs at once: all before a member is before all members and what follows one."""
+        """Order a joined kernel: nodes before one member are before all members, and before nodes that follow any."""
         bits = _bits(joined.members)
         before = 0
         for member in joined.members:

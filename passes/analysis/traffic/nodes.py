@@ -85,7 +85,7 @@ class Memory:
 
     @cached_property
     def loops(self) -> Loops:
-        """Say which items lie in memory, and which of these each item reads."""
+        """Return which items lie in memory, and which of these each item reads."""
         return Loops(self.items)
 
     def lies(self, position: int) -> bool:
@@ -113,7 +113,7 @@ class Memory:
         return found
 
     def _shown(self, position: int, read: Read) -> Read:
-        """Return what is read of a tensor through a view."""
+        """Return the read of a tensor as a view shows it."""
         node = self.nodes[position]
         if _kind(node) is not Kind.VIEW:
             return read
@@ -130,7 +130,7 @@ class Memory:
         return 1 if val is None else val.dtype.itemsize
 
     def space(self, position: int) -> tuple[int, int]:
-        """Return the size of the loop that makes an item: elements it goes over, elements it makes of them."""
+        """Return the elements that the loop of an item goes over, and the elements that it makes."""
         node, made = self.nodes[position], value(self.nodes[position])
         if self.items[position].kind is Kind.REDUCED and node.all_input_nodes:
             source = numel_hint(tensor_of(node.all_input_nodes[0]))
@@ -140,7 +140,7 @@ class Memory:
         return size, size
 
     def is_split(self, position: int) -> bool:
-        """Say whether a reduction is cut into two kernels: over what does not lie innermost, or into few numbers."""
+        """Say whether a reduction is cut into two kernels: its dimension is not innermost, or its results are few."""
         if self.items[position].kind is not Kind.REDUCED:
             return False
         over, out = self.space(position)
@@ -153,7 +153,7 @@ _SHORT, _FEW = 1024, 1024  # of a row; results
 
 
 def _is_innermost(node: Node, source: torch.Tensor, count: int) -> bool:
-    """Say whether a reduction over ``count`` elements goes over what lies innermost in memory."""
+    """Say whether a reduction over ``count`` elements goes over a dimension that is innermost in memory."""
     dims = argument(node, 1)
     over = dims if isinstance(dims, list | tuple) else range(source.ndim)
     strides = [dim_hint(source.stride(int(d))) for d in over if isinstance(d, int)]
@@ -186,7 +186,7 @@ def _is_piece(node: Node) -> bool:
 
 
 def _is_cut_out(node: Node) -> bool:
-    """Say whether a piece of what lies nowhere is computed as that piece: each that a library reads, by itself."""
+    """Say whether a piece of a pointwise result without a buffer is computed by itself, for a library that reads it."""
     if _kind(node) is not Kind.VIEW or not _is_piece(node) or value(node) is None:
         return False
     base = node
@@ -201,7 +201,7 @@ def _is_joined_in_place(node: Node) -> bool:
 
 
 def _bytes(node: Node) -> int:
-    """Return what lies in memory of a node's result; several results are items of their own."""
+    """Return the bytes of a node's result; several results are items of their own."""
     val = value(node)
     return 0 if val is None else _tensor_bytes(val)
 
