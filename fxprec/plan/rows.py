@@ -225,14 +225,14 @@ class PeakBytes:
 
     budget: int
     high: int
-    """With everything kept, in high precision."""
+    """Bytes with everything kept in high precision."""
     planned: int
     compiled: int | None = None
     """As the compiled graphs allocate; None where that is not known (``lowering="eager"``)."""
     compiled_live: tuple[int, ...] = ()
     """Bytes at up to 100 moments of the compiled step, of each stretch the one that holds most."""
     live: Live = ()
-    """At up to 100 moments of the step, of each stretch the one that holds most: bytes by `LIVE`."""
+    """Bytes by `LIVE` at up to 100 moments of the step: from each stretch the moment that holds most."""
     kept: tuple[str, ...] = ()
     """Values without a site that are kept as they are (masks, statistics, what only fusion holds), by node."""
     offloaded: tuple[str, ...] = ()

@@ -20,8 +20,8 @@ from fxprec.errors import ConfigError, FxprecError, ReferenceRunError
 
 Loss = Callable[[Any], Tensor]
 Tensors = Mapping[str, Tensor]
-"""Of one step, by name: ``output``, ``loss``, each ``PARAMETER.grad``, and ``input[i].grad`` of inputs that require
-one; float64, on the CPU."""
+"""Tensors of one step, by name: ``output``, ``loss``, each ``PARAMETER.grad``, and ``input[i].grad`` of inputs that
+require one; float64, on the CPU."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The statistics of the first step choose the scales, and those of the second arrive in the third.

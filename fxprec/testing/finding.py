@@ -15,7 +15,7 @@ SHOWN = 10  # rows of a table
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the user's model."""
+    """A place in the user's model."""
 
     module: str = ""
     source: str = ""
@@ -47,7 +47,7 @@ class Finding:
     place: Place
     text: str
     severity: float = 1.0
-    """For the order; 1 at the limit."""
+    """Orders findings; 1 is at the limit."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""

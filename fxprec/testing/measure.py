@@ -25,7 +25,7 @@ class Measured:
     """L2 of the float64 reference."""
     error: float
     reference_error: float
-    """That of the reference precision."""
+    """The error of the reference precision."""
     gain: float
     """<tensor, reference> / <reference, reference>: 1 but for a bias."""
     sketch: tuple[float, ...]

@@ -1,1 +1,1 @@
-"""Where casts go: sites, the nodes of a cast, and which tensors get one in each storage."""
+"""Place casts: sites, the nodes of a cast, and the tensors that get one in each storage."""

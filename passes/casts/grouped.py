@@ -1,4 +1,4 @@
-"""What a grouped product's operands need before they are rounded to blocks.
+"""Pad the groups of a grouped product's operands to whole blocks before they are rounded.
 
 Where a product sums over the tokens of each group, a block of tokens must not hold those of two groups: hardware scales
 each group's blocks, and a Hadamard matrix cancels within one product only. So each group gets rows of zeros until the

@@ -17,8 +17,8 @@ from fxprec.passes.keep_signs import asks_sign
 from fxprec.plan import Site
 
 ATTENDED = BlockFormat(Integer(8), 32, "bf16")
-"""Of attention's queries and keys, for recipes that save in fewer than 8 bits: an error of 1/510 of the range of 32
-elements at most, a fifth of e4m3fn's."""
+"""The format of attention's queries and keys, where a recipe saves in fewer than 8 bits. Its error is at most 1/510 of
+the range of 32 elements, a fifth of e4m3fn's."""
 
 
 class Refusals:

@@ -1,4 +1,4 @@
-"""What backward asks of forward in a joint graph whose casts are settled, and in which formats it may be kept."""
+"""Find the values that backward reads of forward, in a graph whose casts are settled, and the forms they may take."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from fxprec.plan.rows import LIVE
 _MOMENTS = 100
 _T = TypeVar("_T")
 Kept = Mapping[Node, Form]
-"""What is kept for backward, and in which form."""
+"""The values kept for backward, with their forms."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Step:
         put(self, "updates", self._placed(updates.values()))
 
     needed: set[Node] = field(init=False)
-    """What the results of forward depend on."""
+    """Nodes that the results of forward depend on."""
     again: set[Node] = field(init=False)
-    """What the user's checkpoints compute again in backward, of what backward asks for."""
+    """Nodes that the user's checkpoints compute again in backward and that backward asks for."""
     casts: Mapping[Node, Quantize] = field(init=False)
-    """What each decoded copy is a copy of."""
+    """Decoded copy -> the cast whose copy it decodes."""
     stored: Mapping[Node, list[Node]] = field(init=False)
     """The casts of each value that has a copy."""
     copied: Mapping[Node, Format] = field(init=False)
