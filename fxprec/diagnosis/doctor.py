@@ -155,7 +155,7 @@ def recorded(subject: Subject, request: Request, tell: Tell) -> tuple[float, lis
     """Run a step, or a few where gradients have scales; return its loss, its training graphs, and notes."""
     settings, recorder = Settings.of(request.config), Recorder()
     backend = Backend(replace(request.config, cpu=request.config.cpu or PORTABLE), recorder=recorder)
-    whole = settings.is_simulated
+    whole = _rounds_forward(settings)
     model = WithLoss(subject.fresh(), subject.loss) if whole else subject.fresh()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -177,12 +177,17 @@ def recorded(subject: Subject, request: Request, tell: Tell) -> tuple[float, lis
     return value, graphs, notes
 
 
+def _rounds_forward(settings: Settings) -> bool:
+    """Say whether the recorded step's outputs are rounded, and so is the gradient of a loss outside of the graph."""
+    return settings.is_simulated or settings.recipe.operands is not None
+
+
 def recorded_live(live: Live, request: Request, tell: Tell) -> tuple[float, list[Callable[[], Examined]], list[str]]:
     """Run a step of a training; return its loss (NaN where the step returned none), its graphs, and notes."""
     value, recorder = live.record()
     tell(f"step of {live.name} run: loss {value:.6g}")
     notes = []
-    if Settings.of(request.config).is_simulated:
+    if _rounds_forward(Settings.of(request.config)):
         notes.append("the loss lies outside of the graph: its own gradient is that of the rounded step")
     graphs = _recorded_graphs(recorder, "", 0)
     if not graphs:

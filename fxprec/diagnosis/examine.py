@@ -60,8 +60,8 @@ class Examined:
             if c.reads and c.operand_of is None
         }
         found.gradients = Gradients.of(found.lab.run(), [known.module for known in inputs])
-        found.values = found.lab.values()
-        found.sensitivity = sensitivities(found.lab, found.gradients, seed=seed)
+        found.values = found.lab.values(found.sites)
+        found.sensitivity = sensitivities(found.lab, found.gradients, found.sites, seed=seed)
         return found
 
     @property

@@ -7,7 +7,7 @@ the copies carry a gradient themselves, how much each of their elements matters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,12 +109,13 @@ class Lab:
             walk = _Walk(self, self._halves[1], read, differentiate)
             return list(walk.run(*args))
 
-    def values(self) -> dict[str, Tensor]:
-        """Return the exact value of each cast of the step, by name."""
+    def values(self, names: Container[str]) -> dict[str, Tensor]:
+        """Return the exact value of each cast of these names."""
         found: dict[str, Tensor] = {}
 
         def note(cast: Cast, x: Tensor) -> Tensor:
-            found[cast.name] = x
+            if cast.name in names:
+                found[cast.name] = x
             return x
 
         self.run(note)
