@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -87,13 +88,14 @@ def table(rate: int, found: dict[str, Any]) -> str:
     mix = rows["by link"]["seconds"]
     lines = [
         f"{rate} Mbit/s between nodes; plan: {found['shares']}",
-        "| way | ms a step | mix is faster by | ms of processor a rank | MB sent | error |",
+        "| way | ms a step | mix is faster by | ms of exchange | predicted | ms of processor a rank | MB sent | error |",
     ]
     for name, row in rows.items():
         times = (row["seconds"] * 1e3, row["seconds"] / mix, row["processor_seconds"] * 1e3)
+        exchange = (row.get("exchange", math.nan) * 1e3, row.get("predicted", math.nan) * 1e3)
         lines.append(
-            "| {} | {:.1f} | {:.2f}x | {:.1f} | {:.2f} | {:.1e} |".format(
-                name, *times, row["bytes_sent"] / 1e6, row["error"]
+            "| {} | {:.1f} | {:.2f}x | {:.0f} | {:.0f} | {:.1f} | {:.2f} | {:.1e} |".format(
+                name, *times[:2], *exchange, times[2], row["bytes_sent"] / 1e6, row["error"]
             )
         )
     sent, planned = rows["by link"]["bytes_sent"], found["plan"]["bytes_sent"]

@@ -7,8 +7,8 @@ import faulthandler
 import json
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,20 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fxprec.aps import APSState, aps_hook
+from fxprec.aps import APSState, LayerBits, LinkPlan, aps_hook
+from fxprec.runtime.aps import by_link
 from fxprec.runtime.aps.by_link import FOUR_BITS, MEASURED, TRIALS
+from fxprec.runtime.aps.link_plan import shares
+from fxprec.runtime.aps.link_planner import Problem, alike, choose
+from fxprec.runtime.aps.predict import Link
 
 LAYERS, WIDTH, BATCH = 8, 512, 64
-WARM_UP, OF_PLAN = 3, MEASURED + 3 + 5 * TRIALS
+NODE, INSIDE = 2, 1e9
+WARM_UP, OF_PLAN = 3, MEASURED + 3 + 9 * TRIALS
+PREDICTED = {
+    f"{bits} bits{nodes}": f"{bits} bits{nodes.replace(',', '')}" for bits in (16, 8, 4) for nodes in ("", ", by nodes")
+}
+"""Ways that send as a plan of one width does, which predicts them."""
 
 
 def sent_bytes() -> int:
@@ -48,6 +57,17 @@ def power_sgd(ddp: DistributedDataParallel) -> PowerSGDState:
     return PowerSGDState(dist.group.WORLD, matrix_approximation_rank=4, start_powerSGD_iter=2)
 
 
+def by_nodes(ddp: DistributedDataParallel, bits: int) -> APSState:
+    """A state whose plan sends all layers in so many bits by nodes."""
+    names = [name.removeprefix("module.") for name, _ in ddp.named_parameters()]
+    sizes = [p.numel() for p in ddp.parameters()]
+    layers = tuple(LayerBits(n, 0, size, bits, 0.0, 0.0, by_nodes=True) for n, size in zip(names, sizes, strict=True))
+    known = {"node": NODE, "inside": Link(INSIDE)}
+    plan = LinkPlan(dist.get_world_size(), 1e9, 0.0, 1.0, 0.0, (0.0,), 0.0, 0, layers, **known)
+    given = "8Gbit/s between; 8Gbit/s inside"
+    return APSState("e4m3fn", bits="by link", model=ddp, plan=plan, group_size=NODE, link=given, error_budget=1e9)
+
+
 Hook = Callable[..., Any]
 WAYS: dict[str, tuple[Callable[[DistributedDataParallel], Any], Hook] | None] = {
     "fp32": None,
@@ -56,9 +76,21 @@ WAYS: dict[str, tuple[Callable[[DistributedDataParallel], Any], Hook] | None] = 
     "16 bits": (lambda ddp: APSState("e4m3fn", bits="by link", model=ddp, widths=(16,)), aps_hook),
     "8 bits": (lambda ddp: APSState("e4m3fn"), aps_hook),
     "4 bits": (lambda ddp: APSState(FOUR_BITS), aps_hook),
-    "4 bits, by nodes": (lambda ddp: APSState(FOUR_BITS, group_size=2), aps_hook),
-    "by link": (lambda ddp: APSState("e4m3fn", bits="by link", model=ddp), aps_hook),
+    "4 bits, by nodes": (lambda ddp: APSState(FOUR_BITS, group_size=NODE), aps_hook),
+    "16 bits, by nodes": (lambda ddp: by_nodes(ddp, 16), aps_hook),
+    "8 bits, by nodes": (lambda ddp: APSState("e4m3fn", group_size=NODE), aps_hook),
+    "by link": (lambda ddp: APSState("e4m3fn", bits="by link", model=ddp, group_size=NODE), aps_hook),
 }
+
+
+def noted(problems: list[Problem]) -> Callable[[Problem], LinkPlan]:
+    """The planner, which also keeps what it plans from."""
+
+    def chosen(problem: Problem) -> LinkPlan:
+        problems.append(problem)
+        return choose(problem)
+
+    return chosen
 
 
 class Way:
@@ -70,11 +102,22 @@ class Way:
         self.state: Any = None
         if (way := WAYS[name]) is not None:
             self.state = way[0](self.ddp)
-            self.ddp.register_comm_hook(self.state, way[1])
+            self.ddp.register_comm_hook(self.state, self._noting_the_first(way[1]))
         self.inputs, self.targets = inputs, targets
         self.seconds: list[float] = []
+        self.exchange: list[float] = []
+        """Seconds from the first bucket's gradients to the last mean; none of DDP without a hook."""
         self.processor: list[float] = []
         self.sent: list[int] = []
+
+    def _noting_the_first(self, hook: Hook) -> Hook:
+        def called(state: Any, bucket: Any) -> Any:
+            if bucket.index() == 0:
+                self.first = time.perf_counter()
+            return hook(state, bucket)
+
+        called.__annotations__.clear()  # DDP compares them with types of its own
+        return called
 
     def step(self) -> None:
         self.ddp.zero_grad()
@@ -83,6 +126,8 @@ class Way:
         nn.functional.cross_entropy(self.ddp(self.inputs), self.targets).backward()
         self.seconds.append(time.perf_counter() - start)
         self.processor.append(time.process_time() - processor)
+        if self.state is not None:
+            self.exchange.append(time.perf_counter() - self.first)
         dist.barrier()
         self.sent.append(sent_bytes() - before)
 
@@ -101,11 +146,13 @@ def main() -> None:
     dist.init_process_group("gloo", "tcp://10.78.0.1:29500", rank=args.rank, world_size=args.world)
     generator = torch.Generator().manual_seed(args.rank)
     inputs = torch.randn(BATCH, WIDTH, generator=generator)
+    problems: list[Problem] = []
+    by_link.choose = noted(problems)
     ways = {name: Way(name, inputs, inputs[:, :10].argmax(1)) for name in WAYS}
     for way in ways.values():
         for _ in range(WARM_UP if getattr(way.state, "by_link", None) is None else OF_PLAN):
             way.step()
-        for measured in (way.seconds, way.processor, way.sent):
+        for measured in (way.seconds, way.exchange, way.processor, way.sent):
             measured.clear()
     barriers = []
     for turn in range(args.rounds):  # each begins with another way
@@ -114,6 +161,8 @@ def main() -> None:
         for way in order[turn % len(order) :] + order[: turn % len(order)]:
             way.step()
     exact = ways["fp32"].gradient()
+    plan = ways["by link"].state.by_link.plan
+    ends = {p.layers[0].way: p.end for p in alike(replace(problems[-1], budget=float("inf")))}
     rows = {}
     for name, way in ways.items():
         slowest = torch.tensor(way.seconds)
@@ -130,11 +179,14 @@ def main() -> None:
             "bytes_sent": statistics.median(sent.tolist()) / args.world,
             "error": error,
         }
-    plan = ways["by link"].state.by_link.plan
+        if way.exchange:
+            last = torch.tensor(way.exchange)
+            dist.all_reduce(last, op=dist.ReduceOp.MAX)
+            rows[name]["exchange"] = statistics.median(last.tolist())
+        if name == "by link" or name in PREDICTED:
+            rows[name]["predicted"] = plan.end if name == "by link" else ends[PREDICTED[name]]
     if args.rank == 0:
-        shares = Counter({b: sum(r.elements for r in plan.layers if r.bits == b) for b in (32, 16, 8, 4)})
-        texts = [f"{n / shares.total():.0%} in {b} bits" for b, n in shares.items() if n]
-        found = {"ways": rows, "plan": plan.to_dict(), "shares": ", ".join(texts)}
+        found = {"ways": rows, "plan": plan.to_dict(), "shares": shares(plan)}
         Path(args.out).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

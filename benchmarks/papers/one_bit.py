@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxprec.runtime import on_device
-from fxprec.runtime.aps.bucket import write_back
 from fxprec.runtime.aps.exchange import all_gather, to_owners
+from fxprec.runtime.aps.flat import write_back
 from fxprec.runtime.aps.groups import agree, parent_of
 from fxprec.runtime.aps.hook import NO_CAPTURE, done
 from fxprec.runtime.aps.layout import Layout, layout
@@ -193,5 +193,6 @@ def one_bit_hook(
         with torch.no_grad():
             views = bucket.gradients()
             layers = [view.reshape(-1).to(torch.float32) for view in views]
-            write_back(state.mean(layers, bucket.parameters()), views)
+            mean = state.mean(layers, bucket.parameters())
+            write_back(mean.split([view.numel() for view in views]), views)
     return done(bucket.buffer())

@@ -29,20 +29,20 @@ from fxprec.runtime.aps.gathers import Gathers
 from fxprec.runtime.aps.groups import Groups, agree, communication_device
 from fxprec.runtime.aps.link_plan import LinkPlan
 from fxprec.runtime.aps.link_planner import ALL_REDUCE, CLOSE, REDUCE_SCATTER, Layer, Problem, Width, alike, choose
-from fxprec.runtime.aps.link_probe import largest_of_ranks, probe_link, probe_widths
+from fxprec.runtime.aps.link_probe import largest_of_ranks, probe_links, probe_widths
+from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.lost import RollCall
-from fxprec.runtime.aps.predict import Link
 from fxprec.runtime.aps.shards import Shards
-from fxprec.runtime.aps.wire import Coding
+from fxprec.runtime.aps.wire import INSIDE, Coding, Sending
 from fxprec.runtime.events import Event
 
 PERIOD, MEASURED = 100, 3
 TRIALS = 7
 """Steps of each plan that is tried; the first makes its buffers and does not count."""
-CHANGED = 1.25
-"""A rate that differs from the plan's by this factor is another link."""
 UNPLANNED = 16
 """Bits of a layer that has no plan."""
+TRIED = 2.0
+"""A plan is tried where it is predicted to take at most this many times as long as the soonest."""
 FOUR_BITS = "1-2-1/256:e8m0"
 _LOST = {False: 0.0447, True: 0.0895}
 """What rounding to no mantissa bits would lose of the squared norm of normal values, to nearest and stochastic."""
@@ -82,6 +82,25 @@ def widths_of(codings: Mapping[int, Coding], *, stochastic: bool, passes: int = 
     return found
 
 
+def by_nodes(width: Width, cast: Width, node: int) -> Width:
+    """Return a width by nodes of that many ranks: what it costs between nodes is of a chunk; `cast` is bf16's width.
+
+    Exponents are exchanged over all ranks, while layers are sent inside of the nodes.
+    """
+    coded = not width.in_ring
+    inside, lost = (INSIDE.itemsize, cast.error) if coded else (width.code_bytes, width.error)
+    return replace(
+        width,
+        encode=cast.encode + width.encode / node,
+        decode=cast.decode + width.decode / node,
+        messages=2 if coded else 1,
+        sends=2,
+        sends_to_all=2 if coded else 0,
+        inside_bytes=inside,
+        inside_error=lost,
+    )
+
+
 @dataclass(frozen=True)
 class Seen:
     """A layer as this rank saw it in the step that takes statistics."""
@@ -96,7 +115,7 @@ class Seen:
 class ByLink:
     """The plan of a state with ``bits="by link"``, and what it is made from.
 
-    `names` of all parameters; `link` where the user gives it, and is not measured; `weights` by name or pattern.
+    `names` of all parameters; `links` where the user gives them, and none is measured; `weights` by name or pattern.
     """
 
     def __init__(
@@ -107,7 +126,7 @@ class ByLink:
         *,
         stochastic: bool,
         budget: float,
-        link: Link | None = None,
+        links: Links | None = None,
         weights: Mapping[str, float] | None = None,
         plan: LinkPlan | None = None,
     ) -> None:
@@ -119,7 +138,7 @@ class ByLink:
         self._has_met = False
         self._timed: tuple[Width, ...] = ()
         self._budget = budget
-        self._link = link
+        self._links = links
         self._names = WeakTensorKeyDictionary()
         for parameter, name in names.items():
             self._names[parameter] = name
@@ -133,6 +152,7 @@ class ByLink:
         self._roll_call = RollCall()
         self.events: list[Event] = []
         self.plan: LinkPlan | None = None
+        self._ways: dict[str, tuple[int, bool]] = {}
         if plan is not None:
             self.adopt(plan)
 
@@ -174,12 +194,14 @@ class ByLink:
     def resume(self, plan: Mapping[str, Any] | None) -> None:
         """Go on with a saved plan, or measure anew where none was made yet."""
         self._steps, self._trial, self.plan, self._has_met = -1, None, None, False
+        self._ways = {}
         if plan is not None:
             self.adopt(LinkPlan.from_dict(plan))
 
-    def coding_for(self, parameter: Tensor) -> Coding:
+    def sending_of(self, parameter: Tensor) -> Sending:
         """Return how a layer is sent by the plan."""
-        return self._codings[UNPLANNED if self.plan is None else self._bits.get(self.name_of(parameter), UNPLANNED)]
+        bits, is_by_nodes = self._ways.get(self.name_of(parameter), (UNPLANNED, False))
+        return Sending(self._codings[bits], is_by_nodes)
 
     def adopt(self, plan: LinkPlan) -> None:
         """Send by this plan from now on. Raises `PlanError` where it is not of this model and these ranks."""
@@ -201,7 +223,13 @@ class ByLink:
             raise PlanError(
                 "link plan gathers parameters in few bits; pass parameters='by link' to use_aps, or plan again"
             )
-        self.plan, self._bits = plan, plan.bits
+        if plan.node != (node := 1 if self._groups.node is None else self._groups.node.size):
+            raise PlanError(
+                f"link plan is of nodes of {plan.node} ranks, here they have {node}; give group_size={plan.node}, or "
+                "plan again by leaving plan= out"
+            )
+        self.plan = plan
+        self._ways = {row.name: (row.bits, row.by_nodes) for row in plan.layers}
 
     def bucket_ready(
         self,
@@ -258,29 +286,38 @@ class ByLink:
         if layers is None:
             self._steps = 0  # a gradient is not finite, or a module had none: measure again in the next steps
             return
-        last = None if self.plan is None else Link(self.plan.bytes_per_second, self.plan.latency)
-        link = self._link or probe_link(self._groups.payload, last)
-        if not self._timed:
-            widths = widths_of(self._codings, stochastic=self._stochastic, passes=self._transport.passes)
-            self._timed = probe_widths(widths, communication_device(self._groups.payload), self._groups.payload)
+        last = None if self.plan is None else self.plan.links
+        links = self._links or probe_links(self._groups, last)
         ready, on_cpu = self._ready(), device.type == "cpu"
         if on_cpu and not self._transport.overlaps:
             ready = (0.0,) * len(ready)
         problem = Problem(
-            layers, ready, self._timed, link, self._groups.size, self._budget, float(on_cpu), self._transport
+            layers, ready, self._widths(), links, self._groups.size, self._budget, float(on_cpu), self._transport
         )
-        if self.plan is None or _other(link, last) or self._error(problem) > self._budget:
-            gathered, sent = ((), 0) if self._gathers is None else self._gathers.chosen(link, self._groups.payload)
+        if last is None or links.differ(last) or self._error(problem) > self._budget:
+            gathers, group = self._gathers, self._groups.payload
+            gathered, sent = ((), 0) if gathers is None else gathers.chosen(links.between, group)
             plan, *others = [
                 replace(p, gathered=gathered, bytes_gathered=sent) for p in (choose(problem), *alike(problem))
             ]
             self._agree(f"link plan {plan.digest} at step {step}")
-            others = [] if self._link or not TRIALS else [p for p in others if p.bits != plan.bits]
-            if others:
+            others = [p for p in others if p.ways != plan.ways and p.end <= TRIED * plan.end]
+            if others and self._links is None and TRIALS:
                 self._trial = Trial([plan, *others], self.plan)
                 self._try(step, self._trial, device)
             else:
                 self._follow(step, plan, self.plan)
+
+    def _widths(self) -> tuple[Width, ...]:
+        """Return the widths to choose from, each also by nodes where there are some; their costs are measured once."""
+        if not self._timed:
+            widths = widths_of(self._codings, stochastic=self._stochastic, passes=self._transport.passes)
+            timed = probe_widths(widths, communication_device(self._groups.payload), self._groups.payload)
+            if (node := self._groups.node) is not None:
+                cast = next(width for width in timed if width.bits == 8 * INSIDE.itemsize)
+                timed += tuple(by_nodes(width, cast, node.size) for width in timed)
+            self._timed = timed
+        return self._timed
 
     def _try(self, step: int, trial: Trial, device: torch.device) -> None:
         """Begin the next step of a trial, or end it with the plan of the fastest steps."""
@@ -296,12 +333,11 @@ class ByLink:
         self.adopt(plan)
         if old is None:
             return
-        rates = f"{old.bytes_per_second * 8e-6:.4g} to {plan.bytes_per_second * 8e-6:.4g} Mbit/s"
-        gathered = {f"parameters of {row.name}": row.bits for row in plan.gathered}
-        before = old.bits | {f"parameters of {row.name}": row.bits for row in old.gathered}
-        for site, bits in (plan.bits | gathered).items():
-            if (earlier := before.get(site, UNPLANNED)) != bits:
-                self.events.append(Event(step, "relinked", site, f"{earlier} to {bits} bits, link {rates}"))
+        before, now = _ways_of(old), _ways_of(plan)
+        for site, way in now.items():
+            if (earlier := before.get(site, f"{UNPLANNED} bits")) != way:
+                said = f"{earlier} to {way}, link {old.links} to {plan.links}"
+                self.events.append(Event(step, "relinked", site, said))
 
     def _layers(self) -> tuple[Layer, ...] | None:
         """Return the layers with their statistics over all ranks, None where one is not finite."""
@@ -326,14 +362,13 @@ class ByLink:
 
     def _error(self, problem: Problem) -> float:
         """Return what the plan in force rounds of the gradients as they are now."""
-        by_bits = {width.bits: width for width in problem.widths}
-        return sum(problem.error(r, by_bits[self._bits.get(r.name, UNPLANNED)]) for r in problem.layers)
+        widths = {(width.bits, width.by_nodes): width for width in problem.widths}
+        return sum(problem.error(r, widths[self._ways.get(r.name, (UNPLANNED, False))]) for r in problem.layers)
 
 
-def _other(link: Link, last: Link | None) -> bool:
-    if last is None:
-        return True
-    return not 1 / CHANGED < link.bytes_per_second / last.bytes_per_second < CHANGED
+def _ways_of(plan: LinkPlan) -> dict[str, str]:
+    """Return how each layer, and the parameters of each FSDP2 module, go by a plan, as words."""
+    return plan.ways | {f"parameters of {row.name}": f"{row.bits} bits" for row in plan.gathered}
 
 
 class Trial:

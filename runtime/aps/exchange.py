@@ -7,8 +7,6 @@ on the way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -136,9 +134,3 @@ def set_mean(flat: Tensor, total: Tensor, num_ranks: int) -> None:
     if total.data_ptr() != flat.data_ptr():
         flat.copy_(total)
     flat.div_(num_ranks)
-
-
-def write_back(flat: Tensor, views: Sequence[Tensor]) -> None:
-    """Copy a flat tensor back into the views it was made of."""
-    for part, view in zip(torch.split(flat, [v.numel() for v in views]), views, strict=True):
-        view.copy_(part.view_as(view))

@@ -99,7 +99,7 @@ class APSReduceScatter(ReduceScatter):
                 )
             by_link.bucket_ready(step, begins, self.shards.parameters, self.shards.views(rows), self._whole)
             self._whole = None
-            coding = by_link.coding_for(self.shards.parameters[0])
+            coding = by_link.sending_of(self.shards.parameters[0]).coding
         if self.state.is_high(step):
             return _high(rows, like, group)
         if coding is None or isinstance(coding, torch.dtype):

@@ -19,7 +19,6 @@ from torch import Tensor
 from fxprec.runtime import on_device
 from fxprec.runtime.aps.bucket import Exchange, settle, split_bucket
 from fxprec.runtime.aps.exchange import set_mean
-from fxprec.runtime.aps.nodes import NodeExchange
 from fxprec.runtime.aps.state import APSState
 
 NO_CAPTURE = "and each step has scales of its own; run the backward pass outside of torch.cuda.graph"
@@ -54,12 +53,11 @@ def _exchange(
     if state.by_link is not None:
         state.by_link.bucket_ready(state.step, bucket.index() == 0, bucket.parameters(), bucket.gradients())
     parameters = bucket.parameters()
-    codings = {state.coding_for(p) for p in parameters}
-    coding = codings.pop() if len(codings) == 1 else state.wire
-    if coding is None or isinstance(coding, torch.dtype):
+    sendings = {state.sending_of(p) for p in parameters}
+    if len(sendings) == 1 and (sending := sendings.pop()).wire is None and not sending.by_nodes:
         for parameter, view in zip(parameters, bucket.gradients(), strict=True):
             settle(state, parameter, view)
-        return _reduce(state, buffer, coding or buffer.dtype, is_last)
+        return _reduce(state, buffer, sending.dtype or buffer.dtype, is_last)
     if not buffer.is_cuda:
         return _queue(state, _started(state, bucket), buffer, is_last)
     stream = state.stream(buffer.device)
@@ -90,7 +88,8 @@ def _mean(state: APSState, buffer: Tensor, total: Tensor, reduced: "torch.future
 
 
 def _stages(state: APSState) -> tuple[str, ...]:
-    return Exchange.STAGES if state.groups.node is None else NodeExchange.STAGES
+    names = Exchange.STAGES
+    return names if state.groups.node is not None else tuple(n for n in names if n not in Exchange.OF_NODES)
 
 
 def _started(
@@ -99,9 +98,8 @@ def _started(
 ) -> list[Exchange]:
     """Return the exchanges of a bucket's parts, whose exponents are under way."""
     with torch.no_grad():
-        parts = split_bucket(state, bucket.index(), bucket.buffer(), bucket.gradients(), bucket.parameters())
-        node = state.groups.node
-        exchanges = [Exchange(state, p) if node is None else NodeExchange(state, p, node) for p in parts]
+        parts = split_bucket(state, bucket.index(), bucket.gradients(), bucket.parameters())
+        exchanges = [Exchange(state, part) for part in parts]
         for exchange in exchanges:
             exchange.start()
     return exchanges
@@ -119,6 +117,9 @@ def _queue(
     state: APSState, exchanges: list[Exchange], buffer: Tensor, is_last: bool
 ) -> torch.futures.Future[torch.Tensor]:
     """Run the stages of the exchanges, each stage on a thread of its own that takes them in order."""
+    if not exchanges:
+        state.step += is_last
+        return done(buffer)
     if not state.workers:
         state.workers = [ThreadPoolExecutor(1, thread_name_prefix=f"fxprec-aps-{name}") for name in _stages(state)]
     ended: torch.futures.Future[BaseException | None] = torch.futures.Future()

@@ -12,7 +12,9 @@ from typing import Any
 
 from fxprec.errors import FxprecError, PlanError, did_you_mean
 from fxprec.plan import files
-from fxprec.plan.reading import Entry, Reader, each, fields_of, finite, integer, text, word
+from fxprec.plan.reading import Entry, Reader, each, fields_of, finite, flag, integer, text, word
+from fxprec.runtime.aps.links import Links
+from fxprec.runtime.aps.predict import Link
 
 KIND, SCHEMA = "link", 1
 BITS = (32, 16, 8, 4)
@@ -31,6 +33,13 @@ class LayerBits:
     """Seconds of its transfer after the last gradient is ready."""
     error: float
     """Squared error that its rounding adds to the mean gradient, weighted, in the unit of the budget."""
+    by_nodes: bool = False
+    """Whether it goes in 16 bits or more inside of nodes, and in `bits` between them."""
+
+    @property
+    def way(self) -> str:
+        """Return its bits, and whether it goes by nodes, as words."""
+        return f"{self.bits} bits{' by nodes' * self.by_nodes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +58,9 @@ class LinkPlan:
 
     ranks: int
     bytes_per_second: float
+    """Of a rank, or where there are nodes of a node's link to the others."""
     latency: float
-    """Seconds of a small exchange."""
+    """Seconds of a small exchange there."""
     budget: float
     """Bound of `error`: a share of the squared norm of one rank's gradient."""
     error: float
@@ -65,6 +75,17 @@ class LinkPlan:
     """FSDP2 modules whose parameters the plan gathers."""
     bytes_gathered: int = 0
     """Bytes that a rank sends to gather all of their parameters once."""
+    node: int = 1
+    """Ranks of a node; 1 where all links are alike."""
+    inside: Link | None = None
+    """A rank's link inside of its node."""
+    bytes_between: int = 0
+    """Bytes of `bytes_sent` that a node's ranks send together to other nodes, without headers."""
+
+    @property
+    def links(self) -> Links:
+        """Return the links that the plan is made for."""
+        return Links(Link(self.bytes_per_second, self.latency), self.inside, self.node)
 
     @property
     def exposed(self) -> float:
@@ -75,6 +96,11 @@ class LinkPlan:
     def bits(self) -> dict[str, int]:
         """Return the bits of each layer by its name."""
         return {layer.name: layer.bits for layer in self.layers}
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """Return `LayerBits.way` of each layer by its name."""
+        return {layer.name: layer.way for layer in self.layers}
 
     @property
     def digest(self) -> str:
@@ -142,7 +168,9 @@ _LAYER: dict[str, Reader] = {
     "bits": _bits,
     "exposed": _least_zero,
     "error": _least_zero,
+    "by_nodes": flag,
 }
+_INSIDE: dict[str, Reader] = {"bytes_per_second": _positive, "latency": _least_zero}
 _GATHERED: dict[str, Reader] = {"name": text, "elements": _COUNT, "bits": _bits}
 _PLAN: dict[str, Reader] = {
     "kind": word(KIND),
@@ -155,15 +183,20 @@ _PLAN: dict[str, Reader] = {
     "ready": each(_least_zero),
     "end": _least_zero,
     "bytes_sent": _COUNT,
-    "layers": each(lambda entry: LayerBits(**fields_of(_LAYER)(entry))),
+    "layers": each(lambda entry: LayerBits(**fields_of(_LAYER, optional=("by_nodes",))(entry))),
     "gathered": each(lambda entry: GatheredBits(**fields_of(_GATHERED)(entry))),
     "bytes_gathered": _COUNT,
+    "node": integer(1, 2**31, "2**31"),
+    "inside": lambda entry: None if entry.value is None else Link(**fields_of(_INSIDE)(entry)),
+    "bytes_between": _COUNT,
 }
+_LATER = ("gathered", "bytes_gathered", "node", "inside", "bytes_between")
+"""What plans of earlier versions do not have."""
 
 
 def read(entry: Entry) -> LinkPlan:
     """Return the link plan that JSON data is. Raises `PlanError` naming the entry, the cause and the way out."""
-    found = fields_of(_PLAN, optional=("gathered", "bytes_gathered"))(entry)
+    found = fields_of(_PLAN, optional=_LATER)(entry)
     plan = LinkPlan(**{k: v for k, v in found.items() if k not in ("kind", "schema")})
     for key, names in (("layers", [r.name for r in plan.layers]), ("gathered", [r.name for r in plan.gathered])):
         twice = [name for name, count in Counter(names).items() if count > 1]
@@ -171,6 +204,10 @@ def read(entry: Entry) -> LinkPlan:
             raise entry.get(key).fail(f"name {twice[0]!r:.60} twice", "give each layer one line")
     if any(layer.bucket >= len(plan.ready) for layer in plan.layers):
         raise entry.get("layers").fail(f"lie in buckets beyond the {len(plan.ready)} of ready", "plan again")
+    if plan.ranks % plan.node or (plan.node == 1) != (plan.inside is None):
+        raise entry.fail(f"has {plan.ranks} ranks and nodes of {plan.node}, or no link inside of them", "plan again")
+    if plan.node == 1 and any(layer.by_nodes for layer in plan.layers):
+        raise entry.get("layers").fail("go by nodes, and node is 1", "plan again")
     return plan
 
 
@@ -182,14 +219,13 @@ def explained(plan: LinkPlan, layer: str = "") -> Iterator[str]:
     known = plan.bits
     if layer and layer not in known:
         raise PlanError(f"{layer!r:.60} is no layer of this plan{did_you_mean(layer, known)}; leave it out for all")
-    rate = plan.bytes_per_second * 8e-6
     yield (
-        f"{plan.ranks} ranks, {rate:.4g} Mbit/s, {plan.latency * 1e3:.3g} ms: a rank sends {plan.bytes_sent / 1e6:.4g} "
-        f"MB a step, which ends {plan.exposed * 1e3:.3g} ms after the last gradient"
+        f"{_where(plan)}: a rank sends {plan.bytes_sent / 1e6:.4g} MB a step, which ends {plan.exposed * 1e3:.3g} ms "
+        "after the last gradient"
     )
-    counts = Counter({bits: sum(r.elements for r in plan.layers if r.bits == bits) for bits in BITS})
-    shares = ", ".join(f"{counts[b] / max(counts.total(), 1):.0%} in {b} bits" for b in BITS if counts[b])
-    yield f"{shares or 'no layers'}; adds {plan.error:.2e} of a gradient's squared norm, of {plan.budget:.2e} allowed"
+    if plan.inside is not None:
+        yield f"a node sends others {plan.bytes_between / 1e6:.4g} MB a step"
+    yield f"{shares(plan)}; adds {plan.error:.2e} of a gradient's squared norm, of {plan.budget:.2e} allowed"
     if plan.gathered and not layer:
         modules = ", ".join(f"{row.name} in {row.bits} bits" for row in plan.gathered)
         yield f"to gather parameters once a rank sends {plan.bytes_gathered / 1e6:.4g} MB: {modules}"
@@ -197,4 +233,21 @@ def explained(plan: LinkPlan, layer: str = "") -> Iterator[str]:
         if layer in ("", row.name):
             hidden = f"{row.exposed * 1e3:.3g} ms exposed" if row.exposed else "hidden behind backward"
             what = f"{row.name}: {row.elements:,} elements, bucket {row.bucket}"
-            yield f"{row.bits:2} bits  {what}, {hidden}, adds {row.error:.2e}"
+            yield f"{row.bits:2} bits{' by nodes' * row.by_nodes}  {what}, {hidden}, adds {row.error:.2e}"
+
+
+def shares(plan: LinkPlan) -> str:
+    """Return which share of a plan's elements goes which way, as words; the most bits first."""
+    counts = Counter[str]()
+    for row in sorted(plan.layers, key=lambda row: (-row.bits, row.by_nodes)):
+        counts[row.way] += row.elements
+    total = max(counts.total(), 1)
+    return ", ".join(f"{count / total:.0%} in {way}" for way, count in counts.items() if count) or "no layers"
+
+
+def _where(plan: LinkPlan) -> str:
+    between = f"{plan.bytes_per_second * 8e-6:.4g} Mbit/s, {plan.latency * 1e3:.3g} ms"
+    if plan.inside is None:
+        return f"{plan.ranks} ranks, {between}"
+    inside = f"{plan.inside.bytes_per_second * 8e-6:.4g} Mbit/s, {plan.inside.latency * 1e3:.3g} ms"
+    return f"{plan.ranks} ranks on {plan.ranks // plan.node} nodes, {inside} inside, {between} between"

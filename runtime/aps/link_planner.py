@@ -2,8 +2,9 @@
 
 Layers are sent in order of readiness. Each is encoded, transferred and decoded; each of the three stages takes one
 layer at a time, so the step ends with the last decoding. What is transferred while backward still computes costs no
-time, and bits are few only where the transfer would end the step later. Definitions: docs/algorithms.md, "Bits by
-link".
+time, and bits are few only where the transfer would end the step later. Where ranks share nodes, a layer may also go by
+nodes: what it sends inside of its node before and after belongs to the first and the last stage. Definitions:
+docs/algorithms.md, "Bits by link".
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from fxprec.errors import BudgetError
 from fxprec.runtime.aps.link_plan import LayerBits, LinkPlan
-from fxprec.runtime.aps.predict import Link
+from fxprec.runtime.aps.links import Links
 
 MAX_STATES = 128
 """Partial choices kept after each layer: 4 widths of 128 layers take half a second."""
@@ -54,7 +55,7 @@ REDUCE_SCATTER = Transport(passes=1, whole_buckets=True, overlaps=False)
 
 @dataclass(frozen=True)
 class Width:
-    """What it costs to send gradients in so many bits."""
+    """What it costs to send gradients in so many bits, to all ranks alike or by nodes."""
 
     bits: int
     code_bytes: int
@@ -66,15 +67,27 @@ class Width:
     decode: float = 0.0
     """Seconds an element to add and decode what arrives."""
     messages: int = 3
-    """Exchanges one after another, each with the link's latency: exponents, codes to owners, codes of the sum."""
+    """Exchanges between nodes one after another, each with the link's latency: exponents, codes to owners, codes of
+    the sum."""
     sends: int = 4
-    """Messages that a rank sends to or by way of each other rank: a ring's all-reduce takes 2."""
+    """Messages that a rank sends to or by way of each other one: a ring's all-reduce takes 2."""
+    sends_to_all: int = 0
+    """By nodes: those to all ranks, where `sends` are between nodes."""
     error: float = 0.0
     """Share of the squared norm that one rounding loses."""
     in_ring: bool = False
     """Whether every rank of a ring rounds the sum so far; else each rank's gradient and the sum are rounded once."""
     floor: float = 0.0
     """What one rounding loses of an element however small it is (root mean square), as a share of the largest one."""
+    inside_bytes: int = 0
+    """By nodes: bytes of an element inside of a node. 0 goes to all ranks alike."""
+    inside_error: float = 0.0
+    """Share of the squared norm that one rounding inside of a node loses."""
+
+    @property
+    def by_nodes(self) -> bool:
+        """Say whether layers go by nodes."""
+        return self.inside_bytes > 0
 
     def roundings(self, ranks: int, passes: int) -> float:
         """Return what the mean loses, at most, of what one rounding of one rank's gradient does.
@@ -111,17 +124,40 @@ class Problem:
     layers: tuple[Layer, ...]
     ready: tuple[float, ...]
     widths: tuple[Width, ...]
-    link: Link
+    links: Links
     ranks: int
     budget: float
     shares_cores: float = 0.0
     """Share of encoding and decoding that delays the backward pass: 1 where both run on the same busy cores, else 0."""
     transport: Transport = ALL_REDUCE
 
-    @property
-    def sent(self) -> float:
-        """Return what a rank sends of one byte of codes: in a ring, or to all owners and back."""
-        return self.transport.passes * (self.ranks - 1) / self.ranks
+    def traffic(self, width: Width) -> tuple[float, float]:
+        """Return what a rank and what a node send, the node to others, of one byte of codes.
+
+        A node sends one stream of a ring, and all ranks' codes for owners elsewhere. By nodes each of its ranks sends a
+        chunk to the owners in other nodes.
+        """
+        passes, node, nodes = self.transport.passes, self.links.node, self.ranks // self.links.node
+        if width.by_nodes:
+            leaving = passes * (nodes - 1) / nodes
+            return leaving / node, leaving
+        own = passes * (self.ranks - 1) / self.ranks
+        return own, own if width.in_ring else passes * node * (self.ranks - node) / self.ranks
+
+    def bytes_sent(self, elements: int, width: Width) -> float:
+        """Return the bytes that a rank sends of a layer."""
+        return self.traffic(width)[0] * width.bytes_of(elements) + 2 * self._inside(elements, width)
+
+    def headers(self, width: Width) -> int:
+        """Return the bytes that a rank sends of a part beside its layers'."""
+        peers = self.ranks - 1
+        if not width.by_nodes:
+            return width.sends * peers * MESSAGE_BYTES
+        node, nodes = self.links.node, self.ranks // self.links.node
+        return (width.sends_to_all * peers + 2 * (node - 1) + width.sends * (nodes - 1)) * MESSAGE_BYTES
+
+    def _inside(self, elements: int, width: Width) -> float:
+        return width.inside_bytes * elements * (1 - 1 / self.links.node)
 
     @cached_property
     def norm(self) -> float:
@@ -131,11 +167,26 @@ class Problem:
     def error(self, layer: Layer, width: Width) -> float:
         """Return the weighted squared error of the layer's mean, in units of the budget."""
         lost = width.error * layer.squares + layer.elements * (width.floor * layer.amax) ** 2
-        return width.roundings(self.ranks, self.transport.passes) * layer.weight * lost / self.norm
+        senders = self.ranks // self.links.node if width.by_nodes else self.ranks
+        lost *= width.roundings(senders, self.transport.passes)
+        if width.by_nodes:  # of each rank's gradient, and of the mean
+            lost += width.inside_error * layer.squares * (1 / self.ranks + 1)
+        return layer.weight * lost / self.norm
 
     def transfer(self, layer: Layer, width: Width) -> float:
-        """Return the seconds of the layer's bytes on the link."""
-        return self.sent * width.bytes_of(layer.elements) / self.link.bytes_per_second
+        """Return the seconds of the layer's bytes between nodes, or on a rank's own link where that takes longer."""
+        (own, leaving), size, links = self.traffic(width), width.bytes_of(layer.elements), self.links
+        seconds = leaving * size / links.between.bytes_per_second
+        return seconds if links.inside is None else max(seconds, own * size / links.inside.bytes_per_second)
+
+    def inside(self, elements: int, width: Width) -> float:
+        """Return the seconds of these elements inside of the node, before they go to other nodes, and again after."""
+        rate = self.links.inside
+        return 0.0 if rate is None else self._inside(elements, width) / rate.bytes_per_second
+
+    def latency_inside(self, width: Width) -> float:
+        """Return the latency that a part pays inside of the node, before and again after."""
+        return self.links.inside.latency if width.by_nodes and self.links.inside is not None else 0.0
 
 
 @dataclass
@@ -180,16 +231,18 @@ def advance(states: States, problem: Problem, items: Sequence[Layer], number: in
     width, bucket = problem.widths[number], items[0].bucket
     elements = sum(layer.elements for layer in items)
     encode, decode = elements * width.encode, elements * width.decode
+    inside = problem.inside(elements, width)
     used = np.zeros_like(states.used) if begins else states.used
     first = (used >> number & 1) == 0
     transfer = sum(problem.transfer(layer, width) for layer in items)
     ready = problem.ready[bucket] + problem.shares_cores * states.busy
-    encoder = np.maximum(states.encoder, ready) + encode
-    link = np.maximum(states.link, encoder) + transfer + first * width.messages * problem.link.latency
+    pays = first * problem.latency_inside(width)
+    encoder = np.maximum(states.encoder, ready) + encode + inside + pays
+    link = np.maximum(states.link, encoder) + transfer + first * width.messages * problem.links.between.latency
     return States(
         encoder,
         link,
-        np.maximum(states.decoder, link) + decode,
+        np.maximum(states.decoder, link) + decode + inside + pays,
         states.busy + encode + decode,
         states.error + sum(problem.error(layer, width) for layer in items),
         used | 1 << number,
@@ -220,7 +273,7 @@ def choose(problem: Problem) -> LinkPlan:
     least_left = np.cumsum([min(_error(problem, i, w) for w in problem.widths) for i in reversed(items)])[::-1]
     if items and least_left[0] > problem.budget:
         raise BudgetError(
-            f"error_budget={problem.budget:.3g} cannot be met: the widest of {[w.bits for w in problem.widths]} bits "
+            f"error_budget={problem.budget:.3g} cannot be met: the widest of {_all_bits(problem)} bits "
             f"loses {least_left[0]:.3g}; give a larger budget or a wider width"
         )
     states, trail = States.start(), []
@@ -237,6 +290,10 @@ def choose(problem: Problem) -> LinkPlan:
     plans = [_run(problem, items, _way(trail, last)), *one_width]
     ranks = _ranks(problem, np.array([p.end for p in plans]), np.array([p.error for p in plans]), soonest)
     return min(zip(ranks, (p.bytes_sent for p in plans), range(len(plans)), plans, strict=True))[-1]
+
+
+def _all_bits(problem: Problem) -> list[int]:
+    return list(dict.fromkeys(width.bits for width in problem.widths))
 
 
 def _ranks(problem: Problem, ends: Floats, errors: Floats, soonest: float) -> list[float]:
@@ -296,7 +353,7 @@ def _way(trail: Sequence[States], last: int) -> tuple[int, ...]:
 
 def _run(problem: Problem, items: Sequence[Sequence[Layer]], way: Sequence[int]) -> LinkPlan:
     """Return the plan that sends each item in the width of that number."""
-    states, layers, sent = States.start(), [], 0.0
+    states, layers, sent, leaving = States.start(), [], 0.0, 0.0
     backward = max(problem.ready, default=0.0)
     for k, (item, number) in enumerate(zip(items, way, strict=True)):
         width = problem.widths[number]
@@ -304,25 +361,28 @@ def _run(problem: Problem, items: Sequence[Sequence[Layer]], way: Sequence[int])
         late = max(0.0, float(states.link[0]) - backward)
         for layer in reversed(item):  # the last one ends with the item
             seconds = problem.transfer(layer, width)
-            row = LayerBits(
-                layer.name, layer.bucket, layer.elements, width.bits, min(late, seconds), problem.error(layer, width)
+            exposed, error = min(late, seconds), problem.error(layer, width)
+            layers.append(
+                LayerBits(layer.name, layer.bucket, layer.elements, width.bits, exposed, error, width.by_nodes)
             )
-            layers.append(row)
             late = max(0.0, late - seconds)
-            sent += problem.sent * width.bytes_of(layer.elements)
+            sent += problem.bytes_sent(layer.elements, width)
+            leaving += problem.traffic(width)[1] * width.bytes_of(layer.elements)
         layers[len(layers) - len(item) :] = reversed(layers[len(layers) - len(item) :])
     parts = {(item[0].bucket, number) for item, number in zip(items, way, strict=True)}
-    sent += sum(problem.widths[number].sends for _, number in parts) * (problem.ranks - 1) * MESSAGE_BYTES
-    end = float(end_of(states, problem)[0])
-    link = problem.link
+    sent += sum(problem.headers(problem.widths[number]) for _, number in parts)
+    links = problem.links
     return LinkPlan(
         problem.ranks,
-        link.bytes_per_second,
-        link.latency,
+        links.between.bytes_per_second,
+        links.between.latency,
         problem.budget,
         float(states.error[0]),
         problem.ready,
-        end,
+        float(end_of(states, problem)[0]),
         round(sent),
         tuple(layers),
+        node=links.node,
+        inside=links.inside,
+        bytes_between=round(leaving),
     )

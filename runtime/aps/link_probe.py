@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fxprec.runtime.aps.coder import Coder
 from fxprec.runtime.aps.exchange import set_mean
-from fxprec.runtime.aps.groups import communication_device
+from fxprec.runtime.aps.groups import Groups, communication_device
 from fxprec.runtime.aps.link_planner import Width
+from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.predict import Link
 from fxprec.runtime.aps.rotation import rotate, rotate_back, signs_of
 from fxprec.runtime.aps.wire import Coding, Wire
@@ -38,27 +39,44 @@ def largest_of_ranks(values: list[float], group: dist.ProcessGroup) -> list[floa
     return [float(x) for x in found.tolist()]
 
 
-def probe_link(group: dist.ProcessGroup, last: Link | None = None) -> Link:
-    """Return the link: by growing transfers at first, by a short one where `last` says about how fast it is."""
+def probe_links(groups: Groups, last: Links | None = None) -> Links:
+    """Return the links: by growing transfers at first, by short ones where `last` says about how fast they are.
+
+    All ranks of a node send at the same time.
+    """
+    node, everyone = groups.node, groups.exponents
+    if node is None:
+        return Links(_probe(groups.payload, everyone, None if last is None else last.between))
+    inside = _probe(node.scatter, everyone, None if last is None else last.inside)
+    of_node = None if last is None else Link(last.between.bytes_per_second / node.size, last.between.latency)
+    share = _probe(node.between.payload, everyone, of_node)
+    return Links(Link(share.bytes_per_second * node.size, share.latency), inside, node.size)
+
+
+def _probe(group: dist.ProcessGroup, everyone: dist.ProcessGroup, last: Link | None) -> Link:
+    """Return a rank's link to the others of its group."""
     world = dist.get_world_size(group)
-    small = sorted(_exchange_seconds(world, group) for _ in range(_ROUNDS + 2))
+
+    def seconds_of(size: int) -> float:
+        return largest_of_ranks([_exchange_seconds(size, group, everyone)], everyone)[0]
+
+    small = sorted(seconds_of(world) for _ in range(_ROUNDS + 2))
     latency = statistics.median(small)
     wanted = FIRST_SECONDS if last is None else NEXT_SECONDS
     size = 1 << 16 if last is None else min(LARGEST, max(1 << 16, int(last.bytes_per_second * wanted)))
-    while (seconds := _exchange_seconds(size, group)) < wanted / 4 and size < LARGEST and last is None:
+    while (seconds := seconds_of(size)) < wanted / 4 and size < LARGEST and last is None:
         size = min(LARGEST, 4 * size)
     sent = size // world * (world - 1)
     return Link(sent / max(seconds - latency, seconds / 10), latency)
 
 
-def _exchange_seconds(size: int, group: dist.ProcessGroup) -> float:
-    """Return the seconds of an all-to-all of that many bytes, on the slowest rank."""
+def _exchange_seconds(size: int, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> float:
+    """Return the seconds of an all-to-all of that many bytes in a group, which all ranks begin together."""
     world, device = dist.get_world_size(group), communication_device(group)
     sent = torch.zeros(-(-size // world) * world, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
-    dist.barrier(group)
-    seconds = _timed(lambda: dist.all_to_all_single(received, sent, group=group), device)
-    return largest_of_ranks([seconds], group)[0]
+    dist.barrier(everyone)
+    return _timed(lambda: dist.all_to_all_single(received, sent, group=group), device)
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:

@@ -1,76 +1,70 @@
-"""Average a bucket in two levels: in 16 bits between the ranks of a node, in codes between nodes.
+"""The part of an exchange that is inside of a node: each rank averages a chunk over the node, and sends a mean to it.
 
-Each rank of a node adds a chunk of the bucket, exchanges it with the ranks of other nodes that add the same chunk, and
-sends the mean to its node. A node of k ranks then sends 2 (G - 1) / G codes an element to G - 1 other nodes, where k
-rings or all-to-alls over all ranks would send up to k times as many (docs/aps.md).
+A node of k ranks then sends 2 (G - 1) / G elements for each of a bucket to G - 1 other nodes, where k rings or
+all-to-alls over all ranks would send up to k times as many (docs/aps.md).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from fxprec.runtime.aps.bucket import Bucket, Exchange, reduce_plain
-from fxprec.runtime.aps.exchange import all_gather, write_back
+from fxprec.runtime.aps.exchange import all_gather
 from fxprec.runtime.aps.groups import Node
-from fxprec.runtime.aps.layout import Layout, layout, sizes_of
-from fxprec.runtime.aps.state import APSState
-
-INSIDE = torch.bfloat16
-"""What gradients, and later their means, are sent as inside a node."""
+from fxprec.runtime.aps.layout import Layout, layout
 
 
-class NodeExchange(Exchange):
-    """The mean over ranks of one bucket, by way of nodes: the exchange of a chunk, with a stage before and one after.
+class Inside:
+    """The exchange of flat layers of these sizes inside of a node, in a dtype."""
 
-    All ranks of a node decode the same bytes of each chunk, and the ranks of one chunk have the same mean, so replicas
-    stay bit-identical.
-    """
+    def __init__(self, node: Node, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._node = node
+        self._dtype = dtype
+        self._layout: Layout = layout(sizes, node.size)
+        self._pieces = self._layout.owned(node.rank)
+        self._rows = torch.empty(0, dtype=dtype, device="cpu")
+        self._chunk = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._work: dist.Work | None = None
 
-    STAGES = ("add", *Exchange.STAGES, "share")
+    @property
+    def layer_of(self) -> tuple[int, ...]:
+        """Return the layer of each piece of this rank's chunk."""
+        return tuple(piece.layer for piece in self._pieces)
 
-    def __init__(self, state: APSState, bucket: Bucket, node: Node) -> None:
-        self._whole, self._node = bucket, node
-        self._chunks: Layout = layout(sizes_of(bucket.low), node.size)
-        device = bucket.buffer.device
-        self._chunk = torch.empty(self._chunks.chunk, dtype=torch.float32, device=device)
-        self._rows = torch.empty(0, dtype=INSIDE, device=device)
-        self._inside: dist.Work | None = None
-        begin = node.rank * self._chunks.chunk
-        owned = self._chunks.owned(node.rank)
-        pieces = [self._chunk[piece.start - begin : piece.end - begin] for piece in owned]
-        parameters = [bucket.parameters[piece.layer] for piece in owned]
-        part = replace(bucket, buffer=self._chunk, low=pieces, plain={}, parameters=parameters)
-        super().__init__(state, part, node.between)
-
-    def start(self) -> None:
+    def start(self, flat: Tensor) -> None:
         """Begin to send each rank of the node its chunk."""
-        low = self._whole.low
-        if not low:
-            return
-        gap = low[0].new_zeros(self._chunks.padded - self._chunks.total, dtype=INSIDE)
-        sent = torch.cat([*(view.reshape(-1).to(INSIDE) for view in low), gap])
+        sent = flat.new_empty(self._layout.padded, dtype=self._dtype)
+        sent[: flat.numel()].copy_(flat)
+        sent[flat.numel() :].zero_()
         self._rows = torch.empty_like(sent)
-        received = self._rows.view(torch.uint8)
-        self._inside = dist.all_to_all_single(received, sent.view(torch.uint8), group=self._node.scatter, async_op=True)
+        received, sent = self._rows.view(torch.uint8), sent.view(torch.uint8)
+        self._work = dist.all_to_all_single(received, sent, group=self._node.scatter, async_op=True)
 
-    def add(self) -> None:
-        """Average this rank's chunk over the node in float32, and begin its exchange between nodes."""
-        if self._inside is not None:
-            self._inside.wait()
-            torch.sum(self._rows.view(self._node.size, -1), 0, dtype=torch.float32, out=self._chunk)
-            self._chunk.div_(self._node.size)
-            super().start()
+    def mean(self) -> list[Tensor]:
+        """Return the pieces of this rank's chunk, averaged over the node, in float32 or wider."""
+        assert self._work is not None
+        self._work.wait()
+        wide = torch.promote_types(self._dtype, torch.float32)
+        self._chunk = self._rows.view(self._node.size, -1).sum(0, dtype=wide).div_(self._node.size)
+        begin = self._node.rank * self._layout.chunk
+        return [self._chunk[piece.start - begin : piece.end - begin] for piece in self._pieces]
 
-    def scatter(self) -> None:
-        """See `Exchange.scatter`; layers that are not coded are added over all ranks at once."""
-        reduce_plain(self._whole, self.state.groups)
-        super().scatter()
+    def share(self, flat: Tensor) -> None:
+        """Send what the pieces have become to the node, and write all ranks' into `flat`."""
+        mean = all_gather(self._chunk.to(self._dtype).view(torch.uint8), self._node.gather).view(self._dtype)
+        flat.copy_(mean.reshape(-1)[: flat.numel()])
 
-    def share(self) -> None:
-        """Send the chunk to the node, and write all chunks into the bucket's buffer."""
-        if self._inside is not None:
-            mean = all_gather(self._chunk.to(INSIDE).view(torch.uint8), self._node.gather).view(INSIDE).reshape(-1)
-            write_back(mean[: self._chunks.total], self._whole.low)
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return float32 values as they arrive inside of the node."""
+        return values.to(self._dtype).to(torch.float32)
+
+    def owed(self, lost: list[Tensor]) -> list[Tensor]:
+        """Return what this rank's gradient of each layer owes where the pieces of its chunk's mean lost so much.
+
+        The mean over the node has a `size`-th of one rank's gradient.
+        """
+        flat = self._chunk.new_zeros(self._layout.total)
+        for piece, part in zip(self._pieces, lost, strict=True):
+            torch.mul(part, self._node.size, out=flat[piece.start : piece.end])
+        return self._layout.layers(flat)

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from fxprec.errors import ConfigError, did_you_mean
 from fxprec.runtime.aps.link_plan import BITS
-from fxprec.runtime.aps.predict import Link, parse_rate, parse_seconds
+from fxprec.runtime.aps.links import Links, parse_links
 
 Accumulate = Literal["fp32", "format", "kahan"]
 Rounding = Literal["nearest", "stochastic"]
@@ -33,8 +33,8 @@ class APSOptions:
     """``fp32``: two roundings in all, whatever the world size. ``format``: every partial sum is rounded to the wire
     format, in ring order. ``kahan``: the same, with a compensation kept in the format."""
     group_size: int | None = None
-    """Ranks of a node. With ``fp32`` gradients go in 16 bits inside a node and in codes between nodes; each part of a
-    layer that a rank owns has its own scale. With ``format`` and ``kahan``: ranks per group of the paper's hierarchical
+    """Ranks of a node. With ``fp32`` gradients go in 16 bits inside a node and in codes between nodes; with ``by link``
+    the plan says which do. With ``format`` and ``kahan``: ranks per group of the paper's hierarchical
     all-reduce. None is one ring of all."""
     rounding: Rounding = "nearest"
     """``stochastic`` is seeded by (seed, step, bucket, rank); what arrives is the same on all ranks."""
@@ -54,7 +54,9 @@ class APSOptions:
     bits: Bits = "by format"
     """``by link``: each layer goes in the bits that end the step soonest, `format` being that of 8 bits."""
     link: str | None = None
-    """With ``by link``: the rate, as ``200Mbit/s`` or ``200Mbit/s, 1ms``. None measures it, and follows it."""
+    """With ``by link``: the rate, as ``200Mbit/s`` or ``200Mbit/s, 1ms``; with `group_size` both rates, as
+    ``50Mbit/s, 1ms between; 2Gbit/s inside``: a node's to the others, and a rank's inside. None measures
+    them, and follows them."""
     error_budget: float = 1 / 32
     """With ``by link``: the squared error that rounding may add to the mean gradient, as a share of the squared norm of
     one rank's gradient. 1/32 lets all go in 4 bits."""
@@ -73,12 +75,6 @@ class APSOptions:
             )
         if self.group_size is not None:
             _check_count("group_size", self.group_size, 1)
-            if self.accumulate == "fp32" and (self.error_feedback or self.bits == "by link"):
-                asked = "error_feedback=True" if self.error_feedback else "bits='by link'"
-                raise ConfigError(
-                    f"group_size={self.group_size} and {asked} do not go together with accumulate='fp32': all layers "
-                    "go between nodes in one format, and what it loses is not kept; leave one of them out"
-                )
         self._check_link()
 
     def _check_link(self) -> None:
@@ -95,14 +91,11 @@ class APSOptions:
             raise ConfigError(f"APS widths={self.widths!r} must be some of {BITS}, 16 among them")
         if self.accumulate != "fp32" or self.scaling != "aps":
             raise ConfigError("APS bits='by link' adds in float32 and scales layers; leave accumulate and scaling out")
-        self.given_link()
+        self.given_links()
 
-    def given_link(self) -> Link | None:
-        """Return the link that was given. Raises `ConfigError` for text that is none."""
-        if self.link is None:
-            return None
-        rate, _, latency = self.link.partition(",")
-        return Link(parse_rate(rate), parse_seconds(latency) if latency else 0.0)
+    def given_links(self) -> Links | None:
+        """Return the links that were given. Raises `ConfigError` for text that is none."""
+        return None if self.link is None else parse_links(self.link, self.group_size)
 
     def text(self) -> str:
         """Return all fields in one line, the same on every rank that chose the same."""

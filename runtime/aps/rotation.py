@@ -30,6 +30,11 @@ def rotate_back(x: Tensor, signs: Tensor) -> None:
     _transform(x, torch.full_like(signs, 2.0 ** -(_log2(signs) // 2)), signs)
 
 
+def growth(block: int) -> float:
+    """Return how much larger than a block's largest magnitude one of its rotated ones can be."""
+    return 2.0 ** ((block.bit_length() - 1) // 2)
+
+
 def _log2(signs: Tensor) -> int:
     return signs.numel().bit_length() - 1
 

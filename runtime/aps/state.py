@@ -20,7 +20,7 @@ from fxprec.runtime.aps.groups import Groups, agree, make_groups, parent_of
 from fxprec.runtime.aps.link_plan import LinkPlan
 from fxprec.runtime.aps.options import Accumulate, APSOptions, Bits, Rounding, Scaling
 from fxprec.runtime.aps.rotation import signs_of
-from fxprec.runtime.aps.wire import Coding, FloatWire, wire_of
+from fxprec.runtime.aps.wire import Coding, FloatWire, Sending, wire_of
 
 KeepHigh = Iterable[str | nn.Module | Tensor]
 
@@ -112,7 +112,7 @@ class APSState:
             self.groups,
             stochastic=chosen.rounding == "stochastic",
             budget=chosen.error_budget,
-            link=chosen.given_link(),
+            links=chosen.given_links(),
             weights=weights,
             plan=plan,
         )
@@ -142,11 +142,13 @@ class APSState:
         """Say whether the schedule sends everything of this step in the gradients' own dtype."""
         return step < self.options.high_steps or self.epoch < self.options.high_epochs
 
-    def coding_for(self, parameter: Tensor) -> Coding:
+    def sending_of(self, parameter: Tensor) -> Sending:
         """Return how this parameter's gradient is sent in this step."""
         if self.is_high(self.step) or self.keeps_high(parameter):
-            return None
-        return self.wire if self.by_link is None else self.by_link.coding_for(parameter)
+            return Sending(None)
+        if self.by_link is None:
+            return Sending(self.wire, by_nodes=self.groups.node is not None)
+        return self.by_link.sending_of(parameter)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the schedule which epoch (from 0) begins; every rank says the same."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -252,6 +252,31 @@ def _in_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 Coding: TypeAlias = Wire | torch.dtype | None
 """How gradients are sent: in a wire's codes, or added on the way in a dtype; None is the gradient's own."""
+
+
+INSIDE = torch.bfloat16
+"""What gradients that are coded between nodes, and later their means, are sent as inside of a node."""
+
+
+class Sending(NamedTuple):
+    """How a layer is sent."""
+
+    coding: Coding
+    by_nodes: bool = False
+
+    @property
+    def wire(self) -> Wire | None:
+        """Return the wire of the codes, None where the layer is added on the way."""
+        return None if self.coding is None or isinstance(self.coding, torch.dtype) else self.coding
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Return the dtype that the layer is added in on the way, None for codes and for the gradient's own."""
+        return self.coding if isinstance(self.coding, torch.dtype) else None
+
+    def inside(self, own: torch.dtype) -> torch.dtype:
+        """Return the dtype inside of nodes, of gradients in their `own`."""
+        return INSIDE if self.wire is not None else self.dtype or own
 
 
 def wire_of(fmt: str | AnyFormat | Codec) -> Wire:

@@ -74,7 +74,7 @@ def mean_of_layer(grads: list[np.ndarray], owners: np.ndarray, options: dict[str
         return np.full(grads[0].shape, np.nan, dtype=np.float32)
     if kind not in TABLES and isinstance(fmt := find(kind), BlockFormat):
         return mean_in_blocks(grads, fmt)
-    shared = shared_exponent(grads, 1 if mode == "fp32" else n)
+    shared = options["exponent"] if "exponent" in options else shared_exponent(grads, 1 if mode == "fp32" else n)
     if shared is None:
         return np.zeros(grads[0].shape, dtype=np.float32)
     scaling = options.get("scaling", "aps")

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from fxprec.runtime.aps import bucket, coder, exponents, fsdp, hook, segments, segments_triton
 from fxprec.runtime.aps.layout import bounds_of, layout
 from fxprec.runtime.aps.shards import Shards
-from fxprec.runtime.aps.wire import wire_of
+from fxprec.runtime.aps.wire import Sending, wire_of
 
 SIZES = (5, 0, 3000, 1, 1024, 0, 700)
 GPU = torch.device("cuda", 0)
@@ -78,7 +78,7 @@ def test_a_bucket_has_the_bits_of_a_cpus(monkeypatch: pytest.MonkeyPatch, fmt: s
         state, flat = state_of(fmt, **options), pieces()
         low = [layer for layer in flat.split(SIZES) if layer.numel()]
         owners = [object() for _ in low]
-        one = bucket.Exchange(state, bucket.Bucket(0, flat, low, {}, owners, state.wire))
+        one = bucket.Exchange(state, bucket.Part(0, low, owners, Sending(state.wire)))
         with np.errstate(all="ignore"):
             for stage in ("start", "prepare", "scatter", "reduce"):
                 getattr(one, stage)()
@@ -169,7 +169,7 @@ def exchange(layers: int, launches: Launches, **options: Any) -> tuple[int, int]
     state = state_of("e5m2", **options)
     flat = torch.empty(layers * 300)
     low = list(flat.split(300))
-    one = bucket.Exchange(state, bucket.Bucket(0, flat, low, {}, [object()] * layers, state.wire))
+    one = bucket.Exchange(state, bucket.Part(0, low, [object()] * layers, Sending(state.wire)))
     before = launches.kernels, launches.operators
     with launches:
         one.start()
@@ -232,6 +232,7 @@ def test_backward_runs_ahead_of_the_exchange(monkeypatch: pytest.MonkeyPatch) ->
 
     class Stage:
         STAGES = ("prepare", "finish")
+        OF_NODES = ()
 
         def __init__(self, state: Any, part: str) -> None:
             self.part = part
@@ -247,7 +248,7 @@ def test_backward_runs_ahead_of_the_exchange(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hook, "split_bucket", lambda *args: ["first", "second"])
     monkeypatch.setattr(hook, "done", lambda buffer: streams.seen.append(("done", streams.current)) or "future")
     state = SimpleNamespace(
-        groups=SimpleNamespace(size=2, node=None), step=4, stream=lambda device: side, by_link=None, wire="codes"
+        groups=SimpleNamespace(size=2, node=None), step=4, stream=lambda device: side, by_link=None, sending_of=None
     )
     with FakeTensorMode():
         buffer = torch.empty(3, device=GPU)

@@ -12,26 +12,70 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from aps_buckets import SIZES, exchange, gradients_of
+from aps_buckets import SIZES, exchange, gradients_of, mean_of_ranks
 from aps_ranks import run_ranks, several
-from aps_reference import mean_of_layer
+from aps_reference import mean_of_layer, shared_exponent
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fxprec.aps import APSState, aps_hook
+from fxprec.aps import APSState, LayerBits, LinkPlan, aps_hook
 from fxprec.errors import ConfigError
 from fxprec.runtime.aps import exchange as exchange_module
 from fxprec.runtime.aps import groups, state
+from fxprec.runtime.aps.predict import Link
 
 WORLD, NODE = 4, 2
 FORMATS = ("e5m2", "e4m3fn", "1-2-1/256:e8m0", "dynamic-tree", "fp16")
-CASES = ("plain", "zero-layer", "zero-on-one-rank", "denormal", "nan", "power")
-RUNS = [*(("plain", fmt) for fmt in FORMATS), *((case, "e5m2") for case in CASES[1:])]
+CASES = ("plain", "zero-layer", "zero-on-one-rank", "denormal", "nan", "inf", "huge", "power")
+BLOCKS = [("nan", FORMATS[2]), ("huge", FORMATS[2])]
+PLAIN = [(case, bits) for case in ("plain", "nan") for bits in (16, 32)]
+RUNS = [*(("plain", fmt) for fmt in FORMATS), *((case, "e5m2") for case in CASES[1:]), *BLOCKS]
 
 
 def definitions(rank: int, world: int) -> list[Tensor]:
     with mock.patch.object(state, "make_groups", cache(groups.make_groups)):
         return [exchange(APSState(fmt, group_size=NODE), gradients_of(rank, case)) for case, fmt in RUNS]
+
+
+def planned(model: nn.Module, ways: list[tuple[int, bool]], world: int) -> LinkPlan:
+    """A plan of one bucket that sends each layer in so many bits, by nodes or not."""
+    rows = zip(model.named_parameters(), ways, strict=True)
+    layers = [LayerBits(n, 0, p.numel(), bits, 0.0, 0.0, by_nodes) for (n, p), (bits, by_nodes) in rows]
+    node = {"node": NODE, "inside": Link(1e9)}
+    return LinkPlan(world, 1e6, 0.0, 1 / 32, 0.0, (0.0,), 0.0, 0, tuple(layers), **node)
+
+
+def plain(rank: int, world: int) -> list[Tensor]:
+    """Layers that no format codes."""
+    found = []
+    model = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in SIZES])
+    for case, bits in PLAIN:
+        plan = planned(model, [(bits, True)] * len(SIZES), world)
+        aps = APSState("e5m2", bits="by link", model=model, plan=plan, group_size=NODE)
+        found.append(exchange(aps, gradients_of(rank, case), list(model)))
+    return found
+
+
+def mixed(rank: int, world: int) -> tuple[Tensor, list[Tensor]]:
+    """The mean of layers that go each its own way, and of each way by itself."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in SIZES])
+    ways = [(8, True), (16, False), (16, True), (8, False), (4, True)]
+    plans = [planned(model, each, world) for each in (ways, *([way] * len(SIZES) for way in ways))]
+    states = [APSState("e5m2", bits="by link", model=model, plan=p, group_size=NODE) for p in plans]
+    whole, *alone = (exchange(aps, gradients_of(rank), list(model)) for aps in states)
+    return whole, alone
+
+
+def fed_back(rank: int, world: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """The sums over 30 steps of means of the same gradients, with error feedback; and the exact ones."""
+    found = {}
+    owners = [nn.Parameter(torch.zeros(n)) for n in SIZES]
+    for fmt in ("e5m2", "1-2-1/256:e8m0"):
+        for feedback in (True, False):
+            aps = APSState(fmt, group_size=NODE, error_feedback=feedback)
+            total = sum(exchange(aps, gradients_of(rank), owners) for _ in range(30))
+            found[f"{fmt}, {feedback}"] = (total / 30, mean_of_ranks(list(range(world))))
+    return found
 
 
 def random(rank: int, world: int) -> list[Tensor]:
@@ -94,7 +138,7 @@ def plain_training(rank: int, world: int) -> list[Tensor]:
         return training(rank, world)
 
 
-CHECKS = (definitions, random, refused, bytes_to_other_nodes, training, plain_training)
+CHECKS = (definitions, plain, mixed, fed_back, random, refused, bytes_to_other_nodes, training, plain_training)
 
 
 @pytest.fixture(scope="module")
@@ -106,35 +150,73 @@ def bf16(x: np.ndarray) -> np.ndarray:
     return torch.from_numpy(np.ascontiguousarray(x)).bfloat16().float().numpy()
 
 
+def means_of_nodes(layer: list[np.ndarray], *, rounds: bool = True) -> list[np.ndarray]:
+    """Each node's mean of its ranks' gradients of a layer, which are sent in bf16."""
+    sent = [bf16(g) if rounds else g for g in layer]
+    return [(sum(sent[k + 1 : k + NODE], sent[k]) / np.float32(NODE)).astype(np.float32) for k in range(0, WORLD, NODE)]
+
+
 def mean_by_nodes(case: str, fmt: str) -> list[np.ndarray]:
-    """The definition: each node's mean of bf16 gradients, by chunk the mean of nodes in codes, sent in bf16."""
+    """The definition: by chunk the mean of nodes' means in codes, scaled by all ranks' exponent; the mean in bf16."""
     ranks = [[g.numpy() for g in gradients_of(r, case)] for r in range(WORLD)]
     chunk = -(-sum(SIZES) // NODE)
     found, at = [], 0
-    with np.errstate(invalid="ignore"):
-        for k, size in enumerate(SIZES):
-            nodes = []
-            for first in range(0, WORLD, NODE):
-                total = bf16(ranks[first][k])
-                for r in range(first + 1, first + NODE):
-                    total = total + bf16(ranks[r][k])
-                nodes.append((total / np.float32(NODE)).astype(np.float32))
-            cuts = [c - at for c in range(0, sum(SIZES), chunk) if at < c < at + size]
-            parts = zip(*(np.split(n, cuts) for n in nodes), strict=True)
-            means = [mean_of_layer(list(p), np.full(p[0].size, -1), {"format": fmt}) for p in parts]
-            found.append(bf16(np.concatenate(means)))
-            at += size
+    for k, size in enumerate(SIZES):
+        layer = [rank[k] for rank in ranks]
+        cuts = [c - at for c in range(0, sum(SIZES), chunk) if at < c < at + size]
+        with np.errstate(all="ignore"):
+            whole = np.full(size, np.nan, np.float32)
+            if all(np.isfinite(bf16(g)).all() for g in layer) and not (case == "huge" and "/" in fmt and k == 0):
+                parts = zip(*(np.split(n, cuts) for n in means_of_nodes(layer)), strict=True)
+                scaled_by = None if size == 0 else shared_exponent([bf16(g) for g in layer], 1)
+                options = {"format": fmt, "exponent": scaled_by}
+                means = [mean_of_layer(list(p), np.full(p[0].size, -1), options) for p in parts]
+                whole = bf16(np.concatenate(means))
+        found.append(whole)
+        at += size
     return found
 
 
 @pytest.mark.parametrize("k", range(len(RUNS)), ids=[f"{case}, {fmt}" for case, fmt in RUNS])
 def test_the_mean_is_that_of_the_definition(results: list[dict[str, Any]], k: int) -> None:
+    """One rank's inf, NaN, number that bf16 does not hold, or one whose rotation overflows makes its whole layer NaN."""
     found = results[0]["definitions"][k].split(list(SIZES))
     for a, b in zip(found, mean_by_nodes(*RUNS[k]), strict=True):
         np.testing.assert_array_equal(a.numpy(), b)
 
 
-@pytest.mark.parametrize("what", ["definitions", "random", "training"])
+@pytest.mark.parametrize("k", range(len(PLAIN)), ids=[f"{case}, {bits} bits" for case, bits in PLAIN])
+def test_16_and_32_bits_add_what_nodes_have_added(results: list[dict[str, Any]], k: int) -> None:
+    case, bits = PLAIN[k]
+    sent = bf16 if bits == 16 else np.asarray
+    ranks = [[g.numpy() for g in gradients_of(r, case)] for r in range(WORLD)]
+    with np.errstate(invalid="ignore"):
+        for layer, found in zip(zip(*ranks, strict=True), results[0]["plain"][k].split(list(SIZES)), strict=True):
+            first, second = (sent(n) for n in means_of_nodes(list(layer), rounds=bits == 16))
+            np.testing.assert_array_equal(found.numpy(), sent(sent(first + second) / np.float32(2)))
+
+
+def test_layers_of_one_bucket_go_each_its_own_way(results: list[dict[str, Any]]) -> None:
+    """8 bits scale a layer as a whole, so its mean is that of the layer alone but for the second scale of a piece."""
+    whole, alone = results[0]["mixed"]
+    for k, (found, *ways) in enumerate(zip(*(flat.split(list(SIZES)) for flat in (whole, *alone)), strict=True)):
+        assert (found - ways[k]).norm() <= 0.05 * ways[k].norm() if k < 4 else True
+        if k in (1, 2):
+            assert torch.equal(found, ways[k])
+
+
+@pytest.mark.parametrize("fmt", ["e5m2", "1-2-1/256:e8m0"])
+def test_error_feedback_pays_what_chunks_have_lost(results: list[dict[str, Any]], fmt: str) -> None:
+    for rank in results:
+        errors = []
+        for feedback in (True, False):
+            found, exact = rank["fed_back"][f"{fmt}, {feedback}"]
+            pairs = zip(found.split(list(SIZES)), exact.split(list(SIZES)), strict=True)
+            errors.append([float((a - b).norm() / b.norm()) for a, b in pairs if len(b) > 1])
+        assert all(fed < 0.2 * plain for fed, plain in zip(*errors, strict=True)), errors
+
+
+@pytest.mark.parametrize("what", ["definitions", "plain", "random", "training"])
 def test_all_ranks_get_the_same_bits(results: list[dict[str, Any]], what: str) -> None:
     first, *others = results
     for rank in others:

@@ -138,8 +138,8 @@ def test_pieces_cover_the_bucket_once() -> None:
     ("options", "words"),
     [
         ({"accumulate": "fp23"}, "did you mean 'fp32'"),
-        ({"group_size": 4, "error_feedback": True}, "group_size=4 and error_feedback=True do not go together"),
-        ({"group_size": 4, "bits": "by link"}, "group_size=4 and bits='by link' do not go together"),
+        ({"group_size": 4, "bits": "by link", "link": "1Gbit/s"}, "link='1Gbit/s' must say both kinds of link"),
+        ({"group_size": 4, "bits": "by link", "link": "1Gbit/s between; inside"}, "link rate '' is not understood"),
         ({"accumulate": "kahan", "group_size": 0}, "at least 1"),
         ({"high_steps": -1}, "at least 0"),
         ({"rounding": "up"}, "'nearest', 'stochastic'"),

@@ -21,10 +21,11 @@ from fxprec.errors import ConfigError, FxprecError
 from fxprec.runtime.aps import by_link
 from fxprec.runtime.aps.by_link import MEASURED, PERIOD, TRIALS
 from fxprec.runtime.aps.link_plan import LinkPlan
+from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.predict import Link
 
 WORLD = 3
-SLOW, FAST = Link(1e5, 1e-4), Link(1e12, 1e-6)
+SLOW, FAST = Links(Link(1e5, 1e-4)), Links(Link(1e12, 1e-6))
 
 
 class Training:
@@ -61,10 +62,10 @@ class Training:
 
 
 @contextmanager
-def links(*found: Link) -> Iterator[None]:
+def links(*found: Links) -> Iterator[None]:
     """Let each probe find the next of these, the last one from then on."""
     left = list(found)
-    with mock.patch.object(by_link, "probe_link", side_effect=lambda *_: left.pop(0) if len(left) > 1 else left[0]):
+    with mock.patch.object(by_link, "probe_links", side_effect=lambda *_: left.pop(0) if len(left) > 1 else left[0]):
         yield
 
 
@@ -87,7 +88,7 @@ def measured(rank: int, world: int) -> dict[str, Any]:
 def relinked(rank: int, world: int) -> dict[str, Any]:
     """The bits on a slow link, on a slightly other one, on a fast one, and on the slow one again."""
     found: list[dict[str, int]] = []
-    with links(SLOW, replace(SLOW, bytes_per_second=1.1e5), FAST, SLOW), mock.patch.object(by_link, "TRIALS", 0):
+    with links(SLOW, Links(Link(1.1e5, 1e-4)), FAST, SLOW), mock.patch.object(by_link, "TRIALS", 0):
         training = Training(rank, widths=(16, 8, 4)).step(MEASURED + 2)
         for _ in range(4):
             found.append(training.plan.bits)
@@ -118,7 +119,7 @@ def tried(rank: int, world: int) -> dict[str, Any]:
     """Which widths the plans have that are tried in turn, and which stays if steps of 8 bits, or all, are the fastest."""
     found: dict[str, Any] = {}
     for name, fastest in (("8 bits", {8}), ("all alike", {4, 8, 16, 32})):
-        with links(SLOW):
+        with links(SLOW), mock.patch.object(by_link, "TRIED", torch.inf):
             training = Training(rank).step(MEASURED + 2)
             count = len(training.state.by_link._trial.plans)
             seen = [set(training.plan.bits.values())]
@@ -244,7 +245,7 @@ def test_bits_follow_the_link_and_each_change_is_an_event(results: list[dict[str
     steps = [event[0] for event in found["events"]]
     assert sorted(set(steps)) == [MEASURED + 1 + 2 * PERIOD, MEASURED + 1 + 3 * PERIOD]
     _, kind, _, detail = next(e for e in found["events"] if e[2] == "0.weight")
-    assert (kind, detail) == ("relinked", "4 to 16 bits, link 0.8 to 8e+06 Mbit/s")
+    assert (kind, detail) == ("relinked", "4 bits to 16 bits, link 0.8 Mbit/s to 8e+06 Mbit/s")
     assert all(rank["relinked"]["events"] == found["events"] for rank in results)
 
 

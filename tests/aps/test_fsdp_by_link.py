@@ -26,11 +26,12 @@ from fxprec.runtime.aps.fsdp_gather import APSAllGather
 from fxprec.runtime.aps.gathers import EIGHT_BITS
 from fxprec.runtime.aps.link_plan import GatheredBits, LayerBits, LinkPlan
 from fxprec.runtime.aps.link_planner import MESSAGE_BYTES
+from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.predict import Link
 from fxprec.runtime.aps.shards import Shards
 
 WORLD, WIDTH = 3, 257
-SLOW, FAST = Link(1e5, 1e-4), Link(1e12, 1e-6)
+SLOW, FAST = Links(Link(1e5, 1e-4)), Links(Link(1e12, 1e-6))
 
 
 class Training:
@@ -79,10 +80,10 @@ class Training:
 
 
 @contextmanager
-def links(*found: Link) -> Iterator[None]:
+def links(*found: Links) -> Iterator[None]:
     """Let each probe find the next of these, the last one from then on; the planned bits are not tried."""
     left = list(found)
-    probe = mock.patch.object(by_link, "probe_link", side_effect=lambda *_: left.pop(0) if len(left) > 1 else left[0])
+    probe = mock.patch.object(by_link, "probe_links", side_effect=lambda *_: left.pop(0) if len(left) > 1 else left[0])
     with probe, mock.patch.object(by_link, "TRIALS", 0):
         yield
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fxprec.errors import BudgetError
 from fxprec.runtime.aps.link_plan import LinkPlan
 from fxprec.runtime.aps.link_planner import CLOSE, MESSAGE_BYTES, NEGLIGIBLE, Layer, Problem, Width, choose
+from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.predict import Link
 
 WIDTHS = (
@@ -33,7 +34,7 @@ def problems(most_layers: int, least_size: int) -> st.SearchStrategy[Problem]:
             for k, (n, b) in enumerate(zip(sizes, buckets, strict=True))
         )
         ready = tuple(itertools.accumulate([0.0, *steps[1:]]))
-        return Problem(layers, ready, WIDTHS, Link(rate, latency), 4, budget, share)
+        return Problem(layers, ready, WIDTHS, Links(Link(rate, latency)), 4, budget, share)
 
     rest = st.tuples(
         st.sampled_from([0.0, 1e-4, 5e-3]),
@@ -55,10 +56,12 @@ def ends_by_hand(problem: Problem, bits: list[int]) -> tuple[float, float]:
         w = by_bits[b]
         encoder = max(encoder, problem.ready[layer.bucket] + problem.shares_cores * busy) + layer.elements * w.encode
         size = -(-layer.elements // w.block) * w.code_bytes
-        link = max(link, encoder) + 2 * (problem.ranks - 1) / problem.ranks * size / problem.link.bytes_per_second
+        link = (
+            max(link, encoder) + 2 * (problem.ranks - 1) / problem.ranks * size / problem.links.between.bytes_per_second
+        )
         if (layer.bucket, b) not in paid:
             paid.add((layer.bucket, b))
-            link += w.messages * problem.link.latency
+            link += w.messages * problem.links.between.latency
         decoder = max(decoder, link) + layer.elements * w.decode
         busy += layer.elements * (w.encode + w.decode)
         error += problem.error(layer, w)
@@ -104,7 +107,7 @@ def test_it_is_never_later_than_one_width_for_all_and_its_rows_add_up(problem: P
 
 def one(rate: float, budget: float = 0.05, ready: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3)) -> LinkPlan:
     layers = tuple(Layer(f"l{k}", k, 1_000_000, 1.0, 0.01) for k in range(len(ready)))
-    return choose(Problem(layers, ready, WIDTHS[1:], Link(rate, 1e-4), 4, budget))
+    return choose(Problem(layers, ready, WIDTHS[1:], Links(Link(rate, 1e-4)), 4, budget))
 
 
 def test_bits_are_few_only_where_bytes_are_exposed() -> None:
@@ -117,7 +120,7 @@ def test_bits_are_few_only_where_bytes_are_exposed() -> None:
 
 def test_a_tighter_budget_widens_the_layers_that_matter_most() -> None:
     layers = tuple(Layer(f"l{k}", k, 1_000_000, 1.0, 0.01, weight=4.0 if k == 1 else 1.0) for k in range(4))
-    problem = Problem(layers, (0.0,) * 4, WIDTHS[1:], Link(4e6), 4, 0.01)
+    problem = Problem(layers, (0.0,) * 4, WIDTHS[1:], Links(Link(4e6)), 4, 0.01)
     bits = choose(problem).bits
     assert bits["l1"] > 4
     assert 4 in bits.values()
@@ -133,7 +136,7 @@ def test_hundreds_of_layers_take_bounded_work() -> None:
     draw = random.Random(0)
     sizes = [draw.choice([64, 1024, 100_000, 2_000_000]) for _ in range(2000)]
     layers = tuple(Layer(f"l{k}", k // 40, n, draw.random() * n, 0.1) for k, n in enumerate(sizes))
-    problem = Problem(layers, tuple(0.01 * k for k in range(50)), WIDTHS, Link(3e8, 1e-4), 8, 0.01, 1.0)
+    problem = Problem(layers, tuple(0.01 * k for k in range(50)), WIDTHS, Links(Link(3e8, 1e-4)), 8, 0.01, 1.0)
     plan = choose(problem)
     assert len(plan.layers) == 2000
     assert {layer.bits for layer in plan.layers} >= {4, 16}
