@@ -21,14 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxprec.aps import APSState, LayerBits, LinkPlan, aps_hook
 from fxprec.runtime.aps import by_link
-from fxprec.runtime.aps.by_link import FOUR_BITS, MEASURED, TRIALS
+from fxprec.runtime.aps.by_link import FOUR_BITS, MEASURED
 from fxprec.runtime.aps.link_plan import shares
 from fxprec.runtime.aps.link_planner import Problem, alike, choose
 from fxprec.runtime.aps.predict import Link
 
 LAYERS, WIDTH, BATCH = 8, 512, 64
 NODE, INSIDE = 2, 1e9
-WARM_UP, OF_PLAN = 3, MEASURED + 3 + 9 * TRIALS
+WARM_UP = MEASURED + 3
 PREDICTED = {
     f"{bits} bits{nodes}": f"{bits} bits{nodes.replace(',', '')}" for bits in (16, 8, 4) for nodes in ("", ", by nodes")
 }
@@ -150,7 +150,9 @@ def main() -> None:
     by_link.choose = noted(problems)
     ways = {name: Way(name, inputs, inputs[:, :10].argmax(1)) for name in WAYS}
     for way in ways.values():
-        for _ in range(WARM_UP if getattr(way.state, "by_link", None) is None else OF_PLAN):
+        for _ in range(WARM_UP):
+            way.step()
+        while getattr(way.state, "by_link", None) is not None and way.state.by_link.is_trying:
             way.step()
         for measured in (way.seconds, way.exchange, way.processor, way.sent):
             measured.clear()

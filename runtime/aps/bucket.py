@@ -157,13 +157,15 @@ class Exchange:
         if self.wire is None:
             self.message = self.flat.values.to(self.part.sending.dtype or self.part.views[0].dtype)
             dist.all_reduce(self.message, group=groups.payload)
+        elif self._is_direct:
+            self.message = all_gather(self.message, groups.payload)
         elif groups.parts is None:
             size = num_bytes(self.wire, self.flat.layout.padded)
             self.message = to_owners(self.message, size, groups.size, groups.payload)
 
     def reduce(self) -> None:
         """Sum what this rank owns; the hierarchical way is walked to its end here."""
-        if not self._is_coded:
+        if not self._is_coded or self._is_direct:
             return
         mode, groups, lay = self.state.options.accumulate, self.groups, self.flat.layout
         if mode == "fp32":
@@ -179,13 +181,13 @@ class Exchange:
 
     def gather(self) -> None:
         """Collect the codes of the sum from their owners."""
-        if self._is_coded and self.groups.parts is None:
+        if self._is_coded and not self._is_direct and self.groups.parts is None:
             self.message = all_gather(self.message, self.groups.gather)
 
     def finish(self) -> None:
         """Decode, unscale, divide by the number of ranks, and write where the layers or the chunk's pieces lie."""
         if self._is_coded:
-            self.flat.write(self._decoded())
+            self.flat.write(self._added() if self._is_direct else self._decoded())
         elif self.flat.values.numel():
             set_mean(self.flat.values, self.message, self.groups.size)
             self.flat.write(self.flat.values)
@@ -195,6 +197,14 @@ class Exchange:
         if self.inside is not None:
             self.inside.share(self.whole.values)
             self.whole.write(self.whole.values)
+
+    def _added(self) -> Tensor:
+        """Return the mean of two nodes' codes, added here."""
+        bounds, mask = self.flat.layout.bounds, mask_factors(self.exponent_codes)
+        mean = self.coder.sum(self.message)
+        scale_by_powers(mean, bounds, -self.exponents, mask)
+        mean /= 1 if self._divides_first else self.groups.size
+        return self._settled(mean)
 
     def _decoded(self) -> Tensor:
         lay, device, fp32 = self.flat.layout, self.exponents.device, self.state.options.accumulate == "fp32"
@@ -209,7 +219,10 @@ class Exchange:
         coder = self.coder if fp32 else replace(self.coder, bounded=False)
         divisor = 1 if self._divides_first else self.groups.size
         into = self.flat.values if self.flat.in_place else None
-        mean = coder.decode_scaled(codes, bounds, exponents, mask, divisor, into)
+        return self._settled(coder.decode_scaled(codes, bounds, exponents, mask, divisor, into))
+
+    def _settled(self, mean: Tensor) -> Tensor:
+        """Undo a rotation, and keep what was lost."""
         if self.signs is not None:
             rotate_back(mean, self.signs)
         if self.lost is not None:
@@ -220,6 +233,11 @@ class Exchange:
     def _is_coded(self) -> bool:
         """Say whether codes are exchanged: this rank's chunk of a small part may be empty."""
         return self.wire is not None and self.flat.values.numel() > 0
+
+    @property
+    def _is_direct(self) -> bool:
+        """Say whether two nodes send each other all codes: as many bytes as by owners, and one rounding less."""
+        return self.inside is not None and self.groups.size == 2
 
     @property
     def _scales_layers(self) -> bool:

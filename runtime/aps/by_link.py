@@ -82,19 +82,21 @@ def widths_of(codings: Mapping[int, Coding], *, stochastic: bool, passes: int = 
     return found
 
 
-def by_nodes(width: Width, cast: Width, node: int) -> Width:
-    """Return a width by nodes of that many ranks: what it costs between nodes is of a chunk; `cast` is bf16's width.
+def by_nodes(width: Width, cast: Width, node: int, nodes: int) -> Width:
+    """Return a width by nodes of `node` ranks: what it costs between nodes is of a chunk; `cast` is bf16's width.
 
-    Exponents are exchanged over all ranks, while layers are sent inside of the nodes.
+    Exponents are exchanged over all ranks, while layers are sent inside of the nodes. Two nodes send each other codes
+    once, which each adds.
     """
-    coded = not width.in_ring
+    coded, direct = not width.in_ring, not width.in_ring and nodes == 2
     inside, lost = (INSIDE.itemsize, cast.error) if coded else (width.code_bytes, width.error)
     return replace(
         width,
         encode=cast.encode + width.encode / node,
         decode=cast.decode + width.decode / node,
-        messages=2 if coded else 1,
-        sends=2,
+        messages=2 if coded and not direct else 1,
+        sends=1 if direct else 2,
+        rounds_sums=not direct,
         sends_to_all=2 if coded else 0,
         inside_bytes=inside,
         inside_error=lost,
@@ -159,6 +161,11 @@ class ByLink:
     def lost(self, error: BaseException) -> BaseException:
         """Return an error that names the lost rank where torch.distributed's is of a connection, others as they are."""
         return self._roll_call.lost(error) if isinstance(error, RuntimeError) else error
+
+    @property
+    def is_trying(self) -> bool:
+        """Say whether plans are being tried beside each other."""
+        return self._trial is not None
 
     def name_of(self, parameter: Tensor) -> str:
         """Return a parameter's name. Raises `ConfigError` for one that the state's model does not have."""
@@ -315,7 +322,7 @@ class ByLink:
             timed = probe_widths(widths, communication_device(self._groups.payload), self._groups.payload)
             if (node := self._groups.node) is not None:
                 cast = next(width for width in timed if width.bits == 8 * INSIDE.itemsize)
-                timed += tuple(by_nodes(width, cast, node.size) for width in timed)
+                timed += tuple(by_nodes(width, cast, node.size, node.between.size) for width in timed)
             self._timed = timed
         return self._timed
 

@@ -77,6 +77,8 @@ class Width:
     """Share of the squared norm that one rounding loses."""
     in_ring: bool = False
     """Whether every rank of a ring rounds the sum so far; else each rank's gradient and the sum are rounded once."""
+    rounds_sums: bool = True
+    """False where gradients alone are rounded."""
     floor: float = 0.0
     """What one rounding loses of an element however small it is (root mean square), as a share of the largest one."""
     inside_bytes: int = 0
@@ -96,7 +98,7 @@ class Width:
         k times as long as one of them. In a ring it is rounded for each k from 2 on, else for the last one if at all.
         """
         of_sums = (ranks + 1) * (2 * ranks + 1) / (6 * ranks) if self.in_ring else passes - 1
-        return 1 / ranks + of_sums
+        return 1 / ranks + of_sums * self.rounds_sums
 
     def bytes_of(self, elements: int) -> int:
         """Return the bytes of a layer's codes."""

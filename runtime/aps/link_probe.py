@@ -24,7 +24,7 @@ from fxprec.runtime.aps.rotation import rotate, rotate_back, signs_of
 from fxprec.runtime.aps.wire import Coding, Wire
 
 FIRST_SECONDS = 0.3
-"""A transfer this long measures the link at first; with those before it, the probe takes about a second."""
+"""A transfer this long measures the link at first, three times; the probe takes about a second for a kind of link."""
 NEXT_SECONDS = 0.05
 """One this long sees whether the link has changed."""
 LARGEST = 1 << 26  # bytes
@@ -66,6 +66,7 @@ def _probe(group: dist.ProcessGroup, everyone: dist.ProcessGroup, last: Link | N
     size = 1 << 16 if last is None else min(LARGEST, max(1 << 16, int(last.bytes_per_second * wanted)))
     while (seconds := seconds_of(size)) < wanted / 4 and size < LARGEST and last is None:
         size = min(LARGEST, 4 * size)
+    seconds = min(seconds, *(seconds_of(size) for _ in range(_ROUNDS - 1)))  # the first ones wait for TCP's window
     sent = size // world * (world - 1)
     return Link(sent / max(seconds - latency, seconds / 10), latency)
 

@@ -73,7 +73,7 @@ def mean_of_layer(grads: list[np.ndarray], owners: np.ndarray, options: dict[str
     if any(not np.isfinite(g).all() for g in grads):
         return np.full(grads[0].shape, np.nan, dtype=np.float32)
     if kind not in TABLES and isinstance(fmt := find(kind), BlockFormat):
-        return mean_in_blocks(grads, fmt)
+        return mean_in_blocks(grads, fmt, rounds_sum=options.get("rounds_sum", True))
     shared = options["exponent"] if "exponent" in options else shared_exponent(grads, 1 if mode == "fp32" else n)
     if shared is None:
         return np.zeros(grads[0].shape, dtype=np.float32)
@@ -88,7 +88,9 @@ def mean_of_layer(grads: list[np.ndarray], owners: np.ndarray, options: dict[str
     for owner in np.unique(owners):
         mask = owners == owner
         parts = [s[mask] for s in sent]
-        if mode == "fp32":
+        if not options.get("rounds_sum", True):
+            total[mask] = sum(parts[1:], parts[0])
+        elif mode == "fp32":
             total[mask] = _sum_fp32(parts, kind, top if scaled else None)
         else:
             first = int(owner) + 1
@@ -122,7 +124,7 @@ def _in_order(terms: list[np.ndarray], kind: str, mode: str) -> np.ndarray:
     return total
 
 
-def mean_in_blocks(grads: list[np.ndarray], fmt: BlockFormat, step: int = 0) -> np.ndarray:
+def mean_in_blocks(grads: list[np.ndarray], fmt: BlockFormat, step: int = 0, *, rounds_sum: bool = True) -> np.ndarray:
     """The mean of one layer: rotated block by block, coded, added in rank order, coded, divided, rotated back."""
     signs = signs_of(_mix((0, step, 0, 0)), fmt.block, torch.device("cpu")).numpy()
     up, down = 2.0 ** -math.ceil(math.log2(fmt.block) / 2), 2.0 ** -math.floor(math.log2(fmt.block) / 2)
@@ -133,7 +135,7 @@ def mean_in_blocks(grads: list[np.ndarray], fmt: BlockFormat, step: int = 0) -> 
             padded[: g.size] = g
             sent = in_blocks(times_hadamard(padded.reshape(-1, fmt.block) * (signs * np.float32(up))), fmt)
             total = sent if total is None else total + sent
-        mean = in_blocks(total, fmt) / np.float32(len(grads))
+        mean = (in_blocks(total, fmt) if rounds_sum else total) / np.float32(len(grads))
         return (times_hadamard(mean * np.float32(down)) * signs).reshape(-1)[: grads[0].size]
 
 

@@ -24,7 +24,7 @@ from fxprec.runtime.aps import exchange as exchange_module
 from fxprec.runtime.aps import groups, state
 from fxprec.runtime.aps.predict import Link
 
-WORLD, NODE = 4, 2
+WORLD, NODE, THREE_NODES = 4, 2, 6
 FORMATS = ("e5m2", "e4m3fn", "1-2-1/256:e8m0", "dynamic-tree", "fp16")
 CASES = ("plain", "zero-layer", "zero-on-one-rank", "denormal", "nan", "inf", "huge", "power")
 BLOCKS = [("nan", FORMATS[2]), ("huge", FORMATS[2])]
@@ -153,12 +153,17 @@ def bf16(x: np.ndarray) -> np.ndarray:
 def means_of_nodes(layer: list[np.ndarray], *, rounds: bool = True) -> list[np.ndarray]:
     """Each node's mean of its ranks' gradients of a layer, which are sent in bf16."""
     sent = [bf16(g) if rounds else g for g in layer]
-    return [(sum(sent[k + 1 : k + NODE], sent[k]) / np.float32(NODE)).astype(np.float32) for k in range(0, WORLD, NODE)]
+    return [
+        (sum(sent[k + 1 : k + NODE], sent[k]) / np.float32(NODE)).astype(np.float32) for k in range(0, len(layer), NODE)
+    ]
 
 
-def mean_by_nodes(case: str, fmt: str) -> list[np.ndarray]:
-    """The definition: by chunk the mean of nodes' means in codes, scaled by all ranks' exponent; the mean in bf16."""
-    ranks = [[g.numpy() for g in gradients_of(r, case)] for r in range(WORLD)]
+def mean_by_nodes(case: str, fmt: str, world: int) -> list[np.ndarray]:
+    """The definition: by chunk the mean of nodes' means in codes, scaled by all ranks' exponent; the mean in bf16.
+
+    Of two nodes each adds both nodes' codes, of more an owner adds them and sends codes of the sum.
+    """
+    ranks = [[g.numpy() for g in gradients_of(r, case)] for r in range(world)]
     chunk = -(-sum(SIZES) // NODE)
     found, at = [], 0
     for k, size in enumerate(SIZES):
@@ -169,8 +174,10 @@ def mean_by_nodes(case: str, fmt: str) -> list[np.ndarray]:
             if all(np.isfinite(bf16(g)).all() for g in layer) and not (case == "huge" and "/" in fmt and k == 0):
                 parts = zip(*(np.split(n, cuts) for n in means_of_nodes(layer)), strict=True)
                 scaled_by = None if size == 0 else shared_exponent([bf16(g) for g in layer], 1)
-                options = {"format": fmt, "exponent": scaled_by}
-                means = [mean_of_layer(list(p), np.full(p[0].size, -1), options) for p in parts]
+                options = {"format": fmt, "exponent": scaled_by, "rounds_sum": world > 2 * NODE}
+                owners = np.arange(at, at + size) % chunk // -(-chunk * NODE // world)
+                owned = zip(parts, np.split(owners, cuts), strict=True)
+                means = [mean_of_layer(list(p), owner, options) for p, owner in owned]
                 whole = bf16(np.concatenate(means))
         found.append(whole)
         at += size
@@ -181,8 +188,17 @@ def mean_by_nodes(case: str, fmt: str) -> list[np.ndarray]:
 def test_the_mean_is_that_of_the_definition(results: list[dict[str, Any]], k: int) -> None:
     """One rank's inf, NaN, number that bf16 does not hold, or one whose rotation overflows makes its whole layer NaN."""
     found = results[0]["definitions"][k].split(list(SIZES))
-    for a, b in zip(found, mean_by_nodes(*RUNS[k]), strict=True):
+    for a, b in zip(found, mean_by_nodes(*RUNS[k], WORLD), strict=True):
         np.testing.assert_array_equal(a.numpy(), b)
+
+
+def test_three_nodes_send_their_codes_to_owners(once: Callable[..., Any]) -> None:
+    ranks = once("three_nodes", lambda: run_ranks(THREE_NODES, several, [(definitions, ())]))
+    for k, run in enumerate(RUNS):
+        found = [rank["definitions"][k] for rank in ranks]
+        for a, b in zip(found[0].split(list(SIZES)), mean_by_nodes(*run, THREE_NODES), strict=True):
+            np.testing.assert_array_equal(a.numpy(), b)
+        assert all(torch.equal(other.view(torch.int32), found[0].view(torch.int32)) for other in found)
 
 
 @pytest.mark.parametrize("k", range(len(PLAIN)), ids=[f"{case}, {bits} bits" for case, bits in PLAIN])
@@ -200,9 +216,8 @@ def test_layers_of_one_bucket_go_each_its_own_way(results: list[dict[str, Any]])
     """8 bits scale a layer as a whole, so its mean is that of the layer alone but for the second scale of a piece."""
     whole, alone = results[0]["mixed"]
     for k, (found, *ways) in enumerate(zip(*(flat.split(list(SIZES)) for flat in (whole, *alone)), strict=True)):
-        assert (found - ways[k]).norm() <= 0.05 * ways[k].norm() if k < 4 else True
-        if k in (1, 2):
-            assert torch.equal(found, ways[k])
+        assert (found - ways[k]).norm() <= (0.3 if k == 4 else 0.05) * ways[k].norm(), "4 bits draw other signs"
+        assert not any((found - other).norm() == 0 for j, other in enumerate(ways) if j != k and found.numel() > 1)
 
 
 @pytest.mark.parametrize("fmt", ["e5m2", "1-2-1/256:e8m0"])
@@ -230,11 +245,12 @@ def test_random_rounding_differs_from_step_to_step(results: list[dict[str, Any]]
 
 
 def test_a_node_sends_others_half_the_codes(results: list[dict[str, Any]]) -> None:
-    """Of 4,096 codes each: to owners 2 of 3 others are remote, in chunks of 1,024; by nodes one, in chunks of 1,024."""
+    """Of 4,096 codes: both of an owner's two remote ones get 1,024, twice; by nodes one gets a chunk of 2,048 once."""
     sent = results[0]["bytes_to_other_nodes"]
     assert sent["flat, scatter"] == 2 * 1024
-    assert sent["by nodes, scatter"] == 1024
-    assert sent["by nodes, gather"] < sent["flat, gather"] * 0.6
+    assert sent["flat, gather"] > 2 * 1024
+    assert sent["by nodes, scatter"] == 0
+    assert sent["by nodes, gather"] == 2048
 
 
 def test_training_by_nodes_follows_plain_training(results: list[dict[str, Any]]) -> None:
