@@ -80,7 +80,7 @@ class Exchange:
     in the parts' order: those that communicate do so on a process group of their own. By nodes, `add` averages this
     rank's chunk over the node, the next stages exchange the chunk with other nodes, and `share` sends it to the node.
 
-    All ranks decode the same bytes, and by nodes the ranks of one chunk have the same mean: replicas stay bit-identical.
+    All ranks decode the same bytes, and by nodes ranks of one chunk have the same mean: replicas stay bit-identical.
     """
 
     STAGES: tuple[str, ...] = ("add", "prepare", "scatter", "reduce", "gather", "finish", "share")

@@ -41,6 +41,8 @@ TRIALS = 7
 """Steps of each plan that is tried; the first makes its buffers and does not count."""
 UNPLANNED = 16
 """Bits of a layer that has no plan."""
+CLOSEST = 1.1
+"""Plans whose steps take at most this many times as long as the fastest's are tried once more, for twice as long."""
 TRIED = 2.0
 """A plan is tried where it is predicted to take at most this many times as long as the soonest."""
 FOUR_BITS = "1-2-1/256:e8m0"
@@ -333,6 +335,11 @@ class ByLink:
             return
         self._trial = None
         seconds = largest_of_ranks(trial.seconds(), self._groups.exponents)
+        closest = [p for p, s in zip(trial.plans, seconds, strict=True) if s <= min(seconds) * CLOSEST]
+        if len(closest) > 1 and not trial.is_last:
+            self._trial = Trial(closest, trial.old, is_last=True)
+            self._try(step, self._trial, device)
+            return
         close = [p for p, s in zip(trial.plans, seconds, strict=True) if s <= min(seconds) * CLOSE]
         self._follow(step, min(close, key=lambda p: p.error), trial.old)
 
@@ -381,8 +388,10 @@ def _ways_of(plan: LinkPlan) -> dict[str, str]:
 class Trial:
     """Plans in turn, a step each, and how long their steps take from the first bucket to that of the next step."""
 
-    def __init__(self, plans: Sequence[LinkPlan], old: LinkPlan | None) -> None:
+    def __init__(self, plans: Sequence[LinkPlan], old: LinkPlan | None, *, is_last: bool = False) -> None:
         self.plans = plans
+        self.is_last = is_last
+        self._rounds = TRIALS * (1 + is_last)
         self.old = old
         """The plan in force before."""
         self._clocks: list[Clock] = []
@@ -391,13 +400,13 @@ class Trial:
         """Return the plan of the step that begins now, None where all have been tried."""
         self._clocks.append(now)
         done = len(self._clocks) - 1
-        return None if done == TRIALS * len(self.plans) else self.plans[done % len(self.plans)]
+        return None if done == self._rounds * len(self.plans) else self.plans[done % len(self.plans)]
 
     def seconds(self) -> list[float]:
         """Return the mean of each plan's faster half of steps: the slower ones have waited for something else."""
         steps = [after.after(before) for before, after in pairwise(self._clocks)]
         count = len(self.plans)
-        return [fmean(sorted(steps[k::count][1:])[: TRIALS // 2]) for k in range(count)]
+        return [fmean(sorted(steps[k::count][1:])[: self._rounds // 2]) for k in range(count)]
 
 
 class Clock:

@@ -91,6 +91,11 @@ class Width:
         """Say whether layers go by nodes."""
         return self.inside_bytes > 0
 
+    @property
+    def exchanges(self) -> int:
+        """Return the exchanges of a part; by nodes also those inside, and that of exponents over all ranks."""
+        return self.messages + 2 * self.by_nodes + (self.sends_to_all > 0)
+
     def roundings(self, ranks: int, passes: int) -> float:
         """Return what the mean loses, at most, of what one rounding of one rank's gradient does.
 
@@ -130,7 +135,7 @@ class Problem:
     ranks: int
     budget: float
     shares_cores: float = 0.0
-    """Share of encoding and decoding that delays the backward pass: 1 where both run on the same busy cores, else 0."""
+    """Share of that work that delays the backward pass: 1 where both run on the same busy cores, else 0."""
     transport: Transport = ALL_REDUCE
 
     def traffic(self, width: Width) -> tuple[float, float]:
@@ -199,7 +204,7 @@ class States:
     link: Floats
     decoder: Floats
     busy: Floats
-    """Seconds of encoding and decoding so far."""
+    """Seconds of encoding, decoding and work on exchanges so far."""
     error: Floats
     used: NDArray[np.int64]
     """Widths used so far in the current bucket, a bit each: the first part of a width pays the latency."""
@@ -241,11 +246,12 @@ def advance(states: States, problem: Problem, items: Sequence[Layer], number: in
     pays = first * problem.latency_inside(width)
     encoder = np.maximum(states.encoder, ready) + encode + inside + pays
     link = np.maximum(states.link, encoder) + transfer + first * width.messages * problem.links.between.latency
+    work = encode + decode + first * width.exchanges * problem.links.exchange
     return States(
         encoder,
         link,
         np.maximum(states.decoder, link) + decode + inside + pays,
-        states.busy + encode + decode,
+        states.busy + work,
         states.error + sum(problem.error(layer, width) for layer in items),
         used | 1 << number,
         np.arange(len(states)),

@@ -46,38 +46,55 @@ def probe_links(groups: Groups, last: Links | None = None) -> Links:
     """
     node, everyone = groups.node, groups.exponents
     if node is None:
-        return Links(_probe(groups.payload, everyone, None if last is None else last.between))
-    inside = _probe(node.scatter, everyone, None if last is None else last.inside)
+        link, exchange = _probe(groups.payload, everyone, None if last is None else last.between)
+        return Links(link, exchange=exchange)
+    inside, _ = _probe(node.scatter, everyone, None if last is None else last.inside)
     of_node = None if last is None else Link(last.between.bytes_per_second / node.size, last.between.latency)
-    share = _probe(node.between.payload, everyone, of_node)
-    return Links(Link(share.bytes_per_second * node.size, share.latency), inside, node.size)
+    share, exchange = _probe(node.between.payload, everyone, of_node)
+    return Links(Link(share.bytes_per_second * node.size, share.latency), inside, node.size, exchange)
 
 
-def _probe(group: dist.ProcessGroup, everyone: dist.ProcessGroup, last: Link | None) -> Link:
-    """Return a rank's link to the others of its group."""
+def _probe(group: dist.ProcessGroup, everyone: dist.ProcessGroup, last: Link | None) -> tuple[Link, float]:
+    """Return a rank's link to the others of its group, and how long cores work on a small exchange there."""
     world = dist.get_world_size(group)
 
-    def seconds_of(size: int) -> float:
-        return largest_of_ranks([_exchange_seconds(size, group, everyone)], everyone)[0]
+    def seconds_of(size: int) -> list[float]:
+        return largest_of_ranks(_exchange_seconds(size, group, everyone), everyone)
 
-    small = sorted(seconds_of(world) for _ in range(_ROUNDS + 2))
-    latency = statistics.median(small)
+    small = [seconds_of(world) for _ in range(_ROUNDS + 2)]
+    latency, worked = (statistics.median(column) for column in zip(*small, strict=True))
     wanted = FIRST_SECONDS if last is None else NEXT_SECONDS
     size = 1 << 16 if last is None else min(LARGEST, max(1 << 16, int(last.bytes_per_second * wanted)))
-    while (seconds := seconds_of(size)) < wanted / 4 and size < LARGEST and last is None:
+    while seconds_of(size)[0] < wanted / 4 and size < LARGEST and last is None:
         size = min(LARGEST, 4 * size)
-    seconds = min(seconds, *(seconds_of(size) for _ in range(_ROUNDS - 1)))  # the first ones wait for TCP's window
+    seconds = min(seconds_of(size)[0] for _ in range(_ROUNDS))  # the first ones wait for TCP's window
     sent = size // world * (world - 1)
-    return Link(sent / max(seconds - latency, seconds / 10), latency)
+    return Link(sent / max(seconds - latency, seconds / 10), latency), worked * _crowd(everyone)
 
 
-def _exchange_seconds(size: int, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> float:
-    """Return the seconds of an all-to-all of that many bytes in a group, which all ranks begin together."""
+def _crowd(group: dist.ProcessGroup) -> float:
+    """Return how many times as long as a core works on it a rank's work takes, while all ranks work."""
+    x = torch.linspace(-1, 1, ELEMENTS, device="cpu")
+    dist.barrier(group)
+    start, worked = time.perf_counter(), time.thread_time()
+    for _ in range(32):
+        x.mul_(1.0)
+    took, worked = time.perf_counter() - start, time.thread_time() - worked
+    return max(1.0, largest_of_ranks([took / max(worked, 1e-9)], group)[0])
+
+
+def _exchange_seconds(size: int, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> list[float]:
+    """Return the seconds of an all-to-all of that many bytes in a group, which all ranks begin together.
+
+    And those that this process works meanwhile, on all its threads.
+    """
     world, device = dist.get_world_size(group), communication_device(group)
     sent = torch.zeros(-(-size // world) * world, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     dist.barrier(everyone)
-    return _timed(lambda: dist.all_to_all_single(received, sent, group=group), device)
+    worked = time.process_time()
+    taken = _timed(lambda: dist.all_to_all_single(received, sent, group=group), device)
+    return [taken, time.process_time() - worked]
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:

@@ -21,6 +21,8 @@ class Links:
     """One rank's way to those of its node."""
     node: int = 1
     """Ranks of a node."""
+    exchange: float = 0.0
+    """Seconds that cores work on an exchange of few bytes."""
 
     def differ(self, last: Links) -> bool:
         """Say whether a rate has changed since `last`."""

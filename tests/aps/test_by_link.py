@@ -121,14 +121,23 @@ def tried(rank: int, world: int) -> dict[str, Any]:
     for name, fastest in (("8 bits", {8}), ("all alike", {4, 8, 16, 32})):
         with links(SLOW), mock.patch.object(by_link, "TRIED", torch.inf):
             training = Training(rank).step(MEASURED + 2)
-            count = len(training.state.by_link._trial.plans)
+            plans = training.state.by_link._trial.plans
+            count = len(plans)
             seen = [set(training.plan.bits.values())]
             for _ in range(count * TRIALS - 1):
                 seen.append(set(training.step().plan.bits.values()))
             times = [2.0 - (kinds <= fastest) for kinds in seen[:count]]
-            with mock.patch.object(by_link.Trial, "seconds", lambda _, times=times: times):
+            seconds = {id(plan): time for plan, time in zip(plans, times, strict=True)}
+            timed = mock.patch.object(
+                by_link.Trial, "seconds", lambda trial, seconds=seconds: [seconds[id(p)] for p in trial.plans]
+            )
+            with timed:
                 training.step()
-        found[name] = {"seen": [sorted(k) for k in seen], "chosen": sorted(set(training.plan.bits.values()))}
+                again = len(training.state.by_link._trial.plans) if training.state.by_link.is_trying else 0
+                training.step(2 * TRIALS * again)
+            assert not training.state.by_link.is_trying
+        chosen = sorted(set(training.plan.bits.values()))
+        found[name] = {"seen": [sorted(k) for k in seen], "again": again, "chosen": chosen}
     return found
 
 
@@ -263,8 +272,10 @@ def test_the_plan_is_tried_beside_each_width_and_the_fastest_stays(results: list
         count = len(found["seen"]) // TRIALS
         assert found["seen"][1:4] == [[32], [16], [8]]
         assert found["seen"] == found["seen"][:count] * TRIALS
-        assert found["chosen"] == [8]
-        assert rank["tried"]["all alike"]["chosen"] == [32], "of equally fast ones the one that rounds least"
+        assert (found["again"], found["chosen"]) == (0, [8])
+        found = rank["tried"]["all alike"]
+        assert found["again"] == len(found["seen"]) // TRIALS, "those that differ little, for twice as long"
+        assert found["chosen"] == [32], "of equally fast ones the one that rounds least"
 
 
 def test_plan_and_residuals_resume_bit_for_bit(results: list[dict[str, Any]]) -> None:
