@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +22,7 @@ from fxprec.runtime.aps import hook, kernels
 from fxprec.runtime.aps.bucket import Exchange
 from fxprec.runtime.aps.fsdp_gather import APSAllGather
 from fxprec.runtime.aps.lost import GRACE
+from fxprec.runtime.aps.predict import Link
 
 TIMEOUT = 10  # seconds
 MODES = {"fp32": {}, "hierarchical": {"accumulate": "format", "group_size": 2}}
@@ -62,6 +64,31 @@ def loses_rank_1(rank: int, world: int, how: str, mode: str, ended: str) -> tupl
     return "no error", time.monotonic() - start
 
 
+def loses_rank_1_of_nodes(rank: int, world: int, where: str) -> tuple[str, float]:
+    """In the second step rank 1, of two nodes of two, dies in a stage of an exchange by nodes."""
+    kernels.library()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5))
+    ddp = DistributedDataParallel(model)
+    alike = plan_of(model, 16 if where == "scatter" else 4)
+    rows = tuple(replace(row, by_nodes=True) for row in alike.layers)
+    plan = replace(alike, ranks=world, node=2, inside=Link(1e9), layers=rows)
+    ddp.register_comm_hook(APSState("e4m3fn", bits="by link", model=ddp, plan=plan, group_size=2), aps_hook)
+    ddp(torch.randn(6, 12)).sum().backward()
+    loss = ddp(torch.randn(6, 12)).sum()
+
+    def stops(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    start = time.monotonic()
+    with mock.patch.object(Exchange, where, stops if rank == 1 else getattr(Exchange, where)):
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
 def loses_rank_1_under_fsdp(rank: int, world: int, where: str) -> tuple[str, float]:
     """In the second step rank 1 dies in a gather or in a reduce-scatter; how this rank's step ended."""
     kernels.library()
@@ -82,6 +109,15 @@ def loses_rank_1_under_fsdp(rank: int, world: int, where: str) -> tuple[str, flo
         except RuntimeError as error:
             return f"{type(error).__name__}: {error}", time.monotonic() - start
     return "no error", time.monotonic() - start
+
+
+@pytest.mark.parametrize("where", ["add", "scatter", "share"])
+def test_a_rank_lost_by_nodes_is_named_on_its_node_and_on_the_other(where: str) -> None:
+    """16 bits by nodes where it dies between nodes, else 4."""
+    ends = run_ranks(4, loses_rank_1_of_nodes, where, timeout=TIMEOUT)
+    for message, seconds in (ends[0], *ends[2:]):
+        assert "exchange of gradients failed: rank 1 does not answer; restart the job from a checkpoint" in message
+        assert seconds < 2 * TIMEOUT + 3 * GRACE
 
 
 @pytest.mark.parametrize("where", ["gather", "reduce-scatter"])

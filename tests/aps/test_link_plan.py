@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fxprec.cli import main
 from fxprec.errors import PlanError
 from fxprec.runtime.aps.link_plan import BITS, GatheredBits, LayerBits, LinkPlan
+from fxprec.runtime.aps.predict import Link
 
 PLAN = LinkPlan(
     ranks=4,
@@ -71,6 +72,11 @@ def test_a_plan_comes_back_as_it_was_and_its_digest_is_of_all_of_it(tmp_path: Pa
         ({"ranks": 1}, "ranks: is 1; it must be an int from 2"),
         ({"schema": 2}, "schema: is 2; it must be an int from 1 to 1"),
         ({"speed": 2}, "top level: has an unknown key 'speed'"),
+        ({"node": 2}, "top level: has 4 ranks and nodes of 2, or no link inside of them; plan again"),
+        ({"node": 3, "inside": {"bytes_per_second": 1.0, "latency": 0.0}}, "top level: has 4 ranks and nodes of 3"),
+        ({"inside": {"bytes_per_second": 0, "latency": 0.0}}, "inside.bytes_per_second: is 0; it must be a positive"),
+        ({"layers__0__by_nodes": True}, "layers: go by nodes, and node is 1; plan again"),
+        ({"layers__0__by_nodes": 1}, r"layers\[0\]\.by_nodes: is 1; it must be true or false"),
     ],
 )
 def test_what_no_planner_wrote_is_refused_in_one_line(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -84,7 +90,14 @@ def test_what_no_planner_wrote_is_refused_in_one_line(changes: dict[str, Any], s
 @settings(max_examples=200, deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda x: st.lists(x, max_size=3)))
 def test_any_value_in_any_place_is_read_or_refused(value: Any) -> None:
-    for key in (*PLAN.to_dict(), "gathered__1", "layers__0", "layers__1__name", "layers__1__error"):
+    for key in (
+        *PLAN.to_dict(),
+        "gathered__1",
+        "layers__1__by_nodes",
+        "layers__0",
+        "layers__1__name",
+        "layers__1__error",
+    ):
         with suppress(PlanError):
             assert LinkPlan.from_dict(edited(**{key: value})).dumps()
 
@@ -103,6 +116,18 @@ def test_explain_says_bits_exposed_seconds_and_cost(tmp_path: Path, capsys: pyte
     assert run("explain", str(tmp_path / "sharded.json")) == 0
     gathered = "to gather parameters once a rank sends 0.005 MB: head in 32 bits, body in 8 bits"
     assert capsys.readouterr().out.splitlines() == [link, shares, gathered, *layers]
+    by_nodes = replace(PLAN.layers[1], by_nodes=True)
+    nodes = replace(PLAN, node=2, inside=Link(2.5e8, 1e-4), bytes_between=900_000, layers=(PLAN.layers[0], by_nodes))
+    nodes.save(tmp_path / "nodes.json")
+    assert LinkPlan.load(tmp_path / "nodes.json") == nodes
+    assert run("explain", str(tmp_path / "nodes.json")) == 0
+    where, between, shares, first, second = capsys.readouterr().out.splitlines()
+    assert where.startswith(
+        "4 ranks on 2 nodes, 2000 Mbit/s, 0.1 ms inside, 200 Mbit/s, 1 ms between: a rank sends 2.5 MB"
+    )
+    assert between == "a node sends others 0.9 MB a step"
+    assert shares.startswith("25% in 16 bits, 75% in 4 bits by nodes; adds")
+    assert (first, second) == (layers[0], layers[1].replace("4 bits", "4 bits by nodes"))
     assert run("explain", str(tmp_path / "link.json"), "body.wieght") == 2
     assert "did you mean 'body.weight'" in capsys.readouterr().err
     assert set(BITS) >= {16, 8, 4}
