@@ -41,8 +41,8 @@ TRIALS = 7
 """Steps of each plan that is tried; the first makes its buffers and does not count."""
 UNPLANNED = 16
 """Bits of a layer that has no plan."""
-CLOSEST = 1.1
-"""Plans whose steps take at most this many times as long as the fastest's are tried once more, for twice as long."""
+CLOSEST, AGAIN = 1.1, 4
+"""Plans whose steps take at most 1.1 times as long as the fastest's are tried once more, with 4 times as many steps."""
 TRIED = 2.0
 """A plan is tried where it is predicted to take at most this many times as long as the soonest."""
 FOUR_BITS = "1-2-1/256:e8m0"
@@ -391,7 +391,7 @@ class Trial:
     def __init__(self, plans: Sequence[LinkPlan], old: LinkPlan | None, *, is_last: bool = False) -> None:
         self.plans = plans
         self.is_last = is_last
-        self._rounds = TRIALS * (1 + is_last)
+        self._rounds = TRIALS * (AGAIN if is_last else 1)
         self.old = old
         """The plan in force before."""
         self._clocks: list[Clock] = []

@@ -24,7 +24,7 @@ from fxprec.runtime.aps.rotation import rotate, rotate_back, signs_of
 from fxprec.runtime.aps.wire import Coding, Wire
 
 FIRST_SECONDS = 0.3
-"""A transfer this long measures the link at first, three times; the probe takes about a second for a kind of link."""
+"""About as long a transfer measures the link at first, three times; the probe takes up to two seconds for each link."""
 NEXT_SECONDS = 0.05
 """One this long sees whether the link has changed."""
 LARGEST = 1 << 26  # bytes
@@ -65,8 +65,8 @@ def _probe(group: dist.ProcessGroup, everyone: dist.ProcessGroup, last: Link | N
     latency, worked = (statistics.median(column) for column in zip(*small, strict=True))
     wanted = FIRST_SECONDS if last is None else NEXT_SECONDS
     size = 1 << 16 if last is None else min(LARGEST, max(1 << 16, int(last.bytes_per_second * wanted)))
-    while seconds_of(size)[0] < wanted / 4 and size < LARGEST and last is None:
-        size = min(LARGEST, 4 * size)
+    while seconds_of(size)[0] < wanted / 2 and size < LARGEST and last is None:
+        size = min(LARGEST, 2 * size)
     seconds = min(seconds_of(size)[0] for _ in range(_ROUNDS))  # the first ones wait for TCP's window
     sent = size // world * (world - 1)
     return Link(sent / max(seconds - latency, seconds / 10), latency), worked * _crowd(everyone)

@@ -2,7 +2,8 @@
 
 torch.distributed's own error says that a connection closed or timed out, not whose. So each rank has a thread that
 looks into the job's store. Where one rank has failed, all that still run answer, also those that wait inside of a
-collective. A rank that does not answer is lost; if all do, one that reports no error of its own has stalled.
+collective. A rank that does not answer is lost; if all do, one that reports no error of its own has stalled. The first
+rank that knows tells all others: by nodes one may wait for a rank that has failed, and fail long after.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class RollCall:
         self._rank, self._world, self._store = known
         self._prefix = f"fxprec/aps/{next(_numbers)}"
         self._stopped = threading.Event()
+        self._said: list[int] | None = None
+        """Ranks that another rank has found lost."""
         if self._store is not None:
             self._thread = threading.Thread(target=self._watch, name="fxprec-aps-roll-call", daemon=True)
             self._thread.start()
@@ -47,19 +50,24 @@ class RollCall:
         try:
             absent = self._absent()
         except Exception as cause:  # of several types, by how the store's connection ended
-            return LostRankError(
-                f"exchange of gradients failed: rank 0 is lost, or rank {self._rank} is cut off from it: its store "
-                f"cannot be reached ({cause!s:.80}); {way_out}"
-            )
+            if self._said is None:
+                return LostRankError(
+                    f"exchange of gradients failed: rank 0 is lost, or rank {self._rank} is cut off from it: its store "
+                    f"cannot be reached ({cause!s:.80}); {way_out}"
+                )
+            absent = self._said  # and rank 0 has ended since
         who = f"rank {', '.join(map(str, absent))} does not answer" if absent else "all ranks answer, so a link is lost"
         return LostRankError(f"exchange of gradients failed: {who}; {way_out}")
 
     def _absent(self) -> list[int]:
         """Return the ranks that do not answer or, where all do, those that report no error of their own."""
+        if self._said is not None:
+            return self._said
         for what in ("failed", "here"):
             self._store.set(self._key(what, self._rank), "1")
         self._store.set(f"{self._prefix}/any", "1")
         absent = self._without("here", range(self._world)) or self._without("failed", range(self._world))
+        self._store.set(f"{self._prefix}/lost", ",".join(map(str, absent)))
         self._store.set(self._key("told", self._rank), "1")
         if self._rank == 0:  # the store ends with it
             self._without("told", [r for r in range(self._world) if r not in absent])
@@ -82,6 +90,10 @@ class RollCall:
             while not self._stopped.wait(EVERY):
                 if self._store.check([f"{self._prefix}/any"]):
                     self._store.set(self._key("here", self._rank), "1")
+                if self._store.check([f"{self._prefix}/lost"]):
+                    said = self._store.get(f"{self._prefix}/lost").decode()
+                    self._said = [int(rank) for rank in said.split(",") if rank]
+                    self._store.set(self._key("told", self._rank), "1")
                     return
         except Exception:  # the store is gone with its rank, or with the process group: nobody asks any more
             return

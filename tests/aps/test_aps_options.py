@@ -132,10 +132,10 @@ def overlap(rank: int, world: int) -> bool:
 
     def noted_start(self: Exchange) -> None:
         start(self)
-        started[self.bucket.index] = self
+        started[self.part.bucket] = self
 
     def held_scatter(self: Exchange) -> None:
-        if self.bucket.index == 0:
+        if self.part.bucket == 0:
             deadline = time.monotonic() + 10
             while not (1 in started and started[1].work.is_completed()) and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fxprec.aps import APSState, LayerBits, aps_hook
 from fxprec.errors import ConfigError, FxprecError
 from fxprec.runtime.aps import by_link
-from fxprec.runtime.aps.by_link import MEASURED, PERIOD, TRIALS
+from fxprec.runtime.aps.by_link import AGAIN, MEASURED, PERIOD, TRIALS
 from fxprec.runtime.aps.link_plan import LinkPlan
 from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.predict import Link
@@ -134,7 +134,7 @@ def tried(rank: int, world: int) -> dict[str, Any]:
             with timed:
                 training.step()
                 again = len(training.state.by_link._trial.plans) if training.state.by_link.is_trying else 0
-                training.step(2 * TRIALS * again)
+                training.step(AGAIN * TRIALS * again)
             assert not training.state.by_link.is_trying
         chosen = sorted(set(training.plan.bits.values()))
         found[name] = {"seen": [sorted(k) for k in seen], "again": again, "chosen": chosen}
@@ -274,7 +274,7 @@ def test_the_plan_is_tried_beside_each_width_and_the_fastest_stays(results: list
         assert found["seen"] == found["seen"][:count] * TRIALS
         assert (found["again"], found["chosen"]) == (0, [8])
         found = rank["tried"]["all alike"]
-        assert found["again"] == len(found["seen"]) // TRIALS, "those that differ little, for twice as long"
+        assert found["again"] == len(found["seen"]) // TRIALS, "those that differ little"
         assert found["chosen"] == [32], "of equally fast ones the one that rounds least"
 
 
