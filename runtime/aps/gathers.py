@@ -19,7 +19,7 @@ from fxprec.numerics.blocks import find_blocks
 from fxprec.runtime.aps.groups import communication_device
 from fxprec.runtime.aps.link_plan import GatheredBits, LinkPlan
 from fxprec.runtime.aps.link_planner import CLOSE
-from fxprec.runtime.aps.link_probe import ELEMENTS, fastest
+from fxprec.runtime.aps.link_probe import ELEMENTS, usual
 from fxprec.runtime.aps.predict import Link
 from fxprec.runtime.aps.shards import Shards
 from fxprec.runtime.aps.wire import BlockWire, Coding, Wire
@@ -96,7 +96,7 @@ def _cost(coding: Coding, group: dist.ProcessGroup) -> Cost:
         return Cost(0.0, 0.0)
     x = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device=communication_device(group))
     encode, decode = _work(coding, x)
-    return Cost(*(seconds / ELEMENTS for seconds in fastest([encode, decode], x.device, group)))
+    return Cost(*(seconds / ELEMENTS for seconds in usual([encode, decode], x.device, group)))
 
 
 def _work(coding: Wire | torch.dtype, x: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:

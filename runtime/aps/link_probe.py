@@ -119,19 +119,20 @@ def _coding_seconds(coding: Wire | torch.dtype, device: torch.device, group: dis
     x = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device=device)
     world = dist.get_world_size(group)
     encode, decode = _casts(coding, x, world) if isinstance(coding, torch.dtype) else _coders(coding, x, world)
-    both = fastest([encode, decode], device, group)
+    both = usual([encode, decode], device, group)
     return both[0], both[1]
 
 
 Work = Callable[[], object]
 
 
-def fastest(works: Sequence[Work], device: torch.device, group: dist.ProcessGroup) -> list[float]:
-    """Return the seconds of each work when it is fastest, on the slowest rank; all ranks work at the same time."""
+def usual(works: Sequence[Work], device: torch.device, group: dist.ProcessGroup) -> list[float]:
+    """Return the median seconds of each work on the slowest rank, while all ranks work."""
     for work in works:
         work()
     dist.barrier(group)
-    return largest_of_ranks([min(_timed(work, device) for _ in range(_ROUNDS)) for work in works], group)
+    seconds = [[_timed(work, device) for work in works] for _ in range(3 * _ROUNDS)]
+    return largest_of_ranks([statistics.median(column) for column in zip(*seconds, strict=True)], group)
 
 
 def _casts(dtype: torch.dtype, x: Tensor, world: int) -> tuple[Work, Work]:
