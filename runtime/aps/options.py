@@ -93,9 +93,13 @@ class APSOptions:
             raise ConfigError("APS bits='by link' adds in float32 and scales layers; leave accumulate and scaling out")
         self.given_links()
 
-    def given_links(self) -> Links | None:
-        """Return the links that were given. Raises `ConfigError` for text that is none."""
-        return None if self.link is None else parse_links(self.link, self.group_size)
+    def given_links(self, has_nodes: bool = True) -> Links | None:
+        """Return the links that were given; of one node that inside of it. Raises `ConfigError` for text that is none.
+
+        `has_nodes`: whether there are several nodes of `group_size` ranks.
+        """
+        found = None if self.link is None else parse_links(self.link, self.group_size)
+        return found if has_nodes or found is None or found.inside is None else Links(found.inside)
 
     def text(self) -> str:
         """Return all fields in one line, the same on every rank that chose the same."""

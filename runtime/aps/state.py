@@ -112,7 +112,7 @@ class APSState:
             self.groups,
             stochastic=chosen.rounding == "stochastic",
             budget=chosen.error_budget,
-            links=chosen.given_links(),
+            links=chosen.given_links(self.groups.node is not None),
             weights=weights,
             plan=plan,
         )
@@ -121,7 +121,10 @@ class APSState:
         parent = parent_of(process_group, "APSState")
         kept = [tuple(p.shape) for p in self._kept]
         agree(f"{self.options.text()}, keep_high={sorted(kept)}", parent)
-        return make_groups(parent, self.options.group_size, by_nodes=self.options.accumulate == "fp32")
+        size = self.options.group_size
+        if self.options.bits == "by link" and size == dist.get_world_size(parent):
+            size = None  # one node, so nothing lies between nodes
+        return make_groups(parent, size, by_nodes=self.options.accumulate == "fp32")
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream of a GPU that gradients are exchanged on, beside the backward pass."""

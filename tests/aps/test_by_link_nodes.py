@@ -80,6 +80,12 @@ def with_a_nan(rank: int, world: int) -> list[int]:
     return [int(weight.grad.isnan().sum()) for weight in weights]
 
 
+def in_one_node(rank: int, world: int) -> tuple[int, list[str], float]:
+    """A plan of ranks that are one node: its node, its ways, and its rate."""
+    plan = Training(rank, link="1Mbit/s between; 8Mbit/s inside", group_size=world).step(MEASURED + 2).plan
+    return plan.node, sorted(set(plan.ways.values())), plan.bytes_per_second
+
+
 def refused(rank: int, world: int) -> dict[str, str]:
     plan = Training(rank, link="1Mbit/s between; 1Gbit/s inside", group_size=NODE).step(MEASURED + 2).plan
     return {
@@ -88,7 +94,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
     }
 
 
-CHECKS = (relinked, measured, resumed, with_a_nan, refused)
+CHECKS = (relinked, measured, resumed, with_a_nan, in_one_node, refused)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +145,12 @@ def test_one_ranks_nan_marks_its_whole_layer_and_no_other(results: list[dict[str
     """Each rank has a chunk of the layer, and a scale's exchange tells all of them."""
     for rank in results:
         assert rank["with_a_nan"] == [512 * 512, 512 * 512, 0]
+
+
+def test_one_node_is_planned_as_ranks_that_are_all_alike(results: list[dict[str, Any]]) -> None:
+    node, ways, rate = results[0]["in_one_node"]
+    assert (node, rate) == (1, 1e6)
+    assert not any("by nodes" in way for way in ways)
 
 
 def test_a_plan_of_other_nodes_is_refused_in_words(results: list[dict[str, Any]]) -> None:
