@@ -136,7 +136,7 @@ def run(rule: Rule, rows: list[list[Tensor]], scalars: Tensor, integers: Tensor,
 def _entries(rule: Rule, row: list[Tensor]) -> list[int]:
     """Number of elements, then the address of each tensor."""
     n, names = row[0].numel(), rule.tensors
-    if rule.states is None:
+    if all(rule.dtype_of(name) == rule.carrier for name in names):
         return [n, *native.addresses(names, row, rule.carrier, n)]
     found = [n]
     for name, t in zip((*names, *rule.scales), row, strict=True):

@@ -12,6 +12,7 @@ from torch import Tensor
 from fxprec.errors import ConfigError, FxprecWarning, GradientError
 from fxprec.runtime.optim.applied import is_held
 from fxprec.runtime.optim.options import name_of
+from fxprec.runtime.optim.orthogonal import rate_of_shape
 from fxprec.runtime.optim.rounding import nearest
 from fxprec.runtime.optim.rule import Rule
 
@@ -77,6 +78,9 @@ def _largest_update(rule: Rule, group: Mapping[str, Any], indices: list[int], la
         return lr * (max(1.0, float((1 - beta1) / (1 - beta2) ** 0.5)) + decay * largest)
     if rule.algorithm == "lion":
         return lr * (1 + decay * largest)
+    if rule.algorithm == "muon":  # no element exceeds the largest singular value, about 1.2
+        rate = max(rate_of_shape(group["adjust_lr_fn"], *group["params"][i].shape) for i in indices)
+        return lr * (1.25 * rate + decay * largest)
     grads = [float(group["params"][i].grad.abs().max()) for i in indices if group["params"][i].numel()]
     momentum = float(group["momentum"])
     return lr * (max(grads) + decay * largest) / ((1 - momentum) if momentum < 1 else 1)

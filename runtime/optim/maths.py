@@ -68,10 +68,7 @@ def _adamw(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Te
     """Algorithms 4 and 5, with torch's bias correction (float32 scalars) and AMSGrad."""
     fmt = rule.working
     mean, square = tensors["exp_avg"], tensors["exp_avg_sq"]
-    if rule.long_lerp:
-        mean = nearest(fma(mean - grad, scalars["beta1"], grad), fmt)
-    else:
-        mean = nearest(fma(grad - mean, scalars["rest1"], mean), fmt)
+    mean = nearest(_lerp(mean, grad, scalars["lerp"], rule.long_lerp), fmt)
     square = nearest(fma(grad * scalars["rest2"], grad, square * scalars["beta2"]), fmt)
     state = {"exp_avg": mean, "exp_avg_sq": square}
     if rule.amsgrad:
@@ -90,7 +87,35 @@ def _lion(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Ten
     return _decayed(rule, sign * scalars["neg_lr"], state, tensors, scalars, index)
 
 
-_ALGORITHMS = {"sgd": _sgd, "adamw": _adamw, "lion": _lion}
+def _muon_direction(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
+    """What torch.optim.Muon orthogonalises: ``param`` is only written."""
+    fmt = rule.working
+    buffer = nearest(_lerp(tensors["momentum_buffer"], grad, scalars["lerp"], rule.long_lerp), fmt)
+    ahead = nearest(_lerp(grad, buffer, scalars["lerp_ahead"], rule.long_ahead), fmt) if rule.nesterov else buffer
+    return Stepped({"param": nearest(ahead, BF16), "momentum_buffer": buffer}, None, None)
+
+
+def _muon_move(rule: Rule, grad: Tensor, tensors: Values, scalars: Values, index: Tensor | None) -> Stepped:
+    """Move along ``grad``, which is orthogonalised."""
+    param, update, start = tensors["param"], grad * scalars["neg_lr"], tensors["param"]
+    if rule.weight_decay:
+        update = fma(param, scalars["neg_lr_decay"], update)
+        start = param * scalars["decay"]
+    return _finish(rule, update, fma(grad, scalars["neg_lr"], start), {}, tensors, scalars, index)
+
+
+def _lerp(start: Tensor, end: Tensor, share: Tensor, is_long: bool) -> Tensor:
+    """Return torch.lerp, whose share is that of the start where it comes from the end."""
+    return fma(start - end, share, end) if is_long else fma(end - start, share, start)
+
+
+_ALGORITHMS = {
+    "sgd": _sgd,
+    "adamw": _adamw,
+    "lion": _lion,
+    "muon direction": _muon_direction,
+    "muon move": _muon_move,
+}
 
 
 def _decayed(

@@ -1,36 +1,27 @@
-"""`SGD` and `AdamW`, torch.optim's, and `Lion`: with weights and state in any format."""
+"""`SGD`, `AdamW` and `Muon`, torch.optim's, and `Lion`: with weights and state in any format."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from fxprec.errors import ConfigError
-from fxprec.numerics.formats import Format
-from fxprec.runtime.optim.options import own_defaults
-from fxprec.runtime.optim.rule import Norm, States, Update
-from fxprec.runtime.optim.stepper import Stepper
+from fxprec.runtime.optim.options import Own, name_of, own_defaults
+from fxprec.runtime.optim.orthogonal import QUINTIC, AdjustRate, orthogonalised, rate_of_shape
+from fxprec.runtime.optim.rule import Rule
+from fxprec.runtime.optim.stepper import Numbers, Stepper
 
 
 class SGD(Stepper, torch.optim.SGD):
     """``torch.optim.SGD`` for 16-bit (or narrower) weights; Zamirai et al. 2020, Algorithms 2 and 3.
 
-    Every option of torch.optim.SGD, and per param group:
-
-    ``update``: how the new weight is rounded: ``"nearest"``, ``"stochastic"``, ``"kahan"`` (a compensation of the
-    weight's size is kept) or ``"stochastic+kahan"``. ``format``: a `Format` or its name that weights and state are
-    rounded to; None takes that of each parameter's dtype. ``states``: what averages are held in: ``"float32"``,
-    ``"bf16"``, ``"8bit"`` or ``"4bit"``; ``"auto"`` leaves that to a step budget, and is ``"float32"`` without one;
-    None rounds them to ``format``, as the paper does. ``error_if_nonfinite``: raise `GradientError` before anything is
-    changed.
-    ``count_cancelled``: count what `cancelled` returns; a number of steps: how often `cancelled_over_time` keeps it.
-    ``max_norm``: clip gradients by their global norm, with norm="exact" as `torch.nn.utils.clip_grad_norm_` does, with
-    norm="last" by the last step's norm, or by a gradient's own where that is larger; the same for all groups.
-    ``seed`` or ``generator`` (from which one seed is drawn) decide the random bits, which are a function of seed,
-    parameter, element and step: the same on all ranks that use the same seed, 0 by default.
+    Every option of torch.optim.SGD, and those of `Own`: how weights are rounded, what averages are held in, clipping.
     ``foreach=False`` runs the plain reference op by op; any other value one kernel for all parameters of a group.
 
     Raises `ConfigError` (a ``ValueError``) for what docs/optim.md lists under "What is refused".
@@ -51,19 +42,9 @@ class SGD(Stepper, torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        update: Update = "stochastic",
-        format: Format | str | None = None,
-        states: States | Literal["auto"] | None = None,
-        generator: torch.Generator | None = None,
-        seed: int | None = None,
-        error_if_nonfinite: bool = False,
-        count_cancelled: bool | int = False,
-        max_norm: float | None = None,
-        norm: Norm = "exact",
+        **own: Unpack[Own],
     ) -> None:
-        self._own = own_defaults(
-            update, format, states, generator, seed, error_if_nonfinite, count_cancelled, max_norm, norm
-        )
+        self._own = own_defaults(**own)
         super().__init__(
             params,
             lr=lr,
@@ -101,19 +82,9 @@ class AdamW(Stepper, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        update: Update = "stochastic",
-        format: Format | str | None = None,
-        states: States | Literal["auto"] | None = None,
-        generator: torch.Generator | None = None,
-        seed: int | None = None,
-        error_if_nonfinite: bool = False,
-        count_cancelled: bool | int = False,
-        max_norm: float | None = None,
-        norm: Norm = "exact",
+        **own: Unpack[Own],
     ) -> None:
-        self._own = own_defaults(
-            update, format, states, generator, seed, error_if_nonfinite, count_cancelled, max_norm, norm
-        )
+        self._own = own_defaults(**own)
         betas = (float(betas[0]), float(betas[1]))
         super().__init__(
             params,
@@ -149,19 +120,9 @@ class Lion(Stepper):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
-        update: Update = "stochastic",
-        format: Format | str | None = None,
-        states: States | Literal["auto"] | None = None,
-        generator: torch.Generator | None = None,
-        seed: int | None = None,
-        error_if_nonfinite: bool = False,
-        count_cancelled: bool | int = False,
-        max_norm: float | None = None,
-        norm: Norm = "exact",
+        **own: Unpack[Own],
     ) -> None:
-        self._own = own_defaults(
-            update, format, states, generator, seed, error_if_nonfinite, count_cancelled, max_norm, norm
-        )
+        self._own = own_defaults(**own)
         betas = (float(betas[0]), float(betas[1]))
         if not (lr >= 0 and weight_decay >= 0):
             raise ConfigError(f"lr is {float(lr)} and weight_decay {weight_decay}; give both 0 or more")
@@ -170,3 +131,86 @@ class Lion(Stepper):
         given = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "foreach": foreach}
         super().__init__(params, {**given, "capturable": capturable, "differentiable": False})
         self.defaults |= self._own
+
+
+class Muon(Stepper, torch.optim.Muon):
+    """``torch.optim.Muon`` for matrices of 16 bits, or of any format; Jordan et al. 2024.
+
+    Every option of torch.optim.Muon, and those of `Own`. A generated kernel makes the momentum, matrix products in
+    bfloat16 orthogonalise it, and a second kernel moves the weight: one parameter at a time. Raises `ConfigError` for a
+    parameter that is no matrix or is sharded, beside what docs/optim.md lists under "What is refused".
+    """
+
+    _algorithm = "muon"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = QUINTIC,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: AdjustRate | None = None,
+        *,
+        foreach: bool | None = None,
+        **own: Unpack[Own],
+    ) -> None:
+        self._own = {**own_defaults(**own), "foreach": foreach, "differentiable": False}
+        super().__init__(
+            params,
+            lr=lr,  # type: ignore[arg-type]  # torch takes a tensor too
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )
+        self.defaults |= self._own
+
+    def _check_group(self, group: dict[str, Any], position: int) -> None:
+        super()._check_group(group, position)
+        for index, param in enumerate(group["params"]):
+            name = f"{name_of(group, index)} of group {position}"
+            if param.dim() != 2:
+                raise ConfigError(
+                    f"{name} has {param.dim()} dimensions, and Muon steps matrices; give it to an AdamW, and both "
+                    "optimizers to the model: options={'optimizer': [muon, adamw]}"
+                )
+            if isinstance(param, DTensor):
+                raise ConfigError(
+                    f"{name} is sharded, and Muon needs whole matrices; give it to an AdamW, or use torch.optim.Muon"
+                )
+
+    def workspace_of(self, param: Tensor) -> int:
+        """Return the bytes of bfloat16 matrices: two of the parameter's shape and one of its shorter side squared."""
+        return 2 * (2 * param.numel() + min(param.shape) ** 2)
+
+    def _run(
+        self, rule: Rule, group: Mapping[str, Any], rows: list[list[Tensor]], numbers: Numbers, counts: list[Tensor]
+    ) -> None:
+        move = replace(rule, algorithm="muon move", clipped=False, states=None)
+        for i, row in enumerate(rows):
+            own, tensors = numbers.of(i), dict(zip((*rule.tensors, *rule.scales), row, strict=True))
+            param = tensors["param"]
+            # Nothing here holds what is orthogonalised: its memory is free after the first product.
+            along = orthogonalised(
+                self._direction(rule, group, tensors, own), group["ns_coefficients"], group["ns_steps"], group["eps"]
+            )
+            shaped = {**group, "rate_of_shape": rate_of_shape(group["adjust_lr_fn"], *param.shape)}
+            moved = [param, along, *(tensors[name] for name in move.state)]
+            super()._run(move, shaped, [moved], own, counts[i : i + 1])
+
+    def _direction(
+        self, rule: Rule, group: Mapping[str, Any], tensors: Mapping[str, Tensor], numbers: Numbers
+    ) -> Tensor:
+        """Average a gradient into the momentum; return what is to be orthogonalised."""
+        average = replace(rule, algorithm="muon direction", update="nearest", statistics=False)
+        made = torch.empty_like(tensors["param"], dtype=torch.bfloat16, requires_grad=False)
+        held = (tensors[name] for name in (*average.state, *average.scales))
+        super()._run(average, group, [[made, tensors["grad"], *held]], numbers, [])
+        return made

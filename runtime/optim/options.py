@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -12,24 +12,53 @@ from torch import Tensor
 from fxprec.errors import ConfigError, did_you_mean
 from fxprec.numerics.formats import Format, parse
 from fxprec.runtime.optim.rounding import nearest
-from fxprec.runtime.optim.rule import AUTO, CARRIERS, NORMS, STATES, UPDATES, Algorithm, Rule
+from fxprec.runtime.optim.rule import AUTO, CARRIERS, NORMS, STATES, UPDATES, Algorithm, Norm, Rule, States, Update
 
 OWN = ("update", "format", "states", "seed", "error_if_nonfinite", "count_cancelled", "max_norm", "norm", "last_norm")
 """The keys our param groups have beside torch.optim's."""
 
 
+class Own(TypedDict, total=False):
+    """What each of our optimizers takes beyond torch.optim's options; all but ``generator`` per param group.
+
+    The random bits are a function of seed, parameter, element and step: the same on all ranks that use the same seed.
+    """
+
+    update: Update
+    """How the new weight is rounded: "stochastic" (default), "nearest", "kahan" (a compensation of the weight's size
+    is kept) or "stochastic+kahan"."""
+    format: Format | str | None
+    """What weights and state are rounded to; None: the format of each parameter's dtype."""
+    states: States | Literal["auto"] | None
+    """What averages are held in; "auto" leaves that to a step budget, and is "float32" without one; None rounds them to
+    ``format``, as the paper does."""
+    generator: torch.Generator | None
+    """One seed is drawn from it."""
+    seed: int | None
+    """Decides the random bits, 0 by default."""
+    error_if_nonfinite: bool
+    """Raise `GradientError` before anything is changed."""
+    count_cancelled: bool | int
+    """Count what `cancelled` returns; a number of steps: how often `cancelled_over_time` keeps it."""
+    max_norm: float | None
+    """Clip gradients by their global norm; the same for all groups."""
+    norm: Norm
+    """"exact" (default): as `torch.nn.utils.clip_grad_norm_`; "last": by the last step's norm, or a gradient's own
+    where that is larger."""
+
+
 def own_defaults(
-    update: str,
-    format: Format | str | None,
-    states: str | None,
-    generator: torch.Generator | None,
-    seed: int | None,
-    error_if_nonfinite: bool,
-    count_cancelled: bool | int,
-    max_norm: float | None,
-    norm: str,
+    update: str = "stochastic",
+    format: Format | str | None = None,
+    states: str | None = None,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
+    error_if_nonfinite: bool = False,
+    count_cancelled: bool | int = False,
+    max_norm: float | None = None,
+    norm: str = "exact",
 ) -> dict[str, Any]:
-    """Return the default values of `OWN`, as plain data: a state dict holds them. Raises `ConfigError`."""
+    """Return the values of `OWN`, as plain data: a state dict holds them. Raises `ConfigError`."""
     if not isinstance(count_cancelled, int) or count_cancelled < 0:
         raise ConfigError(
             f"count_cancelled is {count_cancelled!r}; give it True, or a number of steps after which counts are kept"
@@ -161,18 +190,20 @@ def _check_betas(group: Mapping[str, Any], fmt: Format, position: int) -> None:
 
 def rule_of(group: Mapping[str, Any], algorithm: Algorithm, dtype: torch.dtype) -> Rule:
     """Return what the kernel of this group depends on."""
-    adamw, sgd = algorithm == "adamw", algorithm == "sgd"
+    adamw, sgd, muon = (algorithm == name for name in ("adamw", "sgd", "muon"))
+    average = group["betas"][0] if adamw else group["momentum"] if muon else 1.0
     return Rule(
         algorithm=algorithm,
         update=group["update"],
         format=format_of(group, dtype),
         carrier=dtype,
         momentum=sgd and group["momentum"] != 0,
-        nesterov=sgd and bool(group["nesterov"]),
+        nesterov=(sgd or muon) and bool(group["nesterov"]),
         weight_decay=bool(group["weight_decay"] != 0),
-        maximize=bool(group["maximize"]),
+        maximize=bool(group.get("maximize")),
         amsgrad=adamw and bool(group["amsgrad"]),
-        long_lerp=adamw and 1 - group["betas"][0] >= 0.5,
+        long_lerp=1 - average >= 0.5,
+        long_ahead=muon and average >= 0.5,
         clipped=group["max_norm"] is not None,
         statistics=bool(group["count_cancelled"]),
         states=STATES[0] if group["states"] == AUTO else group["states"],

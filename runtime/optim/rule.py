@@ -10,7 +10,8 @@ import torch
 from fxprec.numerics.formats import BF16, FP16, FP32, Format
 from fxprec.runtime.optim.states import Codes, codes_of, num_blocks, num_bytes
 
-Algorithm: TypeAlias = Literal["sgd", "adamw", "lion"]
+Algorithm: TypeAlias = Literal["sgd", "adamw", "lion", "muon", "muon direction", "muon move"]
+"""Muon holds the state; its direction and its move are two kernels, between which a matrix is orthogonalised."""
 Update: TypeAlias = Literal["nearest", "stochastic", "kahan", "stochastic+kahan"]
 UPDATES: tuple[Update, ...] = ("nearest", "stochastic", "kahan", "stochastic+kahan")
 
@@ -46,7 +47,9 @@ class Rule:
     maximize: bool = False
     amsgrad: bool = False
     long_lerp: bool = False
-    """AdamW with 1 - beta1 >= 0.5, where torch's ``lerp`` starts from the other end."""
+    """AdamW with 1 - beta1, Muon with 1 - momentum >= 0.5, where torch's ``lerp`` starts from the other end."""
+    long_ahead: bool = False
+    """The same of Muon's Nesterov momentum, where momentum >= 0.5."""
     clipped: bool = False
     """Whether the gradient is multiplied by a factor first."""
     statistics: bool = False
@@ -80,6 +83,8 @@ class Rule:
             return ("momentum_buffer",) if self.momentum else ()
         if self.algorithm == "lion":
             return ("exp_avg",)
+        if self.algorithm != "adamw":
+            return () if self.algorithm == "muon move" else ("momentum_buffer",)
         return ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if self.amsgrad else ())
 
     @property
@@ -109,6 +114,8 @@ class Rule:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that one of `tensors` is held in."""
+        if name == _ORTHOGONALISED.get(self.algorithm):
+            return torch.bfloat16
         return _STATE_DTYPES[self.states] if self.states is not None and name in self.averages else self.carrier
 
     def bytes_of(self, elements: int) -> int:
@@ -133,9 +140,12 @@ class Rule:
 
 _SCALARS = {
     "sgd": ("neg_lr", "momentum", "undamped", "weight_decay", "first"),
-    "adamw": ("neg_step_size", "decay", "neg_lr_decay", "beta1", "rest1", "beta2", "rest2", "root2", "eps"),
+    "adamw": ("neg_step_size", "decay", "neg_lr_decay", "lerp", "beta2", "rest2", "root2", "eps"),
     "lion": ("neg_lr", "decay", "neg_lr_decay", "beta1", "rest1", "beta2", "rest2"),
+    "muon direction": ("lerp", "lerp_ahead"),
+    "muon move": ("neg_lr", "decay", "neg_lr_decay"),
 }
+_ORTHOGONALISED = {"muon direction": "param", "muon move": "grad"}  # bfloat16: what is multiplied, and what that makes
 
 
 def scale_name(name: str) -> str:

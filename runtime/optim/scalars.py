@@ -42,7 +42,6 @@ def _sgd(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
 def _adamw(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
     beta1, beta2 = group["betas"]
     lr = _scalar(group["lr"], count)
-    rest1 = torch.tensor(1 - beta1, dtype=torch.float32, device="cpu")
     correction = 1 - beta1**count
     if isinstance(lr, Tensor):
         correction = correction.to(lr.dtype)  # torch.optim divides in the dtype of a tensor learning rate
@@ -50,8 +49,7 @@ def _adamw(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
         "neg_step_size": -(lr / correction),
         "decay": 1 - lr * group["weight_decay"],
         "neg_lr_decay": -(lr * group["weight_decay"]),
-        "beta1": float(1 - rest1),  # torch's lerp has it in float32
-        "rest1": 1 - beta1,
+        "lerp": _lerp(1 - beta1),
         "beta2": beta2,
         "rest2": 1 - beta2,
         "root2": (1 - beta2**count) ** 0.5,
@@ -73,7 +71,33 @@ def _lion(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
     }
 
 
-_ALGORITHMS = {"sgd": _sgd, "adamw": _adamw, "lion": _lion}
+def _muon_direction(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
+    return {"lerp": _lerp(1 - group["momentum"]), "lerp_ahead": _lerp(group["momentum"])}
+
+
+def _lerp(weight: float) -> float:
+    """Return the factor of `torch.lerp`'s difference: from 0.5 on it counts from the other end, in float32."""
+    return weight if weight < 0.5 else float(1 - torch.tensor(weight, dtype=torch.float32, device="cpu"))
+
+
+def _muon_move(group: Mapping[str, Any], count: Tensor) -> dict[str, Any]:
+    """``rate_of_shape``: what the learning rate of the one parameter is multiplied by."""
+    lr = _scalar(group["lr"], count)
+    lr = lr.double() if isinstance(lr, Tensor) else lr  # torch.optim.Muon makes a number of it
+    return {
+        "neg_lr": -(lr * group["rate_of_shape"]),
+        "decay": 1 - lr * group["weight_decay"],
+        "neg_lr_decay": -(lr * group["weight_decay"]),
+    }
+
+
+_ALGORITHMS = {
+    "sgd": _sgd,
+    "adamw": _adamw,
+    "lion": _lion,
+    "muon direction": _muon_direction,
+    "muon move": _muon_move,
+}
 
 
 def _scalar(lr: float | Tensor, like: Tensor) -> float | Tensor:

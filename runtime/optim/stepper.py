@@ -34,8 +34,25 @@ class _Batch:
     counts: list[Tensor]
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """What a step of some parameters depends on beside their tensors and their group."""
+
+    steps: Tensor
+    """float32 (parameters,), counted from 1."""
+    integers: Tensor
+    """int32 (parameters, `INTEGERS`)."""
+    clips: Tensor | None
+    """float32 (parameters,): what each gradient is multiplied by."""
+
+    def of(self, i: int) -> Numbers:
+        """Return those of one parameter."""
+        one = slice(i, i + 1)
+        return Numbers(self.steps[one], self.integers[one], None if self.clips is None else self.clips[one])
+
+
 class Stepper(Optimizer):
-    """Mixin before ``torch.optim.SGD`` or ``AdamW``, whose constructors, groups and state it takes; base of `Lion`."""
+    """Mixin before an optimizer of torch.optim, whose constructor, groups and state it takes; base of `Lion`."""
 
     _algorithm: Algorithm
     _own: dict[str, Any]
@@ -46,11 +63,18 @@ class Stepper(Optimizer):
             param_group.setdefault(name, value)
         super().add_param_group(param_group)
         try:
-            check_group(self.param_groups[-1], len(self.param_groups) - 1)
+            self._check_group(self.param_groups[-1], len(self.param_groups) - 1)
             check_one_norm(self.param_groups)
         except Exception:
             self.param_groups.pop()
             raise
+
+    def _check_group(self, group: dict[str, Any], position: int) -> None:
+        check_group(group, position)
+
+    def workspace_of(self, param: Tensor) -> int:
+        """Return the bytes that a step of one parameter takes beside what it reads and writes."""
+        return 0
 
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -156,17 +180,22 @@ class Stepper(Optimizer):
             steps = torch.stack(batch.steps)
         else:
             steps = torch.zeros(len(batch.rows), dtype=torch.float32, device="cpu")
-        floats = scalars.floats(rule, group, steps)
-        if rule.clipped:
-            params = [row[0] for row in batch.rows]
-            floats = on_device.upload(floats, params[0].device)
-            floats[:, rule.scalars.index("clip")] = self._clipping.factors(group, params)
-        places = [(first + i, *place_of(row[0])) for i, row in zip(batch.indices, batch.rows, strict=True)]
+        params = [row[0] for row in batch.rows]
+        places = [(first + i, *place_of(param)) for i, param in zip(batch.indices, params, strict=True)]
         integers = scalars.integers(group["seed"], places if rule.random else None, steps)
-        if group["foreach"] is False:
-            _run_reference(rule, batch, floats, integers)
-        else:
-            _run_kernel(rule, batch, floats, integers)
+        clips = self._clipping.factors(group, params) if rule.clipped else None
+        self._run(rule, group, batch.rows, Numbers(steps, integers, clips), batch.counts)
+
+    def _run(
+        self, rule: Rule, group: Mapping[str, Any], rows: list[list[Tensor]], numbers: Numbers, counts: list[Tensor]
+    ) -> None:
+        """Step rows of tensors, in place."""
+        floats = scalars.floats(rule, group, numbers.steps)
+        if numbers.clips is not None and rule.clipped:
+            floats = on_device.upload(floats, rows[0][0].device)
+            floats[:, rule.scalars.index("clip")] = numbers.clips
+        run = _run_reference if group.get("foreach") is False else _run_kernel
+        run(rule, rows, floats, numbers.integers, counts)
 
     @property
     def _clipping(self) -> Clipping:
@@ -277,7 +306,7 @@ class Stepper(Optimizer):
                 group.setdefault(name, value)
             if group["states"] == AUTO:  # a step budget may have chosen here
                 group["states"] = own["states"]
-            check_group(group, position)
+            self._check_group(group, position)
         check_one_norm(self.param_groups)
         self._hold_saved(state_dict)
         for state in self.state.values():
@@ -299,35 +328,36 @@ class Stepper(Optimizer):
             group["differentiable"] = False
 
 
-def _run_reference(rule: Rule, batch: _Batch, floats: Tensor, integers: Tensor) -> None:
-    for i, row in enumerate(batch.rows):
+def _run_reference(
+    rule: Rule, rows: list[list[Tensor]], floats: Tensor, integers: Tensor, counts: list[Tensor]
+) -> None:
+    for i, row in enumerate(rows):
         copies = dense_row(rule, row)
         device = copies[0].device
-        counts = batch.counts[i] if batch.counts else None
-        reference.run(rule, copies, floats[i].to(device), integers[i].to(device), counts)
+        reference.run(rule, copies, floats[i].to(device), integers[i].to(device), counts[i] if counts else None)
         _write_back(row, copies)
 
 
-def _run_kernel(rule: Rule, batch: _Batch, floats: Tensor, integers: Tensor) -> None:
-    rows = [row if is_dense(rule, row) else dense_row(rule, row) for row in batch.rows]
-    device = rows[0][0].device
-    counts = torch.zeros(len(rows), 2, dtype=torch.int64, device=device) if batch.counts else None
+def _run_kernel(rule: Rule, rows: list[list[Tensor]], floats: Tensor, integers: Tensor, counts: list[Tensor]) -> None:
+    dense = [row if is_dense(rule, row) else dense_row(rule, row) for row in rows]
+    device = dense[0][0].device
+    found = torch.zeros(len(rows), 2, dtype=torch.int64, device=device) if counts else None
     if device.type == "cpu":
-        done = cpp.run(rule, rows, floats, integers, counts)
+        done = cpp.run(rule, dense, floats, integers, found)
     else:
         from fxprec.runtime.optim import triton_step
 
-        done = triton_step.run(rule, rows, floats, integers, counts)
+        done = triton_step.run(rule, dense, floats, integers, found)
     if not done:
-        _run_reference(rule, batch, floats, integers)
+        _run_reference(rule, rows, floats, integers, counts)
         return
-    for row, copies in zip(batch.rows, rows, strict=True):
+    for row, copies in zip(rows, dense, strict=True):
         if copies is not row:
             _write_back(row, copies)
     # Kernels write past autograd's notice.
-    torch.autograd.graph.increment_version([row[0] for row in batch.rows])
-    if counts is not None:
-        torch._foreach_add_(batch.counts, list(counts.unbind()))
+    torch.autograd.graph.increment_version([row[0] for row in rows])
+    if found is not None:
+        torch._foreach_add_(counts, list(found.unbind()))
 
 
 def _write_back(row: list[Tensor], copies: list[Tensor]) -> None:

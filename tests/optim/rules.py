@@ -36,6 +36,10 @@ RULES = [
     rule("adamw", "nearest", "fp32", torch.float32, states="4bit"),
     rule("lion", "nearest", "fp32", torch.float32, maximize=True),
     rule("lion", "stochastic+kahan", "bf16", torch.bfloat16, states="8bit", clipped=True),
+    rule("muon direction", "nearest", "fp32", torch.float32, statistics=False, nesterov=True, long_ahead=True),
+    rule("muon direction", "nearest", "bf16", torch.bfloat16, statistics=False, states="8bit", clipped=True),
+    rule("muon move", "nearest", "fp32", torch.float32),
+    rule("muon move", "stochastic+kahan", "bf16", torch.bfloat16),
     rule("sgd", "nearest", "bf16", torch.bfloat16, clipped=True, maximize=True),
     rule("adamw", "stochastic", "bf16", torch.bfloat16, clipped=True, states="bf16"),
 ]
@@ -67,7 +71,7 @@ def numbers_of(rule: Rule, rows: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     usual = {
         "neg_lr": -0.03, "momentum": 0.9, "undamped": 0.7, "weight_decay": 0.01, "first": 0.0,
-        "neg_step_size": -0.02, "decay": 0.999, "neg_lr_decay": -0.001, "beta1": 0.3, "rest1": 0.7,
+        "neg_step_size": -0.02, "decay": 0.999, "neg_lr_decay": -0.001, "beta1": 0.3, "rest1": 0.7, "lerp": 0.3, "lerp_ahead": 0.05,
         "beta2": 0.98, "rest2": 0.02, "root2": 0.4, "eps": 1e-8, "clip": 0.37,
     }  # fmt: skip
     scalars = torch.tensor([[usual[name] for name in rule.scalars]] * rows)
