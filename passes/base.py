@@ -6,7 +6,7 @@ field of `Work`; the runner (`pipeline.run`) lints, times and reports, so a pass
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -83,7 +83,7 @@ class Work:
     model: str = ""  # class of the module, or name of the function
     given: Plan | None = None  # a plan to follow instead of solving
     siblings: tuple[Plan, ...] = ()  # plans of the model's training graphs compiled before
-    stepped: Collection[int] = ()  # positions of the captured inputs that backward steps
+    stepped: Mapping[int, int] = field(default_factory=dict)  # captured inputs that backward steps, bytes of workspace
     memory_budget: float = 1.0  # the user's activation_memory_budget: what the partitioner may save, 1 all it likes
     fixed_bytes: int = 0  # saved for backward beyond what is predicted of the counted tensors
     may_exceed_budget: bool = False  # it is held to once the graph is partitioned

@@ -49,9 +49,10 @@ class Backend(Watched):
     One backend serves every graph of one model: Dynamo calls it once per captured graph. Equal layers that are compiled
     with one backend share a capture, and each has a graph of its own, in the order of their first calls.
 
-    A ``recorder`` sees every half that runs. An ``optimizer`` of `fxprec.optim` steps parameters inside of backward; a
-    ``step_budget`` (bytes, or ``"8GiB"``) bounds weights, optimizer states and the step's peak together. A copy of the
-    backend has neither. Raises `ConfigError` for an optimizer of another class, and for a step budget without one.
+    A ``recorder`` sees every half that runs. An ``optimizer`` of `fxprec.optim`, or a list of them, steps parameters
+    inside of backward; a ``step_budget`` (bytes, or ``"8GiB"``) bounds weights, optimizer states and the step's peak
+    together. A copy of the backend has neither. Raises `ConfigError` for an optimizer of another class, and for a step
+    budget without one.
     """
 
     def __init__(
@@ -80,10 +81,10 @@ class Backend(Watched):
         given = None if self.config.plan is None else as_edited(Plan.load(self.config.plan))
         self._model = Model(self._settings, given, self._skips, dump or DumpFolder.of(self.config), recorder)
         if optimizer is not None:
-            from fxprec.driver.updates import stepper_of  # few runs want it
+            from fxprec.driver.updates import steppers_of  # few runs want it
             from fxprec.runtime.optim.in_backward import InBackward
 
-            self._model.binding = InBackward(stepper_of(optimizer))
+            self._model.binding = InBackward(*steppers_of(optimizer))
             self._model.step_budget = whole
         self._graphs: Sequence[PlannedGraph] = self._model.all
 

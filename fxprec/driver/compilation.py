@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -132,9 +132,9 @@ class Compiler:
                 captured = replace(captured, capacity=found.capacity)
 
     @property
-    def stepped(self) -> tuple[int, ...]:
-        """Positions among the graph's inputs of the parameters that backward steps."""
-        return () if self.updates is None or self.recorder is not None else tuple(self.updates.stepped)
+    def stepped(self) -> Mapping[int, int]:
+        """Parameters that backward steps, by position among the graph's inputs, and the workspace of each step."""
+        return {} if self.updates is None or self.recorder is not None else self.updates.workspaces
 
     def look(self, captured: Captured, step: int) -> PeakBytes | None:
         """Return what the passes find of other peak budgets, and compile nothing."""
@@ -160,7 +160,7 @@ class Compiler:
         held = self.settings.peak_budget is not None or (given is not None and given.peak_bytes is not None)
         if callable(self.settings.asked.policy) or held:  # a plan held to its peak may be refused once it is compiled
             return None
-        more = (self.budget.fixed, self.lowering.name, sorted(self.lowering.without), self.stepped)
+        more = (self.budget.fixed, self.lowering.name, sorted(self.lowering.without), sorted(self.stepped.items()))
         return plan_key(self.settings, captured, given, self.trained(), more)
 
 

@@ -116,13 +116,13 @@ class PlannedGraph:
         if self._model.step_budget is not None:
             from fxprec.driver.step_budget import StepBudget
 
-            budget = StepBudget.of(self._model.step_budget, binding.optimizer, self.captured.inputs, args)
+            budget = StepBudget.of(self._model.step_budget, binding.optimizers, self.captured.inputs, args)
             if self._model.shared_peak.first_part(is_cut=self.captured.is_cut).is_provisional:
                 raise BudgetError(
                     f"{budget.said()}; a graph break cuts the step, and what its graphs hold together is not bounded "
                     "by a step budget; compile the model without graph breaks, or give peak_budget"
                 )
-            self._within = partial(budget.first_that_fits, binding.optimizer)
+            self._within = partial(budget.first_that_fits, binding.optimizers)
 
     def compile(self, given: Plan | None) -> None:
         """Compile for the first time: for a plan, or for one to be solved."""

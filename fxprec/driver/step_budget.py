@@ -15,7 +15,7 @@ from fxprec.passes.notice import readable
 from fxprec.plan.rows import WholeStep
 from fxprec.runtime.optim.local import local
 from fxprec.runtime.optim.rule import STATES, States
-from fxprec.runtime.optim.stepper import Stepper
+from fxprec.runtime.optim.together import Together
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StepBudget:
 
     asked: int
     weights: int
-    """Bytes of the graph's parameters and buffers, and of what else the optimizer holds."""
+    """Bytes of the graph's parameters and buffers, and of what else the optimizers hold."""
     states: int
     """Bytes that the optimizer's states take from the first step on."""
     states_in_fewer: Mapping[States, int]
@@ -35,24 +35,24 @@ class StepBudget:
     """The form of states that the optimizer leaves open; None: it leaves none open."""
 
     @classmethod
-    def of(cls, asked: int, optimizer: Stepper, inputs: Sequence[GraphInput], args: Sequence[object]) -> Self:
-        """Count the memory of tensors and of this rank's shards once; what the optimizer leaves open is not chosen."""
+    def of(cls, asked: int, optimizers: Together, inputs: Sequence[GraphInput], args: Sequence[object]) -> Self:
+        """Count the memory of tensors and of this rank's shards once; what they leave open is not chosen."""
         kept = [arg for known, arg in zip(inputs, args, strict=False) if known.kind in ("param", "buffer")]
-        held = [param for group in optimizer.param_groups for param in group["params"]]
+        held = [param for group in optimizers.param_groups for param in group["params"]]
         tensors = [local(x) for x in (*kept, *held) if isinstance(x, torch.Tensor)]
         weights = compat.storage_bytes(tensors, (), device=None)
-        fewer = {form: optimizer.state_bytes(form, of_all=True) for form in STATES[2:]}
+        fewer = {form: optimizers.state_bytes(form, of_all=True) for form in STATES[2:]}
         wide = any(p.dtype.itemsize > 2 for p in held)
-        return cls(asked, weights, optimizer.state_bytes(), fewer, wide)
+        return cls(asked, weights, optimizers.state_bytes(), fewer, wide)
 
-    def first_that_fits(self, optimizer: Stepper, compile_within: Callable[[Self], None]) -> None:
-        """Call for each form of open states, the exact one first, until the step fits; the optimizer takes that form.
+    def first_that_fits(self, optimizers: Together, compile_within: Callable[[Self], None]) -> None:
+        """Call for each form of open states, the exact one first, until the step fits; the optimizers take that form.
 
         Raises the `BudgetError` of the smallest form where none fits.
         """
-        forms: Sequence[States | None] = STATES if optimizer.has_open_states else (None,)
+        forms: Sequence[States | None] = STATES if optimizers.has_open_states else (None,)
         for form in forms:
-            tried = replace(self, states=optimizer.state_bytes(form), chosen=form)
+            tried = replace(self, states=optimizers.state_bytes(form), chosen=form)
             try:
                 tried._compile(compile_within)
             except BudgetError:
@@ -60,7 +60,7 @@ class StepBudget:
                     raise
             else:
                 if form is not None:
-                    optimizer.close_states(form)
+                    optimizers.close_states(form)
                 return
 
     def _compile(self, compile_within: Callable[[Self], None]) -> None:

@@ -19,16 +19,20 @@ from fxprec.errors import ConfigError
 from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.runtime.optim.in_backward import InBackward, stepping
 from fxprec.runtime.optim.stepper import Stepper
+from fxprec.runtime.optim.together import Together
 
 
-def stepper_of(optimizer: object) -> Stepper:
-    """Return the optimizer given. Raises `ConfigError` for one of another class."""
-    if not isinstance(optimizer, Stepper):
+def steppers_of(optimizer: object) -> Sequence[Stepper]:
+    """Return the optimizer given, or those of a list. Raises `ConfigError` for one of another class, and for none."""
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    found = [one for one in given if isinstance(one, Stepper)]
+    if not found or len(found) < len(given):
+        other = next((one for one in given if one not in found), optimizer)
         raise ConfigError(
-            f"optimizer is {type(optimizer).__name__}, whose step no kernel is known for; give it an AdamW, Lion "
-            "or SGD of fxprec.optim, or leave it out"
+            f"optimizer is {type(other).__name__}, whose step no kernel is known for; give it an AdamW, Lion, Muon or "
+            "SGD of fxprec.optim, a list of them, or leave it out"
         )
-    return optimizer
+    return found
 
 
 @dataclass(frozen=True)
@@ -61,19 +65,26 @@ class Updates:
             if not isinstance(arg, torch.Tensor) or not arg.requires_grad:
                 continue
             why = why_none or ("it is no plain parameter" if _is_fake(arg) and not plans_only else None)
-            why = why or next(_why_held(arg, binding.optimizer, places), None)
+            why = why or next(_why_held(arg, binding.optimizers, places), None)
             if why is None:
                 stepped[i] = arg  # type: ignore[assignment]
             else:
                 held.setdefault(why, []).append(name)
-        if binding.optimizer.clips_by_this_step and why_none is None:
+        clipped = [i for i, p in stepped.items() if binding.optimizers.holder_of(p).clips_by_this_step]
+        if clipped:
             log.note("memory", "optimizer", _HELD_TO_CLIP)
-            stepped.clear()
+            stepped = {i: p for i, p in stepped.items() if i not in clipped}
         for why, names in held.items():
             log.tell(f"optimizer: {', '.join(names)}", f"optimizer.step() applies it and backward does not: {why}")
         if not plans_only:
             binding.take({inputs[i].name: parameter for i, parameter in stepped.items()})
         return cls(binding, stepped)
+
+    @property
+    def workspaces(self) -> dict[int, int]:
+        """Bytes that the step of each parameter takes meanwhile, by position."""
+        holder = self.binding.optimizers.holder_of
+        return {at: holder(parameter).workspace_of(parameter) for at, parameter in self.stepped.items()}
 
     def saw_forward(self, results: Any) -> None:
         """Count a forward, and look at its backward before it runs."""
@@ -94,7 +105,7 @@ class Updates:
 
 
 _HELD_TO_CLIP = (
-    "all gradients are held until optimizer.step(): max_norm with norm='exact' clips by the norm of all of them; with "
+    "gradients are held until optimizer.step(): max_norm with norm='exact' clips by the norm of all of them; with "
     "norm='last' backward clips by the last step's and holds none"
 )
 
@@ -134,15 +145,17 @@ def _place(arg: torch.Tensor) -> tuple[int, int]:
     return (arg.untyped_storage()._cdata, int(arg.storage_offset())) if _is_fake(arg) else (arg.data_ptr(), 0)
 
 
-def _why_held(arg: torch.Tensor, optimizer: Stepper, places: Sequence[tuple[int, int]]) -> Iterator[str]:
+def _why_held(arg: torch.Tensor, optimizers: Together, places: Sequence[tuple[int, int]]) -> Iterator[str]:
     """Yield why one parameter may not be stepped in backward."""
     if not isinstance(arg, Parameter) or isinstance(arg, DTensor) or not arg.is_leaf:
         yield "it is no plain parameter"
         return
-    group = next((g for g in optimizer.param_groups if any(arg is p for p in g["params"])), None)
-    if group is None:
+    groups = [group for group in optimizers.param_groups if any(arg is p for p in group["params"])]
+    if not groups:
         yield "the optimizer does not hold it"
-    elif group["error_if_nonfinite"]:
+    elif len(groups) > 1:
+        yield "two optimizers hold it, and each applies its gradient"
+    elif groups[0]["error_if_nonfinite"]:
         yield "error_if_nonfinite looks at all gradients before the first step"
     if arg._backward_hooks or arg._post_accumulate_grad_hooks:
         yield "it has hooks, which want its gradient"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,33 +16,24 @@ from fxprec.errors import GradientError
 from fxprec.kernels.updates import ApplyUpdate
 from fxprec.runtime.optim.applied import AppliedGradient
 from fxprec.runtime.optim.stepper import Stepper
+from fxprec.runtime.optim.together import Together
 
 
 class InBackward:
-    """What backward steps of one optimizer's parameters.
+    """What backward steps of some optimizers' parameters.
 
     A parameter that two forwards read before backward has two gradients. So has one whose ``p.grad`` is there already.
     Both are held: the gradient is added to ``p.grad``, and ``optimizer.step()`` applies it.
     """
 
-    def __init__(self, optimizer: Stepper) -> None:
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(self, *optimizers: Stepper) -> None:
+        self.optimizers = Together(optimizers)
         self._names: dict[Tensor, str] = {}
         self._by_address: dict[int, Parameter] = {}
         self._forwards: Counter[int] = Counter()  # by id of the parameter, since the last step
         self._applied: set[int] = set()  # ids, since the last step
-        optimizer.register_step_post_hook(lambda *_: self.finish_step())
-
-    @property
-    def optimizer(self) -> Stepper:
-        """Raises `GradientError` where it is gone."""
-        found = self._optimizer()
-        if found is None:
-            raise GradientError(
-                "option optimizer: the optimizer that the model was compiled with is gone, and backward steps its "
-                "parameters; keep it, or compile the model anew with another"
-            )
-        return found
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(lambda stepped, *_: self.finish_step(stepped))
 
     def take(self, parameters: Mapping[str, Parameter]) -> None:
         """Step these from now on."""
@@ -57,7 +47,7 @@ class InBackward:
     def before_backward(self, parameters: Sequence[Parameter]) -> None:
         """Raise `GradientError`, before anything is changed, for what a step in backward cannot be right for."""
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        if parameters and self.optimizer.clips_by_this_step:
+        if any(self.optimizers.holder_of(parameter).clips_by_this_step for parameter in parameters):
             raise GradientError(
                 "max_norm with norm='exact' was given to the optimizer after the model was compiled, and backward "
                 "steps each parameter before the norm is known; give it norm='last', or max_norm before the first call"
@@ -96,7 +86,7 @@ class InBackward:
         elif self._forwards[id(parameter)] > 1:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
         else:
-            self.optimizer.step_one(parameter, gradient)
+            self.optimizers.holder_of(parameter).step_one(parameter, gradient)
             self._applied.add(id(parameter))
             parameter.grad = AppliedGradient(parameter, self._names[parameter])
 
@@ -107,10 +97,11 @@ class InBackward:
             found = self._by_address[tensor.data_ptr()]
         return found
 
-    def finish_step(self) -> None:
-        """The optimizer has stepped what was left."""
-        self._applied.clear()
-        self._forwards.clear()
+    def finish_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped what was left of its parameters."""
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            self._applied.discard(id(parameter))
+            self._forwards.pop(id(parameter), None)
 
 
 def _is_wanted(parameter: Parameter, name: str) -> bool:

@@ -20,7 +20,7 @@ from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.crossings import is_repeated, needed_by_forward
-from fxprec.passes.analysis.joint import JointGraph, is_view, numel_expr, numel_hint, tensor_of, value
+from fxprec.passes.analysis.joint import JointGraph, input_index, is_view, numel_expr, numel_hint, tensor_of, value
 from fxprec.passes.analysis.ops import CASTS
 from fxprec.passes.analysis.peak.kernels import HEAVY, Kind, bytes_of, kind_of, workspace_of
 from fxprec.passes.analysis.peak.loops import Item
@@ -42,8 +42,8 @@ class Step:
 
     joint: JointGraph
     processor: Processor = field(default_factory=Processor.here)
-    stepped: Collection[int] = ()
-    """Positions of the captured inputs that backward steps, and of which it returns no gradient."""
+    stepped: Mapping[int, int] = field(default_factory=dict)
+    """Captured inputs that backward steps, by position, and the workspace of each step: no gradient is returned."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -115,6 +115,12 @@ class Step:
                 yield user
             elif is_view(user) or user.target in CASTS or user in self.decoded:
                 yield from self._readers_behind(user)
+
+    def workspace_of_stepping(self, parameter: Node) -> int:
+        """Return the bytes that the step of a parameter takes while it runs."""
+        index = input_index(parameter)
+        assert index is not None, "only captured inputs are stepped"
+        return self.stepped[index]
 
     def wanted_by(self, node: Node) -> Iterator[Node]:
         """Yield the values and decoded copies of the forward half that a backward node reads."""
@@ -225,7 +231,9 @@ class Held:
             reads = [self.at[n] if n in self.step.behind else self._find(n, node) for n in sources]
             self.at[node] = self._add(node, reads, node)
             for parameter, gradient in self.step.updates.get(node, ()):
-                self._append(Item(Kind.EXTERN, 0, [self.at[gradient]], writes=self.at[parameter]), node, gradient)
+                workspace = self.step.workspace_of_stepping(parameter)
+                reads, writes = [self.at[gradient]], self.at[parameter]
+                self._append(Item(Kind.EXTERN, 0, reads, workspace=workspace, writes=writes), node, gradient)
         for x in {x for node, _ in self.repeated for x in node.all_input_nodes} & self.step.copied.keys():
             self.items[self.copies[x]].bytes = 0  # the input waits itself, for what is computed again from it
         self.timeline = Timeline(self.items, self.border)

@@ -1,0 +1,57 @@
+"""The optimizers that a model is compiled with, seen as one: each parameter is stepped by the one that holds it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fxprec.errors import ConfigError, GradientError
+from fxprec.runtime.optim.rule import States
+from fxprec.runtime.optim.stepper import Stepper
+
+
+class Together:
+    """Optimizers, none of which this keeps alive."""
+
+    def __init__(self, optimizers: Sequence[Stepper]) -> None:
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+
+    def __iter__(self) -> Iterator[Stepper]:
+        """Raises `GradientError` where one is gone."""
+        for reference in self._optimizers:
+            found = reference()
+            if found is None:
+                raise GradientError(
+                    "option optimizer: the optimizer that the model was compiled with is gone, and backward steps its "
+                    "parameters; keep it, or compile the model anew with another"
+                )
+            yield found
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of all, in order."""
+        return [group for optimizer in self for group in optimizer.param_groups]
+
+    @property
+    def has_open_states(self) -> bool:
+        """Whether any leaves the form of its averages to a step budget."""
+        return any(optimizer.has_open_states for optimizer in self)
+
+    def close_states(self, form: States) -> None:
+        """Hold the averages that were left open in this form."""
+        for optimizer in self:
+            optimizer.close_states(form)
+
+    def state_bytes(self, form: States | None = None, *, of_all: bool = False) -> int:
+        """Return the bytes that all states take, as `Stepper.state_bytes`."""
+        return sum(optimizer.state_bytes(form, of_all=of_all) for optimizer in self)
+
+    def holder_of(self, param: Tensor) -> Stepper:
+        """Return the optimizer that steps a parameter. Raises `ConfigError` where none does any longer."""
+        for optimizer in self:
+            if any(param is p for group in optimizer.param_groups for p in group["params"]):
+                return optimizer
+        raise ConfigError("the optimizer no longer holds a parameter that backward steps; compile the model anew")
