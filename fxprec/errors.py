@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Self
 
 
 class FxprecError(Exception):
@@ -26,7 +27,26 @@ class PlanError(FxprecError, ValueError):
 
 
 class BudgetError(FxprecError, ValueError):
-    """No assignment meets the requested ratio or activation budget."""
+    """No assignment meets the requested ratio or budget."""
+
+    found: str = ""
+    """What the least step found holds, of a budget for its peak."""
+    enough: int = 0
+    """Bytes that would do in the place of that budget; 0: not known."""
+    ways: tuple[str, ...] = ()
+    """Other ways out."""
+
+    @classmethod
+    def of_peak(cls, asked: str, found: str, enough: int, said: str, ways: Iterable[str]) -> Self:
+        """Return the error of a peak budget. ``said``: the budget that would do, as users may give it."""
+        error = cls(f"peak_budget is {asked}, and {found}; {either(f'raise it to {said}', *ways)}")
+        error.found, error.enough, error.ways = found, enough, tuple(ways)
+        return error
+
+
+def either(*ways: str) -> str:
+    """Return the ways out of an error, two at least, as a message lists them."""
+    return f"{', '.join(ways[:-1])} or {ways[-1]}"
 
 
 class LoweringError(FxprecError, RuntimeError):

@@ -99,11 +99,9 @@ class PeakBudget:
             if planned.reserved:
                 wanted = enough_for(least - planned.room, planned.budget)
             high = 0 if planned.graphs > 1 or planned.reserved else planned.high
-            raise BudgetError(
-                f"peak_budget is {readable(planned.budget)}{beside}, and of {ATTEMPTS} plans made for it the best "
-                f"holds {readable(least)} as compiled; raise it to {raised(wanted, high)} or take a "
-                "smaller batch"
-            )
+            asked = f"{readable(planned.budget)}{beside}"
+            found = f"of {ATTEMPTS} plans made for it the best holds {readable(least)} as compiled"
+            raise BudgetError.of_peak(asked, found, wanted, raised(wanted, high), ["take a smaller batch"])
         assert planned.waiting is not None
         part = self.part
         if held > planned.room:

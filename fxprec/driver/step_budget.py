@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 
 from fxprec import compat
-from fxprec.errors import BudgetError, ConfigError
+from fxprec.errors import BudgetError, ConfigError, either
 from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.passes.notice import readable
 from fxprec.plan.rows import WholeStep
@@ -54,7 +54,7 @@ class StepBudget:
         for form in forms:
             tried = replace(self, states=optimizers.state_bytes(form), chosen=form)
             try:
-                tried._compile(compile_within)
+                tried._compile(compile_within, is_last=form == forms[-1])
             except BudgetError:
                 if form == forms[-1]:
                     raise
@@ -63,14 +63,23 @@ class StepBudget:
                     optimizers.close_states(form)
                 return
 
-    def _compile(self, compile_within: Callable[[Self], None]) -> None:
-        if self.left <= 0:
-            least = f"raise it above {readable(self.weights + self.states)}"
-            raise BudgetError(f"{self.said()}, and nothing is left for the step; {self._way_out(least)}")
+    def _compile(self, compile_within: Callable[[Self], None], *, is_last: bool) -> None:
+        """Compile within what is left. Where that is nothing the last form looks for what would do, in one byte."""
+        nothing = BudgetError(f"{self.said()}, and nothing is left for the step; raise it")
+        if self.left <= 0 and not is_last:
+            raise nothing
         try:
-            compile_within(self)
+            compile_within(self if self.left > 0 else replace(self, asked=self.weights + self.states + 1))
         except BudgetError as error:
-            raise BudgetError(f"{self.said()}. Of the rest, {error}. {self._way_out('Raise it')}") from None
+            if not error.enough:
+                raise
+            enough = self.weights + self.states + error.enough
+            ways = either(f"raise it to {readable(enough)}", *self._fewer(), *error.ways)
+            whole = BudgetError(f"{self.said()}; beside them {error.found}; {ways}")
+            whole.enough = enough
+            raise whole from None
+        if self.left <= 0:  # a plan that was given goes before any budget
+            raise nothing
 
     @property
     def left(self) -> int:
@@ -88,18 +97,13 @@ class StepBudget:
         states += f" in {self.chosen} (states='auto')" if self.chosen else ""
         return f"step_budget is {readable(self.asked)}; weights take {readable(self.weights)}, {states}"
 
-    def _way_out(self, first: str) -> str:
-        ways = [first]
-        if self.has_wide_weights:
-            ways.append("hold weights in bfloat16 (update='stochastic')")
-        fewer = [
-            f"{form!r}, which take {readable(size)}"
-            for form, size in self.states_in_fewer.items()
-            if size < self.states
-        ]
+    def _fewer(self) -> Iterator[str]:
+        """Yield the ways to hold weights and states in fewer bytes."""
+        fewer = [f"{form!r}, which take {readable(n)}" for form, n in self.states_in_fewer.items() if n < self.states]
         if fewer:
-            ways.insert(1, f"give the optimizer states={', or '.join(fewer)}")
-        return ", or ".join(ways)
+            yield f"give the optimizer states={', or '.join(fewer)}"
+        if self.has_wide_weights:
+            yield "hold weights in bfloat16 (update='stochastic')"
 
 
 def refuse_beside(optimizer: object, peak_budget: object) -> None:

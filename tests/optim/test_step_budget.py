@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,12 @@ def test_frozen_parameters_count_too() -> None:
 
 def test_states_in_8_bits_leave_more_for_the_step() -> None:
     model = layers()
-    with pytest.raises(
-        BudgetError,
-        match=r"weights take 8\.00 MiB .*, optimizer states 16\.00 MiB .*, and nothing is left for the step; raise it "
-        r"above 24\.00 MiB \(\d+ bytes\), or give the optimizer states='8bit', which take 4\.\d+ MiB",
-    ):
+    words = (
+        r"^step_budget is 20\.00 MiB .*; weights take 8\.00 MiB .*, optimizer states 16\.00 MiB .*; beside them the least "
+        r"peak found holds 2\.\d+ MiB .* among them; raise it to 26\.\d+ MiB \(\d+ bytes\), give the optimizer "
+        r"states='8bit', which take 4\.\d+ MiB"
+    )
+    with pytest.raises(BudgetError, match=words):
         stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3), 20 * WEIGHT)
     torch._dynamo.reset()
     stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3, states="8bit"), 20 * WEIGHT)
@@ -92,7 +94,7 @@ def test_states_in_8_bits_leave_more_for_the_step() -> None:
 
 def test_states_in_4_bits_are_named_where_8_are_too_many() -> None:
     model = layers()
-    words = r"or give the optimizer states='4bit', which take 2\.\d+ MiB \(\d+ bytes\), or hold weights"
+    words = r", give the optimizer states='4bit', which take 2\.\d+ MiB \(\d+ bytes\), hold weights in .* or take a sm"
     with pytest.raises(BudgetError, match=words):
         stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3, states="8bit"), 12 * WEIGHT)
     torch._dynamo.reset()
@@ -103,8 +105,8 @@ def test_a_step_that_does_not_fit_the_rest_says_who_holds_what() -> None:
     model = layers()
     with pytest.raises(
         BudgetError,
-        match=r"^step_budget is 25\.00 MiB .*; weights take 8\.00 MiB .* Of the rest, peak_budget is 1\.00 MiB .* and the "
-        r"least peak found holds .* Raise it, or give the optimizer states='8bit'",
+        match=r"^step_budget is 25\.00 MiB .*; weights take 8\.00 MiB .*; beside them the least peak found holds .* MiB .*; "
+        r"raise it to .*, give the optimizer states='8bit'",
     ):
         stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3), 25 * WEIGHT)
 
@@ -147,10 +149,31 @@ def test_open_states_that_fit_in_no_form_stay_open_and_the_least_is_said() -> No
     model = layers()
     optimizer = fxprec.optim.AdamW(model.parameters(), lr=1e-3, states="auto")
     with pytest.raises(
-        BudgetError, match=r"optimizer states 2\.\d+ MiB .* in 4bit \(states='auto'\), and nothing is left"
+        BudgetError, match=r"optimizer states 2\.\d+ MiB .* in 4bit \(states='auto'\); beside them the least peak found"
     ):
         stepped(model, optimizer, 10 * WEIGHT)
     assert optimizer.param_groups[0]["states"] == "auto"
+
+
+@pytest.mark.parametrize("budget", [10, 25])
+@pytest.mark.parametrize("states", ["float32", "auto"])
+def test_the_budget_that_an_error_names_is_the_least_that_can_be_given(budget: int, states: Any) -> None:
+    """10: nothing is left for the step. 25: too little with float32 states."""
+    if (budget, states) == (25, "auto"):
+        budget = 11
+
+    def run(budget: int) -> None:
+        torch._dynamo.reset()
+        model = layers()
+        stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3, states=states), budget)
+
+    with pytest.raises(BudgetError) as raised:
+        run(budget * WEIGHT)
+    named = re.search(r"raise it to \d+\.\d+ MiB \((\d+) bytes\)", str(raised.value))
+    assert named is not None
+    run(int(named[1]))
+    with pytest.raises(BudgetError, match=f"raise it to .* MiB .{named[1]} bytes"):
+        run(int(named[1]) - 1)
 
 
 def test_open_states_are_exact_without_a_budget() -> None:

@@ -64,7 +64,7 @@ def _point(fit: Fit, seconds: float) -> PeakPoint:
 
 def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit, high: int) -> BudgetError:
     enough = enough_for(least - budget + free, budget) if free else least
-    ways = [f"raise it to {raised(enough, high)}", "take a smaller batch"]
+    ways = ["take a smaller batch"]
     if "recompute" not in work.settings.ways:
         ways.append("add 'recompute' to ways")
     if "narrow" not in work.settings.ways:
@@ -72,10 +72,8 @@ def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit, high
     elif not work.settings.recipe.has_low:
         ways.append(f"choose a recipe with a low format ({work.settings.recipe.name!r} has none)")
     left = f", {readable(free)} of it left free for libraries" if free else ""
-    return BudgetError(
-        f"peak_budget is {readable(budget)}{left}, and the least peak found holds {readable(least)}, "
-        f"{_what_holds(fit)} among them; {', '.join(ways[:-1])} or {ways[-1]}"
-    )
+    found = f"the least peak found holds {readable(least)}, {_what_holds(fit)} among them"
+    return BudgetError.of_peak(f"{readable(budget)}{left}", found, enough, raised(enough, high), ways)
 
 
 def _what_holds(fit: Fit) -> str:
