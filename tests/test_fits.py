@@ -34,6 +34,25 @@ def make():
 def on_many(batch=2):
     return nn.Linear(8, 8), torch.ones(batch, 8)
 
+def images():
+    return nn.Conv2d(3, 4, 3), torch.ones(2, 3, 8, 8)
+
+def tokens():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.up, self.head = nn.Embedding(100, 64), nn.Linear(64, 256), nn.Linear(256, 100)
+
+        def forward(self, codes, mask):
+            return self.head(torch.relu(self.up(self.table(codes)))).square().mul(mask[..., None]).mean()
+
+    with torch.device("meta"):
+        return Net(), (torch.zeros(2, 128, dtype=torch.long), torch.zeros(2, 128))
+
+def of_a_length(sequence=128, batch=2):
+    net, _ = tokens()
+    return net, (torch.zeros(batch, sequence, dtype=torch.long), torch.zeros(batch, sequence))
+
 def frozen():
     return nn.Linear(8, 8).requires_grad_(False), torch.ones(2, 8)
 """
@@ -51,8 +70,8 @@ def layers(device: str) -> nn.Sequential:
         return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.GELU()) for _ in range(LAYERS)))
 
 
-def adamw(params: Any) -> Any:
-    return fxprec.optim.AdamW(params, states="auto")
+def adamw(model: nn.Module) -> Any:
+    return [fxprec.optim.AdamW(model.parameters(), states="auto")]
 
 
 def question(factory: Callable[..., Any], budget: int = BUDGET) -> Question:
@@ -65,7 +84,7 @@ def test_the_answer_is_the_plan_of_the_step_that_trains() -> None:
     torch._dynamo.reset()
     model = layers("cpu")
     options = {"recipe": "fp8", "lowering": "eager", "cpu": "avx512+bf16:1"}
-    options |= {"optimizer": adamw(model.parameters()), "step_budget": BUDGET - found.reserved}
+    options |= {"optimizer": adamw(model), "step_budget": BUDGET - found.reserved}
     run = torch.compile(model, backend="fxprec", options=options)
     run(torch.ones(BATCH, WIDTH)).sum().backward()
     (plan,) = fxprec.backend_of(run).plans
@@ -127,7 +146,7 @@ def test_the_largest_batch_is_found_in_few_plans(first: int, most: int) -> None:
 
     def answer(batch: int) -> Answer:
         tried.append(batch)
-        return Answer(batch, BUDGET, 0, "cpu", Plan() if batch <= most else None)
+        return Answer(batch, 1, BUDGET, 0, "cpu", Plan() if batch <= most else None)
 
     found = list(largest_batch(answer(first), answer))
     assert [a.batch for a in found] == tried
@@ -137,6 +156,27 @@ def test_the_largest_batch_is_found_in_few_plans(first: int, most: int) -> None:
         assert best == most, "the search has ended by itself"
     else:
         assert best <= most
+
+
+@pytest.mark.parametrize("factory", ["tokens", "of_a_length"])
+def test_the_longest_sequence_of_a_batch_is_found(factory: str) -> None:
+    code, said = run(f"t.py:{factory}", "--gpu", "67MiB", "--batch", "4", "--longest", "--json")
+    found = json.loads(said)
+    assert (code, found["fits"], found["batch"], found["sequence"]) == (0, True, 4, 128)
+    best = found["longest_sequence"]
+    tried = {t["sequence"]: t["fits"] for t in found["tried_sequence"]}
+    assert best % 64 == 0
+    assert best > 128
+    assert (tried[best], tried[best + 64]) == (True, False)
+    code, said = run(f"t.py:{factory}", "--gpu", "67MiB", "--batch", "4", "--sequence", str(best + 64))
+    assert code == 1
+    assert said.startswith(f"t.py:{factory}, batch 4, sequence {best + 64}, in 67.00 MiB")
+
+
+def test_muon_steps_matrices_and_adamw_the_rest() -> None:
+    _, said = run("t.py:tokens", "--gpu", "1GiB", "--optimizer", "muon", "--json")
+    matrices, others = 64 * 256 + 256 * 100, 100 * 64 + 256 + 100
+    assert json.loads(said)["peak"]["optimizer_states"] == 4 * (matrices + 2 * others)
 
 
 def test_the_picture_stacks_who_holds_what() -> None:
@@ -179,7 +219,11 @@ def test_the_command_says_no_and_why_as_json() -> None:
     found = json.loads(said)
     assert code == 1
     assert (found["fits"], found["batch"], found["peak"]) == (False, 5, None)
-    assert "nothing is left for the step" in found["why"]
+    assert "beside them the least peak found holds" in found["why"]
+    code, _ = run("t.py:on_many", "--gpu", str(found["enough"]), "--batch", "5")
+    assert code == 0
+    code, _ = run("t.py:on_many", "--gpu", str(int(0.97 * found["enough"])), "--batch", "5")
+    assert code == 1
 
 
 @pytest.mark.parametrize(
@@ -187,7 +231,12 @@ def test_the_command_says_no_and_why_as_json() -> None:
     [
         ("t.py:make --gpu much", "--gpu is 'much', which is no size"),
         ("t.py:make --gpu 1GiB --batch 0", "--batch is 0; give it 1 or more"),
-        ("t.py:make --gpu 1GiB --optimizer muon", "--optimizer muon: no step is known for it; give adamw, lion or sgd"),
+        ("t.py:make --gpu 1GiB --sequence 0", "--sequence is 0; give it 1 or more"),
+        ("t.py:images --gpu 1GiB --sequence 9", "its first input has 4 dimensions, so the second is no sequence"),
+        (
+            "t.py:make --gpu 1GiB --optimizer moon",
+            "--optimizer moon: no step is known for it; give adamw, lion, muon or",
+        ),
         ("t.py:make --gpu 1GiB --states int4", "states='int4' of group 0 is unknown"),
         ("t.py:make --gpu 1GiB --max-norm 0", "max_norm of group 0 is 0.0; give it a number above 0"),
         ("t.py:frozen --gpu 1GiB", "no parameter requires a gradient"),

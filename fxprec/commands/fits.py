@@ -12,6 +12,8 @@ from fxprec.commands.output import AsJson, modules, print_json
 from fxprec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fxprec.driver.fits import Answer
     from fxprec.runtime.optim.stepper import Stepper
 
@@ -19,13 +21,15 @@ if TYPE_CHECKING:
 def fits(
     target: Annotated[str, typer.Argument(help="path/file.py:factory or module:callable; returns (model, inputs).")],
     gpu: Annotated[str, typer.Option(help="Bytes that the whole step may hold, for instance 24GiB.")],
-    optimizer: Annotated[str, typer.Option(help="adamw, lion or sgd, as fxprec.optim has them.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="adamw, lion, muon or sgd, as fxprec.optim has them.")] = "adamw",
     states: Annotated[str, typer.Option(help="How states are held: auto, float32, bf16, 8bit or 4bit.")] = "auto",
     momentum: Annotated[float, typer.Option(help="Of sgd; 0 needs no states.")] = 0.0,
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients by their global norm.")] = None,
     norm: Annotated[str, typer.Option(help="Which: last, or exact, which holds all gradients.")] = "exact",
     batch: Annotated[int | None, typer.Option(help="Batch size in place of the inputs' own.")] = None,
+    sequence: Annotated[int | None, typer.Option(help="Tokens in place of the inputs' second dimension.")] = None,
     largest: Annotated[bool, typer.Option("--largest", help="Search the largest batch that fits: 10 plans.")] = False,
+    longest: Annotated[bool, typer.Option("--longest", help="Search the longest sequence that fits.")] = False,
     recipe: Annotated[str, typer.Option(help="Recipe, for instance fp8.")] = "fp8",
     ways: Annotated[str, typer.Option(help="How it may be met: narrow,recompute,offload (on GPUs).")] = "",
     keep_high: Annotated[str, typer.Option(help="Modules held high, for instance head,layers.0.")] = "",
@@ -34,56 +38,87 @@ def fits(
 ) -> None:
     """Say whether a training step fits, by which plan; no weights are allocated. Exit code 0: it fits, 1: not."""
     from fxprec.config.checks import byte_size
-    from fxprec.driver.fits import Question, largest_batch
+    from fxprec.driver.fits import Question, largest_batch, longest_sequence
     from fxprec.report.target import find_factory
 
     budget = byte_size("--gpu", gpu)
     assert budget is not None, "an option that is required"
-    if batch is not None and batch < 1:
-        raise ConfigError(f"--batch is {batch}; give it 1 or more")
+    for name, size in (("batch", batch), ("sequence", sequence)):
+        if size is not None and size < 1:
+            raise ConfigError(f"--{name} is {size}; give it 1 or more")
     own = {"states": states, "max_norm": max_norm, "norm": norm}
     options: dict[str, Any] = {"recipe": recipe, "keep_high": modules(keep_high)}
     options |= {"ways": tuple(ways.split(","))} if ways else {}
     question = Question(find_factory(target), target, budget, _maker(optimizer, momentum, own), options)
-    first = question.answer(batch)
-    tried = list(largest_batch(first, question.answer)) if largest else [first]
-    shown = max((a for a in tried if a.fits), key=lambda a: a.batch, default=first) if largest else first
+    first = question.answer(batch, sequence)
+    tried: dict[str, list[Answer]] = {}
+    if largest:
+        tried["batch"] = list(largest_batch(first, lambda size: question.answer(size, sequence)))
+    if longest:
+        tried["sequence"] = list(longest_sequence(first, lambda size: question.answer(batch, size)))
+    fitting = [answer for answers in tried.values() for answer in answers if answer.fits]
+    shown = max(fitting, key=lambda a: a.batch * a.sequence, default=first)
     if out is not None and shown.plan is not None:
         _write(shown, out, target)
     if as_json:
-        print_json(_data(first, tried if largest else None))
+        print_json(_data(first, tried))
     else:
-        print("\n".join(_lines(target, first, tried if largest else ())))
+        print("\n".join(_lines(target, first, tried, shows_sequence=longest or sequence is not None)))
         if out is not None and shown.plan is not None:
             print(out / "report.html")
     raise typer.Exit(int(not first.fits))
 
 
-def _maker(name: str, momentum: float, own: Mapping[str, Any]) -> Callable[[Any], Stepper]:
+def _maker(name: str, momentum: float, own: Mapping[str, Any]) -> Callable[[nn.Module], Sequence[Stepper]]:
     from fxprec import optim
 
-    if name == "adamw":
-        return lambda params: optim.AdamW(params, **own)
-    if name == "lion":
-        return lambda params: optim.Lion(params, **own)
-    if name == "sgd":
-        return lambda params: optim.SGD(params, momentum=momentum, **own)
-    raise ConfigError(f"--optimizer {name}: no step is known for it; give adamw, lion or sgd")
+    makers: dict[str, Callable[[Any], Stepper]] = {
+        "adamw": lambda params: optim.AdamW(params, **own),
+        "lion": lambda params: optim.Lion(params, **own),
+        "sgd": lambda params: optim.SGD(params, momentum=momentum, **own),
+    }
+    if name == "muon":
+        return lambda model: _muon_and_adamw(model, own)
+    if name not in makers:
+        raise ConfigError(f"--optimizer {name}: no step is known for it; give adamw, lion, muon or sgd")
+    return lambda model: [makers[name]([p for p in model.parameters() if p.requires_grad])]
 
 
-def _lines(target: str, first: Answer, tried: Sequence[Answer]) -> list[str]:
-    """Return lines for people: yes or no, who holds what at the peak, the step as a picture, the largest batch."""
+def _muon_and_adamw(model: nn.Module, own: Mapping[str, Any]) -> Sequence[Stepper]:
+    """Return a Muon for matrices that are no embedding's, and an AdamW for the rest."""
+    from torch.nn import Embedding
+
+    from fxprec import optim
+
+    tables = {id(p) for module in model.modules() if isinstance(module, Embedding) for p in module.parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() == 2 and id(p) not in tables]
+    others = [p for p in trained if p.dim() != 2 or id(p) in tables]
+    found: list[Stepper] = [optim.Muon(matrices, **own)] if matrices else []
+    return [*found, optim.AdamW(others, **own)] if others else found
+
+
+def _lines(
+    target: str, first: Answer, tried: Mapping[str, Sequence[Answer]], *, shows_sequence: bool = False
+) -> list[str]:
+    """Return what people read: yes or no, who holds what at the peak, the step as a picture, the largest sizes."""
     from fxprec.passes.notice import readable
 
-    head = f"{target}, batch {first.batch}, in {readable(first.budget)}"
+    sizes = f"batch {first.batch}" + (f", sequence {first.sequence}" if shows_sequence else "")
+    head = f"{target}, {sizes}, in {readable(first.budget)}"
     lines = [f"{head}: {'it fits' if first.fits else f'no: {first.why}'}"]
+    lines += [f"it would fit in --gpu {readable(first.enough)}"] if first.enough else []
     lines += _shown(first) if first.fits else []
     lines += [f"not done: {line}" for line in first.told]
-    if tried:
-        fitting, others = (sorted(a.batch for a in tried if a.fits == fits) for fits in (True, False))
+    for name, answers in tried.items():
+        fitting, others = (sorted(getattr(a, name) for a in answers if a.fits == fits) for fits in (True, False))
         beyond = f"; {others[0]} does not fit" if others else ""
-        lines.append(f"largest batch found: {fitting[-1] if fitting else 'none'}{beyond} ({len(tried)} plans made)")
+        best = fitting[-1] if fitting else "none"
+        lines.append(f"{_BEST[name]} {name} found: {best}{beyond} ({len(answers)} plans made)")
     return lines
+
+
+_BEST = {"batch": "largest", "sequence": "longest"}
 
 
 def _shown(answer: Answer) -> list[str]:
@@ -117,9 +152,10 @@ def _gib(size: int) -> str:
     return f"{size / unit:8.2f} {name}"
 
 
-def _data(first: Answer, tried: Sequence[Answer] | None) -> dict[str, Any]:
-    """Return data for programs; sizes are in bytes."""
-    found: dict[str, Any] = {"fits": first.fits, "batch": first.batch, "budget": first.budget, "why": first.why}
+def _data(first: Answer, tried: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
+    """Return what programs read; sizes are bytes."""
+    found: dict[str, Any] = {"fits": first.fits, "batch": first.batch, "sequence": first.sequence}
+    found |= {"budget": first.budget, "why": first.why, "enough": first.enough}
     found |= {"reserved": first.reserved, "device": first.device, "not_done": list(first.told), "peak": None}
     if first.plan is not None and first.plan.whole_step is not None:
         from fxprec.report.whole_step import at_the_peak
@@ -127,9 +163,9 @@ def _data(first: Answer, tried: Sequence[Answer] | None) -> dict[str, Any]:
         states = first.plan.whole_step.chosen or None
         found["peak"] = {name.replace(" ", "_"): size for name, size in at_the_peak(first.plan).items()}
         found["states"] = states
-    if tried is not None:
-        found["largest_batch"] = max((a.batch for a in tried if a.fits), default=0)
-        found["tried"] = [{"batch": a.batch, "fits": a.fits} for a in tried]
+    for name, answers in tried.items():
+        found[f"{_BEST[name]}_{name}"] = max((getattr(a, name) for a in answers if a.fits), default=0)
+        found[f"tried_{name}"] = [{name: getattr(a, name), "fits": a.fits} for a in answers]
     return found
 
 

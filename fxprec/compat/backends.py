@@ -108,5 +108,6 @@ def through_dynamo(error: Exception) -> Exception:
     passing = type(kind.__name__, (kind, ShortenTraceback), space)
     raised: Exception = passing.__new__(passing, *error.args)
     raised.args = error.args
+    raised.__dict__.update(error.__dict__)
     raised.first_useful_frame = sys._getframe(1)  # type: ignore[attr-defined]
     return raised

@@ -1,9 +1,10 @@
-"""Whether a training step fits a number of bytes, and the largest batch that does: planned, nothing is allocated."""
+"""Whether a training step fits a number of bytes, the largest batch and sequence that do: nothing is allocated."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,17 +21,21 @@ from fxprec.report.target import Factory, plan_under_fakes
 from fxprec.runtime.optim.stepper import Stepper
 
 TRIALS = 10
-"""Most plans made to find the largest batch."""
+"""Most plans made to find the largest batch, or the longest sequence."""
+TOKENS = 64
+"""What sequences are multiples of in a search whose first is."""
 FREE_BYTES = 2 * 32 * 2**20
 """Of a GPU that torch here cannot trace for: what is left free, as `passes.analysis.peak.reserve` does on a GPU."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What planning one batch found."""
+    """What planning one step found."""
 
     batch: int
     """Leading dimension of the inputs."""
+    sequence: int
+    """Second dimension of the inputs; 1 where the first has none."""
     budget: int
     """Bytes."""
     reserved: int
@@ -41,6 +46,8 @@ class Answer:
     """None where the step does not fit."""
     why: str = ""
     """Why it does not."""
+    enough: int = 0
+    """Bytes in which it would fit; 0: not known."""
     told: tuple[str, ...] = ()
     """What was asked for and not done, a line each."""
 
@@ -57,50 +64,64 @@ class Question:
     factory: Factory
     target: str
     budget: int
-    optimizer: Callable[[Any], Stepper]
-    """Makes the optimizer of parameters."""
+    optimizers: Callable[[torch.nn.Module], Sequence[Stepper]]
+    """Makes those of a model's parameters that train."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of `Config`."""
 
-    def answer(self, batch: int | None = None) -> Answer:
-        """Plan a step. ``batch``: in place of the inputs' own. Raises `ConfigError` for what the factory cannot do."""
-        trial = _Trial(self, batch)
-        why = ""
+    def answer(self, batch: int | None = None, sequence: int | None = None) -> Answer:
+        """Plan a step. ``batch``, ``sequence``: in place of the inputs' own first and second dimension.
+
+        Raises `ConfigError` for what the factory cannot do.
+        """
+        trial = _Trial(self, {"batch": batch, "sequence": sequence})
+        why, enough = "", 0
         try:
             plan_under_fakes(trial.make, lambda gm, examples: trial.backend(gm, examples), self.target, trial.taker)
         except BudgetError as error:
-            why = str(error)
+            why, enough = str(error), trial.memory_for(error.enough)
         if not why and not trial.taker.plans:
             raise ConfigError(f"target {self.target!r}: no graph of it trains; let model(*inputs) run with gradients")
         told = tuple(f"{e.site}: {e.detail}" for e in trial.backend.events if e.kind in ("fallback", "limit"))
         plan = None if why else trial.taker.plans[0]
-        return Answer(trial.batch, self.budget, trial.reserved, trial.device.type, plan, why, told)
+        size, length = trial.sizes
+        return Answer(size, length, self.budget, trial.reserved, trial.device.type, plan, why, enough, told)
 
 
 class _Trial:
     """One plan in the making."""
 
     backend: Backend
-    batch: int
+    sizes: Sequence[int]
+    """Batch and sequence."""
     device: torch.device
 
-    def __init__(self, asked: Question, batch: int | None) -> None:
-        self.asked, self.wanted, self.taker, self.reserved = asked, batch, PlanTaker(), 0
+    def __init__(self, asked: Question, wanted: Mapping[str, int | None]) -> None:
+        self.asked, self.taker, self.reserved = asked, PlanTaker(), 0
+        self.wanted = {name: size for name, size in wanted.items() if size is not None}
 
     def make(self) -> tuple[Any, tuple[Any, ...]]:
         """Return the model and its inputs, and make the backend for them."""
         factory, wanted = self.asked.factory, self.wanted
-        takes_batch = wanted is not None and "batch" in inspect.signature(factory).parameters
-        made = factory(batch=wanted) if takes_batch else factory()
+        taken = {name: wanted[name] for name in inspect.signature(factory).parameters if name in wanted}
+        made = factory(**taken)
         if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
             return made  # type: ignore[no-any-return]  # what planning says of it is said there
         model, inputs = made
         inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-        own = next((t.shape[0] for t in _tensors(inputs) if t.dim()), 1)
-        if wanted is not None and not takes_batch:
-            inputs = compat.tree_map_only(torch.Tensor, lambda t: _with_batch(t, own, wanted), inputs)
+        shape = next((t.shape for t in _tensors(inputs) if t.dim()), torch.Size())
+        if "sequence" in wanted and "sequence" not in taken and not 2 <= len(shape) <= 3:
+            raise ConfigError(
+                f"target {self.asked.target!r}: its first input has {len(shape)} dimensions, so the second is no "
+                "sequence that can be resized; let it take a parameter sequence"
+            )
+        self.sizes = [*shape[:2], 1, 1][:2]
+        for dim, name in enumerate(("batch", "sequence")):
+            size = wanted.get(name, self.sizes[dim])
+            if name not in taken:
+                inputs = _resized(inputs, dim, self.sizes[dim], size)
+            self.sizes[dim] = size
         inputs = _placed(model, inputs)
-        self.batch = own if wanted is None else wanted
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._plan_for(model)
         return model, inputs
@@ -110,13 +131,16 @@ class _Trial:
         if self.device.type == "cpu":  # its kernels stand for a GPU's: those of one thread take least for themselves
             options["cpu"] = "avx512+bf16:1"
             self.reserved = FREE_BYTES + int(ALLOWANCE * asked.budget)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        if not trained:
+        if not any(p.requires_grad for p in model.parameters()):
             raise ConfigError(f"target {asked.target!r}: no parameter requires a gradient, so there is no step to plan")
         config = Config(lowering="eager", **options)
-        self.optimizer = asked.optimizer(trained)
+        self.optimizers = asked.optimizers(model)
         room = max(asked.budget - self.reserved, 1)
-        self.backend = Backend(config, dump=self.taker, optimizer=self.optimizer, step_budget=room)
+        self.backend = Backend(config, dump=self.taker, optimizer=self.optimizers, step_budget=room)
+
+    def memory_for(self, enough: int) -> int:
+        """Return the bytes of which so many are left for the step; 0 for 0."""
+        return math.ceil((enough + FREE_BYTES) / (1 - ALLOWANCE)) if enough and self.reserved else enough
 
 
 def _placed(model: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -135,22 +159,40 @@ def _tensors(inputs: object) -> Iterator[torch.Tensor]:
     return iter(found)
 
 
-def _with_batch(t: torch.Tensor, own: int, wanted: int) -> torch.Tensor:
-    """Return an input of another batch size, where its first dimension is the batch."""
-    return t.new_empty((wanted, *t.shape[1:])) if t.dim() and t.shape[0] == own else t
+def _resized(inputs: tuple[Any, ...], dim: int, own: int, wanted: int) -> tuple[Any, ...]:
+    """Return inputs whose dimension, where it is as long as the first input's own, has another size."""
+
+    def resized(t: torch.Tensor) -> torch.Tensor:
+        if t.dim() <= dim or t.shape[dim] != own or own == wanted:
+            return t
+        return t.new_empty((*t.shape[:dim], wanted, *t.shape[dim + 1 :]))
+
+    found: tuple[Any, ...] = compat.tree_map_only(torch.Tensor, resized, inputs)
+    return found
 
 
 def largest_batch(first: Answer, answer: Callable[[int], Answer]) -> Iterator[Answer]:
-    """Yield answers on the way to the largest batch that fits, `TRIALS` at most with the first.
+    """Yield answers on the way to the largest batch that fits, as `_largest`."""
+    return _largest(first, first.batch, 1, answer)
 
-    From the first batch on it is doubled, or halved, until fits and fits not are both known; then the gap is halved.
+
+def longest_sequence(first: Answer, answer: Callable[[int], Answer]) -> Iterator[Answer]:
+    """Yield answers on the way to the longest sequence that fits, as `_largest`, in steps of `TOKENS` tokens."""
+    return _largest(first, first.sequence, 1 if first.sequence % TOKENS else TOKENS, answer)
+
+
+def _largest(first: Answer, size: int, step: int, answer: Callable[[int], Answer]) -> Iterator[Answer]:
+    """Yield answers on the way to the largest multiple of ``step`` that fits, `TRIALS` at most with the first.
+
+    From the first size on it is doubled, or halved, until fits and fits not are both known; then the gap is halved.
     """
-    fits, not_fits, known = (first.batch, 0, first) if first.fits else (0, first.batch, first)
-    yield known
+    tried = size // step
+    fits, not_fits = (tried, 0) if first.fits else (0, tried)
+    yield first
     for _ in range(TRIALS - 1):
         if not_fits - fits == 1:
             return
-        batch = 2 * fits if not not_fits else (fits + not_fits) // 2
-        found = answer(batch)
+        tried = 2 * fits if not not_fits else (fits + not_fits) // 2
+        found = answer(tried * step)
         yield found
-        fits, not_fits = (batch, not_fits) if found.fits else (fits, batch)
+        fits, not_fits = (tried, not_fits) if found.fits else (fits, tried)
