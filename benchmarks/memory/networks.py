@@ -75,7 +75,8 @@ def _decoder(targets: Tensor, layers: int = 2, width: int = 128) -> nn.Module:
 
     sizes = {"hidden_size": width, "intermediate_size": 43 * width // 16, "num_hidden_layers": layers,
              "num_attention_heads": width // 32}  # fmt: skip
-    return WithLoss(LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=256, **sizes)), targets)
+    config = LlamaConfig(vocab_size=512, max_position_embeddings=256, use_cache=False, **sizes)  # a cache breaks graphs
+    return WithLoss(LlamaForCausalLM(config), targets)
 
 
 def _encoder(targets: Tensor) -> nn.Module:
