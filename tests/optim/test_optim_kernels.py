@@ -39,7 +39,7 @@ def check_kernel(rule: Rule, run, sizes: tuple[int, ...]) -> None:  # type: igno
         for name, found, right in zip((*rule.tensors, *rule.scales), row, expected, strict=True):
             assert same_bits(found, right), (name, sizes[i])
         assert counts[i].tolist() == count.tolist()
-    assert int(counts[0, 0]) > sizes[0] // 2  # updates there were
+    assert not rule.statistics or int(counts[0, 0]) > sizes[0] // 2  # updates there were
 
 
 @pytest.mark.parametrize("rule", RULES, ids=_name)
