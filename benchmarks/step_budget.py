@@ -1,7 +1,7 @@
 """Peak of a whole training step with AdamW, weights and optimizer states counted.
 
     python -m benchmarks.step_budget            # the transformer of docs/memory.md; keeps the result
-    python -m benchmarks.step_budget --network resnet18   # or unet: the sides of `THREE`
+    python -m benchmarks.step_budget --network resnet18   # or unet, llama: the sides of `THREE`
     python -m benchmarks.step_budget --clipping           # what gradients held for clipping add to the transformer
     python -m benchmarks.step_budget --side "fxprec fp8, optimizer"   # one row, in this process, as JSON
 
