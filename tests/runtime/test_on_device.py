@@ -146,7 +146,7 @@ def test_a_group_on_two_devices_is_stepped_device_by_device(monkeypatch: pytest.
     found: list[list[str]] = []
     monkeypatch.setattr(stepper.guards, "warn_if_stuck", lambda *args: None)
     monkeypatch.setattr(
-        stepper, "_run_kernel", lambda rule, batch, *numbers: found.append([row[0].device.type for row in batch.rows])
+        stepper, "_run_kernel", lambda rule, rows, *numbers: found.append([row[0].device.type for row in rows])
     )
     SGD(weights, lr=0.1).step()
     assert found == [["cpu", "cpu"], ["meta"]]
