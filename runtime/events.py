@@ -14,7 +14,8 @@ class Event:
     instruction), "allocator" (the process has another from now on) or "untried" (a torch or Triton newer than this
     release knows); "nonfinite" or "nan" where an inf or a NaN of the forward pass was stored as a number, "left-range"
     for the tensor that was the first to leave its range; "relinked" for a layer whose gradient goes in other bits on a
-    link that has changed; of gradients' scales "scale" (changed), "unscaled" (what the
+    link that has changed; "biased" for a rounding that is off on average and "logit-growth" for attention whose logits
+    grow, of ``watch_every``; of gradients' scales "scale" (changed), "unscaled" (what the
     first step lost, which has no scales yet) or "clamp" (float32 cannot hold the scale wanted).
     """
 

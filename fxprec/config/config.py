@@ -134,6 +134,11 @@ class Config:
     """Bytes of tensors that one graph writes, as int or ``"12GiB"``; beyond, and with 0 always, only statistics and
     hashes. None: 1 GiB."""
 
+    watch_every: int | None = None
+    """Steps from one look at rounding and attention to the next, the first step's being the first, or None: no look.
+    ``"biased"`` events name casts whose rounding is off on average, ``"logit-growth"`` attention whose logits grow. A
+    step that is looked at takes as long as an eager one. See docs/doctor.md."""
+
     strict: bool = False
     """Whether anything that would be left out is an error (`FallbackError`) and not a warning."""
 
@@ -177,6 +182,8 @@ class Config:
             "dump_every",
             None if self.dump_every is None else checks.integer("dump_every", self.dump_every, least=1),
         )
+        if self.watch_every is not None:
+            put(self, "watch_every", checks.integer("watch_every", self.watch_every, least=1))
         put(self, "dump_limit", checks.byte_size("dump_limit", self.dump_limit, or_zero=True))
         put(self, "accumulator", find_accumulator(self.accumulator))
         put(self, "seed", checks.integer("seed", self.seed, least=0))
@@ -268,6 +275,7 @@ ALLOWED: Mapping[str, str] = {
     "dump_tensors": "a tuple of patterns 'module:kind' such as ('layers.3.*:grad_output',), or None",
     "dump_every": "steps, as an int of at least 1, or None",
     "dump_limit": "bytes as an int, or text such as '12GiB', or None",
+    "watch_every": "steps, as an int of at least 1, or None",
     "strict": "True or False",
     "grouping": ", ".join(map(repr, GROUPINGS)),
     "seed": "an int of at least 0",

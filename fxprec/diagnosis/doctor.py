@@ -69,6 +69,7 @@ class Request:
             promote_above=None,
             dump=None,
             dump_tensors=None,
+            watch_every=None,
             verify=False,
         )
         base = {name: value for name, value in given.items() if name not in ("dump", "dump_tensors")}

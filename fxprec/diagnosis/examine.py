@@ -13,7 +13,7 @@ from torch import Tensor
 from fxprec.diagnosis.adjoint import Sensitivity, combined, sensitivities
 from fxprec.diagnosis.lab import Cast, Lab, exact
 from fxprec.diagnosis.reasons import reason
-from fxprec.diagnosis.rounding import Round, as_cast, lost, stored_format, to_format
+from fxprec.diagnosis.rounding import Round, as_cast, bias_of, lost, stored_format, to_format
 from fxprec.diagnosis.rows import Check, Cost, GemmRow, GroupRow, Row
 from fxprec.diagnosis.substitutes import SUBSTITUTES
 from fxprec.diagnosis.weights import Gradients
@@ -82,6 +82,7 @@ class Examined:
         planned = self._cost(casts, fmt, self.as_planned)
         x = self.values[first.name].float()
         found = lost(x, self.as_planned(first, x), fmt)
+        bias = bias_of(self.lab.table, first, x, fmt)
         return Row(
             graph=self.index,
             site=site.id,
@@ -93,7 +94,8 @@ class Examined:
             elements=site.elements,
             format=fmt.name,
             damage=planned.damage,
-            reason=reason(first, site, fmt, found, planned.damage),
+            bias=bias.worst,
+            reason=reason(first, site, fmt, found, bias, planned.damage),
             planned=planned,
             may_have_blocks=site.reads == "backward" and not (first.keeps_above or first.keeps_below),
             costs={f: self._cost(casts, find(f), to_format(f)) for f in formats},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fxprec.diagnosis.lab import Cast
 from fxprec.diagnosis.rounding import Lost
+from fxprec.numerics.bias import Bias
 from fxprec.numerics.blocks import AnyFormat, BlockFormat
 from fxprec.numerics.formats import parse
 from fxprec.plan import Site
@@ -15,9 +16,10 @@ WRONG_SCALE = 0.25  # relative, of the gain; the rounding of 4-bit formats moves
 AMPLIFIED = 4.0  # damage over the tensor's own error
 
 
-def reason(cast: Cast, site: Site, fmt: AnyFormat, found: Lost, damage: float) -> str:
+def reason(cast: Cast, site: Site, fmt: AnyFormat, found: Lost, bias: Bias, damage: float) -> str:
     """Return the first thing that is wrong, or what the damage is made of."""
-    for text in (_decoded(cast, fmt), _range(found, fmt), _scale(found), _spoiled(site, found, damage)):
+    biased = f"biased: it is rounded {bias}" if bias.is_biased else ""
+    for text in (_decoded(cast, fmt), _range(found, fmt), _scale(found), biased, _spoiled(site, found, damage)):
         if text:
             return text
     return f"rounding: relative error {found.error:.2g}" + (f"; {site.why}" if site.why else "")

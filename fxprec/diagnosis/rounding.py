@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from fxprec.diagnosis.lab import Cast
+from fxprec.driver.rounding_bias import cast_bias
 from fxprec.ir.symbolic import CARRIED, DEQUANTIZE, QUANTIZE, TENSOR_SCALE, Dequantize, is_in_blocks
+from fxprec.numerics.bias import Bias
 from fxprec.numerics.blocks import AnyFormat, BlockFormat, find
 from fxprec.numerics.rounding import COMPILE_ABOVE, quantize
 from fxprec.numerics.rows import format_row
@@ -91,32 +94,50 @@ def as_cast(table: Tensor) -> Round:
         if not cast.reads:
             return x
         call, back = cast.call, cast.reads[0]
+        made = _Stored.of(table, cast, x)
         if is_in_blocks(call.format):
-            return _in_blocks(table, cast, x)
-        carried = int(table[call.row, CARRIED]) if cast.in_backward else 0
-        stored = QUANTIZE(x * 2.0**carried, table, call.row, call.format, call.storage)
-        found = DEQUANTIZE(stored, table, back.row, back.format, back.storage, torch.float32)
-        put_on = carried + int(table[call.row, 0]) if cast.in_backward else 0
+            given = made.codes, table, back.row, back.format, back.storage, x.dtype, x.numel(), made.whole
+            found: Tensor = DEQUANTIZE(*given)
+            return found.view(x.shape)
+        found = DEQUANTIZE(made.codes, table, back.row, back.format, back.storage, torch.float32)
+        put_on = int(table[call.row, CARRIED]) + int(table[call.row, 0]) if cast.in_backward else 0
         read_back: Tensor = (found * 2.0 ** (_taken_off(table, cast, back) - put_on)).to(x.dtype)
         return read_back
 
     return read
 
 
+def bias_of(table: Tensor, cast: Cast, x: Tensor, fmt: AnyFormat) -> Bias:
+    """Measure how biased the rounding of a copy of ``x`` to ``fmt`` is, as the graph itself stores it."""
+    made = _Stored.of(table, cast, x)
+    return cast_bias(made.x, made.codes, cast.call, fmt, table, made.whole)
+
+
+class _Stored(NamedTuple):
+    """What a cast stores."""
+
+    x: Tensor
+    """As it comes into the cast: a gradient with its scale on."""
+    codes: Tensor
+    whole: Tensor | None
+    """The scale of a tensor in blocks."""
+
+    @classmethod
+    def of(cls, table: Tensor, cast: Cast, x: Tensor) -> Self:
+        """Store ``x`` as the graph does; where that rounds at random, of another seed."""
+        call = cast.call
+        if is_in_blocks(call.format):
+            seed = None if call.seed is None else torch.tensor([cast.row], dtype=torch.int32, device=x.device)
+            whole = None if call.whole is None else TENSOR_SCALE(x, call.format)
+            return cls(x, QUANTIZE(x, table, call.row, call.format, call.storage, seed, whole), whole)
+        carried = x * 2.0 ** (int(table[call.row, CARRIED]) if cast.in_backward else 0)
+        return cls(carried, QUANTIZE(carried, table, call.row, call.format, call.storage), None)
+
+
 def _taken_off(table: Tensor, cast: Cast, back: Dequantize) -> int:
     """Return the exponent of the gradients' scale that reading takes off, also off a forward value they multiply."""
     own = 0 if cast.in_backward else int(table[cast.row, 0])
     return 0 if back.is_as_stored else int(table[back.row, 0]) - own
-
-
-def _in_blocks(table: Tensor, cast: Cast, x: Tensor) -> Tensor:
-    """Store and read in blocks, rounded at random where the graph does; of another seed."""
-    call, back = cast.call, cast.reads[0]
-    seed = None if call.seed is None else torch.tensor([cast.row], dtype=torch.int32, device=x.device)
-    whole = None if call.whole is None else TENSOR_SCALE(x, call.format)
-    stored = QUANTIZE(x, table, call.row, call.format, call.storage, seed, whole)
-    found: Tensor = DEQUANTIZE(stored, table, back.row, back.format, back.storage, x.dtype, x.numel(), whole)
-    return found.view(x.shape)
 
 
 def stored_format(cast: Cast, planned: str) -> AnyFormat:

@@ -46,6 +46,8 @@ class Row(_Plain):
     elements: int
     format: str
     damage: float
+    bias: float
+    """Mean error of the planned rounding in last places, away from zero or up, whichever is farther off."""
     reason: str
     planned: Cost
     may_have_blocks: bool

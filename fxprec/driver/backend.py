@@ -215,6 +215,15 @@ class Backend(Watched):
         for jump in self._losses.jumps(before=self._step() + 1 - late):
             _tell_of_jump(jump, self._controllers(), self._log, self.config.on_nonfinite)
 
+    @property
+    def attention_logits(self) -> dict[str, tuple[tuple[int, float], ...]]:
+        """The largest magnitude among each attention's logits, as (step, magnitude), of the last looks.
+
+        Keys are ``module, source``. Empty without ``watch_every``.
+        """
+        watches = (graph.compiler.numerics for graph in self._model.all)
+        return {name: tuple(g.looks) for watch in watches if watch is not None for name, g in watch.logits.items()}
+
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[int]:
         """Let ``recorder`` see the steps of training graphs, run by the reference lowering; give the graphs' number."""

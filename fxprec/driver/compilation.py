@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fxprec.driver.interpreter import Calibration
     from fxprec.driver.joint_compilation import JointCompilation
     from fxprec.driver.memory import StepMemory
+    from fxprec.driver.numerics_watch import NumericsWatch
     from fxprec.driver.record import Recorder, TensorDump
     from fxprec.driver.updates import Updates
     from fxprec.plan.rows import WholeStep
@@ -68,6 +69,7 @@ class Compiler:
     dump: GraphDump | None = None
     recorder: Recorder | None = None
     tensors: TensorDump | None = None
+    numerics: NumericsWatch | None = None
     memory: StepMemory | None = None
     """Compares the first step with the plan, under a peak budget."""
     updates: Updates | None = None
@@ -90,7 +92,7 @@ class Compiler:
         """Return what compiles a graph on its device; ``controller`` gives its state, once there is one."""
         device, plans_only = captured.device, dump is not None and dump.plan_only
         held = settings_on(device, settings, log, plans_only=plans_only)
-        calibration = tensors = memory = None
+        calibration = tensors = memory = numerics = None
         if settings.asked.policy == "exact":  # what few runs want is not imported by all
             from fxprec.driver.interpreter import Calibration
 
@@ -99,6 +101,10 @@ class Compiler:
             from fxprec.driver.record import tensor_dump
 
             tensors = tensor_dump(held, dump, log, controller)
+        if settings.asked.watch_every is not None:
+            from fxprec.driver.numerics_watch import NumericsWatch
+
+            numerics = NumericsWatch(settings.asked.watch_every, log, controller)
         if device.type == "cuda":
             from fxprec.driver.memory import StepMemory
 
@@ -114,6 +120,7 @@ class Compiler:
             dump=dump,
             recorder=recorder,
             tensors=tensors,
+            numerics=numerics,
             memory=memory,
         )
 
@@ -154,7 +161,7 @@ class Compiler:
 
     def _key(self, captured: Captured, given: Plan | None) -> str | None:
         """Return what the code can be stored under; None where it cannot, or someone looks on as it is compiled."""
-        watchers = (self.dump, self.recorder, self.calibration, self.tensors)
+        watchers = (self.dump, self.recorder, self.calibration, self.tensors, self.numerics)
         if any(w is not None for w in watchers) or compat.traces_artifacts() or not self.lowering.makes_code:
             return None
         held = self.settings.peak_budget is not None or (given is not None and given.peak_bytes is not None)

@@ -64,8 +64,8 @@ class Halves:
     def compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any], name: str) -> CompiledHalf:
         """Lower and compile the half of that name; its statistics go to the queue and not into the results."""
         widen_gemms(gm.graph, self.compiler.settings.processor)  # first: whoever watches sees what runs
-        tensors = self.compiler.tensors if self.compiled.is_training else None
-        watchers = [watcher for watcher in (self.compiler.recorder, tensors) if watcher is not None]
+        of_training = (self.compiler.tensors, self.compiler.numerics) if self.compiled.is_training else ()
+        watchers = [watcher for watcher in (self.compiler.recorder, *of_training) if watcher is not None]
         symbolic = [RecordedHalf(copied(gm), self.compiled) for _ in watchers]  # lowering edits the graph
         half = self._compile(gm, examples, options, name)
         for watcher, recorded in zip(watchers, symbolic, strict=True):

@@ -52,6 +52,8 @@ def seeded_randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor)
 
 
 _SEEDED = {compat.SEEDED_RANDOM: seeded_random, compat.SEEDED_RANDINT: seeded_randint}
+DRAWN = frozenset(_SEEDED.values())
+"""What draws from a seed, in a graph after `draw_from_seeds`."""
 
 
 class Calibration:

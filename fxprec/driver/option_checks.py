@@ -61,7 +61,9 @@ def tell_of_no_effect(settings: Settings, log: EventLog) -> None:
             "'fp8', or leave it out"
         )
         without_effect = [
-            name for name in ("low_ratio", "activation_budget", "plan", "dump_tensors") if getattr(asked, name)
+            name
+            for name in ("low_ratio", "activation_budget", "plan", "dump_tensors", "watch_every")
+            if getattr(asked, name)
         ]
     else:
         why = "the plan given says what is low; leave one of them out, or edit the plan"

@@ -92,6 +92,7 @@ def recorded(graph: PlannedGraph, recorder: Recorder) -> Iterator[None]:
         dump=None,
         recorder=recorder,
         tensors=None,
+        numerics=None,
     )
     seen = reference.compile(graph.captured, controller.plan, controller.step)
     scales = controller.scales
@@ -99,6 +100,21 @@ def recorded(graph: PlannedGraph, recorder: Recorder) -> Iterator[None]:
         raise LoweringError(f"{compiler.log.name}: the reference lowering of its plan carries other scales")
     with graph.running(replace(seen, plan=controller.plan)):
         yield
+
+
+class EveryNth:
+    """Every n-th step, beginning with the first, and of it each half's first run: checkpoints run forward again."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._seen: set[tuple[int, str]] = set()
+
+    def __call__(self, step: int, half: str) -> bool:
+        """Say whether the half that runs now is to be looked at."""
+        if step < 1 or (step - 1) % self._every or (step, half) in self._seen:
+            return False
+        self._seen = {(s, h) for s, h in self._seen if s == step} | {(step, half)}
+        return True
 
 
 @dataclass
@@ -112,7 +128,7 @@ class TensorDump:
     """Of the graph, once there is one."""
 
     def __post_init__(self) -> None:
-        self._written: set[tuple[int, str]] = set()
+        self._is_due = EveryNth(self.settings.asked.dump_every or EVERY)
         self._asked: frozenset[CountedTensor] = frozenset()
         self._in_forward: frozenset[CountedTensor] = frozenset()
 
@@ -151,14 +167,6 @@ class TensorDump:
             names = [f"{t.name}:{t.kind}" for t in sorted(missing, key=lambda t: t.id)]
             detail = f"{_shown(names)}: not in the compiled step, which simplifies it away; not written"
             self.log.tell("dump_tensors", detail)
-
-    def _is_due(self, step: int, half: str) -> bool:
-        """Say whether this is an n-th step, and the first run of the half in it: a checkpoint runs forward again."""
-        every = self.settings.asked.dump_every or EVERY
-        if step < 1 or (step - 1) % every or (step, half) in self._written:
-            return False
-        self._written = {(s, h) for s, h in self._written if s == step} | {(step, half)}
-        return True
 
     def _row(
         self,

@@ -17,7 +17,7 @@ def row(site: int, module: str, damage: float) -> Row:
 
     return Row(
         graph=0, site=site, tensor=f"t{site}", kind="output", module=module, source="", group=0, elements=1000,
-        format="e4m3fn", damage=damage, reason="", planned=cost("e4m3fn", damage), may_have_blocks=False,
+        format="e4m3fn", damage=damage, bias=0.0, reason="", planned=cost("e4m3fn", damage), may_have_blocks=False,
         costs={"bf16": cost("bf16", 0.0)},
     )  # fmt: skip
 

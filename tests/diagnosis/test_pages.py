@@ -62,7 +62,7 @@ def diagnosis(tensors: int) -> Diagnosis:
     rows = [
         Row(
             graph=0, site=i, tensor=f"t{i}", kind="output", module=f"layers.{i // 5}{HOSTILE}", source=f"m.py:{i}",
-            group=i // 50, elements=100, format="e4m3fn", damage=1.0 / (i + 1), reason="rounding",
+            group=i // 50, elements=100, format="e4m3fn", damage=1.0 / (i + 1), bias=0.0, reason="rounding",
             planned=cost("e4m3fn", 1.0 / (i + 1)), may_have_blocks=False,
             costs={f: cost(f, 1.0 / (i + 1 + j)) for j, f in enumerate(formats)},
         )

@@ -1,0 +1,235 @@
+"""Look at rounding and attention every n-th step (``watch_every``): biased casts, and logits that grow.
+
+A half is run once more from what entered it, node by node, by the reference lowering. A copy that forward stores for
+backward is the compiled code's own, so a fault of a kernel is seen; what is rounded inside of a half is the
+reference's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from fxprec import compat
+from fxprec.driver.event_log import EventLog
+from fxprec.driver.interpreter import DRAWN, draw_from_seeds
+from fxprec.driver.record import EveryNth, RecordedHalf
+from fxprec.driver.rounding_bias import cast_bias
+from fxprec.driver.wrappers import Run
+from fxprec.ir.symbolic import CorrectScales, Quantize
+from fxprec.numerics.bias import Bias
+from fxprec.numerics.blocks import find
+from fxprec.passes.analysis.attention import Attention, attentions
+from fxprec.passes.analysis.joint import argument, has_tag, input_at, results_of
+from fxprec.passes.analysis.operators import module_of, source_of
+from fxprec.passes.analysis.ops import MUTATIONS
+from fxprec.passes.casts.operands import OPERAND_META
+from fxprec.plan import Plan
+from fxprec.runtime.controller import Controller, describe
+from fxprec.runtime.growth import Growth
+
+
+@dataclass
+class NumericsWatch:
+    """Watches the halves of one graph, as a `Recorder` does."""
+
+    every: int
+    log: EventLog
+    controller: Callable[[], Controller | None]
+    """Of the graph, once there is one."""
+    logits: dict[str, Growth] = field(default_factory=dict)
+    """By attention, ``module, source``."""
+    _biased: set[str] = field(default_factory=set)
+    _watches: bool = False
+
+    def __post_init__(self) -> None:
+        self._is_due = EveryNth(self.every)
+
+    def watch(self, graph: str, half: str, recorded: RecordedHalf, run: Run) -> Run:
+        """Return ``run``, but in every n-th step what the half rounds, and its attention, is looked at."""
+        found = _Watched.of(recorded.gm)
+        self._watches = bool(found.casts or found.attentions) or (half == "backward" and self._watches)
+        if half == "backward" and not self._watches:
+            self.log.tell("watch_every", "nothing in the step is rounded by a cast, and there is no attention")
+        if not found.casts and not found.attentions:
+            return run
+        look = found.after if half == "forward" else found.before
+
+        def call(args: list[Any]) -> Any:
+            controller = self.controller()
+            step = 0 if controller is None else controller.step
+            if controller is None or not self._is_due(step, half):
+                return run(args)
+            results, seen = look(run, args, controller)
+            self._note(step, seen, controller)
+            return results
+
+        return compat.boxed(call)
+
+    def _note(self, step: int, seen: _Seen, controller: Controller) -> None:
+        for node, bias in seen.biases.items():
+            self._note_bias(step, _site_of(node, controller), bias)
+        for attention, largest in seen.logits:
+            growth = self.logits.setdefault(attention.name, Growth())
+            detail = growth.note(step, float(largest))
+            if detail is not None:
+                self._tell("logit-growth", attention.name, detail, step)
+
+    def _note_bias(self, step: int, site: str, bias: Bias) -> None:
+        """Tell of a biased cast, once until it is so no more."""
+        if bias.is_biased and site not in self._biased:
+            self._tell("biased", site, f"it is rounded {bias}", step)
+        (self._biased.add if bias.is_biased else self._biased.discard)(site)
+
+    def _tell(self, kind: str, site: str, detail: str, step: int) -> None:
+        self.log.note(kind, site, detail, step=step)
+        self.log.warn(f"{site}: {detail}")
+
+
+def _site_of(cast: Node, controller: Controller) -> str:
+    """Return the name of what a cast rounds: the plan's site, or the operand of a GEMM."""
+    call = Quantize.match(cast)
+    assert call is not None
+    of = cast.meta.get(OPERAND_META)
+    if of is None:
+        return describe(controller.site_of(call.row))
+    return f"operand {call.x.name} of {_gemm(controller.plan, of[0])} ({_place(cast)})"
+
+
+def _gemm(plan: Plan, index: int) -> str:
+    gemm = plan.gemms[index]
+    return f"{gemm.node}, {gemm.module}" if gemm.module else gemm.node
+
+
+def _place(node: Node) -> str:
+    return ", ".join(part for part in (module_of(node), source_of(node)) if part) or node.name
+
+
+@dataclass
+class _Seen:
+    """What one run of a half showed."""
+
+    biases: dict[Node, Bias] = field(default_factory=dict)
+    """By the node that rounds."""
+    logits: list[tuple[Attention, Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A half with symbolic casts, and what in it is looked at."""
+
+    gm: GraphModule
+    casts: Mapping[Node, Node]
+    """The node whose result is stored in the end, of each cast: MS-EDEN corrects scales after it."""
+    attentions: Mapping[Node, Attention]
+    written: tuple[int, ...]
+    """Positions of the inputs that the half writes to."""
+    random: Set[Node]
+    """What depends on random numbers: Inductor draws others than the reference of the same seed."""
+
+    @classmethod
+    def of(cls, gm: GraphModule) -> _Watched:
+        graph = draw_from_seeds(gm).graph
+        inputs = list(graph.find_nodes(op="placeholder"))
+        written = {argument(n, 0) for n in graph.nodes if n.target in MUTATIONS}
+        return cls(
+            gm,
+            {_stored(q): q for q in Quantize.nodes(graph)},
+            {found.node: found for found in attentions(iter(graph.nodes))},
+            tuple(i for i, n in enumerate(inputs) if n in written),
+            _made_of_random_numbers(graph),
+        )
+
+    def after(self, run: Run, args: list[Any], controller: Controller) -> tuple[Any, _Seen]:
+        """Run the half, then look at what it stored."""
+        mine = [a.detach().clone() if i in self.written else a for i, a in enumerate(args)]
+        state = _random_state(args)
+        results = run(args)
+        nodes = results_of(self.gm.graph)
+        own = {
+            n: r
+            for n, r in zip(nodes, results, strict=True)
+            if isinstance(n, Node) and n in self.casts and n not in self.random
+        }
+        return results, self._look(mine, own, state, controller)
+
+    def before(self, run: Run, args: list[Any], controller: Controller) -> tuple[Any, _Seen]:
+        """Look, then run the half, which may write over what it is given."""
+        seen = self._look(list(args), {}, _random_state(args), controller)
+        return run(args), seen
+
+    def _look(
+        self, args: Sequence[Any], own: Mapping[Node, Tensor], state: _RandomState, controller: Controller
+    ) -> _Seen:
+        seen = _Seen()
+        devices = {a.get_device() for a in args if isinstance(a, Tensor) and a.is_cuda}
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            _restore(state)
+            _Walk(self, own, seen, controller).run(*args)
+        return seen
+
+
+def _made_of_random_numbers(graph: Graph) -> Set[Node]:
+    """Return what is made of drawn numbers, but for a cast's seed: random bits of a cast follow from it."""
+    found = set[Node]()
+    for node in graph.nodes:
+        is_drawn = node.target in DRAWN or has_tag(node, torch.Tag.nondeterministic_seeded)
+        call = Quantize.match(node)
+        operands = node.all_input_nodes if call is None else [call.x]
+        if node.op == "call_function" and (is_drawn or not found.isdisjoint(operands)):
+            found.add(node)
+    return found
+
+
+_RandomState = tuple[Tensor, Mapping[int, Tensor]]
+
+
+def _random_state(args: Sequence[Any]) -> _RandomState:
+    devices = {a.get_device() for a in args if isinstance(a, Tensor) and a.is_cuda}
+    return torch.get_rng_state(), {device: torch.cuda.get_rng_state(device) for device in devices}
+
+
+def _restore(state: _RandomState) -> None:
+    torch.set_rng_state(state[0])
+    for device, of_device in state[1].items():
+        torch.cuda.set_rng_state(of_device, device)
+
+
+def _stored(cast: Node) -> Node:
+    return next((user for user in cast.users if user.target is CorrectScales.target), cast)
+
+
+class _Walk(Interpreter):
+    """Runs a half by the reference, and measures where it rounds and where attention is."""
+
+    def __init__(self, watched: _Watched, own: Mapping[Node, Tensor], seen: _Seen, controller: Controller) -> None:
+        super().__init__(watched.gm)
+        self.watched, self.own, self.seen, self.controller = watched, own, seen, controller
+        self._inputs = dict[Node, tuple[Any, ...]]()
+
+    def run_node(self, n: Node) -> Any:
+        if n.target in MUTATIONS and input_at(n, 0).op == "placeholder":
+            return self.fetch_args_kwargs_from_env(n)[0][1]  # the model stays as it was
+        if n.target is Quantize.target:
+            self._inputs[n] = self.fetch_args_kwargs_from_env(n)[0]
+        attention = self.watched.attentions.get(n)
+        given = self.fetch_args_kwargs_from_env(n) if attention is not None else ((), {})
+        result = super().run_node(n)
+        if attention is not None:
+            self.seen.logits.append((attention, attention.largest(*given, result)))
+        if n in self.watched.casts:
+            self._measure(self.watched.casts[n], self.own.get(n, result))
+        return result
+
+    def _measure(self, cast: Node, stored: Tensor) -> None:
+        call = Quantize.match(cast)
+        assert call is not None
+        x, table, *_ = given = self._inputs.pop(cast)
+        whole = given[6] if len(given) > 6 else None
+        fmt = find(self.controller.site_of(call.row).format if call.is_simulated and call.row >= 0 else call.format)
+        self.seen.biases[cast] = cast_bias(x, stored, call, fmt, table, whole)

@@ -1,0 +1,136 @@
+"""Find attention's logits in a graph: what softmax makes probabilities of, before a mask and a bias are added."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE
+from fxprec.kernels.wide_gemms import WIDE
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import is_backward, is_view_or_cast, tensor_of
+from fxprec.passes.analysis.operators import module_of, source_of
+
+aten = torch.ops.aten
+
+
+def with_wide(operators: Collection[object]) -> frozenset[object]:
+    """Add to operators those that compute them in float32, on a CPU that lacks the instructions."""
+    return frozenset({*operators, *(WIDE[operator] for operator in operators if operator in WIDE)})
+
+
+_ATTENTION = with_wide(ops.ATTENTION)
+_SOFTMAX = frozenset({"aten._softmax.default", "aten._safe_softmax.default"})
+_MASKS = frozenset({aten.add.Tensor, aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor})
+_SCALINGS = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.tanh.default})
+_ROUNDINGS = frozenset({QUANTIZE, DEQUANTIZE, KEEP_NONFINITE})
+_PRODUCTS = with_wide({aten.bmm.default, aten.baddbmm.default})
+"""Of two values: a product with a parameter makes a router's or a classifier's logits, and is no batch of matrices."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention of a graph."""
+
+    node: Node
+    """The operator of all attention, or the logits that the model computes itself."""
+    module: str
+    source: str
+
+    @property
+    def name(self) -> str:
+        """Return ``module, source`` for a message."""
+        return ", ".join(part for part in (self.module, self.source) if part) or self.node.name
+
+    def largest(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Tensor:
+        """Return the largest magnitude among the logits, a scalar, from what the node was called with and returned."""
+        if self.node.target in _ATTENTION:
+            return _largest_product(self.node, args, kwargs)
+        return _largest(result)
+
+
+def attentions(nodes: Iterator[Node]) -> Iterator[Attention]:
+    """Yield what of these nodes is attention, in their order."""
+    for node in nodes:
+        if node.op != "call_function" or is_backward(node):
+            continue
+        found = node if node.target in _ATTENTION else _logits(node)
+        if found is not None:
+            yield Attention(found, module_of(node), source_of(node))
+
+
+def _logits(node: Node) -> Node | None:
+    """Return the logits of a softmax whose first node this is; None where no product of matrices made them."""
+    of_softmax = str(node.meta.get("original_aten")) in _SOFTMAX or str(node.target) in _SOFTMAX
+    if not of_softmax or (node.target is not aten.amax.default and str(node.target) not in _SOFTMAX):
+        return None
+    logits = node.all_input_nodes[0]
+    while logits.target in _MASKS or _shows(logits):
+        logits = _masked(logits)
+    return logits if _is_product(logits) else None
+
+
+def _masked(node: Node) -> Node:
+    """Return what a view shows, or the operand of a mask or a bias that a product of matrices made."""
+    made = [operand for operand in node.all_input_nodes if _is_product(operand)]
+    return made[0] if made else node.all_input_nodes[0]
+
+
+def _is_product(node: Node) -> bool:
+    """Say whether scalings, masks and views of one product of matrices made a node."""
+    while node.target in _SCALINGS | _MASKS or _shows(node):
+        if not node.all_input_nodes:
+            return False
+        node = max(node.all_input_nodes, key=lambda operand: tensor_of(operand).numel())
+    return node.target in _PRODUCTS
+
+
+def _shows(node: Node) -> bool:
+    return is_view_or_cast(node) or node.target in _ROUNDINGS
+
+
+def _largest(logits: Tensor) -> Tensor:
+    """Return the largest magnitude; places that a mask made -inf are no logits."""
+    return torch.where(logits == -torch.inf, 0.0, logits.detach().float().abs()).amax()
+
+
+def _largest_product(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Multiply queries and keys once more, a head at a time: attention's kernels keep no logits."""
+    given = _named(node, args, kwargs)
+    query, key, mask = given["query"].detach(), given["key"].detach(), given.get("attn_mask")
+    mask = given.get("attn_bias") if mask is None else mask
+    scale = given.get("scale") or query.shape[-1] ** -0.5
+    heads = query.shape[1]
+    keys = key.repeat_interleave(heads // key.shape[1], 1) if key.shape[1] != heads else key
+    hidden = _hidden(mask, query, keys) if mask is not None else None
+    later = _later(query, keys) if given.get("is_causal") else None
+    found = []
+    for head in range(heads):
+        logits = query[:, head].float() @ keys[:, head].float().transpose(-1, -2) * scale
+        if later is not None:
+            logits = logits.masked_fill(later, 0.0)
+        if hidden is not None:
+            logits = logits.masked_fill(hidden[:, head], 0.0)
+        found.append(logits.abs().amax())
+    return torch.stack(found).amax()
+
+
+def _named(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _later(query: Tensor, key: Tensor) -> Tensor:
+    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).triu(1)
+
+
+def _hidden(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return the places that a mask takes out, of the logits' shape: models write -inf or their dtype's least."""
+    out = mask.logical_not() if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+    return out.expand(query.shape[0], query.shape[1], query.shape[-2], key.shape[-2])
