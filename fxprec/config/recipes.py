@@ -158,13 +158,13 @@ them, so it is simulated unless ``storage="packed"`` stores their codes."""
 
 MXFP8 = _same("bf16", "mxfp8", operands=_every_product("e4m3fn/32:e8m0up"))
 """bf16, and GEMMs with a parameter multiply MXFP8: e4m3 in blocks of 32 that share a power of two, rounded up so that
-nothing saturates (arXiv 2506.08027). Stored tensors stay in 16 bits. No GEMM runs on codes yet: values are rounded as
-the hardware would, and multiplied in 16 bits."""
+nothing saturates (arXiv 2506.08027). Stored tensors stay in 16 bits. GPUs from compute capability 10.0 on multiply the
+codes; elsewhere values are rounded as they would, and multiplied in 16 bits."""
 
 NVFP4 = _same("bf16", "nvfp4", operands=_every_product("nvfp4", square_weights=True, hadamard=True, stochastic=True))
 """bf16, and GEMMs with a parameter multiply NVFP4: 4 bits in blocks of 16 with an e4m3 scale, as NVIDIA trains (arXiv
 2509.25149): weights in 16 x 16 squares, gradients rounded at random, weight gradients through a Hadamard matrix. Keep
-some layers high: ``keep_high``. As ``mxfp8``, values are rounded as the hardware would and multiplied in 16 bits."""
+some layers high: ``keep_high``. Multiplied as ``mxfp8`` is."""
 
 RECIPES = MappingProxyType({r.name: r for r in (FP32, BF16, BF16_PURE, FP16, FP8, HFP8, MXFP8, NVFP4)})
 

@@ -20,7 +20,8 @@ import fxprec.runtime.gemm.ops
 import fxprec.runtime.gemm.reference_ops
 import fxprec.runtime.grouped_mm
 import fxprec.runtime.host
-import fxprec.runtime.reference_ops  # noqa: F401  all register implementations
+import fxprec.runtime.reference_ops
+import fxprec.runtime.scaled_mm  # noqa: F401  all register implementations
 from fxprec import compat
 from fxprec.config import Settings
 from fxprec.driver import progress

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from fxprec import compat
 from fxprec.compat import copied
+from fxprec.compat.scaled_mm import multiplies_blocks
 from fxprec.driver.compiled import Compiled
 from fxprec.driver.interpreter import interpreted
 from fxprec.driver.interpreter import interpreted_by_group as by_group
@@ -26,6 +27,7 @@ from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
 from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.lowering.wide_gemms import widen_gemms
+from fxprec.passes.notice import Notice
 
 if TYPE_CHECKING:
     from fxprec.driver.compilation import Compiler
@@ -85,6 +87,10 @@ class Halves:
         half = self.lowering.compile(gm, partial(self._lower, name), build, name)
         if name == "forward":
             self.seen_by_forward = frozenset(half.lowered.all_rows)
+        for place, why in half.lowered.decoded:
+            self.compiler.log.notice(
+                Notice(place, f"its operands in blocks are decoded and multiplied in 16 bits: {why}")
+            )
         kernels = half.lowered.generated.kernels
         dump, plan = self.compiler.dump, self.compiled.plan
         if dump is not None and plan is not None and (kernels or self.lowering.name == "triton"):
@@ -96,7 +102,16 @@ class Halves:
         rows = self.compiled.rows.without(self.seen_by_forward)
         contiguous = () if name == "forward" else self.compiled.contiguous
         calls = compat.TritonCalls()
-        return lower(gm, lowering, self.device_type, rows, calls=calls, without=without, contiguous=contiguous)
+        return lower(
+            gm,
+            lowering,
+            self.device_type,
+            rows,
+            calls=calls,
+            without=without,
+            contiguous=contiguous,
+            multiplies_blocks=multiplies_blocks(self.lowering.device),
+        )
 
     def scales(self, name: str) -> bool:
         """Say whether the half of that name reads scales, of gradients or of copies."""

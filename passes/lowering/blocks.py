@@ -19,7 +19,7 @@ from fxprec.kernels.casts import LoadBlocks, StoreBlocks
 from fxprec.numerics import block_codec, block_device, eden, hadamard
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.passes.analysis.joint import tensor_of
-from fxprec.passes.lowering.expand import inline
+from fxprec.passes.lowering.expand import copied_in
 from fxprec.passes.lowering.triton.launch import KernelCalls
 
 aten = torch.ops.aten
@@ -94,19 +94,23 @@ def _put(graph: Graph, node: Node, new: Node) -> None:
 
 
 def _expand(graph: Graph, node: Node, function: Callable[..., object], *tensors: Node | None) -> None:
-    """Trace a function of ``tensors``, whose shapes are known, and copy it in."""
+    with graph.inserting_before(node):
+        _put(graph, node, traced_in(graph, function, *tensors))
+
+
+def traced_in(graph: Graph, function: Callable[..., object], *tensors: Node | None) -> Any:
+    """Trace a function of ``tensors``, whose shapes are known, and copy it in; return its results."""
     inputs = [n for n in tensors if n is not None]
     vals = [tensor_of(n) for n in inputs]
     with compat.FakeTensorMode():
-        examples = [torch.empty(val.shape, dtype=val.dtype, device="cpu") for val in vals]
+        examples = [torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="cpu") for val in vals]
 
     def traced(*given: Tensor) -> object:
         left = iter(given)
         return function(*(None if n is None else next(left) for n in tensors))
 
     template = make_fx(traced, decomposition_table=compat.decompositions(), tracing_mode="fake")(*examples)
-    with graph.inserting_before(node):
-        _put(graph, node, inline(graph, template, tuple(inputs), vals[0].device))
+    return copied_in(graph, template, tuple(inputs), vals[0].device)
 
 
 # Generated kernels.

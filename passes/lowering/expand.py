@@ -148,12 +148,13 @@ def column_of(graph: Graph, table: Node, row: int, column: int) -> Node:
 
 def inline(graph: Graph, template: GraphModule, args: tuple[Any, ...], device: torch.device) -> Node:
     """Copy a template in, with the constants it makes on ``device``: one on a CPU keeps CUDA graphs away."""
-    result = _copied(graph, template, args, device)
+    result = copied_in(graph, template, args, device)
     assert isinstance(result, Node)
     return result
 
 
-def _copied(graph: Graph, template: GraphModule, args: tuple[Any, ...], device: torch.device) -> Any:
+def copied_in(graph: Graph, template: GraphModule, args: tuple[Any, ...], device: torch.device) -> Any:
+    """Copy a template of any results in, and return its results."""
     placeholders = template.graph.find_nodes(op="placeholder")
     mapping: dict[Node, Node] = dict(zip(placeholders, args, strict=True))
     result = graph.graph_copy(template.graph, mapping)
@@ -170,7 +171,7 @@ def counted_parts(
     columns = _FORMAT_COLUMNS if fmt is None else ((0,) if scaled else ())
     row = [column_of(graph, count.table, count.row, column) for column in columns]
     template = _traced(_parts, (_dtype(x),), (fmt, dims, scaled, measured, is_short(x, dims)), len(row))
-    parts: tuple[Node, ...] = _copied(graph, template, (x, *row), tensor_of(x).device)
+    parts: tuple[Node, ...] = copied_in(graph, template, (x, *row), tensor_of(x).device)
     return parts
 
 

@@ -24,6 +24,7 @@ from fxprec.passes.lowering.layout import share_channels_last, show_shapes_alike
 from fxprec.passes.lowering.lowered import CodedResult, Generated, Lowered
 from fxprec.passes.lowering.pieces import cast_in_pieces, narrow_in_pieces
 from fxprec.passes.lowering.rows import WatchedRows
+from fxprec.passes.lowering.scaled_mm import multiply_blocks
 from fxprec.passes.lowering.stats import Counters, append_gathered, append_outputs, count, watch
 from fxprec.passes.lowering.totals import add_up, cast_where_read
 from fxprec.passes.lowering.triton import call_generated
@@ -42,24 +43,27 @@ def lower(
     calls: KernelCalls = _CALLS,
     without: Collection[str] = (),
     contiguous: Collection[int] = (),
+    multiplies_blocks: bool = False,
 ) -> Lowered:
     """Lower one partitioned graph in place and append its statistics.
 
     ``eager`` leaves the symbolic ops to their reference implementations; ``triton`` generates kernels, which ``calls``
     puts into the graph; a CPU gets kernel calls where statistics want them; everything else ATen ops that Inductor
     fuses. ``without`` names kernels not to use, since they do not work; ``contiguous`` are the positions among the
-    results of gradients whose parameters are contiguous.
+    results of gradients whose parameters are contiguous. ``multiplies_blocks``: the device's tensor cores multiply
+    operands in blocks.
     """
     counted, histograms = count(gm, rows.counted)
     counters = Counters(rows.watched, rows.measured, histograms)
     half = _Half(gm, lowering, device_type, rows, calls, without, contiguous, counters, histograms)
+    decoded = multiply_blocks(gm.graph) if multiplies_blocks and lowering != "eager" else ()
     for step in _STEPS[_runner(lowering, device_type)]:
         step(half)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     blocks = {call.kernel for node in gm.graph.nodes if (call := BlockCall.of(node)) is not None}
     names = (*(kernel.name for kernel in half.generated.kernels), *sorted(blocks))
-    return Lowered((*counters.rows, *half.found), counted, half.coded, half.generated, names)
+    return Lowered((*counters.rows, *half.found), counted, half.coded, half.generated, names, decoded)
 
 
 @dataclass

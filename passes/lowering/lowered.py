@@ -51,6 +51,9 @@ class Lowered:
     kernel_names: tuple[str, ...] = ()
     """All generated kernels, those of block formats too; a half from the cache knows no more of them."""
 
+    decoded: tuple[tuple[str, str], ...] = ()
+    """GEMMs with operands in blocks that a device which multiplies blocks is given decoded: which, and why."""
+
     @cached_property
     def coded_rows(self) -> tuple[int, ...]:
         """Return the rows of the table whose statistics are counted from codes."""

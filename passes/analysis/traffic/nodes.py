@@ -15,6 +15,7 @@ from fxprec import compat
 from fxprec.ir.operators import Moves, moving_as
 from fxprec.kernels.coded_gemms import MatmulCodes, MatmulToCodes
 from fxprec.kernels.layout import SideBySide
+from fxprec.kernels.scaled_mm import ScaledMm
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, dim_hint, numel_hint, operator_of, tensor_of, value
 from fxprec.passes.analysis.peak.kernels import Kind, kind_of
@@ -22,7 +23,7 @@ from fxprec.passes.analysis.peak.loops import Item, Loops
 
 aten = torch.ops.aten
 _LAUNCH = compat.TritonCalls.target
-_GEMMS = ops.GEMMS | ops.GEMMS_BACKWARD | {aten.mm.dtype, MatmulCodes.target, MatmulToCodes.target}
+_GEMMS = ops.GEMMS | ops.GEMMS_BACKWARD | {aten.mm.dtype, MatmulCodes.target, MatmulToCodes.target, ScaledMm.target}
 _MOST_JOINED = 4
 """Tensors side by side that Inductor makes in one loop over all; of more, each is written into its place."""
 _PERMUTES = moving_as(Moves.ORDER)
