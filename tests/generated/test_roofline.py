@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is not install
 from benchmarks.gpu.absent import GPUS
 from benchmarks.gpu.roofline import table
 from benchmarks.gpu.roofline.count import Counted, count
-from benchmarks.gpu.roofline.estimate import H100, Cost, Half
+from benchmarks.gpu.roofline.estimate import B200, H100, Cost, Half
 from benchmarks.gpu.roofline.minimum import minimum
 from benchmarks.gpu.roofline.replay import Launch, Memory
 from benchmarks.gpu.roofline.sides import NETWORKS, SIDES, Network, Side
@@ -93,6 +93,19 @@ def test_instructions_are_counted_once_and_by_turn_without_the_longer_side_of_a_
     assert code.once == Mix(full=4, half=1), "a program leaves early only where it has no turn to take"
     assert code.cycles(turns=10) == 2 * ((4 + 2) + 10 * (4 + 2))
     assert Mix.of("MUFU.LG2").cycles == 8
+
+
+def test_products_in_blocks_count_codes_of_4_and_of_8_bits() -> None:
+    def of(*shape: int, dtype: torch.dtype = torch.uint8) -> Memory:
+        return Memory.of(torch.empty(shape, dtype=dtype, device="meta"))
+
+    operands, y = (of(64, 32), of(16, 32), of(512), of(512)), (of(64, 16, dtype=torch.bfloat16),)
+    eight = Cost.of(Launch("fxprec.scaled_mm.default", operands, y, 3584, 2048), B200)
+    assert (eight.kind, eight.flops, eight.dtype) == ("gemm", 2 * 64 * 32 * 16, "fp8")
+    whole = of(1, dtype=torch.float32)
+    four = Cost.of(Launch("fxprec.scaled_mm.default", (*operands, whole, whole), y, 3592, 2048), B200)
+    assert (four.kind, four.flops, four.dtype) == ("gemm", 2 * 64 * 64 * 16, "fp4")
+    assert B200.flops["fp4"] == 2 * B200.flops["fp8"]
 
 
 @pytest.mark.parametrize("arch", [80, 90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (89, 100))])

@@ -46,6 +46,8 @@ class Rates:
         flops = {"float32": costs.fp32_flop_per_s, "bfloat16": costs.bf16_flop_per_s}
         if costs.fp8_flop_per_s is not None:
             flops["fp8"] = costs.fp8_flop_per_s
+        if DEVICES[arch].capability >= (10, 0) and costs.fp8_flop_per_s is not None:
+            flops["fp4"] = 2 * costs.fp8_flop_per_s  # as in NVIDIA's datasheet of the B200: dense 9.0e15 and 4.5e15
         flops |= {"generated": costs.generated_flop_per_s, "generated, NaN": costs.generated_special_flop_per_s}
         flops |= {f"attention {kernel}": share * costs.bf16_flop_per_s for kernel, share in ATTENTION_SHARE.items()}
         cycles = _SCHEDULERS * costs.multiprocessors * costs.clock_hz
@@ -101,6 +103,8 @@ def _work(launch: Launch) -> tuple[str, float, str]:
         return "attention", _attention_flops(launch), _attention_rate(launch)
     if "convolution" in name:
         return "gemm", _convolution_flops(launch), _rate_of(launch.inputs[0])
+    if "fxprec.scaled_mm" in name:
+        return "gemm", _scaled_flops(launch), _scaled_rate(launch)
     if "matmul" in name:
         special = any(x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for x in launch.inputs)
         return "gemm", _product_flops(launch), "generated, NaN" if special else "generated"
@@ -118,6 +122,17 @@ def _factors(launch: Launch) -> tuple[Memory, Memory]:
 def _product_flops(launch: Launch) -> float:
     a, b = _factors(launch)
     return 2.0 * math.prod(a.shape) * b.shape[-1]
+
+
+def _scaled_rate(launch: Launch) -> str:
+    """Return the rate of a product of operands in blocks: of NVFP4's the tensors' own scales come in too."""
+    return "fp4" if any(x.shape == (1,) for x in launch.inputs) else "fp8"
+
+
+def _scaled_flops(launch: Launch) -> float:
+    """Codes (M, bytes) by (N, bytes): two codes a byte where they have 4 bits."""
+    a, b = launch.inputs[:2]
+    return 2.0 * math.prod(a.shape) * b.shape[0] * (2 if _scaled_rate(launch) == "fp4" else 1)
 
 
 def _convolution_flops(launch: Launch) -> float:

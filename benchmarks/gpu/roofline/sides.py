@@ -74,6 +74,8 @@ class Side:
     autocast: bool = False
     torchao: str | None = None
     """The recipe by which torchao converts the linear layers first."""
+    multiplies_blocks: bool = False
+    """Whether the GPU's tensor cores multiply operands in blocks."""
 
     @property
     def absent(self) -> str | None:
@@ -94,6 +96,7 @@ SIDES = {
         Side("fp8 0.5 high", _FP8 | {"low_ratio": 0.5}),
         Side("fp8 1 triton", _FP8 | {"low_ratio": 1.0, "lowering": "triton"}),
         Side("hfp8 packed 1", {"recipe": "hfp8", "storage": "packed", "low_ratio": 1.0}),
+        Side("mxfp8", {"recipe": "mxfp8"}, multiplies_blocks=True),
         Side("torchao tensorwise", autocast=True, torchao="tensorwise"),
         Side("torchao rowwise", autocast=True, torchao="rowwise"),
         Side("torchao rowwise, gradients high", autocast=True, torchao="rowwise_with_gw_hp"),
@@ -127,6 +130,7 @@ def capture(side: Side, network: Network, arch: int) -> Halves:
         if side.torchao is not None:
             model = _converted(patch, model, side.torchao)
         backend = _plain(found, arch) if side.options is None else _fxprec(found, patch, side.options, arch)
+        patch.setattr(fxprec.driver.half_compilation, "multiplies_blocks", lambda device: side.multiplies_blocks)
         with torch.autocast("cpu", torch.bfloat16, enabled=side.autocast):
             y = torch.compile(model, backend=backend)(x)
         torch.autograd.grad(y, [x, *model.parameters()], torch.empty_like(y))

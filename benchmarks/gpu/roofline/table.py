@@ -11,7 +11,7 @@ from benchmarks.gpu.roofline.estimate import Half, Rates
 from benchmarks.gpu.roofline.minimum import Minimum
 
 _HEAD = (
-    "| side | launches | GB outside GEMMs, forward / backward | TFLOP bf16 + fp8 | ms (by bytes alone) | against autocast "
+    "| side | launches | GB outside GEMMs, forward / backward | TFLOP bf16 + codes | ms (by bytes alone) | against autocast "
     "| peak GB, forward / backward | saved GB |"
 )
 
@@ -64,7 +64,7 @@ def _against_torchao(found: Mapping[str, Counted]) -> Iterator[str]:
 def _row(name: str, counted: Counted, base: float | None) -> str:
     forward, backward = counted.forward, counted.backward
     flops = forward.flops() + backward.flops()
-    low = sum(number for dtype, number in flops.items() if dtype == "fp8" or dtype.startswith("generated"))
+    low = sum(number for dtype, number in flops.items() if dtype in ("fp8", "fp4") or dtype.startswith("generated"))
     return (
         f"| {name} | {counted.launches} | {_gb(forward.bytes())} / {_gb(backward.bytes())} "
         f"| {(flops.total() - low) / 1e12:.1f} + {low / 1e12:.1f} | {counted.seconds * 1e3:.1f} ({counted.seconds_by_bytes * 1e3:.1f}) "
