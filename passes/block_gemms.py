@@ -106,11 +106,7 @@ class _Rewrite:
 
     @classmethod
     def of(cls, work: Work, operands: Operands) -> _Rewrite:
-        gradients = set(work.joint.tangents)
-        for node in work.joint.graph.nodes:
-            if not gradients.isdisjoint(node.all_input_nodes):
-                gradients.add(node)
-        return cls(work, operands, frozenset(gradients), {})
+        return cls(work, operands, frozenset(work.joint.made_of_tangents()), {})
 
     def chosen(self, index: int, op: Operator) -> InBlocks:
         """Choose the format of each product of an operator, and note its nodes."""

@@ -10,6 +10,7 @@ Definitions: docs/compute.md.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -58,12 +59,13 @@ class _Readers:
         self.multiplying = over_codes(self.work)
 
     def settle(self) -> None:
-        stored = {cast.row: q for q, cast in Quantize.among(Quantize.nodes(self.graph))}
+        stored = defaultdict[int, list[Node]](list)  # a gradient has a cast in each dtype that GEMMs take it in
+        for q, cast in Quantize.among(Quantize.nodes(self.graph)):
+            stored[cast.row].append(q)
         for site in self.work.book.sites:
-            if site.id in stored:
-                reads, fmt, reason = self._settle(stored[site.id], parse(site.format))
-            else:
-                reads, fmt, reason = "all", parse(site.format), ""  # held in that dtype already
+            found = [self._settle(q, parse(site.format)) for q in stored[site.id]]
+            held: tuple[Reads, Format, str] = ("all", parse(site.format), "")  # in that dtype already
+            reads, fmt, reason = min(found, key=lambda settled: settled[1].bits, default=held)
             settled = replace(site, reads=reads, format=fmt.name)
             if not site.why and parse(site.format).bits < fmt.bits:
                 settled = replace(settled, why=reason, unread=reason in _UNREAD)

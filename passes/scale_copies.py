@@ -45,8 +45,9 @@ class ScaleCopies:
 def _casts(work: Work) -> dict[int, list[Node]]:
     """Return the casts of forward tensors that may have a scale, by row."""
     found = defaultdict[int, list[Node]](list)
+    site_of = {} if work.scales is None else work.scales.site_of
     for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
-        if not is_in_blocks(q) and work.book.sites[cast.row].direction == "forward":
+        if not is_in_blocks(q) and work.book.sites[site_of.get(cast.row, cast.row)].direction == "forward":
             found[cast.row].append(q)
     narrow = {row: qs for row, qs in found.items() if all(_needs_scale(Quantize.of(q).format) for q in qs)}
     return {row: qs for row, qs in narrow.items() if row not in work.unscaled}

@@ -188,6 +188,14 @@ class JointGraph:
         """Say whether a node belongs to the backward half: autograd made it, or hands it in."""
         return is_backward(node) or self.is_tangent(node)
 
+    def made_of_tangents(self) -> set[Node]:
+        """Return the tangents and what depends on one, in the graph as it is now."""
+        found = set(self.tangents)
+        for node in self.graph.nodes:
+            if not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return found
+
     @cached_property
     def output(self) -> Node:
         """Return the output node."""

@@ -91,11 +91,7 @@ class Operators:
     @cached_property
     def _gradients(self) -> frozenset[Node]:
         """Return the nodes that depend on a gradient that backward is handed."""
-        found = set(self.joint.tangents)
-        for node in self.joint.graph.nodes:
-            if not found.isdisjoint(node.all_input_nodes):
-                found.add(node)
-        return frozenset(found)
+        return frozenset(self.joint.made_of_tangents())
 
 
 def recover_operators(joint: JointGraph) -> Operators:

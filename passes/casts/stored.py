@@ -10,13 +10,13 @@ leaves the graph in the parameter's own dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from torch.fx import Node
 
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.groups import Grouped
-from fxprec.passes.analysis.joint import JointGraph, factors_of, input_at, is_backward, tensor_of, value
+from fxprec.passes.analysis.joint import factors_of, input_at, is_backward, tensor_of, value
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.analysis.values import is_plain_float
@@ -30,8 +30,9 @@ STATISTIC = 16
 def insert_stored_casts(grouped: Grouped, book: SiteBook) -> None:
     """Insert quantize/dequantize nodes into both halves of the joint graph."""
     _cast_forward(grouped, book)
+    gradients = grouped.operators.joint.made_of_tangents()
     for op in grouped.gemms:
-        _cast_incoming_gradient(op, grouped, book)
+        _cast_incoming_gradient(op, grouped, book, gradients)
 
 
 def _cast_forward(grouped: Grouped, book: SiteBook) -> None:
@@ -62,14 +63,17 @@ def _is_written(tensor: CountedTensor, largest: dict[int, int]) -> bool:
     return tensor.saved and tensor.elements * STATISTIC > largest[tensor.group]
 
 
-def _cast_incoming_gradient(op: Operator, grouped: Grouped, book: SiteBook) -> None:
-    """Store the gradient that a GEMM's backward multiplies: once, read by all of that GEMM's backward."""
+def _cast_incoming_gradient(op: Operator, grouped: Grouped, book: SiteBook, gradients: Container[Node]) -> None:
+    """Store the gradient that a GEMM's backward multiplies: once, read by all of that GEMM's backward.
+
+    Under autocast each product may convert the gradient for itself. Then each conversion is stored.
+    """
     tensor = next((grouped.grads[n] for n in op.outputs if n in grouped.grads), None)
     if tensor is None:
         return
     inside = set(op.backward)
     readers: dict[Node, list[Node]] = {}
-    for gradient, reader in _multiplied_gradients(op, grouped.operators.joint):
+    for gradient, reader in _multiplied_gradients(op, gradients):
         readers.setdefault(gradient, []).append(reader)
     for gradient, gemms in readers.items():
         val = value(gradient)
@@ -81,7 +85,7 @@ def _cast_incoming_gradient(op: Operator, grouped: Grouped, book: SiteBook) -> N
         replace_uses(gradient, x, [u for u in users if u is not q])
 
 
-def _multiplied_gradients(op: Operator, joint: JointGraph) -> Iterator[tuple[Node, Node]]:
+def _multiplied_gradients(op: Operator, gradients: Container[Node]) -> Iterator[tuple[Node, Node]]:
     """Yield each gradient a backward GEMM multiplies, views taken off, and the node that reads it for that."""
     for node in op.backward:
         if node.target not in ops.GEMMS_BACKWARD:
@@ -90,5 +94,5 @@ def _multiplied_gradients(op: Operator, joint: JointGraph) -> Iterator[tuple[Nod
             reader, source = node, factor
             while source.target in ops.VIEWS and is_backward(source):
                 reader, source = source, input_at(source, 0)
-            if joint.in_backward(source):
+            if source in gradients:  # and no value of forward that backward converts
                 yield source, reader

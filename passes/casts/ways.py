@@ -92,7 +92,8 @@ class Rewrite:
             return
         sources = {n: self._there(n, reader) for n in node.all_input_nodes}
         if is_repeated(node, self.work.joint) and all(there is n for n, there in sources.items()):
-            return  # the partition repeats it
+            self.new[node] = node  # the partition repeats it, and readers of a copy read the value
+            return
         with self.graph.inserting_before(reader):
             again = emit(self.graph, operator_of(node), (), node, backward=True, val=node.meta.get("val"))
         again.args, again.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: sources[n])
