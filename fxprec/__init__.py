@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fxprec.errors import ModifiedInPlaceError as ModifiedInPlaceError
     from fxprec.errors import NonfiniteError as NonfiniteError
     from fxprec.errors import NumericsError as NumericsError
+    from fxprec.errors import PassError as PassError
     from fxprec.errors import PlanError as PlanError
     from fxprec.errors import ReferenceRunError as ReferenceRunError
     from fxprec.integrations.log_to import log_to as log_to
@@ -92,6 +93,7 @@ _HOMES = {
             "ModifiedInPlaceError",
             "NonfiniteError",
             "NumericsError",
+            "PassError",
             "PlanError",
             "ReferenceRunError",
         ),

@@ -53,6 +53,10 @@ class LoweringError(FxprecError, RuntimeError):
     """A plan cannot be made real on this device, dtype or version."""
 
 
+class PassError(FxprecError, RuntimeError):
+    """A pass failed: a fault of fxprec."""
+
+
 class DoubleBackwardError(FxprecError, RuntimeError):
     """Second derivatives were asked of a compiled graph, which has none."""
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torch.fx import Graph
 
 from fxprec.config import Settings
+from fxprec.errors import FxprecError, PassError
 from fxprec.passes.assign_precision import AssignPrecision
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.block_gemms import BlockGemms
@@ -113,7 +116,7 @@ def run(work: Work, passes: Sequence[Pass], observer: Observer | None = None) ->
     for step in passes:
         before = _counts(work.joint.graph)
         start = time.perf_counter()
-        step.apply(work)
+        _apply(step, work)
         seconds = time.perf_counter() - start
         report = PassReport(step.name, seconds, _changes(before, _counts(work.joint.graph)))
         if report.changed:
@@ -124,6 +127,22 @@ def run(work: Work, passes: Sequence[Pass], observer: Observer | None = None) ->
             observer(report, work)
     work.joint.graph.eliminate_dead_code()
     return reports
+
+
+def _apply(step: Pass, work: Work) -> None:
+    """Run a pass. Raises `PassError` for an error that is none of fxprec's own; the log has its traceback."""
+    try:
+        step.apply(work)
+    except FxprecError:
+        raise
+    except Exception as error:
+        log.exception("pass %s failed", step.name)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise PassError(
+            f"pass {step.name} failed with {cause} ({Path(place.filename).name}:{place.lineno}), a fault of fxprec, "
+            "not of the model; compile without fxprec for now, and report the text above and that of `fxprec env`"
+        ) from error
 
 
 def _counts(graph: Graph) -> Counter[str]:

@@ -43,11 +43,19 @@ def assert_refused(kind: type[Exception], words: str, **options) -> None:
     ("options", "words"),
     [
         ({"recipee": "fp8"}, r"^unknown option 'recipee'; did you mean 'recipe'\?"),
+        ({"peak_buget": "5GB"}, r"did you mean 'peak_budget'\?.*; and optimizer and step_budget, which are those of"),
+        ({"recipe": "FP8"}, r"^unknown recipe 'FP8'; did you mean 'fp8'\?"),
+        ({"peak_budget": 0.5}, r"^peak_budget is 0.5; give it .* or a share, as text such as '60%'$"),
         ({"recipe": "hfp8", "storage": "native"}, r"torch has no dtype for 1-6-9.*use storage='packed'"),
     ],
 )
 def test_options_are_refused_in_words(options, words: str) -> None:
     assert_refused(fxprec.ConfigError, words, **options)
+
+
+def test_options_are_no_config() -> None:
+    with pytest.raises(fxprec.ConfigError, match=r"give fxprec.Backend a fxprec.Config\(\.\.\.\) of these options"):
+        fxprec.Backend({"recipe": "fp8"})  # type: ignore[arg-type]
 
 
 def test_an_impossible_budget_names_the_least_possible() -> None:

@@ -100,11 +100,14 @@ def path(field: str, value: object, what: str) -> str | None:
     return found
 
 
-def byte_size(field: str, value: object, *, or_zero: bool = False) -> int | None:
-    """Return bytes (rounded down) from a positive int or text such as ``"12GiB"``, ``"512 MiB"``, ``"1.5GB"``."""
+def byte_size(field: str, value: object, *, or_zero: bool = False, or_else: str = "") -> int | None:
+    """Return bytes (rounded down) from a positive int or text such as ``"12GiB"``, ``"512 MiB"``, ``"1.5GB"``.
+
+    ``or_else`` ends what an error allows.
+    """
     if value is None or (or_zero and type(value) is int and value == 0):
         return value
-    allowed = "a positive number of bytes, as an int or as text such as '12GiB', '512MiB' or '1.5GB'"
+    allowed = "a positive number of bytes, as an int or as text such as '12GiB', '512MiB' or '1.5GB'" + or_else
     if isinstance(value, str):
         found = _parse_size(value)
         if found is None:
@@ -121,7 +124,7 @@ def byte_size(field: str, value: object, *, or_zero: bool = False) -> int | None
 def byte_size_or_share(field: str, value: object) -> int | str | None:
     """Return bytes as `byte_size` does, or a share of something above 0 and up to 100 %, as text such as ``"60%"``."""
     if not isinstance(value, str) or not value.rstrip().endswith("%"):
-        return byte_size(field, value)
+        return byte_size(field, value, or_else=", or a share, as text such as '60%'")
     number = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*%\s*", value, re.ASCII)
     if number is None or not 0 < Fraction(number[1]) <= 100:
         raise ConfigError(f"{field} is {value!r}; give it a share above 0% and up to 100%, as text such as '60%'")

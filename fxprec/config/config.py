@@ -292,7 +292,10 @@ def _refuse_unknown(options: Mapping[str, object]) -> None:
             hint = did_you_mean(name, known)
             near = next((k for k in known if repr(k) in hint), None)
             takes = f" It takes {ALLOWED[near]}. The" if near else "; the"
-            raise ConfigError(f"unknown option {name!r}{hint}{takes} options are {', '.join(known)}")
+            raise ConfigError(
+                f"unknown option {name!r}{hint}{takes} options are {', '.join(known)}; and optimizer and step_budget, "
+                "which are those of torch.compile and of fxprec.Backend"
+            )
 
 
 def _check_policy(policy: object) -> None:

@@ -185,6 +185,6 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
     if plus and base in RECIPES:
         return replace(RECIPES[base], saved=_block_format(saved.strip()), name=recipe)
     if recipe not in RECIPES:
-        hint = did_you_mean(recipe, RECIPES)
+        hint = did_you_mean(recipe.lower(), RECIPES)
         raise ConfigError(f"unknown recipe {recipe!r}{hint}; allowed: {allowed}, or a fxprec.Recipe")
     return RECIPES[recipe]

@@ -27,7 +27,7 @@ from fxprec.driver.option_checks import (
     want_whole_graphs,
 )
 from fxprec.driver.uncompiled import WATCH, Frames, Watched
-from fxprec.errors import FxprecError, FxprecWarning, LoweringError, NonfiniteError
+from fxprec.errors import ConfigError, FxprecError, FxprecWarning, LoweringError, NonfiniteError
 from fxprec.plan import Plan, shown
 from fxprec.plan.edits import as_edited
 from fxprec.report.dump_folder import DumpFolder
@@ -64,6 +64,8 @@ class Backend(Watched):
         optimizer: object = None,
         step_budget: int | str | None = None,
     ) -> None:
+        if config is not None and not isinstance(config, Config):
+            raise ConfigError(f"config is {config!r:.80}; give fxprec.Backend a fxprec.Config(...) of these options")
         WATCH.keep(self)  # now: a frame may be left uncompiled before the backend is called
         self.config = config or Config()
         whole = byte_size("step_budget", step_budget)

@@ -10,7 +10,10 @@ from helpers import compiled, eager_backend
 from torch import nn
 
 from fxprec.config import Config, Settings
+from fxprec.errors import PassError
 from fxprec.passes import pipeline
+from fxprec.passes.base import Work
+from fxprec.passes.weigh_gemms import WeighGemms
 
 
 @pytest.mark.parametrize("storage", ["native", "packed", "simulate"])
@@ -40,3 +43,16 @@ def test_no_pass_asks_for_the_storage(step: object) -> None:
     source = inspect.getsource(inspect.getmodule(type(step)))
     assert "is_simulated" not in source
     assert '"simulate"' not in source
+
+
+def test_a_fault_in_a_pass_names_the_pass_and_how_to_report_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: WeighGemms, work: Work) -> None:
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(WeighGemms, "apply", fail)
+    words = r"pass weigh-gemms failed with IndexError: list index out of range \(test_pipeline.py:\d+\).*`fxprec env`"
+    with pytest.raises(PassError, match=words):
+        compiled(nn.Linear(4, 4), eager_backend("fp8"))(torch.ones(2, 4))
+    assert "Traceback" in caplog.text

@@ -70,7 +70,7 @@ class Effort:
     def searched(self, nodes: int) -> None:
         self.searches += 1
         self.nodes += nodes
-        self.progress.show(f"planning peak_budget: search {self.searches}, {self.nodes} nodes")
+        self.progress.show(f"planning what backward gets: search {self.searches}, {self.nodes} nodes")
 
     def replay(self, items: int) -> bool:
         """Take ``items`` off the work that is left; say whether a choice of so many items may be replayed."""
