@@ -1,4 +1,4 @@
-"""torch's products of operands in blocks: `torch.nn.functional.scaled_mm`, which torch 2.11 to 2.15 have alike."""
+"""torch's products of operands in blocks: `torch.nn.functional.scaled_mm`; seen in torch 2.13 and 2.14, which have it alike."""
 
 from __future__ import annotations
 
