@@ -71,10 +71,13 @@ KEPT = f"{UNREAD}: backward reads the value itself as well"
 
 
 def _tell_of_copies(work: Work, needs: Needs, fit: Fit) -> None:
-    """Say in the sites of which values no copy is stored."""
+    """Say in the sites of which values a copy is stored for others to be computed again from, and of which none is."""
     hi, repeated = work.settings.recipe.hi, {node for node, _ in fit.held.repeated}
     for node, row in needs.rows.items():
         site, is_kept = work.book.sites[row], node in fit.held.kept
+        form = fit.held.kept.get(node)
+        if isinstance(form, Low) and site.is_unread:
+            work.book.sites[row] = replace(site, format=form.copy.name, reads="backward", why="", unread=False)
         if is_kept and not (isinstance(fit.ways[node], Own) and parse(site.format).bits < hi.bits):
             continue
         if is_kept or node in repeated:

@@ -1,4 +1,4 @@
-"""torch's products of operands in blocks: `torch.nn.functional.scaled_mm`; seen in torch 2.13 and 2.14, which have it alike."""
+"""torch's products of operands in blocks: `torch.nn.functional.scaled_mm` as torch 2.13 and 2.14 have it."""
 
 from __future__ import annotations
 

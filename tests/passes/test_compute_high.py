@@ -262,6 +262,18 @@ def test_no_gradient_of_attention_with_dropout_is_narrowed_where_no_codes_are_mu
     assert {site.why for site in work.plan.sites if site.direction == "backward"} == {GRADIENT}
 
 
+def test_a_copy_that_others_are_computed_again_from_is_in_the_plan() -> None:
+    """Attention's output was stored in e4m3fn for its own transpose, and the plan said bf16, which nobody would read."""
+    layer = nn.TransformerEncoderLayer(32, 2, 64, 0.1, batch_first=True)
+    with recorded_works() as works, torch.autocast("cpu", torch.bfloat16):
+        result = compiled(layer, eager_backend("fp8"))(torch.randn(2, 8, 32))
+    result.float().square().sum().backward()
+    (work,) = works
+    for _, cast in symbolic.Quantize.among(symbolic.Quantize.nodes(work.joint.graph)):
+        site = work.plan.sites[cast.row]
+        assert (cast.format, "backward") == (site.format, site.reads)
+
+
 @pytest.mark.parametrize("options", [{}, {"peak_budget": "100%"}], ids=["no budget", "budget"])
 def test_under_autocast_a_gradient_through_a_weight_reads_no_narrow_copy_of_it(options: dict[str, Any]) -> None:
     """Backward converts the weight again. It rounded the conversion to e4m3fn once more: gradients were 3 % off."""
