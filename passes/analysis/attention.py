@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from fxprec.ir.operators import Trait, having
 from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE
 from fxprec.kernels.wide_gemms import WIDE
 from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.coded_gemms import BATCHED
 from fxprec.passes.analysis.joint import is_backward, is_view_or_cast, tensor_of
 from fxprec.passes.analysis.operators import module_of, source_of
 
@@ -25,11 +27,10 @@ def with_wide(operators: Collection[object]) -> frozenset[object]:
 
 
 _ATTENTION = with_wide(ops.ATTENTION)
-_SOFTMAX = frozenset({"aten._softmax.default", "aten._safe_softmax.default"})
-_MASKS = frozenset({aten.add.Tensor, aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor})
-_SCALINGS = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.tanh.default})
+_SOFTMAX = frozenset(name for name in map(str, having(Trait.SOFTMAX)) if "log" not in name)
+_MASKS, _SCALINGS = having(Trait.MASKS), having(Trait.SCALES)
 _ROUNDINGS = frozenset({QUANTIZE, DEQUANTIZE, KEEP_NONFINITE})
-_PRODUCTS = with_wide({aten.bmm.default, aten.baddbmm.default})
+_PRODUCTS = with_wide(BATCHED)
 """Of two values: a product with a parameter makes a router's or a classifier's logits, and is no batch of matrices."""
 
 

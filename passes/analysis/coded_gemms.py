@@ -30,6 +30,7 @@ from fxprec.passes.analysis.joint import factors_of, input_at, tensor_of, value
 
 aten = torch.ops.aten
 MATMULS = frozenset({aten.mm.default, aten.addmm.default})
+BATCHED = frozenset({aten.bmm.default, aten.baddbmm.default})
 FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _ALIGNMENT = 16  # bytes; torch._scaled_mm refuses other sizes
 # What shows the same memory in another shape, without a copy.

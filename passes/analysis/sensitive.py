@@ -146,12 +146,12 @@ def _forward_sources(args: Iterable[object]) -> set[Node]:
 
 
 _COMBINING = having(Trait.COMBINES)
-_PRODUCTS = frozenset({ops.aten.mul.Tensor, ops.aten.div.Tensor})
+_PRODUCTS = having(Trait.SCALES)
 
 
 def _is_product_of_values(node: Node) -> bool:
     """Say whether a node multiplies or divides two tensors: GELU's exp(-x^2 / 2) decays before x^2's error counts."""
-    return node.target in _PRODUCTS and all(isinstance(arg, Node) for arg in node.args)
+    return node.target in _PRODUCTS and len(node.args) == 2 and all(isinstance(arg, Node) for arg in node.args)
 
 
 def _is_statistic(node: Node, tensor: CountedTensor) -> bool:

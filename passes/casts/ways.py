@@ -33,6 +33,7 @@ class Rewrite:
     needs: Needs
     fit: Fit
     new: dict[Node, Node] = field(default_factory=dict)  # what backward reads instead
+    left: set[Node] = field(default_factory=set)  # values that the partition repeats: readers of a copy read the value
 
     def __post_init__(self) -> None:
         self.graph: Graph = self.work.joint.graph
@@ -92,7 +93,7 @@ class Rewrite:
             return
         sources = {n: self._there(n, reader) for n in node.all_input_nodes}
         if is_repeated(node, self.work.joint) and all(there is n for n, there in sources.items()):
-            self.new[node] = node  # the partition repeats it, and readers of a copy read the value
+            self.left.add(node)
             return
         with self.graph.inserting_before(reader):
             again = emit(self.graph, operator_of(node), (), node, backward=True, val=node.meta.get("val"))
@@ -101,15 +102,15 @@ class Rewrite:
 
     def _changed(self, node: Node) -> bool:
         value = self.needs.step.casts.get(node)
-        return node in self.new or (value is not None and value.x in self.new)
+        return node in self.new or (value is not None and (value.x in self.new or value.x in self.left))
 
     def _there(self, node: Node, reader: Node) -> Node:
         """Return the node that a repeated node reads in the place of ``node``."""
         if node in self.new:
             return self.new[node]
         cast = self.needs.step.casts.get(node)
-        if cast is not None and cast.x in self.new:
-            return self.stage.as_dtype(self.new[cast.x], tensor_of(node).dtype, reader)
+        if cast is not None and (cast.x in self.new or cast.x in self.left):
+            return self.stage.as_dtype(self.new.get(cast.x, cast.x), tensor_of(node).dtype, reader)
         if node in self.stage.decoded:  # perhaps for a GEMM, in 16 bits
             return self.stage.as_dtype(self.stage.decoded[node], tensor_of(node).dtype, reader)
         if node.op == "placeholder" and not self._is_parameter(node):

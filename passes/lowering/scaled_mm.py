@@ -23,6 +23,7 @@ from fxprec.numerics.block_codec import Encoded
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.numerics.swizzle import swizzled
 from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.coded_gemms import BATCHED, MATMULS
 from fxprec.passes.analysis.joint import factors_of, input_at, tensor_of
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.lowering.blocks import traced_in
@@ -32,8 +33,6 @@ aten = torch.ops.aten
 UNIT = 16
 """Columns of the result are a multiple of it, and bytes of a row of codes: what tensor cores read at once."""
 _COPIES = frozenset({ops.CONVERT, aten.clone.default})
-_MATRICES = frozenset({aten.mm.default, aten.addmm.default})
-_BATCHED = frozenset({aten.bmm.default, aten.baddbmm.default})
 
 
 def multiply_blocks(graph: Graph) -> tuple[tuple[str, str], ...]:
@@ -136,9 +135,9 @@ class _Product:
         """Return the product that a GEMM is, or why it is none."""
         if node.target is GroupedMm.target:
             return "grouped products of codes are not made yet"
-        if node.target in _BATCHED:
+        if node.target in BATCHED:
             return "torch multiplies matrices in blocks, and no batches of them"
-        if node.target not in _MATRICES or set(node.kwargs) & {"alpha", "beta"}:
+        if node.target not in MATMULS or set(node.kwargs) & {"alpha", "beta"}:
             return f"{node.target} is no plain product of two matrices"
         found = [_Operand.of(factor) for factor in factors_of(node)]
         operands = [operand for operand in found if operand is not None]

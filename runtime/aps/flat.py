@@ -28,7 +28,9 @@ class Flat:
         self.views = views
         self.layout: Layout = layout(sizes_of(views), num_ranks, block)
         self.in_place = False
-        self.values = self._laid_out(dtype or views[0].dtype) if views else torch.empty(0, device="cpu")
+        self.values = (
+            self._laid_out(dtype or views[0].dtype) if views else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
 
     def write(self, values: Tensor) -> None:
         """Copy flat values back into the tensors, unless they are there already."""

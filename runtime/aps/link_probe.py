@@ -74,7 +74,7 @@ def _probe(group: dist.ProcessGroup, everyone: dist.ProcessGroup, last: Link | N
 
 def _crowd(group: dist.ProcessGroup) -> float:
     """Return how many times as long as a core works on it a rank's work takes, while all ranks work."""
-    x = torch.linspace(-1, 1, ELEMENTS, device="cpu")
+    x = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device="cpu")
     dist.barrier(group)
     start, worked = time.perf_counter(), time.thread_time()
     for _ in range(32):

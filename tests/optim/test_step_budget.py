@@ -94,7 +94,7 @@ def test_states_in_8_bits_leave_more_for_the_step() -> None:
 
 def test_states_in_4_bits_are_named_where_8_are_too_many() -> None:
     model = layers()
-    words = r", give the optimizer states='4bit', which take 2\.\d+ MiB \(\d+ bytes\), hold weights in .* or take a sm"
+    words = r", give the optimizer states='4bit', which take 2\.\d+ MiB \(\d+ bytes\), hold weights in .*take a smaller"
     with pytest.raises(BudgetError, match=words):
         stepped(model, fxprec.optim.AdamW(model.parameters(), lr=1e-3, states="8bit"), 12 * WEIGHT)
     torch._dynamo.reset()

@@ -10,6 +10,7 @@ _FOLLOWS = Trait.COMBINES | Trait.HANDS_ON_DIVISOR
 _WRITES_1: Terms = ((0,), (1,))
 _WRITES_2: Terms = ((0,), (2,))
 _WRITES_3: Terms = ((0,), (3,))
+_FILLS = Trait.PASSES_SCALE | Trait.MASKS
 
 
 def _view(names: str, moves: Moves | None, traits: Trait = Trait.PASSES_SCALE, cost: Cost | None = None) -> Row:
@@ -67,8 +68,8 @@ WRITTEN = (
         traits=Trait.PASSES_SCALE,
     ),
     row("index_fill.int_Scalar", fills_at=3, hands_on="first"),
-    row("masked_fill.Scalar", terms=_WRITES_2, fills_at=2, hands_on="any", traits=Trait.PASSES_SCALE),
-    row("masked_fill.Tensor", terms=_WRITES_2, hands_on="any", traits=Trait.PASSES_SCALE),
+    row("masked_fill.Scalar", terms=_WRITES_2, fills_at=2, hands_on="any", traits=_FILLS),
+    row("masked_fill.Tensor", terms=_WRITES_2, hands_on="any", traits=_FILLS),
 )
 
 _CHOICE: Terms = ((1,), (2,))
@@ -78,7 +79,7 @@ CHOSEN = (
         "where.self",
         terms=_CHOICE,
         hands_on="any",
-        traits=Trait.PASSES_SCALE | Trait.SELECTS | Trait.WRITES_NEW,
+        traits=Trait.PASSES_SCALE | Trait.SELECTS | Trait.WRITES_NEW | Trait.MASKS,
         cost=Cost.FUSED,
     ),
     row("where.ScalarSelf", terms=_CHOICE, fills_at=1, hands_on="any", traits=Trait.PASSES_SCALE | Trait.SELECTS),

@@ -48,6 +48,8 @@ class Trait(Flag):
     COMBINES = auto()  # what backward exponentiates comes from its operands
     HANDS_ON_DIVISOR = auto()  # what makes its first argument 0 makes its result 0, or nearly
     SELECTS = auto()  # takes each element from one of two, where a condition says
+    MASKS = auto()  # adds to attention's logits, or replaces some
+    SCALES = auto()  # multiplies, divides or bounds each element by itself
     SUMS = auto()  # a sum, or a mean, over dimensions
     ZERO = auto()  # is 0 everywhere
     ASKS_ABOVE = auto()  # compares with a number; with 0, asks whether, or where not, a value is above
