@@ -67,13 +67,18 @@ def attentions(nodes: Iterator[Node]) -> Iterator[Attention]:
 
 def _logits(node: Node) -> Node | None:
     """Return the logits of a softmax whose first node this is; None where no product of matrices made them."""
-    of_softmax = str(node.meta.get("original_aten")) in _SOFTMAX or str(node.target) in _SOFTMAX
-    if not of_softmax or (node.target is not aten.amax.default and str(node.target) not in _SOFTMAX):
+    is_softmax = _is_softmax(node.target)
+    starts_one = node.target is aten.amax.default and _is_softmax(node.meta.get("original_aten"))
+    if not is_softmax and not starts_one:
         return None
     logits = node.all_input_nodes[0]
     while logits.target in _MASKS or _shows(logits):
         logits = _masked(logits)
     return logits if _is_product(logits) else None
+
+
+def _is_softmax(operator: object) -> bool:
+    return str(operator).removesuffix(".default") in _SOFTMAX
 
 
 def _masked(node: Node) -> Node:
