@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,21 +122,32 @@ def test_bytes_of_states_in_few_bits_and_how_far_they_lead(held: Any) -> None:
     assert opts[1].state_bytes() == {"bf16": 2, "8bit": 1 + 1 / 64, "4bit": 0.5 + 1 / 64}[held] * exact.numel()
 
 
-@pytest.mark.parametrize("shape", [(512, 512), (1024, 256), (256, 1024)])
-def test_a_step_takes_the_workspace_that_a_plan_counts(shape: tuple[int, int]) -> None:
-    opt = fxprec.optim.Muon([nn.Parameter(torch.zeros(shape))], lr=0.02)
+WORKSPACE = """
+import torch
+from torch.profiler import ProfilerActivity, profile
+import fxprec
+from benchmarks.memory.measure import peak_bytes
+
+torch.set_num_threads(1)
+for shape in ((512, 512), (1024, 256), (256, 1024)):
+    opt = fxprec.optim.Muon([torch.nn.Parameter(torch.zeros(shape))], lr=0.02)
     param = opt.param_groups[0]["params"][0]
     param.grad = torch.randn(shape)
     opt.step()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-            opt.step()
-    finally:
-        torch.set_num_threads(threads)
-    blocks_of_products = 1.1  # of oneDNN, 130 kB a thread
-    assert opt.workspace_of(param) <= peak_bytes(profiled) < blocks_of_products * opt.workspace_of(param)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        opt.step()
+    print(peak_bytes(profiled) / opt.workspace_of(param))
+"""
+
+
+def test_a_step_takes_the_workspace_that_a_plan_counts() -> None:
+    """In a process of its own: beside other tests' threads and settings oneDNN holds a copy of an operand more."""
+    done = subprocess.run(
+        [sys.executable, "-c", WORKSPACE], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    shares = [float(line) for line in done.stdout.split()]
+    assert len(shares) == 3
+    assert all(1 <= share < 1.1 for share in shares), "of oneDNN, 130 kB a thread"
 
 
 def test_singular_values_come_near_1() -> None:
