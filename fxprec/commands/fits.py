@@ -26,6 +26,7 @@ def fits(
     momentum: Annotated[float, typer.Option(help="Of sgd; 0 needs no states.")] = 0.0,
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients by their global norm.")] = None,
     norm: Annotated[str, typer.Option(help="Which: last, or exact, which holds all gradients.")] = "exact",
+    gradients: Annotated[str | None, typer.Option(help="bf16: summed until step(), over backward passes.")] = None,
     batch: Annotated[int | None, typer.Option(help="Batch size in place of the inputs' own.")] = None,
     sequence: Annotated[int | None, typer.Option(help="Tokens in place of the inputs' second dimension.")] = None,
     largest: Annotated[bool, typer.Option("--largest", help="Search the largest batch that fits: 10 plans.")] = False,
@@ -46,7 +47,7 @@ def fits(
     for name, size in (("batch", batch), ("sequence", sequence)):
         if size is not None and size < 1:
             raise ConfigError(f"--{name} is {size}; give it 1 or more")
-    own = {"states": states, "max_norm": max_norm, "norm": norm}
+    own = {"states": states, "max_norm": max_norm, "norm": norm, "gradients": gradients}
     options: dict[str, Any] = {"recipe": recipe, "keep_high": modules(keep_high)}
     options |= {"ways": tuple(ways.split(","))} if ways else {}
     question = Question(find_factory(target), target, budget, _maker(optimizer, momentum, own), options)

@@ -27,6 +27,8 @@ class StepBudget:
     """Bytes of the graph's parameters and buffers, and of what else the optimizers hold."""
     states: int
     """Bytes that the optimizer's states take from the first step on."""
+    gradients: int
+    """Bytes of gradients that the optimizers sum in bfloat16, from the first backward on."""
     states_in_fewer: Mapping[States, int]
     """Bytes that they would take in forms of few bits."""
     has_wide_weights: bool
@@ -43,7 +45,7 @@ class StepBudget:
         weights = compat.storage_bytes(tensors, (), device=None)
         fewer = {form: optimizers.state_bytes(form, of_all=True) for form in STATES[2:]}
         wide = any(p.dtype.itemsize > 2 for p in held)
-        return cls(asked, weights, optimizers.state_bytes(), fewer, wide)
+        return cls(asked, weights, optimizers.state_bytes(), optimizers.gradient_bytes(), fewer, wide)
 
     def first_that_fits(self, optimizers: Together, compile_within: Callable[[Self], None]) -> None:
         """Call for each form of open states, the exact one first, until the step fits; the optimizers take that form.
@@ -69,11 +71,11 @@ class StepBudget:
         if self.left <= 0 and not is_last:
             raise nothing
         try:
-            compile_within(self if self.left > 0 else replace(self, asked=self.weights + self.states + 1))
+            compile_within(self if self.left > 0 else replace(self, asked=self.throughout + 1))
         except BudgetError as error:
             if not error.enough:
                 raise
-            enough = self.weights + self.states + error.enough
+            enough = self.throughout + error.enough
             ways = either(f"raise it to {readable(enough)}", *self._fewer(), *error.ways)
             whole = BudgetError(f"{self.said()}; beside them {error.found}; {ways}")
             whole.enough = enough
@@ -82,19 +84,31 @@ class StepBudget:
             raise nothing
 
     @property
+    def throughout(self) -> int:
+        """Bytes that are there throughout the step."""
+        return self.weights + self.states + self.gradients
+
+    @property
     def left(self) -> int:
-        """Bytes that the rest of the step may hold: activations, gradients, temporaries."""
-        return self.asked - self.weights - self.states
+        """Bytes that the rest of the step may hold: activations, other gradients, temporaries."""
+        return self.asked - self.throughout
 
     @property
     def for_plan(self) -> WholeStep:
         """The shares of the whole step, in bytes, as plan files keep them."""
-        return WholeStep(budget=self.asked, weights=self.weights, states=self.states, chosen=self.chosen or "")
+        return WholeStep(
+            budget=self.asked,
+            weights=self.weights,
+            states=self.states,
+            chosen=self.chosen or "",
+            gradients=self.gradients,
+        )
 
     def said(self) -> str:
         """Say what is there throughout the step."""
         states = f"optimizer states {readable(self.states)}"
         states += f" in {self.chosen} (states='auto')" if self.chosen else ""
+        states += f", gradients in bf16 {readable(self.gradients)}" if self.gradients else ""
         return f"step_budget is {readable(self.asked)}; weights take {readable(self.weights)}, {states}"
 
     def _fewer(self) -> Iterator[str]:

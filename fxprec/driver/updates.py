@@ -70,12 +70,17 @@ class Updates:
                 stepped[i] = arg  # type: ignore[assignment]
             else:
                 held.setdefault(why, []).append(name)
-        clipped = [i for i, p in stepped.items() if binding.optimizers.holder_of(p).clips_by_this_step]
+        optimizers = binding.optimizers
+        clipped = [
+            i
+            for i, p in stepped.items()
+            if optimizers.holder_of(p).clips_by_this_step and not optimizers.sums_gradients(p)
+        ]
         if clipped:
             log.note("memory", "optimizer", _HELD_TO_CLIP)
             stepped = {i: p for i, p in stepped.items() if i not in clipped}
         for why, names in held.items():
-            log.tell(f"optimizer: {', '.join(names)}", f"optimizer.step() applies it and backward does not: {why}")
+            log.tell(f"optimizer: {', '.join(names)}", f"{_IS_HELD}: {why}")
         if not plans_only:
             binding.take({inputs[i].name: parameter for i, parameter in stepped.items()})
         return cls(binding, stepped)
@@ -83,8 +88,11 @@ class Updates:
     @property
     def workspaces(self) -> dict[int, int]:
         """Bytes that the step of each parameter takes meanwhile, by position."""
-        holder = self.binding.optimizers.holder_of
-        return {at: holder(parameter).workspace_of(parameter) for at, parameter in self.stepped.items()}
+        optimizers = self.binding.optimizers
+        return {
+            at: 0 if optimizers.sums_gradients(parameter) else optimizers.holder_of(parameter).workspace_of(parameter)
+            for at, parameter in self.stepped.items()
+        }
 
     def saw_forward(self, results: Any) -> None:
         """Count a forward, and look at its backward before it runs."""
@@ -104,6 +112,7 @@ class Updates:
         return compat.boxed(call)
 
 
+_IS_HELD = "backward makes p.grad in the parameter's dtype, and optimizer.step() applies it"
 _HELD_TO_CLIP = (
     "gradients are held until optimizer.step(): max_norm with norm='exact' clips by the norm of all of them; with "
     "norm='last' backward clips by the last step's and holds none"
@@ -155,7 +164,7 @@ def _why_held(arg: torch.Tensor, optimizers: Together, places: Sequence[tuple[in
         yield "the optimizer does not hold it"
     elif len(groups) > 1:
         yield "two optimizers hold it, and each applies its gradient"
-    elif groups[0]["error_if_nonfinite"]:
+    elif groups[0]["error_if_nonfinite"] and groups[0]["gradients"] is None:
         yield "error_if_nonfinite looks at all gradients before the first step"
     if arg._backward_hooks or arg._post_accumulate_grad_hooks:
         yield "it has hooks, which want its gradient"

@@ -201,6 +201,8 @@ class WholeStep:
     """Bytes of the optimizer's states."""
     chosen: Literal["", "float32", "bf16", "8bit", "4bit"] = ""
     """The form of states that the optimizer left open; ``""`` where it left none open."""
+    gradients: int = 0
+    """Bytes of gradients that the optimizer sums in bfloat16."""
 
 
 LIVE = ("kept", "kept in 8 bits", "kept in fewer bits", "computed again", "gradients returned", "all else")

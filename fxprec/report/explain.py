@@ -95,6 +95,7 @@ def step_lines(plan: Plan, whole: WholeStep) -> list[str]:
         f"step_budget {whole.budget:,} bytes",
         f"  weights and buffers take {whole.weights:,}",
         f"  optimizer states take {whole.states:,}{chosen}",
+        *([f"  gradients, summed in bf16, take {whole.gradients:,}"] if whole.gradients else []),
         *(() if plan.peak_bytes is None else (f"  {line}" for line in peak_lines(plan, plan.peak_bytes))),
     ]
 

@@ -75,10 +75,12 @@ def _peak(plan: Plan) -> dict[str, Any] | None:
     if peak is None:
         return None
     there = [] if whole is None else [whole.weights, whole.states]
-    more = sum(there)
+    summed = 0 if whole is None else whole.gradients
+    more = sum(there) + summed
     sizes = {name: more + getattr(peak, name) for name in ("room", "budget", "high", "planned")}
     points = [
-        {"peak": more + p.peak, "seconds": float(f"{p.seconds:.4g}"), "live": _rows(there, p.live)} for p in peak.points
+        {"peak": more + p.peak, "seconds": float(f"{p.seconds:.4g}"), "live": _rows(there, summed, p.live)}
+        for p in peak.points
     ]
     return sizes | {
         "beside": peak.beside,
@@ -86,13 +88,14 @@ def _peak(plan: Plan) -> dict[str, Any] | None:
         "compiled": None if peak.compiled is None else more + peak.compiled,
         "compiledLive": [more + size for size in peak.compiled_live],
         "kinds": [*(() if whole is None else ("weights", "optimizer states")), *LIVE],
-        "live": _rows(there, peak.live),
+        "live": _rows(there, summed, peak.live),
         "points": points,
     }
 
 
-def _rows(there: Sequence[int], live: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [[*there, *row] for row in live]
+def _rows(there: Sequence[int], summed: int, live: Sequence[Sequence[int]]) -> list[list[int]]:
+    at = LIVE.index("gradients returned")
+    return [[*there, *row[:at], row[at] + summed, *row[at + 1 :]] for row in live]
 
 
 def _saved(plan: Plan) -> dict[str, int] | None:

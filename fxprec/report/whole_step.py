@@ -17,8 +17,12 @@ def moments(plan: Plan) -> list[list[int]]:
     """Return bytes by `HELD` at moments of the step, in order; none where the plan has no step budget."""
     if plan.whole_step is None or plan.peak_bytes is None:
         return []
-    there = [plan.whole_step.weights, plan.whole_step.states]
-    return [[*there, *(sum(row[i] for i in parts) for parts in _PARTS.values())] for row in plan.peak_bytes.live]
+    whole = plan.whole_step
+    there = {"weights": whole.weights, "optimizer states": whole.states, "gradients": whole.gradients}
+    return [
+        [there.get(name, 0) + sum(row[i] for i in _PARTS.get(name, ())) for name in HELD]
+        for row in plan.peak_bytes.live
+    ]
 
 
 def at_the_peak(plan: Plan) -> dict[str, int]:

@@ -15,12 +15,13 @@ from fxprec.runtime.optim.options import name_of
 from fxprec.runtime.optim.orthogonal import rate_of_shape
 from fxprec.runtime.optim.rounding import nearest
 from fxprec.runtime.optim.rule import Rule
+from fxprec.runtime.optim.sums import stored
 
 
 def check_gradients(groups: list[dict[str, Any]]) -> None:
     """Raise for sparse gradients, and for non-finite ones in groups with ``error_if_nonfinite``."""
     for position, group in enumerate(groups):
-        given = [(i, p.grad) for i, p in enumerate(group["params"]) if is_held(p.grad)]
+        given = [(i, stored(p.grad)) for i, p in enumerate(group["params"]) if is_held(p.grad)]
         for index, grad in given:
             if grad.layout != torch.strided:
                 raise ConfigError(
@@ -81,6 +82,6 @@ def _largest_update(rule: Rule, group: Mapping[str, Any], indices: list[int], la
     if rule.algorithm == "muon":  # no element exceeds the largest singular value, about 1.2
         rate = max(rate_of_shape(group["adjust_lr_fn"], *group["params"][i].shape) for i in indices)
         return lr * (1.25 * rate + decay * largest)
-    grads = [float(group["params"][i].grad.abs().max()) for i in indices if group["params"][i].numel()]
+    grads = [float(stored(group["params"][i].grad).abs().max()) for i in indices if group["params"][i].numel()]
     momentum = float(group["momentum"])
     return lr * (max(grads) + decay * largest) / ((1 - momentum) if momentum < 1 else 1)

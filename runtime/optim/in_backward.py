@@ -16,6 +16,7 @@ from fxprec.errors import GradientError
 from fxprec.kernels.updates import ApplyUpdate
 from fxprec.runtime.optim.applied import AppliedGradient
 from fxprec.runtime.optim.stepper import Stepper
+from fxprec.runtime.optim.sums import SummedGradient
 from fxprec.runtime.optim.together import Together
 
 
@@ -23,7 +24,8 @@ class InBackward:
     """What backward steps of some optimizers' parameters.
 
     A parameter that two forwards read before backward has two gradients. So has one whose ``p.grad`` is there already.
-    Both are held: the gradient is added to ``p.grad``, and ``optimizer.step()`` applies it.
+    Both are held: the gradient is added to ``p.grad``, and ``optimizer.step()`` applies it. With ``gradients="bf16"``
+    every gradient is, in 16 bits.
     """
 
     def __init__(self, *optimizers: Stepper) -> None:
@@ -47,7 +49,10 @@ class InBackward:
     def before_backward(self, parameters: Sequence[Parameter]) -> None:
         """Raise `GradientError`, before anything is changed, for what a step in backward cannot be right for."""
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        if any(self.optimizers.holder_of(parameter).clips_by_this_step for parameter in parameters):
+        if any(
+            self.optimizers.holder_of(parameter).clips_by_this_step and not self.optimizers.sums_gradients(parameter)
+            for parameter in parameters
+        ):
             raise GradientError(
                 "max_norm with norm='exact' was given to the optimizer after the model was compiled, and backward "
                 "steps each parameter before the norm is known; give it norm='last', or max_norm before the first call"
@@ -57,8 +62,8 @@ class InBackward:
             if id(parameter) in self._applied:
                 raise GradientError(
                     f"a second backward before optimizer.step(): the first has stepped {name} already, and its "
-                    "gradient is not held to add to; call optimizer.step() after each backward, or compile without "
-                    "option optimizer to accumulate gradients"
+                    "gradient is not held to add to; call optimizer.step() after each backward, or, to accumulate, "
+                    "give the optimizer gradients='bf16', or compile without option optimizer"
                 )
             if isinstance(parameter.grad, AppliedGradient):
                 raise GradientError(
@@ -81,7 +86,9 @@ class InBackward:
         parameter = self._at(tensor)
         if not _is_wanted(parameter, self._names[parameter]):
             return
-        if parameter.grad is not None:  # `before_backward` has refused one that is not held
+        if self.optimizers.sums_gradients(parameter) and isinstance(parameter.grad, SummedGradient | None):
+            self.optimizers.holder_of(parameter).add_gradient(parameter, gradient)
+        elif parameter.grad is not None:  # `before_backward` has refused one that is not held
             parameter.grad.add_(gradient)
         elif self._forwards[id(parameter)] > 1:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)

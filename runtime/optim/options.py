@@ -12,9 +12,32 @@ from torch import Tensor
 from fxprec.errors import ConfigError, did_you_mean
 from fxprec.numerics.formats import Format, parse
 from fxprec.runtime.optim.rounding import nearest
-from fxprec.runtime.optim.rule import AUTO, CARRIERS, NORMS, STATES, UPDATES, Algorithm, Norm, Rule, States, Update
+from fxprec.runtime.optim.rule import (
+    AUTO,
+    CARRIERS,
+    NORMS,
+    STATES,
+    UPDATES,
+    Algorithm,
+    Gradients,
+    Norm,
+    Rule,
+    States,
+    Update,
+)
 
-OWN = ("update", "format", "states", "seed", "error_if_nonfinite", "count_cancelled", "max_norm", "norm", "last_norm")
+OWN = (
+    "update",
+    "format",
+    "states",
+    "gradients",
+    "seed",
+    "error_if_nonfinite",
+    "count_cancelled",
+    "max_norm",
+    "norm",
+    "last_norm",
+)
 """The keys our param groups have beside torch.optim's."""
 
 
@@ -32,6 +55,9 @@ class Own(TypedDict, total=False):
     states: States | Literal["auto"] | None
     """What averages are held in; "auto" leaves that to a step budget, and is "float32" without one; None rounds them to
     ``format``, as the paper does."""
+    gradients: Gradients | None
+    """What backward holds gradients in until ``step()``, over several backward passes too, for a model compiled with
+    option ``optimizer``; None: backward steps parameters, and holds the gradient's dtype where it cannot."""
     generator: torch.Generator | None
     """One seed is drawn from it."""
     seed: int | None
@@ -51,6 +77,7 @@ def own_defaults(
     update: str = "stochastic",
     format: Format | str | None = None,
     states: str | None = None,
+    gradients: str | None = None,
     generator: torch.Generator | None = None,
     seed: int | None = None,
     error_if_nonfinite: bool = False,
@@ -73,6 +100,7 @@ def own_defaults(
         "update": update,
         "format": None if format is None else parse(format).name,
         "states": states,
+        "gradients": gradients,
         "seed": seed or 0,
         "error_if_nonfinite": error_if_nonfinite,
         "count_cancelled": count_cancelled,
@@ -96,6 +124,11 @@ def check_group(group: dict[str, Any], position: int) -> None:
             f"states={group['states']!r} of group {position} is unknown{hint}; use one of {known}, or None for "
             "the format of the weights"
         )
+    if group["gradients"] not in (None, "bf16"):
+        raise ConfigError(
+            f"gradients={group['gradients']!r} of group {position} is unknown; use 'bf16', or None to step "
+            "parameters in backward"
+        )
     _check_clipping(group, position)
     if group["format"] is not None:
         group["format"] = parse(group["format"]).name
@@ -105,6 +138,11 @@ def check_group(group: dict[str, Any], position: int) -> None:
         raise ConfigError("error_if_nonfinite waits for the device, which capturable=True forbids; drop one of them")
     for name, param in _named(group):
         _check_param(name, param, position)
+        if group["gradients"] is not None and param.dtype == torch.float16:
+            raise ConfigError(
+                f"{name} of group {position} is float16, whose gradient bf16 holds in as many bytes and 3 bits less; "
+                "drop gradients='bf16', or convert it with .float()"
+            )
     _check_formats(group, position)
     if group["states"] is not None:
         return

@@ -18,6 +18,8 @@ UPDATES: tuple[Update, ...] = ("nearest", "stochastic", "kahan", "stochastic+kah
 States: TypeAlias = Literal["float32", "bf16", "8bit", "4bit"]
 STATES: tuple[States, ...] = ("float32", "bf16", "8bit", "4bit")
 """From the exact form to the smallest."""
+Gradients: TypeAlias = Literal["bf16"]
+"""What gradients may be held in from backward to ``step()``."""
 Norm: TypeAlias = Literal["exact", "last"]
 NORMS: tuple[Norm, ...] = ("exact", "last")
 """By which step's global norm gradients are clipped: this one's, or the last one's."""
@@ -40,7 +42,8 @@ class Rule:
     format: Format
     """What weights, state and updates are rounded to."""
     carrier: torch.dtype
-    """Dtype of weights, gradients and state."""
+    """Dtype of weights and state, and of gradients where ``gradient`` names none."""
+    gradient: torch.dtype | None = None
     momentum: bool = False
     nesterov: bool = False
     weight_decay: bool = False
@@ -116,6 +119,8 @@ class Rule:
         """Return the dtype that one of `tensors` is held in."""
         if name == _ORTHOGONALISED.get(self.algorithm):
             return torch.bfloat16
+        if name == "grad" and self.gradient is not None:
+            return self.gradient
         return _STATE_DTYPES[self.states] if self.states is not None and name in self.averages else self.carrier
 
     def bytes_of(self, elements: int) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
-from fxprec.errors import ConfigError
+from fxprec.errors import ConfigError, FxprecWarning
 from fxprec.runtime import on_device
-from fxprec.runtime.optim import cpp, guards, reference, scalars
+from fxprec.runtime.optim import cpp, guards, reference, scalars, sums
 from fxprec.runtime.optim.applied import is_held
 from fxprec.runtime.optim.cancelled import By, CancelledRow, CancelledSteps, Counts, History, by_layer
 from fxprec.runtime.optim.clipping import Clipping
@@ -21,6 +22,7 @@ from fxprec.runtime.optim.held import for_state_dict, hold, saved_states
 from fxprec.runtime.optim.local import dense_row, is_dense, local, place_of
 from fxprec.runtime.optim.options import OWN, check_group, check_one_norm, name_of, rule_of
 from fxprec.runtime.optim.rule import AUTO, LAST, Algorithm, Rule, States
+from fxprec.runtime.optim.sums import SummedGradient, stored
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Stepper(Optimizer):
         for group in self.param_groups:
             if group["max_norm"] is not None:
                 held = [param for param in group["params"] if is_held(param.grad)]
-                self._clipping.see(held, [param.grad for param in held])
+                self._clipping.see(held, [stored(param.grad) for param in held])
         first = 0
         for position, group in enumerate(self.param_groups):
             self._step_group(position, group, first)
@@ -126,12 +128,16 @@ class Stepper(Optimizer):
         raise ConfigError("the optimizer no longer holds a parameter that backward steps; compile the model anew")
 
     def _step_group(self, position: int, group: dict[str, Any], first: int) -> None:
-        by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
         for index, param in enumerate(group["params"]):
             if is_held(param.grad):
-                by_kind.setdefault((param.device, param.dtype), []).append(index)
-        for (_, dtype), indices in by_kind.items():
+                is_sum = isinstance(param.grad, SummedGradient)
+                by_kind.setdefault((param.device, param.dtype, is_sum), []).append(index)
+        if group["gradients"] is not None and by_kind and not any(is_sum for _, _, is_sum in by_kind):
+            self._warn_of_wide_gradients(group, position, next(iter(by_kind.values()))[0])
+        for (_, dtype, is_sum), indices in by_kind.items():
             rule = rule_of(group, self._algorithm, dtype)
+            rule = replace(rule, gradient=torch.bfloat16) if is_sum and dtype != torch.bfloat16 else rule
             batch = self._batch(rule, group, indices)
             if rule.update == "nearest" and not group.get("capturable"):
                 self._warn_if_stuck(rule, group, position, indices)
@@ -143,6 +149,47 @@ class Stepper(Optimizer):
             looked_at.add(position)
             guards.warn_if_stuck(rule, group, position, indices)
 
+    def _warn_of_wide_gradients(self, group: Mapping[str, Any], position: int, index: int) -> None:
+        told = self.__dict__.setdefault("_told_of_wide_gradients", set())
+        if position not in told:
+            told.add(position)
+            param = group["params"][index]
+            warnings.warn(
+                f"gradients='bf16' of group {position} holds none in bf16: the gradient of {name_of(group, index)} is "
+                f"a plain {str(param.grad.dtype)[6:]} tensor; compile the model with options={{'optimizer': "
+                f"optimizer}}, whose warnings name the parameters that it cannot do this for",
+                FxprecWarning,
+                stacklevel=5,
+            )
+
+    @torch.no_grad()
+    def add_gradient(self, param: Tensor, gradient: Tensor) -> None:
+        """Add a gradient to those of a parameter that are summed in bfloat16, at ``param.grad``."""
+        pairs = ((group, p) for group in self.param_groups for p in group["params"])
+        number, group = next((i, group) for i, (group, p) in enumerate(pairs) if p is param)
+        held = param.grad if isinstance(param.grad, SummedGradient) else SummedGradient(param)
+        rule = sums.adding(gradient.dtype)
+        state = self.state.get(param, {})
+        steps = (
+            state["step"].reshape(1).float() if "step" in state else torch.zeros(1, dtype=torch.float32, device="cpu")
+        )
+        place = (number, *place_of(param))
+        floats, integers = sums.numbers(rule, group["seed"], place, held.count, steps)
+        run = _run_reference if group.get("foreach") is False else _run_kernel
+        run(rule, [[held.held, gradient]], floats, integers, [])
+        held.count += 1
+        param.grad = held
+
+    def sums_gradients(self, param: Tensor) -> bool:
+        """Say whether gradients of a parameter are summed in bfloat16 until `step`."""
+        groups = (group for group in self.param_groups if group["gradients"] is not None)
+        return any(p is param for group in groups for p in group["params"])
+
+    def gradient_bytes(self) -> int:
+        """Return the bytes that gradients summed in bfloat16 take, of all parameters."""
+        groups = (group for group in self.param_groups if group["gradients"] is not None)
+        return sum(2 * local(p).numel() for group in groups for p in group["params"])
+
     def _batch(
         self, rule: Rule, group: Mapping[str, Any], indices: list[int], gradient: Tensor | None = None
     ) -> _Batch:
@@ -152,7 +199,7 @@ class Stepper(Optimizer):
             state = self.state[param]
             self._fill_state(rule, group, param, state)
             held = (state[name] for name in (*rule.state, *rule.scales))
-            rows.append([param, param.grad if gradient is None else gradient, *held])
+            rows.append([param, stored(param.grad) if gradient is None else gradient, *held])
             if "step" in state:
                 steps.append(state["step"])
             if rule.statistics:
@@ -167,7 +214,7 @@ class Stepper(Optimizer):
             hold(rule, name, param, state)
         if rule.kahan and state.get("compensation") is None:
             state["compensation"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        if "step" not in state and (rule.state or rule.stochastic):
+        if "step" not in state and (rule.state or rule.stochastic or group["gradients"] is not None):
             on_device = group.get("capturable") or group.get("fused")
             device = param.device if on_device else torch.device("cpu")
             state["step"] = torch.tensor(float(had_momentum), dtype=torch.float32, device=device)

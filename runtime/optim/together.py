@@ -49,6 +49,14 @@ class Together:
         """Return the bytes that all states take, as `Stepper.state_bytes`."""
         return sum(optimizer.state_bytes(form, of_all=of_all) for optimizer in self)
 
+    def gradient_bytes(self) -> int:
+        """Return the bytes that gradients summed in bfloat16 take."""
+        return sum(optimizer.gradient_bytes() for optimizer in self)
+
+    def sums_gradients(self, param: Tensor) -> bool:
+        """Say whether gradients of a parameter are summed in bfloat16 until its optimizer steps it."""
+        return any(optimizer.sums_gradients(param) for optimizer in self)
+
     def holder_of(self, param: Tensor) -> Stepper:
         """Return the optimizer that steps a parameter. Raises `ConfigError` where none does any longer."""
         for optimizer in self:
