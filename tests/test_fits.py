@@ -214,6 +214,16 @@ def test_gradients_that_an_exact_norm_wants_are_counted() -> None:
     assert found["exact"]["gradients"] - found["last"]["gradients"] >= 64 * 64 * 4
 
 
+def test_gradients_summed_in_bf16_are_counted_in_16_bits() -> None:
+    found = {}
+    for given in ((), ("--gradients", "bf16")):
+        code, said = run("t.py:make", "--gpu", "100MiB", *given, "--json")
+        assert code == 0
+        found[given] = json.loads(said)["peak"]["gradients"]
+    plain, summed = found.values()
+    assert summed - plain == 2 * 2 * (64 * 64 + 64)
+
+
 def test_the_command_says_no_and_why_as_json() -> None:
     code, said = run("t.py:on_many", "--gpu", "1KiB", "--batch", "5", "--json")
     found = json.loads(said)

@@ -42,8 +42,9 @@ class Rule:
     format: Format
     """What weights, state and updates are rounded to."""
     carrier: torch.dtype
-    """Dtype of weights and state, and of gradients where ``gradient`` names none."""
+    """Dtype of weights and state."""
     gradient: torch.dtype | None = None
+    """Dtype of gradients; None: ``carrier``."""
     momentum: bool = False
     nesterov: bool = False
     weight_decay: bool = False

@@ -14,12 +14,12 @@ from torch.optim.optimizer import _use_grad_for_differentiable
 
 from fxprec.errors import ConfigError, FxprecWarning
 from fxprec.runtime import on_device
-from fxprec.runtime.optim import cpp, guards, reference, scalars, sums
+from fxprec.runtime.optim import guards, running, scalars, sums
 from fxprec.runtime.optim.applied import is_held
 from fxprec.runtime.optim.cancelled import By, CancelledRow, CancelledSteps, Counts, History, by_layer
 from fxprec.runtime.optim.clipping import Clipping
 from fxprec.runtime.optim.held import for_state_dict, hold, saved_states
-from fxprec.runtime.optim.local import dense_row, is_dense, local, place_of
+from fxprec.runtime.optim.local import local, place_of
 from fxprec.runtime.optim.options import OWN, check_group, check_one_norm, name_of, rule_of
 from fxprec.runtime.optim.rule import AUTO, LAST, Algorithm, Rule, States
 from fxprec.runtime.optim.sums import SummedGradient, stored
@@ -167,17 +167,9 @@ class Stepper(Optimizer):
         """Add a gradient to those of a parameter that are summed in bfloat16, at ``param.grad``."""
         pairs = ((group, p) for group in self.param_groups for p in group["params"])
         number, group = next((i, group) for i, (group, p) in enumerate(pairs) if p is param)
-        held = param.grad if isinstance(param.grad, SummedGradient) else SummedGradient(param)
-        rule = sums.adding(gradient.dtype)
-        state = self.state.get(param, {})
-        steps = (
-            state["step"].reshape(1).float() if "step" in state else torch.zeros(1, dtype=torch.float32, device="cpu")
-        )
-        place = (number, *place_of(param))
-        floats, integers = sums.numbers(rule, group["seed"], place, held.count, steps)
-        run = _run_reference if group.get("foreach") is False else _run_kernel
-        run(rule, [[held.held, gradient]], floats, integers, [])
-        held.count += 1
+        held = param.grad if isinstance(param.grad, SummedGradient) else SummedGradient.of(param)
+        step = self.state.get(param, {}).get("step")
+        sums.add(held, gradient, group, (number, *place_of(param)), step)
         param.grad = held
 
     def sums_gradients(self, param: Tensor) -> bool:
@@ -241,8 +233,7 @@ class Stepper(Optimizer):
         if numbers.clips is not None and rule.clipped:
             floats = on_device.upload(floats, rows[0][0].device)
             floats[:, rule.scalars.index("clip")] = numbers.clips
-        run = _run_reference if group.get("foreach") is False else _run_kernel
-        run(rule, rows, floats, numbers.integers, counts)
+        running.run(rule, group, rows, floats, numbers.integers, counts)
 
     @property
     def _clipping(self) -> Clipping:
@@ -373,45 +364,3 @@ class Stepper(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group["differentiable"] = False
-
-
-def _run_reference(
-    rule: Rule, rows: list[list[Tensor]], floats: Tensor, integers: Tensor, counts: list[Tensor]
-) -> None:
-    for i, row in enumerate(rows):
-        copies = dense_row(rule, row)
-        device = copies[0].device
-        reference.run(rule, copies, floats[i].to(device), integers[i].to(device), counts[i] if counts else None)
-        _write_back(row, copies)
-
-
-def _run_kernel(rule: Rule, rows: list[list[Tensor]], floats: Tensor, integers: Tensor, counts: list[Tensor]) -> None:
-    dense = [row if is_dense(rule, row) else dense_row(rule, row) for row in rows]
-    device = dense[0][0].device
-    found = torch.zeros(len(rows), 2, dtype=torch.int64, device=device) if counts else None
-    if device.type == "cpu":
-        done = cpp.run(rule, dense, floats, integers, found)
-    else:
-        from fxprec.runtime.optim import triton_step
-
-        done = triton_step.run(rule, dense, floats, integers, found)
-    if not done:
-        _run_reference(rule, rows, floats, integers, counts)
-        return
-    for row, copies in zip(rows, dense, strict=True):
-        if copies is not row:
-            _write_back(row, copies)
-    # Kernels write past autograd's notice.
-    torch.autograd.graph.increment_version([row[0] for row in rows])
-    if found is not None:
-        torch._foreach_add_(counts, list(found.unbind()))
-
-
-def _write_back(row: list[Tensor], copies: list[Tensor]) -> None:
-    """Copy what was stepped outside its own memory."""
-    for i, (t, copy) in enumerate(zip(row, copies, strict=True)):
-        if i == 1:
-            continue
-        local = t.to_local() if hasattr(t, "to_local") else t
-        if copy.data_ptr() != local.data_ptr():
-            local.copy_(copy.view(local.shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxprec import compat
 from fxprec.numerics.formats import BF16
-from fxprec.runtime.optim import scalars
+from fxprec.runtime.optim import running, scalars
 from fxprec.runtime.optim.rule import Rule
 
 _PATH = 1 << 40
@@ -21,7 +21,7 @@ _ADD = {"lr": -1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}
 class SummedGradient(Tensor):
     """Gradients of one or more backward passes, summed: a bfloat16 tensor that has its parameter's dtype for readers.
 
-    Operators read it as a tensor of that dtype. What writes in place is rounded to nearest.
+    Operators read it as a tensor of that dtype. What they write in place, to it or to a view, is rounded to nearest.
     """
 
     held: Tensor
@@ -29,13 +29,15 @@ class SummedGradient(Tensor):
     """Gradients added so far."""
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, held: Tensor | None = None, count: int = 0) -> SummedGradient:
-        found = Tensor._make_wrapper_subclass(
-            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
-        )
-        found.held = torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False) if held is None else held
-        found.count = count
+    def __new__(cls, held: Tensor, dtype: torch.dtype, count: int = 0) -> SummedGradient:
+        found = Tensor._make_wrapper_subclass(cls, held.shape, strides=held.stride(), dtype=dtype, device=held.device)
+        found.held, found.count = held, count
         return found
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> SummedGradient:
+        """Return a sum of no gradients."""
+        return cls(torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False), parameter.dtype)
 
     __torch_function__ = compat.without_torch_function
 
@@ -43,18 +45,21 @@ class SummedGradient(Tensor):
         return f"SummedGradient({self.held}, of {self.count} gradients)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SummedGradient:
-        return SummedGradient(self, self.held.clone(), self.count)
+        return SummedGradient(self.held.clone(), self.dtype, self.count)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:
-            return SummedGradient(args[0], args[0].held, args[0].count)
+        kwargs = kwargs or {}
+        if func.is_view and func is not torch.ops.aten.view.dtype:  # so that writing to a view writes to the sum
+            held, *others = args
+            views = func(held.held, *others, **kwargs)
+            return compat.tree_map_only(Tensor, lambda view: SummedGradient(view, held.dtype, held.count), views)
         read: dict[int, tuple[SummedGradient, Tensor]] = {}
 
         def wide(held: SummedGradient) -> Tensor:
             return read.setdefault(id(held), (held, held.held.to(held.dtype)))[1]
 
-        args, kwargs = compat.tree_map_only(SummedGradient, wide, (args, kwargs or {}))
+        args, kwargs = compat.tree_map_only(SummedGradient, wide, (args, kwargs))
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
             for held, changed in read.values():
@@ -68,18 +73,16 @@ def stored(gradient: Tensor) -> Tensor:
     return gradient.held if isinstance(gradient, SummedGradient) else gradient
 
 
-def adding(dtype: torch.dtype) -> Rule:
-    """Return the rule that adds a gradient of this dtype to a sum: a step of SGD at a learning rate of -1.
+def add(
+    to: SummedGradient, gradient: Tensor, group: Mapping[str, Any], place: Sequence[int], step: Tensor | None
+) -> None:
+    """Add a gradient to a sum: a step of SGD at a learning rate of -1, whose float32 result is rounded stochastically.
 
-    The float32 sum is rounded stochastically.
+    ``step``: the parameter's steps so far, None for 0. The random bits are a function of the group's seed, ``place``,
+    step and the gradients added before.
     """
-    return Rule("sgd", "stochastic", BF16, torch.bfloat16, gradient=dtype, states="float32")
-
-
-def numbers(rule: Rule, seed: int, place: Sequence[int], count: int, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scalars and integers of one addition, the ``count``-th since step ``steps`` (float32 (1,)) of a parameter.
-
-    The random bits are a function of seed, parameter, step and count.
-    """
-    path = (*place, _PATH, count)
-    return scalars.floats(rule, _ADD, steps), scalars.integers(seed, [path], steps)
+    rule = Rule("sgd", "stochastic", BF16, torch.bfloat16, gradient=gradient.dtype, states="float32")
+    steps = torch.zeros(1, dtype=torch.float32, device="cpu") if step is None else step.reshape(1).float()
+    integers = scalars.integers(group["seed"], [(*place, _PATH, to.count)], steps)
+    running.run(rule, group, [[to.held, gradient]], scalars.floats(rule, _ADD, steps), integers, [])
+    to.count += 1

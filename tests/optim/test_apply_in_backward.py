@@ -17,6 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import fxprec
+from benchmarks.memory.measure import peak_bytes
 from fxprec.demo.models import CharTransformer
 from fxprec.errors import BudgetError, ConfigError, FxprecWarning, GradientError
 from fxprec.runtime.optim.applied import AppliedGradient
@@ -305,12 +306,7 @@ def test_the_peak_falls_by_gradients() -> None:
             optimizer.zero_grad()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             run(torch.ones(8, 512)).sum().backward()
-        live = most = 0
-        events = (e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")  # type: ignore[union-attr]
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            live += event.nbytes()
-            most = max(most, live)
-        return most
+        return peak_bytes(profiled)
 
     gradient = 512 * 512 * 4
     assert peak(in_backward=False) - peak(in_backward=True) > 6 * gradient

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import fxprec
+from benchmarks.memory.measure import peak_bytes
 from fxprec.errors import BudgetError, ConfigError, FxprecWarning, GradientError
 from fxprec.report.explain import explain
 from fxprec.report.whole_step import at_the_peak
@@ -177,6 +178,13 @@ def test_what_reads_and_writes_p_grad_sees_a_tensor_of_the_parameters_dtype() ->
     weight = next(model.parameters())
     assert weight.grad is not None
     assert torch.equal(copy.deepcopy(weight.grad).clone(), weight.grad.clone())
+    before = weight.grad.clone()
+    weight.grad[1:3].mul_(2)
+    weight.grad.data.view(-1)[:4].zero_()
+    assert torch.equal(weight.grad[1:3], 2 * before[1:3])
+    assert torch.equal(weight.grad[3:], before[3:])
+    assert torch.equal(weight.grad[0].clone(), torch.cat([torch.zeros(4), before[0, 4:]]))
+    assert weight.grad.view(torch.int32).dtype == torch.int32
     optimizer.zero_grad(set_to_none=False)
     assert isinstance(weight.grad, SummedGradient)
     assert not weight.grad.held.any()
@@ -293,12 +301,7 @@ def test_the_peak_over_several_passes_falls_by_half_of_the_gradients() -> None:
         step()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             step()
-        live = most = 0
-        events = (e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]")  # type: ignore[union-attr]
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            live += event.nbytes()
-            most = max(most, live)
-        return most
+        return peak_bytes(profiled)
 
     plain, summed = peak(None), peak("bf16")
     assert plain > LAYERS * WEIGHT

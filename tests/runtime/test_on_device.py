@@ -18,7 +18,7 @@ from fxprec.driver.interpreter import interpreted
 from fxprec.errors import ConfigError
 from fxprec.optim import SGD
 from fxprec.runtime import losses, on_device, stats
-from fxprec.runtime.optim import stepper
+from fxprec.runtime.optim import guards, running
 
 SECOND = torch.device("cuda", 1)
 
@@ -144,9 +144,9 @@ def test_a_group_on_two_devices_is_stepped_device_by_device(monkeypatch: pytest.
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     found: list[list[str]] = []
-    monkeypatch.setattr(stepper.guards, "warn_if_stuck", lambda *args: None)
+    monkeypatch.setattr(guards, "warn_if_stuck", lambda *args: None)
     monkeypatch.setattr(
-        stepper, "_run_kernel", lambda rule, rows, *numbers: found.append([row[0].device.type for row in rows])
+        running, "_kernel", lambda rule, rows, *numbers: found.append([row[0].device.type for row in rows])
     )
     SGD(weights, lr=0.1).step()
     assert found == [["cpu", "cpu"], ["meta"]]

@@ -1,0 +1,70 @@
+"""One step of rows of tensors: by the generated kernel, or op by op where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxprec.runtime.optim import cpp, reference
+from fxprec.runtime.optim.local import dense_row, is_dense
+from fxprec.runtime.optim.rule import Rule
+
+
+def run(
+    rule: Rule,
+    group: Mapping[str, Any],
+    rows: list[list[Tensor]],
+    floats: Tensor,
+    integers: Tensor,
+    counts: list[Tensor],
+) -> None:
+    """Step rows of tensors (`Rule.tensors`, then `Rule.scales`) in place; ``foreach=False`` of the group: op by op.
+
+    ``floats``: float32 (rows, `Rule.scalars`); ``integers``: int32 (rows, `INTEGERS`); ``counts``: for each row int64
+    (2,), added to, or none.
+    """
+    step = _reference if group.get("foreach") is False else _kernel
+    step(rule, rows, floats, integers, counts)
+
+
+def _reference(rule: Rule, rows: list[list[Tensor]], floats: Tensor, integers: Tensor, counts: list[Tensor]) -> None:
+    for i, row in enumerate(rows):
+        copies = dense_row(rule, row)
+        device = copies[0].device
+        reference.run(rule, copies, floats[i].to(device), integers[i].to(device), counts[i] if counts else None)
+        _write_back(row, copies)
+
+
+def _kernel(rule: Rule, rows: list[list[Tensor]], floats: Tensor, integers: Tensor, counts: list[Tensor]) -> None:
+    dense = [row if is_dense(rule, row) else dense_row(rule, row) for row in rows]
+    device = dense[0][0].device
+    found = torch.zeros(len(rows), 2, dtype=torch.int64, device=device) if counts else None
+    if device.type == "cpu":
+        done = cpp.run(rule, dense, floats, integers, found)
+    else:
+        from fxprec.runtime.optim import triton_step
+
+        done = triton_step.run(rule, dense, floats, integers, found)
+    if not done:
+        _reference(rule, rows, floats, integers, counts)
+        return
+    for row, copies in zip(rows, dense, strict=True):
+        if copies is not row:
+            _write_back(row, copies)
+    # Kernels write past autograd's notice.
+    torch.autograd.graph.increment_version([row[0] for row in rows])
+    if found is not None:
+        torch._foreach_add_(counts, list(found.unbind()))
+
+
+def _write_back(row: list[Tensor], copies: list[Tensor]) -> None:
+    """Copy what was stepped outside its own memory."""
+    for i, (t, copy) in enumerate(zip(row, copies, strict=True)):
+        if i == 1:
+            continue
+        local = t.to_local() if hasattr(t, "to_local") else t
+        if copy.data_ptr() != local.data_ptr():
+            local.copy_(copy.view(local.shape))
