@@ -28,6 +28,7 @@ from fxprec.passes.casts.operands import OperandCasts, Rounding
 from fxprec.passes.notice import Notice
 from fxprec.passes.smooth_swiglu import SCALED_CHANNELS
 from fxprec.plan import Gemm
+from fxprec.plan.lines import named
 
 _MULTIPLYING = having(Trait.GEMM) & having(Trait.GEMM_BACKWARD)  # of vectors, too
 _SHOWING = frozenset({QUANTIZE, DEQUANTIZE, KEEP_NONFINITE, RESCALE}) | ops.CASTS
@@ -146,9 +147,8 @@ class _Rewrite:
         )
 
     def _tell(self, op: Operator, reason: str) -> None:
-        place = ", ".join(part for part in (op.module, op.source) if part)
         detail = f"the operands stay in {self.work.settings.recipe.hi.name}: {reason}"
-        self.work.notices.append(Notice(f"{op.name} ({place})" if place else op.name, detail))
+        self.work.notices.append(Notice(named(op.name, op.module, op.source), detail))
 
     def _given(self, index: int) -> Gemm | None:
         """Return what the given plan says of a GEMM; None where its recipe rounds no operands, and it says nothing."""

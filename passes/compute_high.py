@@ -25,6 +25,7 @@ from fxprec.passes.casts.sites import emit, read_of, store_as
 from fxprec.passes.notice import Notice
 from fxprec.passes.weigh_gemms import over_codes
 from fxprec.plan import Site
+from fxprec.plan.lines import named
 from fxprec.plan.rows import Reads
 
 # Why a tensor that should be low is high, for the plan.
@@ -95,12 +96,11 @@ class _Readers:
         return None if is_theirs else self.work.given.sites[site.id].format
 
     def _tell_unfollowed(self, site: Site, chosen: str, fmt: Format, reason: str) -> None:
-        place = ", ".join(part for part in (site.module, site.source) if part)
         detail = (
             f"sites[{site.id}].format of the given plan is {chosen!r}, and it stays in "
             f"{fmt.name}, since {reason}; storage='simulate' rounds it for every reader"
         )
-        self.work.notices.append(Notice(f"{site.tensor} ({place})" if place else site.tensor, detail))
+        self.work.notices.append(Notice(named(site.tensor, site.module, site.source), detail))
 
     def _as_given(self, site: Site) -> Site:
         """Return the site with the reason of the given plan's, where that holds it in as many bits."""

@@ -20,6 +20,7 @@ from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.base import Work
 from fxprec.passes.casts.sites import emit
 from fxprec.passes.notice import Notice
+from fxprec.plan.lines import place
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def _arguments(accumulator: Accumulator) -> tuple[object, ...]:
 
 
 def _left_alone(node: Node, accumulator: Accumulator) -> Notice:
-    site = ", ".join(part for part in (node.name, module_of(node), source_of(node)) if part)
+    site = place(node.name, module_of(node), source_of(node))
     fused = node.target in ops.ATTENTION | ops.ATTENTION_BACKWARD
     way_out = "; torch.nn.attention.sdpa_kernel(SDPBackend.MATH) makes GEMMs of it" if fused else ""
     return Notice(site, f"{node.target} keeps its own accumulator, not {accumulator.format.name}{way_out}")

@@ -19,6 +19,7 @@ from fxprec.errors import FxprecWarning, NonfiniteError
 from fxprec.numerics.formats import parse
 from fxprec.plan import Plan, Site
 from fxprec.plan.compare import partners
+from fxprec.plan.lines import named
 from fxprec.plan.scales import ScaleGraph
 from fxprec.runtime.controller_state import saved_plan
 from fxprec.runtime.events import Event
@@ -397,5 +398,4 @@ UNSCALED: Mapping[str, Any] = {
 
 def describe(site: Site) -> str:
     """Return ``tensor (module, source)`` for a message."""
-    where = ", ".join(part for part in (site.module, site.source) if part)
-    return f"{site.tensor} ({where})" if where else site.tensor
+    return named(site.tensor, site.module, site.source)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxprec
 from fxprec import Plan, PlanError, cli
-from fxprec.report.explain import explain
+from fxprec.plan.explain import explain
 from fxprec.report.load import plans_of
 
 

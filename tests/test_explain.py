@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fxprec import Plan
 from fxprec.plan.edits import as_edited
+from fxprec.plan.explain import explain
+from fxprec.plan.held import data
 from fxprec.plan.rows import PeakBytes
 from fxprec.plan.shown import line
 from fxprec.report.compare import differences
-from fxprec.report.explain import explain
 from tests.helpers import compiled, eager_backend
 
 
@@ -53,6 +55,14 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plan(place) -> Plan:
     return trained(dump=place)
+
+
+@pytest.fixture(scope="module")
+def dropped() -> Plan:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 4))
+    backend = eager_backend("fp8", low_ratio=1.0)
+    compiled(model, backend)(X[0]).sum().backward()
+    return backend.plans[0]
 
 
 def said(plan: Plan, tensor: str, kind: str = "output") -> list[str]:
@@ -102,15 +112,73 @@ def test_explain_says_why_a_tensor_of_a_low_group_is_high_and_who_reads_it(plan,
     assert tuple(rest) == LINES[tensor, kind]
 
 
-def test_of_the_whole_plan_each_group_is_told_with_its_modules(plan):
-    first, *groups, last = explain(plan, "")
+def test_of_the_whole_plan_each_tensor_held_for_backward_is_told_and_then_each_group(plan):
+    first, title, head, *more = explain(plan, "")
     assert first == line([plan])
-    assert [f"group {g.id}, {'low' if g.low else 'high'}:" for g in plan.groups] == [
-        g.partition(": ")[0].strip() + ":" for g in groups
+    assert title.startswith("held for backward, largest first")
+    assert head.split() == ["bytes", "in", "bf16", "in", "float32", "format", "tensor", "module", "source"]
+    rows = more[: len(plan.saved)]
+    assert (
+        any(re.search(r"2,048 +4,096 +8,192 +bf16 +addmm_3 +deep\.2 +test_explain\.py:\d+$", r) for r in rows) or rows
+    )
+    held, in_bf16, in_float32, *_ = more[len(plan.saved)].split()
+    count = plan.saved_bytes
+    assert (held, in_bf16, in_float32) == tuple(f"{n:,}" for n in (count.planned, count.bf16, count.fp32))
+    groups = more[len(plan.saved) + 2 : -1]
+    assert [f"group {g.id}, asked {'low' if g.low else 'high'}" for g in plan.groups] == [
+        g.partition(":")[0].strip() for g in groups
     ]
-    assert f"{sum(s.group == 0 for s in plan.sites)} tensors" in groups[0]
-    assert any("qkv" in group for group in groups)
-    assert "peak_budget" in last
+    assert "peak_budget" in more[-1]
+    assert plan.explain() == "\n".join(explain(plan, ""))
+
+
+def test_the_rows_add_up_to_what_the_plan_its_groups_and_its_line_count(plan):
+    told = data(plan)
+    saved, count = told["saved"], plan.saved_bytes
+    assert told["total"] == {"planned": count.planned, "bf16": count.bf16, "fp32": count.fp32}
+    for name, total in (("bytes", count.planned), ("bf16", count.bf16), ("fp32", count.fp32)):
+        assert sum(row[name] for row in saved) == total
+    for group, asked in zip(plan.groups, told["groups"], strict=True):
+        members = [row for row in saved if row["group"] == group.id]
+        assert group.saved_bytes == asked["bytes"] == sum(row["bytes"] for row in members)
+        assert sum(asked["formats"].values()) == len(members)
+    in_8 = sum(row["format"] == "e4m3fn" for row in saved)
+    assert f"; {in_8} tensors in 8 bits, " in line([plan])
+    for row in saved:
+        site = None if row["site"] is None else plan.sites[row["site"]]
+        assert site is None or (row["tensor"], row["module"], row["format"]) == (site.tensor, site.module, site.format)
+
+
+def test_a_tensor_of_a_low_group_that_is_held_in_bf16_is_told_as_bf16(plan):
+    row = next(row for row in plan.saved if row.tensor == "addmm")
+    assert plan.groups[row.group].low
+    assert (row.format, row.module, row.bytes) == ("bf16", "qkv", 2 * row.elements)
+    (told,) = (line for line in explain(plan, "") if line.split()[4:5] == ["addmm"])
+    assert "  bf16 " in told
+
+
+def test_masks_take_what_they_take_in_every_format(dropped):
+    (mask,) = (row for row in dropped.saved if row.format == "bool")
+    assert (mask.bytes, mask.bf16, mask.fp32, mask.elements) == (512, 512, 512, 0)
+    count = dropped.saved_bytes
+    floats = sum(row.elements for row in dropped.saved if row.fp32)
+    assert (count.fp32, count.bf16, count.fixed) == (4 * floats + 512, 2 * floats + 512, 512)
+    assert line([dropped]).endswith(", 1 mask or index")
+
+
+def test_a_plan_that_lists_no_tensors_says_so(plan):
+    older = replace(plan, saved=())
+    assert "does not list its tensors" in explain(older, "")[1]
+    assert "no backward half" in explain(replace(older, saved_bytes=None), "")[1]
+    assert Plan.from_dict(plan.to_dict()).saved == plan.saved
+
+
+def test_a_large_plan_shows_the_largest_and_adds_up_the_others(plan):
+    many = replace(plan, saved=tuple(replace(plan.saved[0], bytes=i) for i in range(1, 51)))
+    lines = explain(many, "")
+    assert lines[3].split()[0] == "50"
+    assert re.match(r"\s+55 .* 10 smaller ones; --json has all", lines[43])
+    assert lines[44].split()[0] == f"{sum(range(51)):,}"
 
 
 def test_in_a_simulation_there_is_no_copy_to_say_the_readers_of():

@@ -25,8 +25,8 @@ from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.peak.loops import Loops
 from fxprec.passes.analysis.peak.step import Held
+from fxprec.plan.explain import peak_lines
 from fxprec.report.compare import differences
-from fxprec.report.explain import peak_lines
 
 ways = pytest.mark.parametrize("ways", [("offload",), ("narrow", "offload")], ids=lambda ways: "+".join(ways))
 

@@ -130,7 +130,7 @@ def test_the_file_has_the_keys_of_the_architecture():
     fixed = "schema fxprec torch recipe policy requested_low_ratio achieved_low_ratio total_elements saved_bytes gemms"
     assert set(data) >= {*fixed.split(), "groups", "sites"}
     assert data["schema"] == 1
-    assert set(data["saved_bytes"]) == {"fp32", "planned"}
+    assert set(data["saved_bytes"]) == {"fp32", "planned", "fixed"}
     assert set(data["gemms"][0]) >= {"id", "node", "op", "module", "group_before", "group_after"}
     assert set(data["groups"][0]) >= {"id", "elements", "elements_by_kind", "low", "order", "operators"}
     assert set(data["groups"][0]["elements_by_kind"]) == set(KINDS)

@@ -22,7 +22,7 @@ from fxprec.passes.analysis.saved_bytes import read_by_backward
 from fxprec.passes.choose_crossings import AGAIN
 from fxprec.passes.store_blocks import SIGNS
 from fxprec.plan import Site
-from fxprec.report.explain import explain
+from fxprec.plan.explain import explain
 
 ROWS = 4 * 64
 

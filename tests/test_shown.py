@@ -41,10 +41,9 @@ def plan(backend: fxprec.Backend) -> Plan:
 
 
 def test_the_line_has_the_plans_own_figures(plan: Plan) -> None:
-    sites = [replace(site, format="e4m3fn", saved_as="", way="") for site in plan.sites]
-    sites[0] = replace(sites[0], format="bf16")
-    known = replace(plan, sites=tuple(sites), saved_bytes=ByteCount(fp32=112 * 1024, planned=28 * 1024))
-    said = f"{len(sites) - 1} tensors in 8 bits, 1 in 16"
+    saved = [replace(plan.saved[0], bytes=512, elements=512)] * 3 + [replace(plan.saved[0], bytes=1024, elements=512)]
+    known = replace(plan, saved=tuple(saved), saved_bytes=ByteCount(fp32=112 * 1024, planned=28 * 1024))
+    said = "3 tensors in 8 bits, 1 in 16"
     assert line([known]) == f"fxprec fp8: 28 KiB saved for backward (bf16 56, float32 112); {said}"
     peak = PeakBytes(budget=24_100_000, high=1, planned=20_000_000, compiled=23_600_000)
     assert "; peak 22.5 of 23 MiB; " in line([replace(known, peak_bytes=peak)])
@@ -54,7 +53,7 @@ def test_the_line_has_the_plans_own_figures(plan: Plan) -> None:
 
 
 def test_the_line_leaves_out_what_is_not_known(plan: Plan) -> None:
-    assert line([replace(plan, saved_bytes=None, sites=())]) == "fxprec fp8: "
+    assert line([replace(plan, saved_bytes=None, saved=())]) == "fxprec fp8: "
     assert line([]) == "fxprec: nothing planned yet; the first training step compiles"
     assert line([plan], "graph 1").startswith("fxprec fp8, graph 1: ")
     assert line([replace(plan, storage="simulate")]).startswith("fxprec fp8, simulated: ")
@@ -69,13 +68,17 @@ def test_the_line_adds_graphs_up_and_counts_promotions(plan: Plan) -> None:
     assert both.endswith("; 1 promoted")
 
 
-def test_what_is_recomputed_has_no_bits(plan: Plan) -> None:
+def test_only_what_is_saved_has_bits(plan: Plan) -> None:
+    assert len(plan.sites) > len(plan.saved) == 3
+    assert line([plan]).endswith("; 3 tensors in 8 bits"), "what backward does not read is no tensor of the line"
     ways = ("recompute", "offload", *["keep"] * (len(plan.sites) - 2))
-    known = replace(plan, sites=tuple(replace(s, way=way) for s, way in zip(plan.sites, ways, strict=True)))
-    said = line([known])
-    assert "1 computed again, 1 in host memory" in said
-    counted = sum(int(word) for word in said.rpartition("; ")[2].replace(",", "").split() if word.isdigit())
-    assert counted == len(plan.sites) + 8 + 16 - (0 if " 16" in said else 16)
+    sites = tuple(replace(s, way=way) for s, way in zip(plan.sites, ways, strict=True))
+    saved = (replace(plan.saved[0], on_host=True), *plan.saved[1:])
+    assert line([replace(plan, sites=sites, saved=saved)]).endswith(
+        "; 2 tensors in 8 bits, 1 computed again, 1 in host memory"
+    )
+    masks = (replace(plan.saved[0], format="bool", elements=0, fp32=8),) * 2
+    assert line([replace(plan, saved=masks)]).endswith("; 2 masks or indices")
 
 
 def test_the_line_is_logged_once_compiled(caplog: pytest.LogCaptureFixture) -> None:
@@ -141,7 +144,7 @@ def test_logs_carry_the_bytes_saved() -> None:
     assert plan.saved_bytes is not None
     assert plan.saved_bytes.planned > 0
     assert summary(model)["fxprec/saved_bytes"] == plan.saved_bytes.planned
-    assert summary(model)["fxprec/saved_bytes_in_bf16"] == plan.saved_bytes.fp32 // 2
+    assert summary(model)["fxprec/saved_bytes_in_bf16"] == plan.saved_bytes.bf16
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:

@@ -124,7 +124,7 @@ _BEST = {"batch": "largest", "sequence": "longest"}
 
 def _shown(answer: Answer) -> list[str]:
     from fxprec.passes.notice import readable
-    from fxprec.report.explain import peak_lines
+    from fxprec.plan.explain import peak_lines
     from fxprec.report.whole_step import at_the_peak, picture
 
     plan = answer.plan

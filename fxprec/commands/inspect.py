@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fxprec.commands.output import modules
+from fxprec.commands.output import AsJson, modules, print_json
 from fxprec.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
@@ -115,26 +116,40 @@ def explain(
         str,
         typer.Argument(
             help="Name of a tensor, a module, or a site's number; or lowering, peak_budget, step_budget. Left "
-            "out: the whole plan. Of a link's plan a layer."
+            "out: every tensor held for backward. Of a link's plan a layer."
         ),
     ] = "",
+    as_json: AsJson = False,
 ) -> None:
-    """Say why a tensor has the precision it has, which lowering was taken, or what a step holds under its budget.
+    """Say what is held for backward: each tensor with its module, source line, format and bytes, beside bf16 and fp32.
 
+    With a name: why a tensor has the precision it has, which lowering was taken, or what a step holds under its budget.
     Of a link's plan: in how many bits each layer's gradient goes, what is exposed, and what rounding costs.
     """
-    from fxprec.report.explain import explain as explained
+    from fxprec.plan import held
+    from fxprec.plan.explain import explain as explained
     from fxprec.report.load import is_link_plan, plans_of
 
     if is_link_plan(plan):
         from fxprec.runtime.aps import link_plan
 
-        print("\n".join(link_plan.explained(link_plan.LinkPlan.load(plan), tensor)))
+        _print_lines(link_plan.explained(link_plan.LinkPlan.load(plan), tensor), as_json=as_json)
         return
     plans = plans_of(plan)
     if len(plans) > 1:
         raise PlanError(f"{plan}: holds {len(plans)} graphs; give one of {', '.join(plans)} in it")
-    print("\n".join(explained(next(iter(plans.values())), tensor)))
+    (found,) = plans.values()
+    if as_json and not tensor:
+        print_json(held.data(found))
+        return
+    _print_lines(explained(found, tensor), as_json=as_json)
+
+
+def _print_lines(lines: Iterable[str], *, as_json: bool) -> None:
+    if as_json:
+        print_json({"lines": list(lines)})
+    else:
+        print("\n".join(lines))
 
 
 def report(

@@ -15,7 +15,7 @@ from torch import nn
 from fxprec.diagnosis.adjoint import combined
 from fxprec.diagnosis.doctor import doctor
 from fxprec.errors import ConfigError
-from fxprec.report.graph_text import aligned
+from fxprec.plan.lines import aligned
 
 FRAGILE = 3.0  # times the damage at the first checkpoint
 SHOWN = 12

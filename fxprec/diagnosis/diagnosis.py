@@ -9,8 +9,8 @@ from typing import Any
 
 from fxprec.diagnosis.advice import Advice
 from fxprec.diagnosis.rows import Check, GemmRow, GroupRow, Row
+from fxprec.plan.lines import one_line
 from fxprec.plan.shown import table
-from fxprec.report.graph_text import one_line
 from fxprec.report.result import plain, write_result
 
 SCHEMA = 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fxprec.diagnosis.diagnosis import Diagnosis
 from fxprec.diagnosis.rows import Check, GroupRow
-from fxprec.report.graph_text import aligned, one_line
+from fxprec.plan.lines import aligned, one_line
 
 SHOWN = 12
 FIRST = 3  # groups to keep high first

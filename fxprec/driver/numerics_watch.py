@@ -30,6 +30,7 @@ from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.analysis.ops import MUTATIONS
 from fxprec.passes.casts.operands import OPERAND_META
 from fxprec.plan import Plan
+from fxprec.plan.lines import place
 from fxprec.runtime.controller import Controller, describe
 from fxprec.runtime.growth import Growth
 
@@ -103,11 +104,11 @@ def _site_of(cast: Node, controller: Controller) -> str:
 
 def _gemm(plan: Plan, index: int) -> str:
     gemm = plan.gemms[index]
-    return f"{gemm.node}, {gemm.module}" if gemm.module else gemm.node
+    return place(gemm.node, gemm.module)
 
 
 def _place(node: Node) -> str:
-    return ", ".join(part for part in (module_of(node), source_of(node)) if part) or node.name
+    return place(module_of(node), source_of(node)) or node.name
 
 
 @dataclass

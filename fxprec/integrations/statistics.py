@@ -45,7 +45,7 @@ def _summary(backends: Mapping[str, Backend], rows: Sequence[Mapping[str, Any]])
         "fxprec/underflow_ratio": max((row["underflow_ratio"] or 0.0 for row in rows), default=0.0),
         "fxprec/mean_low_ratio": statistics.fmean(b.mean_low_ratio for b in backends.values()) if backends else 0.0,
         "fxprec/saved_bytes": sum(count.planned for count in saved),
-        "fxprec/saved_bytes_in_bf16": sum(count.fp32 // 2 for count in saved),
+        "fxprec/saved_bytes_in_bf16": sum(count.bf16 for count in saved),
         "fxprec/promoted": sum(len(plan.promoted) for plan in plans),
         "fxprec/skipped_steps": sum(backend.skipped_steps for backend in backends.values()),
     }

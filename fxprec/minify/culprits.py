@@ -13,7 +13,7 @@ from fxprec.config import Config
 from fxprec.errors import ConfigError
 from fxprec.minify.oracle import Exact
 from fxprec.plan import Plan, Site
-from fxprec.report.graph_text import aligned
+from fxprec.plan.lines import aligned
 from fxprec.runtime.controller import Controller
 from fxprec.testing.case import STEPS, Case, Compiled
 

@@ -2,6 +2,17 @@
 
 from fxprec.plan.files import SCHEMA
 from fxprec.plan.plan import Plan
-from fxprec.plan.rows import ByteCount, Gemm, Group, KindCounts, PeakBytes, PeakPoint, Site
+from fxprec.plan.rows import ByteCount, Gemm, Group, KindCounts, PeakBytes, PeakPoint, SavedTensor, Site
 
-__all__ = ["SCHEMA", "ByteCount", "Gemm", "Group", "KindCounts", "PeakBytes", "PeakPoint", "Plan", "Site"]
+__all__ = [
+    "SCHEMA",
+    "ByteCount",
+    "Gemm",
+    "Group",
+    "KindCounts",
+    "PeakBytes",
+    "PeakPoint",
+    "Plan",
+    "SavedTensor",
+    "Site",
+]

@@ -194,10 +194,15 @@ def _check_references(plan: Plan) -> None:
         *((f"gemms[{g.id}].group_before", g.group_before) for g in plan.gemms),
         *((f"gemms[{g.id}].group_after", g.group_after) for g in plan.gemms),
         *((f"sites[{s.id}].group", s.group) for s in plan.sites),
+        *((f"saved[{i}].group", row.group) for i, row in enumerate(plan.saved)),
     ]
     for path, group in references:
         if group >= len(plan.groups):
             raise Entry(group, path).fail(f"is {group}, and there is no such group", "name one in 'groups'")
+    for i, row in enumerate(plan.saved):
+        if row.site is not None and row.site >= len(plan.sites):
+            here = Entry(row.site, f"saved[{i}].site")
+            raise here.fail(f"is {row.site}, and there is no such site", "name one in 'sites'")
 
 
 def _check_directions(plan: Plan) -> None:

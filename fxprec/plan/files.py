@@ -15,7 +15,7 @@ from fxprec.config.operands import PRODUCTS
 from fxprec.errors import FxprecError, PlanError
 from fxprec.plan.entries import read_plan
 from fxprec.plan.reading import Entry
-from fxprec.plan.rows import Gemm, PeakBytes, Site
+from fxprec.plan.rows import Gemm, PeakBytes, SavedTensor, Site
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 MAX_BYTES = 64 * 2**20
 MAX_VALUES = 4_000_000  # 64 MiB of sites hold 3.3 million; an array of zeros would hold 32 million and 1 GB
-_TABLES = ("gemms", "groups", "sites")
+_TABLES = ("gemms", "groups", "sites", "saved")
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -33,7 +33,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
     ``grouping`` is written where it is not the default, ``compute`` and ``reads`` in real storage, a site's
     ``why``, ``unread`` and ``saved_as`` and a GEMM's block formats where there is something to say, ``peak_bytes`` and
-    a site's ``way`` under a peak budget, ``whole_step`` under a step budget, ``lowering`` where it was chosen.
+    a site's ``way`` under a peak budget, ``whole_step`` under a step budget, ``lowering`` where it was chosen,
+    ``saved`` once the graph is partitioned.
     """
     head = {
         "schema": plan.schema,
@@ -59,7 +60,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     }
     sites = [_site(row, simulated=plan.storage == "simulate") for row in plan.sites]
     gemms, groups = [_gemm(row) for row in plan.gemms], [_row(row) for row in plan.groups]
-    return head | {"gemms": gemms, "groups": groups, "sites": sites}
+    saved = {"saved": [_saved(row) for row in plan.saved]} if plan.saved else {}
+    return head | {"gemms": gemms, "groups": groups, "sites": sites} | saved
 
 
 def _row(row: DataclassInstance) -> dict[str, Any]:
@@ -92,6 +94,12 @@ def _site(row: Site, *, simulated: bool) -> dict[str, Any]:
     empty = {key for key in ("why", "unread", "saved_as", "way") if not getattr(row, key)}
     left_out = ({"reads"} if simulated else set()) | empty
     return {key: value for key, value in _row(row).items() if key not in left_out}
+
+
+def _saved(row: SavedTensor) -> dict[str, Any]:
+    empty = {"site"} if row.site is None else set()
+    empty |= set() if row.on_host else {"on_host"}
+    return {key: value for key, value in asdict(row).items() if key not in empty}
 
 
 def dumps(plan: Plan) -> str:

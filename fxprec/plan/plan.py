@@ -16,7 +16,18 @@ from fxprec.plan import files, shown
 from fxprec.plan.compare import first_difference
 from fxprec.plan.files import SCHEMA
 from fxprec.plan.reading import Entry
-from fxprec.plan.rows import ByteCount, Gemm, Group, LoweringChoice, OneLine, PeakBytes, Share, Site, WholeStep
+from fxprec.plan.rows import (
+    ByteCount,
+    Gemm,
+    Group,
+    LoweringChoice,
+    OneLine,
+    PeakBytes,
+    SavedTensor,
+    Share,
+    Site,
+    WholeStep,
+)
 
 
 def _version(package: str) -> str:
@@ -61,6 +72,8 @@ class Plan:
     total_elements: int = 0
     saved_bytes: ByteCount | None = None
     """Bytes that the partitioned graph saves for backward; None without a backward half."""
+    saved: tuple[SavedTensor, ...] = ()
+    """The tensors whose bytes those are; empty until the graph is partitioned, and in older plan files."""
     peak_bytes: PeakBytes | None = None
     """Peak of a step under a peak budget; None without one."""
     whole_step: WholeStep | None = field(default=None, compare=False)
@@ -188,6 +201,16 @@ class Plan:
             f"recipe {self.recipe.name}, {self.storage} storage: {low} of {len(self.groups)} groups low, "
             f"{self.achieved_low_ratio:.4f} of {self.total_elements} elements, {len(self.sites)} sites{bytes_saved}"
         )
+
+    def explain(self, name: str = "") -> str:
+        """Return what is held for backward, tensor by tensor, as ``fxprec explain`` prints it.
+
+        ``name`` asks for more: a tensor, a module, a site's number, ``lowering``, ``peak_budget``, ``step_budget``.
+        Raises `PlanError` for a name the plan does not have.
+        """
+        from fxprec.plan.explain import explain
+
+        return "\n".join(explain(self, name))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON data, keys in a fixed order."""

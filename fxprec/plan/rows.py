@@ -145,11 +145,51 @@ class ByteCount:
     """Bytes saved for backward, each storage once, the graph's inputs and parameters left out.
 
     ``planned`` counts what the partitioned graph saves, host memory left out. ``fp32`` counts the same tensors in
-    float32, without a parameter's copy, since backward would read the parameter.
+    float32, without a parameter's copy, since backward would read the parameter. ``fixed`` are the bytes of ``fp32``
+    that no format changes: masks, indices, seeds.
     """
 
     fp32: int
     planned: int
+    fixed: int = 0
+
+    @property
+    def bf16(self) -> int:
+        """Return the bytes of the same tensors in bf16."""
+        return (self.fp32 - self.fixed) // 2 + self.fixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """A storage that the partitioned forward half saves for backward; the rows of a plan add up to its `ByteCount`."""
+
+    tensor: str
+    """The parameter or input that it is a copy of, or the node that makes it."""
+    module: str
+    source: str
+    """``file:line`` or ``""``."""
+    format: str
+    """Name of the format of a copy; of what is saved as it is, the dtype's."""
+    bytes: int
+    elements: int
+    """Floating-point numbers that it holds; 0 of masks, indices and scales, and of a second storage of one tensor."""
+    group: int
+    site: int | None = None
+    """The row of the plan whose copy it is; None of what the plan has no row for (masks, statistics of a norm)."""
+    fp32: int = 0
+    """Bytes of the same tensor in float32; of a parameter's copy 0, since backward would read the parameter."""
+    on_host: bool = False
+    """Whether it waits in host memory, which `ByteCount.planned` leaves out."""
+
+    @property
+    def bits(self) -> int:
+        """Return the bits that an element takes in memory, a block's scale left out; 0 of what has no elements."""
+        return 8 * self.bytes // self.elements if self.elements else 0
+
+    @property
+    def bf16(self) -> int:
+        """Return the bytes of the same tensor in bf16."""
+        return self.fp32 // 2 if self.elements else self.fp32
 
 
 @dataclass(frozen=True, kw_only=True)

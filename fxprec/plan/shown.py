@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from fxprec.numerics.blocks import find
-from fxprec.plan.rows import WAYS_SAID
+from fxprec.plan.rows import WAYS_SAID, Way
 
 if TYPE_CHECKING:
     from fxprec.plan.plan import Plan
@@ -35,13 +34,13 @@ def parts(plans: Sequence[Plan]) -> list[str]:
 
 
 def _saved(plans: Sequence[Plan]) -> str:
-    """Say how much is saved for backward, beside bf16 (two bytes an element) and float32 (four)."""
+    """Say how much is saved for backward, beside bf16 and float32."""
     counts = [plan.saved_bytes for plan in plans]
     known = [count for count in counts if count is not None]
     if not known or len(known) < len(counts):
         return ""
-    planned, fp32 = sum(count.planned for count in known), sum(count.fp32 for count in known)
-    ours, bf16, float32 = _sizes(planned, fp32 // 2, fp32)
+    totals = (sum(getattr(count, name) for count in known) for name in ("planned", "bf16", "fp32"))
+    ours, bf16, float32 = _sizes(*totals)
     return f"{ours} saved for backward (bf16 {bf16.partition(' ')[0]}, float32 {float32.partition(' ')[0]})"
 
 
@@ -57,15 +56,19 @@ def _peak(plans: Sequence[Plan]) -> str:
 
 
 def _tensors(plans: Sequence[Plan]) -> str:
-    sites = [site for plan in plans for site in plan.sites]
-    stored = Counter(find(site.stored_as).bits for site in sites if site.way in _IN_BITS)
-    counts = [f"{count} in {bits}{' bits' if i == 0 else ''}" for i, (bits, count) in enumerate(sorted(stored.items()))]
-    ways = Counter[str](site.way for site in sites)
-    counts += [f"{ways[way]} {said}" for way, said in WAYS_SAID.items() if way not in _IN_BITS and ways[way]]
-    return counts[0].replace(" in ", " tensors in ", 1) + "".join(f", {more}" for more in counts[1:]) if counts else ""
+    """Count what is saved, by bits; what is computed again, or waits in host memory; masks and indices."""
+    saved = [row for plan in plans for row in plan.saved]
+    stored = Counter(row.bits for row in saved if row.elements and not row.on_host)
+    first, *more = [f"{count} in {bits}" for bits, count in sorted(stored.items())] or [""]
+    counts = [f"{first.replace(' ', ' tensors ', 1)} bits", *more] if first else []
+    ways = Counter[str](site.way for plan in plans for site in plan.sites)
+    counts += [f"{ways[way]} {WAYS_SAID[way]}" for way in _NOT_HELD if ways[way]]
+    masks = sum(row.fp32 > 0 for row in saved if not row.elements)
+    counts += [f"{masks} masks or indices" if masks > 1 else "1 mask or index"] if masks else []
+    return ", ".join(counts)
 
 
-_IN_BITS = ("", "keep", "narrow")
+_NOT_HELD: tuple[Way, ...] = ("recompute", "offload")
 
 
 def _sizes(*sizes: int) -> list[str]:

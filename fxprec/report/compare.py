@@ -8,7 +8,7 @@ from typing import Any
 
 from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.plan import Plan, Site
-from fxprec.report.graph_text import one_line
+from fxprec.plan.lines import one_line, place
 
 _VERSIONS = {"fxprec", "torch", "schema"}
 _TABLES = ("gemms", "groups", "sites")
@@ -47,12 +47,12 @@ def differences(a: Plan, b: Plan) -> Iterator[str]:
     """Yield one line for each difference, without the versions that wrote the plans."""
     ours, theirs = a.to_dict(), b.to_dict()
     for name in ours:
-        if name not in (*_TABLES, *_VERSIONS) and ours[name] != theirs[name]:
+        if name not in (*_TABLES, *_VERSIONS, "saved") and ours[name] != theirs[name]:
             yield f"{name}: {ours[name]} -> {theirs[name]}"
     found = moves(a, b)
     for move in found:
         s = move.before
-        where = one_line(", ".join(part for part in (s.kind, f"group {s.group}", s.module, s.source) if part))
+        where = one_line(place(s.kind, f"group {s.group}", s.module, s.source))
         formats = f"{s.stored_as} -> {move.after.stored_as}"
         yield f"{one_line(s.tensor)} ({where}): {formats}, {move.bytes:+,} bytes: {move.why}"
     yield from _unmatched(a, b, "only in the first")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxprec.report.graph_text import aligned, one_line
+from fxprec.plan.lines import aligned, named, one_line
 from fxprec.report.runs import HALVES, Half
 from fxprec.report.streams import Comparison, Pair, PartedPair
 
@@ -45,8 +45,7 @@ def where(half: Half) -> str:
 def first_of(pair: Pair) -> str:
     """Return where a pair is, in words."""
     t = pair.ours
-    place = ", ".join(one_line(part) for part in (t.module, t.source) if part)
-    return f"{where(pair.half)}: {one_line(t.tensor)}" + (f" ({place})" if place else "")
+    return f"{where(pair.half)}: {one_line(named(t.tensor, t.module, t.source))}"
 
 
 def _row(pair: PartedPair) -> tuple[str, ...]:

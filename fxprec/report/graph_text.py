@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch.fx import Node
@@ -12,6 +12,7 @@ from fxprec.passes.analysis.joint import shape_text, value
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.base import Work
 from fxprec.passes.pass_report import target_text
+from fxprec.plan.lines import one_line
 
 
 def graph_text(work: Work, title: str, changed: Mapping[str, tuple[int, int]]) -> str:
@@ -75,24 +76,3 @@ def _notes(node: Node, work: Work) -> list[str]:
         notes += [place + cast.format] + ([f"reads {reads}"] if reads != "all" else [])
     module, source = module_of(node), source_of(node)
     return notes + ([f"module {module}"] if module else []) + ([source] if source else [])
-
-
-def one_line(text: str) -> str:
-    """Escape characters that would end a line: names come from the user's model."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-_WIDEST = 60  # characters of a cell
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Return rows of text as columns; the last one is never cut."""
-    cut = [[*(_cut(one_line(c)) for c in line[:-1]), one_line(line[-1])] for line in lines]
-    widths = [max(len(line[i]) for line in cut) for i in range(len(cut[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cut)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _WIDEST else text[: _WIDEST - 3] + "..."

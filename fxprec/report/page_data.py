@@ -10,10 +10,10 @@ from typing import Any
 from fxprec.numerics.blocks import find
 from fxprec.numerics.formats import parse
 from fxprec.plan import Gemm, Plan, Site
+from fxprec.plan.explain import lowering_lines, reasons
 from fxprec.plan.rows import LIVE
 from fxprec.report.curve import Point, by_group, by_ratio
 from fxprec.report.drawing import Drawing, DrawnNode
-from fxprec.report.explain import lowering_lines, reasons
 from fxprec.report.flops import GemmCost
 
 _WIDTH = {"bfloat16": 16, "float16": 16}
@@ -102,7 +102,7 @@ def _saved(plan: Plan) -> dict[str, int] | None:
     """Return bytes saved: float32 takes four an element and bf16 two; masks and indices are not counted."""
     if plan.saved_bytes is None:
         return None
-    return {"fp32": plan.saved_bytes.fp32, "bf16": plan.saved_bytes.fp32 // 2, "planned": plan.saved_bytes.planned}
+    return {"fp32": plan.saved_bytes.fp32, "bf16": plan.saved_bytes.bf16, "planned": plan.saved_bytes.planned}
 
 
 def _point(point: Point) -> list[float | None]:

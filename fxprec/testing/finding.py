@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fxprec.report.graph_text import aligned, one_line
+from fxprec.plan.lines import aligned, one_line
 from fxprec.report.result import plain
 from fxprec.testing.measure import Measured
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fxprec.compat import keystr, tree_flatten_with_path
 from fxprec.errors import NumericsError
 from fxprec.plan import Plan
-from fxprec.report.graph_text import aligned
+from fxprec.plan.lines import aligned
 from fxprec.testing.finding import SHOWN
 
 _INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}

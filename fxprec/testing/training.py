@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxprec.config import Config
 from fxprec.errors import ConfigError, GoldenError, NumericsError
-from fxprec.report.graph_text import aligned
+from fxprec.plan.lines import aligned
 from fxprec.report.result import plain
 from fxprec.testing import golden as goldens
 from fxprec.testing.case import Case, Compiled, quiet

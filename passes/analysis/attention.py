@@ -17,6 +17,7 @@ from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.coded_gemms import BATCHED
 from fxprec.passes.analysis.joint import is_backward, is_view_or_cast, tensor_of
 from fxprec.passes.analysis.operators import module_of, source_of
+from fxprec.plan.lines import place
 
 aten = torch.ops.aten
 
@@ -46,7 +47,7 @@ class Attention:
     @property
     def name(self) -> str:
         """Return ``module, source`` for a message."""
-        return ", ".join(part for part in (self.module, self.source) if part) or self.node.name
+        return place(self.module, self.source) or self.node.name
 
     def largest(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Tensor:
         """Return the largest magnitude among the logits, a scalar, from what the node was called with and returned."""

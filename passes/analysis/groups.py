@@ -22,6 +22,7 @@ from fxprec.passes.analysis.joint import JointGraph, factors_of, numel_expr, num
 from fxprec.passes.analysis.operators import Operator, Operators
 from fxprec.passes.analysis.tensors import CountedTensor, Kind
 from fxprec.passes.analysis.values import is_differentiable, is_float_tensor, is_plain_float
+from fxprec.plan.lines import named
 from fxprec.plan.plan import GemmNames
 
 
@@ -179,9 +180,8 @@ class _Walk:
 
 
 def _no_float64(name: str, module: str, source: str) -> str:
-    where = ", ".join(part for part in (module, source) if part)
     return (
-        f"{name}{f' ({where})' if where else ''} is float64: fxprec holds float32, bfloat16 and float16 only; "
+        f"{named(name, module, source)} is float64: fxprec holds float32, bfloat16 and float16 only; "
         'convert the model with .float(), or compile this part with backend="inductor"'
     )
 

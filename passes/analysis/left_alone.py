@@ -11,6 +11,7 @@ from fxprec.passes.analysis.joint import numel_hint, value
 from fxprec.passes.analysis.operators import Operators
 from fxprec.passes.base import Work
 from fxprec.passes.notice import Notice
+from fxprec.plan.lines import place
 
 
 def left_alone(work: Work, *, rounds_gradients: bool) -> Iterator[Notice]:
@@ -30,7 +31,7 @@ def _complex_values(operators: Operators) -> Iterator[Notice]:
         for node in op.nodes:
             val = value(node)
             if val is not None and val.dtype.is_complex:
-                where = _place(node, op.module, op.source)
+                where = place(node.name, op.module, op.source)
                 yield Notice(where, f"is {val.dtype}: complex values are not planned and keep their precision")
                 return
 
@@ -38,7 +39,7 @@ def _complex_values(operators: Operators) -> Iterator[Notice]:
 def _float64_values(work: Work) -> Iterator[Notice]:
     """Yield a notice of the first float64 input or operator result. Values inside of an operator have none."""
     inputs = [(work.joint.describe(node).name, node) for node in work.joint.used_inputs]
-    results = [(_place(node, op.module, op.source), node) for op in work.operators.all for node in op.outputs]
+    results = [(place(node.name, op.module, op.source), node) for op in work.operators.all for node in op.outputs]
     for where, node in (*inputs, *results):
         val = value(node)
         if val is not None and _is_float64(val):
@@ -59,7 +60,7 @@ def _nested_graphs(operators: Operators) -> Iterator[Notice]:
             if names and names not in told:
                 told.add(names)
                 detail = f"what {node.target} runs is not planned and keeps the model's own precision"
-                yield Notice(_place(node, op.module, op.source), detail)
+                yield Notice(place(node.name, op.module, op.source), detail)
 
 
 def _is_graph(node: Node) -> bool:
@@ -73,7 +74,3 @@ def _sparse_gradients(work: Work) -> Iterator[Notice]:
         if val is not None and val.layout is not torch.strided:
             given = work.joint.describe(node)
             yield Notice(given.name, f"its gradient is {val.layout}: it is not rounded and keeps its precision")
-
-
-def _place(node: Node, module: str, source: str) -> str:
-    return ", ".join(part for part in (node.name, module, source) if part)

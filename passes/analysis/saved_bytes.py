@@ -6,7 +6,6 @@ among them, since they are there anyway. A parameter's stored copy counts.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -19,7 +18,7 @@ from fxprec.config.recipes import Recipe
 from fxprec.ir.symbolic import AS_STORED, DEQUANTIZE, QUANTIZE, TENSOR_SCALE, TRANSPOSED, Quantize, is_in_blocks
 from fxprec.kernels.host import WaitOffload
 from fxprec.numerics.blocks import AnyFormat, BlockFormat
-from fxprec.numerics.formats import Format
+from fxprec.numerics.formats import NAMED, Format
 from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.passes.analysis.joint import (
     JointGraph,
@@ -32,9 +31,10 @@ from fxprec.passes.analysis.joint import (
     tensor_of,
     value,
 )
+from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.tensors import GROUP_META, CountedTensor
-from fxprec.plan import ByteCount, Plan
+from fxprec.plan import ByteCount, Group, Plan, SavedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,27 +111,63 @@ def bytes_in_float32(tensors: Sequence[CountedTensor]) -> int:
 
 
 def as_partitioned(plan: Plan, forward: Graph, num_outputs: int, inputs: Sequence[GraphInput]) -> tuple[Plan, int]:
-    """Return the plan with the bytes a partitioned forward half saves, in all and by group; and those in all.
+    """Return the plan with what a partitioned forward half saves, by tensor, by group and in all; and the bytes in all.
 
     ``num_outputs`` of its outputs are the model's own, the others are for backward.
     """
-    planned: dict[int, int] = defaultdict(int)
-    elements: dict[int, int] = defaultdict(int)
     joint = JointGraph(forward, inputs)
     in_blocks = set[int]()  # rows
-    others = 0  # bytes of masks, indices, seeds: float32 would save them too
-    moved = {WaitOffload.of(node).x for node in WaitOffload.nodes(forward)}
-    for node in _saved_storages(forward, num_outputs):
-        val = tensor_of(node)
-        group, count = _group(node, plan), numel_hint(val)
-        planned[group] += 0 if node in moved else count * val.dtype.itemsize
-        if not _holds_floats(node):
-            others += count * val.dtype.itemsize
-        elif not _is_copy_of_parameter(node, joint):
-            elements[group] += _elements(node, in_blocks)
-    groups = tuple(replace(g, saved_bytes=planned[g.id], saved_elements=elements[g.id]) for g in plan.groups)
-    total = ByteCount(fp32=4 * sum(elements.values()) + others, planned=sum(planned.values()))
-    return replace(plan, groups=groups, saved_bytes=total), total.planned
+    on_host = {WaitOffload.of(node).x for node in WaitOffload.nodes(forward)}
+    saved = tuple(
+        replace(_saved_tensor(node, plan, joint, in_blocks), on_host=node in on_host)
+        for node in _saved_storages(forward, num_outputs)
+    )
+    groups = tuple(_with_saved(group, [row for row in saved if row.group == group.id]) for group in plan.groups)
+    total = ByteCount(
+        fp32=sum(row.fp32 for row in saved),
+        planned=sum(_on_device(row) for row in saved),
+        fixed=sum(row.fp32 for row in saved if not row.elements),
+    )
+    return replace(plan, groups=groups, saved_bytes=total, saved=saved), total.planned
+
+
+def _with_saved(group: Group, saved: Sequence[SavedTensor]) -> Group:
+    elements = sum(row.elements for row in saved if row.fp32)
+    return replace(group, saved_bytes=sum(map(_on_device, saved)), saved_elements=elements)
+
+
+def _on_device(row: SavedTensor) -> int:
+    return 0 if row.on_host else row.bytes
+
+
+def _saved_tensor(node: Node, plan: Plan, joint: JointGraph, in_blocks: set[int]) -> SavedTensor:
+    """Return the row of one storage; ``in_blocks`` takes the sites whose elements a row before has counted."""
+    cast, size = Quantize.match(node), _bytes(node)
+    site = plan.sites[cast.row] if cast is not None and cast.row > AS_STORED else None
+    source = _copied(node)
+    given = joint.describe(source) if source.op == "placeholder" else None
+    elements = _elements(node, in_blocks) if _holds_floats(node) else 0
+    is_parameter = given is not None and given.kind == "param"
+    fp32 = 0 if is_parameter else 4 * elements if _holds_floats(node) else size
+    return SavedTensor(
+        tensor=site.tensor if site is not None else source.name if given is None else given.name,
+        module=site.module if site is not None else module_of(source) if given is None else given.module,
+        source=site.source if site is not None else source_of(source),
+        format=_format_of(node) if cast is None else cast.format,
+        bytes=size,
+        elements=elements,
+        group=int(node.meta.get(GROUP_META, 0)) if site is None else site.group,
+        site=None if site is None else site.id,
+        fp32=fp32,
+    )
+
+
+def _format_of(node: Node) -> str:
+    """Return the name of what a storage holds that no cast wrote, ``bf16`` or ``bool``; of transposed codes theirs."""
+    if node.target is TRANSPOSED and (cast := Quantize.match(node.all_input_nodes[0])) is not None:
+        return cast.format
+    dtype = tensor_of(node).dtype
+    return next((name for name, fmt in NAMED.items() if fmt.torch_dtype is dtype), str(dtype).removeprefix("torch."))
 
 
 def copied_inputs(forward: Graph, num_outputs: int, inputs: Sequence[GraphInput]) -> tuple[int, ...]:
@@ -163,13 +199,6 @@ def _is_view(target: object) -> bool:
     return bool(aliases) and not any(info.is_write for info in aliases)
 
 
-def _group(node: Node, plan: Plan) -> int:
-    cast = Quantize.match(node)
-    if cast is not None and cast.row > AS_STORED:
-        return plan.sites[cast.row].group
-    return int(node.meta.get(GROUP_META, 0))
-
-
 def _holds_floats(node: Node) -> bool:
     return tensor_of(node).dtype.is_floating_point or node.target in (QUANTIZE, TRANSPOSED)
 
@@ -186,11 +215,6 @@ def _elements(node: Node, in_blocks: set[int]) -> int:
         return 0
     in_blocks.add(cast.row)
     return numel_hint(tensor_of(cast.x))
-
-
-def _is_copy_of_parameter(node: Node, joint: JointGraph) -> bool:
-    source = _copied(node)
-    return source.op == "placeholder" and joint.describe(source).kind == "param"
 
 
 def _copied(node: Node) -> Node:

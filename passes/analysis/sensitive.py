@@ -25,6 +25,7 @@ from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.joint import argument, has_tag, is_backward, numel_hint, readers, tensor_of, value
 from fxprec.passes.analysis.operators import Operator, Operators
 from fxprec.passes.analysis.tensors import CountedTensor
+from fxprec.plan.lines import named
 
 # Why results, and operands, that an operator's backward reads stay above 8 bits, by the operator's name.
 RESULTS: Mapping[str, Kept] = {str(operator): kept for operator, kept in column("result").items()}
@@ -177,8 +178,7 @@ def _unknown_readers(operators: Operators, value: Node) -> Iterator[Kept]:
     for _, reader in readers(value):
         op = operators.of_backward_node.get(reader)
         if op is not None and not _is_known(op):
-            place = ", ".join(part for part in (op.name, op.module, op.source) if part)
-            yield replace(_named(UNKNOWN, op), unknown=f"{op.aten} ({place})")
+            yield replace(_named(UNKNOWN, op), unknown=named(op.aten, op.name, op.module, op.source))
         elif op is None and is_backward(reader) and reader.target not in ops.TERMS.keys() | ops.GEMMS_BACKWARD:
             yield replace(UNKNOWN, why=f"{UNKNOWN.why} ({reader.target})", unknown=str(reader.target))
 

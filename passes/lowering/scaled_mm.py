@@ -28,6 +28,7 @@ from fxprec.passes.analysis.joint import factors_of, input_at, tensor_of
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.lowering.blocks import traced_in
 from fxprec.passes.lowering.gemm_casts import call, substitute
+from fxprec.plan.lines import named
 
 aten = torch.ops.aten
 UNIT = 16
@@ -52,8 +53,7 @@ def multiply_blocks(graph: Graph) -> tuple[tuple[str, str], ...]:
 
 
 def _place(node: Node) -> str:
-    where = ", ".join(part for part in (module_of(node), source_of(node)) if part)
-    return f"{node.name} ({where})" if where else node.name
+    return named(node.name, module_of(node), source_of(node))
 
 
 def _is_from_blocks(operand: Node) -> bool:

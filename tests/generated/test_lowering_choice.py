@@ -35,8 +35,8 @@ from fxprec.passes.lowering.triton.borders import untorn
 from fxprec.passes.lowering.triton.regions import find_regions
 from fxprec.passes.notice import Notice
 from fxprec.plan import Plan
+from fxprec.plan.explain import explain
 from fxprec.plan.rows import HalfLowering, LoweringChoice, LoweringEstimate, Moved
-from fxprec.report.explain import explain
 from fxprec.report.folder import DumpFolder
 from fxprec.report.target import plan_under_fakes
 

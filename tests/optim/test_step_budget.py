@@ -19,7 +19,7 @@ import fxprec
 from fxprec.driver.step_budget import StepBudget
 from fxprec.errors import BudgetError, ConfigError
 from fxprec.passes.analysis.inputs import GraphInput
-from fxprec.report.explain import explain
+from fxprec.plan.explain import explain
 from fxprec.runtime.optim.together import Together
 
 WIDTH, LAYERS = 512, 8

@@ -20,7 +20,7 @@ from fxprec.ir.symbolic import CorrectScales, Dequantize, Quantize, Rotate
 from fxprec.passes.analysis.joint import is_backward
 from fxprec.passes.analysis.peak.step import Step
 from fxprec.passes.block_gemms import KEPT_HIGH, TWO_VALUES
-from fxprec.report.explain import explain
+from fxprec.plan.explain import explain
 
 aten = torch.ops.aten
 NAME = "block-gemms"

@@ -9,17 +9,18 @@ from fxprec.errors import PlanError, did_you_mean
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.plan import Plan, Site
+from fxprec.plan.held import lines as held_lines
+from fxprec.plan.lines import named, one_line, place
 from fxprec.plan.rows import WAYS_SAID, HalfLowering, LoweringChoice, LoweringEstimate, PeakBytes, WholeStep
 from fxprec.plan.shown import line
-from fxprec.report.graph_text import one_line
 
 
 def explain(plan: Plan, tensor: str) -> list[str]:
     """Return the lines on every site of a tensor or, where no tensor is called so, a module or a site's number.
 
     ``lowering`` says which lowering ``"auto"`` took, and why; ``peak_budget`` and ``step_budget`` what the step holds
-    under one. A plan without them says why it has none. ``""`` is the whole plan: what it saves, its groups, and what
-    may be asked for.
+    under one. A plan without them says why it has none. ``""`` is the whole plan: each tensor held
+    for backward, the groups, and what may be asked for.
 
     Raises `PlanError` for a name the plan does not have.
     """
@@ -44,14 +45,9 @@ def explain(plan: Plan, tensor: str) -> list[str]:
 
 
 def overview(plan: Plan) -> list[str]:
-    """Return lines on what a plan saves, and on each group's precision and modules, or source lines."""
-    groups = []
-    for group in plan.groups:
-        sites = [site for site in plan.sites if site.group == group.id]
-        places = list(dict.fromkeys(site.module or site.source or site.tensor for site in sites))
-        named = ", ".join(places[:4]) + (", ..." if places[4:] else "")
-        groups.append(one_line(f"  group {group.id}, {'low' if group.low else 'high'}: {len(sites)} tensors, {named}"))
-    return [line([plan]), *groups, "explain PLAN NAME has more: a tensor, a module, lowering, peak_budget, step_budget"]
+    """Return lines on what a plan holds for backward: each tensor with its format and bytes, then each group."""
+    held = map(one_line, held_lines(plan))
+    return [line([plan]), *held, "explain PLAN NAME has more: a tensor, a module, lowering, peak_budget, step_budget"]
 
 
 _NO_LOWERING = (
@@ -127,8 +123,8 @@ def _estimated(half: HalfLowering) -> str:
 
 
 def _site(plan: Plan, site: Site) -> list[str]:
-    where = ", ".join(part for part in (site.module, site.source) if part)
-    head = f"{site.tensor} ({site.kind}, site {site.id}, {site.shape}{', ' + where if where else ''}): {site.stored_as}"
+    about = place(site.kind, f"site {site.id}", site.shape, site.module, site.source)
+    head = f"{named(site.tensor, about)}: {site.stored_as}"
     return [one_line(head), *(f"  {one_line(reason)}" for reason in reasons(plan, site))]
 
 
