@@ -53,6 +53,20 @@ def test_options_are_refused_in_words(options, words: str) -> None:
     assert_refused(fxprec.ConfigError, words, **options)
 
 
+def test_a_wrong_option_is_told_before_the_first_call_where_the_backend_is_asked_for() -> None:
+    compiled = torch.compile(mlp(), backend="fxprec", options={"recipie": "fp8"})
+    with pytest.raises(fxprec.ConfigError, match=r"^unknown option 'recipie'; did you mean 'recipe'\?"):
+        fxprec.backend_of(compiled)
+
+
+def test_a_warning_names_the_users_line() -> None:
+    with pytest.warns(fxprec.FxprecWarning, match=r"keep_high pattern 'nowhere' matches no module") as told:
+        compile_and_run(recipe="fp8", keep_high=("nowhere",))
+    (warning,) = (w for w in told if "nowhere" in str(w.message))
+    line = Path(warning.filename).read_text().splitlines()[warning.lineno - 1]
+    assert (warning.filename, line.strip()) == (__file__, "out = compiled(torch.randn(8, 16) if x is None else x)")
+
+
 def test_options_are_no_config() -> None:
     with pytest.raises(fxprec.ConfigError, match=r"give fxprec.Backend a fxprec.Config\(\.\.\.\) of these options"):
         fxprec.Backend({"recipe": "fp8"})  # type: ignore[arg-type]

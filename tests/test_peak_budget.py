@@ -211,6 +211,23 @@ def test_a_budget_out_of_reach_names_the_least_and_what_holds_it() -> None:
         trained(transformer(layers=1), TOKENS, peak_budget="10KiB", ways="recompute")
 
 
+def test_a_budget_out_of_reach_names_modules_and_lines() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 512), nn.Linear(512, 512)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(F.gelu(self.first(x)))
+
+    with pytest.raises(fxprec.BudgetError) as error:
+        trained(Net(), torch.randn(64, 8), peak_budget="1KiB")
+    held = str(error.value).partition("bytes), ")[2].partition(" among them")[0].partition("bytes), ")[2]
+    assert re.search(r"1\.00 MiB the gradient of second\.weight \(node \w+\)", held), held
+    assert re.search(r"of second(\.weight|, test_peak_budget\.py:\d+) \(node \w+\)", held), held
+    assert not re.search(r"(^|, )\w+ \(\d", held), "no node without a name of the user's"
+
+
 def test_constants_of_the_graph_are_there_in_backward() -> None:
     """A number made in forward is a constant of the graph."""
     torch.manual_seed(0)

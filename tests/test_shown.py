@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 
 import fxprec
 from fxprec import Plan
-from fxprec.driver import progress
+from fxprec.driver import compilation, progress
 from fxprec.integrations.statistics import summary
 from fxprec.passes.analysis.peak.progress import Progress
 from fxprec.plan import ByteCount, PeakBytes
@@ -86,6 +88,20 @@ def test_the_line_is_logged_once_compiled(caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.INFO, "fxprec"):
         compiled(nn.Linear(8, 8), found)(torch.randn(4, 8)).sum().backward()
     assert [m for m in caplog.messages if m.startswith(f"{found.summary()}; compiled in ")]
+
+
+def test_the_seconds_are_those_of_all_plans_that_were_tried(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dropout's mask is in no prediction, so the first plan saves more than the budget."""
+    clock = itertools.count(0, 10)  # seconds: each attempt begins and ends with a call
+    monkeypatch.setattr(compilation, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    found = eager_backend(recipe="fp8", storage="native", activation_budget=80_000, low_ratio=None)
+    layers = nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+    with caplog.at_level(logging.INFO, "fxprec"):
+        compiled(nn.Sequential(*layers), found)(torch.randn(256, 16)).sum().backward()
+    assert found.compile_reports[0].seconds == (20,)
+    assert f"{found.summary()}; compiled in 20.0 s, 2 plans tried" in caplog.messages
 
 
 def test_what_it_is_at_is_told_of_training_and_of_evaluation(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ from fxprec.config.checks import byte_size
 from fxprec.config.grad_scaling import LossScaling
 from fxprec.driver import capture, saved_state
 from fxprec.driver.compiled import CompileReport
-from fxprec.driver.event_log import EventLog
+from fxprec.driver.event_log import EventLog, warn_user
 from fxprec.driver.graph import PlannedGraph
 from fxprec.driver.model import Layers, Model
 from fxprec.driver.option_checks import (
@@ -27,7 +26,7 @@ from fxprec.driver.option_checks import (
     want_whole_graphs,
 )
 from fxprec.driver.uncompiled import WATCH, Frames, Watched
-from fxprec.errors import ConfigError, FxprecError, FxprecWarning, LoweringError, NonfiniteError
+from fxprec.errors import ConfigError, FxprecError, LoweringError, NonfiniteError
 from fxprec.plan import Plan, shown
 from fxprec.plan.edits import as_edited
 from fxprec.report.dump_folder import DumpFolder
@@ -325,4 +324,4 @@ def _tell_of_jump(jump: Jump, controllers: Sequence[Controller], log: EventLog, 
     if action == "raise":
         raise NonfiniteError(f"{message}; check the batch, or set on_nonfinite='report' to go on")
     if action == "report":
-        warnings.warn(message, FxprecWarning, stacklevel=3)
+        warn_user(message)

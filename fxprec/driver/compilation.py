@@ -64,6 +64,8 @@ class Compiler:
     log: EventLog
     trained: Callable[[], tuple[Plan, ...]]
     """Gives the plans of the model's training graphs, the latest last."""
+    tried: list[float] = field(default_factory=list)
+    """Seconds of each plan that was made and compiled since the graph took one, those that broke a budget too."""
     queue: StatsQueue = field(default_factory=StatsQueue)
     """Takes the statistics of what is compiled."""
     calibration: Calibration | None = None
@@ -134,7 +136,11 @@ class Compiler:
         with captured.tracing() as examples, progress.telling(f"{verb} {self.log.name}"):
             key = self._key(captured, given)
             while True:
-                found = Compilation(self, captured, given, step, key).compile(examples)
+                start = time.perf_counter()
+                try:
+                    found = Compilation(self, captured, given, step, key).compile(examples)
+                finally:
+                    self.tried.append(time.perf_counter() - start)
                 if isinstance(found, Compiled):
                     return found
                 captured = replace(captured, capacity=found.capacity)
@@ -195,7 +201,6 @@ class Compilation(Attempt):
 
     def compile(self, examples: Sequence[Any]) -> Compiled | Retry:
         """Return what was compiled, or what another attempt needs. Raises whatever Inductor raises."""
-        start = time.perf_counter()
         gm, table = self.captured.with_table()
         self._prepare(gm)
         try:
@@ -203,8 +208,7 @@ class Compilation(Attempt):
                 run = self._compile_fx(gm, [*examples, table])
         except Stop as stop:
             return stop.retry
-        made = self._from_cache(run) if self.traced is None else self.traced.finished(run)
-        return replace(made, seconds=time.perf_counter() - start) if isinstance(made, Compiled) else made
+        return self._from_cache(run) if self.traced is None else self.traced.finished(run)
 
     def _compile_fx(self, gm: GraphModule, examples: Sequence[Any]) -> Run:
         settings = self.compiler.settings

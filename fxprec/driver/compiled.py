@@ -49,7 +49,6 @@ class Compiled:
     """Empty where it was found in the cache."""
     run: Run | None = None
     """Takes the graph's inputs and the scale table; None until both halves are there."""
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,10 @@ class Stop(Exception):
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What compiling one graph took. ``seconds``: every compilation, the first included, then each re-lowering."""
+    """What compiling one graph took.
+
+    ``seconds``: every compilation with all plans that it tried, the first included, then each re-lowering.
+    """
 
     graph: int
     seconds: tuple[float, ...]

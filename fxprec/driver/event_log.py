@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,7 +76,20 @@ class EventLog:
 
     def warn(self, message: str) -> None:
         """Warn, whether or not ``strict``."""
-        warnings.warn(message, FxprecWarning, stacklevel=4)
+        warn_user(message)
+
+
+def warn_user(message: str) -> None:
+    """Warn at the user's line: the innermost one outside of fxprec and of torch, which calls fxprec as it compiles."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        frame = frame.f_back
+    known = frame.f_globals.setdefault("__warningregistry__", {})
+    name = frame.f_globals.get("__name__")
+    warnings.warn_explicit(message, FxprecWarning, frame.f_code.co_filename, frame.f_lineno, name, known)
+
+
+_NOT_THE_USERS = ("fxprec", "torch", "contextlib", "functools")
 
 
 @cache

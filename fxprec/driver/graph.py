@@ -153,6 +153,7 @@ class PlannedGraph:
     def compile_again(self, why: str, given: Plan | None) -> None:
         """Compile for ``given``, or solve anew. What runs is replaced on success only."""
         step = self.step
+        self.compiler.tried.clear()  # those of an attempt that failed
         self._take(self.compiler.compile(self.captured, given, step))
         detail = f"compiled again in {self._seconds[-1]:.1f} s, {why}"
         self._log.note("relowering", self._log.name, detail, step=step)
@@ -160,7 +161,9 @@ class PlannedGraph:
     def _take(self, compiled: Compiled) -> None:
         """Put in force what was just compiled."""
         is_first = not self._seconds
-        self.compiled, self._seconds = compiled, (*self._seconds, compiled.seconds)
+        plans, seconds = len(self.compiler.tried), sum(self.compiler.tried)
+        self.compiler.tried.clear()
+        self.compiled, self._seconds = compiled, (*self._seconds, seconds)
         if compiled.capacity != self.captured.capacity:
             self.captured = replace(self.captured, capacity=compiled.capacity)
         if compiled.plan is None:  # calibration, or nothing is rounded
@@ -172,7 +175,8 @@ class PlannedGraph:
             self.controller.adopt(compiled.plan, keeper, compiled.capacity, copies)
         if self.is_training and compiled.plan.sites:
             said = line((compiled.plan,), self._log.name if self.index else "")
-            log.info("%s; compiled in %.1f s", said, compiled.seconds)
+            tried = f", {plans} plans tried" if plans > 1 else ""
+            log.info("%s; compiled in %.1f s%s", said, seconds, tried)
             if is_first:
                 progress.announce(said)
 

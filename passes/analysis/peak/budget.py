@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from torch.fx import Node
+
 from fxprec.config.settings import PeakBudget
 from fxprec.errors import BudgetError
+from fxprec.passes.analysis.joint import is_view_or_cast
+from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.analysis.peak.choice import Chooser, Fit
 from fxprec.passes.analysis.peak.costs import Rates
 from fxprec.passes.analysis.peak.either import Either
@@ -13,6 +17,7 @@ from fxprec.passes.analysis.peak.progress import Progress
 from fxprec.passes.analysis.peak.reserve import enough_for, reserved
 from fxprec.passes.base import Work
 from fxprec.passes.notice import raised, readable
+from fxprec.plan.lines import place
 from fxprec.plan.rows import PeakBytes, PeakPoint
 
 _MOMENTS = 40  # drawn of each other budget
@@ -72,14 +77,43 @@ def _out_of_reach(budget: int, least: int, free: int, work: Work, fit: Fit, high
     elif not work.settings.recipe.has_low:
         ways.append(f"choose a recipe with a low format ({work.settings.recipe.name!r} has none)")
     left = f", {readable(free)} of it left free for libraries" if free else ""
-    found = f"the least peak found holds {readable(least)}, {_what_holds(fit)} among them"
+    found = f"the least peak found holds {readable(least)}, {_what_holds(fit, work)} among them"
     return BudgetError.of_peak(f"{readable(budget)}{left}", found, enough, raised(enough, high), ways)
 
 
-def _what_holds(fit: Fit) -> str:
-    """Name the largest tensors that live at the peak, and what takes most of it."""
+def _what_holds(fit: Fit, work: Work) -> str:
+    """Name the largest tensors that live at the peak by the user's modules and lines, with their bytes."""
     timeline, held = fit.held.timeline, fit.held
     peak = max(range(len(timeline.live)), key=timeline.live.__getitem__)
     living = [i for i, born in timeline.born.items() if born <= peak <= timeline.dies[i]]
     largest = sorted(living, key=lambda i: -held.items[i].bytes)[:3]
-    return ", ".join(f"{held.anchors[i].name} ({readable(held.items[i].bytes).partition(' (')[0]})" for i in largest)
+    sizes = (readable(held.items[i].bytes).partition(" (")[0] for i in largest)
+    return ", ".join(f"{size} {_whose(held.made[i], work)}" for i, size in zip(largest, sizes, strict=True))
+
+
+def _whose(node: Node, work: Work) -> str:
+    """Return what a node makes, in the user's names: ``of layers.0, model.py:7 (node addmm)``."""
+    parameter = next((p for p, (_, gradient) in work.joint.gradients.items() if node in _seen_through(gradient)), None)
+    if parameter is not None:
+        return f"the gradient of {work.joint.describe(parameter).name} (node {node.name})"
+    made = node
+    while (op := _operator(made, work)) is None and made.op != "placeholder" and made.all_input_nodes:
+        made = made.all_input_nodes[0]
+    if made.op == "placeholder" and made not in work.joint.tangents:
+        return f"of {work.joint.describe(made).name} (node {node.name})"
+    if op is None:
+        return f"node {node.name}"
+    half = "in backward of" if work.joint.in_backward(node) else "of"
+    return f"{half} {place(op.module, op.source) or op.aten} (node {node.name})"
+
+
+def _seen_through(node: Node) -> list[Node]:
+    """Return a node and what it is a view or a conversion of."""
+    found = [node]
+    while is_view_or_cast(found[-1]) and found[-1].all_input_nodes:
+        found.append(found[-1].all_input_nodes[0])
+    return found
+
+
+def _operator(node: Node, work: Work) -> Operator | None:
+    return work.operators.of_node.get(node) or work.operators.of_backward_node.get(node)
