@@ -157,6 +157,12 @@ def test_a_tensor_of_a_low_group_that_is_held_in_bf16_is_told_as_bf16(plan):
     assert "  bf16 " in told
 
 
+def test_the_low_share_is_of_bytes_saved_and_not_of_what_the_policy_chose(plan):
+    assert plan.achieved_low_ratio == 1
+    low = sum(row.bytes for row in plan.saved if row.format == "e4m3fn")
+    assert plan.saved_low_share == low / plan.saved_bytes.planned < 0.5
+
+
 def test_masks_take_what_they_take_in_every_format(dropped):
     (mask,) = (row for row in dropped.saved if row.format == "bool")
     assert (mask.bytes, mask.bf16, mask.fp32, mask.elements) == (512, 512, 512, 0)

@@ -204,12 +204,12 @@ def test_promoted_ratio_counts_elements() -> None:
     assert plan.promoted_ratio == outputs / plan.total_elements
 
 
-def test_the_mean_low_ratio_falls_by_what_a_promotion_takes_from_its_step_on() -> None:
+def test_the_mean_demoted_ratio_falls_by_what_a_promotion_takes_from_its_step_on() -> None:
     run = Run("simulate")
     ratios = []
     for _ in range(8):
         run.step(torch.randn(64, 16))
-        ratios.append(run.backend.mean_low_ratio)
+        ratios.append(run.backend.mean_demoted_ratio)
     plan = run.backend.plans[0]
     low = [  # of each step: what was promoted after step k is low in steps 1 to k
         plan.achieved_low_ratio - sum(s.elements for s in plan.promoted if s.promoted_at < step) / plan.total_elements
@@ -220,6 +220,6 @@ def test_the_mean_low_ratio_falls_by_what_a_promotion_takes_from_its_step_on() -
     assert low[-1] == plan.low_ratio < ratios[-1] < ratios[0], "the mean lies between the end's and the start's"
     site = next(s for s in plan.sites if s.direction == "forward" and s.promoted_at is None)
     other_run = plan.promote([site.id], step=1000)
-    assert other_run.mean_low_ratio(8) == pytest.approx(plan.mean_low_ratio(8) - site.elements / plan.total_elements), (
-        "promoted in the run whose plan this one follows: high throughout"
-    )
+    assert other_run.mean_demoted_ratio(8) == pytest.approx(
+        plan.mean_demoted_ratio(8) - site.elements / plan.total_elements
+    ), "promoted in the run whose plan this one follows: high throughout"

@@ -122,7 +122,7 @@ class Network:
                 run.overflow.append(self._largest_overflow())
         if plan is not None:
             assert len(self.backend.controllers) == 1, "compiled again: the plan was another graph's"
-            run.low_ratio, run.promoted = self.backend.mean_low_ratio, self.backend.plans[0].promoted_ratio
+            run.low_ratio, run.promoted = self.backend.mean_demoted_ratio, self.backend.plans[0].promoted_ratio
         run.held_out_loss, run.accuracy = self._judge(call, held_out)
         return run
 

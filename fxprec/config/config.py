@@ -67,8 +67,9 @@ class Config:
     In ``simulate`` storage: bytes they would take if packed."""
 
     peak_budget: int | str | None = None
-    """Upper bound on what a step holds at its peak: activations, temporaries and gradients; parameters and inputs are
-    there anyway. Bytes as int, ``"12GiB"``, or ``"60%"`` of the step with everything kept in high precision."""
+    """Upper bound on what a step holds at its peak: activations, temporaries and the gradients it makes. Parameters,
+    inputs and ``.grad`` of earlier micro-batches are there anyway and do not count. Bytes as int,
+    ``"12GiB"``, or ``"60%"`` of the step with everything kept in high precision."""
 
     ways: tuple[str, ...] | None = None
     """How a peak budget may be met: ``"narrow"`` keeps values in the low format, ``"recompute"`` computes them again in

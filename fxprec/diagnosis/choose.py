@@ -34,7 +34,7 @@ class Trial:
     """As asked for; None: the model's own precision."""
     scores: tuple[float, ...]
     """What the user's function returned, by seed."""
-    mean_low_ratio: float = 0.0
+    mean_demoted_ratio: float = 0.0
     """Elements held low, averaged over steps and seeds."""
     promoted: float = 0.0
     """Tensors promoted, averaged over seeds."""
@@ -80,7 +80,7 @@ class Choice:
     def chosen(self) -> Trial | None:
         """The accepted trial that held most low over its training; None where none is accepted."""
         accepted = [trial for trial in self.trials if self.accepts(trial)]
-        return max(accepted, key=lambda t: (t.mean_low_ratio, t.low_ratio), default=None)
+        return max(accepted, key=lambda t: (t.mean_demoted_ratio, t.low_ratio), default=None)
 
     @property
     def recommended(self) -> dict[str, Any]:
@@ -122,12 +122,12 @@ class Choice:
                 score = f"{trial.diverged} of {len(trial.scores)} diverged"
             mark = "" if trial is self.reference else f"{self.drop(trial):+.3g}"
             yield (
-                f"{asked:9}  {trial.mean_low_ratio:<8.4g}  {trial.promoted:<8.3g}  {score:20}  {mark}"
+                f"{asked:9}  {trial.mean_demoted_ratio:<8.4g}  {trial.promoted:<8.3g}  {score:20}  {mark}"
                 f"{'  <- chosen' if trial is self.chosen else ''}"
             ).rstrip()
         if self.chosen is None:
             yield f"No ratio is within {self.tolerance:g}: allow a larger --tolerance, or choose another recipe."
-        elif any(not self.accepts(t) for t in self.trials if t.mean_low_ratio < self.chosen.mean_low_ratio):
+        elif any(not self.accepts(t) for t in self.trials if t.mean_demoted_ratio < self.chosen.mean_demoted_ratio):
             yield "A smaller ratio was not accepted: the seeds differ by more than the ratios; use more seeds."
 
 
@@ -157,7 +157,7 @@ def choose(
     trials = []
     for asked in ratios:
         trials.append(_trial(train, given, asked, seeds))
-        tell(f"low ratio {asked:g}: {trials[-1].score:.5g}, {trials[-1].mean_low_ratio:.4g} held low")
+        tell(f"low ratio {asked:g}: {trials[-1].score:.5g}, {trials[-1].mean_demoted_ratio:.4g} held low")
     return Choice(given, tolerance, higher_is_better, reference, tuple(trials))
 
 
@@ -184,7 +184,7 @@ def _trial(train: Train, options: Mapping[str, Any], asked: float, seeds: int) -
                 "train compiled no training step with the backend it was given; let it call "
                 "torch.compile(model, backend=backend) and train that"
             )
-        held.append(backend.mean_low_ratio)
+        held.append(backend.mean_demoted_ratio)
         promoted.append(sum(len(plan.promoted) for plan in backend.plans))
     return Trial(asked, tuple(scores), fmean(held), fmean(promoted))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -29,6 +30,7 @@ from fxprec.driver.uncompiled import WATCH, Frames, Watched
 from fxprec.errors import ConfigError, FxprecError, LoweringError, NonfiniteError
 from fxprec.plan import Plan, shown
 from fxprec.plan.edits import as_edited
+from fxprec.plan.plan import saved_low_share
 from fxprec.report.dump_folder import DumpFolder
 from fxprec.runtime.controller import Controller, describe
 from fxprec.runtime.events import Event
@@ -177,15 +179,35 @@ class Backend(Watched):
         return rows
 
     @property
-    def mean_low_ratio(self) -> float:
-        """Return the share of the training graphs' elements that the low formats held, averaged over steps so far.
+    def saved_low_share(self) -> float:
+        """Return the share of the bytes saved for backward that lies in fewer than 16 bits, over the training graphs.
 
-        Elements are those of counted tensors: activations, parameters, and gradients of both. 0.9 means that 90 % of
-        them were low in the average step. A promotion lowers the ratio from its step on. 0 where nothing is planned.
+        0 where nothing is planned.
+        """
+        return saved_low_share(self.plans)
+
+    @property
+    def mean_low_ratio(self) -> float:
+        """Return `mean_demoted_ratio`, whose former name this is."""
+        warnings.warn(
+            "mean_low_ratio is now mean_demoted_ratio; saved_low_share is what is saved low",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.mean_demoted_ratio
+
+    @property
+    def mean_demoted_ratio(self) -> float:
+        """Return the share of the training graphs' elements that the policy made low, averaged over steps so far.
+
+        Elements are those of counted tensors: activations, parameters, and gradients of both, whether or not a step
+        saves them. So 1 may stand beside tensors saved in 16 bits: those that 8 bits would spoil, and those that nobody
+        reads again. `saved_low_share` is what is saved low. A promotion lowers the ratio from its step on. 0 where
+        nothing is planned. Source: Lee et al. 2023, section 5.2.
         """
         trained = [g.controller for g in self._model.live if g.is_training and g.controller is not None]
         weights = [c.plan.total_elements * max(c.step, 1) for c in trained]
-        low = sum(w * c.plan.mean_low_ratio(c.step) for w, c in zip(weights, trained, strict=True))
+        low = sum(w * c.plan.mean_demoted_ratio(c.step) for w, c in zip(weights, trained, strict=True))
         return low / max(sum(weights), 1)
 
     def training_graphs(self) -> list[tuple[str, Controller, Path | None]]:

@@ -13,6 +13,7 @@ from fxprec.driver.backend import Backend
 from fxprec.errors import ConfigError
 from fxprec.integrations.alerts import Alert, alerts_of, note_alerts
 from fxprec.integrations.backends import backends_in
+from fxprec.plan.plan import saved_low_share
 
 COLUMNS = (
     "step", "model", "graph", "site", "tensor", "module", "kind", "format", "promoted_at", "amax", "overflow_ratio",
@@ -25,9 +26,10 @@ _SERIES = ("amax", "overflow_ratio", "underflow_ratio", "scale_exponent")
 def summary(model: object) -> dict[str, float]:
     """Return a few numbers on a model's latest step, for a line of a log; waits for none that is on its way.
 
-    Shares of a tensor's elements (largest over all tensors), the share of all elements held low, averaged over the
-    steps so far, the bytes that training graphs save for backward and what the same tensors take in bf16, and counts:
-    tensors promoted, steps skipped. Of several models the low ratio is their mean.
+    Shares of a tensor's elements (largest over all tensors), the share of all elements that the policy made low,
+    averaged over the steps so far, the bytes that training graphs save for backward, the share of them in fewer than 16
+    bits and what the same tensors take in bf16, and counts: tensors promoted, steps skipped. Of several models the
+    first share is their mean.
     """
     backends = backends_in(model)
     return _summary(backends, _rows(backends))
@@ -40,10 +42,12 @@ def _rows(backends: Mapping[str, Backend]) -> list[dict[str, Any]]:
 def _summary(backends: Mapping[str, Backend], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     plans = [plan for backend in backends.values() for plan in backend.plans]  # of training; evaluation follows them
     saved = [plan.saved_bytes for plan in plans if plan.saved_bytes is not None]
+    demoted = [backend.mean_demoted_ratio for backend in backends.values()]
     return {
         "fxprec/overflow_ratio": max((row["overflow_ratio"] or 0.0 for row in rows), default=0.0),
         "fxprec/underflow_ratio": max((row["underflow_ratio"] or 0.0 for row in rows), default=0.0),
-        "fxprec/mean_low_ratio": statistics.fmean(b.mean_low_ratio for b in backends.values()) if backends else 0.0,
+        "fxprec/mean_demoted_ratio": statistics.fmean(demoted or [0.0]),
+        "fxprec/saved_low_share": saved_low_share(plans),
         "fxprec/saved_bytes": sum(count.planned for count in saved),
         "fxprec/saved_bytes_in_bf16": sum(count.bf16 for count in saved),
         "fxprec/promoted": sum(len(plan.promoted) for plan in plans),

@@ -64,7 +64,7 @@ class Plan:
     activation_budget: int | None = None
     """Bytes, or None."""
     achieved_low_ratio: Share = 0.0
-    """Elements held low / all elements, before promotions."""
+    """Elements of groups, or tensors, that the policy made low / all elements, before promotions."""
     bit_ratio: float = 0.0
     """2 x (bits at all-high - bits) / bits at all-high; lower, since weight gradients stay high."""
     gap: float | None = None
@@ -131,11 +131,16 @@ class Plan:
 
     @property
     def low_ratio(self) -> float:
-        """Return elements held low now over all elements: ``achieved_low_ratio`` without promoted elements."""
+        """Return the share of all elements that the policy made low, promoted ones left out; not what is saved low."""
         return max(0.0, self.achieved_low_ratio - self.promoted_ratio)
 
-    def mean_low_ratio(self, steps: int) -> float:
-        """Return the low ratio averaged over the first ``steps`` steps, or the first ratio where there were none.
+    @property
+    def saved_low_share(self) -> float:
+        """Return the share of the bytes saved for backward that lies in fewer than 16 bits; 0 where none are saved."""
+        return saved_low_share((self,))
+
+    def mean_demoted_ratio(self, steps: int) -> float:
+        """Return `low_ratio` averaged over the first ``steps`` steps, or the first ratio where there were none.
 
         A tensor promoted after step k was low in steps 1 to k; where k > ``steps`` that was in another run, whose plan
         file this one follows, and here it was high throughout. Source: Lee et al. 2023, section 5.2, over epochs.
@@ -235,6 +240,12 @@ def _promoted(site: Site, step: int, hi: str) -> Site:
     if site.promoted_at is not None or site.format == hi:
         return site
     return replace(site, format=hi, promoted_at=step, saved_as="")
+
+
+def saved_low_share(plans: Sequence[Plan]) -> float:
+    """Return the share of the bytes that plans save for backward that lies in fewer than 16 bits."""
+    rows = [row for plan in plans for row in plan.saved if not row.on_host]
+    return sum(row.bytes for row in rows if 0 < row.bits < 16) / max(sum(row.bytes for row in rows), 1)
 
 
 def latest_of_gemms(plans: Sequence[Plan], gemms: GemmNames) -> Plan | None:

@@ -80,8 +80,8 @@ def test_it_trains_at_each_ratio_and_takes_the_largest_that_does_no_harm(tmp_pat
     assert found.reference.score < 1e-5, "float32 against itself"
     assert [t.low_ratio for t in found.trials] == [0.0, 1.0]
     high, low = found.trials
-    assert (high.mean_low_ratio, high.promoted) == (0, 0)
-    assert 0.3 < low.mean_low_ratio < 1, "promotions took some of it"
+    assert (high.mean_demoted_ratio, high.promoted) == (0, 0)
+    assert 0.3 < low.mean_demoted_ratio < 1, "promotions took some of it"
     assert low.promoted > 0
     assert found.drop(high) < 0.05 < found.drop(low)
     assert found.recommended == SIMULATED | {"low_ratio": 0.0}
