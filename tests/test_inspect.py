@@ -164,6 +164,17 @@ def test_explain_gives_the_reason(dumped, capsys):
     assert f"recipe 'hfp8' holds a low param in {plan.recipe.lo_forward.name}" in capsys.readouterr().out
 
 
+def test_explain_prints_what_is_held_as_text_and_as_json(dumped, capsys):
+    plan = Plan.load(dumped / "a/graph-0/plan.json")
+    assert run("explain", dumped / "a") == 0
+    assert capsys.readouterr().out == plan.explain() + "\n"
+    assert run("explain", dumped / "a", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert sum(row["bytes"] for row in told["saved"]) == told["total"]["planned"] == plan.saved_bytes.planned
+    assert run("explain", dumped / "a", "lowering", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["lines"] == plan.explain("lowering").split("\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
