@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from backend_helpers import eager_backend
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxprec
 
@@ -48,7 +51,7 @@ IN_PIECES = torch.torch_version.TorchVersion(torch.__version__) >= (
     15,
 )  # around an LSTM; older torch skips all of it
 WORDS = (
-    r"forward \(.*test_uncompiled.py:\d+\): leaves lstm uncompiled, in its own precision: Dynamo does not support RNN, GRU, "
+    r"forward \(.*test_uncompiled.py:\d+\): leaves lstm uncompiled, in the model's own precision: Dynamo does not support RNN, GRU, "
     r"or LSTM\. Set torch._dynamo.config.allow_rnn=True"
     if IN_PIECES
     else r"forward \(.*test_uncompiled.py:\d+\): runs uncompiled, in the model's own precision, with first, lstm, last: "
@@ -91,6 +94,105 @@ def test_each_piece_of_a_broken_graph_is_planned_and_the_breaks_are_events_witho
     told = [e for e in backend.events if e.kind == "uncompiled"]
     assert len(told) == 2
     assert all("cut in several graphs, each planned for itself" in e.detail for e in told)
+
+
+class Broken(nn.Module):
+    """(batch, 16) to the same: a GEMM and a break behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return x
+
+
+class Around(nn.Module):
+    """(batch, 16) to (batch, 4): a GEMM, a part, a GEMM."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.first, self.part, self.last = nn.Linear(16, 16), part, nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.part(self.first(x)))
+
+
+class ByName(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.part(input=self.first(x)))
+
+
+class WithAList(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.part(*[self.first(x)]))
+
+
+class ItsMethod(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.part.forward(self.first(x)))
+
+
+class Checkpointed(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.part, self.first(x), use_reentrant=False))
+
+
+class CheckpointedPartial(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(partial(self.part), self.first(x), use_reentrant=False))
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    """Give a module the hook of backward at which Dynamo breaks the graph."""
+    module.register_full_backward_hook(lambda *_: None)
+    return module
+
+
+HOOK = "Module-level backwards hooks require compiled autograd"
+LEFT = {
+    "part": (Around, lambda: hooked(nn.Linear(16, 16))),
+    "part, by name": (ByName, lambda: hooked(nn.Linear(16, 16))),
+    "part, with a list": (WithAList, lambda: hooked(nn.Linear(16, 16))),
+    "part.0, part.1.0": (Around, lambda: hooked(nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16))))),
+    "part.1": (ItsMethod, lambda: nn.Sequential(Broken(), nn.Linear(16, 16))),
+    "the checkpointed part": (Checkpointed, Broken),
+    "the checkpointed region": (CheckpointedPartial, Broken),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the keyword's tensor is no input to it
+@pytest.mark.parametrize("case", LEFT)
+def test_what_torchs_code_computes_at_a_break_is_told(case: str) -> None:
+    kind, part = LEFT[case]
+    names = re.escape(re.sub(", (by|with).*", "", case))
+    words = (
+        rf"forward \(.*test_uncompiled.py:\d+\): leaves {names} uncompiled, in the model's own precision: .*TORCH_LOGS"
+    )
+    model, x = kind(part()), torch.randn(3, 16)
+    with pytest.warns(fxprec.FxprecWarning, match=words) as told:
+        torch.compile(model, backend=eager_backend("packed", recipe="fp8"))(x).sum().backward()
+    assert len([w for w in told if w.category is fxprec.FxprecWarning]) == 1
+    with pytest.raises(fxprec.FallbackError, match=words):
+        torch.compile(model, backend=eager_backend("packed", recipe="fp8", strict=True))(x)
+
+
+def test_a_model_of_torchs_own_class_that_breaks_names_its_layers() -> None:
+    model = nn.Sequential(hooked(nn.Linear(16, 16)), nn.Linear(16, 4))
+    words = f"^Sequential: leaves 0, 1 uncompiled, in the model's own precision: {HOOK}"
+    with pytest.warns(fxprec.FxprecWarning, match=words):
+        torch.compile(model, backend=eager_backend("packed", recipe="fp8"))(torch.randn(3, 16, requires_grad=True))
+
+
+def test_what_the_user_wrote_is_compiled_behind_a_break_and_what_was_excluded_is_not_told() -> None:
+    excluded = nn.Linear(16, 16)
+    excluded.forward = torch.compiler.disable(excluded.forward)  # type: ignore[method-assign]
+    for part, plans in ((nn.Sequential(Broken()), 3), (excluded, 2)):
+        backend = eager_backend("packed", recipe="fp8", strict=True)
+        torch.compile(Around(part), backend=backend)(torch.randn(3, 16)).sum().backward()
+        assert len(backend.plans) == plans
 
 
 def test_a_graph_with_nothing_to_hold_low_says_so() -> None:

@@ -7,14 +7,20 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch._dynamo.utils
-from torch._dynamo import convert_frame
+from torch._dynamo import convert_frame, external_utils
 from torch._dynamo.exc import Unsupported, UserError
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.misc import NullVariable
+from torch._higher_order_ops.wrap import TagActivationCheckpoint
+from torch.nn import Module
 
 from fxprec.compat.backends import innermost_backend
 from fxprec.compat.patches import replaced, tell_of_missing
@@ -79,26 +85,72 @@ def frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> 
         yield
 
 
+@dataclass(frozen=True)
+class Called:
+    """What the statement at a graph break calls, which then runs as written."""
+
+    modules: tuple[Module, ...]
+    """The module called, or those given to a function of torch's that calls them."""
+    with_all_inside: bool
+    """Whether Dynamo compiles no frame of what is called either, as inside `torch.utils.checkpoint.checkpoint`."""
+
+
 @contextmanager
-def graph_breaks(tell: Callable[[object, str, object, str], None]) -> Iterator[None]:
-    """Call ``tell(backend, code, owner, reason)`` for a frame that Dynamo compiles in pieces, once a break.
+def graph_breaks(tell: Callable[[object, str, object, str, Called], None]) -> Iterator[None]:
+    """Call ``tell(backend, code, owner, reason, called)`` for a frame that Dynamo compiles in pieces, once a break.
 
     ``owner`` is the frame's first argument. At a recurrent module of torch's the reason is `LEAVES_RECURRENT` (torch
     2.15; an older one gives up the frame).
     """
-    convert, counters = convert_frame.ConvertFrameAssert.__call__, torch._dynamo.utils.counters
+    convert = convert_frame.ConvertFrameAssert.__call__
+    found: list[dict[str, Called]] = []  # by reason, of each frame that is being compiled: a backend may compile others
 
     def convert_and_watch(self: Any, *args: Any, **options: Any) -> Any:
-        before = Counter(counters["graph_break"])
-        result = convert(self, *args, **options)
+        found.append({})
+        try:
+            result = convert(self, *args, **options)
+        finally:
+            breaks = found.pop()
         frame = args[0]
-        for reason in counters["graph_break"] - before:
-            heading = LEAVES_RECURRENT if LEAVES_RECURRENT in reason else reason.strip().partition("\n")[0]
-            tell(innermost_backend(self._torchdynamo_orig_backend), _named(frame.f_code), _owner(frame), heading)
+        for reason, called in breaks.items():
+            is_wrapper = frame.f_code.co_filename == external_utils.__file__  # of a module whose forward is torch's
+            name = type(called.modules[0]).__name__ if is_wrapper and called.modules else _named(frame.f_code)
+            tell(innermost_backend(self._torchdynamo_orig_backend), name, _owner(frame), reason, called)
         return result
 
-    with replaced(convert_frame.ConvertFrameAssert, "__call__", lambda _: convert_and_watch):
+    def compile_and_watch(compile_subgraph: Callable[..., Any]) -> Callable[..., Any]:
+        def compile_piece(self: Any, translator: Any, reason: Any, *args: Any, **options: Any) -> Any:
+            if found and reason.graph_break:
+                found[-1].setdefault(_heading(reason.reason), _called(translator.stack))
+            return compile_subgraph(self, translator, reason, *args, **options)
+
+        return compile_piece
+
+    with (
+        replaced(convert_frame.ConvertFrameAssert, "__call__", lambda _: convert_and_watch),
+        replaced(OutputGraph, "compile_subgraph", compile_and_watch),
+    ):
         yield
+
+
+def _heading(reason: str) -> str:
+    return LEAVES_RECURRENT if LEAVES_RECURRENT in reason else reason.strip().partition("\n")[0]
+
+
+def _called(stack: list[VariableTracker]) -> Called:
+    """Read what a call takes from Dynamo's stack: a null, the function, its arguments; in 3.13 the null is second."""
+    nulls = [i for i, entry in enumerate(stack) if isinstance(entry, NullVariable)]
+    values = [_value(entry) for entry in stack[nulls[-1] - (sys.version_info >= (3, 13)) :]] if nulls else []
+    modules = tuple(value for value in values if isinstance(value, Module))
+    return Called(modules, any(isinstance(value, TagActivationCheckpoint) for value in values))
+
+
+def _value(entry: VariableTracker) -> object:
+    """Return what an entry of Dynamo's stack stands for, a method's owner for the method; guards nothing."""
+    if isinstance(entry, LazyVariableTracker):
+        return _value(entry.unwrap()) if entry.is_realized() else entry.peek_value()
+    held = vars(entry)
+    return _value(held["obj"]) if isinstance(held.get("obj"), VariableTracker) else held.get("value")
 
 
 LIMITS_LOST = "Dynamo's recompile limits count what all models compile of one function, not each model alone"

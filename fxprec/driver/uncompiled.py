@@ -10,13 +10,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch.nn import Module, ModuleDict, ModuleList, RNNBase
+from torch.nn import Embedding, Module, ModuleDict, ModuleList, Sequential
 
 from fxprec import compat
 from fxprec.driver.event_log import EventLog
 from fxprec.errors import FxprecError
 
 if TYPE_CHECKING:
+    from fxprec.compat.frames import Called
     from fxprec.driver.backend import Backend
 
 
@@ -113,9 +114,10 @@ def _replace(patches: ExitStack) -> None:
     def tell_of_frame(wrapper: object, code: str, owner: object, reason: str) -> None:
         tell(wrapper, code, f"runs uncompiled, in the model's own precision{_left_out(owner)}: {reason}. {_MEND}")
 
-    def note_break(wrapper: object, code: str, owner: object, reason: str) -> None:
-        if reason == compat.LEAVES_RECURRENT:
-            tell(wrapper, code, f"leaves {_recurrent(owner)} uncompiled, in its own precision: {reason}. {_ALLOW}")
+    def note_break(wrapper: object, code: str, owner: object, reason: str, called: Called) -> None:
+        if left := _left_behind(owner, called):
+            mend = _ALLOW if reason == compat.LEAVES_RECURRENT else _BREAK
+            tell(wrapper, code, f"leaves {left} uncompiled, in the model's own precision: {reason.rstrip('.')}. {mend}")
         elif (frames := known(wrapper)) is not None:
             frames.note_break(code, reason)
 
@@ -133,29 +135,45 @@ _LIMIT = (
     'TORCH_LOGS="recompiles" for what changes from call to call, make it a tensor, or raise the limit'
 )
 _ALLOW = "Set torch._dynamo.config.allow_rnn=True to have it compiled"
+_BREAK = (
+    "Dynamo compiles the code of torch's modules only as part of a caller; "
+    'TORCH_LOGS="graph_breaks" shows where it stopped'
+)
 _MEND = (
     'Your own modules that it calls are compiled one by one; TORCH_LOGS="graph_breaks" shows where Dynamo stopped: '
     "take that out of the loop, or compile the parts"
 )
 
 
-def _recurrent(owner: object) -> str:
-    """Name the recurrent modules that a method may call."""
-    named = owner.named_modules() if isinstance(owner, Module) else ()
-    return ", ".join(name for name, module in named if isinstance(module, RNNBase)) or "a recurrent module"
-
-
 def _left_out(owner: object) -> str:
     """Name torch's own modules that an uncompiled method calls: Dynamo compiles no frame of torch's code."""
-    if not isinstance(owner, Module):
-        return ""
-    theirs = [name for name, child in _children(owner) if any(True for _ in child.parameters())]
+    children = owner.named_children() if isinstance(owner, Module) else ()
+    theirs = [found for name, child in children for found in _torchs_own(child, name)]
     return f", with {', '.join(theirs)}" if theirs else ""
 
 
-def _children(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
-    for name, child in module.named_children():
-        if isinstance(child, ModuleList | ModuleDict):
-            yield from _children(child, f"{prefix}{name}.")
-        elif type(child).__module__.startswith("torch.nn."):
-            yield prefix + name, child
+def _left_behind(owner: object, called: Called) -> str:
+    """Name what a graph break leaves uncompiled; empty where all that is called is compiled by itself."""
+    names = {module: name for name, module in owner.named_modules()} if isinstance(owner, Module) else {}
+    if called.with_all_inside:
+        inside = [names.get(module, type(module).__name__) for module in called.modules]
+        return f"the checkpointed {', '.join(inside) or 'region'}"
+    return ", ".join(found for module in called.modules for found in _torchs_own(module, names.get(module, "")))
+
+
+def _torchs_own(module: Module, name: str) -> Iterator[str]:
+    """Yield the names of modules with parameters that run torch's own code, down to where the user's code begins."""
+    if not _runs_torchs_code(module):
+        return
+    if isinstance(module, Sequential | ModuleList | ModuleDict):
+        for key, child in module.named_children():
+            yield from _torchs_own(child, f"{name}.{key}" if name else key)
+    elif not isinstance(module, Embedding) and any(True for _ in module.parameters()):  # it saves indices alone
+        yield name or type(module).__name__
+
+
+def _runs_torchs_code(module: Module) -> bool:
+    """Whether the user wrote no ``forward``, nor asked with `torch.compiler.disable` that it be left alone."""
+    forward = module.forward
+    is_left_alone = getattr(forward, "_torchdynamo_disable", False)
+    return not is_left_alone and getattr(forward, "__module__", "").startswith("torch.nn.")
