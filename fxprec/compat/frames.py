@@ -18,7 +18,7 @@ from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.misc import NullVariable
+from torch._dynamo.variables.misc import DelayGraphBreakVariable, NullVariable
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch.nn import Module
 
@@ -121,7 +121,7 @@ def graph_breaks(tell: Callable[[object, str, object, str, Called], None]) -> It
     def compile_and_watch(compile_subgraph: Callable[..., Any]) -> Callable[..., Any]:
         def compile_piece(self: Any, translator: Any, reason: Any, *args: Any, **options: Any) -> Any:
             if found and reason.graph_break:
-                found[-1].setdefault(_heading(reason.reason), _called(translator.stack))
+                found[-1].setdefault(_heading(reason.reason), _called(translator))
             return compile_subgraph(self, translator, reason, *args, **options)
 
         return compile_piece
@@ -137,20 +137,26 @@ def _heading(reason: str) -> str:
     return LEAVES_RECURRENT if LEAVES_RECURRENT in reason else reason.strip().partition("\n")[0]
 
 
-def _called(stack: list[VariableTracker]) -> Called:
+def _called(translator: Any) -> Called:
     """Read what a call takes from Dynamo's stack: a null, the function, its arguments; in 3.13 the null is second."""
+    stack: list[VariableTracker] = translator.stack
     nulls = [i for i, entry in enumerate(stack) if isinstance(entry, NullVariable)]
-    values = [_value(entry) for entry in stack[nulls[-1] - (sys.version_info >= (3, 13)) :]] if nulls else []
+    values = (
+        [_value(entry, translator) for entry in stack[nulls[-1] - (sys.version_info >= (3, 13)) :]] if nulls else []
+    )
     modules = tuple(value for value in values if isinstance(value, Module))
     return Called(modules, any(isinstance(value, TagActivationCheckpoint) for value in values))
 
 
-def _value(entry: VariableTracker) -> object:
+def _value(entry: VariableTracker, translator: Any) -> object:
     """Return what an entry of Dynamo's stack stands for, a method's owner for the method; guards nothing."""
     if isinstance(entry, LazyVariableTracker):
-        return _value(entry.unwrap()) if entry.is_realized() else entry.peek_value()
+        return _value(entry.unwrap(), translator) if entry.is_realized() else entry.peek_value()
+    if isinstance(entry, DelayGraphBreakVariable) and entry.source is not None:  # a recurrent module, in torch 2.15
+        return entry.source.get_value({"G": translator.f_globals, "L": translator.f_locals}, {}, {})
     held = vars(entry)
-    return _value(held["obj"]) if isinstance(held.get("obj"), VariableTracker) else held.get("value")
+    owner = held.get("im_self", held.get("obj"))  # torch 2.15 or older
+    return _value(owner, translator) if isinstance(owner, VariableTracker) else held.get("value")
 
 
 LIMITS_LOST = "Dynamo's recompile limits count what all models compile of one function, not each model alone"
