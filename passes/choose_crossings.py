@@ -5,7 +5,8 @@ among those that never hold more, under torch's ``activation_memory_budget`` amo
 either at a price a byte. `casts.ways` makes it real, and the partition follows the graph.
 
 What the user's checkpoints say is no choice: what a region starts from is kept, and what it recomputes the partition
-repeats.
+repeats. Nor is, without a peak budget, the block format that the recipe or a given plan names (docs/compute.md, "Fewer
+than 8 bits"): each copy that may have it gets it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from fxprec.passes.compute_high import UNREAD
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
+from fxprec.passes.forms.stage import Stage
 from fxprec.passes.notice import Notice, readable
 
 
@@ -61,13 +63,38 @@ def _choose(work: Work) -> None:
     problem = Problem(needs, rates, ("narrow",), price=price, inputs=inputs)
     share = work.memory_budget
     fit = Chooser(problem).unlimited if share == 1 else within_share(problem, share)
-    Rewrite(work, needs, fit).rewrite()
+    rewrite = Rewrite(work, needs, fit)
+    rewrite.rewrite()
     work.is_cut = True
+    _tell_of_blocks(work, needs, rewrite.stage)
     _tell_of_copies(work, needs, fit)
 
 
 AGAIN = f"{UNREAD}: it is computed again in backward, which takes less time than to store it"
 KEPT = f"{UNREAD}: backward reads the value itself as well"
+
+
+def _tell_of_blocks(work: Work, needs: Needs, stage: Stage) -> None:
+    """Say in the sites which values are stored in blocks, or why not; a notice where a given plan wants it."""
+    sites = work.book.sites
+    for node, row in needs.rows.items():
+        form, why = stage.kept.get(node), needs.refused.get(node, "")
+        if isinstance(form, Blocks):
+            sites[row] = replace(sites[row], saved_as=form.saved_as(node, stage))
+        elif why and not sites[row].why:
+            sites[row] = replace(sites[row], why=why)
+    if work.given is None:
+        return
+    refused = {needs.rows[node]: why for node, why in needs.refused.items()}
+    for site, given in zip(sites, work.given.sites, strict=True):
+        if given.saved_as and not site.saved_as:
+            why = refused.get(site.id, "").removeprefix(f"{given.saved_as} is no choice: ") or (
+                "no copy in 8 bits is saved of it for backward alone" + (f", since {site.why}" if site.why else "")
+            )
+            detail = f"sites[{site.id}].saved_as of the given plan is {given.saved_as!r}, and it stays in {site.format}"
+            work.notices.append(
+                Notice(f"{site.tensor} ({site.module})" if site.module else site.tensor, f"{detail}: {why}")
+            )
 
 
 def _tell_of_copies(work: Work, needs: Needs, fit: Fit) -> None:
@@ -78,7 +105,7 @@ def _tell_of_copies(work: Work, needs: Needs, fit: Fit) -> None:
         form = fit.held.kept.get(node)
         if isinstance(form, Low) and site.is_unread:
             work.book.sites[row] = replace(site, format=form.copy.name, reads="backward", why="", unread=False)
-        if is_kept and not (isinstance(fit.ways[node], Own) and parse(site.format).bits < hi.bits):
+        if is_kept and not (isinstance(form, Own) and parse(site.format).bits < hi.bits):
             continue
         if is_kept or node in repeated:
             was_low = parse(site.format).bits < hi.bits

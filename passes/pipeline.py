@@ -34,7 +34,6 @@ from fxprec.passes.recover_operators import RecoverOperators
 from fxprec.passes.scale_copies import ScaleCopies
 from fxprec.passes.shorten_lives import ShortenLives
 from fxprec.passes.smooth_swiglu import SmoothSwiGLU
-from fxprec.passes.store_blocks import StoreBlocks
 from fxprec.passes.store_centred import StoreCentred
 from fxprec.passes.sum_narrow import SumNarrow
 from fxprec.passes.weigh_gemms import WeighGemms
@@ -56,7 +55,6 @@ PIPELINE: tuple[Pass, ...] = (
     ComputeHigh(),  # needs to know which GEMMs multiply codes; takes casts away
     StoreCentred(),  # needs the copies that are left
     MakeAgain(),  # needs them where they are stored
-    StoreBlocks(),  # needs the copies and readers that are left; before it, since what is in blocks has no scale
     CarryScales(),  # needs the casts that are left; rows of its own come after the sites
     BlockGemms(),  # after: its casts are no sites and have no scale
     NarrowGemms(),  # needs the casts beside each GEMM

@@ -58,7 +58,7 @@ CASES = (
         name="blocks",
         what="as real, with int4 blocks for what only weight gradients are made of",
         options={"recipe": "fp8+int4"},
-        shows=("store-blocks",),
+        shows=("choose-crossings",),
     ),
     Case(
         name="operands",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import leave_out, recorded_works
+from helpers import recorded_works
 from torch import Tensor, nn
 
 import fxprec
@@ -19,8 +19,8 @@ from fxprec.config.recipes import find_recipe
 from fxprec.errors import ConfigError, FxprecWarning, PlanError
 from fxprec.numerics import blocks
 from fxprec.passes.analysis.saved_bytes import read_by_backward
+from fxprec.passes.casts.blocks import SIGNS
 from fxprec.passes.choose_crossings import AGAIN
-from fxprec.passes.store_blocks import SIGNS
 from fxprec.plan import Site
 from fxprec.plan.explain import explain
 
@@ -117,12 +117,11 @@ def test_eight_bits_go_wherever_backward_reads_but_does_not_ask_for_a_sign():
     assert {s.saved_as or s.why.partition("its ")[2][:4] for s in low} == {"int8", "sign"}
 
 
-def test_what_backward_reads_in_blocks_counts_by_its_blocks(monkeypatch: pytest.MonkeyPatch):
-    leave_out(monkeypatch, "choose-crossings")  # torch's min-cut is asked for a share of it
-    read = {}
+def test_what_backward_reads_in_blocks_counts_by_its_blocks():
+    model, read = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8)), {}
     for recipe in ("fp8", "fp8+int8"):
         with recorded_works() as works:
-            step(recipe)
+            step(recipe, model)
         read[recipe] = read_by_backward(works[0].joint)
     assert read["fp8"] < read["fp8+int8"] < 1.02 * read["fp8"]
 

@@ -51,7 +51,7 @@ class Row(_Plain):
     reason: str
     planned: Cost
     may_have_blocks: bool
-    """Whether it could be stored in a block format of 8 bits (pass store-blocks)."""
+    """Whether it could be stored in a block format of 8 bits (`passes.forms.blocks`)."""
     costs: Mapping[str, Cost] = field(default_factory=dict)
     """The same tensor in each candidate format, by its name."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch.fx import Node
 
@@ -26,16 +28,16 @@ class Refusals:
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.order = Order.of(work.joint.graph, work.joint.tangents)
 
-    def instead(self, q: Node | None, fmt: BlockFormat) -> BlockFormat:
-        """Return the format that a recipe with ``fmt`` has for a copy."""
-        return ATTENDED if fmt.bits < WHOLE_BITS and q is not None and _is_attended(q) else fmt
+    @cached_property
+    def order(self) -> Order:
+        """The graph's nodes by position, numbered where a block format is asked for."""
+        return Order.of(self.work.joint.graph, self.work.joint.tangents)
 
-    def of(self, site: Site, q: Node | None, fmt: BlockFormat) -> str | None:
+    def of(self, site: Site, q: Node, fmt: BlockFormat) -> str | None:
         """Return why a copy may not be stored in blocks of ``fmt``, or None; ``""`` where none is kept in 8 bits."""
         is_exact = fmt.bits >= WHOLE_BITS
-        if q is None or site.reads != "backward":
+        if site.reads != "backward":
             return ""
         if parse(site.format).bits > WHOLE_BITS and not (is_exact and _is_attended(q)):
             return ""
@@ -69,6 +71,11 @@ class Refusals:
         op = self.work.operators.of_backward_node.get(reader)
         name = reader.name if op is None else op.aten
         return f"the backward of {name[:60]} reads it too, where noise does not average out as in a weight's gradient"
+
+
+def as_saved(q: Node, fmt: BlockFormat) -> BlockFormat:
+    """Return the format that a recipe with ``saved=fmt`` has for a copy."""
+    return ATTENDED if fmt.bits < WHOLE_BITS and _is_attended(q) else fmt
 
 
 def _is_attended(q: Node) -> bool:

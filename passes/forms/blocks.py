@@ -51,9 +51,12 @@ class Blocks(Form):
         if not store_in_blocks(stage.graph, q, self.copy, seed):
             stage.only_masks.add(value)
 
+    def saved_as(self, value: Node, stage: Stage) -> str:
+        """Return the name of the format that ``value`` is stored in."""
+        return (SIGNS if value in stage.only_masks else self.copy).name
+
     def said(self, site: Site, value: Node, stage: Stage) -> Site:
-        saved_as = SIGNS if value in stage.only_masks else self.copy
-        return replace(row_of(site, "narrow", self.beside.name, ""), saved_as=saved_as.name)
+        return replace(row_of(site, "narrow", self.beside.name, ""), saved_as=self.saved_as(value, stage))
 
     def is_said_by(self, site: Site) -> bool:
         return site.way == "narrow" and site.saved_as == self.copy.name and site.promoted_at is None

@@ -15,8 +15,8 @@ import fxprec.runtime.reference_ops  # noqa: F401  registers implementations
 from fxprec import compat
 from fxprec.ir.symbolic import TABLE_COLUMNS, Dequantize, Quantize, TensorScale
 from fxprec.numerics import ahead, block_device, blocks
+from fxprec.passes.casts.blocks import SIGNS
 from fxprec.passes.lowering.blocks import lower_blocks
-from fxprec.passes.store_blocks import SIGNS
 
 NAMES = ("mxfp6", "nvfp4", "int4", "int8/32:bf16", SIGNS.name)
 

@@ -209,7 +209,8 @@ class Chooser:
     def replayed(self, ways: Ways) -> Fit:
         """Replay a choice; return it with what it holds and the seconds it takes."""
         needs, inputs = self.problem.needs, self.problem.inputs
-        kept = {node: way for node, way in ways.items() if isinstance(way, Form) and node not in inputs}
+        kept = {node: form for node, form in needs.kept.items() if needs.step.is_there(node)}  # copies of inputs
+        kept |= {node: way for node, way in ways.items() if isinstance(way, Form) and node not in inputs}
         return Fit(Held(needs.step, kept), ways, sum(self.problem.seconds(node, way) for node, way in ways.items()))
 
     def _wanted_when(self) -> tuple[dict[Node, int], dict[Node, int]]:

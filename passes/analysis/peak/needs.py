@@ -18,12 +18,13 @@ from fxprec.passes.analysis.peak.step import Step
 from fxprec.passes.analysis.saved_bytes import bytes_per_element
 from fxprec.passes.base import Work
 from fxprec.passes.casts.blocks import WHOLE_BITS
-from fxprec.passes.casts.in_blocks import Refusals
+from fxprec.passes.casts.in_blocks import Refusals, as_saved
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.host import OnHost
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
 from fxprec.passes.forms.way import Form
+from fxprec.plan import Site
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class Needs:
     """Values of which backward reads a low copy."""
     forms: dict[Node, tuple[Form, ...]] = field(default_factory=dict)
     """The forms in which a value may be kept."""
-    kept: set[Node] = field(default_factory=set)
-    """Values that must be kept: a checkpointed region's inputs, what its policy saves, and values that a rounded copy
-    spoils."""
+    kept: dict[Node, Form] = field(default_factory=dict)
+    """Values that must be kept, with the form: a checkpointed region's inputs, what its policy saves, values that a
+    rounded copy spoils, and copies whose format the recipe or a given plan names."""
     read_as_it_is: set[Node] = field(default_factory=set)
     """Values that backward reads itself, not a copy."""
     refused: dict[Node, str] = field(default_factory=dict)
@@ -74,8 +75,8 @@ def needs_of(work: Work) -> Needs:
                 continue
             if cast is None:
                 _need_itself(needs, copies, wanted)
-                if regions.is_saved(wanted):
-                    needs.kept.add(wanted)
+                if regions.is_saved(wanted) and not needs.step.is_there(wanted):
+                    needs.kept[wanted] = Own()
                 continue
             fmt = parse(cast.format)
             is_low = fmt.bits < hi.bits
@@ -110,7 +111,7 @@ def _add_starts(needs: Needs, copies: _Copies) -> None:
                 source = source.all_input_nodes[0]
             if source not in step.again and not step.is_there(source):
                 _need_itself(needs, copies, source)
-                needs.kept.add(source)
+                needs.kept[source] = Own()
 
 
 def _add_spoiled(needs: Needs, work: Work) -> None:
@@ -119,7 +120,7 @@ def _add_spoiled(needs: Needs, work: Work) -> None:
         tensor = work.grouped.values.get(node)
         kept = None if tensor is None else work.book.kept.get(tensor.id)
         if kept is not None and kept.as_it_is and _comes_from_copies(needs, node):
-            needs.kept.add(node)
+            needs.kept[node] = Own()
 
 
 def _comes_from_copies(needs: Needs, node: Node) -> bool:
@@ -137,6 +138,8 @@ def _comes_from_copies(needs: Needs, node: Node) -> bool:
 def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
     """List the forms of each value; first the forms from which more values may be computed again."""
     blocks, movable = _in_blocks(needs, copies, work), _movable(needs, copies)
+    if not work.fits_peak:  # the format that is asked for is no matter of costs
+        needs.kept.update({node: form for node, forms in blocks.items() for form in forms})
     for node, own in copies.own.items():
         plain = [Own(own), *([Low(copies.low[node])] if node in copies.low else ())]
         moved = map(OnHost, plain) if node in movable else ()
@@ -144,7 +147,7 @@ def _offer(needs: Needs, copies: _Copies, work: Work) -> None:
 
 
 def find_formats(work: Work) -> list[BlockFormat]:
-    """Return the block formats that may be chosen: those of a given plan, of ``ways``, or of the recipe."""
+    """Return the block formats that a peak budget may choose: those of a given plan, of ``ways``, or of the recipe."""
     if work.given is not None:
         return [find_blocks(name) for name in sorted({site.saved_as for site in work.given.sites} - {""})]
     saved, asked = work.settings.recipe.saved, [way for way in work.settings.ways if way in BLOCK_WAYS]
@@ -153,16 +156,25 @@ def find_formats(work: Work) -> list[BlockFormat]:
     )
 
 
+def _formats_of(work: Work, site: Site, q: Node) -> list[BlockFormat]:
+    """Return the block formats that a copy may have: without a peak budget the one that is asked for, if any."""
+    if work.fits_peak:
+        return find_formats(work)
+    if work.given is not None:
+        name = work.given.sites[site.id].saved_as
+        return [find_blocks(name)] if name else []
+    saved = work.settings.recipe.saved
+    return [] if saved is None else [as_saved(q, saved)]
+
+
 def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blocks]]:
     """Find the block formats of each value that backward reads as a single copy."""
-    formats, hi = find_formats(work), work.settings.recipe.hi
-    if not formats:
-        return {}
-    refusals, found = Refusals(work), dict[Node, list[Blocks]]()
+    refusals, hi, found = Refusals(work), work.settings.recipe.hi, dict[Node, list[Blocks]]()
     for node, (q, *others) in needs.step.stored.items():
         if others or node in needs.read_as_it_is:
             continue
         site = work.book.sites[needs.rows[node]]
+        formats = _formats_of(work, site, q)
         reasons = {fmt: refusals.of(site, q, fmt) for fmt in formats}
         found[node] = [
             Blocks(fmt, copies.low.get(node, hi), has_mask=fmt.bits < WHOLE_BITS and node in needs.step.asked)

@@ -156,7 +156,7 @@ class Problem:
 
     def _allowed_ways(self, node: Node) -> Iterator[Way]:
         if node in self.inputs or node in self.needs.kept:
-            yield Own()
+            yield Own() if node in self.inputs else self.needs.kept[node]
             return
         if regions.runs_again(node):
             return  # not there, and nothing is to ask for it: a whole region would run for it
