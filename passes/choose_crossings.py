@@ -12,6 +12,7 @@ than 8 bits"): each copy that may have it gets it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
@@ -49,6 +50,8 @@ class ChooseCrossings:
             _fit_peak(work)
         elif work.joint.tangents:
             _choose(work)
+        else:
+            _tell_of_wanted_blocks(work, {})
 
 
 def _choose(work: Work) -> None:
@@ -75,7 +78,7 @@ KEPT = f"{UNREAD}: backward reads the value itself as well"
 
 
 def _tell_of_blocks(work: Work, needs: Needs, stage: Stage) -> None:
-    """Say in the sites which values are stored in blocks, or why not; a notice where a given plan wants it."""
+    """Say in the sites which values are stored in blocks, or why not."""
     sites = work.book.sites
     for node, row in needs.rows.items():
         form, why = stage.kept.get(node), needs.refused.get(node, "")
@@ -83,18 +86,22 @@ def _tell_of_blocks(work: Work, needs: Needs, stage: Stage) -> None:
             sites[row] = replace(sites[row], saved_as=form.saved_as(node, stage))
         elif why and not sites[row].why:
             sites[row] = replace(sites[row], why=why)
+    _tell_of_wanted_blocks(work, {row: needs.refused.get(node, "") for node, row in needs.rows.items()})
+
+
+def _tell_of_wanted_blocks(work: Work, refused: Mapping[int, str]) -> None:
+    """Give a notice of each tensor that a given plan wants in blocks and that is not; ``refused`` says why, by site."""
     if work.given is None:
         return
-    refused = {needs.rows[node]: why for node, why in needs.refused.items()}
-    for site, given in zip(sites, work.given.sites, strict=True):
-        if given.saved_as and not site.saved_as:
-            why = refused.get(site.id, "").removeprefix(f"{given.saved_as} is no choice: ") or (
-                "no copy in 8 bits is saved of it for backward alone" + (f", since {site.why}" if site.why else "")
-            )
-            detail = f"sites[{site.id}].saved_as of the given plan is {given.saved_as!r}, and it stays in {site.format}"
-            work.notices.append(
-                Notice(f"{site.tensor} ({site.module})" if site.module else site.tensor, f"{detail}: {why}")
-            )
+    for site in work.book.sites:
+        name = work.given.sites[site.id].saved_as
+        if not name or site.saved_as:
+            continue
+        why = refused.get(site.id, "").removeprefix(f"{name} is no choice: ")
+        if not why:
+            why = "no copy in 8 bits is saved of it for backward alone" + (f", since {site.why}" if site.why else "")
+        detail = f"sites[{site.id}].saved_as of the given plan is {name!r}, and it stays in {site.format}: {why}"
+        work.notices.append(Notice(f"{site.tensor} ({site.module})" if site.module else site.tensor, detail))
 
 
 def _tell_of_copies(work: Work, needs: Needs, fit: Fit) -> None:

@@ -15,9 +15,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxprec.ir.symbolic import Dequantize, Quantize, is_in_blocks
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import regions
-from fxprec.passes.analysis.joint import is_view, operator_of, value
+from fxprec.passes.analysis.joint import is_backward, is_view, operator_of, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.base import Work
+from fxprec.passes.casts.in_blocks import Refusals, asked_of
 from fxprec.passes.casts.sites import emit, emit_on
 
 _CAT = torch.ops.aten.cat.default
@@ -30,15 +31,24 @@ class DropRoundTrips:
     name: str = "drop-round-trips"
 
     def apply(self, work: Work) -> None:
-        graph = work.joint.graph
+        graph, refusals = work.joint.graph, Refusals(work)
         for node in list(graph.nodes):
             cast = Quantize.match(node)
             if node.target is CONVERT:
                 _converted(graph, node)
             elif node.target is _CAT:
                 _joined(graph, node)
-            elif cast is not None and not is_in_blocks(cast.format) and parse(cast.format).has_float32_range:
+            elif cast is not None and _stays_in_16_bits(work, refusals, node, cast):
                 _stored(graph, node, cast)
+
+
+def _stays_in_16_bits(work: Work, refusals: Refusals, q: Node, cast: Quantize) -> bool:
+    """Say whether a copy has bfloat16's range, and choose-crossings stores it in no block format."""
+    if is_in_blocks(cast.format) or not parse(cast.format).has_float32_range:
+        return False
+    site = work.book.sites[cast.row]
+    formats = [] if work.fits_peak or is_backward(q) else asked_of(work, site, q)
+    return all(refusals.of(site, q, fmt) is not None for fmt in formats)
 
 
 def _converted(graph: Graph, node: Node) -> None:

@@ -20,6 +20,7 @@ from fxprec.errors import ConfigError, FxprecWarning, PlanError
 from fxprec.numerics import blocks
 from fxprec.passes.analysis.saved_bytes import read_by_backward
 from fxprec.passes.casts.blocks import SIGNS
+from fxprec.passes.casts.in_blocks import ATTENDED
 from fxprec.passes.choose_crossings import AGAIN
 from fxprec.plan import Site
 from fxprec.plan.explain import explain
@@ -196,6 +197,29 @@ def test_inf_spoils_its_block_and_shows(tmp_path):
     assert backend.plans[0].promoted == ()
 
 
+class Attention(nn.Module):
+    """Queries, keys and values that one layer makes, and that attention's backward alone reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def test_what_attention_reads_is_in_small_blocks_and_not_in_the_16_bits_of_its_gemm():
+    model = Attention()
+    (plain, exact, _), (backend, found, _) = step("fp8", model), step("fp8+int4", model)
+    (site,) = [s for s in backend.plans[0].sites if s.tensor == "addmm" and s.kind == "output"]
+    assert (site.format, site.saved_as) == ("bf16", ATTENDED.name)
+    saved, before = backend.plans[0].saved_bytes, plain.plans[0].saved_bytes
+    assert before.planned - saved.planned >= 2 * site.elements - ATTENDED.num_bytes(site.elements)
+    assert float((found[1] - exact[1]).norm() / exact[1].norm()) < 0.02  # of the bias: no int4 is in it
+
+
 def test_a_plan_file_keeps_it_and_can_be_edited(tmp_path):
     plan = planned("fp8+int4")[0]
     plan.save(tmp_path / "plan.json")
@@ -217,6 +241,28 @@ def test_a_plan_file_keeps_it_and_can_be_edited(tmp_path):
     (tmp_path / "wrong.json").write_text(text)
     with pytest.raises(PlanError, match=r"saved_as: 'bf16' has no blocks; give a block format"):
         Plan.load(tmp_path / "wrong.json")
+
+
+def test_a_plan_for_inference_cannot_have_a_copy_in_blocks(tmp_path):
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).eval(), torch.randn(32, 64)
+
+    def plan(**options: Any) -> Plan:
+        torch._dynamo.reset()
+        backend = Backend(Config(lowering="eager", **options))
+        with torch.no_grad():
+            torch.compile(model, backend=backend)(x)
+        (found,) = backend.all_plans
+        assert found is not None
+        return found
+
+    made = plan(recipe="fp8", low_ratio=1.0)
+    first, *others = made.sites
+    replace(made, sites=(replace(first, saved_as="int4"), *others)).save(tmp_path / "p.json")
+    with pytest.warns(
+        FxprecWarning,
+        match=r"sites\[0\]\.saved_as of the given plan is 'int4', and it stays in \w+: no copy in 8 bits is saved of it",
+    ):
+        assert plan(recipe="fp8", plan=tmp_path / "p.json").sites[0].saved_as == ""
 
 
 def test_dynamic_shapes_stay_in_8_bits_and_say_so():

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.ir.symbolic import Dequantize
-from fxprec.numerics.blocks import BlockFormat, Integer
+from fxprec.numerics.blocks import BlockFormat, Integer, find_blocks
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import is_view_or_cast, readers, shape_text, tensor_of
@@ -73,9 +73,15 @@ class Refusals:
         return f"the backward of {name[:60]} reads it too, where noise does not average out as in a weight's gradient"
 
 
-def as_saved(q: Node, fmt: BlockFormat) -> BlockFormat:
-    """Return the format that a recipe with ``saved=fmt`` has for a copy."""
-    return ATTENDED if fmt.bits < WHOLE_BITS and _is_attended(q) else fmt
+def asked_of(work: Work, site: Site, q: Node) -> list[BlockFormat]:
+    """Return the block format that the recipe or the given plan asks for a copy, as a list of at most one."""
+    if work.given is not None:
+        name = work.given.sites[site.id].saved_as
+        return [find_blocks(name)] if name else []
+    saved = work.settings.recipe.saved
+    if saved is None:
+        return []
+    return [ATTENDED if saved.bits < WHOLE_BITS and _is_attended(q) else saved]
 
 
 def _is_attended(q: Node) -> bool:

@@ -18,13 +18,12 @@ from fxprec.passes.analysis.peak.step import Step
 from fxprec.passes.analysis.saved_bytes import bytes_per_element
 from fxprec.passes.base import Work
 from fxprec.passes.casts.blocks import WHOLE_BITS
-from fxprec.passes.casts.in_blocks import Refusals, as_saved
+from fxprec.passes.casts.in_blocks import Refusals, asked_of
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.host import OnHost
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
 from fxprec.passes.forms.way import Form
-from fxprec.plan import Site
 
 
 @dataclass(frozen=True)
@@ -156,17 +155,6 @@ def find_formats(work: Work) -> list[BlockFormat]:
     )
 
 
-def _formats_of(work: Work, site: Site, q: Node) -> list[BlockFormat]:
-    """Return the block formats that a copy may have: without a peak budget the one that is asked for, if any."""
-    if work.fits_peak:
-        return find_formats(work)
-    if work.given is not None:
-        name = work.given.sites[site.id].saved_as
-        return [find_blocks(name)] if name else []
-    saved = work.settings.recipe.saved
-    return [] if saved is None else [as_saved(q, saved)]
-
-
 def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blocks]]:
     """Find the block formats of each value that backward reads as a single copy."""
     refusals, hi, found = Refusals(work), work.settings.recipe.hi, dict[Node, list[Blocks]]()
@@ -174,7 +162,7 @@ def _in_blocks(needs: Needs, copies: _Copies, work: Work) -> dict[Node, list[Blo
         if others or node in needs.read_as_it_is:
             continue
         site = work.book.sites[needs.rows[node]]
-        formats = _formats_of(work, site, q)
+        formats = find_formats(work) if work.fits_peak else asked_of(work, site, q)
         reasons = {fmt: refusals.of(site, q, fmt) for fmt in formats}
         found[node] = [
             Blocks(fmt, copies.low.get(node, hi), has_mask=fmt.bits < WHOLE_BITS and node in needs.step.asked)
