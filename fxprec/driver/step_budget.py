@@ -13,9 +13,9 @@ from fxprec.errors import BudgetError, ConfigError, either
 from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.passes.notice import readable
 from fxprec.plan.rows import WholeStep
+from fxprec.runtime.optim.all_optimizers import AllOptimizers
 from fxprec.runtime.optim.local import local
 from fxprec.runtime.optim.rule import STATES, States
-from fxprec.runtime.optim.together import Together
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StepBudget:
     """The form of states that the optimizer leaves open; None: it leaves none open."""
 
     @classmethod
-    def of(cls, asked: int, optimizers: Together, inputs: Sequence[GraphInput], args: Sequence[object]) -> Self:
+    def of(cls, asked: int, optimizers: AllOptimizers, inputs: Sequence[GraphInput], args: Sequence[object]) -> Self:
         """Count the memory of tensors and of this rank's shards once; what they leave open is not chosen."""
         kept = [arg for known, arg in zip(inputs, args, strict=False) if known.kind in ("param", "buffer")]
         held = [param for group in optimizers.param_groups for param in group["params"]]
@@ -47,7 +47,7 @@ class StepBudget:
         wide = any(p.dtype.itemsize > 2 for p in held)
         return cls(asked, weights, optimizers.state_bytes(), optimizers.gradient_bytes(), fewer, wide)
 
-    def first_that_fits(self, optimizers: Together, compile_within: Callable[[Self], None]) -> None:
+    def first_that_fits(self, optimizers: AllOptimizers, compile_within: Callable[[Self], None]) -> None:
         """Call for each form of open states, the exact one first, until the step fits; the optimizers take that form.
 
         Raises the `BudgetError` of the smallest form where none fits.

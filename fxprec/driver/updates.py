@@ -17,9 +17,9 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.wrappers import Run
 from fxprec.errors import ConfigError
 from fxprec.passes.analysis.inputs import GraphInput
+from fxprec.runtime.optim.all_optimizers import AllOptimizers
 from fxprec.runtime.optim.in_backward import InBackward, stepping
 from fxprec.runtime.optim.stepper import Stepper
-from fxprec.runtime.optim.together import Together
 
 
 def steppers_of(optimizer: object) -> Sequence[Stepper]:
@@ -154,7 +154,7 @@ def _place(arg: torch.Tensor) -> tuple[int, int]:
     return (arg.untyped_storage()._cdata, int(arg.storage_offset())) if _is_fake(arg) else (arg.data_ptr(), 0)
 
 
-def _why_held(arg: torch.Tensor, optimizers: Together, places: Sequence[tuple[int, int]]) -> Iterator[str]:
+def _why_held(arg: torch.Tensor, optimizers: AllOptimizers, places: Sequence[tuple[int, int]]) -> Iterator[str]:
     """Yield why one parameter may not be stepped in backward."""
     if not isinstance(arg, Parameter) or isinstance(arg, DTensor) or not arg.is_leaf:
         yield "it is no plain parameter"

@@ -14,10 +14,10 @@ from torch.nn import Parameter
 from fxprec import compat
 from fxprec.errors import GradientError
 from fxprec.kernels.updates import ApplyUpdate
+from fxprec.runtime.optim.all_optimizers import AllOptimizers
 from fxprec.runtime.optim.applied import AppliedGradient
 from fxprec.runtime.optim.stepper import Stepper
 from fxprec.runtime.optim.sums import SummedGradient
-from fxprec.runtime.optim.together import Together
 
 
 class InBackward:
@@ -29,7 +29,7 @@ class InBackward:
     """
 
     def __init__(self, *optimizers: Stepper) -> None:
-        self.optimizers = Together(optimizers)
+        self.optimizers = AllOptimizers(optimizers)
         self._names: dict[Tensor, str] = {}
         self._by_address: dict[int, Parameter] = {}
         self._forwards: Counter[int] = Counter()  # by id of the parameter, since the last step

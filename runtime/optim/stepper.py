@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,6 +24,19 @@ from fxprec.runtime.optim.local import local, place_of
 from fxprec.runtime.optim.options import OWN, check_group, check_one_norm, name_of, rule_of
 from fxprec.runtime.optim.rule import AUTO, LAST, Algorithm, Rule, States
 from fxprec.runtime.optim.sums import SummedGradient, stored
+
+NOT_HELD = "the optimizer no longer holds a parameter that backward steps; compile the model anew"
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Where a parameter is among those of the groups."""
+
+    group: int
+    index: int
+    """In its group."""
+    number: int
+    """Among all parameters."""
 
 
 @dataclass(frozen=True)
@@ -111,21 +125,30 @@ class Stepper(Optimizer):
     @torch.no_grad()
     def step_one(self, param: Tensor, gradient: Tensor) -> None:
         """Step one parameter by a gradient that is not its ``grad``, as `step` would."""
-        first = 0
-        for position, group in enumerate(self.param_groups):
-            index = next((i for i, p in enumerate(group["params"]) if p is param), None)
-            if index is not None:
-                rule = rule_of(group, self._algorithm, param.dtype)
-                if rule.update == "nearest" and rule.algorithm != "sgd" and not group.get("capturable"):
-                    self._warn_if_stuck(rule, group, position, list(range(len(group["params"]))))
-                if rule.clipped:  # the bits of a norm follow strides and dtype
-                    if gradient.stride() != param.stride() or gradient.dtype != param.dtype:
-                        gradient = torch.empty_like(param).copy_(gradient)
-                    self._clipping.see([param], [gradient])
-                self._step_batch(rule, group, self._batch(rule, group, [index], gradient), first)
-                return
-            first += len(group["params"])
-        raise ConfigError("the optimizer no longer holds a parameter that backward steps; compile the model anew")
+        at = self.position_of(param)
+        if at is None:
+            raise ConfigError(NOT_HELD)
+        group = self.param_groups[at.group]
+        rule = rule_of(group, self._algorithm, param.dtype)
+        if rule.update == "nearest" and rule.algorithm != "sgd" and not group.get("capturable"):
+            self._warn_if_stuck(rule, group, at.group, list(range(len(group["params"]))))
+        if rule.clipped:  # the bits of a norm follow strides and dtype
+            if gradient.stride() != param.stride() or gradient.dtype != param.dtype:
+                gradient = torch.empty_like(param).copy_(gradient)
+            self._clipping.see([param], [gradient])
+        self._step_batch(rule, group, self._batch(rule, group, [at.index], gradient), at.number - at.index)
+
+    def position_of(self, param: Tensor) -> _Position | None:
+        """Return where a parameter is among those of the groups; None where no group holds it."""
+        known: tuple[list[int], dict[Tensor, _Position]] = self.__dict__.get("_positions", ([], {}))
+        held = [group["params"] for group in self.param_groups]
+        sizes, at = list(map(len, held)), known[1].get(param)
+        if sizes == known[0] and at is not None and held[at.group][at.index] is param:
+            return at
+        numbers = count()
+        found = {p: _Position(g, i, next(numbers)) for g, params in enumerate(held) for i, p in enumerate(params)}
+        self.__dict__["_positions"] = sizes, found
+        return found.get(param)
 
     def _step_group(self, position: int, group: dict[str, Any], first: int) -> None:
         by_kind: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
@@ -165,17 +188,17 @@ class Stepper(Optimizer):
     @torch.no_grad()
     def add_gradient(self, param: Tensor, gradient: Tensor) -> None:
         """Add a gradient to those of a parameter that are summed in bfloat16, at ``param.grad``."""
-        pairs = ((group, p) for group in self.param_groups for p in group["params"])
-        number, group = next((i, group) for i, (group, p) in enumerate(pairs) if p is param)
+        at = self.position_of(param)
+        assert at is not None, "its holder adds to it"
         held = param.grad if isinstance(param.grad, SummedGradient) else SummedGradient.of(param)
         step = self.state.get(param, {}).get("step")
-        sums.add(held, gradient, group, (number, *place_of(param)), step)
+        sums.add(held, gradient, self.param_groups[at.group], (at.number, *place_of(param)), step)
         param.grad = held
 
     def sums_gradients(self, param: Tensor) -> bool:
         """Say whether gradients of a parameter are summed in bfloat16 until `step`."""
-        groups = (group for group in self.param_groups if group["gradients"] is not None)
-        return any(p is param for group in groups for p in group["params"])
+        at = self.position_of(param)
+        return at is not None and self.param_groups[at.group]["gradients"] is not None
 
     def gradient_bytes(self) -> int:
         """Return the bytes that gradients summed in bfloat16 take, of all parameters."""

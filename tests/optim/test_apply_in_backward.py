@@ -346,3 +346,18 @@ def test_the_gradient_of_a_residual_stream_waits_as_one_sum() -> None:
     assert plan.peak_bytes is not None
     assert plan.peak_bytes.compiled == plan.peak_bytes.planned, "as planned at first, and not planned again"
     assert "replanned" not in {event.kind for event in fxprec.backend_of(run).events}
+
+
+def test_a_parameter_is_found_where_groups_are_changed():
+    a, b, c, d = (nn.Parameter(torch.zeros(2)) for _ in range(4))
+    optimizer = fxprec.optim.SGD([{"params": [a, b]}, {"params": [c]}], lr=0.1)
+
+    def where(parameter: nn.Parameter) -> tuple[int, int, int] | None:
+        found = optimizer.position_of(parameter)
+        return None if found is None else (found.group, found.index, found.number)
+
+    assert [where(p) for p in (a, b, c, d)] == [(0, 0, 0), (0, 1, 1), (1, 0, 2), None]
+    optimizer.param_groups[0]["params"].pop(0)
+    assert [where(p) for p in (c, b, a)] == [(1, 0, 1), (0, 0, 0), None]
+    optimizer.param_groups[1]["params"][0] = d
+    assert [where(p) for p in (c, d)] == [None, (1, 0, 1)]

@@ -20,7 +20,7 @@ from fxprec.driver.step_budget import StepBudget
 from fxprec.errors import BudgetError, ConfigError
 from fxprec.passes.analysis.inputs import GraphInput
 from fxprec.plan.explain import explain
-from fxprec.runtime.optim.together import Together
+from fxprec.runtime.optim.all_optimizers import AllOptimizers
 
 WIDTH, LAYERS = 512, 8
 WEIGHT = WIDTH * WIDTH * 4
@@ -253,7 +253,7 @@ def test_tensors_that_share_memory_count_its_bytes_once() -> None:
     parts = [whole[:6], whole[2:]]
     inputs = [GraphInput("first", "param", ""), GraphInput("second", "buffer", ""), GraphInput("x", "input", "")]
     optimizer = fxprec.optim.AdamW([nn.Parameter(torch.zeros(4))])
-    found = StepBudget.of(1 << 20, Together([optimizer]), inputs, [*parts, torch.zeros(100)])
+    found = StepBudget.of(1 << 20, AllOptimizers([optimizer]), inputs, [*parts, torch.zeros(100)])
     assert found.weights == whole.nbytes + 16
 
 
@@ -263,5 +263,5 @@ def test_of_a_sharded_parameter_the_local_shard_counts() -> None:
         whole = {"shape": torch.Size((12, 4)), "stride": (4, 1)}  # as if another rank held the other half
         param = nn.Parameter(DTensor.from_local(torch.zeros(6, 4), mesh, [Shard(0)], run_check=False, **whole))
         optimizer = fxprec.optim.AdamW([param])
-        found = StepBudget.of(1 << 20, Together([optimizer]), [GraphInput("weight", "param", "")], [param])
+        found = StepBudget.of(1 << 20, AllOptimizers([optimizer]), [GraphInput("weight", "param", "")], [param])
     assert (found.weights, found.states) == (96, 192)

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxprec
 from benchmarks.memory.measure import peak_bytes
 from fxprec.errors import BudgetError, ConfigError, FxprecWarning, GradientError
-from fxprec.report.explain import explain
+from fxprec.plan.explain import explain
 from fxprec.report.whole_step import at_the_peak
 from fxprec.runtime.optim.sums import SummedGradient
 

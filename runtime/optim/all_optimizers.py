@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fxprec.errors import ConfigError, GradientError
 from fxprec.runtime.optim.rule import States
-from fxprec.runtime.optim.stepper import Stepper
+from fxprec.runtime.optim.stepper import NOT_HELD, Stepper
 
 
-class Together:
+class AllOptimizers:
     """Optimizers, none of which this keeps alive."""
 
     def __init__(self, optimizers: Sequence[Stepper]) -> None:
@@ -60,6 +60,6 @@ class Together:
     def holder_of(self, param: Tensor) -> Stepper:
         """Return the optimizer that steps a parameter. Raises `ConfigError` where none does any longer."""
         for optimizer in self:
-            if any(param is p for group in optimizer.param_groups for p in group["params"]):
+            if optimizer.position_of(param) is not None:
                 return optimizer
-        raise ConfigError("the optimizer no longer holds a parameter that backward steps; compile the model anew")
+        raise ConfigError(NOT_HELD)
