@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from fxprec.config import checks
 from fxprec.config.accumulator import Accumulator, find_accumulator
 from fxprec.config.checks import one_of
+from fxprec.config.contradictions import check_storage, refuse_contradictions, without_dtype
 from fxprec.config.grad_scaling import NAMED, GradScaling, LossScaling, Scaling
 from fxprec.config.processor import EXAMPLES, Processor
 from fxprec.config.recipes import Recipe, find_recipe
@@ -203,8 +204,9 @@ class Config:
         if not isinstance(self.grad_scaling, GradScaling | LossScaling):
             one_of("grad_scaling", self.grad_scaling, tuple(NAMED), "or a fxprec.GradScaling or fxprec.LossScaling")
         if self.storage is not None:
-            _check_storage(one_of("storage", self.storage, STORAGES), recipe)
-        _refuse_contradictions(self)
+            check_storage(one_of("storage", self.storage, STORAGES), recipe)
+        _refuse_blocks(self, recipe)
+        refuse_contradictions(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the options of a pickle, one of an earlier version too. Raises `ConfigError` for one that is gone."""
@@ -331,20 +333,6 @@ def _patterns(value: object) -> tuple[str, ...] | Literal["ends"]:
     return tuple(value)
 
 
-def without_dtype(recipe: Recipe) -> list[str]:
-    """Return the names of a recipe's formats that torch has no dtype for."""
-    return [fmt.name for fmt in recipe.formats if fmt.torch_dtype is None]
-
-
-def _check_storage(storage: str, recipe: Recipe) -> None:
-    missing = without_dtype(recipe)
-    if storage == "native" and missing:
-        raise ConfigError(
-            f"storage='native' cannot hold recipe {recipe.name!r}: torch has no dtype for {', '.join(missing)}; "
-            "use storage='packed' (integer codes) or storage='simulate' (float32 carriers)"
-        )
-
-
 def _refuse_blocks(config: Config, recipe: Recipe) -> None:
     """Raise `ConfigError` where nothing could be stored in the recipe's block format, or one of ``ways``."""
     asked = [way for way in config.ways or () if way in BLOCK_WAYS]
@@ -360,49 +348,3 @@ def _refuse_blocks(config: Config, recipe: Recipe) -> None:
         raise ConfigError(f"{said}no tensor of recipe {recipe.name!r} is low; use it with fp8, as 'fp8+int4'")
     if config.storage == "simulate" or (config.storage is None and without_dtype(recipe)):
         raise ConfigError(f"{said}storage='simulate' stores no copies; use storage='native' or storage='packed'")
-
-
-def _refuse_contradictions(config: Config) -> None:
-    if config.mode != "default" and config.lowering == "eager":
-        raise ConfigError(
-            f"mode={config.mode!r} tunes Inductor, which lowering='eager' does not run; leave one of them out"
-        )
-    if config.accumulator is not None and config.storage not in (None, "simulate"):
-        raise ConfigError(
-            f"accumulator simulates sums that no machine has, and storage={config.storage!r} computes GEMMs on the "
-            "machine's own; use storage='simulate' or leave accumulator out"
-        )
-    _refuse_blocks(config, find_recipe(config.recipe))
-    if config.peak_budget is not None:
-        _refuse_with_peak(config)
-    elif config.ways is not None:
-        raise ConfigError(
-            "ways says how a peak budget is met, and none is given; give peak_budget too, or leave ways out"
-        )
-    goals = ("low_ratio", "activation_budget", "plan")
-    given = [name for name in goals if getattr(config, name) is not None]
-    if len(given) > 1:
-        raise ConfigError(
-            f"{' and '.join(given)} are both given, and each decides how much is low; keep one of them, drop the other"
-        )
-
-
-def _refuse_with_peak(config: Config) -> None:
-    for name, why in (
-        ("activation_budget", "bounds what is saved for backward, which peak_budget does too"),
-        ("plan", "says of each value how it is kept, which peak_budget decides too"),
-    ):
-        if getattr(config, name) is not None:
-            raise ConfigError(
-                f"peak_budget and {name} are both given, and {name} {why}; keep one of them, drop the other"
-            )
-    if "offload" in (config.ways or ()) and config.mode in ("reduce-overhead", "max-autotune"):
-        raise ConfigError(
-            f"ways has 'offload', and mode={config.mode!r} records CUDA graphs, which copies to host memory are no "
-            "part of; choose mode='default' or 'max-autotune-no-cudagraphs', or leave 'offload' out"
-        )
-    if config.storage == "simulate":
-        raise ConfigError(
-            "peak_budget bounds what a step holds where operators read values, and storage='simulate' has them read "
-            "rounded ones; leave storage out, or leave peak_budget out"
-        )

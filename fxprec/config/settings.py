@@ -7,7 +7,8 @@ from fractions import Fraction
 from typing import Self
 
 from fxprec.config.accumulator import Accumulator, find_accumulator
-from fxprec.config.config import DEFAULT_WAYS, Config, Storage, without_dtype
+from fxprec.config.config import DEFAULT_WAYS, Config, Storage
+from fxprec.config.contradictions import without_dtype
 from fxprec.config.grad_scaling import NAMED, Scaling
 from fxprec.config.processor import Processor
 from fxprec.config.recipes import Recipe, find_recipe

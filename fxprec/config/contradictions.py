@@ -1,0 +1,72 @@
+"""What options may not be given together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fxprec.config.recipes import Recipe
+from fxprec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fxprec.config.config import Config
+
+
+def without_dtype(recipe: Recipe) -> list[str]:
+    """Return the names of a recipe's formats that torch has no dtype for."""
+    return [fmt.name for fmt in recipe.formats if fmt.torch_dtype is None]
+
+
+def check_storage(storage: str, recipe: Recipe) -> None:
+    """Raise `ConfigError` where torch cannot hold a recipe's formats in a storage."""
+    missing = without_dtype(recipe)
+    if storage == "native" and missing:
+        raise ConfigError(
+            f"storage='native' cannot hold recipe {recipe.name!r}: torch has no dtype for {', '.join(missing)}; "
+            "use storage='packed' (integer codes) or storage='simulate' (float32 carriers)"
+        )
+
+
+def refuse_contradictions(config: Config) -> None:
+    """Raise `ConfigError` where an option leaves another one nothing to do, or asks for something else."""
+    if config.mode != "default" and config.lowering == "eager":
+        raise ConfigError(
+            f"mode={config.mode!r} tunes Inductor, which lowering='eager' does not run; leave one of them out"
+        )
+    if config.accumulator is not None and config.storage not in (None, "simulate"):
+        raise ConfigError(
+            f"accumulator simulates sums that no machine has, and storage={config.storage!r} computes GEMMs on the "
+            "machine's own; use storage='simulate' or leave accumulator out"
+        )
+    if config.peak_budget is not None:
+        _refuse_with_peak(config)
+    elif config.ways is not None:
+        raise ConfigError(
+            "ways says how a peak budget is met, and none is given; give peak_budget too, or leave ways out"
+        )
+    goals = ("low_ratio", "activation_budget", "plan")
+    given = [name for name in goals if getattr(config, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(
+            f"{' and '.join(given)} are both given, and each decides how much is low; keep one of them, drop the other"
+        )
+
+
+def _refuse_with_peak(config: Config) -> None:
+    for name, why in (
+        ("activation_budget", "bounds what is saved for backward, which peak_budget does too"),
+        ("plan", "says of each value how it is kept, which peak_budget decides too"),
+    ):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"peak_budget and {name} are both given, and {name} {why}; keep one of them, drop the other"
+            )
+    if "offload" in (config.ways or ()) and config.mode in ("reduce-overhead", "max-autotune"):
+        raise ConfigError(
+            f"ways has 'offload', and mode={config.mode!r} records CUDA graphs, which copies to host memory are no "
+            "part of; choose mode='default' or 'max-autotune-no-cudagraphs', or leave 'offload' out"
+        )
+    if config.storage == "simulate":
+        raise ConfigError(
+            "peak_budget bounds what a step holds where operators read values, and storage='simulate' has them read "
+            "rounded ones; leave storage out, or leave peak_budget out"
+        )
