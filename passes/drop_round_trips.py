@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxprec.ir.symbolic import Dequantize, Quantize, is_in_blocks
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import regions
-from fxprec.passes.analysis.joint import is_backward, is_view, operator_of, value
+from fxprec.passes.analysis.joint import is_backward, operator_of, shown, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.base import Work
 from fxprec.passes.casts.in_blocks import Refusals, asked_of
@@ -80,7 +80,8 @@ def _stored(graph: Graph, q: Node, cast: Quantize) -> None:
 def _joined(graph: Graph, cat: Node) -> None:
     """Join what was widened as it was, and widen the whole for who reads it wide."""
     pieces = cat.all_input_nodes
-    source = value(_shown(pieces[0]).all_input_nodes[0]) if _shown(pieces[0]).target is CONVERT else None
+    first, _ = shown(pieces[0])
+    source = value(first.all_input_nodes[0]) if first.target is CONVERT else None
     if source is None:
         return
     narrow = {piece: _as_it_was(graph, cat, piece, source.dtype) for piece in pieces}
@@ -95,19 +96,9 @@ def _joined(graph: Graph, cat: Node) -> None:
     graph.erase_node(cat)
 
 
-def _shown(x: Node) -> Node:
-    """Return what a chain of views shows."""
-    while is_view(x) and len(x.all_input_nodes) == 1:
-        x = x.all_input_nodes[0]
-    return x
-
-
 def _as_it_was(graph: Graph, reader: Node, x: Node, dtype: torch.dtype) -> Node | None:
     """Return ``x`` as the ``dtype`` it was widened from, views repeated; None where it was not."""
-    views = []
-    while is_view(x) and len(x.all_input_nodes) == 1:
-        views.append(x)
-        x = x.all_input_nodes[0]
+    x, views = shown(x)
     if x.target is not CONVERT:
         return None
     found, wide = x.all_input_nodes[0], value(x)

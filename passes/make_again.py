@@ -58,10 +58,9 @@ class _Copies:
     work: Work
     read: dict[Node, Node] = field(default_factory=dict)  # value -> its decoded copy, for backward
     bits: dict[Node, int] = field(default_factory=dict)  # value -> of the copy that backward's comes from
-    made: set[Node] = field(default_factory=set)
 
     def make_again(self) -> None:
-        graph, count = self.work.joint.graph, 0
+        graph, chains = self.work.joint.graph, dict[Node, list[Node]]()
         for q, cast in Quantize.among(Quantize.nodes(graph)):
             decoded = [x for x, _ in Dequantize.among(q.users)]
             if is_backward(q) or len(decoded) != 1:
@@ -69,17 +68,16 @@ class _Copies:
             site = self.work.book.sites[cast.row]
             bits = parse(site.format).bits
             chain = self._chain(cast.x, decoded[0], bits) if site.reads == "backward" else None
-            if chain is None:
-                self.read[cast.x], self.bits[cast.x] = decoded[0], bits
-                continue
-            self.read[cast.x], self.bits[cast.x] = self._again(graph, chain, decoded[0]), self._source_bits(chain)
-            decoded[0].replace_all_uses_with(self.read[cast.x])
-            graph.erase_node(decoded[0])
-            graph.erase_node(q)
-            self.work.book.sites[cast.row] = self._made_again(site)
-            count += 1
-        if count:
-            self.work.remarks.append(f"{count} tensors are made again in backward, from the stored copy of their input")
+            self.read[cast.x], self.bits[cast.x] = decoded[0], bits if chain is None else self._source_bits(chain)
+            if chain is not None:
+                chains[q] = chain
+                self.work.book.sites[cast.row] = self._made_again(site)
+        for q, chain in reversed(chains.items()):  # what is made again of another comes first, and gives it a reader
+            self._replace(graph, q, chain)
+        if chains:
+            self.work.remarks.append(
+                f"{len(chains)} tensors are made again in backward, from the stored copy of their input"
+            )
 
     def _made_again(self, site: Site) -> Site:
         hi = self.work.settings.recipe.hi
@@ -143,28 +141,15 @@ class _Copies:
     def _is_small(node: Node, beside: Node) -> bool:
         return value(node) is not None and numel_hint(tensor_of(node)) * STATISTIC <= numel_hint(tensor_of(beside))
 
-    def _again(self, graph: Graph, chain: list[Node], decoded: Node) -> Node:
-        made: dict[Node, Node] = {}
-        first = min(decoded.users)
-        for source in {self.read[n] for node in chain for n in node.all_input_nodes if n in self.read}:
-            self._move_before(source, first)
-        with graph.inserting_before(first):
+    def _replace(self, graph: Graph, q: Node, chain: list[Node]) -> None:
+        """Put a chain of backward in the place of a copy, before the copy's first reader."""
+        (decoded,) = q.users
+        made = dict(self.read)  # of a stored value what is read back; of anything small the value itself
+        with graph.inserting_before(min(decoded.users)):
             for node in chain:
-                copy = emit(graph, operator_of(node), (), node, backward=True, val=node.meta["val"])
-                # Of the chain its own copy, of a stored value what is read back, of anything small the value itself.
-                sources = {n: made.get(n) or self.read.get(n, n) for n in node.all_input_nodes}
-                copy.args, copy.kwargs = (
-                    tuple(sources.get(arg, arg) if isinstance(arg, Node) else arg for arg in node.args),
-                    dict(node.kwargs),
-                )
-                made[node] = copy
-        self.made |= set(made.values())
-        return made[chain[-1]]
-
-    def _move_before(self, node: Node, first: Node) -> None:
-        """Move what was made again to where backward reads it first: backward reads in the opposite order."""
-        if node not in self.made or node < first:
-            return
-        for source in node.all_input_nodes:
-            self._move_before(source, first)
-        first.prepend(node)
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: made.get(n, n))
+                made[node] = emit(graph, operator_of(node), args, node, backward=True, val=node.meta["val"])
+                made[node].kwargs = kwargs
+        decoded.replace_all_uses_with(made[chain[-1]])
+        graph.erase_node(decoded)
+        graph.erase_node(q)

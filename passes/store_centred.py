@@ -7,7 +7,6 @@ computes it anyway.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +15,7 @@ from torch.fx import Graph, Node
 from fxprec.ir.operators import Moves, moving_as
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.passes.analysis import ops, regions
-from fxprec.passes.analysis.joint import is_backward, is_view, numel_hint, operator_of, tensor_of, value
+from fxprec.passes.analysis.joint import is_backward, numel_hint, operator_of, readers, shown, tensor_of, value
 from fxprec.passes.base import Work
 
 _SUB = torch.ops.aten.sub.Tensor
@@ -45,9 +44,11 @@ def _move(graph: Graph, q: Node, cast: Quantize) -> bool:
     if len(decoded) != 1 or len(q.users) != 1 or regions.is_marked(cast.x):
         return False
     read, call = decoded[0]
-    readers = _subtractions(read, backward=True)
-    centred = None if readers is None else _in_forward(cast.x, readers)
-    if readers is None or centred is None:
+    found = list(readers(read))
+    if not all(is_backward(reader) and _is_centring(reader, part) for part, reader in found):
+        return False
+    centred = _in_forward(cast.x, [reader for _, reader in found])
+    if centred is None:
         return False
     val = tensor_of(centred)
     with graph.inserting_after(centred):
@@ -56,83 +57,52 @@ def _move(graph: Graph, q: Node, cast: Quantize) -> bool:
     with graph.inserting_after(stored):
         again = graph.create_node("call_function", operator_of(read), replace(call, q=stored).args)
     again.meta = {**read.meta, "val": val}
-    for reader in readers:
+    for _, reader in found:
         reader.replace_all_uses_with(again)
         graph.erase_node(reader)
     _erase(graph, q)
     return True
 
 
-def _subtractions(node: Node, *, backward: bool) -> list[Node] | None:
-    """Return what reads a value in one half, seen through views; None where that is not only ``value - smaller``."""
-    found: list[Node] = []
-    for user in node.users:
-        if is_view(user):
-            behind = _subtractions(user, backward=backward)
-            if behind is None:
-                return None
-            found += behind
-        elif is_backward(user) != backward or not _is_centring(user, node):
-            return None
-        else:
-            found.append(user)
-    return found
-
-
-def _is_centring(user: Node, shown: Node) -> bool:
-    """Say whether a node subtracts from ``shown`` something smaller of the forward half."""
+def _is_centring(user: Node, read: Node) -> bool:
+    """Say whether a node subtracts from ``read`` something smaller of the forward half."""
     if user.target is not _SUB or user.kwargs:
         return False
     x, mean = user.args
-    if (
-        x is not shown
-        or not isinstance(mean, Node)
-        or value(mean) is None
-        or is_backward(_seen(mean, _OF_ONE_SHAPE)[0])
-    ):
+    if x is not read or not isinstance(mean, Node) or value(mean) is None or is_backward(_of_any_shape(mean)):
         return False
-    return numel_hint(tensor_of(mean)) < numel_hint(tensor_of(shown))
+    return numel_hint(tensor_of(mean)) < numel_hint(tensor_of(read))
 
 
-def _in_forward(x: Node, readers: list[Node]) -> Node | None:
-    """Return the one difference of forward that all of ``readers`` compute again."""
-    known = [
-        node
-        for node in _differences(x)
-        if readers and all(_is_same(node, reader) for reader in readers) and not regions.is_marked(node)
-    ]
-    return known[0] if known else None
-
-
-def _differences(x: Node) -> list[Node]:
-    found: list[Node] = []
-    for user in x.users:
-        if is_backward(user):
+def _in_forward(x: Node, wanted: list[Node]) -> Node | None:
+    """Return the one difference of forward that all of ``wanted`` compute again."""
+    for read, reader in readers(x) if wanted else ():
+        if is_backward(reader) or regions.is_marked(reader) or not _is_centring(reader, read):
             continue
-        if is_view(user):
-            found += _differences(user)
-        elif _is_centring(user, x):
-            found.append(user)
-    return found
+        if all(_is_same(reader, other) for other in wanted):
+            return reader
+    return None
 
 
 def _is_same(a: Node, b: Node) -> bool:
     """Say whether two differences are equal: the same views of two copies of one tensor, less the same mean."""
     if tensor_of(a).shape != tensor_of(b).shape or tensor_of(a).dtype != tensor_of(b).dtype:
         return False
-    (_, seen_a), (_, seen_b) = (_seen(n.all_input_nodes[0], ops.VIEWS) for n in (a, b))
+    seen_a, seen_b = (
+        [(view.target, view.args[1:], view.kwargs) for view in shown(n.all_input_nodes[0], _is_listed)[1]]
+        for n in (a, b)
+    )
     mean_a, mean_b = (n.all_input_nodes[1] for n in (a, b))
     same_shape = tensor_of(mean_a).shape == tensor_of(mean_b).shape
-    return seen_a == seen_b and same_shape and _seen(mean_a, _OF_ONE_SHAPE)[0] is _seen(mean_b, _OF_ONE_SHAPE)[0]
+    return seen_a == seen_b and same_shape and _of_any_shape(mean_a) is _of_any_shape(mean_b)
 
 
-def _seen(node: Node, views: Collection[object]) -> tuple[Node, list[object]]:
-    """Return the value that a node shows through ``views``, and those views."""
-    path: list[object] = []
-    while node.target in views and len(node.all_input_nodes) == 1:
-        path.append((node.target, node.args[1:], node.kwargs))
-        node = node.all_input_nodes[0]
-    return node, path
+def _is_listed(node: Node) -> bool:
+    return node.target in ops.VIEWS
+
+
+def _of_any_shape(mean: Node) -> Node:
+    return shown(mean, lambda node: node.target in _OF_ONE_SHAPE)[0]
 
 
 def _erase(graph: Graph, node: Node) -> None:

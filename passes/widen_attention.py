@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import factors_of, input_at, item_of, tensor_of, value
+from fxprec.passes.analysis.joint import factors_of, input_at, item_of, readers, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.base import Work
 
@@ -45,12 +45,8 @@ def _backward_of(attention: Node) -> Iterator[Node]:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Yield what reads a tensor, through the aliases that autograd makes of what it saves."""
-    for user in node.users:
-        if user.target in ops.ALIASES:
-            yield from _readers(user)
-        else:
-            yield user
+    """Return what reads a tensor, through the aliases that autograd makes of what it saves."""
+    return (user for _, user in readers(node, lambda user: user.target in ops.ALIASES))
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,15 @@ def readers(node: Node, shows: Callable[[Node], bool] = is_view) -> Iterator[tup
             yield node, user
 
 
+def shown(node: Node, shows: Callable[[Node], bool] = is_view) -> tuple[Node, list[Node]]:
+    """Return the value that a node shows, and the nodes between that ``shows`` holds for, from the node on."""
+    found = []
+    while shows(node) and len(node.all_input_nodes) == 1:
+        found.append(node)
+        node = node.all_input_nodes[0]
+    return node, found
+
+
 def has_tag(node: Node, tag: torch.Tag) -> bool:
     """Say whether torch says that of the operator: ``pointwise``, ``nondeterministic_seeded``."""
     return isinstance(node.target, torch._ops.OpOverload) and tag in node.target.tags

@@ -14,7 +14,7 @@ from fxprec.kernels.coded_gemms import MATMUL_CODES, GemmKernel, MatmulToCodes, 
 from fxprec.numerics.stats import SITE_COUNTERS
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.coded_gemms import PURE_VIEWS
-from fxprec.passes.analysis.joint import argument, input_at, is_view, tensor_of, value
+from fxprec.passes.analysis.joint import argument, input_at, is_view, shown, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.lowering.stats import Counters
 
@@ -130,10 +130,7 @@ def _is_widened(x: Node) -> bool:
 
 def _before_widening(graph: Graph, x: Node, q: Node) -> Node:
     """Return the 16-bit value that ``x`` shows widened, shown so itself; otherwise ``x``."""
-    views, source = [], x
-    while source.target in PURE_VIEWS and len(source.all_input_nodes) == 1:
-        views.append(source)
-        source = input_at(source, 0)
+    source, views = shown(x, lambda node: node.target in PURE_VIEWS)
     if not _is_widened(source):
         return x
     source = input_at(source, 0)
