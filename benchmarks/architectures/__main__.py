@@ -3,6 +3,7 @@
     python -m benchmarks.architectures                             # with the reference lowering: half an hour on one core
     python -m benchmarks.architectures --lowering auto --third     # every third, through Inductor: hours
     python -m benchmarks.architectures --only unet llama --sides near
+    python -m benchmarks.architectures --mixed [--checkpoint]      # autocast, dropout, a scaled loss, evaluation between steps
     python -m benchmarks.architectures --resume benchmarks/results/2026-11-22-architectures.json
 
 What ``aot_eager`` does not compile is named and left out. Before the third step every forward tensor held low is
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine
+from benchmarks.architectures import mixed
 from benchmarks.architectures.registry import Buildable, architectures
 from benchmarks.architectures.training import PLAIN, SIDES, Row, measure, reference
 from benchmarks.graphs.check import in_a_line
@@ -44,22 +46,25 @@ def run(name: str, architecture: Buildable, sides: list[str], lowering: str) -> 
 
 def summary(rows: list[Row], known: dict[str, Buildable]) -> dict[str, Any]:
     """Return who passed, who failed and who was left out, and the families of those that passed."""
-    compiled = [row for row in rows if row.side in SIDES]
+    judged = {*SIDES, *mixed.SIDES}
+    compiled = [row for row in rows if row.side in judged]
     failed = sorted({row.architecture for row in compiled if row.error is not None})
     passed = sorted({row.architecture for row in compiled} - set(failed))
     families: dict[str, int] = {}
     for name in passed:
         family = known[name].family if name in known else "of a library not installed here"
         families[family] = families.get(family, 0) + 1
-    left_out = {row.architecture: row.error for row in rows if row.side not in SIDES}
+    left_out = {row.architecture: row.error for row in rows if row.side not in judged and row.error is not None}
     return {"passed": len(passed), "families": families, "failed": failed, "not compiled by aot_eager": left_out}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these architectures")
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES | mixed.SIDES), help="all by default")
     parser.add_argument("--lowering", choices=("eager", "auto"), default="eager")
+    parser.add_argument("--mixed", action="store_true", help="under autocast with dropout, against autocast alone")
+    parser.add_argument("--checkpoint", action="store_true", help="with --mixed: under gradient checkpointing")
     parser.add_argument("--third", action="store_true", help="every third architecture")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after these")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep this result's rows, except those that failed")
@@ -69,6 +74,10 @@ def main() -> None:
     if args.list:
         print("\n".join(f"{architecture.family:16} {name}" for name, architecture in known.items()))
         return
+    if (args.checkpoint and not args.mixed) or (args.mixed and args.lowering != "eager"):
+        parser.error("--checkpoint needs --mixed, which runs the eager lowering")
+    if wrong := set(args.sides or ()) - (mixed.SIDES if args.mixed else SIDES).keys():
+        parser.error(f"no side {', '.join(sorted(wrong))} here")
     if unknown := set(args.only or ()) - known.keys():
         parser.error(f"unknown architecture {', '.join(sorted(unknown))}; --list names them")
     warnings.simplefilter("ignore")
@@ -80,12 +89,13 @@ def main() -> None:
 def _run_and_save(chosen: list[str], known: dict[str, Buildable], args: argparse.Namespace) -> None:
     rows, start = _kept(args.resume), time.perf_counter()
     file = "architectures" if args.lowering == "eager" else f"architectures-{args.lowering}"
+    file += "-mixed" * args.mixed + "-checkpoint" * args.checkpoint
     for i, name in enumerate(chosen):
         if any(row.architecture == name for row in rows):
             continue
         if time.perf_counter() - start > args.seconds:
             break
-        for row in run(name, known[name], args.sides, args.lowering):
+        for row in _rows(name, known[name], args):
             rows.append(row)
             error = max(row.gradient_errors, default=float("nan"))
             said = f"{row.error or ''} {'; '.join(row.notes[:1])}"[:150]
@@ -95,6 +105,12 @@ def _run_and_save(chosen: list[str], known: dict[str, Buildable], args: argparse
     found = summary(rows, known)
     print(json.dumps(found, indent=1))
     raise SystemExit(bool(found["failed"]))
+
+
+def _rows(name: str, architecture: Buildable, args: argparse.Namespace) -> list[Row]:
+    if args.mixed:
+        return mixed.measure(name, architecture, args.sides or list(mixed.SIDES), args.checkpoint)
+    return run(name, architecture, args.sides or list(SIDES), args.lowering)
 
 
 def _kept(path: Path | None) -> list[Row]:
