@@ -27,6 +27,7 @@ from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.peak.step import drawn
 from fxprec.passes.analysis.saved_bytes import as_partitioned, copied_inputs, partitioned_size, read_by_backward
 from fxprec.passes.analysis.sizes import budget_note, ranges_of
+from fxprec.passes.analysis.untagged import tag_backward
 from fxprec.passes.apply_updates import insert as insert_updates
 from fxprec.passes.apply_updates import settle as settle_updates
 from fxprec.passes.base import Work
@@ -85,6 +86,7 @@ class JointCompilation(Attempt):
         if joint.updates_weights:
             self._note_unplanned(_STEPS_WEIGHTS)
             return
+        tag_backward(graph)
         work = self._work(joint)
         if self.is_training and self.given is None and (calibration := self.compiler.calibration) is not None:
             work.damage = calibration.by_tensor()
