@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +16,10 @@ import torch.distributed as dist
 import fxprec
 from fxprec.numerics.stats import WIDTH, Counts, Statistics, finish
 
-with warnings.catch_warnings():  # torch's own, at the import of Inductor
-    warnings.simplefilter("ignore", DeprecationWarning)
-    import fxprec.driver.named
-    from fxprec.passes import pipeline
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is not installed
+
+from benchmarks.planned import recorded_works as recorded_works
+from fxprec.passes import pipeline
 
 
 @contextmanager
@@ -69,20 +69,6 @@ def assert_bits_equal(got: torch.Tensor, wanted: torch.Tensor, what: str = "tens
             f"{what}: {int((~same).sum())} of {same.numel()} differ; first at {first}: "
             f"{got[first].item()!r}, wanted {wanted[first].item()!r}"
         )
-
-
-@contextmanager
-def recorded_works() -> Iterator[list[Any]]:
-    """Collect the `Work` of every graph planned inside."""
-    works: list[Any] = []
-    run = pipeline.run
-
-    def recording(work: Any, *args: Any) -> Any:
-        works.append(work)
-        return run(work, *args)
-
-    with mock.patch.object(pipeline, "run", recording):
-        yield works
 
 
 def leave_out(patch: pytest.MonkeyPatch, *names: str) -> None:

@@ -7,8 +7,8 @@
     python -m benchmarks.architectures --resume benchmarks/results/2026-11-22-architectures.json
 
 What ``aot_eager`` does not compile is named and left out. Before the third step every forward tensor held low is
-promoted; where there is none, and none is computed again instead, that is a failure. Results are written after every
-architecture.
+promoted; where there is none, and none is computed again instead, that is a failure. The families take turns. Results are
+written after every architecture.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import logging
 import time
 import warnings
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ def summary(rows: list[Row], known: dict[str, Buildable]) -> dict[str, Any]:
     return {"passed": len(passed), "families": families, "failed": failed, "not compiled by aot_eager": left_out}
 
 
+def in_turn(known: dict[str, Buildable]) -> list[str]:
+    """Return all names: the first of each family, then the second of each."""
+    families: dict[str, list[str]] = {}
+    for name, architecture in known.items():
+        families.setdefault(architecture.family, []).append(name)
+    return [name for row in zip_longest(*families.values()) for name in row if name is not None]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these architectures")
@@ -67,7 +76,12 @@ def main() -> None:
     parser.add_argument("--checkpoint", action="store_true", help="with --mixed: under gradient checkpointing")
     parser.add_argument("--third", action="store_true", help="every third architecture")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after these")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="keep this result's rows, except those that failed")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="keep this result's rows, except those that failed; saves what --only names too",
+    )
     parser.add_argument("--list", action="store_true", help="name the architectures by family, and end")
     args = parser.parse_args()
     known = architectures()
@@ -83,7 +97,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)  # libraries' and Dynamo's advice
     torch.set_num_threads(1)
-    _run_and_save(args.only or list(known)[:: 3 if args.third else 1], known, args)
+    _run_and_save(args.only or in_turn(known)[:: 3 if args.third else 1], known, args)
 
 
 def _run_and_save(chosen: list[str], known: dict[str, Buildable], args: argparse.Namespace) -> None:
@@ -100,7 +114,7 @@ def _run_and_save(chosen: list[str], known: dict[str, Buildable], args: argparse
             error = max(row.gradient_errors, default=float("nan"))
             said = f"{row.error or ''} {'; '.join(row.notes[:1])}"[:150]
             print(f"{i + 1}/{len(chosen)} {name:24} {row.side:9} {error:.1e} {row.promoted:3} {row.seconds:5.1f} s  {said}", flush=True)  # fmt: skip
-        if not args.only:
+        if args.resume or not args.only:
             machine.save(file, {"summary": summary(rows, known), "rows": [asdict(row) for row in rows]})
     found = summary(rows, known)
     print(json.dumps(found, indent=1))

@@ -20,6 +20,7 @@ from one_pass import Ran, run_pass
 from processors import plan_on
 from test_casts_simulated import CNN, Program, Transformer
 
+from benchmarks.planned import casts_of, misfits
 from fxprec.driver import joint_compilation
 from fxprec.ir import symbolic
 from fxprec.numerics.codec import decode_bits, encode_bits
@@ -255,10 +256,8 @@ def test_no_gradient_of_attention_with_dropout_is_narrowed_where_no_codes_are_mu
         )
     result.float().square().sum().backward()
     (work,) = works
-    site_of = {} if work.scales is None else work.scales.site_of
-    for _, cast in symbolic.Quantize.among(symbolic.Quantize.nodes(work.joint.graph)):
-        site = work.plan.sites[site_of.get(cast.row, cast.row)]
-        assert (cast.format, site.direction) == (site.format, "forward")
+    assert misfits(work) == []
+    assert {site.direction for _, _, site in casts_of(work)} == {"forward"}
     assert {site.why for site in work.plan.sites if site.direction == "backward"} == {GRADIENT}
 
 
@@ -269,9 +268,8 @@ def test_a_copy_that_others_are_computed_again_from_is_in_the_plan() -> None:
         result = compiled(layer, eager_backend("fp8"))(torch.randn(2, 8, 32))
     result.float().square().sum().backward()
     (work,) = works
-    for _, cast in symbolic.Quantize.among(symbolic.Quantize.nodes(work.joint.graph)):
-        site = work.plan.sites[cast.row]
-        assert (cast.format, "backward") == (site.format, site.reads)
+    assert misfits(work) == []
+    assert {site.reads for _, _, site in casts_of(work)} == {"backward"}
 
 
 @pytest.mark.parametrize("options", [{}, {"peak_budget": "100%"}], ids=["no budget", "budget"])
