@@ -89,7 +89,7 @@ def warn_user(message: str) -> None:
     warnings.warn_explicit(message, FxprecWarning, frame.f_code.co_filename, frame.f_lineno, name, known)
 
 
-_NOT_THE_USERS = ("fxprec", "torch", "contextlib", "functools")
+_NOT_THE_USERS = ("fxprec", "torch", "contextlib", "functools", "")  # torch generates code of no module
 
 
 @cache

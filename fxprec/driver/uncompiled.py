@@ -176,4 +176,4 @@ def _runs_torchs_code(module: Module) -> bool:
     """Whether the user wrote no ``forward``, nor asked with `torch.compiler.disable` that it be left alone."""
     forward = module.forward
     is_left_alone = getattr(forward, "_torchdynamo_disable", False)
-    return not is_left_alone and getattr(forward, "__module__", "").startswith("torch.nn.")
+    return not is_left_alone and getattr(forward, "__module__", "").startswith("torch.nn.modules.")  # not DDP's

@@ -110,7 +110,7 @@ def _whose(node: Node, work: Work) -> str:
 def _seen_through(node: Node) -> list[Node]:
     """Return a node and what it is a view or a conversion of."""
     found = [node]
-    while is_view_or_cast(found[-1]) and found[-1].all_input_nodes:
+    while found[-1].all_input_nodes and is_view_or_cast(found[-1]):
         found.append(found[-1].all_input_nodes[0])
     return found
 
