@@ -76,6 +76,39 @@ def test_a_backend_object_is_enough_in_a_process_that_asked_for_no_other_name() 
     assert (done.returncode, done.stdout.strip()) == (0, "['fallback']"), done.stderr[-2000:]
 
 
+class MadeInForward(nn.Module):
+    """A module that forward makes, whose constructor Dynamo gives up before it has children."""
+
+    def __init__(self) -> None:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Maker(nn.Module):
+    """(batch, 8) to the same, through a module made at the first call, as BigBird makes its dense attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.made is None:
+            self.made = MadeInForward()
+        return self.made(x)
+
+
+def test_a_constructor_that_dynamo_gives_up_is_no_loss() -> None:
+    model = torch.compile(Maker(), backend="fxprec", options={**OPTIONS, "strict": True})
+    train_step(model)
+    train_step(model)
+    assert [[gemm.module for gemm in plan.gemms] for plan in fxprec.backend_of(model).plans][-1:] == [["made.linear"]]
+
+
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     with one_rank():

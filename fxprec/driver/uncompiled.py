@@ -112,6 +112,8 @@ def _replace(patches: ExitStack) -> None:
             backend.frames.tell(code, detail)
 
     def tell_of_frame(wrapper: object, code: str, owner: object, reason: str) -> None:
+        if isinstance(owner, Module) and not _is_made(owner):
+            return  # the constructor of a module that forward makes: it computes nothing of the step
         tell(wrapper, code, f"runs uncompiled, in the model's own precision{_left_out(owner)}: {reason}. {_MEND}")
 
     def note_break(wrapper: object, code: str, owner: object, reason: str, called: Called) -> None:
@@ -154,11 +156,17 @@ def _left_out(owner: object) -> str:
 
 def _left_behind(owner: object, called: Called) -> str:
     """Name what a graph break leaves uncompiled; empty where all that is called is compiled by itself."""
-    names = {module: name for name, module in owner.named_modules()} if isinstance(owner, Module) else {}
+    named = owner.named_modules() if isinstance(owner, Module) and _is_made(owner) else ()
+    names = {module: name for name, module in named}
     if called.with_all_inside:
         inside = [names.get(module, type(module).__name__) for module in called.modules]
         return f"the checkpointed {', '.join(inside) or 'region'}"
     return ", ".join(found for module in called.modules for found in _torchs_own(module, names.get(module, "")))
+
+
+def _is_made(module: Module) -> bool:
+    """Whether ``Module.__init__`` has run: before that a module has no children to ask for."""
+    return "_modules" in vars(module)
 
 
 def _torchs_own(module: Module, name: str) -> Iterator[str]:
