@@ -80,7 +80,7 @@ def main() -> None:
         "--resume",
         type=Path,
         metavar="FILE",
-        help="keep this result's rows, except those that failed; saves what --only names too",
+        help="keep this result's rows, but run chosen ones that failed; saves what --only names too",
     )
     parser.add_argument("--list", action="store_true", help="name the architectures by family, and end")
     args = parser.parse_args()
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def _run_and_save(chosen: list[str], known: dict[str, Buildable], args: argparse.Namespace) -> None:
-    rows, start = _kept(args.resume), time.perf_counter()
+    rows, start = _kept(args.resume, chosen), time.perf_counter()
     file = "architectures" if args.lowering == "eager" else f"architectures-{args.lowering}"
     file += "-mixed" * args.mixed + "-checkpoint" * args.checkpoint
     for i, name in enumerate(chosen):
@@ -127,11 +127,12 @@ def _rows(name: str, architecture: Buildable, args: argparse.Namespace) -> list[
     return run(name, architecture, args.sides or list(SIDES), args.lowering)
 
 
-def _kept(path: Path | None) -> list[Row]:
+def _kept(path: Path | None, chosen: list[str]) -> list[Row]:
+    """Return a result's rows, without those of the chosen architectures that failed: they run again."""
     if path is None:
         return []
     rows = [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]["rows"]]
-    failed = {row.architecture for row in rows if row.error is not None}
+    failed = {row.architecture for row in rows if row.error is not None} & set(chosen)
     return [row for row in rows if row.architecture not in failed]
 
 
