@@ -12,7 +12,6 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-import torch._dynamo.utils
 from torch._dynamo import convert_frame, external_utils
 from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.output_graph import OutputGraph
