@@ -34,7 +34,7 @@ from documents import pytest_collect_file as pytest_collect_file
 from documents import reader as reader
 from interpreted import InterpretedTests, files_of, run_interpreted, select
 from processors import AT_HAND, PINNED, plan_on
-from slow import mark
+from slow import mark, part_and_parts, select_part
 
 plan_on(pytest.MonkeyPatch(), PINNED)  # now: fixtures of modules and of the session plan too
 
@@ -50,16 +50,21 @@ structured_trace.handlers.clear()
 structured_trace.addHandler = lambda handler: None  # type: ignore[method-assign]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow-part", type=part_and_parts, metavar="K/N", help="of tests/slow.txt, part K of N alone")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Dynamo looks at .grad of every input, and the input of a graph after a break is no leaf.
     config.addinivalue_line("filterwarnings", "ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by them
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     select(items)
     mark(items)
     mark_blocks(items)
+    select_part(config, items)
 
 
 def pytest_report_header() -> str:

@@ -2,12 +2,15 @@
 
 ``python tests/slow.py build/tests.xml``, where ``pytest --junitxml=build/tests.xml`` has run all tests on an idle machine,
 writes the list anew. A test that is not in it, as one just written, belongs to ``./dev``.
+
+``pytest --slow-part K/N`` runs the K-th of N parts of them, K from 0, and all others.
 """
 
 from __future__ import annotations
 
 import sys
 import xml.etree.ElementTree as ElementTree
+import zlib
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -34,6 +37,30 @@ def mark(items: list[pytest.Item]) -> None:
     for item in items:
         if name_of(item) in listed() and item.get_closest_marker("core") is None:
             item.add_marker(pytest.mark.slow)
+
+
+def select_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the slow tests of all parts but that of ``--slow-part``. All cases of a function are in one part."""
+    asked: tuple[int, int] | None = config.getoption("slow_part")
+    if asked is None:
+        return
+    part, parts = asked
+    is_left = [i.get_closest_marker("slow") is not None and part_of(name_of(i), parts) != part for i in items]
+    config.hook.pytest_deselected(items=[i for i, left in zip(items, is_left, strict=True) if left])
+    items[:] = [i for i, left in zip(items, is_left, strict=True) if not left]
+
+
+def part_of(name: str, parts: int) -> int:
+    """Return the part of a test function; the same on each machine, whatever else is in the list."""
+    return zlib.crc32(name.encode()) % parts
+
+
+def part_and_parts(text: str) -> tuple[int, int]:
+    """Read ``K/N``. Raises ``ValueError`` where it is none."""
+    part, parts = map(int, text.split("/"))
+    if not 0 <= part < parts:
+        raise ValueError(text)
+    return part, parts
 
 
 def measured(report: Path) -> dict[str, float]:
