@@ -1,7 +1,8 @@
 """Sum the bfloat16 copy of a gradient that GEMMs multiply, as autocast does: a bias has the sum for its gradient.
 
 A sum over rows runs in a loop of its own and reads from memory: the float32 gradient would be written for
-the sum alone. Sums are float32.
+the sum alone. Sums are float32. Under the user's autocast the graph says what is summed: where it sums the float32
+gradient beside a conversion of its own, as for a table of positions, that is left.
 
 A ReLU's mask is treated in the same way. In a recomputed region backward compares ReLU's result with 0, and the next
 GEMM multiplies that result in bfloat16. The bfloat16 copy is 0 where the result is 0. The float32 result would be
@@ -40,11 +41,17 @@ class SumNarrow:
             if tensor_of(narrow).dtype != torch.bfloat16 or tensor_of(wide).dtype != torch.float32:
                 continue
             if work.joint.in_backward(wide):
-                _read_by_sums(graph, wide, narrow)
+                if not _is_traced(narrow):
+                    _read_by_sums(graph, wide, narrow)
             elif regions.is_recomputed(wide) and not is_backward(narrow):
                 for shown, mask in list(readers(wide, lambda user: user.target in ops.ALIASES)):
                     if mask.target in _COMPARISONS and argument(mask, 1) == 0 and is_backward(mask):
                         mask.replace_input_with(shown, narrow)
+
+
+def _is_traced(conversion: Node) -> bool:
+    """Say whether the model, or its autocast, converts. torch names the operator of what it traces; passes do not."""
+    return "original_aten" in conversion.meta
 
 
 def _read_by_sums(graph: Graph, wide: Node, narrow: Node) -> None:

@@ -32,7 +32,7 @@ class Captured(Exception):
 def scaled_identity() -> Iterator[None]:
     """Let gradients in float32 carry scales too, and be cast although it changes nothing."""
     with (
-        mock.patch.object(Settings, "changes_anything", True),
+        mock.patch.object(Settings, "rounds_anything", True),
         mock.patch.object(carry_scales, "needs_scale", return_value=True),
         mock.patch.object(sites.SiteBook, "is_identity", return_value=False),
     ):

@@ -1,9 +1,11 @@
-"""recipe="fp32" is plain Inductor, bit for bit."""
+"""recipe="fp32" is plain Inductor, bit for bit, where neither a budget nor an optimizer is given."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +62,47 @@ def test_a_ratio_of_0_with_hi_fp32_changes_nothing() -> None:
     found = outputs_and_gradients(model, x, backend="fxprec", options=options)
     for a, b in zip(found, outputs_and_gradients(twin, x, backend="inductor"), strict=True):
         assert torch.equal(a, b)
+
+
+def test_recipe_fp32_under_a_peak_budget_recomputes_and_has_the_same_bits(tmp_path: Path) -> None:
+    make, batch = MODELS["cnn"]
+    model, x = make(), batch()
+    options: dict[str, Any] = {"recipe": "fp32", "lowering": "eager", "strict": True}
+    plain, budgeted = (
+        fxprec.Backend(fxprec.Config(**options)),
+        fxprec.Backend(fxprec.Config(**options, peak_budget="90%")),
+    )
+    wanted = outputs_and_gradients(copy.deepcopy(model), x, backend=plain)
+    found = outputs_and_gradients(copy.deepcopy(model), x, backend=budgeted)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    (plan,) = budgeted.plans
+    assert plan.saved_bytes.planned < plain.plans[0].saved_bytes.planned
+    assert plan.peak_bytes is not None
+    assert plan.peak_bytes.planned <= plan.peak_bytes.budget < plan.peak_bytes.high
+    plan.save(tmp_path / "plan.json")
+    followed = fxprec.Backend(fxprec.Config(**options, plan=tmp_path / "plan.json"))
+    outputs_and_gradients(copy.deepcopy(model), x, backend=followed)
+    assert followed.plans[0].saved_bytes == plan.saved_bytes
+
+
+@pytest.mark.inductor
+def test_recipe_fp32_steps_parameters_in_backward() -> None:
+    """A step of the optimizer where backward makes gradients is one that the recipe does not decide."""
+    model, x = with_dropout(), torch.randn(32, 16)
+    twin = copy.deepcopy(model)
+    weights = []
+    for trained, is_given in ((model, True), (twin, False)):
+        optimizer = fxprec.optim.SGD(trained.parameters(), lr=0.1, update="nearest")
+        backend = fxprec.Backend(fxprec.Config(recipe="fp32"), optimizer=optimizer if is_given else None)
+        torch.compiler.reset()
+        torch.manual_seed(11)
+        torch.compile(trained, backend=backend)(x).square().sum().backward()
+        moved = [p.detach().clone() for p in trained.parameters()]
+        optimizer.step()
+        weights.append([p.detach() for p in trained.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(moved, weights[-1], strict=True)) == is_given
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.core

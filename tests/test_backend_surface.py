@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +148,17 @@ def test_a_ratio_or_budget_that_recipe_fp32_cannot_honour_is_told(asked: dict[st
         torch.compile(mlp(), backend=fxprec.Backend(fxprec.Config(**options)))(x)
     with pytest.raises(fxprec.FxprecError, match="choose a recipe with a low format, such as 'fp8', or leave it out"):
         torch.compile(mlp(), backend=fxprec.Backend(fxprec.Config(strict=True, **options)))(x)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"dump": "dumps"}, {"verify": True}, {"on_nonfinite": "raise"}, {"allocator": "compact"}, {"watch_every": 3}],
+    ids=lambda a: next(iter(a)),
+)
+def test_what_is_done_to_planned_graphs_alone_is_refused_under_recipe_fp32(asked: dict[str, Any]) -> None:
+    backend = fxprec.Backend(fxprec.Config(recipe="fp32", strict=True, **asked))
+    with pytest.raises(fxprec.FxprecError, match=f"{next(iter(asked))}=.* has no effect: recipe 'fp32' holds every"):
+        torch.compile(mlp(), backend=backend)(torch.randn(8, 16))
 
 
 def test_what_chooses_groups_beside_a_plan_is_told(tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def test_compute_stored_of_a_pickle_is_refused_in_words():
         ({"recipe": Recipe(hi="fp32", lo_forward="e4m3fn", lo_backward="e5m2"), "activation_budget": 9}, True),
     ],
 )
-def test_changes_anything_is_false_only_where_all_stays_float32(options, changes):
-    assert Settings.of(Config(**options)).changes_anything is changes
+def test_rounds_anything_is_false_only_where_all_stays_float32(options, changes):
+    assert Settings.of(Config(**options)).rounds_anything is changes
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ AOTAutograd: without autocast its gradients count as exact, and under autocast i
 autocast's. Gradients may differ by ``NEAR_BOUND``: half of float32's last bit, in a copy, moves one number of backward in
 thousands to the neighbouring bfloat16. Copies of 18 bits move more: Llama's gradients differ by 1.6e-3 with 18 bits, by
 4.9e-3 with 10, and by nothing with 22. Under gradient checkpointing what is high stays float32, since forward too reads the
-high copy where a checkpointed region starts. A gradient that sum-narrow sums over a bf16 copy misses the bound (DiT's
-`place`, by 1.5e-3; without that pass by nothing). **bf16** may be ``TIMES`` as far from exact gradients as autocast. **fp8** may be off
-by that, and by twice what fp8 is off without autocast. Every cast must be in the format of its row of the plan.
+high copy where a checkpointed region starts. **bf16** may be ``TIMES`` as far from exact gradients as autocast. **fp8** may
+be off by that, and by twice what fp8 is off without autocast. Every cast must be in the format of its row of the plan.
 """
 
 from __future__ import annotations

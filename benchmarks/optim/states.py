@@ -6,6 +6,7 @@
     python -m benchmarks.optim.states training    # whole optimizers: held-out loss of a byte-level transformer
     python -m benchmarks.optim.states bf16        # the same with bf16 weights
     python -m benchmarks.optim.states clipping    # the same, float32 states, clipped by this step's norm and the last's
+    python -m benchmarks.optim.states summed      # the same, gradients of eight backward passes summed before each step
     python -m benchmarks.optim.states times       # whole optimizers: a step of 4.9 million weights
 
 Gradients of the first two are those of a small byte-level transformer that float64 AdamW trains. An error is the norm
@@ -36,6 +37,7 @@ from fxprec.numerics.formats import parse
 from fxprec.runtime.optim import states
 from fxprec.runtime.optim.rounding import dither_bits, random_bits
 
+_COMPILE = torch.compile  # `main` has torchao's steps run uncompiled
 RATE, STEPS, CONTEXT, BATCH = 2e-3, 1000, 64, 8
 
 
@@ -79,6 +81,12 @@ FEWER: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "fxprec 8bit": partial(_ours, held="8bit"),
     "fxprec 4bit": partial(_ours, held="4bit"),
     "torchao 4bit": _ao4,
+}
+SUMMED: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "p.grad in float32": partial(_ours, held="float32"),
+    "gradients='bf16'": partial(_ours, held="float32", gradients="bf16"),
+    "bf16 weights, p.grad in bf16": partial(fxprec.optim.AdamW, states="8bit"),
+    "bf16 weights, gradients='bf16'": partial(fxprec.optim.AdamW, states="8bit", gradients="bf16"),
 }
 BF16_WEIGHTS = {"fxprec 8bit, bf16 weights, stochastic": partial(fxprec.optim.AdamW, states="8bit")}
 
@@ -242,30 +250,45 @@ def training(
     seeds: int = 1,
     sides: Mapping[str, Callable[..., torch.optim.Optimizer]] = SIDES,
     dtype: torch.dtype = torch.float32,
+    passes: int = 1,
 ) -> dict[str, Any]:
-    """Return, for each side, held-out loss by seed and the training loss of the last tenth, in nats a byte."""
+    """Return, for each side, held-out loss by seed and the training loss of the last tenth, in nats a byte.
+
+    A step's batch of 16 goes through that many backward passes. Weights are in ``dtype``, or in bf16 where a side says so.
+    """
     found: dict[str, Any] = {}
     task = text_task(steps=steps, batch=16, context=CONTEXT)
     for seed in range(seeds):
         for side, make in sides.items():
             torch.manual_seed(seed)
             model = CharTransformer(vocab=256, context=CONTEXT, layers=2, width=width)
-            model.to(dtype)
+            model.to(torch.bfloat16 if side.startswith("bf16 weights") else dtype)
             optimizer = make(model.parameters(), lr=RATE)
+            trained = _summing(model, optimizer) if optimizer.defaults.get("gradients") == "bf16" else model
             losses, began = [], time.perf_counter()
             for step, (inputs, targets) in zip(range(steps), task.batches(seed), strict=False):
-                loss = cross_entropy(model(inputs), targets)
-                loss.backward()
+                parts_of_loss = []
+                for part, wanted in zip(inputs.chunk(passes), targets.chunk(passes), strict=True):
+                    loss = cross_entropy(trained(part), wanted) / passes
+                    loss.backward()
+                    parts_of_loss.append(float(loss.detach()))
                 set_rate(optimizer, rate_at(step, steps))
                 optimizer.step()
                 optimizer.zero_grad()
-                losses.append(float(loss.detach()))
+                losses.append(sum(parts_of_loss))
             with torch.no_grad():
                 held_out = task.evaluate(model.eval())
             row = {"held_out": held_out, "training": statistics.mean(losses[-steps // 10 :])}
             print(side, seed, row, f"{time.perf_counter() - began:.0f} s", flush=True)
             found.setdefault(side, []).append(row)
     return found
+
+
+def _summing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+    compiled: Callable[[Tensor], Tensor] = _COMPILE(
+        model, backend="fxprec", options={"recipe": "fp32", "optimizer": optimizer}
+    )
+    return compiled
 
 
 def times(steps: int = 13) -> dict[str, Any]:
@@ -292,6 +315,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "weights-4bit": partial(weights, sides=FEWER),
     "training-4bit": partial(training, seeds=3, sides=FEWER),
     "clipping": partial(training, seeds=3, sides=CLIPPED),
+    "summed": partial(training, seeds=3, sides=SUMMED, passes=8),
     "times": times,
 }
 

@@ -49,7 +49,7 @@ def dump(
         lowering="eager",
         dump=out,
     )
-    if not Settings.of(config).changes_anything:
+    if not (Settings.of(config).rounds_anything or peak_budget):
         raise ConfigError(f"recipe {recipe!r} holds everything in float32, so there is nothing to plan; choose 'fp8'")
     if policy == "exact":
         raise ConfigError("policy 'exact' measures a training step, and fxprec dump runs none; choose 'size'")

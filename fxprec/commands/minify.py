@@ -44,7 +44,7 @@ def minify(
     options |= {"storage": storage} if storage else {}
     options |= {} if low_ratio is None else {"low_ratio": low_ratio}
     config = Config.from_options(options)
-    if not Settings.of(config).changes_anything:
+    if not Settings.of(config).rounds_anything:
         raise ConfigError(f"recipe {recipe!r} holds everything in float32, so it adds no error; choose 'fp8'")
     from fxprec.report.target import find_factory
     from fxprec.testing.case import Case

@@ -79,8 +79,8 @@ class Settings:
         return self.storage == "simulate"
 
     @property
-    def changes_anything(self) -> bool:
-        """Whether any tensor can end up in another format than float32; otherwise plain Inductor does the job."""
+    def rounds_anything(self) -> bool:
+        """Whether any tensor can end up in another format than float32."""
         rounds_in_gemms = self.accumulator is not None or self.recipe.operands is not None
         return rounds_in_gemms or any(fmt.name != "fp32" for fmt in self._formats_used())
 

@@ -59,7 +59,7 @@ class Request:
         if high_share is None:
             raise ConfigError("high_share is None; give it a number from 0 to 1, such as 0.15")
         asked = Config.from_options(given)
-        if not Settings.of(asked).changes_anything:
+        if not Settings.of(asked).rounds_anything:
             raise ConfigError(f"recipe {asked.recipe!r} holds everything in float32: nothing to diagnose; choose 'fp8'")
         config = replace(
             asked,

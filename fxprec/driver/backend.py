@@ -108,8 +108,8 @@ class Backend(Watched):
 
     def _compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         tell_of_new_versions(self._log)
-        tell_of_no_effect(self._settings, self._log)
-        if not self._settings.changes_anything or not example_inputs:
+        tell_of_no_effect(self._settings, self._log, is_planned=self._is_planned)
+        if not self._is_planned or not example_inputs:
             result: Callable[..., Any] = compat.compile_fx(
                 gm, example_inputs, config_patches=compat.mode_settings(self.config.mode)
             )
@@ -123,6 +123,18 @@ class Backend(Watched):
         layers = Layers(self._model, captured, example_inputs)
         captured.forget_examples()
         return layers.__call__  # a plain callable: debuggers such as depyf look at its code
+
+    @property
+    def _is_planned(self) -> bool:
+        """Whether anything is asked for that plain Inductor does not do."""
+        settings = self._settings
+        return (
+            settings.rounds_anything
+            or settings.peak_budget is not None
+            or settings.asked.lowering == "eager"
+            or self._model.binding is not None
+            or self._model.is_given_a_peak
+        )
 
     def backend_of(self, wrapper: object) -> Backend:
         """Return the backend that compiles for a wrapper of ``torch.compile``: here always this one."""

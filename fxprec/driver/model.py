@@ -51,6 +51,11 @@ class Model:
         self._taken: dict[tuple[int, int], Plan] = {}  # whose promotions the first graph has from the second
 
     @property
+    def is_given_a_peak(self) -> bool:
+        """Whether the plan that the user gave says how backward gets each value."""
+        return self._given is not None and self._given.peak_bytes is not None
+
+    @property
     def live(self) -> list[PlannedGraph]:
         """The graphs that no newer one has replaced, in compile order."""
         return [graph for graph in self.all if not graph.is_replaced]

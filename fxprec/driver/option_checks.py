@@ -52,19 +52,23 @@ def tell_of_new_versions(log: EventLog) -> None:
             log.warn(line)
 
 
-def tell_of_no_effect(settings: Settings, log: EventLog) -> None:
-    """Say which of the options given have no effect; under ``strict`` that is an error."""
+_OF_ROUNDING = ("low_ratio", "activation_budget")
+_OF_PLANNED_GRAPHS = ("plan", "dump", "dump_tensors", "watch_every", "verify", "on_nonfinite", "allocator")
+
+
+def tell_of_no_effect(settings: Settings, log: EventLog, *, is_planned: bool) -> None:
+    """Say which of the options given have no effect; under ``strict`` that is an error.
+
+    A graph that is not planned is compiled by plain Inductor.
+    """
     asked = settings.asked
-    if not settings.changes_anything:
+    if not settings.rounds_anything:
         why = (
             f"recipe {settings.recipe.name!r} holds everything in float32; choose a recipe with a low format, such as "
             "'fp8', or leave it out"
         )
-        without_effect = [
-            name
-            for name in ("low_ratio", "activation_budget", "plan", "dump_tensors", "watch_every")
-            if getattr(asked, name)
-        ]
+        names = _OF_ROUNDING if is_planned else (*_OF_ROUNDING, *_OF_PLANNED_GRAPHS)
+        without_effect = [n for n in names if getattr(asked, n) and getattr(asked, n) not in ("system", "ignore")]
     else:
         why = "the plan given says what is low; leave one of them out, or edit the plan"
         chosen = {f.name: f.default for f in fields(asked) if f.name in ("policy", "keep_high", "seed")}

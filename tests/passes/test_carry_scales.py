@@ -346,7 +346,7 @@ def test_wide_gradients_need_no_scale(recipe) -> None:
     from fxprec.config import Settings
 
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    with mock.patch.object(Settings, "changes_anything", True):
+    with mock.patch.object(Settings, "rounds_anything", True):
         joint = joint_of(model, torch.randn(4, 8), recipe=recipe)
     assert joint.scales is None
     assert joint.scaled.find_nodes(op="call_function", target=symbolic.RESCALE) == []

@@ -76,6 +76,22 @@ def test_a_sum_over_the_last_dimension_stays_in_registers():
     assert total.all_input_nodes[0].target is aten.view.default
 
 
+def test_under_autocast_a_table_of_positions_sums_the_float32_gradient_as_it_was_traced() -> None:
+    """That gradient is converted for the layer in front of the addition alone."""
+    layers = torch.nn.Linear(8, 512), torch.nn.Linear(512, 512)
+    table = torch.nn.Parameter(torch.randn(16, 512))
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            embedded = layers[0](x) + table
+            return (embedded + layers[1](torch.tanh(embedded))).float()
+
+    ran = run_pass("sum-narrow", model, torch.randn(64, 16, 8), recipe="fp8", storage="native")
+    (total,) = (n for n in ran.nodes(aten.sum.dim_IntList) if n.meta["val"].shape == (1, 16, 512))
+    assert total.all_input_nodes[0].target is not CONVERT
+    assert total.all_input_nodes[0].meta["val"].dtype == F32
+
+
 def test_a_relu_in_a_recomputed_region_is_compared_as_the_gemm_behind_it_reads_it():
     """Else backward would write it a second time, in float32, to ask where it is 0."""
     layers = torch.nn.Sequential(

@@ -76,7 +76,7 @@ def test_identity_formats_change_no_bit(seed):
     identity = Recipe(name="identity", hi="fp32", lo_forward="fp32", lo_backward="fp32")
     torch._dynamo.reset()
     plain, wanted = step(torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True), model)
-    with mock.patch.object(Settings, "changes_anything", True):
+    with mock.patch.object(Settings, "rounds_anything", True):
         out, got = compiled_step(model, identity, storage="simulate")
     assert_bits_equal(out, plain, "result")
     for name, grad in got.items():
