@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -204,3 +205,45 @@ def test_a_graph_with_nothing_to_hold_low_says_so() -> None:
         "unplanned",
         "nothing to hold low: no GEMM, and nothing of it is stored for backward",
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"peak_budget": "95%"}], ids=["plain", "budget"])
+def test_a_compiled_step_that_calls_backward_traces_no_hook_of_fxprec(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+    optimizer = fxprec.optim.SGD(model.parameters(), lr=0.1)
+    backend = fxprec.Backend(fxprec.Config(recipe="fp8", lowering="eager", **options), optimizer=optimizer)
+
+    @torch.compile(backend=backend)
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    for _ in range(2):
+        step(torch.randn(32, 16))
+        optimizer.step()
+        optimizer.zero_grad()
+    cut = [event.site for event in backend.events if event.kind == "uncompiled"]
+    assert any("test_uncompiled.py" in site for site in cut)
+    assert not any(name in site for site in cut for name in ("backward.py", "updates.py", "budget.py", "autograd.py"))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_backward_that_is_part_of_the_graph_is_told(strict: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    x = torch.randn(4, 8)
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+    backend = eager_backend("native", recipe="fp8", strict=strict)
+    step = torch.compile(lambda weights: torch.func.grad(loss)(weights), backend=backend)
+    told = r"torch\.func\.grad: its backward is in one graph with its forward.* nothing that this backward reads is narrowed"
+    if strict:
+        with pytest.raises(fxprec.FxprecError, match=told):
+            step(weights)
+        return
+    with pytest.warns(fxprec.FxprecWarning, match=told):
+        found = step(weights)
+    wanted = torch.func.grad(loss)(weights)
+    for name in weights:
+        assert (found[name] - wanted[name]).norm() < 2**-6 * wanted[name].norm()

@@ -24,6 +24,7 @@ from fxprec.compat.autograd import hand_on_sources as hand_on_sources
 from fxprec.compat.autograd import in_backward as in_backward
 from fxprec.compat.autograd import inputs_written_behind as inputs_written_behind
 from fxprec.compat.autograd import is_profiling as is_profiling
+from fxprec.compat.autograd import on_gradient as on_gradient
 from fxprec.compat.autograd import will_run as will_run
 from fxprec.compat.autograd import without_source as without_source
 from fxprec.compat.autograd import without_torch_function as without_torch_function
@@ -46,6 +47,7 @@ from fxprec.compat.callers import widen_ddp_buckets as widen_ddp_buckets
 from fxprec.compat.captured import ATTENTION as ATTENTION
 from fxprec.compat.captured import bodies_traced_in_place as bodies_traced_in_place
 from fxprec.compat.captured import copied as copied
+from fxprec.compat.captured import gradients_within as gradients_within
 from fxprec.compat.captured import grouped_mm as grouped_mm
 from fxprec.compat.captured import is_grouped_mm as is_grouped_mm
 from fxprec.compat.compiler import NO_CXX_COMPILER as NO_CXX_COMPILER

@@ -46,6 +46,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def on_gradient(of: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call ``hook`` with the gradient of a tensor, untraced where a compiled function calls backward()."""
+    of.register_hook(torch.compiler.disable(hook, reason="a hook of fxprec"))
+
+
 def backward_id() -> int:
     """Return the number of the backward pass under way, -1 outside of one."""
     return int(torch._C._current_graph_task_id())

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.fx import Graph, GraphModule
+import torch._functorch.eager_transforms
+from torch.fx import Graph, GraphModule, Node
 
 from fxprec.compat.autograd import hand_on_sources
 
@@ -26,6 +27,14 @@ ATTENTION = (
 
 
 _GROUPED = (torch._grouped_mm, getattr(torch.nn.functional, "grouped_mm", None))
+
+
+_GRADIENTS = (torch._functorch.eager_transforms._autograd_grad, torch.autograd.grad)
+
+
+def gradients_within(graph: Graph) -> Iterator[Node]:
+    """Yield the nodes that differentiate: `torch.func.grad` and the like, whose backward is part of the same graph."""
+    return (node for node in graph.nodes if node.op == "call_function" and node.target in _GRADIENTS)
 
 
 def is_grouped_mm(target: object) -> bool:

@@ -21,6 +21,7 @@ from fxprec.driver.event_log import EventLog, warn_user
 from fxprec.driver.graph import PlannedGraph
 from fxprec.driver.model import Layers, Model
 from fxprec.driver.option_checks import (
+    tell_of_gradients_within,
     tell_of_new_versions,
     tell_of_no_effect,
     tell_of_other_options,
@@ -119,6 +120,7 @@ class Backend(Watched):
         refuse_capture(captured.device, "fxprec compiles a model", NO_CAPTURE)
         if self._settings.recipe.pure:
             captured.refuse_wide_weights(self._settings.recipe)
+        tell_of_gradients_within(gm, self._log)
         tell_of_other_options(self.config, captured.identity, self._log)
         layers = Layers(self._model, captured, example_inputs)
         captured.forget_examples()

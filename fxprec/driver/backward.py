@@ -128,7 +128,7 @@ def check_backward(results: object, versions: Versions) -> None:
 
     for result in results if isinstance(results, list | tuple) else [results]:
         if isinstance(result, torch.Tensor) and result.requires_grad:
-            result.register_hook(check)
+            compat.on_gradient(result, check)
 
 
 def _message(known: GraphInput, before: int, now: int) -> str:

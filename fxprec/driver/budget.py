@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from fxprec import compat
 from fxprec.config import Settings
 from fxprec.config.settings import PeakBudget as AskedPeak
 from fxprec.driver.event_log import EventLog
@@ -153,7 +154,7 @@ class SharedPeak:
         self._waits()
         self._graphs[graph.index] = graph
         self._calls.append((graph.index, weakref.ref(found[1])))
-        found[0].register_hook(self._saw_backward)
+        compat.on_gradient(found[0], self._saw_backward)
 
     def forget(self) -> None:
         """What was compiled is no longer called."""
@@ -203,8 +204,9 @@ class SharedPeak:
         chosen = together.within(_MARGIN * room) or together.within(room)
         if chosen is None:
             least = together.least()
+            of = "the training graph" if len(graphs) == 1 else f"the {len(graphs)} training graphs of a step together"
             raise BudgetError(
-                f"peak_budget is {readable(budget)} for the {len(graphs)} training graphs of a step together, and the "
+                f"peak_budget is {readable(budget)} for {of}, and the "
                 f"least peak found holds {readable(least)}; raise it to {readable(least)}, take a smaller batch, or "
                 "compile the model without graph breaks"
             )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from fxprec import compat
 from fxprec.config import Config, Settings
@@ -75,6 +76,17 @@ def tell_of_no_effect(settings: Settings, log: EventLog, *, is_planned: bool) ->
         without_effect = [n for n, default in chosen.items() if asked.plan and getattr(asked, n) != default]
     for name in without_effect:
         log.warn_of_loss(f"{name}={getattr(asked, name)!r} has no effect: {why}")
+
+
+def tell_of_gradients_within(gm: GraphModule, log: EventLog) -> None:
+    """Warn of a backward that no plan is about: `torch.func.grad`'s, which is part of the captured graph."""
+    if next(compat.gradients_within(gm.graph), None) is not None:
+        log.tell(
+            "torch.func.grad",
+            "its backward is in one graph with its forward, and a plan is about what is held between two graphs: "
+            "nothing that this backward reads is narrowed or computed again; call backward() on what the compiled "
+            "model returns",
+        )
 
 
 def settings_on(device: torch.device, settings: Settings, log: EventLog, *, plans_only: bool) -> Settings:

@@ -100,7 +100,7 @@ class Updates:
         self.binding.saw_forward(parameters)
         for result in results if isinstance(results, list | tuple) else [results]:
             if isinstance(result, torch.Tensor) and result.requires_grad:
-                result.register_hook(_before(self.binding, parameters))
+                compat.on_gradient(result, _before(self.binding, parameters))
 
     def around(self, run: Run) -> Run:
         """Return the backward half ``run``, whose updates go to the optimizer."""
