@@ -3,6 +3,7 @@
     python -m benchmarks.step_budget            # the transformer of docs/memory.md; keeps the result
     python -m benchmarks.step_budget --network resnet18   # or unet, llama: the sides of `THREE`
     python -m benchmarks.step_budget --clipping           # what gradients held for clipping add to the transformer
+    python -m benchmarks.step_budget --accumulating       # a step after four backward passes
     python -m benchmarks.step_budget --side "fxprec fp8, optimizer"   # one row, in this process, as JSON
 
 The peak is of live bytes, by the allocator's events, over forward, backward and ``optimizer.step()``; the bytes of
@@ -19,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,8 +47,14 @@ class Side:
     weights: torch.dtype = torch.float32
     optimizer: Mapping[str, Any] = field(default_factory=lambda: {"update": "nearest"})
     """Options of fxprec's AdamW."""
-    by_hand: bool = False
-    """Whether torchao's AdamW8bit steps each parameter from a hook."""
+    torchao: Mapping[str, Any] | None = None
+    """Options of torchao's AdamW8bit, in place of fxprec's."""
+    passes: int = 1
+    """Backward passes before each step. With one, torchao's optimizer steps each parameter from a hook."""
+
+    @property
+    def steps_in_hooks(self) -> bool:
+        return self.torchao is not None and self.passes == 1
 
 
 _FP8 = {"recipe": "fp8", "allocator": "compact"}
@@ -70,9 +77,21 @@ CLIPPING = (
     "the same, clipped by the last norm",
     "the same, clipped by the exact norm",
 )
+_SUMMED = {**_ALL, "gradients": "bf16"}
+ACCUMULATING = {
+    "autocast, checkpointed": Side(checkpointed=True, passes=4),
+    "the same, torchao AdamW8bit": Side(checkpointed=True, torchao={}, passes=4),
+    "the same, bf16 weights rounded stochastically": Side(
+        None, True, False, torch.bfloat16, torchao={"bf16_stochastic_round": True}, passes=4
+    ),
+    "fxprec fp8, peak 30%, optimizer, 8-bit states, gradients in bf16": Side(
+        _30, in_backward=True, optimizer={**_8BIT, "gradients": "bf16"}, passes=4
+    ),
+    "the same, bf16 weights": Side(_27, False, True, torch.bfloat16, _SUMMED, passes=4),
+}
 SIDES = {
     "autocast, checkpointed": Side(checkpointed=True),
-    "autocast, checkpointed, torchao AdamW8bit in hooks": Side(checkpointed=True, by_hand=True),
+    "autocast, checkpointed, torchao AdamW8bit in hooks": Side(checkpointed=True, torchao={}),
     "fxprec fp8": Side(_FP8),
     "fxprec fp8, optimizer": Side(_FP8, in_backward=True),
     "fxprec fp8, peak 30%": Side(_30),
@@ -89,10 +108,10 @@ SIDES = {
 }
 
 
-def measure(name: str, of: str, budget: str | None) -> dict[str, Any]:
+def measure(name: str, of: str, budget: str | None = None, *, accumulating: bool = False) -> dict[str, Any]:
     """Return one row of a network; MB are 10^6 bytes."""
     torch.set_num_threads(1)
-    side = SIDES[name]
+    side = ACCUMULATING[name] if accumulating else SIDES[name]
     found = network(of)
     model = found.model(checkpointed=side.checkpointed).to(side.weights)
     for module in model.modules():
@@ -100,7 +119,7 @@ def measure(name: str, of: str, budget: str | None) -> dict[str, Any]:
             module.float()
     if found.inputs.is_floating_point():
         found = replace(found, inputs=found.inputs.to(side.weights))
-    optimizers = _by_hand(model) if side.by_hand else [_ours(model, side)]
+    optimizers = [_ours(model, side)] if side.torchao is None else _torchao(model, side)
     if side.options is None:
         compiled = torch.compile(model)
     else:
@@ -140,8 +159,12 @@ def _ours(model: nn.Module, side: Side) -> torch.optim.Optimizer:
     return fxprec.optim.AdamW(groups, lr=RATE, **side.optimizer)
 
 
-def _by_hand(model: nn.Module) -> list[torch.optim.Optimizer]:
+def _torchao(model: nn.Module, side: Side) -> list[torch.optim.Optimizer]:
     from torchao.optim import AdamW8bit
+
+    options = {"lr": RATE, **(side.torchao or {})}
+    if not side.steps_in_hooks:
+        return [AdamW8bit(model.parameters(), **options)]
 
     def stepping(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
@@ -152,17 +175,18 @@ def _by_hand(model: nn.Module) -> list[torch.optim.Optimizer]:
 
     optimizers = []
     for p in model.parameters():
-        optimizers.append(AdamW8bit([p], lr=RATE))
+        optimizers.append(AdamW8bit([p], **options))
         p.register_post_accumulate_grad_hook(stepping(optimizers[-1]))
     return optimizers
 
 
 def _step(loss_of: Callable[[], Tensor], side: Side, optimizers: list[torch.optim.Optimizer]) -> Callable[[], float]:
     def step() -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=side.options is None):
-            loss = loss_of()
-        loss.backward()
-        for optimizer in optimizers if not side.by_hand else ():
+        for _ in range(side.passes):
+            with torch.autocast("cpu", torch.bfloat16, enabled=side.options is None):
+                loss = loss_of()
+            (loss / side.passes).backward()
+        for optimizer in optimizers if not side.steps_in_hooks else ():
             optimizer.step()
             optimizer.zero_grad()
         return float(loss.item())
@@ -181,21 +205,32 @@ def _bytes(t: object) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=BUDGETS, default="transformer")
-    parser.add_argument("--side", choices=SIDES)
+    parser.add_argument("--side", choices=dict.fromkeys([*SIDES, *ACCUMULATING]))
     parser.add_argument("--clipping", action="store_true")
+    parser.add_argument("--accumulating", action="store_true")
     parser.add_argument("--budget", help="In place of the network's own, for a side with a step budget.")
     asked = parser.parse_args()
     if asked.side:
-        print(json.dumps(measure(asked.side, asked.network, asked.budget)))
+        print(json.dumps(measure(asked.side, asked.network, asked.budget, accumulating=asked.accumulating)))
         return
     rows = []
-    every, kept = (SIDES, "step-budget") if asked.network == "transformer" else (THREE, f"step-budget-{asked.network}")
-    for name in CLIPPING if asked.clipping else every:
+    kept, every = _rows(asked)
+    for name in every:
         command = [sys.executable, "-m", "benchmarks.step_budget", "--network", asked.network, "--side", name]
+        command += ["--accumulating"] if asked.accumulating else []
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(rows[-1], flush=True)
-    machine.save("step-budget-clipping" if asked.clipping else kept, rows)
+    machine.save(kept, rows)
+
+
+def _rows(asked: argparse.Namespace) -> tuple[str, Iterable[str]]:
+    """Return the name of the result that is kept, and its sides."""
+    if asked.clipping:
+        return "step-budget-clipping", CLIPPING
+    if asked.accumulating:
+        return "step-budget-accumulating", ACCUMULATING
+    return ("step-budget", SIDES) if asked.network == "transformer" else (f"step-budget-{asked.network}", THREE)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
     python -m benchmarks.optim.states training    # whole optimizers: held-out loss of a byte-level transformer
     python -m benchmarks.optim.states bf16        # the same with bf16 weights
     python -m benchmarks.optim.states clipping    # the same, float32 states, clipped by this step's norm and the last's
-    python -m benchmarks.optim.states summed      # the same, gradients of eight backward passes summed before each step
+    python -m benchmarks.optim.states summed      # the same, gradients of 16 backward passes summed before each step
     python -m benchmarks.optim.states times       # whole optimizers: a step of 4.9 million weights
 
 Gradients of the first two are those of a small byte-level transformer that float64 AdamW trains. An error is the norm
@@ -82,11 +82,11 @@ FEWER: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "fxprec 4bit": partial(_ours, held="4bit"),
     "torchao 4bit": _ao4,
 }
+NEAREST = "sums in bf16, rounded to nearest"
 SUMMED: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "p.grad in float32": partial(_ours, held="float32"),
-    "gradients='bf16'": partial(_ours, held="float32", gradients="bf16"),
-    "bf16 weights, p.grad in bf16": partial(fxprec.optim.AdamW, states="8bit"),
-    "bf16 weights, gradients='bf16'": partial(fxprec.optim.AdamW, states="8bit", gradients="bf16"),
+    "sums in float32": partial(_ours, held="float32"),
+    NEAREST: partial(_ours, held="float32"),
+    "fxprec, gradients='bf16'": partial(_ours, held="float32", gradients="bf16"),
 }
 BF16_WEIGHTS = {"fxprec 8bit, bf16 weights, stochastic": partial(fxprec.optim.AdamW, states="8bit")}
 
@@ -254,7 +254,7 @@ def training(
 ) -> dict[str, Any]:
     """Return, for each side, held-out loss by seed and the training loss of the last tenth, in nats a byte.
 
-    A step's batch of 16 goes through that many backward passes. Weights are in ``dtype``, or in bf16 where a side says so.
+    A step's batch of 16 goes through that many backward passes.
     """
     found: dict[str, Any] = {}
     task = text_task(steps=steps, batch=16, context=CONTEXT)
@@ -262,7 +262,7 @@ def training(
         for side, make in sides.items():
             torch.manual_seed(seed)
             model = CharTransformer(vocab=256, context=CONTEXT, layers=2, width=width)
-            model.to(torch.bfloat16 if side.startswith("bf16 weights") else dtype)
+            model.to(dtype)
             optimizer = make(model.parameters(), lr=RATE)
             trained = _summing(model, optimizer) if optimizer.defaults.get("gradients") == "bf16" else model
             losses, began = [], time.perf_counter()
@@ -272,6 +272,8 @@ def training(
                     loss = cross_entropy(trained(part), wanted) / passes
                     loss.backward()
                     parts_of_loss.append(float(loss.detach()))
+                    if side == NEAREST:
+                        _round_sums(model)
                 set_rate(optimizer, rate_at(step, steps))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -282,6 +284,12 @@ def training(
             print(side, seed, row, f"{time.perf_counter() - began:.0f} s", flush=True)
             found.setdefault(side, []).append(row)
     return found
+
+
+def _round_sums(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.copy_(p.grad.bfloat16())
 
 
 def _summing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
@@ -315,7 +323,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "weights-4bit": partial(weights, sides=FEWER),
     "training-4bit": partial(training, seeds=3, sides=FEWER),
     "clipping": partial(training, seeds=3, sides=CLIPPED),
-    "summed": partial(training, seeds=3, sides=SUMMED, passes=8),
+    "summed": partial(training, seeds=3, sides=SUMMED, passes=16),
     "times": times,
 }
 
