@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import machine
 from fxprec.aps import APSState, aps_hook
 from fxprec.demo.data import VOCAB, load_text
 from fxprec.demo.models import CharTransformer
-from fxprec.runtime.aps.by_link import FOUR_BITS
+from fxprec.runtime.aps.link_plan import shares
+from fxprec.runtime.aps.link_widths import FOUR_BITS
 
 RANKS, BATCH, LENGTH, LINK = 4, 4, 64, "20Mbit/s, 1ms"
 BY_LINK = {"format": "e4m3fn", "bits": "by link", "link": LINK}
@@ -30,7 +32,9 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "fp32": None,
     "bf16 all-reduce": BY_LINK | {"widths": (16,)},
     "4 bits": {"format": FOUR_BITS},
+    "PowerSGD hook, rank 4": None,
     "by link": BY_LINK,
+    "by link, low rank": BY_LINK | {"low_rank": 4},
     "by link, error feedback": BY_LINK | {"error_feedback": True},
 }
 
@@ -45,20 +49,25 @@ def loss_of(model: torch.nn.Module, chosen: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(chosen[:, :-1]).flatten(0, 1), chosen[:, 1:].flatten())
 
 
-def trained(options: dict[str, Any] | None, steps: int, seed: int) -> dict[str, Any]:
+def trained(name: str, options: dict[str, Any] | None, steps: int, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     text, model = load_text(), CharTransformer(vocab=VOCAB, context=LENGTH)
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=100)  # PowerSGD's hook blocks on Gloo with several
     state = None
+    if name.startswith("PowerSGD"):
+        ddp.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook)
     if options is not None:
         state = APSState(**options, **({"model": ddp} if "bits" in options else {}))
         ddp.register_comm_hook(state, aps_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     data = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    for _ in range(steps):
+    plans: dict[str, int] = {}
+    for step in range(steps):
         optimizer.zero_grad()
         loss_of(ddp, windows(text.train, BATCH, data)).backward()
         optimizer.step()
+        if state is not None and state.by_link is not None and state.by_link.plan is not None:
+            plans.setdefault(shares(state.by_link.plan), step)
     with torch.no_grad():
         held_out = loss_of(model.eval(), windows(text.held_out, 512, torch.Generator().manual_seed(0)))
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -70,6 +79,7 @@ def trained(options: dict[str, Any] | None, steps: int, seed: int) -> dict[str, 
         "held_out": float(held_out),
         "replicas_equal": all(torch.equal(rows[0], row) for row in rows),
         "share_in_4_bits": elements,
+        "plans": plans,
     }
 
 
@@ -79,7 +89,7 @@ def rank_of(rank: int, steps: int, seeds: int, folder: str) -> None:
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
     for seed in range(seeds):
         for name, options in WAYS.items():
-            rows[name].append(trained(options, steps, seed))
+            rows[name].append(trained(name, options, steps, seed))
             if rank == 0:
                 print(f"{name:24} seed {seed}: {rows[name][-1]}", flush=True)
     if rank == 0:

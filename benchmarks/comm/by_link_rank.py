@@ -21,9 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxprec.aps import APSState, LayerBits, LinkPlan, aps_hook
 from fxprec.runtime.aps import by_link
-from fxprec.runtime.aps.by_link import FOUR_BITS, MEASURED
+from fxprec.runtime.aps.by_link import MEASURED
 from fxprec.runtime.aps.link_plan import shares
 from fxprec.runtime.aps.link_planner import Problem, alike, choose
+from fxprec.runtime.aps.link_widths import FOUR_BITS
 from fxprec.runtime.aps.predict import Link
 
 LAYERS, WIDTH, BATCH = 8, 512, 64
@@ -79,7 +80,8 @@ WAYS: dict[str, tuple[Callable[[DistributedDataParallel], Any], Hook] | None] = 
     "4 bits, by nodes": (lambda ddp: APSState(FOUR_BITS, group_size=NODE), aps_hook),
     "16 bits, by nodes": (lambda ddp: by_nodes(ddp, 16), aps_hook),
     "8 bits, by nodes": (lambda ddp: APSState("e4m3fn", group_size=NODE), aps_hook),
-    "by link": (lambda ddp: APSState("e4m3fn", bits="by link", model=ddp, group_size=NODE), aps_hook),
+    "by link, no low rank": (lambda ddp: APSState("e4m3fn", bits="by link", model=ddp, group_size=NODE), aps_hook),
+    "by link": (lambda ddp: APSState("e4m3fn", bits="by link", model=ddp, group_size=NODE, low_rank=4), aps_hook),
 }
 
 

@@ -24,14 +24,15 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxprec.errors import ConfigError, PlanError, did_you_mean
-from fxprec.numerics.formats import Format
 from fxprec.runtime.aps.gathers import Gathers
 from fxprec.runtime.aps.groups import Groups, agree, communication_device
-from fxprec.runtime.aps.link_plan import LinkPlan
+from fxprec.runtime.aps.link_plan import LayerBits, LinkPlan
 from fxprec.runtime.aps.link_planner import ALL_REDUCE, CLOSE, REDUCE_SCATTER, Layer, Problem, Width, alike, choose
-from fxprec.runtime.aps.link_probe import largest_of_ranks, probe_links, probe_widths
+from fxprec.runtime.aps.link_probe import largest_of_ranks, probe_links, probe_low_rank, probe_widths
+from fxprec.runtime.aps.link_widths import by_nodes, widths_of
 from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.lost import RollCall
+from fxprec.runtime.aps.low_rank import Memory, columns_of, errors_of
 from fxprec.runtime.aps.shards import Shards
 from fxprec.runtime.aps.wire import INSIDE, Coding, Sending
 from fxprec.runtime.events import Event
@@ -45,64 +46,6 @@ CLOSEST, AGAIN = 1.1, 4
 """Plans whose steps take at most 1.1 times as long as the fastest's are tried once more, with 4 times as many steps."""
 TRIED = 2.0
 """A plan is tried where it is predicted to take at most this many times as long as the soonest."""
-FOUR_BITS = "1-2-1/256:e8m0"
-_LOST = {False: 0.0447, True: 0.0895}
-"""What rounding to no mantissa bits would lose of the squared norm of normal values, to nearest and stochastic."""
-_LOST_IN_FOUR_BITS = {False: 0.0128, True: 0.036}
-"""What rotated values lose in `FOUR_BITS`."""
-
-
-def widths_of(codings: Mapping[int, Coding], *, stochastic: bool, passes: int = 2) -> dict[Width, Coding]:
-    """Return what the bytes and the rounding of each width cost; their seconds are measured later.
-
-    `passes` as in `Transport`. Exponents are one exchange more, in a ring, where layers have a scale.
-
-    A number of m mantissa bits loses 4^-m of what one of none would; below the smallest normal number a rounding loses
-    a 12th of the subnormals' unit squared.
-    """
-    found: dict[Width, Coding] = {}
-    for bits, wire in codings.items():
-        if wire is None or isinstance(wire, torch.dtype):
-            lost = 0.0 if wire is None else _LOST[False] * torch.finfo(wire).eps ** 2
-            width = Width(bits, bits // 8, messages=1, sends=passes, error=lost, in_ring=passes == 2)
-        elif isinstance(fmt := wire.kind, Format):
-            unit = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits - (wire.top - 1))
-            width = Width(
-                bits,
-                wire.code_bytes,
-                messages=passes + 1,
-                sends=passes + 2,
-                error=_LOST[stochastic] * 4.0**-fmt.mantissa_bits,
-                floor=unit * ((1 + stochastic) / 12) ** 0.5,
-            )
-        else:
-            # DDP's hook also exchanges exponents, for layers of zeros and those that are not finite
-            messages, sends = (3, 4) if passes == 2 else (1, 1)
-            lost = _LOST_IN_FOUR_BITS[stochastic]
-            width = Width(bits, wire.code_bytes, wire.block, messages=messages, sends=sends, error=lost)
-        found[width] = wire
-    return found
-
-
-def by_nodes(width: Width, cast: Width, node: int, nodes: int) -> Width:
-    """Return a width by nodes of `node` ranks: what it costs between nodes is of a chunk; `cast` is bf16's width.
-
-    Exponents are exchanged over all ranks, while layers are sent inside of the nodes. Two nodes send each other codes
-    once, which each adds.
-    """
-    coded, direct = not width.in_ring, not width.in_ring and nodes == 2
-    inside, lost = (INSIDE.itemsize, cast.error) if coded else (width.code_bytes, width.error)
-    return replace(
-        width,
-        encode=cast.encode + width.encode / node,
-        decode=cast.decode + width.decode / node,
-        messages=2 if coded and not direct else 1,
-        sends=1 if direct else 2,
-        rounds_sums=not direct,
-        sends_to_all=2 if coded else 0,
-        inside_bytes=inside,
-        inside_error=lost,
-    )
 
 
 @dataclass(frozen=True)
@@ -114,6 +57,9 @@ class Seen:
     squares: Tensor
     """float64 (): squared norm; not finite where an element is not."""
     amax: Tensor
+    columns: int
+    missed: Tensor
+    """As in `Layer`, over all ranks."""
 
 
 class ByLink:
@@ -130,6 +76,8 @@ class ByLink:
         *,
         stochastic: bool,
         budget: float,
+        low_rank: int,
+        memory: Memory,
         links: Links | None = None,
         weights: Mapping[str, float] | None = None,
         plan: LinkPlan | None = None,
@@ -142,6 +90,8 @@ class ByLink:
         self._has_met = False
         self._timed: tuple[Width, ...] = ()
         self._budget = budget
+        self._low_rank = low_rank
+        self._memory = memory
         self._links = links
         self._names = WeakTensorKeyDictionary()
         for parameter, name in names.items():
@@ -156,7 +106,7 @@ class ByLink:
         self._roll_call = RollCall()
         self.events: list[Event] = []
         self.plan: LinkPlan | None = None
-        self._ways: dict[str, tuple[int, bool]] = {}
+        self._rows: dict[str, LayerBits] = {}
         if plan is not None:
             self.adopt(plan)
 
@@ -203,18 +153,21 @@ class ByLink:
     def resume(self, plan: Mapping[str, Any] | None) -> None:
         """Go on with a saved plan, or measure anew where none was made yet."""
         self._steps, self._trial, self.plan, self._has_met = -1, None, None, False
-        self._ways = {}
+        self._rows = {}
         if plan is not None:
             self.adopt(LinkPlan.from_dict(plan))
 
     def sending_of(self, parameter: Tensor) -> Sending:
         """Return how a layer is sent by the plan."""
-        bits, is_by_nodes = self._ways.get(self.name_of(parameter), (UNPLANNED, False))
-        return Sending(self._codings[bits], is_by_nodes)
+        row = self._rows.get(self.name_of(parameter))
+        if row is None:
+            return Sending(self._codings[UNPLANNED])
+        return Sending(self._codings[row.bits], row.by_nodes, row.low_rank)
 
     def adopt(self, plan: LinkPlan) -> None:
         """Send by this plan from now on. Raises `PlanError` where it is not of this model and these ranks."""
-        sizes = {name: parameter.numel() for parameter, name in self._names.items()}
+        known = {name: parameter for parameter, name in self._names.items()}
+        sizes = {name: parameter.numel() for name, parameter in known.items()}
         for layer in plan.layers:
             if sizes.get(layer.name) != layer.elements:
                 hint = "" if layer.name in sizes else did_you_mean(layer.name, sizes)
@@ -224,6 +177,13 @@ class ByLink:
                 )
             if layer.bits not in self._codings:
                 raise PlanError(f"link plan sends {layer.name!r} in {layer.bits} bits; give widths= that has them")
+            if layer.low_rank and (self._transport is REDUCE_SCATTER or layer.low_rank != self._low_rank):
+                raise PlanError(
+                    f"link plan sends {layer.name!r} in rank {layer.low_rank}; give low_rank={layer.low_rank}, which "
+                    "FSDP2 does not have, or plan again"
+                )
+            if layer.low_rank and not columns_of(known[layer.name], layer.low_rank):
+                raise PlanError(f"link plan sends {layer.name!r} in low rank, which is no such matrix; plan again")
         if plan.ranks != self._groups.size:
             raise PlanError(f"link plan is of {plan.ranks} ranks, here are {self._groups.size}; plan again")
         if self._gathers is not None:
@@ -238,7 +198,7 @@ class ByLink:
                 "plan again by leaving plan= out"
             )
         self.plan = plan
-        self._ways = {row.name: (row.bits, row.by_nodes) for row in plan.layers}
+        self._rows = {row.name: row for row in plan.layers}
 
     def bucket_ready(
         self,
@@ -260,12 +220,34 @@ class ByLink:
             self._clocks[-1].append(at or Clock(device))
         if self._steps == MEASURED:
             index = len(self._clocks[-1]) - 1
+            missed = self._missed(parameters, views)
             for parameter, view in zip(parameters, views, strict=True):
                 if view.numel() and parameter in self._names:
                     values = view.detach()
                     squares = torch.linalg.vector_norm(values, dtype=torch.float64) ** 2
                     amax = torch.linalg.vector_norm(values, float("inf"), dtype=torch.float64)
-                    self._seen[self.name_of(parameter)] = Seen(index, parameter.numel(), squares, amax)
+                    name = self.name_of(parameter)
+                    columns = columns_of(parameter, self._low_rank) if name in missed else 0
+                    lost = missed.get(name, torch.zeros_like(squares))
+                    self._seen[name] = Seen(index, parameter.numel(), squares, amax, columns, lost)
+
+    def _missed(self, parameters: Sequence[Tensor], views: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return what each layer's mean would lose in low rank, of those that can be sent so."""
+        found: dict[str, Tensor] = {}
+        if self._transport is REDUCE_SCATTER:
+            return found
+        layers = [(p, v) for p, v in zip(parameters, views, strict=True) if p in self._names and v.numel()]
+        matrices = [(p, v, self.name_of(p)) for p, v in layers if columns_of(p, self._low_rank)]
+        for in_force in (True, False):
+            chosen = [row for row in matrices if self._sends_in_low_rank(row[2]) == in_force]
+            if chosen:
+                rows = [(p, v.detach()) for p, v, _ in chosen]
+                errors = errors_of(rows, self._low_rank, self._memory, self._groups.exponents, in_force=in_force)
+                found |= dict(zip((name for *_, name in chosen), errors, strict=True))
+        return found
+
+    def _sends_in_low_rank(self, name: str) -> bool:
+        return name in self._rows and self._rows[name].low_rank > 0
 
     def _begin(self, step: int, device: torch.device) -> None:
         self.meet(step)
@@ -300,9 +282,10 @@ class ByLink:
         ready, on_cpu = self._ready(), device.type == "cpu"
         if on_cpu and not self._transport.overlaps:
             ready = (0.0,) * len(ready)
-        problem = Problem(
-            layers, ready, self._widths(), links, self._groups.size, self._budget, float(on_cpu), self._transport
-        )
+        widths = self._widths()
+        if not any(layer.columns for layer in layers):
+            widths = tuple(width for width in widths if not width.low_rank)
+        problem = Problem(layers, ready, widths, links, self._groups.size, self._budget, float(on_cpu), self._transport)
         if last is None or links.differ(last) or self._error(problem) > self._budget:
             gathers, group = self._gathers, self._groups.payload
             gathered, sent = ((), 0) if gathers is None else gathers.chosen(links.between, group)
@@ -325,6 +308,9 @@ class ByLink:
             if (node := self._groups.node) is not None:
                 cast = next(width for width in timed if width.bits == 8 * INSIDE.itemsize)
                 timed += tuple(by_nodes(width, cast, node.size, node.between.size) for width in timed)
+            if self._low_rank and self._transport is ALL_REDUCE:
+                cast = next(width for width in timed if width.bits == UNPLANNED)
+                timed += (probe_low_rank(cast, self._low_rank, self._memory, self._groups.payload),)
             self._timed = timed
         return self._timed
 
@@ -365,7 +351,16 @@ class ByLink:
             return None
         rows = zip(names, (squares / self._groups.size).tolist(), amax.tolist(), strict=True)
         return tuple(
-            Layer(n, self._seen[n].bucket, self._seen[n].elements, float(s), float(a), self._weights.get(n, 1.0))
+            Layer(
+                n,
+                self._seen[n].bucket,
+                self._seen[n].elements,
+                float(s),
+                float(a),
+                self._weights.get(n, 1.0),
+                self._seen[n].columns,
+                float(self._seen[n].missed),
+            )
             for n, s, a in rows
         )
 
@@ -376,8 +371,9 @@ class ByLink:
 
     def _error(self, problem: Problem) -> float:
         """Return what the plan in force rounds of the gradients as they are now."""
-        widths = {(width.bits, width.by_nodes): width for width in problem.widths}
-        return sum(problem.error(r, widths[self._ways.get(r.name, (UNPLANNED, False))]) for r in problem.layers)
+        widths = {(width.bits, width.by_nodes, width.low_rank): width for width in problem.widths}
+        rows = {name: (row.bits, row.by_nodes, row.low_rank) for name, row in self._rows.items()}
+        return sum(problem.error(r, widths[rows.get(r.name, (UNPLANNED, False, 0))]) for r in problem.layers)
 
 
 def _ways_of(plan: LinkPlan) -> dict[str, str]:

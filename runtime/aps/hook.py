@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxprec.runtime import on_device
-from fxprec.runtime.aps.bucket import Exchange, settle, split_bucket
+from fxprec.runtime.aps.bucket import Exchange, Part, settle, split_bucket
 from fxprec.runtime.aps.exchange import set_mean
+from fxprec.runtime.aps.low_rank import Late, LowRankExchange
 from fxprec.runtime.aps.state import APSState
+from fxprec.runtime.aps.wire import Sending
 
 NO_CAPTURE = "and each step has scales of its own; run the backward pass outside of torch.cuda.graph"
 
@@ -52,18 +54,25 @@ def _exchange(
 ) -> torch.futures.Future[torch.Tensor]:
     if state.by_link is not None:
         state.by_link.bucket_ready(state.step, bucket.index() == 0, bucket.parameters(), bucket.gradients())
+    if bucket.index() == 0:
+        state.late = Late()
     parameters = bucket.parameters()
     sendings = {state.sending_of(p) for p in parameters}
-    if len(sendings) == 1 and (sending := sendings.pop()).wire is None and not sending.by_nodes:
+    waits = is_last and len(state.late.parts) > 0
+    if len(sendings) == 1 and not waits and (sending := sendings.pop()) == Sending(sending.dtype):
         for parameter, view in zip(parameters, bucket.gradients(), strict=True):
             settle(state, parameter, view)
         return _reduce(state, buffer, sending.dtype or buffer.dtype, is_last)
     if not buffer.is_cuda:
-        return _queue(state, _started(state, bucket), buffer, is_last)
+        parts = _split(state, bucket)
+        late = [part for part in parts if any(part.ranks)]
+        state.late.parts += late
+        exchanges = _started(state, [part for part in parts if not any(part.ranks)])
+        return _queue(state, exchanges, buffer, is_last, waits=len(late) > 0 or waits)
     stream = state.stream(buffer.device)
     stream.wait_stream(torch.cuda.current_stream(buffer.device))  # the gradients are whole, and what comes after is not
     with torch.cuda.stream(stream), torch.no_grad():
-        for exchange, name in product(_started(state, bucket), _stages(state)):
+        for exchange, name in product(_started(state, _split(state, bucket)), _stages(state)):
             getattr(exchange, name)()
         state.step += is_last
         return done(buffer)
@@ -92,14 +101,18 @@ def _stages(state: APSState) -> tuple[str, ...]:
     return names if state.groups.node is not None else tuple(n for n in names if n not in Exchange.OF_NODES)
 
 
-def _started(
+def _split(
     state: APSState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # absent from torch's annotations
-) -> list[Exchange]:
+) -> list[Part]:
+    with torch.no_grad():
+        return split_bucket(state, bucket.index(), bucket.gradients(), bucket.parameters())
+
+
+def _started(state: APSState, parts: "Sequence[Part]") -> list[Exchange | LowRankExchange]:
     """Return the exchanges of a bucket's parts, whose exponents are under way."""
     with torch.no_grad():
-        parts = split_bucket(state, bucket.index(), bucket.gradients(), bucket.parameters())
-        exchanges = [Exchange(state, part) for part in parts]
+        exchanges = [LowRankExchange(state, [p]) if any(p.ranks) else Exchange(state, p) for p in parts]
         for exchange in exchanges:
             exchange.start()
     return exchanges
@@ -114,10 +127,16 @@ def done(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def _queue(
-    state: APSState, exchanges: list[Exchange], buffer: Tensor, is_last: bool
+    state: APSState, exchanges: list[Exchange | LowRankExchange], buffer: Tensor, is_last: bool, *, waits: bool
 ) -> torch.futures.Future[torch.Tensor]:
-    """Run the stages of the exchanges, each stage on a thread of its own that takes them in order."""
-    if not exchanges:
+    """Run the stages of the exchanges, each stage on a thread of its own that takes them in order.
+
+    `waits`: the bucket is whole after the exchange of all that go in low rank, which the last one begins.
+    """
+    late = state.late
+    if is_last and late.parts:
+        exchanges = [*exchanges, LowRankExchange(state, late.parts)]
+    if not exchanges and not waits:
         state.step += is_last
         return done(buffer)
     if not state.workers:
@@ -129,11 +148,14 @@ def _queue(
         for worker, name in zip(state.workers, _stages(state), strict=True):
             stages.append(worker.submit(_run_stage, exchange, name, stages[-1:]))
         finished.append(stages[-1])
-    finished[-1].add_done_callback(lambda _: _deliver(state, is_last, ended, finished))
+    exchanged, waited = finished[-1:], [*finished, late.done] if waits else finished
+    waited[-1].add_done_callback(lambda _: _deliver(state, is_last, ended, waited))
+    if is_last and late.parts:
+        exchanged[0].add_done_callback(late.end)
     return ended.then(partial(_result, buffer))
 
 
-def _run_stage(exchange: Exchange, name: str, before: "Sequence[Future[None]]") -> None:
+def _run_stage(exchange: Exchange | LowRankExchange, name: str, before: "Sequence[Future[None]]") -> None:
     """Run one stage after the bucket's stage before it, if any; raises what that one raised."""
     for stage in before:
         stage.result()

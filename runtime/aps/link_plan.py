@@ -35,11 +35,13 @@ class LayerBits:
     """Squared error that its rounding adds to the mean gradient, weighted, in the unit of the budget."""
     by_nodes: bool = False
     """Whether it goes in 16 bits or more inside of nodes, and in `bits` between them."""
+    low_rank: int = 0
+    """Columns of the two matrices that it is sent as, both in `bits`; 0 sends its elements."""
 
     @property
     def way(self) -> str:
-        """Return its bits, and whether it goes by nodes, as words."""
-        return f"{self.bits} bits{' by nodes' * self.by_nodes}"
+        """Return its bits, whether it goes by nodes, and its rank, as words."""
+        return f"{f'rank {self.low_rank} in ' * (self.low_rank > 0)}{self.bits} bits{' by nodes' * self.by_nodes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class LinkPlan:
     """A rank's link inside of its node."""
     bytes_between: int = 0
     """Bytes of `bytes_sent` that a node's ranks send together to other nodes, without headers."""
+    bytes_kept: int = 0
+    """Bytes of residuals and factors that a rank keeps from step to step for the layers in low rank."""
 
     @property
     def links(self) -> Links:
@@ -169,6 +173,7 @@ _LAYER: dict[str, Reader] = {
     "exposed": _least_zero,
     "error": _least_zero,
     "by_nodes": flag,
+    "low_rank": integer(0, 2**31, "2**31"),
 }
 _INSIDE: dict[str, Reader] = {"bytes_per_second": _positive, "latency": _least_zero}
 _GATHERED: dict[str, Reader] = {"name": text, "elements": _COUNT, "bits": _bits}
@@ -183,14 +188,15 @@ _PLAN: dict[str, Reader] = {
     "ready": each(_least_zero),
     "end": _least_zero,
     "bytes_sent": _COUNT,
-    "layers": each(lambda entry: LayerBits(**fields_of(_LAYER, optional=("by_nodes",))(entry))),
+    "layers": each(lambda entry: LayerBits(**fields_of(_LAYER, optional=("by_nodes", "low_rank"))(entry))),
     "gathered": each(lambda entry: GatheredBits(**fields_of(_GATHERED)(entry))),
     "bytes_gathered": _COUNT,
     "node": integer(1, 2**31, "2**31"),
     "inside": lambda entry: None if entry.value is None else Link(**fields_of(_INSIDE)(entry)),
     "bytes_between": _COUNT,
+    "bytes_kept": _COUNT,
 }
-_LATER = ("gathered", "bytes_gathered", "node", "inside", "bytes_between")
+_LATER = ("gathered", "bytes_gathered", "node", "inside", "bytes_between", "bytes_kept")
 """What plans of earlier versions do not have."""
 
 
@@ -208,6 +214,8 @@ def read(entry: Entry) -> LinkPlan:
         raise entry.fail(f"has {plan.ranks} ranks and nodes of {plan.node}, or no link inside of them", "plan again")
     if plan.node == 1 and any(layer.by_nodes for layer in plan.layers):
         raise entry.get("layers").fail("go by nodes, and node is 1", "plan again")
+    if any(layer.low_rank and (layer.by_nodes or layer.bits != 16) for layer in plan.layers):
+        raise entry.get("layers").fail("go in low rank by nodes or not in 16 bits", "plan again")
     return plan
 
 
@@ -226,6 +234,8 @@ def explained(plan: LinkPlan, layer: str = "") -> Iterator[str]:
     if plan.inside is not None:
         yield f"a node sends others {plan.bytes_between / 1e6:.4g} MB a step"
     yield f"{shares(plan)}; adds {plan.error:.2e} of a gradient's squared norm, of {plan.budget:.2e} allowed"
+    if plan.bytes_kept:
+        yield f"layers in low rank keep {plan.bytes_kept / 1e6:.4g} MB a rank: what was not sent yet, and factors"
     if plan.gathered and not layer:
         modules = ", ".join(f"{row.name} in {row.bits} bits" for row in plan.gathered)
         yield f"to gather parameters once a rank sends {plan.bytes_gathered / 1e6:.4g} MB: {modules}"
@@ -233,13 +243,13 @@ def explained(plan: LinkPlan, layer: str = "") -> Iterator[str]:
         if layer in ("", row.name):
             hidden = f"{row.exposed * 1e3:.3g} ms exposed" if row.exposed else "hidden behind backward"
             what = f"{row.name}: {row.elements:,} elements, bucket {row.bucket}"
-            yield f"{row.bits:2} bits{' by nodes' * row.by_nodes}  {what}, {hidden}, adds {row.error:.2e}"
+            yield f"{' ' * (row.bits < 10)}{row.way}  {what}, {hidden}, adds {row.error:.2e}"
 
 
 def shares(plan: LinkPlan) -> str:
     """Return which share of a plan's elements goes which way, as words; the most bits first."""
     counts = Counter[str]()
-    for row in sorted(plan.layers, key=lambda row: (-row.bits, row.by_nodes)):
+    for row in sorted(plan.layers, key=lambda row: (row.low_rank, -row.bits, row.by_nodes)):
         counts[row.way] += row.elements
     total = max(counts.total(), 1)
     return ", ".join(f"{count / total:.0%} in {way}" for way, count in counts.items() if count) or "no layers"

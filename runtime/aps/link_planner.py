@@ -32,6 +32,10 @@ MESSAGE_BYTES = 166
 NEGLIGIBLE = 1e-3
 """Share of the budget below which errors count as equal; the plan that sends less is taken."""
 
+STANDING = 19
+"""How much more an error counts that stands still than one that each step draws anew: momentum of 0.9 averages the
+latter's square to 1 / 19. What low rank misses of a gradient is about the same in the next step."""
+
 Floats = NDArray[np.float64]
 
 
@@ -85,6 +89,8 @@ class Width:
     """By nodes: bytes of an element inside of a node. 0 goes to all ranks alike."""
     inside_error: float = 0.0
     """Share of the squared norm that one rounding inside of a node loses."""
+    low_rank: int = 0
+    """Columns of the two matrices that a layer is sent as where it can be, both in this width; 0 sends elements."""
 
     @property
     def by_nodes(self) -> bool:
@@ -105,9 +111,23 @@ class Width:
         of_sums = (ranks + 1) * (2 * ranks + 1) / (6 * ranks) if self.in_ring else passes - 1
         return 1 / ranks + of_sums * self.rounds_sums
 
-    def bytes_of(self, elements: int) -> int:
+    def rank_of(self, layer: Layer) -> int:
+        """Return `low_rank` for a layer that can be sent so, else 0."""
+        return self.low_rank if layer.columns else 0
+
+    def numbers_of(self, layer: Layer) -> int:
+        """Return the numbers that are sent of a layer: its elements, or those of both matrices."""
+        rank = self.rank_of(layer)
+        return rank * (layer.elements // layer.columns + layer.columns) if rank else layer.elements
+
+    def bytes_of(self, layer: Layer) -> int:
         """Return the bytes of a layer's codes."""
-        return -(-elements // self.block) * self.code_bytes
+        return -(-self.numbers_of(layer) // self.block) * self.code_bytes
+
+    def bytes_kept(self, layer: Layer) -> int:
+        """Return the bytes that a rank keeps of a layer in low rank: the residual, and one of the two matrices."""
+        rank = self.rank_of(layer)
+        return 4 * (layer.elements + rank * layer.columns) if rank else 0
 
 
 @dataclass(frozen=True)
@@ -122,6 +142,10 @@ class Layer:
     amax: float
     weight: float = 1.0
     """What a unit of its squared error counts."""
+    columns: int = 0
+    """Columns of the matrix that it is where it can be sent in low rank, else 0."""
+    missed: float = 0.0
+    """Squared error of the mean in low rank, with error feedback; measured."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +175,9 @@ class Problem:
         own = passes * (self.ranks - 1) / self.ranks
         return own, own if width.in_ring else passes * node * (self.ranks - node) / self.ranks
 
-    def bytes_sent(self, elements: int, width: Width) -> float:
+    def bytes_sent(self, layer: Layer, width: Width) -> float:
         """Return the bytes that a rank sends of a layer."""
-        return self.traffic(width)[0] * width.bytes_of(elements) + 2 * self._inside(elements, width)
+        return self.traffic(width)[0] * width.bytes_of(layer) + 2 * self._inside(layer.elements, width)
 
     def headers(self, width: Width) -> int:
         """Return the bytes that a rank sends of a part beside its layers'."""
@@ -167,6 +191,11 @@ class Problem:
         return width.inside_bytes * elements * (1 - 1 / self.links.node)
 
     @cached_property
+    def once(self) -> int:
+        """Return the widths, a bit each, whose layers of all buckets are exchanged together: those in low rank."""
+        return sum(1 << k for k, width in enumerate(self.widths) if width.low_rank)
+
+    @cached_property
     def norm(self) -> float:
         """Return the weighted squared norm of one rank's gradient, the unit of the budget."""
         return sum(layer.weight * layer.squares for layer in self.layers) or 1.0
@@ -178,11 +207,13 @@ class Problem:
         lost *= width.roundings(senders, self.transport.passes)
         if width.by_nodes:  # of each rank's gradient, and of the mean
             lost += width.inside_error * layer.squares * (1 / self.ranks + 1)
+        if width.rank_of(layer):
+            lost += STANDING * layer.missed
         return layer.weight * lost / self.norm
 
     def transfer(self, layer: Layer, width: Width) -> float:
         """Return the seconds of the layer's bytes between nodes, or on a rank's own link where that takes longer."""
-        (own, leaving), size, links = self.traffic(width), width.bytes_of(layer.elements), self.links
+        (own, leaving), size, links = self.traffic(width), width.bytes_of(layer), self.links
         seconds = leaving * size / links.between.bytes_per_second
         return seconds if links.inside is None else max(seconds, own * size / links.inside.bytes_per_second)
 
@@ -239,7 +270,7 @@ def advance(states: States, problem: Problem, items: Sequence[Layer], number: in
     elements = sum(layer.elements for layer in items)
     encode, decode = elements * width.encode, elements * width.decode
     inside = problem.inside(elements, width)
-    used = np.zeros_like(states.used) if begins else states.used
+    used = states.used & problem.once if begins else states.used
     first = (used >> number & 1) == 0
     transfer = sum(problem.transfer(layer, width) for layer in items)
     ready = problem.ready[bucket] + problem.shares_cores * states.busy
@@ -359,25 +390,28 @@ def _way(trail: Sequence[States], last: int) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def _run(problem: Problem, items: Sequence[Sequence[Layer]], way: Sequence[int]) -> LinkPlan:
+def _run(problem: Problem, items: Sequence[Sequence[Layer]], numbers: Sequence[int]) -> LinkPlan:
     """Return the plan that sends each item in the width of that number."""
-    states, layers, sent, leaving = States.start(), [], 0.0, 0.0
+    states, layers, sent, leaving, kept = States.start(), [], 0.0, 0.0, 0
     backward = max(problem.ready, default=0.0)
-    for k, (item, number) in enumerate(zip(items, way, strict=True)):
+    for k, (item, number) in enumerate(zip(items, numbers, strict=True)):
         width = problem.widths[number]
         states = advance(states, problem, item, number, _begins(items, k))
         late = max(0.0, float(states.link[0]) - backward)
         for layer in reversed(item):  # the last one ends with the item
             seconds = problem.transfer(layer, width)
             exposed, error = min(late, seconds), problem.error(layer, width)
-            layers.append(
-                LayerBits(layer.name, layer.bucket, layer.elements, width.bits, exposed, error, width.by_nodes)
-            )
+            way = (width.bits, exposed, error, width.by_nodes, width.rank_of(layer))
+            layers.append(LayerBits(layer.name, layer.bucket, layer.elements, *way))
             late = max(0.0, late - seconds)
-            sent += problem.bytes_sent(layer.elements, width)
-            leaving += problem.traffic(width)[1] * width.bytes_of(layer.elements)
+            sent += problem.bytes_sent(layer, width)
+            leaving += problem.traffic(width)[1] * width.bytes_of(layer)
+            kept += width.bytes_kept(layer)
         layers[len(layers) - len(item) :] = reversed(layers[len(layers) - len(item) :])
-    parts = {(item[0].bucket, number) for item, number in zip(items, way, strict=True)}
+    parts = {
+        (-1 if problem.once >> number & 1 else item[0].bucket, number)
+        for item, number in zip(items, numbers, strict=True)
+    }
     sent += sum(problem.headers(problem.widths[number]) for _, number in parts)
     links = problem.links
     return LinkPlan(
@@ -393,4 +427,5 @@ def _run(problem: Problem, items: Sequence[Sequence[Layer]], way: Sequence[int])
         node=links.node,
         inside=links.inside,
         bytes_between=round(leaving),
+        bytes_kept=kept,
     )

@@ -18,7 +18,9 @@ from fxprec.runtime.aps.coder import Coder
 from fxprec.runtime.aps.exchange import set_mean
 from fxprec.runtime.aps.groups import Groups, communication_device
 from fxprec.runtime.aps.link_planner import Width
+from fxprec.runtime.aps.link_widths import in_low_rank
 from fxprec.runtime.aps.links import Links
+from fxprec.runtime.aps.low_rank import Factors, Memory
 from fxprec.runtime.aps.predict import Link
 from fxprec.runtime.aps.rotation import rotate, rotate_back, signs_of
 from fxprec.runtime.aps.wire import Coding, Wire
@@ -112,6 +114,25 @@ def probe_widths(widths: dict[Width, Coding], device: torch.device, group: dist.
         encode, decode = (0.0, 0.0) if coding is None else _coding_seconds(coding, device, group)
         found.append(replace(width, encode=encode / ELEMENTS, decode=decode / ELEMENTS))
     return tuple(found)
+
+
+def probe_low_rank(cast: Width, rank: int, memory: Memory, group: dist.ProcessGroup) -> Width:
+    """Return the width in low rank beside `cast`, with the seconds that all ranks together take for an element."""
+    device = communication_device(group)
+    matrix = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device=device).view(-1, 1 << 9)
+    start = memory.start(matrix, rank)
+    step = Factors([matrix], [start])
+    columns = step.columns(step.rows())
+
+    def encode() -> None:
+        step = Factors([matrix], [start])
+        step.columns(step.rows())
+
+    def decode() -> None:
+        torch.sub(matrix, step.means(columns)[0])
+
+    seconds = usual([encode, decode], device, group)
+    return in_low_rank(cast, rank, *(s / ELEMENTS for s in seconds))
 
 
 def _coding_seconds(coding: Wire | torch.dtype, device: torch.device, group: dist.ProcessGroup) -> tuple[float, float]:

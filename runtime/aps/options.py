@@ -20,7 +20,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "scaling": get_args(Scaling),
     "bits": get_args(Bits),
 }
-_OF_LINK = ("bits", "link", "error_budget", "widths")
+_OF_LINK = ("bits", "link", "error_budget", "widths", "low_rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,14 @@ class APSOptions:
     one rank's gradient. 1/32 lets all go in 4 bits."""
     widths: tuple[int, ...] = (32, 16, 8, 4)
     """With ``by link``: the bits to choose from; 32 is the gradient's own dtype."""
+    low_rank: int = 0
+    """With ``by link``: columns of the two matrices that a layer may be sent as, in 16 bits and always with error
+    feedback (PowerSGD), such as 4. 0 sends no layer so."""
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
             _check_choice(field, getattr(self, field), allowed)
-        for field in ("high_steps", "high_epochs", "seed"):
+        for field in ("high_steps", "high_epochs", "seed", "low_rank"):
             _check_count(field, getattr(self, field), 0)
         if self.error_feedback and self.scaling != "aps":
             raise ConfigError(

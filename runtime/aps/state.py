@@ -14,10 +14,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxprec.errors import ConfigError
 from fxprec.numerics.formats import Format
-from fxprec.runtime.aps.by_link import FOUR_BITS, ByLink
+from fxprec.runtime.aps.by_link import ByLink
 from fxprec.runtime.aps.codecs import Codec
 from fxprec.runtime.aps.groups import Groups, agree, make_groups, parent_of
 from fxprec.runtime.aps.link_plan import LinkPlan
+from fxprec.runtime.aps.link_widths import FOUR_BITS
+from fxprec.runtime.aps.low_rank import Late, Memory
 from fxprec.runtime.aps.options import Accumulate, APSOptions, Bits, Rounding, Scaling
 from fxprec.runtime.aps.rotation import signs_of
 from fxprec.runtime.aps.wire import Coding, FloatWire, Sending, wire_of
@@ -56,6 +58,7 @@ class APSState:
         link: str | None = None,
         error_budget: float = 1 / 32,
         widths: tuple[int, ...] = (32, 16, 8, 4),
+        low_rank: int = 0,
         weights: Mapping[str, float] | None = None,
         plan: LinkPlan | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -75,6 +78,7 @@ class APSState:
             link=link,
             error_budget=error_budget,
             widths=widths,
+            low_rank=low_rank,
         )
         if self.wire.block > 1 and (accumulate != "fp32" or scaling != "aps"):
             raise ConfigError(
@@ -86,11 +90,17 @@ class APSState:
             self._kept[parameter] = True
         self.step = self.first_step = 0
         self.epoch = 0
-        self.residuals = WeakTensorKeyDictionary()
+        self.memory = Memory(seed)
+        self.late = Late()
         self.groups = self._meet(process_group)
         self.workers: list[ThreadPoolExecutor] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.by_link = self._planned_by_link(model, weights, plan)
+
+    @property
+    def residuals(self) -> WeakTensorKeyDictionary:
+        """Return what this rank still owes of each parameter's gradients (elements,)."""
+        return self.memory.residuals
 
     def _planned_by_link(
         self, model: nn.Module | None, weights: Mapping[str, float] | None, plan: LinkPlan | None
@@ -112,6 +122,8 @@ class APSState:
             self.groups,
             stochastic=chosen.rounding == "stochastic",
             budget=chosen.error_budget,
+            low_rank=chosen.low_rank,
+            memory=self.memory,
             links=chosen.given_links(self.groups.node is not None),
             weights=weights,
             plan=plan,
@@ -173,7 +185,7 @@ class APSState:
         return signs_of(_mix((self.options.seed, step, bucket, part)), block, device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to resume from: step and epoch; with ``bits="by link"`` also the plan and this rank's residuals.
+        """Return what to resume from: step and epoch; with ``bits="by link"`` also the plan and what this rank keeps.
 
         Otherwise residuals are rebuilt within a step.
         """
@@ -181,7 +193,8 @@ class APSState:
         if self.by_link is not None:
             plan = self.by_link.plan
             found["link_plan"] = None if plan is None else plan.to_dict()
-            found["residuals"] = {self.by_link.name_of(p): lost.clone() for p, lost in self.residuals.items()}
+            for key, kept in self._kept_by_name():
+                found[key] = {self.by_link.name_of(p): value.clone() for p, value in kept.items()}
         return found
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -195,8 +208,12 @@ class APSState:
         self.epoch = int(saved["epoch"])
         if self.by_link is not None:
             self.by_link.resume(saved.get("link_plan"))
-            for name, lost in saved.get("residuals", {}).items():
-                self.residuals[self.by_link.parameter_of(name)] = lost.clone()
+            for key, kept in self._kept_by_name():
+                for name, value in saved.get(key, {}).items():
+                    kept[self.by_link.parameter_of(name)] = value.clone()
+
+    def _kept_by_name(self) -> Iterable[tuple[str, WeakTensorKeyDictionary]]:
+        return ("residuals", self.memory.residuals), ("factors", self.memory.factors)
 
 
 def _mix(parts: Iterable[int]) -> int:

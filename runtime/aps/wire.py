@@ -263,6 +263,8 @@ class Sending(NamedTuple):
 
     coding: Coding
     by_nodes: bool = False
+    low_rank: int = 0
+    """Columns of P and Q, which the layer is sent as (`runtime/aps/low_rank.py`); 0 sends its elements."""
 
     @property
     def wire(self) -> Wire | None:

@@ -1,0 +1,77 @@
+"""What the bytes and the rounding of each width cost that a plan of a link chooses from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from fxprec.numerics.formats import Format
+from fxprec.runtime.aps.link_planner import Width
+from fxprec.runtime.aps.wire import INSIDE, Coding
+
+FOUR_BITS = "1-2-1/256:e8m0"
+_LOST = {False: 0.0447, True: 0.0895}
+"""What rounding to no mantissa bits would lose of the squared norm of normal values, to nearest and stochastic."""
+_LOST_IN_FOUR_BITS = {False: 0.0128, True: 0.036}
+"""What rotated values lose in `FOUR_BITS`."""
+
+
+def widths_of(codings: Mapping[int, Coding], *, stochastic: bool, passes: int = 2) -> dict[Width, Coding]:
+    """Return what the bytes and the rounding of each width cost; their seconds are measured later.
+
+    `passes` as in `Transport`. Exponents are one exchange more, in a ring, where layers have a scale.
+
+    A number of m mantissa bits loses 4^-m of what one of none would; below the smallest normal number a rounding loses
+    a 12th of the subnormals' unit squared.
+    """
+    found: dict[Width, Coding] = {}
+    for bits, wire in codings.items():
+        if wire is None or isinstance(wire, torch.dtype):
+            lost = 0.0 if wire is None else _LOST[False] * torch.finfo(wire).eps ** 2
+            width = Width(bits, bits // 8, messages=1, sends=passes, error=lost, in_ring=passes == 2)
+        elif isinstance(fmt := wire.kind, Format):
+            unit = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits - (wire.top - 1))
+            width = Width(
+                bits,
+                wire.code_bytes,
+                messages=passes + 1,
+                sends=passes + 2,
+                error=_LOST[stochastic] * 4.0**-fmt.mantissa_bits,
+                floor=unit * ((1 + stochastic) / 12) ** 0.5,
+            )
+        else:
+            # DDP's hook also exchanges exponents, for layers of zeros and those that are not finite
+            messages, sends = (3, 4) if passes == 2 else (1, 1)
+            lost = _LOST_IN_FOUR_BITS[stochastic]
+            width = Width(bits, wire.code_bytes, wire.block, messages=messages, sends=sends, error=lost)
+        found[width] = wire
+    return found
+
+
+def by_nodes(width: Width, cast: Width, node: int, nodes: int) -> Width:
+    """Return a width by nodes of `node` ranks: what it costs between nodes is of a chunk; `cast` is bf16's width.
+
+    Exponents are exchanged over all ranks, while layers are sent inside of the nodes. Two nodes send each other codes
+    once, which each adds.
+    """
+    coded, direct = not width.in_ring, not width.in_ring and nodes == 2
+    inside, lost = (INSIDE.itemsize, cast.error) if coded else (width.code_bytes, width.error)
+    return replace(
+        width,
+        encode=cast.encode + width.encode / node,
+        decode=cast.decode + width.decode / node,
+        messages=2 if coded and not direct else 1,
+        sends=1 if direct else 2,
+        rounds_sums=not direct,
+        sends_to_all=2 if coded else 0,
+        inside_bytes=inside,
+        inside_error=lost,
+    )
+
+
+def in_low_rank(cast: Width, rank: int, encode: float, decode: float) -> Width:
+    """Return a width in low rank, whose two matrices are sent in turn as `cast` sends a layer."""
+    twice = replace(cast, messages=2 * cast.messages, sends=2 * cast.sends)
+    return replace(twice, low_rank=rank, encode=encode, decode=decode)
