@@ -1,31 +1,39 @@
 """Step time of bits by link beside fixed widths and torch's hooks: 4 ranks on 2 "nodes", the link between them slow.
 
     python -m benchmarks.comm.by_link --rates 50,100,200,500,2000 --rounds 15
+    python -m benchmarks.comm.by_link --ways row --repeats 3 --rounds 9
 
 Needs root and iproute2. Each rank has a network namespace (fxl0 to fxl3) and a link of 2 Gbit/s to the bridge of its node
 (fxn0, fxn1); `tc` limits what leaves a node for the other. Steps of all ways are interleaved in one process a rank,
-medians reported. Bytes are those of the ranks' interfaces, by the kernel's counters.
+medians reported. Bytes are those of the ranks' interfaces, by the kernel's counters. Repeats build the network and
+start the ranks anew; the median repeat of each way counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.comm.by_link_rank import WAYS
 from benchmarks.comm.slow_link import inside, ip
 
 RANKS, NODES, INNER = 4, 2, "2gbit"
 MTU = "9000"
 """Bytes of a frame: headers of smaller ones, which `tc` makes of large segments, are 5 % of what is counted."""
 BURST = ("burst", "64kb", "latency", "200ms")
+ROW = ("fp32", "16 bits", "8 bits", "4 bits", "PowerSGD hook, rank 4", "by link")
+"""The ways that the mix, the last one, is compared with."""
 SPACES = [f"fxl{k}" for k in range(RANKS)] + [f"fxn{n}" for n in range(NODES)]
 RANK = Path(__file__).with_name("by_link_rank.py")
 
@@ -62,7 +70,7 @@ def tear_down() -> None:
         subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
-def run(rate: int, rounds: int) -> dict[str, Any]:
+def run(rate: int, rounds: int, ways: Sequence[str]) -> dict[str, Any]:
     """Return what rank 0 measured at an outer rate in Mbit/s. Raises SystemExit where a rank fails."""
     tear_down()
     with tempfile.TemporaryDirectory() as folder:
@@ -72,6 +80,7 @@ def run(rate: int, rounds: int) -> dict[str, Any]:
             ranks = []
             for k in range(RANKS):
                 words = [str(RANK), "--rank", str(k), "--world", str(RANKS), "--rounds", str(rounds), "--out", str(out)]
+                words += ["--ways", ";".join(ways)]
                 env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
                 ranks.append(subprocess.Popen(["ip", "netns", "exec", f"fxl{k}", sys.executable, *words], env=env))
             codes = [p.wait(1200) for p in ranks]
@@ -102,15 +111,30 @@ def table(rate: int, found: dict[str, Any]) -> str:
     return "\n".join([*lines, f"bytes of the mix: {sent / planned - 1:+.1%} of the plan's {planned / 1e6:.3f} MB"])
 
 
+def verdict(rate: int, runs: Sequence[dict[str, Any]]) -> str:
+    """The mix beside the fastest other way, by the median of the repeats' medians."""
+    seconds = {n: statistics.median(found["ways"][n]["seconds"] for found in runs) for n in runs[0]["ways"]}
+    sent = statistics.median(r["ways"]["by link"]["bytes_sent"] / r["plan"]["bytes_sent"] - 1 for r in runs)
+    mix = seconds.pop("by link")
+    best = min(seconds, key=seconds.__getitem__)
+    rows = ", ".join(f"{name} {1e3 * s:.0f}" for name, s in seconds.items())
+    return f"{rate} Mbit/s: by link {1e3 * mix:.0f} ms, {mix / seconds[best] - 1:+.1%} of {best}'s; {rows}; bytes {sent:+.1%}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", default="50,100,200,500,2000", help="Mbit/s between the nodes.")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--ways", choices=["all", "row"], default="all")
     args = parser.parse_args()
-    rows = {}
-    for rate in map(int, args.rates.split(",")):
-        rows[str(rate)] = run(rate, args.rounds)
-        print(table(rate, rows[str(rate)]), flush=True)
+    rates, ways = [int(rate) for rate in args.rates.split(",")], ROW if args.ways == "row" else tuple(WAYS)
+    rows: dict[str, list[dict[str, Any]]] = {str(rate): [] for rate in rates}
+    for _, rate in itertools.product(range(args.repeats), rates):
+        rows[str(rate)].append(run(rate, args.rounds, ways))
+        print(table(rate, rows[str(rate)][-1]), flush=True)
+    for rate in rates:
+        print(verdict(rate, rows[str(rate)]))
     print(machine.save("aps-by-link", {"ranks": RANKS, "nodes": NODES, "inner": INNER, "outer Mbit/s": rows}))
 
 

@@ -23,7 +23,8 @@ from fxprec.aps import APSState, LayerBits, LinkPlan, aps_hook
 from fxprec.runtime.aps import by_link
 from fxprec.runtime.aps.by_link import MEASURED
 from fxprec.runtime.aps.link_plan import shares
-from fxprec.runtime.aps.link_planner import Problem, alike, choose
+from fxprec.runtime.aps.link_planner import alike, choose
+from fxprec.runtime.aps.link_problem import Problem
 from fxprec.runtime.aps.link_widths import FOUR_BITS
 from fxprec.runtime.aps.predict import Link
 
@@ -142,6 +143,7 @@ def main() -> None:
     for name in ("rank", "world", "rounds"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--out")
+    parser.add_argument("--ways")
     args = parser.parse_args()
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(600, exit=True)
@@ -150,7 +152,7 @@ def main() -> None:
     inputs = torch.randn(BATCH, WIDTH, generator=generator)
     problems: list[Problem] = []
     by_link.choose = noted(problems)
-    ways = {name: Way(name, inputs, inputs[:, :10].argmax(1)) for name in WAYS}
+    ways = {name: Way(name, inputs, inputs[:, :10].argmax(1)) for name in args.ways.split(";")}
     for way in ways.values():
         for _ in range(WARM_UP):
             way.step()

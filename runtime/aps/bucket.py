@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,6 @@ class Part:
     sending: Sending
     number: int = 0
     """Which part of the bucket this is."""
-    ranks: list[int] = field(default_factory=list)
-    """`Sending.low_rank` of each layer."""
 
 
 PART_ELEMENTS = 1 << 20  # 25 M gradients at 200 Mbit/s: 1.84 s in parts of this size, 2.06 s in whole 25 MiB buckets
@@ -50,26 +48,22 @@ PART_ELEMENTS = 1 << 20  # 25 M gradients at 200 Mbit/s: 1.84 s in parts of this
 def split_bucket(state: APSState, index: int, views: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Part]:
     """Sort a bucket's layers by how they are sent, and cut those coded alike into parts of whole layers.
 
-    Parts of a large bucket keep wire and cores busy at once; a schedule's high phase codes nothing. Vectors go with
-    matrices in low rank, beside their P.
+    Parts of a large bucket keep wire and cores busy at once; a schedule's high phase codes nothing.
     """
     parts: list[Part] = []
-    last: dict[tuple[Sending, torch.dtype, bool], Part] = {}
-    beside = {state.sending_of(p)._replace(low_rank=0) for p in parameters if state.sending_of(p).low_rank}
+    last: dict[tuple[Sending, torch.dtype], Part] = {}
     for view, parameter in zip(views, parameters, strict=True):
         sending = state.sending_of(parameter)
-        if sending.wire is None:
+        if sending.wire is None and not sending.low_rank:
             settle(state, parameter, view)
         if not view.numel():
             continue
-        plain = sending._replace(low_rank=0)
-        alike = (plain, view.dtype, sending != plain or (plain in beside and parameter.dim() < 2))
+        alike = (sending, view.dtype)
         if alike not in last or (sending.wire is not None and sum(sizes_of(last[alike].views)) >= PART_ELEMENTS):
-            last[alike] = Part(index, [], [], alike[0], len(parts))
+            last[alike] = Part(index, [], [], sending, len(parts))
             parts.append(last[alike])
         last[alike].views.append(view.reshape(-1) if view.is_contiguous() else view)
         last[alike].parameters.append(parameter)
-        last[alike].ranks.append(sending.low_rank)
     return parts
 
 

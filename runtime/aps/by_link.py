@@ -11,15 +11,11 @@ and every rank plans by itself: the plans are compared.
 from __future__ import annotations
 
 import fnmatch
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import fmean
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -27,39 +23,24 @@ from fxprec.errors import ConfigError, PlanError, did_you_mean
 from fxprec.runtime.aps.gathers import Gathers
 from fxprec.runtime.aps.groups import Groups, agree, communication_device
 from fxprec.runtime.aps.link_plan import LayerBits, LinkPlan
-from fxprec.runtime.aps.link_planner import ALL_REDUCE, CLOSE, REDUCE_SCATTER, Layer, Problem, Width, alike, choose
+from fxprec.runtime.aps.link_planner import CLOSE, alike, choose
 from fxprec.runtime.aps.link_probe import largest_of_ranks, probe_links, probe_low_rank, probe_widths
+from fxprec.runtime.aps.link_problem import ALL_REDUCE, REDUCE_SCATTER, Problem, Width
+from fxprec.runtime.aps.link_statistics import Statistics
+from fxprec.runtime.aps.link_trial import CLOSEST, TRIALS, Clock, Trial
 from fxprec.runtime.aps.link_widths import by_nodes, widths_of
 from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.lost import RollCall
-from fxprec.runtime.aps.low_rank import Memory, columns_of, errors_of
+from fxprec.runtime.aps.low_rank import Memory
 from fxprec.runtime.aps.shards import Shards
 from fxprec.runtime.aps.wire import INSIDE, Coding, Sending
 from fxprec.runtime.events import Event
 
 PERIOD, MEASURED = 100, 3
-TRIALS = 7
-"""Steps of each plan that is tried; the first makes its buffers and does not count."""
 UNPLANNED = 16
 """Bits of a layer that has no plan."""
-CLOSEST, AGAIN = 1.1, 4
-"""Plans whose steps take at most 1.1 times as long as the fastest's are tried once more, with 4 times as many steps."""
 TRIED = 2.0
 """A plan is tried where it is predicted to take at most this many times as long as the soonest."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A layer as this rank saw it in the step that takes statistics."""
-
-    bucket: int
-    elements: int
-    squares: Tensor
-    """float64 (): squared norm; not finite where an element is not."""
-    amax: Tensor
-    columns: int
-    missed: Tensor
-    """As in `Layer`, over all ranks."""
 
 
 class ByLink:
@@ -96,12 +77,11 @@ class ByLink:
         self._names = WeakTensorKeyDictionary()
         for parameter, name in names.items():
             self._names[parameter] = name
-        self._weights = _by_name(weights or {}, list(names.values()))
+        self._statistics = Statistics(groups, low_rank, memory, _by_name(weights or {}, list(names.values())))
         self._steps = -1
         """Steps of this process, in the current period."""
         self._clocks: list[list[Clock]] = []
         """When the gradients of each bucket were ready, of each measured step."""
-        self._seen: dict[str, Seen] = {}
         self._trial: Trial | None = None
         self._roll_call = RollCall()
         self.events: list[Event] = []
@@ -139,8 +119,14 @@ class ByLink:
     def sharded(self, modules: Sequence[Shards], *, gathers: bool) -> None:
         """Plan for FSDP2 from now on: for its reduce-scatter and, where `gathers`, for its parameters too.
 
-        Raises `PlanError` where a plan in force gathers modules that the model does not have.
+        Raises `ConfigError` for low rank, which FSDP2 does not have, and `PlanError` where a plan in force gathers
+        modules that the model does not have.
         """
+        if self._low_rank:
+            raise ConfigError(
+                f"APS low_rank={self._low_rank} is of DistributedDataParallel's hook: under FSDP2 no rank has a whole "
+                "matrix; leave it out"
+            )
         self._transport = REDUCE_SCATTER
         self._gathers = Gathers(modules, self._groups.size) if gathers else None
         if self.plan is not None:
@@ -166,8 +152,7 @@ class ByLink:
 
     def adopt(self, plan: LinkPlan) -> None:
         """Send by this plan from now on. Raises `PlanError` where it is not of this model and these ranks."""
-        known = {name: parameter for parameter, name in self._names.items()}
-        sizes = {name: parameter.numel() for name, parameter in known.items()}
+        sizes = {name: parameter.numel() for parameter, name in self._names.items()}
         for layer in plan.layers:
             if sizes.get(layer.name) != layer.elements:
                 hint = "" if layer.name in sizes else did_you_mean(layer.name, sizes)
@@ -177,13 +162,11 @@ class ByLink:
                 )
             if layer.bits not in self._codings:
                 raise PlanError(f"link plan sends {layer.name!r} in {layer.bits} bits; give widths= that has them")
-            if layer.low_rank and (self._transport is REDUCE_SCATTER or layer.low_rank != self._low_rank):
+            if layer.low_rank not in (0, self._low_rank):
                 raise PlanError(
-                    f"link plan sends {layer.name!r} in rank {layer.low_rank}; give low_rank={layer.low_rank}, which "
-                    "FSDP2 does not have, or plan again"
+                    f"link plan sends {layer.name!r} in rank {layer.low_rank}; give low_rank={layer.low_rank}, or plan "
+                    "again by leaving plan= out"
                 )
-            if layer.low_rank and not columns_of(known[layer.name], layer.low_rank):
-                raise PlanError(f"link plan sends {layer.name!r} in low rank, which is no such matrix; plan again")
         if plan.ranks != self._groups.size:
             raise PlanError(f"link plan is of {plan.ranks} ranks, here are {self._groups.size}; plan again")
         if self._gathers is not None:
@@ -219,35 +202,8 @@ class ByLink:
         if 1 <= self._steps <= MEASURED:
             self._clocks[-1].append(at or Clock(device))
         if self._steps == MEASURED:
-            index = len(self._clocks[-1]) - 1
-            missed = self._missed(parameters, views)
-            for parameter, view in zip(parameters, views, strict=True):
-                if view.numel() and parameter in self._names:
-                    values = view.detach()
-                    squares = torch.linalg.vector_norm(values, dtype=torch.float64) ** 2
-                    amax = torch.linalg.vector_norm(values, float("inf"), dtype=torch.float64)
-                    name = self.name_of(parameter)
-                    columns = columns_of(parameter, self._low_rank) if name in missed else 0
-                    lost = missed.get(name, torch.zeros_like(squares))
-                    self._seen[name] = Seen(index, parameter.numel(), squares, amax, columns, lost)
-
-    def _missed(self, parameters: Sequence[Tensor], views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return what each layer's mean would lose in low rank, of those that can be sent so."""
-        found: dict[str, Tensor] = {}
-        if self._transport is REDUCE_SCATTER:
-            return found
-        layers = [(p, v) for p, v in zip(parameters, views, strict=True) if p in self._names and v.numel()]
-        matrices = [(p, v, self.name_of(p)) for p, v in layers if columns_of(p, self._low_rank)]
-        for in_force in (True, False):
-            chosen = [row for row in matrices if self._sends_in_low_rank(row[2]) == in_force]
-            if chosen:
-                rows = [(p, v.detach()) for p, v, _ in chosen]
-                errors = errors_of(rows, self._low_rank, self._memory, self._groups.exponents, in_force=in_force)
-                found |= dict(zip((name for *_, name in chosen), errors, strict=True))
-        return found
-
-    def _sends_in_low_rank(self, name: str) -> bool:
-        return name in self._rows and self._rows[name].low_rank > 0
+            known = [row for row in zip(parameters, views, strict=True) if row[0] in self._names and row[1].numel()]
+            self._statistics.note(len(self._clocks[-1]) - 1, {self.name_of(p): (p, v) for p, v in known}, self._rows)
 
     def _begin(self, step: int, device: torch.device) -> None:
         self.meet(step)
@@ -257,7 +213,8 @@ class ByLink:
         self._steps = (self._steps + 1) % PERIOD
         if self._steps == MEASURED + 1:
             self._look(step, device)
-            self._clocks, self._seen = [], {}
+            self._clocks = []
+            self._statistics.clear()
         elif 1 <= self._steps <= MEASURED:
             self._clocks.append([])
 
@@ -273,7 +230,7 @@ class ByLink:
 
     def _look(self, step: int, device: torch.device) -> None:
         """Look at the link, and plan where that is due."""
-        layers = self._layers() if len({len(row) for row in self._clocks}) == 1 else None
+        layers = self._statistics.layers() if len({len(row) for row in self._clocks}) == 1 else None
         if layers is None:
             self._steps = 0  # a gradient is not finite, or a module had none: measure again in the next steps
             return
@@ -308,7 +265,7 @@ class ByLink:
             if (node := self._groups.node) is not None:
                 cast = next(width for width in timed if width.bits == 8 * INSIDE.itemsize)
                 timed += tuple(by_nodes(width, cast, node.size, node.between.size) for width in timed)
-            if self._low_rank and self._transport is ALL_REDUCE:
+            if self._low_rank:
                 cast = next(width for width in timed if width.bits == UNPLANNED)
                 timed += (probe_low_rank(cast, self._low_rank, self._memory, self._groups.payload),)
             self._timed = timed
@@ -331,6 +288,8 @@ class ByLink:
 
     def _follow(self, step: int, plan: LinkPlan, old: LinkPlan | None) -> None:
         self.adopt(plan)
+        in_low_rank = {row.name for row in plan.layers if row.low_rank}
+        self._memory.keep_factors(p for p, name in self._names.items() if name in in_low_rank)
         if old is None:
             return
         before, now = _ways_of(old), _ways_of(plan)
@@ -338,31 +297,6 @@ class ByLink:
             if (earlier := before.get(site, f"{UNPLANNED} bits")) != way:
                 said = f"{earlier} to {way}, link {old.links} to {plan.links}"
                 self.events.append(Event(step, "relinked", site, said))
-
-    def _layers(self) -> tuple[Layer, ...] | None:
-        """Return the layers with their statistics over all ranks, None where one is not finite."""
-        names = list(self._seen)
-        device = communication_device(self._groups.exponents)
-        squares = torch.stack([self._seen[n].squares for n in names]).to(device)
-        amax = torch.stack([self._seen[n].amax for n in names]).to(device)
-        dist.all_reduce(squares, group=self._groups.exponents)
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self._groups.exponents)
-        if not bool((squares + amax).isfinite().all()):
-            return None
-        rows = zip(names, (squares / self._groups.size).tolist(), amax.tolist(), strict=True)
-        return tuple(
-            Layer(
-                n,
-                self._seen[n].bucket,
-                self._seen[n].elements,
-                float(s),
-                float(a),
-                self._weights.get(n, 1.0),
-                self._seen[n].columns,
-                float(self._seen[n].missed),
-            )
-            for n, s, a in rows
-        )
 
     def _ready(self) -> tuple[float, ...]:
         """Return when each bucket is ready after the first: the least of the steps, the latest of all ranks."""
@@ -379,47 +313,6 @@ class ByLink:
 def _ways_of(plan: LinkPlan) -> dict[str, str]:
     """Return how each layer, and the parameters of each FSDP2 module, go by a plan, as words."""
     return plan.ways | {f"parameters of {row.name}": f"{row.bits} bits" for row in plan.gathered}
-
-
-class Trial:
-    """Plans in turn, a step each, and how long their steps take from the first bucket to that of the next step."""
-
-    def __init__(self, plans: Sequence[LinkPlan], old: LinkPlan | None, *, is_last: bool = False) -> None:
-        self.plans = plans
-        self.is_last = is_last
-        self._rounds = TRIALS * (AGAIN if is_last else 1)
-        self.old = old
-        """The plan in force before."""
-        self._clocks: list[Clock] = []
-
-    def next(self, now: Clock) -> LinkPlan | None:
-        """Return the plan of the step that begins now, None where all have been tried."""
-        self._clocks.append(now)
-        done = len(self._clocks) - 1
-        return None if done == self._rounds * len(self.plans) else self.plans[done % len(self.plans)]
-
-    def seconds(self) -> list[float]:
-        """Return the mean of each plan's faster half of steps: the slower ones have waited for something else."""
-        steps = [after.after(before) for before, after in pairwise(self._clocks)]
-        count = len(self.plans)
-        return [fmean(sorted(steps[k::count][1:])[: self._rounds // 2]) for k in range(count)]
-
-
-class Clock:
-    """A moment: of the host, or of a GPU's current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        self._seconds = time.perf_counter()
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(device))
-
-    def after(self, earlier: Clock) -> float:
-        """Return the seconds since another moment of the same device."""
-        if self._event is None or earlier._event is None:
-            return max(0.0, self._seconds - earlier._seconds)
-        self._event.synchronize()
-        return max(0.0, float(earlier._event.elapsed_time(self._event)) * 1e-3)
 
 
 def _by_name(weights: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:

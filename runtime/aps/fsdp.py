@@ -19,13 +19,13 @@ from fxprec.compat import sharded_parameters
 from fxprec.errors import ConfigError
 from fxprec.numerics.blocks import BlockFormat
 from fxprec.runtime import on_device
-from fxprec.runtime.aps.by_link import Clock
 from fxprec.runtime.aps.coder import Coder
 from fxprec.runtime.aps.exponents import exponent_codes, factor_exponents, mask_factors
 from fxprec.runtime.aps.fsdp_gather import APSAllGather, wire_of_parameters
 from fxprec.runtime.aps.groups import agree
 from fxprec.runtime.aps.hook import NO_CAPTURE
 from fxprec.runtime.aps.layout import bounds_of
+from fxprec.runtime.aps.link_trial import Clock
 from fxprec.runtime.aps.rotation import rotate, rotate_back
 from fxprec.runtime.aps.segments import largest_magnitudes, scale_by_powers
 from fxprec.runtime.aps.shards import Shards, filled

@@ -19,7 +19,8 @@ from torch import Tensor
 from fxprec.runtime import on_device
 from fxprec.runtime.aps.bucket import Exchange, Part, settle, split_bucket
 from fxprec.runtime.aps.exchange import set_mean
-from fxprec.runtime.aps.low_rank import Late, LowRankExchange
+from fxprec.runtime.aps.low_rank import Late
+from fxprec.runtime.aps.low_rank_exchange import LowRankExchange
 from fxprec.runtime.aps.state import APSState
 from fxprec.runtime.aps.wire import Sending
 
@@ -65,9 +66,9 @@ def _exchange(
         return _reduce(state, buffer, sending.dtype or buffer.dtype, is_last)
     if not buffer.is_cuda:
         parts = _split(state, bucket)
-        late = [part for part in parts if any(part.ranks)]
+        late = [part for part in parts if part.sending.low_rank]
         state.late.parts += late
-        exchanges = _started(state, [part for part in parts if not any(part.ranks)])
+        exchanges = _started(state, [part for part in parts if not part.sending.low_rank])
         return _queue(state, exchanges, buffer, is_last, waits=len(late) > 0 or waits)
     stream = state.stream(buffer.device)
     stream.wait_stream(torch.cuda.current_stream(buffer.device))  # the gradients are whole, and what comes after is not
@@ -112,7 +113,7 @@ def _split(
 def _started(state: APSState, parts: "Sequence[Part]") -> list[Exchange | LowRankExchange]:
     """Return the exchanges of a bucket's parts, whose exponents are under way."""
     with torch.no_grad():
-        exchanges = [LowRankExchange(state, [p]) if any(p.ranks) else Exchange(state, p) for p in parts]
+        exchanges = [LowRankExchange(state, [p]) if p.sending.low_rank else Exchange(state, p) for p in parts]
         for exchange in exchanges:
             exchange.start()
     return exchanges

@@ -17,7 +17,7 @@ from torch import Tensor
 from fxprec.runtime.aps.coder import Coder
 from fxprec.runtime.aps.exchange import set_mean
 from fxprec.runtime.aps.groups import Groups, communication_device
-from fxprec.runtime.aps.link_planner import Width
+from fxprec.runtime.aps.link_problem import Width
 from fxprec.runtime.aps.link_widths import in_low_rank
 from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.low_rank import Factors, Memory
@@ -120,16 +120,19 @@ def probe_low_rank(cast: Width, rank: int, memory: Memory, group: dist.ProcessGr
     """Return the width in low rank beside `cast`, with the seconds that all ranks together take for an element."""
     device = communication_device(group)
     matrix = torch.linspace(-1, 1, ELEMENTS, dtype=torch.float32, device=device).view(-1, 1 << 9)
-    start = memory.start(matrix, rank)
-    step = Factors([matrix], [start])
-    columns = step.columns(step.rows())
+    start = memory.first(matrix.shape[1], rank, device)
+    owed, mean = matrix.clone(), torch.empty_like(matrix)
+    step = Factors([owed], [start])
+    p, q, _ = step.pairs(step.columns(step.rows()))[0]
 
     def encode() -> None:
-        step = Factors([matrix], [start])
+        owed.add_(matrix)
+        step = Factors([owed], [start])
         step.columns(step.rows())
 
     def decode() -> None:
-        torch.sub(matrix, step.means(columns)[0])
+        torch.mm(p, q.T, out=mean)
+        owed.addmm_(p, q.T, alpha=-1)
 
     seconds = usual([encode, decode], device, group)
     return in_low_rank(cast, rank, *(s / ELEMENTS for s in seconds))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from fxprec.numerics.formats import Format
-from fxprec.runtime.aps.link_planner import Width
+from fxprec.runtime.aps.link_problem import ALL_REDUCE_SENDS, IN_RING, Width
 from fxprec.runtime.aps.wire import INSIDE, Coding
 
 FOUR_BITS = "1-2-1/256:e8m0"
@@ -27,23 +27,27 @@ def widths_of(codings: Mapping[int, Coding], *, stochastic: bool, passes: int = 
     a 12th of the subnormals' unit squared.
     """
     found: dict[Width, Coding] = {}
+    codes = 1 + IN_RING * (passes - 1)
     for bits, wire in codings.items():
         if wire is None or isinstance(wire, torch.dtype):
             lost = 0.0 if wire is None else _LOST[False] * torch.finfo(wire).eps ** 2
-            width = Width(bits, bits // 8, messages=1, sends=passes, error=lost, in_ring=passes == 2)
+            in_ring = passes == 2
+            width = Width(
+                bits, bits // 8, messages=1, sends=ALL_REDUCE_SENDS if in_ring else 1, error=lost, in_ring=in_ring
+            )
         elif isinstance(fmt := wire.kind, Format):
             unit = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits - (wire.top - 1))
             width = Width(
                 bits,
                 wire.code_bytes,
                 messages=passes + 1,
-                sends=passes + 2,
+                sends=ALL_REDUCE_SENDS + codes,
                 error=_LOST[stochastic] * 4.0**-fmt.mantissa_bits,
                 floor=unit * ((1 + stochastic) / 12) ** 0.5,
             )
         else:
             # DDP's hook also exchanges exponents, for layers of zeros and those that are not finite
-            messages, sends = (3, 4) if passes == 2 else (1, 1)
+            messages, sends = (3, ALL_REDUCE_SENDS + codes) if passes == 2 else (1, codes)
             lost = _LOST_IN_FOUR_BITS[stochastic]
             width = Width(bits, wire.code_bytes, wire.block, messages=messages, sends=sends, error=lost)
         found[width] = wire
@@ -63,9 +67,9 @@ def by_nodes(width: Width, cast: Width, node: int, nodes: int) -> Width:
         encode=cast.encode + width.encode / node,
         decode=cast.decode + width.decode / node,
         messages=2 if coded and not direct else 1,
-        sends=1 if direct else 2,
+        sends=1 if direct else 1 + IN_RING if coded else ALL_REDUCE_SENDS,
         rounds_sums=not direct,
-        sends_to_all=2 if coded else 0,
+        sends_to_all=ALL_REDUCE_SENDS if coded else 0,
         inside_bytes=inside,
         inside_error=lost,
     )

@@ -209,6 +209,7 @@ class APSState:
         if self.by_link is not None:
             self.by_link.resume(saved.get("link_plan"))
             for key, kept in self._kept_by_name():
+                kept.clear()
                 for name, value in saved.get(key, {}).items():
                     kept[self.by_link.parameter_of(name)] = value.clone()
 

@@ -226,6 +226,13 @@ class Streams:
         self.current = before
 
 
+class Named(str):
+    """A part that is known by its name."""
+
+    __slots__ = ()
+    sending = Sending(None)
+
+
 def test_backward_runs_ahead_of_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """The side stream waits for the bucket, and the future is of the side stream; backward's stream waits for nothing."""
     streams = Streams()
@@ -245,7 +252,7 @@ def test_backward_runs_ahead_of_the_exchange(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.current)
     monkeypatch.setattr(torch.cuda, "stream", streams.made_current)
     monkeypatch.setattr(hook, "Exchange", Stage)
-    monkeypatch.setattr(hook, "split_bucket", lambda *args: ["first", "second"])
+    monkeypatch.setattr(hook, "split_bucket", lambda *args: [Named("first"), Named("second")])
     monkeypatch.setattr(hook, "done", lambda buffer: streams.seen.append(("done", streams.current)) or "future")
     state = SimpleNamespace(
         groups=SimpleNamespace(size=2, node=None), step=4, stream=lambda device: side, by_link=None, sending_of=None

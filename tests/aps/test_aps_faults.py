@@ -22,15 +22,17 @@ from fxprec.runtime.aps import hook, kernels
 from fxprec.runtime.aps.bucket import Exchange
 from fxprec.runtime.aps.fsdp_gather import APSAllGather
 from fxprec.runtime.aps.lost import GRACE
+from fxprec.runtime.aps.low_rank_exchange import LowRankExchange
 from fxprec.runtime.aps.predict import Link
 
 TIMEOUT = 10  # seconds
 MODES = {"fp32": {}, "hierarchical": {"accumulate": "format", "group_size": 2}}
 
 
-def plan_of(model: nn.Module, bits: int) -> LinkPlan:
-    """A plan of three ranks with these bits for all layers."""
-    layers = [LayerBits(name, 0, p.numel(), bits, 0.0, 0.0) for name, p in model.named_parameters()]
+def plan_of(model: nn.Module, bits: int, low_rank: int = 0) -> LinkPlan:
+    """A plan of three ranks with these bits, and this rank, for all layers."""
+    row = {"bits": bits, "exposed": 0.0, "error": 0.0, "low_rank": low_rank}
+    layers = [LayerBits(name, 0, p.numel(), **row) for name, p in model.named_parameters()]
     return LinkPlan(3, 1e6, 0.0, 1 / 32, 0.0, (0.0,), 0.0, 0, tuple(layers))
 
 
@@ -40,7 +42,9 @@ def loses_rank_1(rank: int, world: int, how: str, mode: str, ended: str) -> tupl
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5))
     ddp = DistributedDataParallel(model)
-    by_link = {"bits": "by link", "model": ddp, "plan": plan_of(model, 16 if "plain" in mode else 8)}
+    low_rank = int("low rank" in mode)
+    plan = plan_of(model, 16 if "plain" in mode or low_rank else 8, low_rank)
+    by_link = {"bits": "by link", "model": ddp, "plan": plan, "low_rank": low_rank}
     ddp.register_comm_hook(APSState(**(by_link if "by link" in mode else MODES[mode])), aps_hook)
     x = torch.randn(6, 12)
     ddp(x).sum().backward()
@@ -55,6 +59,7 @@ def loses_rank_1(rank: int, world: int, how: str, mode: str, ended: str) -> tupl
 
     start = time.monotonic()
     owner, stage = (hook, "_reduce") if "plain" in mode else (Exchange, "reduce" if "hier" in mode else "scatter")
+    owner, stage = (LowRankExchange, "gather") if low_rank else (owner, stage)
     with mock.patch.object(owner, stage, stops if rank == 1 else getattr(owner, stage)):
         try:
             loss.backward()
@@ -128,7 +133,16 @@ def test_bits_by_link_name_the_lost_rank_under_fsdp(where: str) -> None:
         assert seconds < 2 * TIMEOUT + 3 * GRACE
 
 
-@pytest.mark.parametrize(("how", "mode"), [("killed", "by link"), ("stalled", "by link"), ("killed", "by link, plain")])
+@pytest.mark.parametrize(
+    ("how", "mode"),
+    [
+        ("killed", "by link"),
+        ("stalled", "by link"),
+        ("killed", "by link, plain"),
+        ("killed", "by link, low rank"),
+        ("stalled", "by link, low rank"),
+    ],
+)
 def test_bits_by_link_name_the_lost_rank(how: str, mode: str, tmp_path: Path) -> None:
     ends = run_ranks(3, loses_rank_1, how, mode, str(tmp_path), timeout=TIMEOUT)
     for message, seconds in (ends[0], ends[2]):

@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from fxprec.aps import APSState, LayerBits, aps_hook
 from fxprec.errors import ConfigError, FxprecError
 from fxprec.runtime.aps import by_link
-from fxprec.runtime.aps.by_link import AGAIN, MEASURED, PERIOD, TRIALS
+from fxprec.runtime.aps.by_link import MEASURED, PERIOD
 from fxprec.runtime.aps.link_plan import LinkPlan
+from fxprec.runtime.aps.link_trial import AGAIN, TRIALS
 from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.predict import Link
 

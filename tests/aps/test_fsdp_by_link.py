@@ -25,7 +25,7 @@ from fxprec.runtime.aps.by_link import MEASURED, PERIOD
 from fxprec.runtime.aps.fsdp_gather import APSAllGather
 from fxprec.runtime.aps.gathers import EIGHT_BITS
 from fxprec.runtime.aps.link_plan import GatheredBits, LayerBits, LinkPlan
-from fxprec.runtime.aps.link_planner import MESSAGE_BYTES
+from fxprec.runtime.aps.link_problem import MESSAGE_BYTES
 from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.predict import Link
 from fxprec.runtime.aps.shards import Shards

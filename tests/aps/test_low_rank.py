@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,16 +20,20 @@ import torch.distributed as dist
 from aps_ranks import run_ranks, several
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_by_link import FAST, SLOW, links, message_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fxprec.aps import APSState, aps_hook
+from fxprec.aps import APSState, LinkPlan, aps_hook
+from fxprec.runtime.aps import by_link, low_rank
 from fxprec.runtime.aps.bucket import Part
-from fxprec.runtime.aps.by_link import MEASURED
-from fxprec.runtime.aps.link_planner import STANDING, Layer, Problem, Width, choose
+from fxprec.runtime.aps.by_link import MEASURED, PERIOD
+from fxprec.runtime.aps.link_planner import choose
+from fxprec.runtime.aps.link_problem import STANDING, Layer, Problem, Width
 from fxprec.runtime.aps.links import Links
-from fxprec.runtime.aps.low_rank import Factors, LowRankExchange, columns_of, errors_of
+from fxprec.runtime.aps.low_rank import Factors, columns_of, errors_of
+from fxprec.runtime.aps.low_rank_exchange import LowRankExchange
 from fxprec.runtime.aps.predict import Link
 from fxprec.runtime.aps.wire import Sending
 
@@ -31,12 +42,11 @@ SHAPES = ((40, 64), (64, 24), (32, 3, 5, 5))
 
 
 def exchanged(state: APSState, parameters: list[Tensor], gradients: list[Tensor], dtype: torch.dtype | None) -> None:
-    views = [g.view(-1) for g in gradients]
-    for parameter, view in zip(parameters, views, strict=True):
-        if parameter in state.residuals:
-            view += state.residuals.pop(parameter)
-    ranks = [RANK if p.dim() > 1 else 0 for p in parameters]
-    exchange = LowRankExchange(state, [Part(0, views, parameters, Sending(dtype), ranks=ranks)])
+    exchanged_views(state, parameters, [g.view(-1) for g in gradients], dtype)
+
+
+def exchanged_views(state: APSState, parameters: list[Tensor], views: list[Tensor], dtype: torch.dtype | None) -> None:
+    exchange = LowRankExchange(state, [Part(0, views, parameters, Sending(dtype, low_rank=RANK))])
     for stage in ("start", "prepare", "scatter", "reduce", "gather", "finish"):
         getattr(exchange, stage)()
 
@@ -139,19 +149,37 @@ def measured(rank: int, world: int) -> list[float]:
         best = float(torch.linalg.svdvals(mean)[RANK:].square().sum())
         state = APSState("e4m3fn")
         layers = [(nn.Parameter(gradient.clone()), gradient)]
-        error = float(errors_of(layers, RANK, state.memory, state.groups.exponents, in_force=False)[0])
+        error = float(errors_of(layers, RANK, state.memory, state.groups.exponents, in_force=False)[0][0])
         found += [error / float(mean.square().sum()), best / float(mean.square().sum())]
     return found
+
+
+def as_they_lie(rank: int, world: int) -> dict[str, Any]:
+    """A convolution's gradient in channels_last beside a contiguous one; a bucket of vectors alone."""
+    g = torch.Generator().manual_seed(rank)
+    gradient, vector = torch.randn(32, 3, 5, 5, generator=g), torch.randn(7, generator=g)
+    means = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        state, parameter = APSState("e4m3fn"), nn.Parameter(torch.zeros(32, 3, 5, 5))
+        for _ in range(2):
+            view = gradient.clone(memory_format=memory_format)
+            exchanged_views(state, [parameter], [view.view(-1) if view.is_contiguous() else view], None)
+        means.append(view)
+    alone = vector.clone()
+    exchanged_views(APSState("e4m3fn"), [nn.Parameter(torch.zeros(7))], [alone], None)
+    dist.all_reduce(vector)
+    return {"same": torch.equal(*means), "vector": torch.equal(alone, vector / world)}
 
 
 class Training:
     """A deep MLP in several buckets, whose gradients are of low rank; its weights stand still."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, **options: Any) -> None:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(6)]
         self.ddp = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(256, 4)), bucket_cap_mb=0.3)
-        self.state = APSState("e4m3fn", bits="by link", model=self.ddp, link="1Mbit/s, 1ms", low_rank=RANK)
+        chosen = {"link": "1Mbit/s, 1ms", "low_rank": RANK} | options
+        self.state = APSState("e4m3fn", bits="by link", model=self.ddp, **chosen)
         self.ddp.register_comm_hook(self.state, aps_hook)
         self.x = torch.randn(32, 256, generator=torch.Generator().manual_seed(rank))
 
@@ -160,6 +188,10 @@ class Training:
             self.ddp.zero_grad()
             nn.functional.cross_entropy(self.ddp(self.x), self.x[:, :4].argmax(1)).backward()
         return torch.cat([p.grad.flatten() for p in self.ddp.parameters()])
+
+    def step_to_plan(self) -> dict[str, Any]:
+        self.step(MEASURED + 2)
+        return self.state.by_link.plan.to_dict()
 
 
 def trained(rank: int, world: int) -> dict[str, Any]:
@@ -181,7 +213,34 @@ def trained(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-CHECKS = (as_torchs, owes, not_finite, measured, trained)
+def left(rank: int, world: int) -> dict[str, Any]:
+    """What is kept after low rank is planned, and after the link has become fast and the plan is another one."""
+    found = {}
+    with links(SLOW, FAST), mock.patch.object(by_link, "TRIALS", 0):
+        training = Training(rank, link=None)
+        for name in ("slow", "fast"):
+            training.step(MEASURED + 3 if name == "slow" else PERIOD)
+            memory = training.state.memory
+            found[name] = len(memory.residuals), len(memory.factors), training.state.by_link.plan.bytes_kept
+    return found
+
+
+def refused(rank: int, world: int) -> dict[str, str]:
+    """Ranks that multiply to other bits, a plan of another rank, and FSDP2."""
+    training = Training(rank)
+    inexact = mock.patch.object(low_rank, "_orthonormal", lambda x: torch.linalg.qr(x).Q * (1 + 1e-6 * rank))
+    with inexact:
+        products = message_of(lambda: training.step(MEASURED + 3))
+    plan = LinkPlan.from_dict(Training(rank).step_to_plan())
+    return {
+        "products": products,
+        "rank": message_of(lambda: Training(rank, plan=plan, low_rank=RANK + 1)),
+        "no rank": message_of(lambda: Training(rank, plan=plan, low_rank=0)),
+        "FSDP2": message_of(lambda: Training(rank).state.by_link.sharded([], gathers=False)),
+    }
+
+
+CHECKS = (as_torchs, owes, not_finite, as_they_lie, measured, trained, left, refused)
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +263,28 @@ def test_an_inf_on_one_rank_makes_its_layer_nan_on_all_for_one_step(results: lis
         assert torch.equal(rank["not_finite"]["after"], results[0]["not_finite"]["after"])
 
 
+def test_gradients_of_other_strides_and_vectors_alone_are_averaged(results: list[dict[str, Any]]) -> None:
+    assert all(rank["as_they_lie"] == {"same": True, "vector": True} for rank in results)
+
+
+def test_nothing_is_kept_of_layers_that_left_low_rank(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert min(rank["left"]["slow"]) > 0
+        assert rank["left"]["fast"] == (0, 0, 0)
+
+
+def test_what_ranks_cannot_do_alike_is_refused_in_words(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        said = rank["refused"]
+        assert (
+            f"low_rank={RANK}: ranks multiply to different bits, and replicas would diverge: rank 0" in said["products"]
+        )
+        assert "number of threads, or leave low_rank out" in said["products"]
+        for name in ("rank", "no rank"):
+            assert f"in rank {RANK}; give low_rank={RANK}, or plan again" in said[name]
+        assert "under FSDP2 no rank has a whole matrix; leave it out" in said["FSDP2"]
+
+
 def test_the_measured_error_is_that_of_the_best_rank_or_more(results: list[dict[str, Any]]) -> None:
     low, best_low, full, best_full = results[0]["measured"]
     assert best_low < low < 1e-9
@@ -221,6 +302,22 @@ def test_a_plan_sends_in_low_rank_resumes_bit_for_bit_and_counts_what_it_keeps(r
         assert found["kept"] == found["planned"]
 
 
+def test_bytes_by_the_kernels_counters_are_the_plans() -> None:
+    """In a network of its own: other tests' ranks send by the same interface."""
+    alone = ["unshare", "--map-root-user", "--net"]
+    if shutil.which(alone[0]) is None or subprocess.run([*alone, "true"], check=False).returncode:
+        pytest.skip("no network namespaces here")
+    script = [*alone, sys.executable, str(Path(__file__).with_name("bytes_of_a_plan.py"))]
+    ran = subprocess.run(
+        script, capture_output=True, text=True, timeout=200, env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["low rank"][1] == [f"rank {RANK} in 16 bits"]
+    for name, (ratio, _) in found.items():
+        assert ratio == pytest.approx(1, abs=0.02), name
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 6), st.integers(0, 3), st.integers(0, 99))
 def test_one_rank_gets_the_projection_on_its_own_columns(n: int, m: int, r: int, true_rank: int, seed: int) -> None:
@@ -231,7 +328,8 @@ def test_one_rank_gets_the_projection_on_its_own_columns(n: int, m: int, r: int,
     start = torch.randn(m, r, generator=g)
     step = Factors([matrix], [start])
     sums = step.rows()
-    product = step.means(step.columns(sums))[0]
+    p, q, _ = step.pairs(step.columns(sums))[0]
+    product = p @ q.T
     p = torch.linalg.qr(matrix.double() @ torch.linalg.qr(start.double()).Q).Q
     if true_rank <= r:
         assert torch.allclose(product, matrix, atol=1e-3)
