@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,11 @@ def trained(name: str, options: dict[str, Any] | None, steps: int, seed: int) ->
     }
 
 
-def rank_of(rank: int, steps: int, seeds: int, folder: str) -> None:
+def rank_of(rank: int, steps: int, seeds: Sequence[int], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=RANKS)
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
-    for seed in range(seeds):
+    for seed in seeds:
         for name, options in WAYS.items():
             rows[name].append(trained(name, options, steps, seed))
             if rank == 0:
@@ -100,10 +101,10 @@ def rank_of(rank: int, steps: int, seeds: int, folder: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", default="0,1,2")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_of, (args.steps, args.seeds, folder), nprocs=RANKS)
+        mp.spawn(rank_of, (args.steps, [int(seed) for seed in args.seeds.split(",")], folder), nprocs=RANKS)
         rows = torch.load(Path(folder, "rows.pt"), weights_only=True)
     print(machine.save("aps-by-link-loss", {"ranks": RANKS, "link": LINK, "steps": args.steps, "ways": rows}))
 

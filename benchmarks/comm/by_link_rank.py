@@ -192,7 +192,8 @@ def main() -> None:
         if name == "by link" or name in PREDICTED:
             rows[name]["predicted"] = plan.end if name == "by link" else ends[PREDICTED[name]]
     if args.rank == 0:
-        found = {"ways": rows, "plan": plan.to_dict(), "shares": shares(plan)}
+        whole = {key: value for key, value in plan.to_dict().items() if key != "layers"}
+        found = {"ways": rows, "plan": whole, "shares": shares(plan)}
         Path(args.out).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

@@ -239,10 +239,9 @@ class ByLink:
         ready, on_cpu = self._ready(), device.type == "cpu"
         if on_cpu and not self._transport.overlaps:
             ready = (0.0,) * len(ready)
-        widths = self._widths()
-        if not any(layer.columns for layer in layers):
-            widths = tuple(width for width in widths if not width.low_rank)
-        problem = Problem(layers, ready, widths, links, self._groups.size, self._budget, float(on_cpu), self._transport)
+        problem = Problem(
+            layers, ready, self._widths(), links, self._groups.size, self._budget, float(on_cpu), self._transport
+        )
         if last is None or links.differ(last) or self._error(problem) > self._budget:
             gathers, group = self._gathers, self._groups.payload
             gathered, sent = ((), 0) if gathers is None else gathers.chosen(links.between, group)

@@ -6,7 +6,6 @@ Prints what a rank sends over what each plan says, for `aps_ranks.run_ranks` of 
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fxprec.aps import APSState, aps_hook
 from fxprec.runtime.aps.by_link import MEASURED
 
-WORLD = 4
+WORLD, STEPS = 4, 20
 PLANS = {
     "16 bits": {"widths": (16,)},
     "low rank": {"widths": (16,), "low_rank": 4, "error_budget": 9.0},
@@ -41,19 +40,20 @@ def ratio(rank: int, options: dict[str, object]) -> tuple[float, list[str]]:
     ddp.register_comm_hook(state, aps_hook)
     x = torch.randn(32, 512, generator=torch.Generator().manual_seed(rank))
 
-    def sent(steps: bool) -> int:
+    def sent(count: int, *, steps: bool = True) -> int:
+        """Bytes of so many steps, each with a barrier after it, or of the barriers alone."""
         dist.barrier()
         before = sent_bytes()
-        if steps:
-            ddp.zero_grad()
-            nn.functional.cross_entropy(ddp(x), x[:, :4].argmax(1)).backward()
-        dist.barrier()
+        for _ in range(count):
+            if steps:
+                ddp.zero_grad()
+                nn.functional.cross_entropy(ddp(x), x[:, :4].argmax(1)).backward()
+            dist.barrier()
         return sent_bytes() - before
 
-    for _ in range(MEASURED + 3):
-        sent(steps=True)
-    step, nothing = (statistics.median(sent(steps=steps) for _ in range(9)) for steps in (True, False))
-    found, plan = step - nothing, state.by_link.plan
+    sent(MEASURED + 3)
+    state.by_link._roll_call.stop()  # it asks the store by the same interface, twice a second
+    found, plan = (sent(STEPS) - sent(STEPS, steps=False)) / STEPS, state.by_link.plan
     return found / WORLD / plan.bytes_sent, sorted(set(plan.ways.values()))
 
 

@@ -225,6 +225,19 @@ def left(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+def measured_with_a_nan(rank: int, world: int) -> dict[str, Any]:
+    """A NaN on one rank in the step of the statistics: whether there is a plan one step later, and after five more."""
+    training = Training(rank)
+    training.step(MEASURED)
+    x, training.x = training.x, training.x.clone()
+    training.x[0, 0] = torch.nan if rank == 1 else training.x[0, 0]
+    training.step()
+    training.x = x
+    training.step()
+    delayed = training.state.by_link.plan is None
+    return {"delayed": delayed, "gradient": training.step(MEASURED + 2), "plan": training.step_to_plan()}
+
+
 def refused(rank: int, world: int) -> dict[str, str]:
     """Ranks that multiply to other bits, a plan of another rank, and FSDP2."""
     training = Training(rank)
@@ -240,7 +253,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
     }
 
 
-CHECKS = (as_torchs, owes, not_finite, as_they_lie, measured, trained, left, refused)
+CHECKS = (as_torchs, owes, not_finite, as_they_lie, measured, measured_with_a_nan, trained, left, refused)
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +278,14 @@ def test_an_inf_on_one_rank_makes_its_layer_nan_on_all_for_one_step(results: lis
 
 def test_gradients_of_other_strides_and_vectors_alone_are_averaged(results: list[dict[str, Any]]) -> None:
     assert all(rank["as_they_lie"] == {"same": True, "vector": True} for rank in results)
+
+
+def test_a_nan_on_one_rank_delays_the_plan_and_is_nobodys_error(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        found = rank["measured_with_a_nan"]
+        assert found["delayed"]
+        assert found["gradient"].isfinite().all()
+        assert any(row["low_rank"] for row in found["plan"]["layers"])
 
 
 def test_nothing_is_kept_of_layers_that_left_low_rank(results: list[dict[str, Any]]) -> None:
