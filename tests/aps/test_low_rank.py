@@ -200,14 +200,17 @@ def trained(rank: int, world: int) -> dict[str, Any]:
     whole.step(MEASURED + 3)
     saved = whole.state.state_dict()
     again.ddp(again.x).sum().backward()
+    again.state.residuals[list(again.ddp.parameters())[-1]] = torch.ones(4)  # is of another run, and goes
     again.state.load_state_dict(saved)
-    plan, last = whole.state.by_link.plan, whole.step(3)
+    plan = whole.state.by_link.plan
+    same = [torch.equal(whole.step(), again.step()) for _ in range(3)]
+    last = whole.step()
     kept = [*whole.state.residuals.values(), *whole.state.memory.factors.values()]
     return {
         "ways": set(plan.ways.values()),
         "gradient": last,
         "error": float((last - exact).square().sum() / exact.square().sum()),
-        "same": torch.equal(last, again.step(3)),
+        "same": all(same),
         "kept": sum(x.nbytes for x in kept),
         "planned": plan.bytes_kept,
     }
