@@ -105,10 +105,13 @@ class APSOptions:
         return found if has_nodes or found is None or found.inside is None else Links(found.inside)
 
     def text(self) -> str:
-        """Return all fields in one line, the same on every rank that chose the same."""
-        fields = asdict(self)
-        shown = {k: v for k, v in fields.items() if self.bits == "by link" or k not in _OF_LINK}
-        return ", ".join(f"{field}={value!r}" for field, value in shown.items())
+        """Return the fields in force in one line, the same on every rank that chose the same.
+
+        Saved states have it: without ``low_rank``, it is what earlier versions saved.
+        """
+        unused = () if self.bits == "by link" else _OF_LINK
+        unused = unused if self.low_rank else (*unused, "low_rank")
+        return ", ".join(f"{field}={value!r}" for field, value in asdict(self).items() if field not in unused)
 
 
 def _check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:

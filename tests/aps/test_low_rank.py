@@ -34,6 +34,7 @@ from fxprec.runtime.aps.link_problem import STANDING, Layer, Problem, Width
 from fxprec.runtime.aps.links import Links
 from fxprec.runtime.aps.low_rank import Factors, columns_of, errors_of
 from fxprec.runtime.aps.low_rank_exchange import LowRankExchange
+from fxprec.runtime.aps.options import APSOptions
 from fxprec.runtime.aps.predict import Link
 from fxprec.runtime.aps.wire import Sending
 
@@ -383,3 +384,10 @@ def test_a_layer_goes_in_low_rank_only_where_what_it_misses_keeps_the_budget(
     if all(STANDING * layer.missed < budget / 2 for layer in layers):
         assert len(chosen) == len(layers)
     assert plan.bytes_kept == 4 * len(chosen) * (512 * 512 + 4 * 512)
+
+
+def test_a_state_saved_before_low_rank_is_resumed() -> None:
+    """Options are compared by their text: what leaves low rank out is what was saved then."""
+    options = {"format": "e4m3fn", "bits": "by link", "seed": 3}
+    assert "low_rank" not in APSOptions(**options).text()
+    assert APSOptions(**options, low_rank=4).text() == f"{APSOptions(**options).text()}, low_rank=4"
