@@ -104,12 +104,14 @@ def _run_and_save(chosen: list[str], known: dict[str, Buildable], args: argparse
     rows, start = _kept(args.resume, chosen), time.perf_counter()
     file = "architectures" if args.lowering == "eager" else f"architectures-{args.lowering}"
     file += "-mixed" * args.mixed + "-checkpoint" * args.checkpoint
+    sides = args.sides or list(mixed.SIDES if args.mixed else SIDES)
     for i, name in enumerate(chosen):
-        if any(row.architecture == name for row in rows):
+        done = {row.side for row in rows if row.architecture == name}
+        if not (left := [side for side in sides if side not in done]) or done - {*SIDES, *mixed.SIDES, "autocast"}:
             continue
         if time.perf_counter() - start > args.seconds:
             break
-        for row in _rows(name, known[name], args):
+        for row in _rows(name, known[name], left, args):
             rows.append(row)
             error = max(row.gradient_errors, default=float("nan"))
             said = f"{row.error or ''} {'; '.join(row.notes[:1])}"[:150]
@@ -121,10 +123,10 @@ def _run_and_save(chosen: list[str], known: dict[str, Buildable], args: argparse
     raise SystemExit(bool(found["failed"]))
 
 
-def _rows(name: str, architecture: Buildable, args: argparse.Namespace) -> list[Row]:
+def _rows(name: str, architecture: Buildable, sides: list[str], args: argparse.Namespace) -> list[Row]:
     if args.mixed:
-        return mixed.measure(name, architecture, args.sides or list(mixed.SIDES), args.checkpoint)
-    return run(name, architecture, args.sides or list(SIDES), args.lowering)
+        return mixed.measure(name, architecture, sides, args.checkpoint)
+    return run(name, architecture, sides, args.lowering)
 
 
 def _kept(path: Path | None, chosen: list[str]) -> list[Row]:

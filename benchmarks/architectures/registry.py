@@ -14,6 +14,7 @@ from benchmarks.architectures.libraries import LIBRARIES, Library
 from benchmarks.architectures.modules import OWN, Made
 from benchmarks.fidelity.architectures import ARCHITECTURES as FIDELITY
 from benchmarks.fidelity.architectures import WIDTH, Architecture
+from benchmarks.yardsticks.dynamo_models import vision
 
 # What the options of a class may be called; those that a configuration does not know it keeps to itself.
 _NAMES = {
@@ -90,6 +91,8 @@ def _has(architecture: Buildable) -> bool:
 
 def architectures() -> dict[str, Buildable]:
     """Return all that can run here, by name."""
+    if find_spec("torchvision") is not None:  # before transformers imports it
+        vision()
     more = {**_classes(_PLAIN, _ONE), **_classes(_NAMED, _NAMES | _ONE), **_classes(_OF_TWO_LAYERS, _NAMES)}
     known: dict[str, Buildable] = {**OWN, **more, **FIDELITY, **LIBRARIES}
     return {name: architecture for name, architecture in known.items() if _has(architecture)}

@@ -134,9 +134,14 @@ def _train_compiled(row: Row, architecture: Buildable) -> Trained:
     row.promoted = sum(len(plan.promoted) for plan in backend.plans)
     row.computed_again = sum(site.why == AGAIN for plan in backend.plans for site in plan.sites)
     row.graphs = len(backend.plans)
-    kinds = ("fallback", "uncompiled", "kept")
-    row.notes = sorted({f"{event.kind}: {event.detail}"[:300] for event in backend.events if event.kind in kinds})
+    row.notes = said_by(backend)
     return trained
+
+
+def said_by(backend: fxprec.Backend) -> list[str]:
+    """Return what a backend warned of or left out, once each."""
+    kinds = ("fallback", "uncompiled", "kept", "limit")
+    return sorted({f"{event.kind}: {event.detail}"[:300] for event in backend.events if event.kind in kinds})
 
 
 def _compare(row: Row, wanted: Trained, found: Trained) -> None:
