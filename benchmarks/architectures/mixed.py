@@ -1,8 +1,9 @@
 """One architecture as a trainer runs it: under autocast, with dropout, a loss that is scaled, an evaluation between steps.
 
 Random numbers are eager torch's (``fallback_random``), so that every side draws the same masks. The reference is torch's own
-AOTAutograd: without autocast its gradients count as exact, and under autocast it says what autocast's error is. Inductor fuses
-attention written by hand in graphs without gradients, which rounds otherwise (BigBird's loss by 1.6e-5); so does the reference.
+AOTAutograd: without autocast its gradients count as exact, and under autocast it says what autocast's error is. Inductor's own
+passes over the joint graph run in the reference too. They round otherwise: attention written by hand is fused in graphs without
+gradients (BigBird's loss moves by 1.6e-5), and a softmax of a product is computed from its factors (XCiT's gradients move by 5.6e-3).
 
 **near** stores copies that keep 22 of float32's 23 mantissa bits. Forward reads values and not copies, so losses must be
 autocast's. Gradients may differ by ``NEAR_BOUND``: half of float32's last bit, in a copy, moves one number of backward in
@@ -64,14 +65,20 @@ def _in_evaluation(graph: GraphModule, inputs: object) -> Callable[..., Any]:
     return _in_our_products(graph, inputs)
 
 
+def _halves(joint: GraphModule, inputs: object, **options: Any) -> tuple[GraphModule, GraphModule]:
+    joint_graph_passes(joint)
+    halves: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(joint, inputs, **options)
+    return halves
+
+
 PLAIN_TORCH = aot_autograd(
     fw_compiler=_in_our_products,
     inference_compiler=_in_evaluation,
     decompositions=select_decomp_table,
-    partition_fn=min_cut_rematerialization_partition,
+    partition_fn=_halves,
 )
-"""AOTAutograd with Inductor's decompositions, its joint passes in evaluation and torch's partitioner, run op by op, with
-fxprec's kernels of 16-bit products.
+"""AOTAutograd with Inductor's decompositions and joint passes and torch's partitioner, run op by op, with fxprec's kernels of
+16-bit products.
 
 ATen's round partial sums to bfloat16 on a CPU without its instructions, so that they are further from float32.
 """

@@ -54,16 +54,18 @@ class Step:
         put(self, "asked", {cast.x for x, cast in self.casts.items() if asking(x)})
         put(self, "stored", self._stored())
         casts = {*self.casts, *(q for q in nodes if q.target is QUANTIZE and self._is_cast(q))}
-        decoded, behind = set(self.casts), set[Node]()
+        decoded, behind, results = set(self.casts), set[Node](), {*self.joint.results}
         halves: tuple[list[Node], list[Node]] = [], []
         for node in nodes:
             if node.op == "output" or node in casts:
                 continue
             sources = node.all_input_nodes
-            if self.joint.is_tangent(node) or any(n in behind for n in sources):
+            is_read_back = not self.is_there(node) and self._is_read_back(node, decoded)
+            # A gradient behind a rounding starts at a constant: it depends on no output's gradient, and is returned.
+            if self.joint.is_tangent(node) or any(n in behind for n in sources) or (is_read_back and node in results):
                 behind.add(node)
                 halves[1].append(node)
-            elif not self.is_there(node) and self._is_read_back(node, decoded):
+            elif is_read_back:
                 decoded.add(node)
             else:
                 halves[0].append(node)
@@ -93,7 +95,7 @@ class Step:
     forward: list[Node] = field(init=False)
     backward: list[Node] = field(init=False)
     behind: set[Node] = field(init=False)
-    """Backward's nodes: what depends on an output's gradient."""
+    """Backward's nodes: what depends on an output's gradient, and gradients that depend on none."""
     returned: set[Node] = field(init=False)
     updates: Mapping[Node, Sequence[tuple[Node, Node]]] = field(init=False)
     """(parameter, its gradient) by the backward node behind which backward steps the parameter."""
