@@ -108,7 +108,7 @@ class MessagePassing(nn.Module):
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         for _ in range(2):
-            sent = self.message(x[edges].transpose(0, 1).flatten(1))
+            sent = self.message(x[edges].transpose(0, 1).flatten(1)).to(x.dtype)  # autocast's is bfloat16
             index = edges[1][:, None].expand_as(sent)
             x = self.update(torch.zeros_like(x).scatter_reduce(0, index, sent, "amax", include_self=False), x)
         return x
@@ -216,7 +216,7 @@ class Experts(nn.Module):
         out = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):
             (rows,) = torch.where(chosen == i)
-            out = out.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+            out = out.index_add(0, rows, (expert(x[rows]) * weight[rows, None]).to(out.dtype))
         return out
 
 
