@@ -6,6 +6,7 @@
     python -m benchmarks.yardsticks op_db --only tanh linalg.inv
     python -m benchmarks.yardsticks op_db --sample 40   # drawn by a fixed seed
     python -m benchmarks.yardsticks op_db --sample 25 --recipes inductor fp32 compiled --keep op_db-inductor   # 15 s each
+    python -m benchmarks.yardsticks op_db --recipes mixed --keep op_db-mixed   # under autocast
     python -m benchmarks.yardsticks module_db           # every module of torch's module_db, by the same rules
     python -m benchmarks.yardsticks sensitivity         # writes fxprec/ir/operators/measured.json: 10 minutes
 
@@ -57,8 +58,9 @@ from benchmarks.yardsticks.op_db import (
     COLUMNS,
     FAILED,
     LEFT_OUT,
+    MIXED,
+    OURS,
     PASSED,
-    RECIPES,
     REFUSED,
     TORCHS,
     Row,
@@ -86,7 +88,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these, as the suite names them")
     parser.add_argument("--sample", type=int, metavar="N", help="N of the suite, drawn by a fixed seed")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="inputs of each, of other shapes")
-    parser.add_argument("--recipes", nargs="+", choices=[*TORCHS, *RECIPES], default=BY_THE_REFERENCE)
+    parser.add_argument("--recipes", nargs="+", choices=[*TORCHS, *OURS], default=BY_THE_REFERENCE)
     parser.add_argument("--keep", metavar="NAME", help="keep the result of a part of a suite under this name")
     parser.add_argument("--seconds", type=int, default=60, help="the time of one of the suite")
     parser.add_argument("--checkout", type=Path, metavar="DIR", help="where the suite's files lie")
@@ -125,12 +127,14 @@ def _judge(operators: list[Any], args: argparse.Namespace, is_whole: bool) -> No
         print(f"{column:9}", "  ".join(f"{verdict} {count}" for verdict, count in verdicts.items()))
     if is_whole or args.keep:
         _save(args.keep or args.suite, found, rows)
-    raise SystemExit(any(verdicts[FAILED] for name, verdicts in found.items() if name in RECIPES))
+    raise SystemExit(any(verdicts[FAILED] for name, verdicts in found.items() if name in OURS))
 
 
 def _judge_by_path(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.checkout is None or (args.suite == "tests" and args.file is None):
         parser.error(f"{args.suite} is read by path: give --checkout{', and --file' * (args.suite == 'tests')}")
+    if MIXED in args.recipes:
+        parser.error(f"column {MIXED} is of operators and modules")
     if args.suite == "torchbench" and args.torchbench is None:
         parser.error("torchbench's own models are read by path: give --torchbench")
     try:
@@ -142,7 +146,7 @@ def _judge_by_path(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         print(f"{column:9}", "  ".join(f"{verdict} {count}" for verdict, count in verdicts.items()))
     if args.keep or not args.only:
         _save(args.keep or (f"tests-{args.file.stem}" if args.suite == "tests" else args.suite), found, rows)
-    raise SystemExit(any(verdicts[FAILED] for name, verdicts in found.items() if name in RECIPES))
+    raise SystemExit(any(verdicts[FAILED] for name, verdicts in found.items() if name in OURS))
 
 
 def _rows_by_path(args: argparse.Namespace) -> Iterator[Row]:

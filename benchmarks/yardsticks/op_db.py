@@ -16,7 +16,8 @@ raises, or ends in inf or NaN, plain float32 stands in for it with operands, res
 number of 4 significant bits, as e4m3fn has. A backward that is linear in what it reads is off by 2^-4 at most, by a
 third of that on average (0.024: the mantissa uniform, rounding uniform in a step); so a formula may multiply its copy's
 error by 3 in the worst case, by 8 on average. What multiplies it more is ill-conditioned, and must be stored in more
-bits (``passes/analysis/sensitive.py``). **compiled** is fp8 through Inductor.
+bits (``passes/analysis/sensitive.py``). **compiled** is fp8 through Inductor. **mixed** is a step under autocast
+(`benchmarks/yardsticks/mixed.py`).
 
 Operators that draw random numbers are compared with plain torch's float32 where float64 draws others. What plain torch
 cannot differentiate to finite numbers is left out, as is what a backend of torch alone gets wrong too; both are named.
@@ -54,7 +55,9 @@ RECIPES: dict[str, dict[str, Any]] = {
 BY_INDUCTOR = ("fp32", "compiled")
 BY_THE_REFERENCE = ("near", "bf16", "fp8")
 TORCHS = {"aot": "aot_eager_decomp_partition", "inductor": "inductor"}
-COLUMNS = ("eager", "autocast", *TORCHS, *RECIPES)
+MIXED = "mixed"
+OURS = (*RECIPES, MIXED)
+COLUMNS = ("eager", "autocast", *TORCHS, *OURS)
 PASSED, FAILED, REFUSED, LEFT_OUT = "passed", "failed", "refused", "left out"
 
 
@@ -177,7 +180,11 @@ def measure(op: Any, samples: int, columns: Sequence[str]) -> Row:
 
 
 def judged(column: str, reference: Reference) -> Cell:
-    """Compile a sample for one column, run it, and compare it with float64."""
+    """Compile a sample for one column, run it, and compare it with float64; under autocast with autocast."""
+    if column == MIXED:
+        from benchmarks.yardsticks import mixed  # it judges with this file's cells
+
+        return mixed.judged(reference.model)
     cell = _compared(backend_of(column), reference, column)
     if cell.verdict == FAILED and column not in TORCHS:
         plain = _compared(TORCHS["inductor" if column in BY_INDUCTOR else "aot"], reference, "near")
