@@ -56,9 +56,10 @@ class ChooseCrossings:
 
 def _choose(work: Work) -> None:
     needs = needs_of(work)
+    exactly = _read_exactly(needs)
     for node, forms in needs.forms.items():
         low = tuple(form for form in forms if isinstance(form, Low))
-        if low and node not in needs.exactly:  # what is read low alone is stored low
+        if low and node not in exactly:  # what is read low alone is stored low
             needs.forms[node] = low
     rates = Rates.of(work.joint.table.meta["val"].device)
     # A byte is worth one pass over it: else what is read low alone would be kept wide within another value.
@@ -71,6 +72,17 @@ def _choose(work: Work) -> None:
     work.is_cut = True
     _tell_of_blocks(work, needs, rewrite.stage)
     _tell_of_copies(work, needs, fit)
+
+
+def _read_exactly(needs: Needs) -> set[Node]:
+    """Return the values that backward reads as they are, themselves or as views: a view is not kept itself."""
+    found, stack = set[Node](), [*needs.exactly]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += () if node in needs.forms else map(needs.step.shown, node.all_input_nodes)
+    return found
 
 
 AGAIN = f"{UNREAD}: it is computed again in backward, which takes less time than to store it"

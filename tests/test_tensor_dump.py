@@ -207,8 +207,9 @@ def test_without_a_folder_there_is_nowhere_to_write():
 
 def test_where_nothing_is_planned_nothing_is_written_and_that_is_said(tmp_path):
     config = fxprec.Config(recipe="fp32", dump=tmp_path, dump_tensors=("*",))
-    with pytest.warns(FxprecWarning, match=r"dump_tensors=\('\*',\) has no effect: recipe 'fp32' holds everything"):
+    with pytest.warns(FxprecWarning, match="has no effect: recipe 'fp32' holds everything") as told:
         torch.compile(nn.Linear(2, 2), backend=fxprec.Backend(config))(torch.randn(2, 2))
+    assert [str(warning.message).partition("=")[0] for warning in told] == ["dump", "dump_tensors"]
 
 
 def test_a_damaged_index_is_told(tmp_path):

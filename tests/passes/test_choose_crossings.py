@@ -61,6 +61,18 @@ class Rounded(nn.Module):
         return torch.ceil(F.gelu(self.steps(x))) + F.gelu(self.last(x))
 
 
+class Widened(nn.Module):
+    """Under autocast: backward of tanh reads an alias of what the next layer, behind a conversion, stores in 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.last(torch.tanh(self.first(x)).float()).float()
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "block": (Block, (4, 3, 16, 16)),
     "residual": (Residual, (64, 64)),
@@ -71,7 +83,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 def trained(name: str, recipe: str) -> tuple[list[Tensor], int]:
     """Return the gradients of two steps, and the bytes that the forward half saves."""
-    make, shape = MODELS[name]
+    return trained_as(*MODELS[name], recipe)
+
+
+def trained_as(make: Callable[[], nn.Module], shape: tuple[int, ...], recipe: str) -> tuple[list[Tensor], int]:
     torch.manual_seed(0)
     model, x, backend = make(), torch.randn(shape), eager_backend(recipe=recipe)
     run = compiled(model, backend)
@@ -127,6 +142,15 @@ def test_gradients_are_those_of_torchs_min_cut_and_no_more_is_saved(
     assert who_cuts == ["cut", "min_cut"]
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert saved <= bytes_of_min_cut
+
+
+def test_what_backward_reads_a_view_of_is_kept_as_it_is() -> None:
+    """So the next layer's weight gradient reads it too, unrounded. No copy in 8 bits gives back what the view shows."""
+    (*_, weight, bias), saved = trained_as(Widened, (64, 64), "fp8")
+    (*_, of_bf16, bias_of_bf16), saved_of_bf16 = trained_as(Widened, (64, 64), "bf16")
+    assert torch.equal(weight, of_bf16)
+    assert torch.equal(bias, bias_of_bf16)
+    assert saved <= saved_of_bf16
 
 
 def test_beside_a_users_checkpoint_the_passes_choose_too(who_cuts: list[str]) -> None:
