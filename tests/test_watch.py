@@ -252,8 +252,8 @@ def test_steps_between_looks_are_not_looked_at():
 def test_an_option_that_does_nothing_says_so():
     with pytest.raises(ConfigError, match="watch_every is 0; give it an int of at least 1"):
         fxprec.Config(watch_every=0)
-    with pytest.warns(FxprecWarning, match="watch_every=5 has no effect"):
-        train(network(), steps=1, recipe="fp32", watch_every=5)
+    with pytest.raises(fxprec.FxprecError, match="watch_every=5 has no effect"):
+        train(network(), steps=1, recipe="fp32", watch_every=5, lowering="auto", strict=True)
 
 
 class Shifts(nn.Module):
