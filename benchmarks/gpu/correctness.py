@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fxprec
 from benchmarks.gpu.fragments import table_of
 from benchmarks.gpu.suite import Row, Setting
+from fxprec.gpu_check.ground import same_codes
 from fxprec.numerics.formats import parse
 from fxprec.numerics.reference import reference_decode, reference_encode, reference_stats
 from fxprec.numerics.stats import Counts, gathered
@@ -44,8 +45,9 @@ def _codes(setting: Setting) -> Row:
         for source in (x, x.bfloat16()):
             q, t, counters = quantize_transpose(source.to(setting.device), table_of([name], setting.device, 3)[0], fmt)
             wanted, stats = reference_encode(source.float() * 8.0, fmt), reference_stats(source.float() * 8.0, fmt)
-            if not torch.equal(q.cpu().long(), wanted.long()) or not torch.equal(t.cpu().long(), wanted.t().long()):
-                raise WrongResult(f"quantize+transpose to {name} differs from the reference")
+            nans = source.isnan()
+            same_codes(f"codes of {name}", q, wanted, fmt, nans)
+            same_codes(f"transposed codes of {name}", t, wanted.t(), fmt, nans.t())
             counts = Counts(*gathered(counters)[0].tolist())
             if (counts.overflow, counts.underflow) != (stats.overflow, stats.underflow):
                 raise WrongResult(f"quantize+transpose to {name} counts {counts}, not {stats}")

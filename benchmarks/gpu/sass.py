@@ -101,6 +101,8 @@ def read(text: str, warps: int = 4) -> Code:
     last = max((max(body) for body in loops), default=0)  # a program leaves early only where it has no turn to take
     ends = {line.at for line in lines if line.opcode.startswith("EXIT") and (not line.is_predicated or line.at > last)}
     once = _shortest(lines[0].at, ends, after, mixes)
+    if once is None:  # what few programs do is a loop at the end
+        once = _shortest(lines[0].at, {line.at for line in lines if line.opcode.startswith("EXIT")}, after, mixes)
     assert once is not None, "no way to the end"
     taken = set(once)
     inside = [body for body in loops if body <= taken]  # a way that passes through a loop counts its first turn

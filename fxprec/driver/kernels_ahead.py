@@ -61,7 +61,7 @@ def _launches(graph: Graph, nodes: Sequence[Node], device: torch.device) -> list
         set_values(graph)
     for node in nodes:
         if (cast := QuantizeTranspose.match(node)) is not None:
-            casts_in_hardware(parse(cast.format), device, keep=cast.keep)  # tried here: no fake tensor can
+            casts_in_hardware(parse(cast.format), device, keep=cast.keep)  # tried once, with real numbers
 
     with compat.FakeTensorMode():
         return [launches_of(type(call_of(node)), map_arg(node.args, lambda n: _like(n, device))) for node in nodes]

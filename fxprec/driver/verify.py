@@ -28,8 +28,10 @@ from fxprec.driver.verify_references import (
 )
 from fxprec.ir import symbolic
 from fxprec.ir.calls import FakeCall, call_of
+from fxprec.ir.symbolic import Quantize
 from fxprec.kernels import casts
 from fxprec.kernels.casts import LoadBlocks, StoreBlocks
+from fxprec.numerics.formats import parse
 from fxprec.numerics.stats import WIDTH
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.lowering.blocks import BlockCall
@@ -90,6 +92,7 @@ class _Reference(Interpreter):
         super().__init__(plain)
         self.kept = {argument.origin for kernel in lowered.generated.kernels for argument in kernel.outputs}
         self.values: dict[str, torch.Tensor] = {}
+        self.code_bits: dict[str, int] = {}
         self.row_of = dict(zip(nodes, rows, strict=True))
         self.by_row: dict[int, torch.Tensor] = {}
         self.order = lowered.generated.watched
@@ -98,6 +101,8 @@ class _Reference(Interpreter):
         result = super().run_node(n)
         if n.name in self.kept:
             self.values[n.name] = result
+            if (cast := Quantize.match(n)) is not None:
+                self.code_bits[n.name] = parse(cast.format).bits
         if n in self.row_of:
             self.by_row[self.row_of[n]] = result
         return result
@@ -141,7 +146,9 @@ class _Checker(Interpreter):
             counters = self.fetch_args_kwargs_from_env(n)[1]["kwargs"].get("counters")
             return expected | {"counters": counters}
         for argument in kernel.outputs:
-            reason = difference(found[argument.name], expected[argument.name], argument.origin, exact=kernel.is_exact)
+            origin, mine = argument.origin, found[argument.name]
+            bits = self.wanted.code_bits.get(origin)
+            reason = difference(mine, expected[argument.name], origin, exact=kernel.is_exact, code_bits=bits)
             if reason is not None:
                 self.faults.append(Fault(kernel.name, reason))
                 break

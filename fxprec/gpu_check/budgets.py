@@ -53,7 +53,7 @@ def _fits(ground: Ground, budget: str, options: dict[str, Any]) -> None:
     model = transformer(ground.device, width=width, heads=width // 64 or 1, layers=layers)
     x = torch.randn(4, tokens, width, device=ground.device)
     lowering: Literal["auto", "eager"] = "auto" if ground.on_gpu else "eager"
-    backend = fxprec.Backend(fxprec.Config(recipe="fp8", peak_budget=budget, lowering=lowering, **options))
+    backend = fxprec.Backend(fxprec.Config(recipe="fp8", peak_budget=budget, lowering=lowering, strict=True, **options))
     compiled, peak = torch.compile(model, backend=backend), 0
     for _ in range(3 if ground.on_gpu else 1):
         model.zero_grad(set_to_none=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxprec.gpu_check.ground import Ground, require, same
+from fxprec.gpu_check.ground import Ground, require, same, same_codes
 from fxprec.gpu_check.samples import hard_numbers, table_of
 from fxprec.numerics import ahead, stats
 from fxprec.numerics.formats import Format, parse
@@ -77,8 +77,8 @@ def _codes(ground: Ground, fmt: Format, number: int | None) -> None:
         q, t, counters = quantize_transpose(moved(x, ground.device), row, fmt)
         scaled = x.float() * 2.0**EXPONENT
         wanted = reference_encode(scaled, fmt)
-        same(f"codes, {name}", q, wanted.contiguous())
-        same(f"transposed codes, {name}", t, wanted.t().contiguous())
+        same_codes(f"codes, {name}", q, wanted.contiguous(), fmt, x.isnan())
+        same_codes(f"transposed codes, {name}", t, wanted.t().contiguous(), fmt, x.t().isnan())
         counts, right = stats.Counts(*stats.gathered(counters.cpu())[0].tolist()), reference_stats(scaled, fmt)
         found = (counts.overflow, counts.underflow, counts.elements)
         require(found == (right.overflow, right.underflow, x.numel()), f"counts {found}, not {right}, {name}")

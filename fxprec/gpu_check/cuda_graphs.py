@@ -77,7 +77,7 @@ def run(ground: Ground, mode: str) -> Run:
     model, x = _model(ground)
     state = [*model.parameters(), *model.buffers()]
     compiler = Compiler(compat.compile_fx_inner if ground.on_gpu else lambda gm, examples, **options: interpreted(gm))
-    config = fxprec.Config(recipe="fp8", low_ratio=1.0, mode=mode)  # type: ignore[arg-type]
+    config = fxprec.Config(recipe="fp8", low_ratio=1.0, mode=mode, strict=True)  # type: ignore[arg-type]
     compiled = torch.compile(model, backend=fxprec.Backend(config))
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-2), []
     with observed.compiling_anew(), mock.patch.object(compat, "compile_fx_inner", compiler):

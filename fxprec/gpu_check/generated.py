@@ -77,7 +77,7 @@ def check_blocks(ground: Ground, name: str) -> None:
     for count, dtype in ((1100, torch.float32), (2048, torch.bfloat16), (1, torch.float32)):
         x = (torch.randn(count) * 2.0 ** torch.randint(-20, 20, (count,))).to(dtype)
         for stochastic in (False, True):
-            gm = _block_graph(name, x, stochastic=stochastic)
+            gm = _block_graph(name, x, ground.device, stochastic=stochastic)
             wanted = gm(x, seed, table)
             lower_blocks(gm, "triton", ground.device.type, compat.TritonCalls())
             gm.recompile()
@@ -86,8 +86,12 @@ def check_blocks(ground: Ground, name: str) -> None:
                 same(f"{what} of {count}{', stochastic' if stochastic else ''}", mine, theirs)
 
 
-def _block_graph(name: str, x: Tensor, *, stochastic: bool) -> GraphModule:
-    """Return a cast to blocks of an input, and back; the other inputs are the seed and the scale table."""
+def _block_graph(name: str, like: Tensor, device: torch.device, *, stochastic: bool) -> GraphModule:
+    """Return a cast to blocks of an input, and back; the other inputs are the seed and the scale table.
+
+    What kernels write is allocated on ``device``.
+    """
+    x = torch.empty_like(like, device=device)
     fmt, graph = blocks.find_blocks(name), Graph()
     at, seed, table = (graph.placeholder(name) for name in ("x", "seed", "table"))
     at.meta["val"], seed.meta["val"] = x, torch.zeros(1, dtype=torch.int32)

@@ -13,6 +13,7 @@ from torch import Tensor
 from fxprec.errors import GpuCheckError
 from fxprec.gpu_check.findings import Findings
 from fxprec.gpu_check.items import Mode
+from fxprec.numerics.formats import Format
 
 
 class NotHere(Exception):
@@ -117,6 +118,16 @@ def same(what: str, found: Tensor, wanted: Tensor) -> None:
     first = [int(i) for i in differ.nonzero()[0]]
     pair = f"{found[tuple(first)].item()!r}, not {wanted[tuple(first)].item()!r}"
     raise GpuCheckError(f"{what}: {int(differ.sum())} of {differ.numel()} differ, the first at {first}: {pair}")
+
+
+def same_codes(what: str, found: Tensor, wanted: Tensor, fmt: Format, is_nan: Tensor) -> None:
+    """Raise `GpuCheckError` unless two tensors of codes are equal; a NaN's code may have either sign.
+
+    A GPU's multiplication by the scale drops that sign, which no definition gives a meaning.
+    """
+    magnitude = (1 << (fmt.bits - 1)) - 1
+    found, wanted = (_integers(codes.detach().cpu()) for codes in (found, wanted))
+    same(what, *(torch.where(is_nan, codes & magnitude, codes) for codes in (found, wanted)))
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

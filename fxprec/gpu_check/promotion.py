@@ -42,7 +42,7 @@ def train(ground: Ground) -> tuple[Tensor, fxprec.Backend]:
     model = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width), nn.ReLU())
     model.to(ground.device)
     options: dict[str, Any] = {"recipe": "hfp8", "storage": "packed", "low_ratio": 1.0}
-    backend = fxprec.Backend(fxprec.Config(lowering="auto" if ground.on_gpu else "eager", **options))
+    backend = fxprec.Backend(fxprec.Config(lowering="auto" if ground.on_gpu else "eager", strict=True, **options))
     compiled = torch.compile(model, backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     generator, losses = torch.Generator().manual_seed(2), []

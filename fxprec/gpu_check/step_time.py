@@ -77,7 +77,7 @@ def _measured(ground: Ground, side: str) -> tuple[float, list[str]]:
         model = convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("tensorwise"))
     if side.startswith("fxprec"):
         lowering: Literal["auto", "eager"] = "auto" if ground.on_gpu else "eager"
-        backend = fxprec.Backend(fxprec.Config(recipe="fp8", low_ratio=1.0, lowering=lowering))
+        backend = fxprec.Backend(fxprec.Config(recipe="fp8", low_ratio=1.0, lowering=lowering, strict=True))
     compiled = torch.compile(model, backend=backend or ("inductor" if ground.on_gpu else "eager"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ground.on_gpu)
 

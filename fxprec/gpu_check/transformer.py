@@ -38,7 +38,7 @@ def step(ground: Ground, lowering: str | None, **options: object) -> Step:
     if lowering is None:
         backend, run = None, model.__call__
     else:
-        backend = fxprec.Backend(fxprec.Config(recipe="fp8", low_ratio=1.0, lowering=lowering, **options))  # type: ignore[arg-type]
+        backend = fxprec.Backend(fxprec.Config(recipe="fp8", low_ratio=1.0, lowering=lowering, strict=True, **options))  # type: ignore[arg-type]
         run = torch.compile(model, backend=backend)
     loss = run(x).square().mean()
     loss.backward()

@@ -58,28 +58,42 @@ def caster_source(fmt: Format, *, keep: bool = False) -> tuple[str, str]:
     """Return name and source of a function that gives `encoder_source`'s codes by the hardware's instruction.
 
     The instruction rounds to nearest even and gives the largest number beyond it (PTX ISA, ``cvt``). It forgets NaN's
-    sign, and ``keep`` wants infinities kept: codes of both are written out.
+    sign and its code, and ``keep`` wants infinities kept: four numbers of which one is such take a branch that writes
+    out its code.
     """
     assert has_instruction(fmt)
     assert fmt.torch_dtype is not None
-    _, nan, sign = kept_codes(fmt)
-    inf = codec.kept_infinity(fmt) if keep else nan
     name = f"cast_{identifier(fmt)}{'_keep' if keep else ''}"
-    cast, beyond = _INSTRUCTIONS[fmt.torch_dtype], ">=" if keep else ">"
     return (
         name,
         f'''@triton.jit
 def {name}(x):
     """Codes of {fmt.name} by the hardware's cast."""
-    code = tl.inline_asm_elementwise(
-        "{{ .reg .b16 low, high; {cast} low, $2, $1; {cast} high, $4, $3; mov.b32 $0, {{low, high}}; }}",
+    return tl.inline_asm_elementwise(
+        "{_casting(fmt, keep)}",
         "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4)
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & {MAGNITUDE}
-    special = tl.where(magnitude > {INFINITY}, {nan}, {inf}) | ((bits >> 24) & {sign})
-    return tl.where(magnitude {beyond} {INFINITY}, special, code.to(tl.int32))
 ''',
     )
+
+
+def _casting(fmt: Format, keep: bool) -> str:
+    """Return PTX that casts $1 to $4 into the bytes of $0."""
+    _, nan, sign = kept_codes(fmt)
+    inf = codec.kept_infinity(fmt) if keep else None
+    registers = ".reg .b16 low, high; .reg .f32 top, next; .reg .pred is; .reg .b32 size, sign, code"
+    cast = _INSTRUCTIONS[fmt.torch_dtype]
+    lines = [registers, f"{cast} low, $2, $1", f"{cast} high, $4, $3", "mov.b32 $0, {low, high}", "abs.f32 top, $1"]
+    for i in (2, 3, 4):
+        lines += [f"abs.f32 next, ${i}", "max.NaN.f32 top, top, next"]
+    lines += ["setp.num.f32 is, top, top" if inf is None else f"setp.lt.f32 is, top, 0f{INFINITY:08X}", "@is bra done"]
+    for i in (1, 2, 3, 4):
+        lines += [f"mov.b32 size, ${i}", f"shr.u32 sign, size, 24", f"and.b32 sign, sign, {sign}"]
+        lines += [f"and.b32 size, size, {MAGNITUDE}"]
+        for test, number in (("eq", inf), ("gt", nan)):
+            if number is not None:
+                lines += [f"setp.{test}.u32 is, size, {INFINITY}", f"or.b32 code, sign, {number}"]
+                lines += [f"@is bfi.b32 $0, code, $0, {8 * (i - 1)}, 8"]
+    return "{ " + "; ".join(lines) + "; done: }"
 
 
 def decoder_source(fmt: Format) -> tuple[str, str]:

@@ -211,26 +211,30 @@ SITE_COUNTERS = (STRIPES + 1) * COLUMNS
 
 
 DEVICE_SOURCE = f'''@triton.jit
-def count_lost(x, stored, inside, counters, over_from, under_to):
-    """Count what rounding ``stored`` loses and take the largest of ``x``: one atomic a program and number.
-
-    ``inside`` is None where all outside of a tensor is 0 in both.
-    """
-    bits = stored.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def largest_bits(x, inside):
+    """Return the bits of the largest magnitude, of NaN where there is one; ``inside`` None: all outside is 0."""
     wide = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if inside is not None:
-        bits = tl.where(inside, bits, 0)
         wide = tl.where(inside, wide, 0)
+    return tl.max(tl.ravel(wide), 0)
+
+
+@triton.jit
+def count_lost(largest, stored, inside, factor, counters, over_from, under_to):
+    """Count what rounding ``stored`` loses, ``factor`` times what has the ``largest_bits``: an atomic for each number.
+
+    ``inside`` is None where all outside of a tensor is 0. Overflow is looked for where the largest overflows.
+    """
+    bits = stored.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if inside is not None:
+        bits = tl.where(inside, bits, 0)
     at = counters + (tl.program_id(0) % {STRIPES}) * {COLUMNS}
-    rest = tl.where((bits > 0) & (bits <= under_to), {SHORT}, 0)
-    if stored.numel < {SHORT}:
-        lost = tl.sum(tl.ravel(tl.where(bits >= over_from, 1, rest)))
-        tl.atomic_add(at, lost & {SHORT - 1}, sem="relaxed")
-        tl.atomic_add(at + 1, lost // {SHORT}, sem="relaxed")
-    else:
+    short = tl.where((bits - 1).to(tl.uint32, bitcast=True) < under_to, 1, 0)
+    tl.atomic_add(at + 1, tl.sum(tl.ravel(short)), sem="relaxed")
+    tl.atomic_max(at + 2, largest, sem="relaxed")
+    top = largest.to(tl.float32, bitcast=True) * factor
+    if (top.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= over_from:
         tl.atomic_add(at, tl.sum(tl.ravel(tl.where(bits >= over_from, 1, 0))), sem="relaxed")
-        tl.atomic_add(at + 1, tl.sum(tl.ravel(rest // {SHORT})), sem="relaxed")
-    tl.atomic_max(at + 2, tl.max(tl.ravel(wide), 0), sem="relaxed")
 
 
 @triton.jit

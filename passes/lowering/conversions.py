@@ -65,7 +65,7 @@ def widen_products(gm: GraphModule) -> None:
 
 
 def _widen(graph: Graph, product: Node, wide: Node) -> None:
-    if product.target is aten._scaled_mm.default:
+    if product.target is aten._scaled_mm.default and argument(product, _BIAS) is None:  # it adds no bias to float32
         product.update_arg(_OUT_DTYPE, torch.float32)
     elif product.target is aten.mm.default and _WIDE_MM is not None and tensor_of(product).dtype != torch.float32:
         product.target = _WIDE_MM
@@ -77,5 +77,5 @@ def _widen(graph: Graph, product: Node, wide: Node) -> None:
     graph.erase_node(wide)
 
 
-_OUT_DTYPE = 6  # of aten._scaled_mm's arguments
+_BIAS, _OUT_DTYPE = 4, 6  # of aten._scaled_mm's arguments
 _WIDE_MM = getattr(aten.mm, "dtype", None)  # CUDA's only

@@ -72,7 +72,7 @@ def cast(
     signature = {"x_ptr": f"*{source}:16", "row_ptr": "*i32", "q_ptr": _pointer(name), "t_ptr": _pointer(name)}
     signature |= {"counts_ptr": "*i32:16", "m": "i32:16", "n": "i32:16", "stride_m": "i32:16"}
     keep, hardware = fmt.nan_code is not None, arch >= OLDEST_WITH_CASTS and device.has_instruction(fmt)
-    constants = transpose.flags(fmt, keep=keep, row_major=row_major, stats=stats, hardware=hardware)
+    constants = dict(transpose.flags(fmt, keep=keep, row_major=row_major, stats=stats, hardware=hardware))
     if layout == "rows":
         constants["stride_n"] = 1
     else:

@@ -28,7 +28,7 @@ _GROUP = 8  # rows of tiles that share columns of B in the L2 cache
 TF32_MANTISSA = 10
 INTERPRETED = tl.constexpr(compat.triton_interprets())
 as_bfloat16, power = device.bfloat16(), device.power()
-count_lost, note_facts = map(device_function, ("count_lost", "note_facts"))
+largest_bits, count_lost, note_facts = map(device_function, ("largest_bits", "count_lost", "note_facts"))
 
 
 @triton.jit
@@ -113,12 +113,14 @@ def matmul_kernel(
         tl.store(at, _nearest(total, out_ptr.dtype.element_ty), mask=inside)
     else:
         total = _nearest(total, MIDDLE).to(tl.float32)  # as a GEMM that hands on this dtype would
-        stored = total * power(tl.load(row_ptr))
+        factor = power(tl.load(row_ptr))
+        stored = total * factor
         tl.store(at, ENCODE(stored).to(out_ptr.dtype.element_ty), mask=inside)
         if STATS:
             if program == 0:
                 note_facts(counts_ptr, tl.cast(m, tl.int64) * n, tl.load(row_ptr + CARRIED), tl.load(row_ptr), 0)
-            count_lost(total, stored, inside, counts_ptr, LIMITS[0], LIMITS[1])  # moments would spill registers
+            largest = largest_bits(total, inside)
+            count_lost(largest, stored, inside, factor, counts_ptr, LIMITS[0], LIMITS[1])  # moments would spill registers
 
 
 @dataclass(frozen=True)

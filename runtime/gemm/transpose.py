@@ -6,6 +6,8 @@ dimension only (docs/gemm.md has the table).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,8 +25,10 @@ from fxprec.runtime.gemm.launch import enqueue
 
 # 94 to 99 registers and no spill on sm_80 to sm_100 (4 warps: 180, and 500 spilled bytes for strided input).
 ROWS, COLUMNS, WARPS = 64, 128, 8
+PART = 16
 power = device.power()
-count_lost, count_moments, note_facts = map(device_function, ("count_lost", "count_moments", "note_facts"))
+largest_bits, count_lost = device_function("largest_bits"), device_function("count_lost")
+count_moments, note_facts = device_function("count_moments"), device_function("note_facts")
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_ptr"])
@@ -46,6 +50,7 @@ def quantize_transpose_kernel(
     MEASURE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
 ) -> None:
     """Round one tile, store its codes and their transpose, and count; see `quantize_transpose`."""
     tiles = tl.cdiv(n, COLUMNS)
@@ -55,7 +60,10 @@ def quantize_transpose_kernel(
     inside = (i[:, None] < m) & (j[None, :] < n)
     at = i[:, None].to(tl.int64) * stride_m + j[None, :].to(tl.int64) * stride_n
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    stored = x * power(tl.load(row_ptr))
+    if STATS:
+        largest = largest_bits(x, None)  # 0 is loaded outside; first, so that ``x`` need not be kept
+    factor = power(tl.load(row_ptr))
+    stored = x * factor
     code = ENCODE(stored).to(q_ptr.dtype.element_ty)
     if ROW_MAJOR:
         tl.store(q_ptr + i[:, None].to(tl.int64) * n + j[None, :], code, mask=inside)
@@ -64,9 +72,14 @@ def quantize_transpose_kernel(
         measure = tl.load(row_ptr + MEASURE)
         if program == 0:
             note_facts(counts_ptr, tl.cast(m, tl.int64) * n, tl.load(row_ptr + CARRIED), tl.load(row_ptr), measure)
-        count_lost(x, stored, None, counts_ptr, LIMITS[0], LIMITS[1])  # 0 is loaded outside
-        if measure != 0:
-            count_moments(stored, inside, counts_ptr)
+        count_lost(largest, stored, None, factor, counts_ptr, LIMITS[0], LIMITS[1])
+        if measure != 0:  # in few steps: read again in parts, since a tile at once would take registers of every step
+            for part in range(ROWS // PART):
+                k = (program // tiles) * ROWS + part * PART + tl.arange(0, PART)
+                here = (k[:, None] < m) & (j[None, :] < n)
+                there = k[:, None].to(tl.int64) * stride_m + j[None, :].to(tl.int64) * stride_n
+                again = tl.load(x_ptr + there, mask=here, other=0.0).to(tl.float32)
+                count_moments(again * factor, here, counts_ptr)
 
 
 @triton.jit
@@ -90,12 +103,13 @@ def transpose_kernel(
 
 
 def _grid(m: int, n: int) -> tuple[int]:
-    return (triton.cdiv(m, ROWS) * triton.cdiv(n, COLUMNS),)
+    return (-(-m // ROWS) * -(-n // COLUMNS),)
 
 
+@cache
 def flags(
     fmt: Format, *, keep: bool = False, row_major: bool = True, stats: bool = True, hardware: bool = False
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     """Return the compile-time arguments of the kernel for a format; ``hardware``: it rounds by an instruction."""
     return {
         "ENCODE": (device.caster if hardware else device.encoder)(fmt, keep=keep),
@@ -106,6 +120,7 @@ def flags(
         "MEASURE": symbolic.MEASURE,
         "ROWS": ROWS,
         "COLUMNS": COLUMNS,
+        "PART": PART,
     }
 
 
@@ -128,7 +143,7 @@ def quantize_transpose(
     return q, t, counts
 
 
-def launch(x: Tensor, row: Tensor, q: Tensor, t: Tensor, counts: Tensor, wanted: dict[str, Any]) -> None:
+def launch(x: Tensor, row: Tensor, q: Tensor, t: Tensor, counts: Tensor, wanted: Mapping[str, Any]) -> None:
     """Run the kernel with the compile-time arguments of `flags`."""
     m, n = x.shape
     sizes, options = (m, n, *x.stride()), {**wanted, "num_warps": WARPS, "enable_fp_fusion": False}

@@ -82,7 +82,8 @@ COUNT = f'''{stats.DEVICE_SOURCE}
 @triton.jit
 def count(x, stored, inside, entry, counters, elements, over_from, under_to, IS_SCALED: tl.constexpr):
     """Count what rounding ``stored`` does, which is ``x`` after scaling; moments where the table asks for them."""
-    count_lost(x, stored, inside, counters, over_from, under_to)
+    factor = power(tl.load(entry)) if IS_SCALED else 1.0
+    count_lost(largest_bits(x, inside), stored, inside, factor, counters, over_from, under_to)
     measure = tl.load(entry + {MEASURE})
     if measure != 0:
         count_moments(stored, inside, counters)
