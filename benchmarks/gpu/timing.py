@@ -40,6 +40,18 @@ def in_turn(
     return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3 for name, pairs in events.items()}
 
 
+def of_host(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the median seconds until ``run`` returns to an idle device: those in which the host gives out work."""
+    taken = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
 def _on_host(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):

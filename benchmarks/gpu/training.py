@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxprec
 from benchmarks.gpu.models import LLAMA_BLOCK, MODEL_1_5B, TINY, TINY_MODEL, Decoder, ResNetShapes, Shape
 from benchmarks.gpu.suite import Row, Setting
-from benchmarks.gpu.timing import in_turn
+from benchmarks.gpu.timing import in_turn, of_host
 
 STEP_WANTED, MEMORY_WANTED = 1.35, 0.70
 FP8 = {"recipe": "fp8", "storage": "native"}
@@ -149,9 +149,10 @@ def _measure(side: str, make: Make, items: int, setting: Setting) -> dict[str, f
             torch.cuda.reset_peak_memory_stats()
         took = in_turn({side: step.run}, setting.device, repeats=setting.repeats, warm_up=2)[side]
         peak = torch.cuda.max_memory_allocated() if cuda else 0
+        host = of_host(step.run, setting.device, setting.repeats)
     finally:
         network.to("meta")
-    found = {"per_s": items / took, "step_s": took, "peak_bytes": float(peak)}
+    found = {"per_s": items / took, "step_s": took, "host_s": host, "peak_bytes": float(peak)}
     if step.backend is not None:
         gemms = [g for plan in step.backend.plans for g in plan.gemms]
         found |= {"gemms": float(len(gemms)), "gemms_that_pay": float(sum(bool(g.pays) for g in gemms))}

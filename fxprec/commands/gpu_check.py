@@ -11,12 +11,13 @@ import typer
 
 from fxprec.commands.output import AsJson, names, print_json
 from fxprec.errors import ConfigError, LoweringError
+from fxprec.gpu_check.run import LIMIT
 
 
 def gpu_check(
     dry: Annotated[bool, typer.Option("--dry", help="Without a GPU: what a CPU can check of the same items.")] = False,
     only: Annotated[str, typer.Option(help="Items, for instance casts,products. Default: all ten.")] = "",
-    limit: Annotated[float, typer.Option(help="Seconds an item may take.")] = 60.0,
+    limit: Annotated[float, typer.Option(help="Seconds an item may take.")] = LIMIT,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the text.")] = Path("fxprec-gpu-check"),
     as_json: AsJson = False,
 ) -> None:

@@ -43,6 +43,7 @@ def _child(arguments: dict[str, Any]) -> None:
         for stream in (1, 2):
             os.dup2(log, stream)
         faulthandler.enable()
+        faulthandler.dump_traceback_later(max(0.9 * arguments["seconds"], arguments["seconds"] - 2))  # where it hangs
         from fxprec.gpu_check import child
 
         child.run(**arguments)

@@ -87,7 +87,7 @@ def _casting(fmt: Format, keep: bool) -> str:
         lines += [f"abs.f32 next, ${i}", "max.NaN.f32 top, top, next"]
     lines += ["setp.num.f32 is, top, top" if inf is None else f"setp.lt.f32 is, top, 0f{INFINITY:08X}", "@is bra done"]
     for i in (1, 2, 3, 4):
-        lines += [f"mov.b32 size, ${i}", f"shr.u32 sign, size, 24", f"and.b32 sign, sign, {sign}"]
+        lines += [f"mov.b32 size, ${i}", "shr.u32 sign, size, 24", f"and.b32 sign, sign, {sign}"]
         lines += [f"and.b32 size, size, {MAGNITUDE}"]
         for test, number in (("eq", inf), ("gt", nan)):
             if number is not None:

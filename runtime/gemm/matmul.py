@@ -120,7 +120,8 @@ def matmul_kernel(
             if program == 0:
                 note_facts(counts_ptr, tl.cast(m, tl.int64) * n, tl.load(row_ptr + CARRIED), tl.load(row_ptr), 0)
             largest = largest_bits(total, inside)
-            count_lost(largest, stored, inside, factor, counts_ptr, LIMITS[0], LIMITS[1])  # moments would spill registers
+            # Moments would spill registers.
+            count_lost(largest, stored, inside, factor, counts_ptr, LIMITS[0], LIMITS[1])
 
 
 @dataclass(frozen=True)

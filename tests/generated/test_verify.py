@@ -16,6 +16,7 @@ from fxprec.config import Config
 from fxprec.driver import verify_references
 from fxprec.driver.lowering import Lowering
 from fxprec.driver.verify import checked_run
+from fxprec.driver.verify_references import difference
 from fxprec.ir import symbolic
 from fxprec.kernels import casts, coded_gemms
 from fxprec.numerics import block_codec, block_device, stats
@@ -131,6 +132,33 @@ def test_each_kind_of_kernel_has_a_reference_that_a_right_one_meets_and_a_wrong_
     wrong = found[0] if isinstance(found, tuple) else found
     wrong.view(-1)[3] = -1 - wrong.view(-1)[3] if wrong.dtype.is_floating_point else wrong.view(-1)[3] ^ 0x40
     assert (check(found, *args).reason or "").startswith("1 of ")
+
+
+def moved(x: torch.Tensor, i: int, to: float) -> torch.Tensor:
+    x = x.clone()
+    x[i] = to
+    return x
+
+
+def test_what_cancels_may_be_off_by_the_sums_roundings() -> None:
+    """A bfloat16 of 1e-7 beside others near 1 has no digits in common with the same difference in another order."""
+    wanted = torch.linspace(0.5, 1, 64).bfloat16()
+    small, smaller = moved(wanted, 3, 1e-7), moved(wanted, 3, -3e-8)
+    assert difference(smaller, small, "x", exact=False) is None
+    assert difference(smaller, small, "x", exact=True) == "1 of 64 elements of x are not the reference's"
+    off = difference(moved(wanted, 3, 1e-3), small, "x", exact=False)
+    assert off == "1 of 64 codes of x are not the reference's, 1 of them no neighbours"
+    assert difference(moved(wanted, 3, torch.nan), small, "x", exact=False) is not None
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("e5m2", torch.uint8), ("1-3-0", torch.uint8), ("1-6-9", torch.uint16)])
+def test_zero_stands_between_the_least_codes_of_both_signs(name: str, dtype: torch.dtype) -> None:
+    bits = parse(name).bits
+    minus = 1 << (bits - 1)
+    wanted = torch.zeros(64, dtype=dtype)
+    for code, is_near in ((1, True), (minus, True), (minus + 1, True), (2, False), (minus + 2, False)):
+        said = difference(moved(wanted, 5, code), wanted, "q", exact=False, code_bits=bits)
+        assert (said is None) is is_near, code
 
 
 def test_wrong_counts_of_a_product_are_seen() -> None:

@@ -54,6 +54,7 @@ def test_what_fails_is_named_and_the_others_go_on(
     raised = next(f for f in found if f.item == "raises")
     assert (raised.failed[1]["why"], raised.passed) == ("ValueError: no such kernel", ["right"])
     assert "string_at" in next(f for f in found if f.item == "crashes").output
+    assert "in hangs" in next(f for f in found if f.item == "hangs").output, "where it was when its time was over"
     assert not _is_alive(int(faults_at_hand.read_text(encoding="utf-8"))), "what the item started ends with it"
     report = Report(faults.ITEMS, tuple(found), 12.3, dry=True)
     assert not report.has_passed

@@ -161,6 +161,18 @@ def test_a_gemm_on_a_gpu_writes_float32_where_only_the_graph_reads_it():
     assert CONVERT not in targets(native)
 
 
+def test_a_native_product_with_a_bias_keeps_16_bits():
+    """cuBLASLt adds no bias to float32: "Bias is not supported when out_dtype is set to Float32"."""
+    one, bias = torch.tensor(1.0), BF16[0]
+    native = on_a_gpu(
+        lambda a, b: [CONVERT(aten._scaled_mm(a, b.t(), one, one, bias, None, torch.bfloat16), torch.float32)],
+        CODES,
+        CODES,
+    )
+    (gemm,) = native.graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
+    assert gemm.args[6] == torch.bfloat16
+
+
 def test_a_value_that_is_kept_is_narrowed_once():
     gm = on_a_gpu(lambda x: [CONVERT(x, torch.bfloat16) @ BF16, CONVERT(x, torch.bfloat16)], torch.randn(16, 16))
     assert targets(gm).count(CONVERT) == 1

@@ -6,9 +6,11 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import ptx
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
@@ -31,29 +33,22 @@ def instruction(x: Tensor, fmt: Format) -> Tensor:
     return torch.where(x.isnan(), 0x7F, code)
 
 
-class Value:
-    """A Triton tensor's ``to``."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Tensor:
-        return self.x.view(dtype) if bitcast else self.x.to(dtype)
-
-
 def casted(x: Tensor, fmt: Format, keep: bool) -> Tensor:
     """Run the source that kernels get; only its instruction is stood in for."""
     name, source = device.caster_source(fmt, keep=keep)
+    cast = {"e4m3fn": "cvt.rn.satfinite.e4m3x2.f32", "e5m2_sat": "cvt.rn.satfinite.e5m2x2.f32"}[fmt.name]
 
-    def asm(text: str, *_: Any, **__: Any) -> Tensor:
-        assert text.count({"e4m3fn": "e4m3x2.f32", "e5m2_sat": "e5m2x2.f32"}[fmt.name]) == 2
-        return instruction(x, fmt)
+    def asm(text: str, constraints: str, inputs: list[Tensor], *, dtype: object, is_pure: bool, pack: int) -> Tensor:
+        assert (constraints, pack, is_pure) == ("=r,f,f,f,f", 4, True)
+        packed = ptx.run(text, list(inputs[0].view(-1, 4).t()), {cast: lambda x: instruction(x, fmt).to(torch.int64)})
+        return torch.stack([(packed >> shift) & 0xFF for shift in (0, 8, 16, 24)], 1).view(-1)
 
-    tl = SimpleNamespace(where=torch.where, int32=torch.int32, uint8=torch.uint8, inline_asm_elementwise=asm)
+    tl = SimpleNamespace(uint8=torch.uint8, inline_asm_elementwise=asm)
     names: dict[str, Any] = {"tl": tl, "triton": SimpleNamespace(jit=lambda function: function)}
     exec(source, names)
-    found: Tensor = names[name](Value(x))
-    return found
+    short = -len(x) % 4
+    found: Tensor = names[name](torch.cat([x, x.new_zeros(short)]))
+    return found[: len(x)].to(torch.int32)
 
 
 @FORMATS
@@ -64,6 +59,7 @@ def test_codes_are_those_of_the_definition(fmt: Format, keep: bool) -> None:
     x = torch.cat([every_16_bits, probes(fmt)])
     expected = folded_codes(x, fmt, kept_infinity(fmt) if keep else None)
     assert torch.equal(casted(x, fmt, keep), expected)
+    assert torch.equal(casted(x.flip(0), fmt, keep), expected.flip(0)), "whatever stands beside it"
     plain = instruction(x, fmt).to(torch.int32)
     assert set(x[plain != expected].abs().nan_to_num(-1, torch.inf).tolist()) == ({-1.0, torch.inf} if keep else {-1.0})
 
@@ -101,6 +97,31 @@ def test_a_gpu_that_rounds_otherwise_is_told_and_not_used(h100: pytest.MonkeyPat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not casts_in_hardware(fmt, GPU, keep=True), "told once"
+
+
+@FORMATS
+def test_the_sign_of_nan_is_no_difference(h100: pytest.MonkeyPatch, fmt: Format) -> None:
+    """A GPU multiplies by the scale first, which makes any NaN the positive one. Another code than NaN's is one."""
+    h100.setattr(Tensor, "to", lambda self, *a, to=Tensor.to: self if a == (GPU,) else to(self, *a))
+    h100.setattr(
+        hardware_casts, "_cast", lambda x, fmt, keep: by_definition(x.abs().copysign(x.nan_to_num(1.0)), fmt, keep)
+    )
+    assert casts_in_hardware(fmt, GPU, keep=True)
+    hardware_casts._agrees.cache_clear()
+    h100.setattr(
+        hardware_casts, "_cast", lambda x, fmt, keep: by_definition(x.nan_to_num(1.0, torch.inf, -torch.inf), fmt, keep)
+    )
+    with pytest.warns(FxprecWarning, match="first for nan"):
+        assert not casts_in_hardware(fmt, GPU, keep=True)
+
+
+@FORMATS
+def test_the_comparison_takes_real_numbers_while_a_graph_compiles(h100: pytest.MonkeyPatch, fmt: Format) -> None:
+    """Under a fake mode it would ask fake tensors for codes, which Dynamo takes for a graph it must leave uncompiled."""
+    h100.setattr(Tensor, "to", lambda self, *a, to=Tensor.to: self if a == (GPU,) else to(self, *a))
+    h100.setattr(hardware_casts, "_cast", by_definition)
+    with FakeTensorMode():
+        assert casts_in_hardware(fmt, GPU, keep=True)
 
 
 def test_what_has_no_instruction_is_not_asked(h100: pytest.MonkeyPatch) -> None:
