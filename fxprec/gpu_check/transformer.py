@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxprec
 from fxprec.gpu_check.ground import Ground, distance, require, same, within
@@ -59,8 +59,10 @@ def check(ground: Ground) -> None:
         for name, value in again.gradients.items():
             same(name, value, reference.gradients[name])
         require(again.rows == reference.rows, "statistics differ")
-    if not ground.needs_gpu("lowering='auto', 'inductor' and 'triton' in Inductor's code"):
+    if not ground.needs_gpu("lowering='auto', 'inductor' and 'triton' in Inductor's code, products over codes"):
         return
+    with ground.case("products over codes, biases, one of them the model's end"):
+        ground.fact("gradients of products over codes beside float32", _two_layers(ground))
     slowest = 0.0
     for lowering in ("auto", "inductor", "triton"):
         if not ground.has_time(f"lowering={lowering!r}", slowest):
@@ -73,6 +75,24 @@ def check(ground: Ground) -> None:
             ground.fact(f"gradients of {lowering!r} beside 'eager'", _compare(found, reference, BETWEEN_LOWERINGS))
             ground.fact(f"rows of {lowering!r} not equal to the last bit", _rows(found, reference))
         slowest = max(slowest, time.monotonic() - start)
+
+
+def _two_layers(ground: Ground) -> float:
+    """Compare the gradients of the third step, which has scales, with those of float32."""
+    width, found = 256, []
+    config = fxprec.Config(recipe="fp8", low_ratio=1.0, gemms="low", strict=True)
+    for backend in (None, fxprec.Backend(config)):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)).to(ground.device)
+        x = torch.randn(4 * width, width, device=ground.device)
+        run = model.__call__ if backend is None else torch.compile(model, backend=backend)
+        for _ in range(3):
+            model.zero_grad()
+            loss = run(x).square().mean()
+            loss.backward()
+        found.append(Step(loss.detach(), gradients(model), []))
+    return _compare(found[1], found[0], TO_FLOAT32)
 
 
 def _compare(found: Step, wanted: Step, bound: float) -> float:

@@ -70,18 +70,17 @@ def caster_source(fmt: Format, *, keep: bool = False) -> tuple[str, str]:
 def {name}(x):
     """Codes of {fmt.name} by the hardware's cast."""
     return tl.inline_asm_elementwise(
-        "{_casting(fmt, keep)}",
+        "{_casting(fmt, _INSTRUCTIONS[fmt.torch_dtype], keep)}",
         "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4)
 ''',
     )
 
 
-def _casting(fmt: Format, keep: bool) -> str:
-    """Return PTX that casts $1 to $4 into the bytes of $0."""
+def _casting(fmt: Format, cast: str, keep: bool) -> str:
+    """Return PTX that casts $1 to $4 into the bytes of $0 by the instruction ``cast``."""
     _, nan, sign = kept_codes(fmt)
     inf = codec.kept_infinity(fmt) if keep else None
     registers = ".reg .b16 low, high; .reg .f32 top, next; .reg .pred is; .reg .b32 size, sign, code"
-    cast = _INSTRUCTIONS[fmt.torch_dtype]
     lines = [registers, f"{cast} low, $2, $1", f"{cast} high, $4, $3", "mov.b32 $0, {low, high}", "abs.f32 top, $1"]
     for i in (2, 3, 4):
         lines += [f"abs.f32 next, ${i}", "max.NaN.f32 top, top, next"]

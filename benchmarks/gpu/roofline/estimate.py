@@ -1,4 +1,4 @@
-"""From launches to multiplications and seconds, by the figures of ``gemm_costs.json``, all estimates so far.
+"""From launches to multiplications and seconds, by the figures of ``gemm_costs.json``.
 
 A launch takes its overhead and then as long as memory, arithmetic or the issue of its instructions takes, whichever is
 longest. Nothing overlaps between launches, and caches keep nothing from one to the next.
