@@ -16,7 +16,7 @@ from fxprec.gpu_check.run import LIMIT
 
 def gpu_check(
     dry: Annotated[bool, typer.Option("--dry", help="Without a GPU: what a CPU can check of the same items.")] = False,
-    only: Annotated[str, typer.Option(help="Items, for instance casts,products. Default: all ten.")] = "",
+    only: Annotated[str, typer.Option(help="Items, for instance casts,products. Default: all.")] = "",
     limit: Annotated[float, typer.Option(help="Seconds an item may take.")] = LIMIT,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the text.")] = Path("fxprec-gpu-check"),
     as_json: AsJson = False,

@@ -41,6 +41,7 @@ ITEMS = (
     Item("promotion", "promotion; two equal runs", f"{_ROOM}.promotion"),
     Item("cuda-graphs", "CUDA graphs", f"{_ROOM}.cuda_graphs"),
     Item("peak-budget", "peak budgets as allocated", f"{_ROOM}.budgets"),
+    Item("warm-start", "a second process, warm caches", f"{_ROOM}.warm_start"),
     Item("step-time", "step time beside autocast", f"{_ROOM}.step_time"),
     Item("second-gpu", "a second GPU; DDP with APS", f"{_ROOM}.second_gpu"),
 )

@@ -1,4 +1,4 @@
-"""Item 10: a GPU that is not the current one, and gradients exchanged in 8 bits between two."""
+"""Item 11: a GPU that is not the current one, and gradients exchanged in 8 bits between two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Item 9: seconds of a training step beside autocast and torchao. Nothing here is judged but that it runs."""
+"""Item 10: seconds of a training step beside autocast and torchao. Nothing here is judged but that it runs."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from gpu import faults
 from interpreted import OLD_INTERPRETER
 
 from fxprec import cli
-from fxprec.gpu_check import machine, run
+from fxprec.errors import GpuCheckError
+from fxprec.gpu_check import machine, run, warm_start
 from fxprec.gpu_check.findings import Findings
 from fxprec.gpu_check.ground import Ground, same, within
 from fxprec.gpu_check.items import ITEMS, Item, chosen
@@ -124,7 +125,15 @@ def test_the_dry_run_checks_every_item(tmp_path: Path) -> None:
         ["sm_80", "sm_89", "sm_90", "sm_100"]
     ] * 3
     left = {f["item"]: f["left_out"] for f in report["items"] if f["mode"] == "interpreted" and f["left_out"]}
-    assert set(left) == {"kernels", "transformer", "cuda-graphs", "peak-budget", "step-time", "second-gpu"}
+    assert set(left) == {
+        "kernels",
+        "transformer",
+        "cuda-graphs",
+        "peak-budget",
+        "warm-start",
+        "step-time",
+        "second-gpu",
+    }
     assert all(entry["why"] == "needs a GPU" for entries in left.values() for entry in entries[-1:])
     text = (tmp_path / "gpu-check.txt").read_text(encoding="utf-8").splitlines()
     assert len(text) <= MAX_LINES
@@ -253,3 +262,45 @@ def test_a_long_report_is_cut_and_says_so() -> None:
     assert len(lines) == MAX_LINES
     assert lines[-2].endswith("lines more in the JSON file)")
     assert lines[-1] == "FAILED: casts; 1 s to the verdict"
+
+
+def _stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> None:
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    path.chmod(0o700)
+    monkeypatch.setattr(warm_start.sys, "executable", str(path))
+
+
+STACK = 'Timeout (0:00:20)!\nThread 0x1 (most recent call first):\n  File "a.py", line 3 in waits\n  File "b.py", line 9 in main'
+
+
+def test_a_process_says_how_long_its_first_step_took_and_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Stand-ins for Python: one that is done, one that fails, one that hangs."""
+    say = f"cat >&2 <<'END'\n{STACK}\nEND\n"
+    _stand_in(monkeypatch, tmp_path, f"{say}echo a warning; echo '{json.dumps({'seconds': 2.5})}'")
+    assert warm_start._process(str(tmp_path), 30.0) == (
+        2.5,
+        ['File "a.py", line 3 in waits', 'File "b.py", line 9 in main'],
+    )
+    _stand_in(monkeypatch, tmp_path, "echo no kernel >&2; exit 3")
+    with pytest.raises(GpuCheckError, match=r"^exit code 3: no kernel$"):
+        warm_start._process(str(tmp_path), 30.0)
+    _stand_in(monkeypatch, tmp_path, f"{say}exec sleep 30")
+    with pytest.raises(
+        GpuCheckError, match=r'^not done after 1 s; it was in File "a.py", line 3 in waits; File "b.py"'
+    ):
+        warm_start._process(str(tmp_path), 1.0)
+
+
+def test_a_slower_second_process_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([2.0, 3.0])
+    monkeypatch.setattr(warm_start, "_process", lambda folder, limit: (next(seconds), []))
+    findings = Findings("warm-start", "gpu")
+    ground = Ground(torch.device("cpu"), "gpu", findings)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    warm_start.check(ground)
+    (failed,) = findings.failed
+    assert failed["why"] == "the first step of the second process over that of the first is 1.5, above 1"
+    assert findings.facts["first step, warm caches, s"] == 3.0
