@@ -13,6 +13,7 @@ import torch
 from helpers import one_rank
 from models import TanhLayer
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -136,3 +137,18 @@ def test_other_backends_and_generators_are_not_told_of() -> None:
         return next(numbers(x))
 
     torch.compile(call, backend="fxprec", options=OPTIONS)(torch.ones(3))
+
+
+def test_what_a_compilation_ended_in_is_part_of_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After these errors of a backend Dynamo goes on without it, and logs what the error says."""
+
+    def compile(self: fxprec.Backend, gm: object, inputs: object) -> None:
+        raise DataDependentOutputException(torch.ops.aten.nonzero.default)
+
+    monkeypatch.setattr(fxprec.Backend, "_compile", compile)
+    words = r"runs uncompiled, .*: Backend compiler exception: aten\.nonzero\.default\. Your own modules"
+    with pytest.warns(fxprec.FxprecWarning, match=words):
+        train_step(torch.compile(Net(breaks=False), backend="fxprec", options=OPTIONS))
+    torch.compiler.reset()
+    with pytest.raises(fxprec.FallbackError, match=words):
+        train_step(torch.compile(Net(breaks=False), backend="fxprec", options=OPTIONS | {"strict": True}))

@@ -171,6 +171,9 @@ def _reason_of(error: Exception) -> str:
         line for line in lines if not line.startswith(("***", "Failed to handle", "from user code", "Set TORCH"))
     ]
     reason = ", then ".join(dict.fromkeys(headings[:2])) or type(error).__name__
+    if reason.startswith("Backend compiler exception"):  # whose own words stand below
+        words = (line.strip().partition("Exception:")[2] for line in str(error).splitlines())
+        reason += f": {next(filter(None, words), 'of unknown cause')}"
     hint = next(
         (line.partition("Hint: ")[2] for line in str(error).splitlines() if "Hint: Set torch._dynamo" in line), ""
     )
