@@ -28,8 +28,10 @@ DEFAULT = "2.13"
 OTHERS = ("2.11", "2.14", "2.15")
 ROOM = 14 * 2**30
 """Bytes free on the disk; a CUDA build with its libraries takes 6 GB, and as much again while pip unpacks it."""
-INSTALL_SECONDS = 360
+INSTALL_SECONDS = 900
 TEST_SECONDS = 600
+WHOLE = "whole"
+"""A file in an environment whose installation came to its end."""
 QUICK = ("-m", "not inductor and not full")
 SMOKE = (  # by what they ask of torch; -m "not full" is pytest's default, so Inductor's are among them
     "tests/test_versions.py",
@@ -142,13 +144,14 @@ def installed(version: str) -> Path:
     if done.returncode:
         told = [line.strip() for line in done.stderr.splitlines() if line.strip().startswith("ERROR:")]
         raise NotInstalledError(told[-1].removeprefix("ERROR: ") if told else f"pip ended with {done.returncode}")
+    (folder / WHOLE).touch()
     return python
 
 
 def kept(version: str) -> Path:
     """Return the Python of an environment that is there. Raises `NotInstalledError`."""
     python = ENVIRONMENTS / version / "bin" / "python"
-    if found(python, "torch") == "-":
+    if not (ENVIRONMENTS / version / WHOLE).exists():  # torch may be there without what pip installs after it
         raise NotInstalledError("its installation, above, did not end well")
     return python
 
