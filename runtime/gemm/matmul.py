@@ -117,12 +117,12 @@ def matmul_kernel(
             largest = largest_bits(total, inside)  # first, so that ``total`` need not be kept
         factor = power(tl.load(row_ptr))
         stored = total * factor
-        tl.store(at, ENCODE(stored).to(out_ptr.dtype.element_ty), mask=inside)
         if STATS:
             if program == 0:
                 note_facts(counts_ptr, tl.cast(m, tl.int64) * n, tl.load(row_ptr + CARRIED), tl.load(row_ptr), 0)
             # Moments would spill registers.
             count_lost(largest, stored, inside, factor, counts_ptr, LIMITS[0], LIMITS[1])
+        tl.store(at, ENCODE(stored).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
