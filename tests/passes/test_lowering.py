@@ -150,27 +150,20 @@ def test_a_gemm_on_a_gpu_writes_float32_where_only_the_graph_reads_it():
     assert aten.mm.default in targets(kept), "a kernel that reads it widens it on the way"
     both = on_a_gpu(lambda a, b: [CONVERT(p := a @ b, torch.float32), p], BF16, BF16)
     assert aten.mm.default in targets(both), "as it is, it is wanted too"
+
+
+@pytest.mark.parametrize(("bias", "dtype"), [(None, torch.float32), (BF16[0], torch.bfloat16)])
+def test_a_native_product_writes_float32_unless_it_adds_a_bias(bias, dtype):
+    """cuBLASLt adds none to float32: "Bias is not supported when out_dtype is set to Float32"."""
     one = torch.tensor(1.0)
-    native = on_a_gpu(
-        lambda a, b: [CONVERT(aten._scaled_mm(a, b.t(), one, one, None, None, torch.bfloat16), torch.float32)],
-        CODES,
-        CODES,
-    )
-    (gemm,) = native.graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
-    assert gemm.args[6] == torch.float32
-    assert CONVERT not in targets(native)
-
-
-def test_a_native_product_with_a_bias_keeps_16_bits():
-    """cuBLASLt adds no bias to float32: "Bias is not supported when out_dtype is set to Float32"."""
-    one, bias = torch.tensor(1.0), BF16[0]
     native = on_a_gpu(
         lambda a, b: [CONVERT(aten._scaled_mm(a, b.t(), one, one, bias, None, torch.bfloat16), torch.float32)],
         CODES,
         CODES,
     )
     (gemm,) = native.graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
-    assert gemm.args[6] == torch.bfloat16
+    assert gemm.args[6] == dtype
+    assert (CONVERT in targets(native)) is (bias is not None)
 
 
 def test_a_value_that_is_kept_is_narrowed_once():
