@@ -13,7 +13,7 @@ The pass knows no exponent. Nodes refer to rows of the scale table, and `work.sc
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,6 +22,7 @@ from torch.fx import Node
 from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, Quantize, Rescale
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.constant_factors import constant_factors, growth_of
 from fxprec.passes.analysis.inputs import module_path
 from fxprec.passes.analysis.joint import argument, input_at
 from fxprec.passes.analysis.producers import is_zero, producer_of
@@ -68,6 +69,7 @@ class _Walk:
     casts: dict[Node, int] = field(default_factory=dict)  # quantize node -> its row
     rescaled: dict[tuple[Node, Scale], Node] = field(default_factory=dict)
     unknown: dict[str, Node] = field(default_factory=dict)
+    factors: Mapping[Node, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.book = self.work.book
@@ -81,6 +83,7 @@ class _Walk:
         return any(self.book.sites[c.row].direction == "backward" and needs_scale(c.format) for c in casts)
 
     def run(self) -> None:
+        self.factors = constant_factors(self.graph)
         for node in list(self.graph.nodes):
             if node.op == "call_function":  # autograd does not mark a custom function's backward as such
                 self._visit(node)
@@ -121,7 +124,9 @@ class _Walk:
         self.casts[q] = row
         if x in self.zeros:
             self.zeros.add(q)
-        self.carried[q] = self._new(Cast(row, site, fmt, self.carried.get(x), producer, gemm))
+        growth = growth_of(x, is_param=self.book.sites[site].kind == "grad_param")
+        factor = round(self.factors.get(x, 0.0) + growth)
+        self.carried[q] = self._new(Cast(row, site, fmt, self.carried.get(x), producer, gemm, factor))
 
     def _compute(self, node: Node) -> None:
         if isinstance(node.meta.get("val"), torch.Tensor) and not is_float_tensor(node):

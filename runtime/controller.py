@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -23,9 +23,9 @@ from fxprec.plan.lines import named
 from fxprec.plan.scales import ScaleGraph
 from fxprec.runtime.controller_state import saved_plan
 from fxprec.runtime.events import Event
-from fxprec.runtime.nonfinite import Departure, NonfiniteWatch
+from fxprec.runtime.nonfinite import Departure, Nonfinite
 from fxprec.runtime.scaling.copies import CopyScales
-from fxprec.runtime.scaling.keeper import Keeper
+from fxprec.runtime.scaling.keeper import Keeper, largest_magnitude
 from fxprec.runtime.stats import SiteStats, StatsQueue, steps_late
 from fxprec.runtime.table import Formats, Latest, ScaleTable, TableState
 
@@ -45,15 +45,6 @@ class Rules:
 
     promote_above: float | None = 0.01
     hi: str = "bf16"  # the format a promoted tensor gets
-
-
-@dataclass(frozen=True)
-class Nonfinite:
-    """The watch for infs and NaNs, and what follows one."""
-
-    watch: NonfiniteWatch
-    action: Literal["report", "raise"] | None
-    """None: an event, and no warning."""
 
 
 @dataclass
@@ -118,6 +109,22 @@ class Controller:
         self._act(keep=0 if waits else self._kept, wait=True)
         if self.keeper is not None:
             self.keeper.update(self.step, self._tell_scale)
+
+    @property
+    def has_no_scales(self) -> bool:
+        """Say whether gradients are to be scaled and nothing was measured yet: `begin` is to choose their scales."""
+        return self.keeper is not None and self.keeper.is_new
+
+    def begin(self, gradients: Sequence[torch.Tensor], table: torch.Tensor) -> torch.Tensor:
+        """Choose the first scales by the gradients that come in; return the table for this backward pass.
+
+        That is ``table``, its forward's, where another forward has begun a further step since.
+        """
+        if self.keeper is None or table.data_ptr() != self.table.data_ptr():
+            return table
+        if (largest := largest_magnitude(gradients)) is not None:
+            self.keeper.begin(largest, self.step, self._tell_scale)
+        return self.table
 
     def catch_up(self, *, wait: bool = True) -> None:
         """Act on what the next step will act on in any case, which changes no number; without ``wait``, if it is here.

@@ -16,7 +16,7 @@ class Event:
     for the tensor that was the first to leave its range; "relinked" for a layer whose gradient goes in other bits on a
     link that has changed; "biased" for a rounding that is off on average and "logit-growth" for attention whose logits
     grow, of ``watch_every``; of gradients' scales "scale" (changed), "unscaled" (what the
-    first step lost, which has no scales yet) or "clamp" (float32 cannot hold the scale wanted).
+    first step lost, whose scales are not measured yet) or "clamp" (float32 cannot hold the scale wanted).
     """
 
     step: int

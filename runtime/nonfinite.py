@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -214,3 +214,12 @@ class _Series:
             return None
         start = int(inside[-1]) + 1
         return int(rows[start, 0]), next(name for name, is_so in ways.items() if is_so[start])
+
+
+@dataclass(frozen=True)
+class Nonfinite:
+    """The watch for infs and NaNs, and what follows one."""
+
+    watch: NonfiniteWatch
+    action: Literal["report", "raise"] | None
+    """None: an event, and no warning."""

@@ -122,7 +122,7 @@ def _step(setting: Setting) -> Row:
 
 
 def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    for _ in range(3):  # the first step has no scales yet: its gradients may underflow, all of them
+    for _ in range(3):  # the first steps' scales are not measured yet
         model.zero_grad()
         model(x).square().mean().backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -32,7 +32,7 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.lowering import Lowering
 from fxprec.driver.option_checks import settings_on
 from fxprec.driver.warm_start import KnownHalf, plan_key, say_again, sources
-from fxprec.driver.wrappers import Run, named_launches, ranged, with_stats
+from fxprec.driver.wrappers import Run, begun, named_launches, ranged, with_stats
 from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.name_grouped import name_grouped
 from fxprec.passes.narrow_attention import narrow_attention
@@ -64,6 +64,8 @@ class Compiler:
     log: EventLog
     trained: Callable[[], tuple[Plan, ...]]
     """Gives the plans of the model's training graphs, the latest last."""
+    controller: Callable[[], Controller | None]
+    """Gives the graph's state, once there is one."""
     tried: list[float] = field(default_factory=list)
     """Seconds of each plan that was made and compiled since the graph took one, those that broke a budget too."""
     queue: StatsQueue = field(default_factory=StatsQueue)
@@ -119,6 +121,7 @@ class Compiler:
             peak=PeakBudget(log),
             log=log,
             trained=trained,
+            controller=controller,
             calibration=calibration,
             dump=dump,
             recorder=recorder,
@@ -270,7 +273,8 @@ class Compilation(Attempt):
         self.found.append(known)
         compiler = self.compiler
         run = ranged(run, compiler.log.name, known.name)
-        return compiler.wrapped(run, known.name, known.lowered, known.num_outputs)
+        run = compiler.wrapped(run, known.name, known.lowered, known.num_outputs)
+        return begun(run, known.lowered.incoming, compiler.controller)
 
     def _from_cache(self, run: Run) -> Compiled:
         """Take over what was found out when the halves in the cache were compiled."""

@@ -14,8 +14,8 @@ from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.passes.pass_report import PassReport
 from fxprec.plan import Plan
 from fxprec.plan.scales import ScaleGraph
-from fxprec.runtime.controller import Controller, Nonfinite, Rules
-from fxprec.runtime.nonfinite import NonfiniteWatch
+from fxprec.runtime.controller import Controller, Rules
+from fxprec.runtime.nonfinite import Nonfinite, NonfiniteWatch
 from fxprec.runtime.scaling import keeper
 from fxprec.runtime.scaling.copies import CopyScales
 from fxprec.runtime.scaling.keeper import Keeper

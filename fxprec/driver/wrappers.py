@@ -10,7 +10,8 @@ from torch.profiler import record_function
 
 from fxprec import compat
 from fxprec.errors import LoweringError
-from fxprec.passes.lowering.lowered import Lowered
+from fxprec.passes.lowering.lowered import Incoming, Lowered
+from fxprec.runtime.controller import Controller
 from fxprec.runtime.cpu.codes import count_codes
 from fxprec.runtime.stats import StatsQueue
 
@@ -35,6 +36,20 @@ def with_stats(run: Run, lowered: Lowered, num_outputs: int, queue: StatsQueue) 
             exps = [column[row] for row in lowered.coded_rows]
             queue.push(lowered.coded_rows, count_codes(codes, lowered.coded_formats, exps))
         return results[:num_outputs]
+
+    return compat.boxed(call)
+
+
+def begun(run: Run, incoming: Incoming | None, controller: Callable[[], Controller | None]) -> Run:
+    """Return ``run``, a backward half, but in its first call the gradients that come in choose the scales."""
+    if incoming is None:
+        return run
+
+    def call(args: list[Any]) -> Any:
+        found, table = controller(), args[incoming.table]
+        if found is not None and found.has_no_scales and not isinstance(table, compat.FakeTensor):
+            args[incoming.table] = found.begin([args[i] for i in incoming.gradients], table)
+        return run(args)
 
     return compat.boxed(call)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch.fx import Graph, GraphModule, Node
 
 from fxprec import compat
-from fxprec.ir.symbolic import InMemory
+from fxprec.ir.symbolic import InMemory, Quantize
 from fxprec.kernels.coded_gemms import GemmKernel
 from fxprec.kernels.counts import GATHERED
+from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.lowering.blocks import BlockCall, lower_blocks
 from fxprec.passes.lowering.clamps import compare_to_clamp
 from fxprec.passes.lowering.conversions import share_conversions, show_bytes_in_memory, widen_products
@@ -21,7 +22,7 @@ from fxprec.passes.lowering.gemms import lower_gemms
 from fxprec.passes.lowering.in_loops import casts_in_loops
 from fxprec.passes.lowering.inline import inlined_casts
 from fxprec.passes.lowering.layout import share_channels_last, show_shapes_alike
-from fxprec.passes.lowering.lowered import CodedResult, Generated, Lowered
+from fxprec.passes.lowering.lowered import CodedResult, Generated, Incoming, Lowered
 from fxprec.passes.lowering.pieces import cast_in_pieces, narrow_in_pieces
 from fxprec.passes.lowering.rows import WatchedRows
 from fxprec.passes.lowering.scaled_mm import multiply_blocks
@@ -53,6 +54,7 @@ def lower(
     results of gradients whose parameters are contiguous. ``multiplies_blocks``: the device's tensor cores multiply
     operands in blocks.
     """
+    incoming = _incoming(gm.graph, rows.scaled - rows.copied)
     counted, histograms = count(gm, rows.counted)
     counters = Counters(rows.watched, rows.measured, histograms)
     half = _Half(gm, lowering, device_type, rows, calls, without, contiguous, counters, histograms)
@@ -63,7 +65,15 @@ def lower(
     gm.recompile()
     blocks = {call.kernel for node in gm.graph.nodes if (call := BlockCall.of(node)) is not None}
     names = (*(kernel.name for kernel in half.generated.kernels), *sorted(blocks))
-    return Lowered((*counters.rows, *half.found), counted, half.coded, half.generated, names, decoded)
+    return Lowered((*counters.rows, *half.found), counted, half.coded, half.generated, names, incoming, decoded)
+
+
+def _incoming(graph: Graph, scaled: Container[int]) -> Incoming | None:
+    inputs = graph.find_nodes(op="placeholder")
+    gradients = tuple(i for i, node in enumerate(inputs) if JointGraph.is_tangent(node))
+    tables = (cast.table for _, cast in Quantize.among(Quantize.nodes(graph)) if cast.row in scaled)
+    table = next(tables, None) if gradients else None
+    return None if table is None else Incoming(inputs.index(table), gradients)
 
 
 @dataclass

@@ -27,6 +27,14 @@ class CodedResult:
 
 
 @dataclass(frozen=True)
+class Incoming:
+    """Where among its inputs a backward half that scales gradients has the scale table, and gradients that come in."""
+
+    table: int
+    gradients: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Generated:
     """The result of `call_generated`: the kernels, the rows they count for, and the places without a kernel."""
 
@@ -51,6 +59,8 @@ class Lowered:
     kernel_names: tuple[str, ...] = ()
     """All generated kernels, those of block formats too; a half from the cache knows no more of them."""
 
+    incoming: Incoming | None = None
+    """None in a half that scales no gradient."""
     decoded: tuple[tuple[str, str], ...] = ()
     """GEMMs with operands in blocks that a device which multiplies blocks is given decoded: which, and why."""
 

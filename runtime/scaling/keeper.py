@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
+
+import torch
 
 from fxprec.config.grad_scaling import GradScaling, LossScaling
 from fxprec.numerics.formats import parse
@@ -19,6 +21,7 @@ from fxprec.runtime.scaling.solver import (
     HEADROOM_EXP,
     MAX_SCALE_EXP,
     CastStatistics,
+    first_exps,
     hidden_by_clipping,
     scale_exp,
     solve,
@@ -49,6 +52,16 @@ class Keeper(Protocol):
     @property
     def waits(self) -> bool:
         """Say whether the next step waits for the statistics on their way."""
+
+    @property
+    def is_new(self) -> bool:
+        """Say whether no scale was chosen yet, and `begin` is to choose them."""
+
+    def begin(self, amax: float, step: int, tell: Tell) -> None:
+        """Choose the scales of step number ``step``, whose backward pass begins.
+
+        ``amax``: the largest magnitude of the gradients that come into the graph.
+        """
 
     def ask(self) -> None:
         """Measure in the coming step, whenever the next refresh would be."""
@@ -106,6 +119,13 @@ class ScaleKeeper:
     @property
     def waits(self) -> bool:
         return not self._seen  # step 2 is to be scaled
+
+    @property
+    def is_new(self) -> bool:
+        return not (self._last_refresh or any(self.exps) or any(row in self._records for row in self.graph.casts))
+
+    def begin(self, amax: float, step: int, tell: Tell) -> None:
+        self._change(first_exps(self.graph, amax), step - 1, tell)
 
     @property
     def _fresh(self) -> frozenset[int]:
@@ -180,13 +200,13 @@ class ScaleKeeper:
         self._due = self._due or step + 1 - self._last_refresh >= self.scaling.interval
 
     def _tell_what_was_lost(self, tell: Tell) -> None:
-        """Tell what the steps before the first measurement lost: nothing is scaled in them."""
+        """Tell what the steps before the first measurement lost: their scales are a guess, or none (`begin`)."""
         lost = {row: r.lost for row, r in self._records.items() if r.lost is not None and r.lost >= GROSS_OVERFLOW}
         if lost:
             worst = max(lost, key=lambda row: lost[row])
             detail = (
                 f"{len(lost)} of {len(self.graph.casts)} gradients lost {GROSS_OVERFLOW:.0%} or more of their elements "
-                f"to over- or underflow, this one {lost[worst]:.0%}: a first step has no scales yet"
+                f"to over- or underflow, this one {lost[worst]:.0%}: a first step has no measured scales yet"
             )
             tell("unscaled", self.graph.site_of[worst], detail)
         for record in self._records.values():
@@ -335,3 +355,10 @@ class ScaleKeeper:
 def underflow_of(stats: SiteStats) -> float:
     """Return the share of the non-zero elements that underflowed, from a step that measured."""
     return min(1.0, stats.underflow_ratio / stats.nonzero_ratio) if stats.nonzero_ratio > 0 else 0.0
+
+
+def largest_magnitude(gradients: Iterable[torch.Tensor]) -> float | None:
+    """Return the largest magnitude in any of the tensors, or None where it is 0, inf or NaN; waits for the device."""
+    norms = [torch.linalg.vector_norm(g, math.inf).float() for g in gradients if g.is_floating_point() and g.numel()]
+    largest = float(torch.stack(norms).amax()) if norms else 0.0
+    return largest if 0.0 < largest < math.inf else None

@@ -22,12 +22,16 @@ class LossScaleKeeper:
     exps: list[int] = field(default_factory=list)
     measures: bool = False
     waits: bool = False
+    is_new: bool = False
     overflowed: bool = False  # since the last update: the optimizer step is to be skipped
     _seen: bool = False
     _good_steps: int = 0
 
     def __post_init__(self) -> None:
         self.exps = [exponent_of(self.scaling.initial)] * len(self.graph.variables)
+
+    def begin(self, amax: float, step: int, tell: Callable[[str, int, str], None]) -> None:
+        """Do nothing: a loss scale begins with the one given."""
 
     def ask(self) -> None:
         """Do nothing: a loss scale measures nothing."""
