@@ -19,6 +19,7 @@ from fxprec.ir.symbolic import DEQUANTIZE, KEEP_NONFINITE, QUANTIZE, RESCALE
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.numerics.hadamard import SIZE
 from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.float32_functions import float32_function
 from fxprec.passes.analysis.joint import input_at, is_backward, is_view, numel_hint, tensor_of
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.analysis.selection import covers
@@ -214,7 +215,8 @@ class _Rewrite:
 
 
 def _is_matrix_product(node: Node) -> bool:
-    return node.target in _MULTIPLYING and all(tensor_of(factor).ndim >= 2 for _, factor in _factors(node))
+    is_product = node.target in _MULTIPLYING and all(tensor_of(factor).ndim >= 2 for _, factor in _factors(node))
+    return is_product and float32_function(node) is None
 
 
 def _sums_over_tokens(node: Node) -> bool:

@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from fxprec.config.processor import PORTABLE
 from fxprec.ir.symbolic import Dequantize, KeepNonfinite
 from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.float32_functions import float32_function
 from fxprec.passes.analysis.joint import (
     dim_hint,
     factors_of,
@@ -59,6 +60,8 @@ class NarrowGemms:
         convert = _Convert(work.joint.graph, dtype)
         for node in list(work.joint.graph.nodes):
             if node.target not in targets or (leaves_small and _is_small(node)):
+                continue
+            if dtype != torch.float32 and float32_function(node) is not None:
                 continue
             if everything or not is_backward(node):
                 convert.gemm(node)

@@ -54,6 +54,12 @@ def test_one_plan_serves_dynamic_batches(storage: str, mark: bool) -> None:
 
 
 @EVERY_STORAGE
+def test_an_identity_matrix_is_counted_in_16_bits(storage: str) -> None:
+    """torch decomposes it to a range in uint16, and `torch.arange` has none: it ran in compiled code alone."""
+    compare(lambda: Branches(lambda m, x: m.a(x) @ torch.eye(300)[:16, :16]), [(x8(),)], eager_backend(storage))
+
+
+@EVERY_STORAGE
 def test_batch_norm_buffers_and_in_place_relu(storage: str) -> None:
     compare(Cnn, [(torch.randn(4, 3, 8, 8),) for _ in range(2)], eager_backend(storage), fullgraph=True)
 

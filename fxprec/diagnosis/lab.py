@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from fxprec.compat import tree_map_only
 from fxprec.diagnosis.subject import same_random_numbers
-from fxprec.driver.interpreter import draw_from_seeds
+from fxprec.driver.interpreter import runnable
 from fxprec.driver.record import RecordedHalf
 from fxprec.ir.symbolic import (
     CorrectScales,
@@ -76,7 +76,7 @@ class Lab:
     """Operators met that no gradient goes through."""
 
     def __post_init__(self) -> None:
-        self._halves = [draw_from_seeds(half.gm) for half in (self.forward, self.backward)]
+        self._halves = [runnable(half.gm) for half in (self.forward, self.backward)]
         self._saved = [n.name for n in self.backward.gm.graph.find_nodes(op="placeholder")]
         self.casts = tuple(_casts(*self._halves))
         self._by_name = {cast.name: cast for cast in self.casts}

@@ -2,7 +2,7 @@
 
 Inductor turns ``rand`` into a seed, drawn once in the forward half, and a function of that seed, which backward may
 compute again. The prims' own eager implementations ignore the seed, so a recomputed dropout would draw another mask;
-`draw_from_seeds` replaces them.
+`runnable` replaces them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fxprec.passes.analysis.tensors import GROUP_META
 from fxprec.passes.insert_observers import measure
 
 
-def draw_from_seeds(gm: GraphModule) -> GraphModule:
-    """Replace, in place, random operators that ignore their seed; return ``gm``."""
+def runnable(gm: GraphModule) -> GraphModule:
+    """Replace, in place, operators that run right in compiled code alone; return ``gm``."""
     replaced = False
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in _SEEDED:
-            node.target = _SEEDED[node.target]
+        if node.op == "call_function" and node.target in _REPLACED:
+            node.target = _REPLACED[node.target]
             replaced = True
     if replaced:
         gm.recompile()
@@ -51,9 +51,17 @@ def seeded_randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor)
     return torch.randint(low, high, size, generator=_generator(seed), device=seed.device)
 
 
+def counted_up(
+    length: int, *, start: int, step: int, dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> torch.Tensor:
+    """Return ``start``, ``start + step``, ... in any dtype: `torch.eye` counts in uint16, `torch.arange` cannot."""
+    return (torch.arange(length, device=device) * step + start).to(dtype).requires_grad_(requires_grad)
+
+
 _SEEDED = {compat.SEEDED_RANDOM: seeded_random, compat.SEEDED_RANDINT: seeded_randint}
+_REPLACED = {**_SEEDED, torch.ops.prims.iota.default: counted_up}
 DRAWN = frozenset(_SEEDED.values())
-"""What draws from a seed, in a graph after `draw_from_seeds`."""
+"""What draws from a seed, in a graph after `runnable`."""
 
 
 class Calibration:
@@ -99,7 +107,7 @@ class Calibration:
 
 def interpreted(gm: GraphModule) -> Callable[..., Any]:
     """Run a graph op by op: the reference lowering."""
-    draw_from_seeds(gm)
+    runnable(gm)
 
     def call(args: list[Any]) -> Any:
         taken = list(args)

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fxprec import compat
 from fxprec.driver.event_log import EventLog
-from fxprec.driver.interpreter import DRAWN, draw_from_seeds
+from fxprec.driver.interpreter import DRAWN, runnable
 from fxprec.driver.record import EveryNth, RecordedHalf
 from fxprec.driver.rounding_bias import cast_bias
 from fxprec.driver.wrappers import Run
@@ -135,7 +135,7 @@ class _Watched:
 
     @classmethod
     def of(cls, gm: GraphModule) -> _Watched:
-        graph = draw_from_seeds(gm).graph
+        graph = runnable(gm).graph
         inputs = list(graph.find_nodes(op="placeholder"))
         written = {argument(n, 0) for n in graph.nodes if n.target in MUTATIONS}
         return cls(

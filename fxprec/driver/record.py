@@ -22,7 +22,7 @@ from fxprec.compat import copied
 from fxprec.config import Settings
 from fxprec.driver.compiled import Compiled
 from fxprec.driver.event_log import EventLog
-from fxprec.driver.interpreter import draw_from_seeds
+from fxprec.driver.interpreter import runnable
 from fxprec.driver.lowering import Lowering
 from fxprec.driver.wrappers import Run
 from fxprec.errors import ConfigError, LoweringError
@@ -264,7 +264,7 @@ def _alone(gm: GraphModule, nodes: Sequence[Node]) -> GraphModule:
         found.graph.erase_node(node)
     found.graph.eliminate_dead_code()
     found.recompile()
-    return draw_from_seeds(found)
+    return runnable(found)
 
 
 def tensor_dump(

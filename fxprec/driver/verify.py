@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from fxprec import compat
 from fxprec.driver.event_log import in_one_line
-from fxprec.driver.interpreter import draw_from_seeds
+from fxprec.driver.interpreter import runnable
 from fxprec.driver.verify_references import (
     GEMMS,
     REFERENCES,
@@ -63,9 +63,9 @@ def checked_run(
     with torch.no_grad(), np.errstate(all="ignore"):
         wanted = None
         if lowered.generated.kernels:
-            wanted = _Reference(draw_from_seeds(plain), lowered)
+            wanted = _Reference(runnable(plain), lowered)
             wanted.run(*map(_copied, args))
-        checker = _Checker(draw_from_seeds(lowered_gm), lowered.generated.kernels, wanted)
+        checker = _Checker(runnable(lowered_gm), lowered.generated.kernels, wanted)
         results = list(checker.run(*args))
     statistics = None if wanted is None else wanted.statistics
     if statistics is not None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
 from torch.fx import Graph, Node
 
-from fxprec.ir.operators import Trait, having
+from fxprec.ir.operators import Trait, having, those
 from fxprec.passes.analysis.joint import (
     JointGraph,
     factors_of,
@@ -24,10 +23,9 @@ from fxprec.passes.analysis.joint import (
     value,
 )
 
-aten = torch.ops.aten
 _PRODUCTS = having(Trait.SCALES)
-_QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
-_SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList})
+_QUOTIENTS = those(lambda spec: Trait.SCALES in spec.traits and spec.divisor_at == 1)
+_SUMS = having(Trait.SUMS)
 
 
 def constant_factors(graph: Graph) -> Mapping[Node, float]:

@@ -238,3 +238,41 @@ def test_a_float32_mask_is_not_rounded(graphs, recipe: str) -> None:
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}[recipe]
     assert attention.args[0].meta["val"].dtype == narrow
     assert attention.kwargs["attn_mask"].meta["val"].dtype == torch.float32
+
+
+class _Points(nn.Module):
+    """Near points, by a method that `torch.autocast` runs in float32."""
+
+    def __init__(self, method) -> None:
+        super().__init__()
+        self.method, self.first = method, nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.method(self.first(x), self.first(y)).log1p().sum()
+
+
+def _inverse(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.inv(torch.diag_embed(1 + x.sum(1).square())) * y.sum()
+
+
+@pytest.mark.parametrize(("method", "products"), [(torch.cdist, 3), (_inverse, 2)], ids=["cdist", "inverse"])
+def test_a_method_that_autocast_runs_in_float32_is_no_worse_than_there(graphs, method, products: int) -> None:
+    """Distances of near points are differences of squares: rounded to 16 bits, nothing of their gradients was right."""
+    torch.manual_seed(0)
+    model = _Points(method)
+    x = torch.randn(64, 32)
+    y = x + 0.02 * torch.randn(64, 32)
+
+    def gradient(run, *, autocast: bool = False) -> torch.Tensor:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = run(x, y)
+        loss.backward()
+        return model.first.weight.grad.clone()
+
+    wanted = gradient(model)
+    rival = gradient(model, autocast=True)
+    found = gradient(torch.compile(model, backend=eager_backend("native", recipe="bf16", low_ratio=None)))
+    assert (found - wanted).norm() <= 1.1 * (rival - wanted).norm()
+    in_float32 = [dtypes for gm in graphs for dtypes in operand_dtypes(gm) if dtypes == {torch.float32}]
+    assert len(in_float32) == products, "and the linear layers in bfloat16"

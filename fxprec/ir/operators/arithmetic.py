@@ -22,7 +22,7 @@ POINTWISE = (
     row("mul.Tensor", terms=_PRODUCT, hands_on="any", traits=_AFFINE | Trait.HANDS_ON_DIVISOR | _OF_TWO | Trait.SCALES),
     row("mul.Scalar", terms=_PRODUCT, hands_on="first", traits=_AFFINE | Trait.HANDS_ON_DIVISOR | Trait.SCALES),
     row("div.Tensor", terms=FIRST, hands_on="first", divisor_at=1, traits=_SCALED | _OF_TWO | Trait.SCALES),
-    row("div.Scalar", terms=FIRST, hands_on="first", traits=Trait.HANDS_ON_DIVISOR | Trait.SCALES),
+    row("div.Scalar", terms=FIRST, hands_on="first", divisor_at=1, traits=Trait.HANDS_ON_DIVISOR | Trait.SCALES),
     row("neg", terms=FIRST, hands_on="first", traits=_AFFINE | Trait.HANDS_ON_DIVISOR),
     row("abs", traits=_SCALED),
     row("addcmul", terms=((0,), (1, 2))),
