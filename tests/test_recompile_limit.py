@@ -80,6 +80,22 @@ def test_a_limit_that_the_model_itself_hits_is_said_once(limit: str) -> None:
     assert copy.deepcopy(backend).events == (), "a copy tells for itself"
 
 
+def test_a_model_that_hit_a_limit_keeps_no_other_from_being_compiled() -> None:
+    """Dynamo marked the code itself: a new model of the class ran uncompiled, without a word and under ``strict`` too."""
+    first, second, x = Block(), Block(), torch.randn(4, 8)
+    compile_by_name(first)
+    compile_by_name(second, strict=True)
+    with limits(recompile_limit=1):
+        with pytest.warns(fxprec.FxprecWarning, match="this model hit"):
+            call_with(first, x, "", "a", "a")
+        second(x, "aa")
+        first(x)
+        assert [controller.step for controller in fxprec.backend_of(first).controllers] == [2], "what is compiled runs"
+    assert len(fxprec.backend_of(second).plans) == 1
+    call_with(first, x, "a")
+    assert len(fxprec.backend_of(first).plans) == 2, "the limit was raised"
+
+
 def test_strict_makes_a_limit_an_error() -> None:
     block, x = Block(), torch.randn(4, 8)
     compile_by_name(block, strict=True)

@@ -118,6 +118,29 @@ def test_what_it_is_at_is_told_of_training_and_of_evaluation(caplog: pytest.LogC
     assert told == [*first, *evaluation, "compiling for evaluation: graph 1, forward half"]
 
 
+def test_the_line_is_of_the_graphs_that_ran_last() -> None:
+    """Two sizes compiled twice saved twice as much, said the line and the trainers' logs."""
+    found = eager_backend(recipe="fp8", storage="native")
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    step = torch.compile(model, backend=found, dynamic=False)
+    for size in (64, 32, 64):
+        step(torch.randn(size, 8)).sum().backward()
+    large, small = found.plans
+    assert found.latest_plans == (large,)
+    assert found.summary() == f"{line([large])}; 1 more graph for other inputs"
+    assert summary(step)["fxprec/saved_bytes"] == large.saved_bytes.planned
+    step(torch.randn(32, 8)).sum().backward()
+    assert found.latest_plans == (small,)
+    other = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), backend=found, dynamic=False)
+    other(torch.randn(32, 8)).sum().backward()
+    assert found.latest_plans == (small, found.plans[-1]), "another layer's graph is held beside"
+
+
+def test_where_nothing_is_rounded_the_line_says_so() -> None:
+    found = fxprec.Backend(fxprec.Config(recipe="fp32"))
+    assert found.summary() == "fxprec fp32: nothing is rounded, and Inductor compiles as by itself"
+
+
 def test_reprs_are_short_and_say_what_is_saved(backend: fxprec.Backend) -> None:
     assert repr(backend.plans[0]) == f"<Plan: {backend.summary()}>"
     assert repr(backend) == f"<Backend, step 1: {backend.summary()}>"

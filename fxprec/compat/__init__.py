@@ -58,6 +58,7 @@ from fxprec.compat.cuda_memory import cublas_workspace_bytes as cublas_workspace
 from fxprec.compat.cuda_memory import cuda_block_bytes as cuda_block_bytes
 from fxprec.compat.frames import LEAVES_RECURRENT as LEAVES_RECURRENT
 from fxprec.compat.frames import LIMITS_LOST as LIMITS_LOST
+from fxprec.compat.frames import Compilations as Compilations
 from fxprec.compat.groups import gathered_dtypes as gathered_dtypes
 from fxprec.compat.groups import process_group_store as process_group_store
 from fxprec.compat.groups import sharded_parameters as sharded_parameters

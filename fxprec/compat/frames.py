@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -25,15 +25,26 @@ from fxprec.compat.backends import innermost_backend
 from fxprec.compat.patches import replaced, tell_of_missing
 
 
+@dataclass
+class Compilations:
+    """What Dynamo compiled for one model."""
+
+    by_frame: Counter[int] = field(default_factory=Counter)
+    """By Dynamo's frame id."""
+    at_limit: dict[CodeType, tuple[int, int]] = field(default_factory=dict)
+    """Functions of which nothing more is compiled for the model, and Dynamo's limits then."""
+
+
 @contextmanager
 def recompiles_per_model(
-    counts_of: Callable[[object], Counter[int] | None], hit: Callable[[object, str, str], None]
+    compilations_of: Callable[[object], Compilations | None], hit: Callable[[object, str, str], None]
 ) -> Iterator[None]:
     """Hold Dynamo's recompile limits against each model alone, and call ``hit(backend, code, limit)`` at one.
 
     Dynamo counts what all models compiled for a code object. That suits backends that compare equal, whose models
-    share code; ours do not, and the ninth block of a network would run uncompiled. ``counts_of`` returns a backend's
-    compilations by frame, or None for backends that are not ours, which keep Dynamo's count.
+    share code; ours do not, and the ninth block of a network would run uncompiled. At a limit it compiles the code for
+    no model any more, new ones included. ``compilations_of`` returns a backend's own, or None for backends that are not
+    ours, which keep Dynamo's count.
     """
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -44,22 +55,46 @@ def recompiles_per_model(
             tell_of_missing("'code' and 'compiler_fn' of Dynamo's _compile", LIMITS_LOST)
             return exceeds(cache_size, compile_id)
         backend = innermost_backend(function)
-        counts = counts_of(backend)
-        if counts is None:
+        known = compilations_of(backend)
+        if known is None:
             return exceeds(cache_size, compile_id)
         own = sum(e.backend is backend or e.backend == backend for e in _debug_get_cache_entry_list(code))
         sizes = {f.name: min(own, getattr(cache_size, f.name)) for f in fields(cache_size)}
-        id_ = replace(compile_id, frame_compile_id=counts[compile_id.frame_id])
-        counts[compile_id.frame_id] += 1
+        id_ = replace(compile_id, frame_compile_id=known.by_frame[compile_id.frame_id])
+        known.by_frame[compile_id.frame_id] += 1
         exceeded, limit = exceeds(replace(cache_size, **sizes), id_)
         if exceeded:
             hit(backend, _named(code), f"{limit} ({getattr(torch._dynamo.config, limit)})")
+            known.at_limit[code] = _limits()
         return exceeded, limit
 
-    dynamo: Any = convert_frame
-    exceeds: Callable[[Any, Any], tuple[bool, str]] = dynamo.exceeds_recompile_limit
-    with replaced(dynamo, "exceeds_recompile_limit", lambda _: exceeds_for_this_model):
+    def for_this_model(convert: Callable[..., Any]) -> Callable[..., Any]:
+        def convert_frame_of(self: Any, frame: Any, *args: Any, **options: Any) -> Any:
+            known = compilations_of(innermost_backend(self._torchdynamo_orig_backend))
+            at_limit = {} if known is None else known.at_limit
+            if at_limit.get(frame.f_code) == _limits():
+                return _RUN_ONLY
+            result = convert(self, frame, *args, **options)
+            return _RUN_ONLY if at_limit.get(frame.f_code) == _limits() else result
+
+        return convert_frame_of
+
+    exceeds: Callable[[Any, Any], tuple[bool, str]] = _dynamo.exceeds_recompile_limit
+    with (
+        replaced(_dynamo, "exceeds_recompile_limit", lambda _: exceeds_for_this_model),
+        replaced(_dynamo.ConvertFrame, "__call__", for_this_model),
+    ):
         yield
+
+
+def _limits() -> tuple[int, int]:
+    return torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit
+
+
+_dynamo: Any = convert_frame
+_ALONE = _dynamo.FrameExecStrategy(_dynamo.FrameAction.RUN_ONLY, _dynamo.FrameAction.RUN_ONLY)
+_RUN_ONLY = _dynamo.ConvertFrameReturn(_ALONE, apply_to_code=False)
+"""Run this call with code that was compiled before, or as written."""
 
 
 @contextmanager

@@ -152,12 +152,18 @@ class Backend(Watched):
 
     def reset(self) -> None:
         """Called by ``torch.compiler.reset()``: what is traced next takes over the state of the graph it replaces."""
+        self.frames.compilations.at_limit.clear()
         self._model.drop()
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """One plan per compiled training graph, in compile order."""
         return tuple(g.plan for g in self._model.live if g.is_training and g.plan is not None)
+
+    @property
+    def latest_plans(self) -> tuple[Plan, ...]:
+        """`plans`, but of graphs of the same layers that were compiled for other inputs the one that ran last."""
+        return tuple(g.plan for g in self._model.of_latest_step if g.plan is not None)
 
     @property
     def all_plans(self) -> tuple[Plan | None, ...]:
@@ -194,11 +200,11 @@ class Backend(Watched):
 
     @property
     def saved_low_share(self) -> float:
-        """Return the share of the bytes saved for backward that lies in fewer than 16 bits, over the training graphs.
+        """Return the share of the bytes saved for backward that lies in fewer than 16 bits, over `latest_plans`.
 
         0 where nothing is planned.
         """
-        return saved_low_share(self.plans)
+        return saved_low_share(self.latest_plans)
 
     @property
     def mean_low_ratio(self) -> float:
@@ -323,14 +329,16 @@ class Backend(Watched):
         self._model.load(saved_state.unpacked(state))
 
     def summary(self) -> str:
-        """Return in one line what the training graphs save for backward, hold at their peak, and in how many bits."""
-        return shown.line(self.plans)
+        """Return in one line what a step saves for backward, holds at its peak, and in how many bits."""
+        if not self._is_planned:
+            return f"fxprec {self._settings.recipe.name}: nothing is rounded, and Inductor compiles as by itself"
+        return shown.line(self.latest_plans, others=len(self.plans) - len(self.latest_plans))
 
     def __repr__(self) -> str:
         return f"<Backend, step {self._step()}: {self.summary()}>"
 
     def _repr_html_(self) -> str:
-        return shown.html(self.plans, f"Backend, step {self._step()}; training graphs: {len(self.plans)}")
+        return shown.html(self.latest_plans, f"Backend, step {self._step()}; training graphs: {len(self.plans)}")
 
     def _step(self) -> int:
         return max((controller.step for controller in self._controllers()), default=0)

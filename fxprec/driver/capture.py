@@ -217,6 +217,11 @@ class Parameters:
                 self._own[i] = _ref(args[i])
         return True
 
+    @property
+    def ids(self) -> frozenset[int]:
+        """Tell layers apart: the identities of those parameters that live."""
+        return frozenset(map(id, self._by_name().values()))
+
     def of_another(self, other: Parameters) -> bool:
         """Say whether both have a name in common under which another parameter is: they are of two layers."""
         mine, theirs = self._by_name(), other._by_name()

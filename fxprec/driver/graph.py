@@ -54,6 +54,7 @@ class PlannedGraph:
 
     def __init__(self, captured: Captured, parameters: Parameters, model: Model, dump: GraphDump | None = None) -> None:
         self.captured, self.parameters, self.index = captured, parameters, len(model.all)
+        self.ran_last = 0  # number of the model's call
         self.is_replaced = False  # by what was traced after torch.compiler.reset()
         self.controller: Controller | None = None
         self._model, self._dump = model, dump
@@ -232,6 +233,8 @@ class PlannedGraph:
 
     def _begin_step(self) -> None:
         self._model.shared_peak.begin()
+        self._model.calls += 1
+        self.ran_last = self._model.calls
         for graph in self._model.others_in_training(self):
             if graph._steps.settle_in_forward():
                 graph._settle(steps=0)

@@ -44,6 +44,7 @@ class Model:
         self.step_budget: int | None = None  # bytes, of weights and the optimizer's states too
         self.shared_peak = SharedPeak(settings)
         self.all: list[PlannedGraph] = []
+        self.calls = 0  # of all graphs
         self._given, self._dump = given, dump
         self._dropped: list[PlannedGraph] = []  # by torch.compiler.reset(), and not traced again yet
         self._waiting = Waiting()
@@ -59,6 +60,15 @@ class Model:
     def live(self) -> list[PlannedGraph]:
         """The graphs that no newer one has replaced, in compile order."""
         return [graph for graph in self.all if not graph.is_replaced]
+
+    @property
+    def of_latest_step(self) -> list[PlannedGraph]:
+        """The planned training graphs; of several of the same layers, for other inputs, the one that ran last."""
+        found: dict[object, PlannedGraph] = {}
+        for graph in sorted(self.live, key=lambda graph: graph.ran_last):
+            if graph.is_training and graph.plan is not None:
+                found[graph.parameters.ids or graph.index] = graph
+        return sorted(found.values(), key=lambda graph: graph.index)
 
     def drop(self) -> None:
         """What was compiled is no longer called: what is traced next takes over the state of what it replaces."""

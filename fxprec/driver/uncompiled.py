@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,8 +26,7 @@ class Frames:
 
     log: EventLog
     step: Callable[[], int]
-    compilations: Counter[int] = field(default_factory=Counter)
-    """By Dynamo's frame id."""
+    compilations: compat.Compilations = field(default_factory=compat.Compilations)
 
     def tell(self, code: str, detail: str) -> None:
         """Warn that ``code`` does not run as asked. Under ``strict`` that is an error."""
@@ -99,7 +97,7 @@ def _replace(patches: ExitStack) -> None:
             return None
         return None if backend is None else backend.frames
 
-    def compilations(wrapper: object) -> Counter[int] | None:
+    def compilations(wrapper: object) -> compat.Compilations | None:
         frames = known(wrapper)
         return None if frames is None else frames.compilations
 
@@ -133,7 +131,7 @@ def _replace(patches: ExitStack) -> None:
 
 _LIMIT = (
     "runs uncompiled, in the model's own precision, where no compiled code fits: this model hit "
-    "torch._dynamo.config.{}, and Dynamo compiles this code for no model any more; see "
+    "torch._dynamo.config.{}, and Dynamo compiles nothing more of this code for it; see "
     'TORCH_LOGS="recompiles" for what changes from call to call, make it a tensor, or raise the limit'
 )
 _ALLOW = "Set torch._dynamo.config.allow_rnn=True to have it compiled"

@@ -27,7 +27,7 @@ def summary(model: object) -> dict[str, float]:
     """Return a few numbers on a model's latest step, for a line of a log; waits for none that is on its way.
 
     Shares of a tensor's elements (largest over all tensors), the share of all elements that the policy made low,
-    averaged over the steps so far, the bytes that training graphs save for backward, the share of them in fewer than 16
+    averaged over the steps so far, the bytes that a step saves for backward, the share of them in fewer than 16
     bits and what the same tensors take in bf16, and counts: tensors promoted, steps skipped. Of several models the
     first share is their mean.
     """
@@ -40,7 +40,7 @@ def _rows(backends: Mapping[str, Backend]) -> list[dict[str, Any]]:
 
 
 def _summary(backends: Mapping[str, Backend], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    plans = [plan for backend in backends.values() for plan in backend.plans]  # of training; evaluation follows them
+    plans = [plan for backend in backends.values() for plan in backend.latest_plans]  # evaluation follows them
     saved = [plan.saved_bytes for plan in plans if plan.saved_bytes is not None]
     demoted = [backend.mean_demoted_ratio for backend in backends.values()]
     return {

@@ -17,13 +17,17 @@ _NONE = "nothing planned yet; the first training step compiles"
 _ROWS = 50  # of a notebook's table of tensors
 
 
-def line(plans: Sequence[Plan], graph: str = "") -> str:
-    """Return in one line what the plans of a model, or of one graph, save and hold; unknown parts are left out."""
+def line(plans: Sequence[Plan], graph: str = "", *, others: int = 0) -> str:
+    """Return in one line what the plans of a model, or of one graph, save and hold; unknown parts are left out.
+
+    ``others``: graphs that run in other steps.
+    """
     if not plans:
         return f"fxprec: {_NONE}"
     name = plans[0].recipe.name + (", simulated" if plans[0].storage == "simulate" else "")
     name += f", {graph}" if graph else ""
-    return f"fxprec {name}: " + "; ".join(parts(plans))
+    more = [f"{others} more graph{'s' if others > 1 else ''} for other inputs"] if others else []
+    return f"fxprec {name}: " + "; ".join([*parts(plans), *more])
 
 
 def parts(plans: Sequence[Plan]) -> list[str]:
