@@ -15,6 +15,7 @@ import fxprec
 from fxprec.driver.capture import Captured
 from fxprec.driver.compilation import Compilation
 from fxprec.driver.compiled import Compiled, Retry
+from fxprec.driver.wrappers import retained
 
 
 def trained(capacity: int | None = None) -> tuple[fxprec.Backend, list[Any], list[torch.Tensor]]:
@@ -58,3 +59,34 @@ def test_what_the_cache_keeps_of_a_compiled_graph_is_plain_data() -> None:
     assert compiled.scales is not None
     kept = replace(compiled, run=None, passes=())
     assert pickle.loads(pickle.dumps(kept)) == kept
+
+
+class Overwriting(torch.autograd.Function):
+    """Its backward is a half that writes over what forward saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.detach().clone())
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return retained(lambda args: args[0].mul_(2 * args[1]), (0,))([*ctx.saved_tensors, gradient])
+
+
+def test_a_half_writes_over_copies_where_another_pass_is_to_come() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    loss = Overwriting.apply(x).sum()
+    found = [torch.autograd.grad(loss, x, retain_graph=keep)[0] for keep in (True, True, False)]
+    assert all(torch.equal(gradient, 2 * x) for gradient in found)
+
+
+@pytest.mark.inductor
+def test_a_backward_may_keep_the_graph() -> None:
+    """Inductor may write over saved tensors, and AOTAutograd refused such a pass where backward was compiled ahead."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    compiled = torch.compile(model, backend="fxprec", options={"recipe": "bf16"})
+    loss = compiled(torch.randn(256, 64)).square().mean()
+    first, last = (torch.autograd.grad(loss, [*model.parameters()], retain_graph=keep) for keep in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(first, last, strict=True))

@@ -24,7 +24,9 @@ from fxprec.compat.autograd import hand_on_sources as hand_on_sources
 from fxprec.compat.autograd import in_backward as in_backward
 from fxprec.compat.autograd import inputs_written_behind as inputs_written_behind
 from fxprec.compat.autograd import is_profiling as is_profiling
+from fxprec.compat.autograd import keeps_graph as keeps_graph
 from fxprec.compat.autograd import on_gradient as on_gradient
+from fxprec.compat.autograd import take_donated as take_donated
 from fxprec.compat.autograd import will_run as will_run
 from fxprec.compat.autograd import without_source as without_source
 from fxprec.compat.autograd import without_torch_function as without_torch_function

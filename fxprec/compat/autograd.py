@@ -46,6 +46,25 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def take_donated() -> tuple[int, ...]:
+    """Return the inputs that the backward half just compiled may write over, and let AOTAutograd believe it has none.
+
+    It refuses ``backward(retain_graph=True)`` else. Who runs the half hands in copies then (`keeps_graph`).
+    """
+    context = torch._guards.TracingContext.try_get()
+    donated = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
+    if not donated:
+        return ()
+    taken = tuple(donated)
+    donated.clear()  # in place: several records of AOTAutograd's hold the list
+    return taken
+
+
+def keeps_graph() -> bool:
+    """Say whether the backward pass under way is to leave saved tensors as they are, for another one."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def on_gradient(of: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Call ``hook`` with the gradient of a tensor, untraced where a compiled function calls backward()."""
     of.register_hook(torch.compiler.disable(hook, reason="a hook of fxprec"))

@@ -20,7 +20,7 @@ from fxprec.driver.event_log import Said
 from fxprec.driver.half_compilation import CompiledHalf, Halves
 from fxprec.driver.memory import CompiledPeak, over_ratio
 from fxprec.driver.warm_start import KnownHalf
-from fxprec.driver.wrappers import Run
+from fxprec.driver.wrappers import Run, retained
 from fxprec.passes import pipeline
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph
@@ -178,9 +178,11 @@ class JointCompilation(Attempt):
             assert self.halves is not None, "forward comes first"
             half = self.halves.compile(gm, examples, options, name)
             self._say_how_lowered()
+        donated = compat.take_donated() if name == "backward" else ()
+        run = retained(half.run, donated)
         if self.key is None:
-            return half.run
-        return compat.storable(half.run, self._known(half, name, said), half.code)
+            return run
+        return compat.storable(run, self._known(half, name, said, donated), half.code)
 
     def _say_how_lowered(self) -> None:
         """Put into the plan which lowering was estimated to be less for the halves so far."""
@@ -188,10 +190,10 @@ class JointCompilation(Attempt):
         if chooser is not None and chooser.halves and plan is not None:
             self._set_plan(replace(plan, lowering=chooser.for_plan()))
 
-    def _known(self, half: CompiledHalf, name: str, said: Sequence[Said]) -> KnownHalf:
+    def _known(self, half: CompiledHalf, name: str, said: Sequence[Said], donated: tuple[int, ...]) -> KnownHalf:
         said = (*self.said, *said) if name == "forward" else tuple(said)
         lowered = replace(half.lowered, generated=Generated())  # kernels are part of the code
-        return KnownHalf(name, lowered, half.num_outputs, said, self.compiled)
+        return KnownHalf(name, lowered, half.num_outputs, said, donated, self.compiled)
 
     def _new_halves(self) -> Halves:
         compiler = self.compiler

@@ -39,6 +39,8 @@ class KnownHalf:
     """Of the half, before the statistics that are appended."""
     said: tuple[Said, ...]
     """Events so far: said again by each process that takes the code."""
+    donated: tuple[int, ...]
+    """Inputs that its code may write over."""
     graph: Compiled
     """As far as it was known then: backward's knows how both were lowered."""
 

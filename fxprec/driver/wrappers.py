@@ -54,6 +54,20 @@ def begun(run: Run, incoming: Incoming | None, controller: Callable[[], Controll
     return compat.boxed(call)
 
 
+def retained(run: Run, donated: Collection[int]) -> Run:
+    """Return ``run``, a backward half that may write over its ``donated`` inputs, but not where they are read again."""
+    if not donated:
+        return run
+
+    def call(args: list[Any]) -> Any:
+        if compat.keeps_graph():
+            for i in donated:
+                args[i] = args[i].clone()
+        return run(args)
+
+    return compat.boxed(call)
+
+
 def named_launches(run: Run, kernels: Collection[str], half: str) -> Run:
     """Return ``run``, whose ``kernels`` raise a `LoweringError` that names them where they cannot start.
 
