@@ -24,6 +24,10 @@ def make():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(3, 4)
 
+def keywords():
+    model, x = make()
+    return model, {"input": x}
+
 def wrong():
     return 3
 
@@ -184,7 +188,7 @@ def test_explain_prints_what_is_held_as_text_and_as_json(dumped, capsys):
         (["explain", "{d}/a", "addm"], "'addm' is no tensor or module of this plan; did you mean 'addmm'?; plan.sites and the dump's texts list them"),
         (["dump", "net.py"], "target 'net.py' names no factory; give path/file.py:factory or module:callable"),
         (["dump", "{d}/net.py:mak"], "target '{d}/net.py:mak': {d}/net.py has no callable 'mak'; did you mean 'make'?; give path/file.py:factory or module:callable"),
-        (["dump", "{d}/net.py:wrong", "--out", "{d}/w"], "target '{d}/net.py:wrong' returned int; let it return (model, example inputs), the inputs a tensor or a tuple"),
+        (["dump", "{d}/net.py:wrong", "--out", "{d}/w"], "target '{d}/net.py:wrong' returned int; let it return (model, example inputs), the inputs a tensor, a tuple or a dict of keywords"),
         (["dump", "{d}/net.py:make", "--recipe", "fp32"], "recipe 'fp32' holds everything in float32, so there is nothing to plan; choose 'fp8'"),
     ],
 )  # fmt: skip
@@ -208,6 +212,14 @@ def test_a_half_written_file_is_one_line_and_2(name, said, dumped, tmp_path, cap
     (folder / name).write_text("".join((folder / name).read_text().splitlines(keepends=True)[:14]))
     assert run("report", tmp_path) == 2
     assert re.fullmatch(f"fxprec: error: {re.escape(str(folder / name))}: {said}\n", capsys.readouterr().err)
+
+
+def test_inputs_may_be_keywords(dumped, tmp_path):
+    asked = ("--recipe", "hfp8", "--low-ratio", 0.5)
+    assert run("dump", f"{dumped}/net.py:keywords", "--out", tmp_path / "k", *asked) == 0
+    plans = [Plan.load(folder / "graph-0" / "plan.json") for folder in (tmp_path / "k", dumped / "a")]
+    assert plans[0].saved_bytes == plans[1].saved_bytes
+    assert run("fits", f"{dumped}/net.py:keywords", "--gpu", "1GiB", "--batch", 16) == 0
 
 
 def test_other_files_in_a_dump_do_not_matter(dumped, tmp_path, capsys):

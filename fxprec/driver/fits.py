@@ -108,7 +108,8 @@ class _Trial:
         if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
             return made  # type: ignore[no-any-return]  # what planning says of it is said there
         model, inputs = made
-        inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        if not isinstance(inputs, tuple | list | Mapping):
+            inputs = (inputs,)
         shape = next((t.shape for t in _tensors(inputs) if t.dim()), torch.Size())
         if "sequence" in wanted and "sequence" not in taken and not 2 <= len(shape) <= 3:
             raise ConfigError(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from fxprec.config import Config
 from fxprec.driver.backend import Backend
 from fxprec.driver.named import find_backend
-from fxprec.errors import ConfigError
+from fxprec.errors import ConfigError, FxprecWarning
 
 # What torch's wrappers put before a module's name: torch.compile, DDP, checkpoint_wrapper, FSDP1.
 _WRAPPERS = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -59,9 +61,27 @@ def compile_layers(model: nn.Module, layer: str | type[nn.Module], options: Mapp
 
 
 def compile_in_place(module: nn.Module, options: Mapping[str, Any] | None = None) -> None:
-    """Compile a module in place, if fxprec has not yet: its class, names and `state_dict` stay as they are."""
-    if find_backend(module) is None:
+    """Compile a module in place, if fxprec has not yet: its class, names and `state_dict` stay as they are.
+
+    Other ``options`` than those of the earlier compilation are a warning.
+    """
+    backend = find_backend(module)
+    if backend is None:
         module.compile(backend="fxprec", options=dict(options or {}))
+    elif options and backend.config != Config(**options):
+        warnings.warn(
+            f"this {type(module).__name__} is compiled already, with {backend.config.recipe!r}, and {dict(options)} is "
+            "not used; compile it once, with the options you want",
+            FxprecWarning,
+            stacklevel=3,
+        )
+
+
+def checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the options of a callback as a dict of its own. Raises `ConfigError` for what is no mapping."""
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(f"options is {options!r}; give a dict of fxprec.Config's fields, such as {{'recipe': 'fp8'}}")
+    return dict(options or {})
 
 
 def _names(module: nn.Module) -> set[str]:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from fxprec.errors import FxprecError, FxprecWarning
-from fxprec.integrations.backends import backends_in, compile_in_place, compile_layers
+from fxprec.integrations.backends import backends_in, checked, compile_in_place, compile_layers
 from fxprec.integrations.rank_states import RankStates
 from fxprec.integrations.statistics import log_statistics, summary
 
@@ -39,7 +39,7 @@ class FxprecCallback(TrainerCallback, ExportableState):  # type: ignore[misc, un
     def __init__(
         self, options: Mapping[str, Any] | None = None, *, layer: str | None = None, log_to: object = None
     ) -> None:
-        self.options, self.layer, self.log_to = dict(options or {}), layer, log_to
+        self.options, self.layer, self.log_to = checked(options), layer, log_to
         self._model: nn.Module | None = None
 
     def on_init_end(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxprec.errors import FxprecError, FxprecWarning
-from fxprec.integrations.backends import backends_in, compile_in_place, compile_layers
+from fxprec.integrations.backends import backends_in, checked, compile_in_place, compile_layers
 from fxprec.integrations.rank_states import RankStates
 from fxprec.integrations.statistics import log_statistics
 
@@ -29,7 +29,7 @@ class FxprecCallback(Callback):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None, *, part: str = "", layer: str | None = None) -> None:
-        self.options, self.part, self.layer = dict(options or {}), part, layer
+        self.options, self.part, self.layer = checked(options), part, layer
         self._module: LightningModule | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -8,7 +8,7 @@ import importlib.util
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,9 +104,9 @@ def plan_under_fakes(factory: Factory, backend: Callable[..., Any], target: str,
         warnings.simplefilter("ignore")  # of the user's code and torch's tracing, which is not run here
         try:
             with converting_fakes():
-                model, inputs = _made(factory(), target)
-            inputs = tree_map_only(torch.Tensor, lambda t: _fake(mode, t), inputs)
-            torch.compile(model, backend=backend)(*inputs)  # type: ignore[no-untyped-call]
+                model, args, keywords = _made(factory(), target)
+            args, keywords = tree_map_only(torch.Tensor, lambda t: _fake(mode, t), (args, keywords))
+            torch.compile(model, backend=backend)(*args, **keywords)  # type: ignore[no-untyped-call]
         except Exception as error:
             if folder.has_plans:
                 return  # planned; what came after, such as running on fake tensors, is of no interest
@@ -133,14 +133,16 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _made(result: object, target: str) -> tuple[Any, tuple[Any, ...]]:
+def _made(result: object, target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if not isinstance(result, tuple | list) or len(result) != 2 or not callable(result[0]):
         raise ConfigError(
             f"target {target!r} returned {type(result).__name__}; let it return (model, example inputs), the inputs "
-            "a tensor or a tuple"
+            "a tensor, a tuple or a dict of keywords"
         )
-    inputs = result[1]
-    return result[0], tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    model, inputs = result
+    if isinstance(inputs, Mapping):
+        return model, (), dict(inputs)
+    return model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

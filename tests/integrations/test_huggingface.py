@@ -188,3 +188,13 @@ def test_a_jump_of_the_logged_loss_is_told():
         callback.on_log(None, state, None, logs={"loss": loss})
     events = callback.backends[""].events
     assert [event.step for event in events if event.kind == "loss-jump"] == [13]
+
+
+def test_options_that_are_not_used_are_told() -> None:
+    model = torch.nn.Linear(4, 4)
+    model.compile(backend="fxprec", options={"recipe": "bf16"})
+    callback = FxprecCallback({"recipe": "fp8"})
+    with pytest.warns(fxprec.FxprecWarning, match=r"Linear is compiled already, with 'bf16', and .*fp8.* is not used"):
+        callback.on_init_end(None, None, None, model=model)
+    with pytest.raises(fxprec.ConfigError, match=r"options is 'fp8'; give a dict of fxprec.Config's fields"):
+        FxprecCallback("fp8")
