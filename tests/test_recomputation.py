@@ -45,6 +45,28 @@ def step(model: Any, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, lis
     return used.detach(), list(found)
 
 
+class OfProduct(nn.Module):
+    """A checkpointed region that starts from the result of a matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(256, 256) for _ in range(3))
+
+    def part(self, x: Tensor) -> Tensor:
+        return F.gelu(self.b(F.gelu(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(checkpoint(self.part, self.a(x), use_reentrant=False))
+
+
+def test_what_a_region_starts_from_is_saved_as_the_product_wrote_it() -> None:
+    """It was widened before, and saved in float32: twice what autocast saves."""
+    backend = eager_backend("native", recipe="bf16", low_ratio=None)
+    torch.compile(OfProduct(), backend=backend)(torch.randn(64, 256)).square().mean().backward()
+    start = next(saved for saved in backend.plans[0].saved if saved.tensor == "addmm")
+    assert (start.format, start.bytes) == ("bf16", 2 * 64 * 256)
+
+
 @pytest.mark.parametrize("options", [{}, {"policy": "exact"}], ids=str)
 def test_a_recomputed_dropout_draws_the_mask_of_the_forward(options: dict[str, Any]) -> None:
     model, x = Masked(), torch.randn(256, 16)

@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, TRANSPOSED
 from fxprec.passes.analysis import regions
-from fxprec.passes.analysis.joint import JointGraph, is_backward
+from fxprec.passes.analysis.joint import JointGraph, is_backward, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.peak.kernels import Kind, kind_of
 
@@ -56,8 +56,11 @@ def needed_by_forward(joint: JointGraph) -> set[Node]:
 
 
 def is_repeated(node: Node, joint: JointGraph) -> bool:
-    """Say whether backward repeats a forward node rather than save it: a view, a decoded value, a parameter's copy."""
-    return kind_of(node) is Kind.VIEW or _is_decoded(node) or is_copy_of_parameter(node, joint)
+    """Say whether backward repeats a forward node rather than save it.
+
+    That is a view, a decoded value, a parameter's copy, or a 16-bit value widened.
+    """
+    return kind_of(node) is Kind.VIEW or _is_decoded(node) or _is_widened(node) or is_copy_of_parameter(node, joint)
 
 
 def is_copy_of_parameter(node: Node, joint: JointGraph) -> bool:
@@ -71,6 +74,16 @@ def source_of_copy(node: Node) -> Node:
     while node.target in _COPIES:
         node = node.all_input_nodes[0]
     return node
+
+
+def _is_widened(node: Node) -> bool:
+    wide, narrow = value(node), value(node.all_input_nodes[0]) if node.target is CONVERT else None
+    return (
+        wide is not None
+        and narrow is not None
+        and narrow.is_floating_point()
+        and narrow.dtype.itemsize < wide.dtype.itemsize
+    )
 
 
 def _is_decoded(node: Node) -> bool:
