@@ -230,6 +230,9 @@ def test_the_command_says_no_and_why_as_json() -> None:
     assert code == 1
     assert (found["fits"], found["batch"], found["peak"]) == (False, 5, None)
     assert "beside them the least peak found holds" in found["why"]
+    assert found["why"].startswith("64.00 MiB (67108884 bytes) stay free for libraries, and in the rest: step_"), found[
+        "why"
+    ]
     code, _ = run("t.py:on_many", "--gpu", str(found["enough"]), "--batch", "5")
     assert code == 0
     code, _ = run("t.py:on_many", "--gpu", str(int(0.97 * found["enough"])), "--batch", "5")

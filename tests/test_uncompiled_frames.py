@@ -48,6 +48,14 @@ def train_step(model: nn.Module) -> None:
     model(torch.randn(4, 8)).square().mean().backward()
 
 
+@pytest.mark.filterwarnings("error::fxprec.FxprecWarning")
+def test_what_does_not_run_at_all_is_not_told_to_run_uncompiled() -> None:
+    model = torch.compile(Net(breaks=True), backend="fxprec", options=OPTIONS, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        train_step(model)
+    assert not fxprec.backend_of(model).events
+
+
 def test_a_method_that_runs_uncompiled_is_told_with_what_it_leaves_out() -> None:
     model = torch.compile(Net(breaks=True), backend="fxprec", options=OPTIONS)
     with pytest.warns(fxprec.FxprecWarning, match=WORDS) as caught:

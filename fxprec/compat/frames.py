@@ -111,6 +111,8 @@ def frames_left_uncompiled(tell: Callable[[object, str, object, str], None]) -> 
             return convert(self, frame, *args, **options)
         except (Unsupported, UserError) as error:
             reason = _reason_of(error)
+            if self._one_graph:  # the user's own fullgraph=True: nothing runs
+                raise
             if not frame.f_code.co_flags & _GENERATORS and _LIMIT not in reason:  # a generator is never compiled
                 tell(innermost_backend(self._torchdynamo_orig_backend), _named(frame.f_code), _owner(frame), reason)
             raise

@@ -15,6 +15,7 @@ from fxprec.config import Config
 from fxprec.driver.backend import Backend
 from fxprec.errors import BudgetError, ConfigError
 from fxprec.passes.analysis.peak.reserve import ALLOWANCE
+from fxprec.passes.notice import readable
 from fxprec.plan import Plan
 from fxprec.report.plan_taker import PlanTaker
 from fxprec.report.target import Factory, plan_under_fakes
@@ -79,7 +80,8 @@ class Question:
         try:
             plan_under_fakes(trial.make, lambda gm, examples: trial.backend(gm, examples), self.target, trial.taker)
         except BudgetError as error:
-            why, enough = str(error), trial.memory_for(error.enough)
+            free = f"{readable(trial.reserved)} stay free for libraries, and in the rest: " if trial.reserved else ""
+            why, enough = f"{free}{error}", trial.memory_for(error.enough)
         if not why and not trial.taker.plans:
             raise ConfigError(f"target {self.target!r}: no graph of it trains; let model(*inputs) run with gradients")
         told = tuple(f"{e.site}: {e.detail}" for e in trial.backend.events if e.kind in ("fallback", "limit"))
