@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fxprec import Backend, BudgetError
+from fxprec.demo.models import CharTransformer
 from fxprec.driver.joint_compilation import JointCompilation
 
 WIDTH, ROWS, BLOCKS = 32, 64, 2
@@ -64,8 +65,8 @@ def step(model: nn.Module, x: Tensor, backend: Backend, **options: Any) -> list[
     compiled = torch.compile(model, backend=backend, **options)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = compiled(x)
+    own = (*model.parameters(), *model.buffers(), x, *(c.table for c in backend.controllers))  # backward has new tables
     out.sum().backward()
-    own = (*model.parameters(), *model.buffers(), x, *(c.table for c in backend.controllers))
     return [t for pointer, t in kept.items() if pointer not in {o.untyped_storage().data_ptr() for o in own}]
 
 
@@ -174,6 +175,25 @@ def saved_held(budget: int) -> int:
     assert_plan_is_true(backend, saved)
     assert backend.plans[0].activation_budget == budget
     return num_bytes(saved)
+
+
+def test_a_budget_is_used_although_the_prediction_is_too_high() -> None:
+    """Backward computes some of what is counted again; 8 groups of 11 were low where 3 are enough."""
+    low, saved = demoted(low_ratio=0.4)
+    also_low, also_saved = demoted(low_ratio=None, activation_budget=saved)
+    assert low <= also_low <= low + 2
+    assert 0.95 * saved <= also_saved <= saved
+
+
+def demoted(**options: Any) -> tuple[int, int]:
+    """Return the number of low groups of a transformer, and the bytes it saves, as planned for one processor."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    backend = eager_backend("native", recipe="fp8", cpu="avx2", **options)
+    compiled = torch.compile(CharTransformer(vocab=64), backend=backend)
+    compiled(torch.randint(0, 64, (4, 64))).square().mean().backward()
+    plan = backend.plans[0]
+    return len(plan.low_groups), plan.saved_bytes.planned
 
 
 def test_a_budget_of_a_simulation_is_held_to_what_packed_codes_would_take() -> None:

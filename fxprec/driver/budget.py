@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 5  # plans made for one peak budget, each compiled; the second nearly always fits
 _MARGIN = 0.98  # of the budget, where that much is enough: what is compiled differs a little from what is predicted
+_SLACK = 0.02  # of an activation budget, by which a plan may predict too much without another one
 SAVED_ATTEMPTS = 4  # plans made for one activation budget; the first shows what is saved besides, so the second fits
 
 
@@ -40,16 +41,25 @@ class SavedBudget:
         self.settings, self.log = settings, log
         self.fixed = 0  # bytes beyond what is predicted of the counted tensors
         self._saved: list[int] = []  # by each plan above the budget
+        self._corrections = 2  # plans left to make where one within the budget predicted too much
         self._told = 0  # bytes above the budget, of a plan that was given
 
     def hold(self, predicted: int, saved: int) -> bool:
         """Say whether ``saved`` bytes are within the budget; if not, ``fixed`` takes what was not predicted off it.
 
+        A plan that predicted too much makes more low than the budget needs: the first two such are no answer either.
         Raises `BudgetError` where another plan saves no less.
         """
         budget = self.settings.activation_budget
-        if budget is None or saved <= budget:
+        if budget is None:
             return True
+        if saved <= budget:
+            is_exact = not self._corrections or predicted <= saved + _SLACK * budget
+            if not is_exact:
+                self._corrections -= 1
+                self.fixed += saved - predicted
+            return is_exact
+        self._corrections = 0
         if len(self._saved) + 1 == SAVED_ATTEMPTS or any(saved >= before for before in self._saved):
             from fxprec.passes.analysis.assignment import over_budget
 
