@@ -135,16 +135,18 @@ def first_exps(graph: ScaleGraph, amax: float) -> list[int]:
     """Return the exponent of each variable in a first backward pass, of which nothing is measured yet.
 
     A cast's largest gradient is taken for ``amax``, the largest of those that come into the graph, times the cast's
-    constant factor. It is put a quarter of the format's binades below the largest number: on the way gradients grow
-    less than they shrink, and most are far smaller than the largest.
+    constant factor. Where that lies in the lower half of the format's binades, or in the uppermost quarter, it is put
+    into the middle: nobody knows how gradients grow on the way.
     """
     exps: list[int] = []
     for variable in graph.variables:
         if isinstance(variable, Cast):
             fmt = parse(variable.format)
             largest = floor_log2(fmt.largest)
-            room = (largest - floor_log2(fmt.smallest_subnormal)) // 4
-            wanted = largest - room - floor_log2(amax) - variable.factor
+            binades = largest - floor_log2(fmt.smallest_subnormal)
+            wanted = largest - binades // 2 - floor_log2(amax) - variable.factor
+            if -(binades // 4) <= wanted <= 0:
+                wanted = 0
         else:
             wanted = max(0 if part is None else exps[part] for part in variable.parts)
         exps.append(within_reach(variable, wanted, exps))

@@ -311,7 +311,7 @@ def test_what_cannot_be_had_is_said(graphs) -> None:
     words = r"gemms='low', but 1 of 2 GEMMs decode their operands: aten\.convolution has no kernel for codes"
     with pytest.warns(fxprec.FxprecWarning, match=words):
         _, backend = step(model, (16, 16, 1, 1), lowering="eager")
-    assert [e.kind for e in backend.events] == ["fallback"]
+    assert [e.kind for e in backend.events if e.kind != "scale"] == ["fallback"]
     assert "1 of 3 decoded" not in backend.plans[0].gemms[1].why
 
 
