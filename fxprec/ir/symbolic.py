@@ -59,13 +59,13 @@ from fxprec.ir.calls import Call, FakeCall, Size
 from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.numerics.formats import Format
 from fxprec.numerics.stats import CARRIED as CARRIED
+from fxprec.numerics.stats import MEASURE as MEASURE
 from fxprec.numerics.stats import WIDTH
 
 Storage = Literal["native", "packed", "simulate"]
 AS_STORED = -1
-# Columns of the table: those of `FormatRow`, the scale exponent first, then `CARRIED` and these.
-MEASURE = CARRIED + 1  # 1 in steps that measure moments and histograms
 TABLE_COLUMNS = MEASURE + 1
+"""Those of `FormatRow`, the scale exponent first, then `CARRIED` and `MEASURE`."""
 
 HISTOGRAM_BINS = 64
 

@@ -4,8 +4,8 @@
     Rows of `numerics.stats.Counts` of the sites whose ``rows`` of the table these are, from the counts of their parts,
     which stand side by side: each has ``sizes`` of the last dimension. ``lost`` is int64, elements that overflow, that
     underflow and that are not zero in 21 bits each; ``amax`` int32, the bits of the largest magnitude; ``moments``
-    float32, of each ``measured`` site the sums of squares, of logarithms and of their squares. ``scaled`` sites carry
-    their own exponent too.
+    float32, of each ``measured`` site the sums of squares, of logarithms and of their squares, returned in steps whose
+    table measures. ``scaled`` sites carry their own exponent too.
 ``gathered(counters) -> (10 * sites,) float64``
     Rows of counts from the striped counters of kernels (`fxprec.numerics.stats`).
 ``ln(x) -> Tensor``

@@ -121,6 +121,8 @@ def count_moments(stored: Tensor, dims: tuple[int, ...] = ()) -> list[Tensor]:
 
 CARRIED = len(FormatRow._fields)
 """Column of the scale table: the scale exponent that the input of a row's cast carries already."""
+MEASURE = CARRIED + 1
+"""Column of the scale table: 1 in steps that measure moments and histograms."""
 SHORT = 1 << 15
 """Elements. Shorter parts count overflow and, in the bits above it, underflow in one sum of 32 bits."""
 FIELD = 21
@@ -182,9 +184,11 @@ def totals(
         if measured[i]:
             mine = moments[..., at : at + 3 * sizes[i]].split(sizes[i], -1)
             sums, at = torch.stack([part.to(torch.float64).sum() for part in mine]), at + 3 * sizes[i]
-        scale, carried = (table[rows[i], column].to(torch.float64) for column in (0, CARRIED))
+        scale, carried, asked = (table[rows[i], column].to(torch.float64) for column in (0, CARRIED, MEASURE))
+        known = (asked > 0) & measured[i]
+        moments_found = [torch.where(known, n, u) for n, u in zip((nonzero, *sums), UNMEASURED, strict=True)]
         numbers = [over, under, largest.max().view(torch.float32).to(torch.float64), over * 0 + elements[i]]
-        numbers += [nonzero if measured[i] else over * 0 - 1, *sums, carried, carried + scale if scaled[i] else carried]
+        numbers += [*moments_found, carried, carried + scale if scaled[i] else carried]
         found.append(torch.stack(numbers))
     return torch.stack(found)
 

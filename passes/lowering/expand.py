@@ -18,7 +18,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxprec import compat
 from fxprec.ir.calls import call_of
-from fxprec.ir.symbolic import CARRIED, Count, Dequantize, KeepCodes, KeepNonfinite, Quantize, Rescale, stored_dtype
+from fxprec.ir.symbolic import (
+    CARRIED,
+    MEASURE,
+    Count,
+    Dequantize,
+    KeepCodes,
+    KeepNonfinite,
+    Quantize,
+    Rescale,
+    stored_dtype,
+)
 from fxprec.kernels.counts import Gathered, Ln
 from fxprec.numerics import codec, formats, stats
 from fxprec.numerics.formats import Format, parse
@@ -95,7 +105,7 @@ def _counts_recipe(node: Node, rows: Rows) -> _Recipe:
     dims = _row_dims(tensor_of(count.x))
     static = (None if simulated else count.format, count.row in rows.scaled, count.row in rows.measured, dims)
     columns = _FORMAT_COLUMNS if simulated else ()
-    return _counts, static, (0, CARRIED, *columns[1:])
+    return _counts, static, (0, CARRIED, MEASURE, *columns[1:])
 
 
 def _rescale_recipe(node: Node, rows: Rows) -> _Recipe:
@@ -278,15 +288,20 @@ def _rescale(g: torch.Tensor, columns: _Columns) -> torch.Tensor:
 def _counts(
     x: torch.Tensor, columns: _Columns, fmt: str | None, scaled: bool, measured: bool, dims: tuple[int, ...]
 ) -> torch.Tensor:
-    row = FormatRow(columns[0], *columns[2:]) if fmt is None else format_row(parse(fmt))
+    row = FormatRow(columns[0], *columns[3:]) if fmt is None else format_row(parse(fmt))
     wide = x.to(torch.float32)
     stored = _scale(wide, columns, scaled)
-    parts = stats.count(wide, stored, row, dims) + (stats.count_moments(stored, dims) if measured else [])
+    lost = stats.count(wide, stored, row, dims)
+    moments = stats.count_moments(stored, dims) if measured else []
     carried = columns[1].to(torch.float64)
     zero = carried * 0.0  # on the graph's device, which a constant made here is not
-    unmeasured = [] if measured else [zero + value for value in stats.UNMEASURED]
+    unmeasured = torch.stack([zero + value for value in stats.UNMEASURED])
+    totals = stats.total(lost + moments)
+    if measured:
+        lost_found, found = totals.split([len(lost), len(moments)])
+        totals = torch.cat([lost_found, torch.where(columns[2] > 0, found, unmeasured)])
     moments_exp = (columns[0] + columns[1]).to(torch.float64) if scaled else carried
-    return torch.cat([stats.total(parts), torch.stack([*unmeasured, carried, moments_exp])])
+    return torch.cat([totals, *([] if measured else [unmeasured]), torch.stack([carried, moments_exp])])
 
 
 def _parts(

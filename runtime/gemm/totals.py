@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxprec.numerics.stats import CARRIED, COLUMNS, FIELD, SITE_COUNTERS, STRIPES, SUMS, WIDTH
+from fxprec.numerics.stats import CARRIED, COLUMNS, FIELD, MEASURE, SITE_COUNTERS, STRIPES, SUMS, WIDTH
 from fxprec.runtime.gemm.launch import enqueue
 
 BLOCK, WARPS = 1024, 8
@@ -85,6 +85,7 @@ def totals_kernel(
     FACTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CARRIED: tl.constexpr,
+    MEASURE: tl.constexpr,
     WIDTH: tl.constexpr,
     NUMBERS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -101,16 +102,16 @@ def totals_kernel(
     at = share_ptr + (site * SPLITS + tl.arange(0, SPLITS)) * NUMBERS
     carried = tl.load(table_ptr + row * COLUMNS + CARRIED)
     own = tl.load(table_ptr + row * COLUMNS)
+    measured = (moments >= 0) & (tl.load(table_ptr + row * COLUMNS + MEASURE) != 0)
     out = out_ptr + site * WIDTH
     tl.store(out, tl.sum(tl.load(at)))
     tl.store(out + 1, tl.sum(tl.load(at + 1)))
     amax = tl.max(tl.load(at + 2), 0).to(tl.int32)
     tl.store(out + 2, amax.to(tl.float32, bitcast=True).to(tl.float64))
     tl.store(out + 3, elements.to(tl.float64))
-    tl.store(out + 4, tl.where(moments >= 0, tl.sum(tl.load(at + 3)), -1.0))
-    tl.store(out + 5, tl.sum(tl.load(at + 4)))
-    tl.store(out + 6, tl.sum(tl.load(at + 5)))
-    tl.store(out + 7, tl.sum(tl.load(at + 6)))
+    tl.store(out + 4, tl.where(measured, tl.sum(tl.load(at + 3)), -1.0))
+    for k in tl.static_range(3):
+        tl.store(out + 5 + k, tl.where(measured, tl.sum(tl.load(at + 4 + k)), 0.0))
     tl.store(out + 8, carried.to(tl.float64))
     tl.store(out + 9, (carried + tl.where(scaled != 0, own, 0)).to(tl.float64))
 
@@ -142,7 +143,7 @@ def shares_flags(constants: dict[str, Any], splits: int) -> dict[str, Any]:
 
 def totals_flags(constants: dict[str, Any], splits: int) -> dict[str, Any]:
     """Return the compile-time arguments of `totals_kernel`."""
-    return {**constants, "CARRIED": CARRIED, "WIDTH": WIDTH, "NUMBERS": NUMBERS, "SPLITS": splits}
+    return {**constants, "CARRIED": CARRIED, "MEASURE": MEASURE, "WIDTH": WIDTH, "NUMBERS": NUMBERS, "SPLITS": splits}
 
 
 def splits_of(parts: int) -> int:

@@ -214,6 +214,18 @@ def test_moments_are_those_of_the_gradient_without_its_scale(magnitude):
         assert finished(code).tolist() == pytest.approx(finished(kernel).tolist(), rel=2e-4, abs=2e-4 * magnitude)
 
 
+@pytest.mark.parametrize("measured", [False, True])
+def test_moments_are_returned_where_compiled_in_and_asked_for(measured):
+    """A graph that measures in each step tells of it in those that are to measure: refreshes keep their interval."""
+    x = torch.randn(4000)
+    asked, unasked = (table(parse("1-5-2"), 3, 1, measure=m) for m in (True, False))
+    found = [expanded(symbolic.COUNTS, x, rows, 1, "1-5-2", measured=measured) for rows in (asked, unasked)]
+    assert torch.equal(found[0][:4], found[1][:4])
+    assert torch.equal(found[0][8:], found[1][8:])
+    assert finished(found[1])[3:].tolist() == list(UNMEASURED)
+    assert (found[0][4] > 0) == measured
+
+
 @pytest.mark.parametrize("fill", [0.0, 3.0])
 def test_moments_of_equal_values(fill):
     rows = table(parse("1-5-2"), 0, measure=True)
