@@ -6,7 +6,6 @@ It promotes, rescales and records events. It knows sites and numbers, no FX.
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,21 +21,17 @@ from fxprec.plan.compare import partners
 from fxprec.plan.lines import named
 from fxprec.plan.scales import ScaleGraph
 from fxprec.runtime.controller_state import saved_plan
-from fxprec.runtime.events import Event
+from fxprec.runtime.events import Event, RunEvents
 from fxprec.runtime.nonfinite import Departure, Nonfinite
 from fxprec.runtime.scaling.copies import CopyScales
 from fxprec.runtime.scaling.keeper import Keeper, largest_magnitude
 from fxprec.runtime.stats import SiteStats, StatsQueue, steps_late
 from fxprec.runtime.table import Formats, Latest, ScaleTable, TableState
 
-log = logging.getLogger(__name__)
-_LEVELS = {"scale": logging.DEBUG}  # as long as training runs; what happens once is told at INFO
-_WARNED = frozenset({"clamp", "nan", "nonfinite"})  # once each
 _REMEDY = {
     False: "check the batch; the tensor is promoted now",
     True: "check the batch, or hold the module high with keep_high",
 }
-MAX_EVENTS = 10_000  # scales change as long as training runs; the oldest are forgotten, promotions never
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +53,7 @@ class Controller:
     step: int = 0
     keeper: Keeper | None = None  # None where no gradient needs a scale
     copies: CopyScales | None = None  # None where no stored copy has a scale
-    events: list[Event] = field(default_factory=list)
+    told: RunEvents = field(default_factory=RunEvents)
     queue: StatsQueue = field(default_factory=StatsQueue)
     nonfinite: Nonfinite | None = None  # None where nobody wants to know which tensor was first
     latest: dict[int, SiteStats] = field(default_factory=dict)  # that were acted on, by row
@@ -67,9 +62,7 @@ class Controller:
     _held: Mapping[int, str] = field(default_factory=dict)  # other formats than the plan's, by site
     departures: list[Departure] = field(default_factory=list)
     """The tensor that left its range first, each time that an inf or a NaN came."""
-    _alerting: set[tuple[int, str]] = field(default_factory=set)
     _told_of: int | None = None  # site whose inf or NaN the latest statistics had
-    _warned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._table = ScaleTable(self.device)
@@ -83,6 +76,11 @@ class Controller:
         exps, measures = ((), False) if keeper is None else (tuple(keeper.exps), keeper.measures)
         copies = () if self.copies is None else self.copies.exps
         return self._table.of(TableState(formats, exps, copies, measures))
+
+    @property
+    def events(self) -> list[Event]:
+        """Return what was told of, oldest first."""
+        return self.told.events
 
     @property
     def scales(self) -> ScaleGraph | None:
@@ -222,10 +220,7 @@ class Controller:
 
     def alert(self, site: int, rule: str, detail: str | None) -> None:
         """Note that a site breaks a rule, once until it does not any more (``detail`` None)."""
-        key = (site, rule)
-        if detail is not None and key not in self._alerting:
-            self._tell("alert", self.plan.sites[site], detail)
-        (self._alerting.discard if detail is None else self._alerting.add)(key)
+        self.told.alert(self.step, describe(self.plan.sites[site]), rule, detail)
 
     def _tell_scale(self, kind: str, site: int, detail: str) -> None:
         self._tell(kind, self.plan.sites[site], detail)
@@ -256,13 +251,7 @@ class Controller:
         self._tell(kind, site, detail, f"forward sees the {what}, backward the number; {_REMEDY[stays]}")
 
     def _tell(self, kind: str, site: Site, detail: str, advice: str = "") -> None:
-        log.log(_LEVELS.get(kind, logging.INFO), "step %d: %s of %s: %s", self.step, kind, describe(site), detail)
-        self.events.append(Event(self.step, kind, describe(site), detail))
-        if kind in _WARNED and kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn("; ".join(filter(None, (f"{describe(site)}: {detail}", advice))), FxprecWarning, stacklevel=2)
-        if len(self.events) > MAX_EVENTS:
-            del self.events[next((i for i, e in enumerate(self.events) if e.kind != "promotion"), 0)]
+        self.told.tell(Event(self.step, kind, describe(site), detail), advice)
 
     def _promote(self, offenders: Mapping[int, SiteStats]) -> None:
         hi = self.rules.hi

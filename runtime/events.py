@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import warnings
+from dataclasses import dataclass, field
+
+from fxprec.errors import FxprecWarning
+
+log = logging.getLogger(__name__)
+_LEVELS = {"scale": logging.DEBUG}  # as long as training runs; what happens once is told at INFO
+_WARNED = frozenset({"clamp", "nan", "nonfinite"})  # once each
+MAX_EVENTS = 10_000  # scales change as long as training runs; the oldest are forgotten, promotions never
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +32,37 @@ class Event:
     kind: str
     site: str
     detail: str
+
+
+@dataclass
+class RunEvents:
+    """What one graph told of while it trained: each is logged, and what harms a run is warned of, once a kind."""
+
+    events: list[Event] = field(default_factory=list)
+    _alerting: set[tuple[str, str]] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
+
+    def tell(self, event: Event, advice: str = "") -> None:
+        """Keep an event; ``advice`` ends its warning, where its kind has one."""
+        log.log(
+            _LEVELS.get(event.kind, logging.INFO),
+            "step %d: %s of %s: %s",
+            event.step,
+            event.kind,
+            event.site,
+            event.detail,
+        )
+        self.events.append(event)
+        if event.kind in _WARNED and event.kind not in self._warned:
+            self._warned.add(event.kind)
+            message = "; ".join(filter(None, (f"{event.site}: {event.detail}", advice)))
+            warnings.warn(message, FxprecWarning, stacklevel=3)
+        if len(self.events) > MAX_EVENTS:
+            del self.events[next((i for i, e in enumerate(self.events) if e.kind != "promotion"), 0)]
+
+    def alert(self, step: int, site: str, rule: str, detail: str | None) -> None:
+        """Tell that a site breaks a rule, once until it does not any more (``detail`` None)."""
+        key = (site, rule)
+        if detail is not None and key not in self._alerting:
+            self.tell(Event(step, "alert", site, detail))
+        (self._alerting.discard if detail is None else self._alerting.add)(key)

@@ -222,7 +222,7 @@ def test_a_nan_that_gets_through_is_no_overflow() -> None:
 
 
 def test_events_stay_bounded_and_promotions_are_kept(monkeypatch) -> None:
-    monkeypatch.setattr("fxprec.runtime.controller.MAX_EVENTS", 100)
+    monkeypatch.setattr("fxprec.runtime.events.MAX_EVENTS", 100)
     it = controller()
     feed(it, FORWARD, overflow=1.0)
     for i in range(200):
