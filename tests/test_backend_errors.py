@@ -168,6 +168,18 @@ def test_a_float64_model_is_refused_with_tensor_module_and_line() -> None:
         compile_and_run(model=mlp().double(), x=torch.randn(8, 16, dtype=torch.float64), recipe="hfp8")
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "hfp8"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_a_batch_that_torch_refuses_is_named_with_its_own_dtype(dtype: torch.dtype, recipe: str) -> None:
+    """torch names the 16 bits that fxprec, or autocast, gave the weight: "Double and BFloat16"."""
+    name = str(dtype).removeprefix("torch.")
+    words = rf"^args\.0 \(0\) is {name}, and a matrix product multiplies it with float32: .*; convert it with \.to\(torch\.float32\)$"
+    model, x = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), torch.ones(8, 16, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxprec.FxprecWarning)
+        assert_refused(fxprec.LoweringError, words, model=model, x=x, recipe=recipe)
+
+
 def between(function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), Apply(function), nn.Linear(8, 4))
 

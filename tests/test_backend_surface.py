@@ -183,3 +183,18 @@ def test_compile_reports_say_how_long_each_graph_took() -> None:
     assert report.graph == 0
     assert 0 < report.passes_seconds < sum(report.seconds)
     assert len(report.passes) == len(pipeline.pipeline_for(Settings.of(backend.config)))
+
+
+def test_with_torchs_fallback_random_a_model_draws_what_it_draws_uncompiled() -> None:
+    """docs/limits.md: else its numbers are others."""
+    model, x = torch.nn.Dropout(0.5), torch.ones(64, 32)
+
+    def drawn(call) -> Tensor:
+        torch.manual_seed(1)
+        return call(x)
+
+    wanted = drawn(model)
+    assert not torch.equal(drawn(torch.compile(model, backend="fxprec", options=OPTIONS)), wanted)
+    torch.compiler.reset()
+    with torch._inductor.config.patch(fallback_random=True):
+        assert torch.equal(drawn(torch.compile(model, backend="fxprec", options=OPTIONS)), wanted)

@@ -169,7 +169,13 @@ def test_masks_take_what_they_take_in_every_format(dropped):
     count = dropped.saved_bytes
     floats = sum(row.elements for row in dropped.saved if row.fp32)
     assert (count.fp32, count.bf16, count.fixed) == (4 * floats + 512, 2 * floats + 512, 512)
-    assert line([dropped]).endswith(", 1 mask or index")
+    assert line([dropped]).endswith(", 1 mask")
+
+
+def test_what_no_format_changes_is_counted_by_what_it_is(dropped):
+    (mask,) = (row for row in dropped.saved if row.format == "bool")
+    others = [replace(mask, format=dtype) for dtype in ("int64", "int8", "complex64")]
+    assert line([replace(dropped, saved=(mask, *others))]).endswith("; 1 complex tensor, 2 integer tensors, 1 mask")
 
 
 def test_a_plan_that_lists_no_tensors_says_so(plan):

@@ -211,3 +211,27 @@ def test_a_budget_of_a_simulation_is_held_to_what_packed_codes_would_take() -> N
     assert plan.low_groups
     with pytest.raises(BudgetError, match="takes at least"):
         simulated(elements - 1)
+
+
+class Indices(nn.Module):
+    """Forward computes indices, int64 and int32, complex numbers and a mask, all of which backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.table = nn.Linear(16, 16), nn.Linear(16, 16), nn.Embedding(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        largest, at = h.topk(16, -1)
+        positions = torch.arange(x.shape[0])
+        distance = ((positions[:, None] - positions[None, :]).abs() % 32).int()
+        turned = torch.fft.ifft(torch.fft.fft(h) * torch.fft.fft(largest)).real
+        return self.second(turned + self.table(distance).mean(1)).gather(-1, at).masked_fill(h < 0, 0.0)
+
+
+def test_indices_and_complex_numbers_count_as_saved() -> None:
+    backend = eager_backend("native", recipe="fp8", low_ratio=1.0)
+    saved = step(Indices(), torch.randn(8, 16), backend)
+    dtypes = {t.dtype for t in saved}
+    assert {torch.int64, torch.int32, torch.complex64, torch.bool} <= dtypes, dtypes
+    assert_plan_is_true(backend, saved)

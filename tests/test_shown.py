@@ -80,7 +80,7 @@ def test_only_what_is_saved_has_bits(plan: Plan) -> None:
         "; 2 tensors in 8 bits, 1 computed again, 1 in host memory"
     )
     masks = (replace(plan.saved[0], format="bool", elements=0, fp32=8),) * 2
-    assert line([replace(plan, saved=masks)]).endswith("; 2 masks or indices")
+    assert line([replace(plan, saved=masks)]).endswith("; 2 masks")
 
 
 def test_the_line_is_logged_once_compiled(caplog: pytest.LogCaptureFixture) -> None:

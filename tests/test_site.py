@@ -38,6 +38,7 @@ def test_the_reference_shows_every_public_name_with_its_docstring(site: Path) ->
     assert re.sub(r"`+", "", first)[:40] in plain
 
 
+@pytest.mark.core
 def test_what_a_page_links_to_in_the_repository_is_there(site: Path) -> None:
     pages = [site / "index.html", *site.glob("docs/*.html")]
     for page in pages:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fxprec.commands.output import AsJson, print_json
-from fxprec.errors import ConfigError, FxprecWarning
+from fxprec.errors import ConfigError, FxprecError, FxprecWarning
 
 if TYPE_CHECKING:
     from fxprec.config import Config
@@ -46,13 +46,15 @@ def minify(
     config = Config.from_options(options)
     if not Settings.of(config).rounds_anything:
         raise ConfigError(f"recipe {recipe!r} holds everything in float32, so it adds no error; choose 'fp8'")
-    from fxprec.report.target import find_factory
+    from fxprec.report.target import called, find_factory
     from fxprec.testing.case import Case
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FxprecWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
-        case = Case.make(find_factory(target), seed=seed)
+        factory = find_factory(target)
+        case = Case.make(lambda: called(factory, target), seed=seed)
+        _refuse_what_fails_by_itself(case, target)
         failure = _failure(case, config, target, error_above) if crash or error_above is not None else None
         found: dict[str, Any] = {}
         if not crash:
@@ -69,6 +71,21 @@ def minify(
                 print("{operators} operators reduced to {left}: {failure}\n{script}".format(**reduced))
     if as_json:
         print_json(found)
+
+
+def _refuse_what_fails_by_itself(case: Case, target: str) -> None:
+    """Raise `ConfigError` for a model that does not run uncompiled: no tensor held low is to blame."""
+    from fxprec.report.target import line_of
+
+    try:
+        case.run_as_it_is()
+    except FxprecError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"target {target!r}: {case.name} does not run on its inputs, uncompiled either: {line_of(error)}; give the "
+            "inputs that model(*inputs) takes, or mend its forward"
+        ) from error
 
 
 def _failure(case: Case, config: Config, target: str, limit: float | None) -> Failure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-_TORCH = str(Path(torch.__file__).parent)
-
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")  # "<": generated code
+_LIBRARY = sysconfig.get_path("stdlib")
+_PACKAGES = os.path.join(_LIBRARY, "site-packages")
 
 _WRAPPED = "Dynamo failed to run FX node"  # torch 2.15 has an exception of the user's type beside its own
 
@@ -28,11 +30,17 @@ def cause_of(error: BaseException) -> BaseException:
     return found
 
 
-def traced_line(error: BaseException) -> str:
-    """Return ``"model.py:12"``, the line of the user's that Dynamo was tracing; ``""`` where no line is known."""
-    stack: traceback.StackSummary = getattr(error, "real_stack", None) or traceback.StackSummary()
-    lines = [frame for frame in stack if not frame.filename.startswith(_TORCH)]
+def users_line(error: BaseException) -> str:
+    """Return ``"model.py:12"``, the user's line that Dynamo was tracing, or that raised; ``""`` if none is known."""
+    traced: traceback.StackSummary | None = getattr(error, "real_stack", None)
+    stack = traced or traceback.extract_tb(cause_of(error).__traceback__)
+    lines = [frame for frame in stack if _is_the_users(frame.filename)]
     return f"{os.path.basename(lines[-1].filename)}:{lines[-1].lineno}" if lines else ""
+
+
+def _is_the_users(file: str) -> bool:
+    """Say whether a file is neither torch's, fxprec's nor Python's own; another package's is a user's."""
+    return not file.startswith(_NOT_THE_USERS) and (not file.startswith(_LIBRARY) or file.startswith(_PACKAGES))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,26 +60,42 @@ class Subject:
 
     def step(self, call: Callable[..., Any], *, has_loss: bool = False) -> float:
         """Run forward, loss and backward; return the loss. ``has_loss``: what ``call`` returns is the loss already."""
-        args, kwargs = tree_map_only(Tensor, _own, (self.args, dict(self.kwargs)))
+        args, kwargs = self._batch()
         with same_random_numbers(tree_leaves((args, kwargs)), self.seed):
-            value = self._loss_of(call, args, kwargs, has_loss=has_loss)
-            value.backward()
+            try:
+                with quiet_fakes():
+                    output = call(*args, **kwargs)
+                value = self._checked(output if has_loss else self.loss(output))
+                value.backward()
+            except FxprecError:
+                raise
+            except Exception as error:
+                raise self._whose(error) from error
         return float(value.detach())
 
-    def _loss_of(
-        self, call: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object], *, has_loss: bool
-    ) -> Tensor:
+    def _batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = tree_map_only(Tensor, _own, (self.args, dict(self.kwargs)))
+        return args, kwargs
+
+    def _whose(self, error: Exception) -> ConfigError:
+        """Say whether model, loss, backward pass or compiler fails, by the step without the compiler."""
+        args, kwargs = self._batch()
+        whose = f"{self.name} does not run on its batch, uncompiled either"
+        way_out = "give the arguments that model(*args) takes, or mend its forward"
         try:
-            with quiet_fakes():
-                output = call(*args, **kwargs)
-            value = output if has_loss else self.loss(output)
-        except FxprecError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"{self.name} does not run on its batch: {line_of(error)}; give the arguments that model(*args) takes, "
-                "and a loss that takes its output"
-            ) from error
+            output = self.fresh()(*args, **kwargs)
+            whose, way_out = f"the loss fails on what {self.name} returns", "give a loss that takes the model's output"
+            value = self.loss(output)
+            whose, way_out = f"the backward pass of {self.name} fails, uncompiled too", "mend what the line names"
+            value.backward()
+        except Exception as own:
+            return ConfigError(f"{whose}: {line_of(own)}; {way_out}")
+        return ConfigError(
+            f"{self.name} runs on its batch uncompiled and fails compiled: {line_of(error)}; try torch.compile(model, "
+            "backend='aot_eager'), and report it where that runs (fxprec env)"
+        )
+
+    def _checked(self, value: object) -> Tensor:
         if not isinstance(value, Tensor) or value.numel() != 1:
             shown = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(f"loss returned {shown}; let it return a tensor of one element")

@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import TypeAlias
 
 from fxprec.errors import FallbackError, FxprecWarning
@@ -54,9 +53,8 @@ class EventLog:
             self.warn_of_loss(f"{site}: {detail}")
 
     def fact(self, notice: Notice, *, step: int = 0) -> None:
-        """Note what the machine lacks, and log it once a process. It is no error under ``strict``."""
-        if self.note("machine", notice.site, notice.detail, step=step):
-            _log_once(f"{notice.site}: {notice.detail}")
+        """Note what the machine lacks. What was asked for is not lost, so nothing warns, also under ``strict``."""
+        self.note("machine", notice.site, notice.detail, step=step)
 
     def notice(self, notice: Notice, *, step: int = 0) -> None:
         """Tell of a notice. Raises `FallbackError` under ``strict``."""
@@ -90,11 +88,6 @@ def warn_user(message: str) -> None:
 
 
 _NOT_THE_USERS = ("fxprec", "torch", "contextlib", "functools", "")  # torch generates code of no module
-
-
-@cache
-def _log_once(message: str) -> None:
-    log.warning(message)
 
 
 def in_one_line(error: Exception) -> str:

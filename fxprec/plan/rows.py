@@ -146,7 +146,7 @@ class ByteCount:
 
     ``planned`` counts what the partitioned graph saves, host memory left out. ``fp32`` counts the same tensors in
     float32, without a parameter's copy, since backward would read the parameter. ``fixed`` are the bytes of ``fp32``
-    that no format changes: masks, indices, seeds.
+    that no format changes: masks, indices, seeds, complex numbers.
     """
 
     fp32: int
@@ -172,7 +172,7 @@ class SavedTensor:
     """Name of the format of a copy; of what is saved as it is, the dtype's."""
     bytes: int
     elements: int
-    """Floating-point numbers that it holds; 0 of masks, indices and scales, and of a second storage of one tensor."""
+    """Floating-point numbers that it holds; 0 of what no format changes, of scales, of a second storage of a tensor."""
     group: int
     site: int | None = None
     """The row of the plan whose copy it is; None of what the plan has no row for (masks, statistics of a norm)."""

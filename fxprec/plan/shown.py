@@ -60,16 +60,21 @@ def _peak(plans: Sequence[Plan]) -> str:
 
 
 def _tensors(plans: Sequence[Plan]) -> str:
-    """Count what is saved, by bits; what is computed again, or waits in host memory; masks and indices."""
+    """Count what is saved, by bits; what is computed again, or waits in host memory; what no format changes."""
     saved = [row for plan in plans for row in plan.saved]
     stored = Counter(row.bits for row in saved if row.elements and not row.on_host)
     first, *more = [f"{count} in {bits}" for bits, count in sorted(stored.items())] or [""]
     counts = [f"{first.replace(' ', ' tensors ', 1)} bits", *more] if first else []
     ways = Counter[str](site.way for plan in plans for site in plan.sites)
     counts += [f"{ways[way]} {WAYS_SAID[way]}" for way in _NOT_HELD if ways[way]]
-    masks = sum(row.fp32 > 0 for row in saved if not row.elements)
-    counts += [f"{masks} masks or indices" if masks > 1 else "1 mask or index"] if masks else []
+    fixed = Counter(_kind(row.format) for row in saved if row.fp32 and not row.elements)
+    counts += [f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in sorted(fixed.items())]
     return ", ".join(counts)
+
+
+def _kind(dtype: str) -> str:
+    """Name what is saved as it is in every format, by its dtype: a mask, indices or seeds, complex numbers."""
+    return "mask" if dtype == "bool" else "complex tensor" if dtype.startswith("complex") else "integer tensor"
 
 
 _NOT_HELD: tuple[Way, ...] = ("recompute", "offload")

@@ -21,8 +21,8 @@ from fxprec.compat import (
     cause_of,
     converting_fakes,
     quiet_fakes,
-    traced_line,
     tree_map_only,
+    users_line,
 )
 from fxprec.errors import ConfigError, FxprecError, did_you_mean
 from fxprec.report.dump_folder import DumpFolder
@@ -61,8 +61,10 @@ def called(function: Factory, target: str, *args: object) -> Any:
         place = _users_line(error, function)
         if place is None:
             raise
+        said = line_of(error)
+        where = "" if place in said else f"{place}: "
         raise ConfigError(
-            f"target {target!r}: {place}: {line_of(error)}; call it in a script of yours to see the traceback"
+            f"target {target!r}: {where}{said}; call it in a script of yours to see the traceback"
         ) from error
 
 
@@ -150,8 +152,8 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def line_of(error: BaseException) -> str:
-    """Return an error in one line; for Dynamo's errors, the error behind and the user's line that was traced."""
-    cause, place = cause_of(error), traced_line(error)
+    """Return an error in one line with the user's line that raised; of Dynamo's errors the error behind them."""
+    cause, place = cause_of(error), users_line(error)
     lines = str(cause).strip().splitlines()
     said = f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
     return f"{said} ({place})" if place else said

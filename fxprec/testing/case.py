@@ -91,14 +91,15 @@ class Case:
         except FxprecError:
             raise
         except Exception as error:
-            self._run_as_it_is()  # what runs in no precision says so itself
+            self.run_as_it_is()  # what runs in no precision says so itself
             raise ReferenceRunError(f"{self.name} cannot run in {name}: {first_line(error)}; {way_out}") from None
         got = next((o.dtype for o in tree_leaves(outputs) if _is_float(o) and o.dtype != dtype), None)
         if got is not None and dtype == torch.float64:
             raise ReferenceRunError(f"{self.name} cannot run in {name}: its output is {got}; {way_out}")
         return found
 
-    def _run_as_it_is(self) -> None:
+    def run_as_it_is(self) -> None:
+        """Run a step uncompiled, in the model's own precision. Raises what the model raises."""
         model, inputs = self.fresh(), _own(self.inputs)
         _step(model, inputs, model(*inputs), self.loss)
 

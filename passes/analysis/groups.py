@@ -20,6 +20,7 @@ from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.grouping import GROUPINGS, Grouping
 from fxprec.passes.analysis.joint import JointGraph, factors_of, numel_expr, numel_hint, shape_text, tensor_of
 from fxprec.passes.analysis.operators import Operator, Operators
+from fxprec.passes.analysis.ops import FLOATS
 from fxprec.passes.analysis.tensors import CountedTensor, Kind
 from fxprec.passes.analysis.values import is_differentiable, is_float_tensor, is_plain_float
 from fxprec.plan.lines import named
@@ -117,6 +118,7 @@ class _Walk:
             if op.is_view:
                 continue
             self._count_params(op)
+            self._refuse_mixed(op)
             for node in op.outputs:
                 self._count_value(node, self.grouping.of_operator[op], op.module, op.source, op.is_gemm)
         return Grouped(self.operators, self.grouping, self.tensors, self.values, self.grads)
@@ -175,8 +177,27 @@ class _Walk:
         if tensor_of(param).dtype == torch.float64:
             raise LoweringError(_no_float64(self._name(param), module, source))
 
+    def _refuse_mixed(self, op: Operator) -> None:
+        """Raise `LoweringError` for a float64 or integer operand beside a float one, which torch refuses when it runs.
+
+        Narrowed GEMMs would name in their error the 16 bits of the other operand, which are not the user's.
+        """
+        dtypes = {factor: tensor_of(factor).dtype for factor in (factors_of(op.nodes[0]) if op.is_gemm else ())}
+        floats = [dtype for dtype in dtypes.values() if dtype in FLOATS]
+        other = next((factor for factor, dtype in dtypes.items() if dtype not in FLOATS), None)
+        if floats and other is not None:
+            name = named(self._name(self.operators.base(other)), op.module, op.source)
+            raise LoweringError(
+                f"{name} is {_short(dtypes[other])}, and a matrix product multiplies it with {_short(floats[0])}: "
+                f"torch refuses that uncompiled too; convert it with .to(torch.{_short(floats[0])})"
+            )
+
     def _name(self, node: Node) -> str:
         return self.joint.describe(node).name if node.op == "placeholder" else node.name
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _no_float64(name: str, module: str, source: str) -> str:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from fxprec.cli import main
+from fxprec.errors import ConfigError
 
 MODEL = """
 import torch
@@ -16,6 +17,32 @@ def make():
 
 def nothing():
     return nn.Linear(8, 4)
+
+class Refuses(nn.Linear):
+    def forward(self, x):
+        raise ValueError("the width must be 64")  # in forward
+
+def refuses():
+    return Refuses(8, 4), torch.randn(2, 8)
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError("gradient")  # in backward
+
+class Fails(nn.Linear):
+    def forward(self, x):
+        return Backward.apply(super().forward(x))
+
+def fails():
+    return Fails(8, 4), torch.randn(2, 8)
+
+def loses():
+    return nn.Linear(8, 4), torch.randn(2, 8), lambda y: y.view(3).sum()  # in the loss
 """
 
 
@@ -75,3 +102,37 @@ def test_bad_input_is_one_line_that_teaches(target, args, words, tmp_path, capsy
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("factory", "whose", "said", "line"),
+    [
+        (
+            "refuses",
+            "Refuses does not run on its batch, uncompiled either",
+            "ValueError: the width must be 64",
+            "forward",
+        ),
+        ("fails", "the backward pass of Fails fails, uncompiled too", "KeyError: 'gradient'", "backward"),
+        ("loses", "the loss fails on what Linear returns", "RuntimeError: shape '[3]' is invalid", "the loss"),
+    ],
+)
+def test_an_error_of_the_users_own_is_shown_as_such_with_its_line(target, capsys, factory, whose, said, line):
+    at = 1 + next(i for i, text in enumerate(MODEL.splitlines()) if text.endswith(f"# in {line}"))
+    assert run(f"patient.py:{factory}") == 2
+    (told,) = (text for text in capsys.readouterr().err.splitlines() if text.startswith("fxprec: error: "))
+    assert told.startswith(f"fxprec: error: {whose}: {said}")
+    assert f" (patient.py:{at}); " in told
+
+
+def test_what_fails_compiled_alone_is_told_as_the_compilers():
+    from fxprec.diagnosis.subject import Subject
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no code for it")
+
+    subject = Subject.of(nn.Linear(8, 4), torch.randn(2, 8))
+    with pytest.raises(
+        ConfigError, match=r"Linear runs on its batch uncompiled and fails compiled: RuntimeError: no code"
+    ):
+        subject.step(call)

@@ -109,6 +109,21 @@ def test_a_crash_is_reduced(net, capsys):
         runpy.run_path("small.py", run_name="__main__")
 
 
+def test_a_model_that_does_not_run_by_itself_is_one_line(tmp_path, capsys):
+    (tmp_path / "broken.py").write_text(
+        "import torch\nclass Broken(torch.nn.Linear):\n    def forward(self, x):\n        raise ValueError('no')\n"
+        "def make():\n    return Broken(2, 2), torch.ones(2)\ndef factory():\n    return Broken()\n"
+    )
+    for name, words in (
+        ("make", "Broken does not run on its inputs, uncompiled either: ValueError: no (broken.py:4); give the inputs"),
+        ("factory", "missing 2 required positional arguments: 'in_features' and 'out_features' (broken.py:8); call"),
+    ):
+        assert run("minify", f"{tmp_path}/broken.py:{name}") == 2
+        said = capsys.readouterr().err
+        assert words in said
+        assert said.count("\n") == 1
+
+
 def test_wrong_use_is_one_line(net, capsys):
     for arguments, words in (
         (("--crash", "--error-above", 1), "--crash and --error-above are both given; choose the failure to reduce"),
