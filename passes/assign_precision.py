@@ -18,7 +18,7 @@ from fxprec.passes.analysis.saved_bytes import SavedBytes, bytes_in_float32, pre
 from fxprec.passes.analysis.selection import kept_high, without_effect
 from fxprec.passes.analysis.sizes import Ranges, budget_note, order_notes, ranges_of
 from fxprec.passes.analysis.tensors import CountedTensor
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.notice import Notice, readable
 from fxprec.plan import ByteCount, Plan
 from fxprec.plan.compare import low_groups_with
@@ -26,7 +26,7 @@ from fxprec.plan.plan import latest_of_gemms
 
 
 @dataclass(frozen=True)
-class AssignPrecision:
+class AssignPrecision(Pass):
     """Fill ``work.assignment``."""
 
     name: str = "assign-precision"

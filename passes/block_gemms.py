@@ -23,7 +23,7 @@ from fxprec.passes.analysis.float32_functions import float32_function
 from fxprec.passes.analysis.joint import input_at, is_backward, is_view, numel_hint, tensor_of
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.analysis.selection import covers
-from fxprec.passes.base import InBlocks, Work
+from fxprec.passes.base import InBlocks, Pass, Work
 from fxprec.passes.casts.grouped import GroupedOperands
 from fxprec.passes.casts.operands import OperandCasts, Rounding
 from fxprec.passes.notice import Notice
@@ -39,7 +39,7 @@ KEPT_HIGH = "as keep_high asks"
 
 
 @dataclass(frozen=True)
-class BlockGemms:
+class BlockGemms(Pass):
     """Fill ``work.in_blocks``, one per GEMM of the plan, and insert the casts of their operands."""
 
     name: str = "block-gemms"

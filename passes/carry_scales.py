@@ -28,7 +28,7 @@ from fxprec.passes.analysis.joint import argument, input_at
 from fxprec.passes.analysis.producers import is_zero, producer_of
 from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.analysis.wanted import CARRIED_META, wanted_in
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.fold_scales import fold_into_decodes
 from fxprec.passes.casts.sites import emit_call, insertion_point_after, replace_uses
 from fxprec.passes.weigh_gemms import over_codes
@@ -43,7 +43,7 @@ def needs_scale(fmt: str) -> bool:
 
 
 @dataclass(frozen=True)
-class CarryScales:
+class CarryScales(Pass):
     """Fill ``work.scales``, and insert the nodes that put scales on and take them off."""
 
     name: str = "carry-scales"

@@ -29,7 +29,7 @@ from fxprec.passes.analysis.peak.other_sizes import other_sizes
 from fxprec.passes.analysis.peak.problem import Problem
 from fxprec.passes.analysis.peak.progress import Progress
 from fxprec.passes.analysis.peak.share import within_share
-from fxprec.passes.base import GivenPeak, Work
+from fxprec.passes.base import GivenPeak, Pass, Work
 from fxprec.passes.casts.ways import Rewrite
 from fxprec.passes.compute_high import UNREAD
 from fxprec.passes.forms.blocks import Blocks
@@ -40,7 +40,7 @@ from fxprec.passes.notice import Notice, readable
 
 
 @dataclass(frozen=True)
-class ChooseCrossings:
+class ChooseCrossings(Pass):
     """Choose a way for each value that backward needs; under a peak budget fill ``work.peak``."""
 
     name: str = "choose-crossings"

@@ -16,7 +16,7 @@ from torch.fx import Node
 from fxprec.ir.operators import Trait, having
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import JointGraph, operator_of
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.sites import emit
 
 _ORDERS = having(Trait.ORDERS)
@@ -24,7 +24,7 @@ _EQUALITIES = frozenset({ops.aten.eq.Tensor, ops.aten.ne.Tensor})
 
 
 @dataclass(frozen=True)
-class CompareInForward:
+class CompareInForward(Pass):
     """Move comparisons of the order of two forward values to forward, and of whether they are equal."""
 
     name: str = "compare-in-forward"

@@ -20,7 +20,7 @@ from fxprec.ir.symbolic import Dequantize, KeepNonfinite, Quantize
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of, readers, tensor_of
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.sites import emit, read_of, store_as
 from fxprec.passes.notice import Notice
 from fxprec.passes.weigh_gemms import over_codes
@@ -40,7 +40,7 @@ _UNREAD = frozenset({RECOMPUTED, GRADIENT, PARAMETER, UNSAVED})
 
 
 @dataclass(frozen=True)
-class ComputeHigh:
+class ComputeHigh(Pass):
     """Give values to the readers that gain nothing from a stored copy, and note in each site who reads the copy."""
 
     name: str = "compute-high"

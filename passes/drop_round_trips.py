@@ -17,7 +17,7 @@ from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import is_backward, operator_of, shown, value
 from fxprec.passes.analysis.ops import CONVERT
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.in_blocks import Refusals, asked_of
 from fxprec.passes.casts.sites import emit, emit_on
 
@@ -25,7 +25,7 @@ _CAT = torch.ops.aten.cat.default
 
 
 @dataclass(frozen=True)
-class DropRoundTrips:
+class DropRoundTrips(Pass):
     """Read a 16-bit value as it is where it would be widened, viewed, and narrowed again."""
 
     name: str = "drop-round-trips"

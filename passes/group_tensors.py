@@ -9,12 +9,12 @@ from fxprec.errors import PlanError
 from fxprec.passes.analysis.groups import group_tensors
 from fxprec.passes.analysis.tensors import GROUP_META
 from fxprec.passes.analysis.wanted import mark
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.notice import Notice
 
 
 @dataclass(frozen=True)
-class GroupTensors:
+class GroupTensors(Pass):
     """Fill ``work.grouped``, and mark the tensors to dump.
 
     A given plan brings its grouping. Raises `PlanError` where another grouping was asked for.

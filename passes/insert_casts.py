@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fxprec.config.grad_scaling import GradScaling
 from fxprec.passes.analysis import gemm_costs, sensitive
 from fxprec.passes.analysis.left_alone import left_alone
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.in_layout import cast_as_multiplied
 from fxprec.passes.casts.simulated import insert_simulated_casts
 from fxprec.passes.casts.sites import SiteBook
@@ -15,7 +15,7 @@ from fxprec.passes.casts.stored import insert_stored_casts
 
 
 @dataclass(frozen=True)
-class InsertCasts:
+class InsertCasts(Pass):
     """Insert ``quantize``/``dequantize`` for every tensor that is stored in a chosen format."""
 
     name: str = "insert-casts"

@@ -15,13 +15,13 @@ from fxprec.ir.symbolic import Damage, Observe
 from fxprec.passes.analysis.gradients import GradientWalk
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.values import is_plain_float
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.sites import emit_call, insertion_point_after, replace_uses
 from fxprec.passes.lowering.stats import append_gathered
 
 
 @dataclass(frozen=True)
-class InsertObservers:
+class InsertObservers(Pass):
     """Insert ``observe`` nodes in the backward half."""
 
     name: str = "insert-observers"

@@ -21,7 +21,7 @@ from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.copies import code_readers
 from fxprec.passes.analysis.joint import argument, is_backward, is_view_or_cast, readers, tensor_of
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.sites import emit, emit_call
 from fxprec.plan.scales import ScaleGraph, Slot
 
@@ -30,7 +30,7 @@ _ASKS_BELOW = having(Trait.ASKS_BELOW)
 
 
 @dataclass(frozen=True)
-class KeepSigns:
+class KeepSigns(Pass):
     """Make casts keep each value's side of a bound, where backward compares the copy with the bound."""
 
     name: str = "keep-signs"

@@ -16,7 +16,7 @@ from fxprec.ir.symbolic import QUANTIZE, TRANSPOSED, CodedGemm, Dequantize, Keep
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.coded_gemms import PURE_VIEWS, Coded, Layout
 from fxprec.passes.analysis.joint import input_at, is_backward, readers, tensor_of
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.sites import emit, emit_call, emit_on
 from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
 
@@ -25,7 +25,7 @@ _NATIVE: tuple[Layout, Layout] = ("rows", "columns")  # what torch._scaled_mm ta
 
 
 @dataclass(frozen=True)
-class LowGemms:
+class LowGemms(Pass):
     """Rewrite the GEMMs that ``work.answers`` says pay."""
 
     name: str = "low-gemms"

@@ -28,7 +28,7 @@ from fxprec.passes.analysis.joint import (
 )
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.analysis.peak.kernels import is_square
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.blocks import WHOLE_BITS
 from fxprec.passes.casts.sites import emit
 from fxprec.passes.casts.stored import STATISTIC
@@ -44,7 +44,7 @@ MADE_AGAIN = f"{UNREAD}: it is made again in backward, from the stored copy of i
 
 
 @dataclass(frozen=True)
-class MakeAgain:
+class MakeAgain(Pass):
     """Replace stored copies that only backward reads by arithmetic on other copies."""
 
     name: str = "make-again"

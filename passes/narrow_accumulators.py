@@ -17,14 +17,14 @@ from fxprec.passes.analysis.joint import factors_of, input_at, item_of, value
 from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.values import is_float_tensor
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.sites import emit
 from fxprec.passes.notice import Notice
 from fxprec.plan.lines import place
 
 
 @dataclass(frozen=True)
-class NarrowAccumulators:
+class NarrowAccumulators(Pass):
     """Replace GEMMs, forward and backward, by ``fxprec::matmul`` and ``fxprec::convolution``."""
 
     name: str = "narrow-accumulators"

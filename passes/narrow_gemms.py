@@ -30,13 +30,13 @@ from fxprec.passes.analysis.joint import (
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.values import is_mask
 from fxprec.passes.analysis.wide_gemms import is_widened
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.sites import emit, emit_call, emit_on
 from fxprec.passes.notice import Notice
 
 
 @dataclass(frozen=True)
-class NarrowGemms:
+class NarrowGemms(Pass):
     """Rewrite every GEMM, forward and backward, to compute in ``recipe.hi``'s dtype."""
 
     name: str = "narrow-gemms"

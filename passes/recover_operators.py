@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.operators import recover_operators
 from fxprec.passes.analysis.values import mark_values
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 
 
 @dataclass(frozen=True)
-class RecoverOperators:
+class RecoverOperators(Pass):
     """Fill ``work.operators``, and mark what no later pass may touch."""
 
     name: str = "recover-operators"

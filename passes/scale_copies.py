@@ -17,12 +17,12 @@ from fxprec.ir.symbolic import AS_STORED, CodedGemm, Dequantize, Quantize, Resca
 from fxprec.numerics.blocks import BlockFormat, find
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis.copies import code_readers
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.plan.scales import Copy, ScaleGraph, Slot
 
 
 @dataclass(frozen=True)
-class ScaleCopies:
+class ScaleCopies(Pass):
     """Name in ``work.scales`` the copies that have a scale, and have their readers take it off."""
 
     name: str = "scale-copies"

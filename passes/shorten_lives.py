@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.apart import lay_apart
 from fxprec.passes.casts.narrow_sums import narrow_sums
 from fxprec.passes.casts.two_gradients import part_gradients
@@ -17,7 +17,7 @@ from fxprec.passes.casts.upsampled import sum_upsampled
 
 
 @dataclass(frozen=True)
-class ShortenLives:
+class ShortenLives(Pass):
     """Edit joins, convolutions' gradients, upsamplings and sums under a peak budget."""
 
     name: str = "shorten-lives"

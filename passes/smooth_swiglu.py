@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import input_at, is_backward, is_view_or_cast, tensor_of
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.sites import emit
 from fxprec.passes.notice import Notice
 
@@ -31,7 +31,7 @@ SCALED_CHANNELS = "fxprec_scaled_channels"
 
 
 @dataclass(frozen=True)
-class SmoothSwiGLU:
+class SmoothSwiGLU(Pass):
     """Scale the channels of each silu(g) * u that linear layers alone read, where the recipe asks for it."""
 
     name: str = "smooth-swiglu"

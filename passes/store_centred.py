@@ -16,7 +16,7 @@ from fxprec.ir.operators import Moves, moving_as
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.joint import is_backward, numel_hint, operator_of, readers, shown, tensor_of, value
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 
 _SUB = torch.ops.aten.sub.Tensor
 # Where two of these lead to the same shape from the same value, they show the same.
@@ -24,7 +24,7 @@ _OF_ONE_SHAPE = moving_as(Moves.RANK, Moves.ALIAS)
 
 
 @dataclass(frozen=True)
-class StoreCentred:
+class StoreCentred(Pass):
     """Store the result of a subtraction instead of its operand, where all readers in backward begin with it."""
 
     name: str = "store-centred"

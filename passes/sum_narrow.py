@@ -21,7 +21,7 @@ from fxprec.ir.operators import Trait, having
 from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.joint import argument, input_at, is_backward, is_view, readers, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.sites import emit, emit_on
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ _COMPARISONS = having(Trait.ASKS_ABOVE) | having(Trait.ASKS_BELOW)
 
 
 @dataclass(frozen=True)
-class SumNarrow:
+class SumNarrow(Pass):
     """Make sums over all but the last dimension, and comparisons with 0, read the bfloat16 copy where there is one."""
 
     name: str = "sum-narrow"

@@ -14,12 +14,12 @@ from fxprec.passes.analysis.coded_gemms import MATMULS, Coded, coded, is_plain, 
 from fxprec.passes.analysis.gemm_costs import Answer, Costs, Gpu, Product, costs_of
 from fxprec.passes.analysis.joint import dim_hint, is_backward, tensor_of
 from fxprec.passes.analysis.operators import Operator
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 from fxprec.passes.notice import Notice
 
 
 @dataclass(frozen=True)
-class WeighGemms:
+class WeighGemms(Pass):
     """Fill ``work.answers``, one per GEMM of the plan: as the user says, else by the cost model."""
 
     name: str = "weigh-gemms"

@@ -16,11 +16,11 @@ from torch.fx import Graph, Node
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import factors_of, input_at, item_of, readers, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
-from fxprec.passes.base import Work
+from fxprec.passes.base import Pass, Work
 
 
 @dataclass(frozen=True)
-class WidenAttention:
+class WidenAttention(Pass):
     """Remove conversions between float32 and a GPU's bfloat16 attention. narrow-gemms inserts them again."""
 
     name: str = "widen-attention"

@@ -11,13 +11,13 @@ from fxprec.passes.analysis.assignment import Assignment
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.saved_bytes import SavedBytes
 from fxprec.passes.analysis.tensors import CountedTensor
-from fxprec.passes.base import InBlocks, Work
+from fxprec.passes.base import InBlocks, Pass, Work
 from fxprec.plan import Gemm, Group, KindCounts, Plan
 from fxprec.plan.compare import another_model
 
 
 @dataclass(frozen=True)
-class WritePlan:
+class WritePlan(Pass):
     """Fill ``work.plan``. Raises `PlanError` where a given plan describes another model."""
 
     name: str = "write-plan"

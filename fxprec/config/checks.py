@@ -38,7 +38,7 @@ class Options:
 
 
 def one_of(field: str, value: object, allowed: Sequence[str], others: str = "") -> str:
-    """Return ``value`` if it is one of the allowed words."""
+    """Return ``value`` if it is one of the allowed words. Raises `ConfigError`."""
     if isinstance(value, str) and value in allowed:
         return value
     choices = ", ".join(map(repr, allowed)) + (f", {others}" if others else "")
@@ -48,7 +48,7 @@ def one_of(field: str, value: object, allowed: Sequence[str], others: str = "") 
 
 
 def number(field: str, value: object, allowed: str) -> float:
-    """Return ``value`` as a float; a bool is no number, and neither is NaN."""
+    """Return ``value`` as a float. Raises `ConfigError`, also for a bool and NaN."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{field} is {value!r}; give it {allowed}")
     found = float(cast(SupportsFloat, value))
@@ -58,7 +58,7 @@ def number(field: str, value: object, allowed: str) -> float:
 
 
 def above_zero(field: str, value: object, allowed: str, *, or_zero: bool = False) -> float:
-    """Return ``value`` as a finite float above 0."""
+    """Return ``value`` as a finite float above 0, with ``or_zero`` of at least 0. Raises `ConfigError`."""
     found = number(field, value, allowed)
     if not 0 <= found < math.inf or (found == 0 and not or_zero):
         raise ConfigError(f"{field} is {value!r}, out of range; give it {allowed}")
@@ -66,7 +66,7 @@ def above_zero(field: str, value: object, allowed: str, *, or_zero: bool = False
 
 
 def ratio(field: str, value: object, *, above_zero: bool = False) -> float | None:
-    """Return a number from 0 to 1 (with ``above_zero``, 0 excluded) or None."""
+    """Return a number from 0 to 1 (with ``above_zero``, 0 excluded) or None. Raises `ConfigError`."""
     if value is None:
         return None
     allowed = f"a number {'above 0 and up to 1' if above_zero else 'from 0 to 1'}, or None"
@@ -77,21 +77,21 @@ def ratio(field: str, value: object, *, above_zero: bool = False) -> float | Non
 
 
 def integer(field: str, value: object, *, least: int) -> int:
-    """Return ``value`` as an int of at least ``least``."""
+    """Return ``value`` as an int of at least ``least``. Raises `ConfigError`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(cast(SupportsInt, value)) < least:
         raise ConfigError(f"{field} is {value!r}; give it an int of at least {least}")
     return int(cast(SupportsInt, value))
 
 
 def boolean(field: str, value: object) -> bool:
-    """Return ``value`` if it is True or False itself."""
+    """Return ``value`` if it is True or False itself. Raises `ConfigError`."""
     if not isinstance(value, bool):
         raise ConfigError(f"{field} is {value!r}; give it True or False")
     return value
 
 
 def path(field: str, value: object, what: str) -> str | None:
-    """Return a path as text, or None."""
+    """Return a path as text, or None. Raises `ConfigError`."""
     if value is None:
         return None
     found = os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -103,7 +103,7 @@ def path(field: str, value: object, what: str) -> str | None:
 def byte_size(field: str, value: object, *, or_zero: bool = False, or_else: str = "") -> int | None:
     """Return bytes (rounded down) from a positive int or text such as ``"12GiB"``, ``"512 MiB"``, ``"1.5GB"``.
 
-    ``or_else`` ends what an error allows.
+    ``or_else`` ends what an error allows. Raises `ConfigError`.
     """
     if value is None or (or_zero and type(value) is int and value == 0):
         return value
@@ -122,7 +122,7 @@ def byte_size(field: str, value: object, *, or_zero: bool = False, or_else: str 
 
 
 def byte_size_or_share(field: str, value: object) -> int | str | None:
-    """Return bytes as `byte_size` does, or a share of something above 0 and up to 100 %, as text such as ``"60%"``."""
+    """Return bytes as `byte_size` does, or a share above 0 and up to 100 %, such as ``"60%"``. Raises `ConfigError`."""
     if not isinstance(value, str) or not value.rstrip().endswith("%"):
         return byte_size(field, value, or_else=", or a share, as text such as '60%'")
     number = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*%\s*", value, re.ASCII)
@@ -132,7 +132,7 @@ def byte_size_or_share(field: str, value: object) -> int | str | None:
 
 
 def some_of(field: str, value: object, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Return some of the allowed words, at least one, each once, in their own order."""
+    """Return some of the allowed words, at least one, each once, in their own order. Raises `ConfigError`."""
     words = (value,) if isinstance(value, str) else value
     choices = f"a tuple of some of {', '.join(map(repr, allowed))}"
     if not isinstance(words, list | tuple) or not words:

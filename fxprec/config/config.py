@@ -215,7 +215,7 @@ class Config:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Self:
-        """Return the config of ``torch.compile``'s ``options``; None means no options."""
+        """Return the config of ``torch.compile``'s ``options``; None means no options. Raises `ConfigError`."""
         if options is None:
             return cls()
         if not isinstance(options, Mapping):

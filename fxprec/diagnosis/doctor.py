@@ -153,7 +153,10 @@ STEPS = 3  # statistics of the first choose the scales of gradients, and arrive 
 
 
 def recorded(subject: Subject, request: Request, tell: Tell) -> tuple[float, list[Callable[[], Examined]], list[str]]:
-    """Run a step, or a few where gradients have scales; return its loss, its training graphs, and notes."""
+    """Run a step, or a few where gradients have scales; return its loss, its training graphs, and notes.
+
+    Raises `ConfigError` where the step does not run, or no graph of it trains.
+    """
     settings, recorder = Settings.of(request.config), Recorder()
     backend = Backend(replace(request.config, cpu=request.config.cpu or PORTABLE), recorder=recorder)
     whole = _rounds_forward(settings)
@@ -184,7 +187,10 @@ def _rounds_forward(settings: Settings) -> bool:
 
 
 def recorded_live(live: Live, request: Request, tell: Tell) -> tuple[float, list[Callable[[], Examined]], list[str]]:
-    """Run a step of a training; return its loss (NaN where the step returned none), its graphs, and notes."""
+    """Run a step of a training; return its loss (NaN where the step returned none), its graphs, and notes.
+
+    Raises `ConfigError` where no graph of the step trains.
+    """
     value, recorder = live.record()
     tell(f"step of {live.name} run: loss {value:.6g}")
     notes = []

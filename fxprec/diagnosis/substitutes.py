@@ -33,7 +33,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, (batch, heads, tokens, width), as flash attention makes them.
 
-    Probabilities come of the saved logsumexp, and the row sums of the saved result (Dao et al. 2022, Algorithm 4).
+    Probabilities come of the saved logsumexp, the row sums of the saved result (Dao et al. 2022, Algorithm 4). Raises
+    `NotImplementedError` for dropout.
     """
     if dropout_p:
         raise NotImplementedError("the mask of attention's dropout is not saved")

@@ -108,7 +108,10 @@ class PlannedGraph:
         return 0 if self.controller is None else self.controller.step
 
     def step_in_backward(self, binding: InBackward, args: Sequence[Any]) -> None:
-        """Let backward step what it may of the parameters among ``args``; before `compile`."""
+        """Let backward step what it may of the parameters among ``args``; before `compile`.
+
+        Raises `BudgetError` for a step budget where a graph break cuts the step.
+        """
         from fxprec.driver.updates import Updates  # few runs want it
 
         plans_only = self._dump is not None and self._dump.plan_only

@@ -78,7 +78,10 @@ class Model:
     # Making graphs.
 
     def compiled(self, captured: Captured, parameters: Parameters, args: Sequence[Any]) -> PlannedGraph:
-        """Compile a graph for the layer with these parameters; it takes over the state saved for it."""
+        """Compile a graph for the layer with these parameters; it takes over the state saved for it.
+
+        Raises `PlanError` where a state that was loaded is of another graph.
+        """
         identity = captured.identity
         dropped = saved_state.likeliest(identity, self._dropped, lambda g: g.captured.identity)
         old = next(iter(dropped), None)

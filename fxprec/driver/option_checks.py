@@ -30,7 +30,7 @@ def want_whole_graphs(settings: Settings) -> None:
     """Turn off Dynamo's DDP optimizer, with a message, where an option is about the whole graph.
 
     Else each bucket's piece is planned for itself, as after a graph break, and its gradients leave before the next
-    piece's backward runs.
+    piece's backward runs. Raises `compat.TraceAgain`, on which Dynamo traces once more, without that optimizer.
     """
     whole = [name for name in ("plan", "peak_budget", "activation_budget") if getattr(settings.asked, name) is not None]
     if not whole or not compat.widen_ddp_buckets():

@@ -28,7 +28,7 @@ _DRY: tuple[tuple[str, dict[str, Any]], ...] = (("100%", {}), ("80%", {}))
 
 
 def check(ground: Ground) -> None:
-    """Plan a transformer's step for each budget, and measure it."""
+    """Plan a transformer's step for each budget, and measure it. A budget out of reach raises `NotHere` in its case."""
     slowest = 0.0
     for budget, options in BUDGETS if ground.on_gpu else _DRY:
         name, start = f"peak_budget={budget!r}{' with offloading' if options else ''}", time.monotonic()

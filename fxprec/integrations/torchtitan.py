@@ -37,7 +37,10 @@ class FxprecConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore
         self.options = config.options
 
     def convert(self, model_config: Any) -> Any:
-        """Return the model's config; its blocks' configs are replaced in it by ones that compile what they build."""
+        """Return the model's config; its blocks' configs are replaced in it by ones that compile what they build.
+
+        Raises `ConfigError` for a config without a block.
+        """
         found = list(model_config.traverse(TransformerBlock.Config))
         if not found:
             raise ConfigError(f"{type(model_config).__qualname__} has no TransformerBlock.Config to compile")

@@ -212,7 +212,8 @@ def _at_least_float32(t: Tensor) -> Tensor:
 def squared_distance(outputs: Sequence[Any]) -> Tensor:
     """Return half the mean squared distance of every floating-point output to fixed normal targets; a scalar, itself.
 
-    So every element has a gradient of its own, and the loss is no small difference of large numbers.
+    So every element has a gradient of its own, and the loss is no small difference of large numbers. Raises
+    `ConfigError` where no output is floating-point.
     """
     outputs = [o for o in outputs if _is_float(o)]
     if not outputs:

@@ -230,7 +230,7 @@ def load(path: Path) -> Golden:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn any error while a file is read into one `GoldenError` that names the file."""
+    """Raises `GoldenError`, with the name of the file, in the place of any error while the file is read."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
@@ -241,7 +241,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path, schema: int) -> dict[str, Any]:
-    """Return the object in a golden file of that schema."""
+    """Return the object in a golden file of that schema. Raises `GoldenError`, and what `json` raises."""
     if path.stat().st_size > MAX_BYTES:
         raise GoldenError(f"is larger than {MAX_BYTES >> 20} MiB")
     data = json.loads(path.read_text(encoding="utf-8"))

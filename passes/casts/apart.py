@@ -48,6 +48,7 @@ class Waits:
 
     @classmethod
     def of(cls, half: list[Node]) -> Waits:
+        """Number the nodes of one half of a joint graph, in the order in which they run."""
         kernels = (kind_of(node) is Kind.EXTERN for node in half)
         return cls({node: i for i, node in enumerate(half)}, list(accumulate(kernels, initial=0)))
 

@@ -27,15 +27,18 @@ class OnHost(Form):
     is_on_host = True
 
     @property
-    def bears(self) -> frozenset[Demand]:  # type: ignore[override]  # of each the inner form's
+    def bears(self) -> frozenset[Demand]:  # type: ignore[override]  # a property, since instances differ
+        """Return the demands that the inner form serves."""
         return self.form.bears
 
     @property
     def error(self) -> float | None:  # type: ignore[override]
+        """Return the relative error of the inner form."""
         return self.form.error
 
     @property
     def is_rounded(self) -> bool:  # type: ignore[override]
+        """Say whether storing the inner form takes rounding that nothing else asks for."""
         return self.form.is_rounded
 
     @property

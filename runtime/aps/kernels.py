@@ -77,7 +77,10 @@ def _factors(exponent: int) -> tuple[float, float]:
 
 
 def encode(x: Tensor, exponent: int, kind: Format | Codec | BlockFormat, out: Tensor) -> None:
-    """Write codes (uint8) of x * 2^exponent, nearest, into `out`; `kind` has codes of at most 8 bits."""
+    """Write codes (uint8) of x * 2^exponent, nearest, into `out`.
+
+    Raises `FormatError` for a `kind` with codes above 8 bits.
+    """
     n = x.numel()
     head = (_floats("x", x, n), _codes("out", out, n), n, *_factors(exponent))
     if isinstance(kind, Codec):
@@ -107,7 +110,10 @@ def look_up(codes: Tensor, table: Tensor, out: Tensor) -> None:
 
 
 def hadamard(x: Tensor, before: Tensor, after: Tensor) -> None:
-    """Multiply each block of a float32 tensor in place by `before`, the Hadamard matrix, and `after`, both (block,)."""
+    """Multiply each block of a float32 tensor in place by `before`, the Hadamard matrix, and `after`, both (block,).
+
+    Raises `FormatError` where the elements are not whole blocks of a power of two.
+    """
     n, block = x.numel(), before.numel()
     if n % block or block & (block - 1) or block > _LARGEST_BLOCK:
         raise FormatError(f"{n} elements are not in blocks of {block}, a power of two of at most {_LARGEST_BLOCK}")

@@ -76,7 +76,7 @@ def dot(
 ) -> Tensor:
     """Return the dot product of two vectors (k,) as a float32 scalar.
 
-    Options and errors are those of `matmul`.
+    Options are those of `matmul`. Raises `FormatError`, also for other shapes, and what `matmul` raises.
     """
     if a.dim() != 1 or a.shape != b.shape:
         raise FormatError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} have no dot product: give two of (k,)")
@@ -95,7 +95,8 @@ def sum(
 ) -> Tensor:
     """Return the sum of ``x`` over ``dim`` as float32, elements rounded to ``fmt``, in increasing index.
 
-    The result has the shape of ``x`` without ``dim``. Options and errors are those of `matmul`.
+    The result has the shape of ``x`` without ``dim``. Options are those of `matmul`. Raises `FormatError` for a scalar,
+    and what `matmul` raises.
     """
     if x.dim() == 0:
         raise FormatError("a scalar has no dimension to sum over; give at least a vector (k,)")

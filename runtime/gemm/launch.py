@@ -23,7 +23,8 @@ Alternatives = tuple["Launch", ...]
 class TritonKernel(Protocol):
     """What ``triton.jit`` returns."""
 
-    def warmup(self, *args: object, grid: tuple[int, ...], **options: object) -> object: ...
+    def warmup(self, *args: object, grid: tuple[int, ...], **options: object) -> object:
+        """Compile for arguments of these types, and launch nothing. Raises what Triton's compiler raises."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
 

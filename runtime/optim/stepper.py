@@ -124,7 +124,10 @@ class Stepper(Optimizer):
 
     @torch.no_grad()
     def step_one(self, param: Tensor, gradient: Tensor) -> None:
-        """Step one parameter by a gradient that is not its ``grad``, as `step` would."""
+        """Step one parameter by a gradient that is not its ``grad``, as `step` would.
+
+        Raises `ConfigError` for a parameter that no group holds.
+        """
         at = self.position_of(param)
         if at is None:
             raise ConfigError(NOT_HELD)

@@ -70,7 +70,7 @@ def log_normal_scale(mean_ln: float, std_ln: float, threshold: float, underflow:
 
 
 @dataclass(frozen=True, slots=True)
-class Normal:
+class Normal(Distribution):
     """Zero-mean normal: the result of a GEMM, or a gradient whose distribution is not known better."""
 
     deviation: float
@@ -87,7 +87,7 @@ class Normal:
 
 
 @dataclass(frozen=True, slots=True)
-class LogNormal:
+class LogNormal(Distribution):
     """Log-normal magnitudes: the gradient behind a softmax. Mean and deviation are those of ln|g|."""
 
     mean_ln: float

@@ -93,7 +93,7 @@ def keeper_of(scaling: GradScaling | LossScaling, graph: ScaleGraph, at_once_abo
 
 
 @dataclass
-class ScaleKeeper:
+class ScaleKeeper(Keeper):
     """A scale of its own for every cast, solved every ``interval`` steps and once right after the first."""
 
     scaling: GradScaling

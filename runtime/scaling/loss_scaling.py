@@ -37,6 +37,7 @@ class LossScaleKeeper:
         """Do nothing: a loss scale measures nothing."""
 
     def note(self, stats: SiteStats, step: int) -> None:
+        """Take one row's statistics: a gradient that overflows has the optimizer step skipped."""
         if stats.site in self.graph.casts:
             self._seen = True
             self.overflowed |= stats.overflow_ratio > 0
@@ -60,6 +61,7 @@ class LossScaleKeeper:
             tell("scale", min(self.graph.site_of.values()), f"loss scale 2**{was} -> 2**{now}")
 
     def describe(self, row: int) -> dict[str, Any]:
+        """Return what `Backend.stats` shows of a cast: the one scale, and no estimates."""
         return {
             "scale_exponent": self.exps[self.graph.casts[row]],
             "estimated_underflow": None,

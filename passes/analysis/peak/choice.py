@@ -38,6 +38,7 @@ class Moment:
     """Whether it is the moment between forward and backward."""
 
     def row(self, bound: Bound) -> Row:
+        """Return the solver's inequality: coefficients by column, lower and upper limit, in bytes."""
         return self.sizes, -np.inf, (bound.waiting if self.is_between else bound.peak) - self.base
 
 
@@ -52,6 +53,7 @@ class Fit:
 
     @property
     def peak(self) -> int:
+        """Bytes that live at the step's peak."""
         return self.held.peak
 
     @property

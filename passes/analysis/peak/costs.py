@@ -30,6 +30,7 @@ class Rates:
 
     @classmethod
     def of(cls, device: torch.device) -> Rates:
+        """Return the rates of a GPU that `gemm_costs` knows, or those of a CPU's core."""
         gpu = gemm_costs.gpu_of(device)
         if gpu is None:
             return _CPU

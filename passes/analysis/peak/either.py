@@ -31,6 +31,7 @@ class Either:
 
     @classmethod
     def of(cls, needs: Needs, rates: Rates, allowed: Collection[str], progress: Progress | None = None) -> Either:
+        """Make the choosers for the forms that ``needs`` offers and ``allowed`` permits; ``rates`` price the ways."""
         progress = Progress() if progress is None else progress
 
         def chooser(*more: str, hides_copies: bool = False) -> Chooser:

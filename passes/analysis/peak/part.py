@@ -14,6 +14,7 @@ class Bound:
     waiting: float = math.inf
 
     def less(self, size: float) -> Bound:
+        """Return the bound that is left when ``size`` bytes are taken off both limits."""
         return Bound(self.peak - size, self.waiting - size)
 
 

@@ -61,13 +61,16 @@ class Effort:
     progress: Progress = field(default_factory=Progress)
 
     def renew(self) -> None:
+        """Allow as much search and as many replays as at the start."""
         self.columns = _EFFORT
         self.renew_replays()
 
     def renew_replays(self) -> None:
+        """Allow as many replays as at the start; the work left for searches stays."""
         self.items = _REPLAYED
 
     def searched(self, nodes: int) -> None:
+        """Count one search of so many branch-and-bound nodes, and show the counts."""
         self.searches += 1
         self.nodes += nodes
         self.progress.show(f"planning what backward gets: search {self.searches}, {self.nodes} nodes")

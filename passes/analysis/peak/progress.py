@@ -19,6 +19,7 @@ class Progress:
     _is_shown: bool = False
 
     def show(self, message: str) -> None:
+        """Log a message, and show it as `tick` does."""
         log.info("%s", message)
         self.tick(message)
 

@@ -391,4 +391,5 @@ class Held:
 
     @property
     def peak(self) -> int:
+        """Bytes that live at the step's peak."""
         return self.timeline.peak

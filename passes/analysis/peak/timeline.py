@@ -110,6 +110,7 @@ class Timeline:
 
     @property
     def peak(self) -> int:
+        """Bytes that live at the moment that holds most; 0 of an empty step."""
         return max(self.live, default=0)
 
     @property

@@ -190,7 +190,10 @@ class Body:
     # -- reading and writing
 
     def read(self, source: Node, reader: Node, *, as_code: bool = False) -> Value:
-        """Return ``source`` as ``reader`` sees it: from inside the region, as a literal, or loaded."""
+        """Return ``source`` as ``reader`` sees it: from inside the region, as a literal, or loaded.
+
+        Raises `Unprintable` where ``reader`` wants another shape than the tensor's own.
+        """
         if source in self.values:
             return self.values[source]
         if (number := constant(source)) is not None:
