@@ -91,7 +91,20 @@ def test_completion_can_be_installed() -> None:
 
 
 def test_every_command_that_prints_a_table_prints_json_too() -> None:
-    tables = {"demo", "formats", "predict", "fits", "doctor", "choose", "compare", "minify", "gpu-check", "env"}
+    tables = {
+        "demo",
+        "formats",
+        "predict",
+        "fits",
+        "doctor",
+        "choose",
+        "compare",
+        "minify",
+        "gpu-check",
+        "env",
+        "diff",
+        "explain",
+    }
     for name in tables:
         assert "--json" in CliRunner().invoke(cli.app, [name, "--help"]).output, name
 

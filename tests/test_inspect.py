@@ -119,6 +119,18 @@ def test_diff_is_0_where_equal_1_where_not_and_counts_bytes(dumped, capsys):
     assert sum(" is low in the second" in line for line in said) == len(changed)
 
 
+def test_diff_as_json_has_the_tensors_that_moved_as_rows(dumped, capsys):
+    assert run("diff", dumped / "a", dumped / "b", "--json") == 1
+    (found,) = json.loads(capsys.readouterr().out)["graphs"].values()
+    moved, last = found["moved"], found["differences"][-1]
+    assert last == f"{len(moved)} tensors moved, {sum(m['bytes'] for m in moved):+,} bytes"
+    assert {(m["before"], m["after"]) for m in moved} == {("1-6-9", "1-4-3+4"), ("1-6-9", "1-5-2")}
+    assert all(m["why"].endswith(" is low in the second") for m in moved)
+    assert run("diff", dumped / "a", dumped / "again", "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)["graphs"].values()
+    assert found == {"moved": [], "differences": []}
+
+
 def test_diff_names_a_promotion_as_the_cause(dumped):
     plan = Plan.load(dumped / "b/graph-0/plan.json")
     site = next(s for s in plan.sites if s.kind == "output" and s.format != plan.recipe.hi.name)

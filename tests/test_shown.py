@@ -81,6 +81,7 @@ def test_only_what_is_saved_has_bits(plan: Plan) -> None:
     )
     masks = (replace(plan.saved[0], format="bool", elements=0, fp32=8),) * 2
     assert line([replace(plan, saved=masks)]).endswith("; 2 masks")
+    assert line([replace(plan, saved=plan.saved[:1])]).endswith("; 1 tensor in 8 bits")
 
 
 def test_the_line_is_logged_once_compiled(caplog: pytest.LogCaptureFixture) -> None:

@@ -90,24 +90,27 @@ def _empty(out: Path) -> None:
 def diff(
     a: Annotated[Path, typer.Argument(help="A plan file or dump folder.")],
     b: Annotated[Path, typer.Argument(help="Another.")],
+    as_json: AsJson = False,
 ) -> None:
     """Say what moved between two plans, why and by how many bytes. Exit code 1 where they differ, 0 where not."""
-    from fxprec.report.compare import differences
+    from fxprec.report.compare import data
     from fxprec.report.load import plans_of
 
     ours, theirs = plans_of(a), plans_of(b)
     if len(ours) == len(theirs) == 1:
         ours, theirs = {"": next(iter(ours.values()))}, {"": next(iter(theirs.values()))}
-    differ = False
+    found = {}
     for name in dict.fromkeys([*ours, *theirs]):
         if name in ours and name in theirs:
-            lines = list(differences(ours[name], theirs[name]))
+            found[name] = data(ours[name], theirs[name])
         else:
-            lines = [f"only in {a if name in ours else b}"]
-        for line in lines:
-            differ = True
-            print(f"{name}: {line}" if name else line)
-    raise typer.Exit(int(differ))
+            found[name] = {"moved": [], "differences": [f"only in {a if name in ours else b}"]}
+    lines = [f"{name}: {line}" if name else line for name in found for line in found[name]["differences"]]
+    if as_json:
+        print_json({"graphs": found})
+    elif lines:
+        print("\n".join(lines))
+    raise typer.Exit(int(bool(lines)))
 
 
 def explain(

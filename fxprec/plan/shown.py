@@ -63,8 +63,9 @@ def _tensors(plans: Sequence[Plan]) -> str:
     """Count what is saved, by bits; what is computed again, or waits in host memory; what no format changes."""
     saved = [row for plan in plans for row in plan.saved]
     stored = Counter(row.bits for row in saved if row.elements and not row.on_host)
-    first, *more = [f"{count} in {bits}" for bits, count in sorted(stored.items())] or [""]
-    counts = [f"{first.replace(' ', ' tensors ', 1)} bits", *more] if first else []
+    (bits, count), *more = sorted(stored.items()) or [(0, 0)]
+    counts = [f"{count} tensor{'s' if count > 1 else ''} in {bits} bits"] if count else []
+    counts += [f"{count} in {bits}" for bits, count in more]
     ways = Counter[str](site.way for plan in plans for site in plan.sites)
     counts += [f"{ways[way]} {WAYS_SAID[way]}" for way in _NOT_HELD if ways[way]]
     fixed = Counter(_kind(row.format) for row in saved if row.fp32 and not row.elements)

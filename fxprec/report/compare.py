@@ -63,6 +63,16 @@ def differences(a: Plan, b: Plan) -> Iterator[str]:
         yield f"{len(found)} tensors moved, {sum(m.bytes for m in found):+,} bytes"
 
 
+def data(a: Plan, b: Plan) -> dict[str, Any]:
+    """Return the tensors that moved as rows, ``bytes`` as in `Move`, and all lines of `differences`."""
+    rows = [
+        {name: getattr(move.before, name) for name in ("tensor", "kind", "module", "source", "group")}
+        | {"before": move.before.stored_as, "after": move.after.stored_as, "bytes": move.bytes, "why": move.why}
+        for move in moves(a, b)
+    ]
+    return {"moved": rows, "differences": list(differences(a, b))}
+
+
 def _changed_rows(table: str, ours: list[_Row], theirs: list[_Row]) -> Iterator[str]:
     """Yield a line for each of the first `_SHOWN` rows that differ in fields not named yet."""
     said = set(_SAID) if table == "sites" else set()
