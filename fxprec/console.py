@@ -1,4 +1,4 @@
-"""Where commands print: as wide as the terminal, or wide enough for a table in a file or a pipe."""
+"""Make the console that commands print to: as wide as the terminal, or wide enough for a table in a file or a pipe."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ SLACK = 2
 MOST = 14
 """The largest k: weights of 0.02 times 2^14 are below e4m3fn's largest number."""
 SCALED_CHANNELS = "fxprec_scaled_channels"
-"""Of a weight times powers of two: it counts as the weight, seen through a view."""
+"""Key in the metadata of a weight times powers of two, which counts as the weight, seen through a view."""
 
 
 @dataclass(frozen=True)

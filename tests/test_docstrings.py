@@ -40,12 +40,16 @@ def decorators(node: Function) -> set[str]:
 
 
 @cache
-def public() -> tuple[Public, ...]:
+def sources() -> tuple[Path, ...]:
     files = [path for folder in ("fxprec", "passes", "runtime") for path in sorted((ROOT / folder).rglob("*.py"))]
-    own = [path for path in files if not any(p.is_symlink() for p in path.parents)]
+    return tuple(path for path in files if not any(p.is_symlink() for p in path.parents))
+
+
+@cache
+def public() -> tuple[Public, ...]:
     return tuple(
         found
-        for path in own
+        for path in sources()
         for found in members(ast.parse(path.read_text(encoding="utf-8")).body, str(path.relative_to(ROOT)))
     )
 
@@ -89,3 +93,14 @@ def test_a_function_that_raises_says_so() -> None:
         if raised(f.node) and not f.file.startswith(COMMANDS) and "aise" not in (ast.get_docstring(f.node) or "")
     ]
     assert not silent
+
+
+def test_no_docstring_begins_in_the_middle_of_a_sentence() -> None:
+    """CONTRIBUTING: one subject, one verb. "Of each graph." says neither."""
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in sources()
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.lstrip().startswith(('"""Of ', '"""Where ', '"""Whose '))
+    ]
+    assert not found

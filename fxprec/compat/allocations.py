@@ -33,7 +33,7 @@ class LiveBytes:
     free: Collection[int] = ()
     """Storages that are there anyway."""
     device: str = "cpu"
-    """Of which type: what a GPU's step has in host memory is not counted."""
+    """Device type whose storages count, "cpu" or "cuda"; of a GPU's step host memory does not count."""
     workspace: Callable[[str, Sequence[Tensor]], int] = lambda name, operands: 0
     """Gives the bytes that an operator, ``"aten::mm"``, takes while it runs, beside its result."""
     taken: Callable[[int], int] = int

@@ -45,7 +45,7 @@ class Arguments:
     scale_a: list[Tensor]
     scale_b: list[Tensor]
     recipe: list[F.ScalingType]
-    """Of both operands."""
+    """Scaling of both operands."""
     swizzle: list[F.SwizzleType]
 
     @classmethod

@@ -17,9 +17,9 @@ class Accumulator(checks.Options):
     """
 
     format: Format
-    """Of each partial sum, in increasing k."""
+    """Format of each partial sum, in increasing k."""
     products: Format = FP32
-    """Of each product; float32 holds those of 8-bit formats exactly."""
+    """Format of each product; float32 holds those of 8-bit formats exactly."""
     kahan: bool = False
     """Whether a compensation in the same format is carried along."""
     chunk: int | None = None

@@ -48,7 +48,7 @@ class Config:
     ``"nvfp4"`` or a `Recipe` (see `recipes`)."""
 
     storage: Storage | None = None
-    """Where values live: ``"native"`` hardware dtypes, ``"packed"`` integer codes of any format, ``"simulate"``
+    """How values are stored: ``"native"`` hardware dtypes, ``"packed"`` integer codes of any format, ``"simulate"``
     float32 carriers. None: native where every format of the recipe has a dtype (``hfp8`` has not), else simulate;
     simulate under ``accumulator``."""
 

@@ -13,7 +13,7 @@ from fxprec.numerics.blocks import BlockFormat, find_blocks
 
 Product: TypeAlias = Literal["forward", "input_grad", "weight_grad"]
 _LARGEST_SIDE = 64
-"""Of a square: it is a block of n x n elements, and the largest block has 4096."""
+"""Largest n of a square: a square is a block of n x n elements, and the largest block has 4096."""
 TURNS = (16, 32, 64, 128)
 """Sizes of the Hadamard matrix of `Operands.eden`."""
 PRODUCTS: tuple[Product, ...] = ("forward", "input_grad", "weight_grad")
@@ -28,11 +28,11 @@ class Operands(Options):
     """
 
     forward: BlockFormat | None = None
-    """Of input and weight, in the layer's result."""
+    """Format of input and weight in the product that gives the layer's result."""
     input_grad: BlockFormat | None = None
-    """Of incoming gradient and weight, in the gradient of the input."""
+    """Format of incoming gradient and weight in the product that gives the gradient of the input."""
     weight_grad: BlockFormat | None = None
-    """Of incoming gradient and input, in the gradient of the weight: blocks lie along the tokens."""
+    """Format of incoming gradient and input in the gradient of the weight; blocks lie along the tokens."""
     square_weights: bool = False
     """Whether a weight's scale is shared by a square of n x n elements instead of a row of n: forward and backward then
     multiply the same rounded weight (arXiv 2509.25149)."""

@@ -28,7 +28,7 @@ class Outcome:
     metric: str
     recipe: str
     score: float
-    """Of the uncompiled float32 module: ``Task.evaluate``."""
+    """``Task.evaluate`` of the uncompiled float32 module."""
     saved_bytes: int
     """Saved for backward in one step (see `saved_for_backward`)."""
     compile_seconds: float

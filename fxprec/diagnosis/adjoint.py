@@ -26,7 +26,7 @@ DEPENDENT = 4.0
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Of one stored copy. Each vector has the copy's shape."""
+    """What backward's gradients lose by errors in one stored copy. Each vector has the copy's shape."""
 
     probes: tuple[Tensor, ...]
     """``J^T r`` of each probe; none where no gradient depends on the copy."""

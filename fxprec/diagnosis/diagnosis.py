@@ -25,7 +25,7 @@ class Diagnosis:
 
     model: str
     loss: float
-    """Of the step examined."""
+    """The loss of the step examined."""
     formats: tuple[str, ...]
     """The candidates each tensor was tried in."""
     ranking: tuple[Row, ...]

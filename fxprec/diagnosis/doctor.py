@@ -30,7 +30,7 @@ FORMATS = ("bf16", "fp16", "e4m3fn", "e5m2", "mxfp8_e4m3", "int8", "mxfp4", "int
 RERUNS = 16
 """Groups re-run for real, half of them the worst, half the best."""
 HIGH_SHARE = 0.15
-"""Of the weights of GEMMs with operands in blocks: what a recommendation holds high (16 % in arXiv 2509.25149)."""
+"""Share of the weights of GEMMs in block formats that a recommendation holds high (16 % in arXiv 2509.25149)."""
 Tell = Callable[[str], None]
 
 

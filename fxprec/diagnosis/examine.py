@@ -31,7 +31,7 @@ class Examined:
     plan: Plan
     lab: Lab
     prefix: str = ""
-    """Of module names, where the graph has one that the model has not."""
+    """Prefix of module names that the graph has and the model has not."""
     gradients: Gradients = field(init=False)
     values: Mapping[str, Tensor] = field(init=False)
     sensitivity: Mapping[str, Sensitivity] = field(init=False)

@@ -42,7 +42,7 @@ class Cast:
     """A place where a tensor is stored. A site has one, or in ``simulate`` one for each consumer."""
 
     name: str
-    """Of the ``quantize`` node."""
+    """Name of the ``quantize`` node."""
     row: int
     in_backward: bool
     call: Quantize
@@ -52,7 +52,7 @@ class Cast:
     """Whether what is above 0 is stored as no less than the format's smallest number (pass keep-signs)."""
     keeps_below: bool = False
     operand_of: tuple[int, int] | None = None
-    """Of a GEMM's operand in blocks: the id of the GEMM, and the elements of its weight. Such a cast has no site."""
+    """For a GEMM's operand in blocks: id of the GEMM, elements of its weight. Such a cast has no site."""
 
 
 Read = Callable[[Cast, Tensor], Tensor]

@@ -90,7 +90,7 @@ class GemmRow(_Plain):
     """Id of the plan's GEMM."""
     module: str
     elements: int
-    """Of its weight."""
+    """Elements of the GEMM's weight."""
     damage: float
     """Measured."""
     progress: float

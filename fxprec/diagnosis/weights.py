@@ -26,7 +26,7 @@ class Gradients:
 
     exact: tuple[Tensor, ...]
     weights: tuple[float, ...]
-    """Of each gradient's error: 1 / (its L2 norm, not below the floor), over the root of their number."""
+    """Weight of each gradient's error: 1 / (its L2 norm, not below the floor), over the root of their number."""
 
     @classmethod
     def of(cls, returned: Sequence[Any], modules: Sequence[str]) -> Gradients:

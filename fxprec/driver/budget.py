@@ -86,7 +86,7 @@ class PeakBudget:
         self.log = log
         self.part = Part()
         self.tried: list[tuple[int, int]] = []
-        """Of each plan made for the budget, the bytes it predicts, and holds as compiled."""
+        """Bytes that each plan made for the budget predicts, and holds as compiled."""
         self._told = 0  # bytes above the budget, of a plan that was given
 
     def take(self, part: Part) -> None:

@@ -37,7 +37,7 @@ class Compiled:
     scales: ScaleGraph | None = None
     rows: WatchedRows = field(default_factory=WatchedRows)
     num_results: int = 0
-    """Of the forward half, before what it saves for backward."""
+    """Number of the forward half's own outputs, which come before what it saves for backward."""
     contiguous: tuple[int, ...] = ()
     """Positions among the results of the backward half: gradients of contiguous parameters."""
     copied: tuple[int, ...] = ()

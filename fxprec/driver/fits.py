@@ -26,7 +26,7 @@ TRIALS = 10
 TOKENS = 64
 """What sequences are multiples of in a search whose first is."""
 FREE_BYTES = 2 * 32 * 2**20
-"""Of a GPU that torch here cannot trace for: what is left free, as `passes.analysis.peak.reserve` does on a GPU."""
+"""Bytes left free on a GPU that torch here cannot trace for, as `passes.analysis.peak.reserve` leaves them."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Question:
     optimizers: Callable[[torch.nn.Module], Sequence[Stepper]]
     """Makes those of a model's parameters that train."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of `Config`."""
+    """Options of `Config`."""
 
     def answer(self, batch: int | None = None, sequence: int | None = None) -> Answer:
         """Plan a step. ``batch``, ``sequence``: in place of the inputs' own first and second dimension.

@@ -94,7 +94,7 @@ class PlannedGraph:
 
     @property
     def folder(self) -> Path | None:
-        """Where it is dumped."""
+        """Folder of the graph's dump."""
         return None if self._dump is None else self._dump.path
 
     @property

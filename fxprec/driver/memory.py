@@ -48,11 +48,11 @@ class CompiledPeak:
     """Live bytes of one step. The forward half comes first; its results are what backward starts from."""
 
     num_results: int
-    """Of the forward half, before what it saves for backward."""
+    """Number of the forward half's own outputs, which come before what it saves for backward."""
     device: str = "cpu"
     """Its type."""
     threads: int = 1
-    """Of the CPU, in each of which libraries take memory."""
+    """Threads of the CPU; libraries take memory in each."""
     bytes: int | None = None
     """At the step's peak, once both halves are there."""
     waiting: int = 0

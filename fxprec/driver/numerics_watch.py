@@ -42,7 +42,7 @@ class NumericsWatch:
     every: int
     log: EventLog
     controller: Callable[[], Controller | None]
-    """Of the graph, once there is one."""
+    """Returns the graph's controller, once there is one."""
     logits: dict[str, Growth] = field(default_factory=dict)
     """By attention, ``module, source``."""
     _biased: set[str] = field(default_factory=set)

@@ -216,7 +216,7 @@ def tell_of_other_options(config: Config, identity: Identity, log: EventLog) -> 
     key, own = f"fxprec/{json.dumps(identity.parameters)}", _options(config)
 
     def left_by(other: int) -> list[dict[str, Any]]:
-        """Of every model of these parameters' names; there may be two."""
+        """Return what another rank left for models with these parameters' names; there may be two."""
         name = f"{key}/{other}"
         return json.loads(store.get(name)) if store.check([name]) else []
 

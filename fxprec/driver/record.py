@@ -59,7 +59,7 @@ class Recorder:
 
     graphs: dict[str, dict[str, RecordedHalf]] = field(default_factory=dict)
     inputs: dict[str, tuple[GraphInput, ...]] = field(default_factory=dict)
-    """Of each graph, in the order of forward's arguments."""
+    """Inputs of each graph, in the order of forward's arguments."""
     copies: bool = False
     """Whether arguments are copied: an optimizer steps the weights before they are looked at."""
 
@@ -125,7 +125,7 @@ class TensorDump:
     folder: GraphDump
     log: EventLog
     controller: Callable[[], Controller | None]
-    """Of the graph, once there is one."""
+    """Returns the graph's controller, once there is one."""
 
     def __post_init__(self) -> None:
         self._is_due = EveryNth(self.settings.asked.dump_every or EVERY)
@@ -227,7 +227,7 @@ def _casts(graph: Graph, sites: Mapping[CountedTensor, Site | None]) -> dict[Cou
 
 
 class WatchedHalf:
-    """Where a half holds the tensors asked for, and what is stored of them: as inputs, as results, or inside."""
+    """Places in a half of the tensors asked for, and what is stored of them: as inputs, as results, or inside."""
 
     def __init__(
         self, gm: GraphModule, nodes: Mapping[CountedTensor, Node], stored: Mapping[CountedTensor, Node]

@@ -260,7 +260,7 @@ REFERENCES: Mapping[object, Reference] = {
     casts.StoreBlocks.target: _exact(block_codec.stored, "its records"),
     casts.LoadBlocks.target: _exact(block_codec.loaded, "its values"),
 }
-"""Of kernels that write nothing but what they return: called with what was found and the call's arguments."""
+"""References of kernels that only return: called with what was found and the call's arguments."""
 GEMMS = (coded_gemms.MATMUL_CODES, coded_gemms.MatmulToCodes.target, aten._scaled_mm.default)
 
 

@@ -36,7 +36,7 @@ class KnownHalf:
     """``"forward"`` or ``"backward"``."""
     lowered: Lowered
     num_outputs: int
-    """Of the half, before the statistics that are appended."""
+    """Number of the half's own outputs, which come before the statistics that are appended."""
     said: tuple[Said, ...]
     """Events so far: said again by each process that takes the code."""
     donated: tuple[int, ...]

@@ -15,7 +15,7 @@ from fxprec.gpu_check.ground import Ground, NotHere, require, within
 from fxprec.gpu_check.samples import transformer
 
 MOST = 1.05
-"""Of the budget. Not in a plan, and in the allocator's peak: workspaces of libraries, sizes rounded up to 512 bytes."""
+"""Largest peak, as a share of the budget. Plans leave out workspaces and sizes rounded up to 512 bytes."""
 LEAST = "40%"
 """May be out of reach of a model whose largest layer holds that much; the least that is in reach is then said."""
 BUDGETS: tuple[tuple[str, dict[str, Any]], ...] = (

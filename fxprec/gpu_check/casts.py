@@ -110,7 +110,7 @@ def _transposes(ground: Ground) -> None:
 
 
 def _totals(ground: Ground) -> None:
-    """Of three casts, counted in parts side by side: the sums of the CPU's code."""
+    """Compare the sums of three casts, counted in parts side by side, with those of the CPU's code."""
     fmt, outer = parse("e4m3fn"), 2
     table = table_of(["e4m3fn"] * 3, torch.device("cpu"), exponent=1, measure=True)
     table[1, MEASURE] = 0

@@ -22,7 +22,7 @@ BETWEEN_LOWERINGS = 1e-2
 
 @dataclass
 class Step:
-    """Of one step: the loss, gradients by name, and rows of statistics."""
+    """The loss of one step, its gradients by name, and rows of statistics."""
 
     loss: Tensor
     gradients: dict[str, Tensor]

@@ -32,7 +32,7 @@ _SOFTMAX = frozenset(name for name in map(str, having(Trait.SOFTMAX)) if "log" n
 _MASKS, _SCALINGS = having(Trait.MASKS), having(Trait.SCALES)
 _ROUNDINGS = frozenset({QUANTIZE, DEQUANTIZE, KEEP_NONFINITE})
 _PRODUCTS = with_wide(BATCHED)
-"""Of two values: a product with a parameter makes a router's or a classifier's logits, and is no batch of matrices."""
+"""Products of two values: those with a parameter make a router's or a classifier's logits, no batch of matrices."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _IN_BACKWARD = "must_be_in_backward"
 """torch's min-cut would turn a forward value in forward, with a seed that it draws there once more."""
 
 OPERAND_META = "fxprec_operand_of"
-"""Of the cast of an operand: (id of the plan's GEMM, elements of the GEMM's weight). The doctor reads it."""
+"""Key of a cast's metadata: (id of the plan's GEMM, elements of the GEMM's weight). The doctor reads it."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class CodedResult:
 
 @dataclass(frozen=True)
 class Incoming:
-    """Where among its inputs a backward half that scales gradients has the scale table, and gradients that come in."""
+    """Positions, among the inputs of a backward half that scales, of the scale table and the incoming gradients."""
 
     table: int
     gradients: tuple[int, ...]

@@ -76,7 +76,7 @@ class _Operand:
     rows: int
     columns: int
     side: int
-    """Of a square that shares a scale; 0: blocks lie along the columns."""
+    """Side of a square that shares a scale; 0: blocks lie along the columns."""
     is_turned: bool
     """Whether the GEMM reads its transpose."""
 

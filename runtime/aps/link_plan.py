@@ -60,7 +60,7 @@ class LinkPlan:
 
     ranks: int
     bytes_per_second: float
-    """Of a rank, or where there are nodes of a node's link to the others."""
+    """Rate of a rank's link, or of a node's link to the other nodes."""
     latency: float
     """Seconds of a small exchange there."""
     budget: float

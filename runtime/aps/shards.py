@@ -1,4 +1,4 @@
-"""Where the parameters of one FSDP2 module lie in a rank's shard, and shards filled up to whole blocks."""
+"""Find the parameters of one FSDP2 module in a rank's shard, and fill shards up to whole blocks."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class CancelledRow(NamedTuple):
     nonzero: int
     """Updates that were not zero, since the counts were last reset."""
     cancelled: int
-    """Of these, those that changed neither the weight nor its compensation."""
+    """The updates among them that changed neither the weight nor its compensation."""
 
     @property
     def share(self) -> float:
@@ -35,7 +35,7 @@ class CancelledSteps(NamedTuple):
     """What was cancelled over some steps."""
 
     last_step: int
-    """Of the optimizer, counted from 1 since it was made or loaded."""
+    """The optimizer's last step, counted from 1 since it was made or loaded."""
     rows: list[CancelledRow]
 
 

@@ -30,7 +30,7 @@ NOT_HELD = "the optimizer no longer holds a parameter that backward steps; compi
 
 @dataclass(frozen=True)
 class _Position:
-    """Where a parameter is among those of the groups."""
+    """Place of a parameter among those of the groups."""
 
     group: int
     index: int

@@ -11,7 +11,7 @@ from fxprec.compat.versions import NEWEST_TORCH, torch_version
 from fxprec.ir.operators.spec import Spec
 
 _NAMESPACES = ("prims", "fxprec")
-"""Where names begin that are not ATen's."""
+"""Beginnings of names that are not ATen's."""
 
 
 @dataclass(frozen=True)
