@@ -75,9 +75,9 @@ class _Copies:
         for q, chain in reversed(chains.items()):  # what is made again of another comes first, and gives it a reader
             self._replace(graph, q, chain)
         if chains:
-            self.work.remarks.append(
-                f"{len(chains)} tensors are made again in backward, from the stored copy of their input"
-            )
+            said = "tensors are made again in backward, from the stored copy of their input"
+            alone = "tensor is made again in backward, from the stored copy of its input"
+            self.work.remarks.append(f"{len(chains)} {said if len(chains) > 1 else alone}")
 
     def _made_again(self, site: Site) -> Site:
         hi = self.work.settings.recipe.hi
