@@ -1,4 +1,4 @@
-"""What was planned while a model trained: the graphs, and casts that are not those of the plan."""
+"""What was planned while a model trained: the graphs, casts that are not those of the plan, and what ran uncompiled."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from unittest import mock
 
 from torch.fx import Node
 
+import fxprec
 from fxprec.ir.symbolic import Quantize
 from fxprec.plan.rows import Site
 
@@ -47,3 +48,9 @@ def misfits(work: Any) -> list[str]:
         for q, cast, site in casts_of(work)
         if str(cast.format) not in (site.format, site.saved_as)
     ]
+
+
+def said_by(backend: fxprec.Backend) -> list[str]:
+    """Return what a backend warned of or left out, once each."""
+    kinds = ("fallback", "uncompiled", "kept", "limit")
+    return sorted({f"{event.kind}: {event.detail}"[:300] for event in backend.events if event.kind in kinds})

@@ -13,9 +13,10 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/ is not installed
 
 from benchmarks.architectures import mixed
-from benchmarks.architectures.__main__ import run, summary
+from benchmarks.architectures.__main__ import renewed, run, summary
 from benchmarks.architectures.modules import OWN, Own
 from benchmarks.architectures.registry import architectures
+from benchmarks.architectures.training import PLAIN, Row
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -99,6 +100,17 @@ def test_what_a_library_raises_is_a_row() -> None:
     found = summary(rows, {"broken": Broken()})
     assert found["not compiled by aot_eager"] == {"broken": "ValueError: no such class"}
     assert (found["passed"], found["failed"]) == (0, [])
+
+
+def test_a_side_that_runs_again_replaces_its_own_failure_alone() -> None:
+    """Every side of an architecture was dropped, where one had failed."""
+    near, again = Row("a", "near", "eager"), Row("a", "fp8", "eager")
+    other = Row("b", "fp8", "eager", error="off")
+    rows = [near, Row("a", "autocast", "eager"), Row("a", "fp8", "eager", error="off"), other]
+    bf16 = Row("a", "bf16", "eager", error="off")
+    found = [Row("a", "autocast", "eager", error="another"), again]
+    assert renewed([*rows, bf16], found, ["fp8"]) == [near, rows[1], other, bf16, again]
+    assert renewed([Row("a", PLAIN, "eager", error="off"), other], [again], ["fp8"]) == [other, again]
 
 
 def test_there_are_more_than_120() -> None:

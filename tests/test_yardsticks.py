@@ -8,13 +8,15 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import signal
 import warnings
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.yardsticks import conditioning, exercise, module_db, op_db
+from benchmarks.yardsticks import conditioning, exercise, mixed, module_db, op_db
+from benchmarks.yardsticks.__main__ import summary
 from fxprec.ir.operators import measured
 
 WRONG_ONCE = {
@@ -79,6 +81,40 @@ def test_an_operator_of_op_db_has_autocasts_gradients_under_autocast(name: str) 
     """`ceil`'s gradient is 0 and depends on no output's: choose-crossings ended in a KeyError."""
     row = op_db.measured(operators()[name], 1, [op_db.MIXED], seconds=60)
     assert row.cells[op_db.MIXED].verdict == op_db.PASSED, row.cells[op_db.MIXED]
+
+
+@pytest.mark.parametrize("side", [mixed.PLAIN_TORCH, None], ids=["torch's", "fxprec's"])
+def test_what_a_limit_ends_is_late_on_either_side(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On torch's own side it was left out, as if torch could not run the operator."""
+    stepped = mixed._stepped
+
+    def late(model: Any, backend: Any) -> Any:
+        if (backend is mixed.PLAIN_TORCH) == (side is mixed.PLAIN_TORCH):
+            signal.raise_signal(signal.SIGALRM)
+        return stepped(model, backend)
+
+    monkeypatch.setattr(mixed, "_stepped", late)
+    row = op_db.measured(operators()["ceil"], 1, [op_db.MIXED], seconds=60)
+    assert (row.late, row.left_out, list(row.cells)) == ("longer than 60 s", "", ["eager", "autocast"])
+    whole = op_db.Row("sin", 1, {op_db.MIXED: op_db.Cell(), "eager": op_db.Cell()})
+    found = summary([row, whole])
+    assert found[op_db.MIXED] == {op_db.PASSED: 1, op_db.FAILED: 0, op_db.REFUSED: 0, op_db.LEFT_OUT: 0, op_db.LATE: 1}
+    assert found["eager"][op_db.LATE] == 0
+
+
+@pytest.mark.parametrize("name", ["nn.LSTMCell", "nn.MultiheadAttention", "nn.Softmax"])
+def test_a_module_of_module_db_has_autocasts_gradients_under_autocast(name: str) -> None:
+    row = op_db.measured(modules()[name], 1, [op_db.MIXED], seconds=60)
+    assert row.cells[op_db.MIXED].verdict == op_db.PASSED, row.cells[op_db.MIXED]
+
+
+def test_what_dynamo_does_not_compile_is_left_out_and_what_it_cuts_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager's numbers are autocast's too, and say nothing of fxprec."""
+    row = op_db.measured(modules()["nn.LSTM"], 1, [op_db.MIXED], seconds=60)
+    assert row.cells[op_db.MIXED].note.startswith("fallback: ")
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    row = op_db.measured(operators()["ceil"], 1, [op_db.MIXED], seconds=60)
+    assert row.cells[op_db.MIXED].verdict == op_db.LEFT_OUT
 
 
 def test_an_operator_of_two_results() -> None:

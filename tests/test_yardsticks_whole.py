@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,11 @@ def test_what_plain_torch_does_not_run_is_left_out(make, why: str) -> None:
     assert not row.samples
 
 
+def test_a_model_that_a_limit_ends_is_late() -> None:
+    row = whole.apart("slow", lambda: os.kill(os.getpid(), signal.SIGXCPU), seconds=60)
+    assert (row.late, row.left_out) == ("longer than 60 s", "")
+
+
 def test_a_small_gradient_is_measured_by_all_of_them() -> None:
     exact = whole.Numbers([], {"large": torch.ones(4), "small": torch.full((4,), 1e-3)})
     found = whole.Numbers([], {"large": torch.ones(4)})
@@ -172,11 +178,13 @@ def test_the_table_has_a_row_a_suite() -> None:
 
     rows = [Row("one", 1, {"fp8": Cell(PASSED)}), Row("other", 1, {"fp8": Cell(FAILED)}), Row("none", left_out="no")]
     found = summary(rows)
-    assert found["fp8"] == {PASSED: 1, FAILED: 1, "refused": 0, LEFT_OUT: 1}
+    assert found["fp8"] == {PASSED: 1, FAILED: 1, "refused": 0, LEFT_OUT: 1, "late": 0}
     header, line, _ = table.text({"suite": {"rows": {"summary": found}}}).splitlines()
     place = header.split().index("fp8")
     assert line.split("  ")[0] == "suite"
     assert [cell.strip() for cell in re.findall(r"-|\d / \d / \d / \d", line)][place - 1] == "1 / 1 / 0 / 1"
+    late = summary([*rows, Row("slow", late="longer than 60 s")])
+    assert "1 / 1 / 0 / 1 / 1" in table.text({"suite": {"rows": {"summary": late}}})
 
 
 class Mixed(nn.Module):

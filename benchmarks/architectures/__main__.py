@@ -80,7 +80,7 @@ def main() -> None:
         "--resume",
         type=Path,
         metavar="FILE",
-        help="keep this result's rows, but run chosen ones that failed; saves what --only names too",
+        help="keep this result's rows, but run chosen sides that failed; saves what --only names too",
     )
     parser.add_argument("--list", action="store_true", help="name the architectures by family, and end")
     args = parser.parse_args()
@@ -101,26 +101,27 @@ def main() -> None:
 
 
 def _run_and_save(chosen: list[str], known: dict[str, Buildable], args: argparse.Namespace) -> None:
-    rows, start = _kept(args.resume, chosen), time.perf_counter()
+    rows, start = _kept(args.resume), time.perf_counter()
     file = "architectures" if args.lowering == "eager" else f"architectures-{args.lowering}"
     file += "-mixed" * args.mixed + "-checkpoint" * args.checkpoint
     sides = args.sides or list(mixed.SIDES if args.mixed else SIDES)
     for i, name in enumerate(chosen):
-        done = {row.side for row in rows if row.architecture == name}
-        if not (left := [side for side in sides if side not in done]) or done - {*SIDES, *mixed.SIDES, "autocast"}:
+        passed = {row.side for row in rows if row.architecture == name and row.error is None}
+        if not (left := [side for side in sides if side not in passed]):
             continue
         if time.perf_counter() - start > args.seconds:
             break
-        for row in _rows(name, known[name], left, args):
-            rows.append(row)
+        found = _rows(name, known[name], left, args)
+        rows = renewed(rows, found, left)
+        for row in found:
             error = max(row.gradient_errors, default=float("nan"))
             said = f"{row.error or ''} {'; '.join(row.notes[:1])}"[:150]
             print(f"{i + 1}/{len(chosen)} {name:24} {row.side:9} {error:.1e} {row.promoted:3} {row.seconds:5.1f} s  {said}", flush=True)  # fmt: skip
         if args.resume or not args.only:
             machine.save(file, {"summary": summary(rows, known), "rows": [asdict(row) for row in rows]})
-    found = summary(rows, known)
-    print(json.dumps(found, indent=1))
-    raise SystemExit(bool(found["failed"]))
+    verdicts = summary(rows, known)
+    print(json.dumps(verdicts, indent=1))
+    raise SystemExit(bool(verdicts["failed"]))
 
 
 def _rows(name: str, architecture: Buildable, sides: list[str], args: argparse.Namespace) -> list[Row]:
@@ -129,13 +130,21 @@ def _rows(name: str, architecture: Buildable, sides: list[str], args: argparse.N
     return run(name, architecture, sides, args.lowering)
 
 
-def _kept(path: Path | None, chosen: list[str]) -> list[Row]:
-    """Return a result's rows, without those of the chosen architectures that failed: they run again."""
-    if path is None:
-        return []
-    rows = [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]["rows"]]
-    failed = {row.architecture for row in rows if row.error is not None} & set(chosen)
-    return [row for row in rows if row.architecture not in failed]
+def _kept(path: Path | None) -> list[Row]:
+    return [] if path is None else [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]["rows"]]
+
+
+def renewed(rows: list[Row], found: list[Row], sides: list[str]) -> list[Row]:
+    """Return the rows with those that were found when an architecture ran again under ``sides``, which had not passed.
+
+    Failed rows of these sides go, and a failed row of float32 or ``aot_eager``, which stands for all sides. Rows that passed
+    stay, and so do the failed ones of other sides. A row of autocast comes with each run: the first stays.
+    """
+    name = found[0].architecture
+    others = {*SIDES, *mixed.SIDES} - set(sides)
+    stay = [row for row in rows if row.architecture != name or row.error is None or row.side in others]
+    had = {row.side for row in stay if row.architecture == name}
+    return stay + [row for row in found if row.side not in had]
 
 
 if __name__ == "__main__":

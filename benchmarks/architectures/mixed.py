@@ -37,9 +37,9 @@ from torch.fx import GraphModule
 import fxprec
 import fxprec.runtime.cpu.wide_gemms
 from benchmarks.architectures.registry import Buildable
-from benchmarks.architectures.training import PLAIN, Row, _dense, built, said_by
+from benchmarks.architectures.training import PLAIN, Row, _dense, built
 from benchmarks.graphs.check import in_a_line
-from benchmarks.planned import misfits, recorded_works
+from benchmarks.planned import misfits, recorded_works, said_by
 from benchmarks.yardsticks.whole import Numbers, errors
 from fxprec.config.processor import Processor
 from fxprec.passes.lowering.wide_gemms import widen_gemms

@@ -23,6 +23,7 @@ from benchmarks.architectures.registry import Buildable
 from benchmarks.fidelity.one_step import cosine
 from benchmarks.graphs.check import NEAR, in_a_line, promote_all
 from benchmarks.graphs.values import Noise
+from benchmarks.planned import said_by
 from fxprec.passes.choose_crossings import AGAIN
 
 STEPS, RATE = 3, 1e-3
@@ -136,12 +137,6 @@ def _train_compiled(row: Row, architecture: Buildable) -> Trained:
     row.graphs = len(backend.plans)
     row.notes = said_by(backend)
     return trained
-
-
-def said_by(backend: fxprec.Backend) -> list[str]:
-    """Return what a backend warned of or left out, once each."""
-    kinds = ("fallback", "uncompiled", "kept", "limit")
-    return sorted({f"{event.kind}: {event.detail}"[:300] for event in backend.events if event.kind in kinds})
 
 
 def _compare(row: Row, wanted: Trained, found: Trained) -> None:

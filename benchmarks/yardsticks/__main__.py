@@ -20,7 +20,7 @@ Whole models, and tests, of a checkout that is read where it lies:
 
 Columns: plain torch in float32 (eager), `torch.autocast` in bfloat16, torch's own backends where they were run, fxprec's
 recipes by the reference lowering, and fp8 through Inductor (compiled); each operator, model or test passed, failed, or is refused in words. What is left out has no gradient in plain torch,
-or is wrong in torch's own backends. The criteria: `benchmarks/yardsticks/op_db.py`, `whole.py`, `pytorch_tests.py`. Exit code
+or is wrong in torch's own backends. What a limit of ``--seconds`` ends is late. The criteria: `benchmarks/yardsticks/op_db.py`, `whole.py`, `pytorch_tests.py`. Exit code
 1 where something failed.
 """
 
@@ -57,12 +57,12 @@ from benchmarks.yardsticks.op_db import (
     BY_THE_REFERENCE,
     COLUMNS,
     FAILED,
+    LATE,
     LEFT_OUT,
     MIXED,
     OURS,
-    PASSED,
-    REFUSED,
     TORCHS,
+    VERDICTS,
     Row,
 )
 
@@ -72,13 +72,14 @@ READ_BY_PATH = ("paritybench", *LISTS, "tests")
 
 
 def summary(rows: list[Row]) -> dict[str, dict[str, int]]:
-    """Return how many operators passed, failed, are refused and were left out, by column."""
+    """Return how many operators have each verdict, by column. A column without a cell is late where the row is."""
     found = {}
     for column in COLUMNS:
         verdicts = Counter(row.cells[column].verdict for row in rows if column in row.cells)
         verdicts[LEFT_OUT] += sum(bool(row.left_out) for row in rows)
+        verdicts[LATE] += sum(bool(row.late) and column not in row.cells for row in rows)
         if any(column in row.cells for row in rows):
-            found[column] = {verdict: verdicts[verdict] for verdict in (PASSED, FAILED, REFUSED, LEFT_OUT)}
+            found[column] = {verdict: verdicts[verdict] for verdict in VERDICTS}
     return found
 
 

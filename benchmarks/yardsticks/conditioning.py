@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import json
-import signal
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -292,24 +291,16 @@ def domain_of(op: Any) -> Tensor:
 def measured(operators: list[Any], seconds: int, tell: Callable[[str, str], None]) -> Measured:
     """Measure operators of op_db, each within ``seconds``; ``tell`` is told the name and what failed, if anything."""
     into = Measured()
-    signal.signal(signal.SIGALRM, functools.partial(_late, seconds))
     for op in operators:
         said = ""
-        signal.alarm(seconds)
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), exercise.within(seconds):
                 warnings.simplefilter("ignore")
                 measure(op, into)
-        except Exception as error:
+        except (Exception, exercise.LateError) as error:
             said = f"{type(error).__name__}: {error}".splitlines()[0][:150]
-        finally:
-            signal.alarm(0)
         tell(exercise.name_of(op), said)
     return into
-
-
-def _late(seconds: int, *_: object) -> None:
-    raise TimeoutError(f"longer than {seconds} s")
 
 
 def write(found: Measured, path: Path = TABLE) -> Path:

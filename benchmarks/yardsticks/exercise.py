@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,25 @@ def operators() -> list[Any]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     return [op for op in op_db if op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")]
+
+
+class LateError(BaseException):
+    """The time of one of a suite is over. No `Exception`: what judges a column's errors does not take it for one."""
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Raise `LateError` in the main thread where the block takes longer."""
+
+    def late(*_: object) -> None:
+        raise LateError(f"longer than {seconds} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
 
 
 def name_of(op: Any) -> str:

@@ -8,6 +8,7 @@ one step under a fixed seed. What plain torch cannot run or differentiate to fin
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch._inductor.config
 import fxprec
 from benchmarks.architectures.mixed import NEAR_BOUND, PLAIN_TORCH, SAME_LOSS, SIDES
 from benchmarks.graphs.check import in_a_line
-from benchmarks.planned import misfits, recorded_works
+from benchmarks.planned import misfits, recorded_works, said_by
 from benchmarks.yardsticks import exercise
 from benchmarks.yardsticks.exercise import Exercised, Numbers
 from benchmarks.yardsticks.op_db import FAILED, LEFT_OUT, PASSED, REFUSED, Cell
@@ -38,8 +39,11 @@ def judged(model: Exercised) -> Cell:
         except Exception as error:
             inner = getattr(error, "inner_exception", error)
             return Cell(REFUSED if isinstance(inner, fxprec.errors.FxprecError) else FAILED, detail=in_a_line(error))
+    if not works:
+        return Cell(LEFT_OUT, detail="Dynamo compiles nothing of it")
     casts = [said for work in works for said in misfits(work)]
-    return verdict(exercise.errors(found, wanted, model.values), casts)
+    cell = verdict(exercise.errors(found, wanted, model.values), casts)
+    return replace(cell, note="; ".join(said_by(backend)[:1]))
 
 
 def verdict(off: tuple[float, float], casts: list[str]) -> Cell:

@@ -26,8 +26,6 @@ cannot differentiate to finite numbers is left out, as is what a backend of torc
 from __future__ import annotations
 
 import contextlib
-import functools
-import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +56,8 @@ TORCHS = {"aot": "aot_eager_decomp_partition", "inductor": "inductor"}
 MIXED = "mixed"
 OURS = (*RECIPES, MIXED)
 COLUMNS = ("eager", "autocast", *TORCHS, *OURS)
-PASSED, FAILED, REFUSED, LEFT_OUT = "passed", "failed", "refused", "left out"
+PASSED, FAILED, REFUSED, LEFT_OUT, LATE = "passed", "failed", "refused", "left out", "late"
+VERDICTS = (PASSED, FAILED, REFUSED, LEFT_OUT, LATE)
 
 
 @dataclass
@@ -86,6 +85,8 @@ class Row:
     samples: int = 0
     cells: dict[str, Cell] = field(default_factory=dict)
     left_out: str = ""
+    late: str = ""
+    """The limit that the row ran into. The columns without a cell did not end by then."""
 
     def add(self, column: str, cell: Cell) -> None:
         self.cells[column] = self.cells[column].worse(cell) if column in self.cells else cell
@@ -155,9 +156,8 @@ def _rounded(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def measure(op: Any, samples: int, columns: Sequence[str]) -> Row:
-    """Return the operator's row from its first samples that plain torch differentiates to finite numbers."""
-    row = Row(exercise.name_of(op))
+def measure(row: Row, op: Any, samples: int, columns: Sequence[str]) -> None:
+    """Fill the operator's row from its first samples that plain torch differentiates to finite numbers."""
     tried: set[tuple[torch.Size, ...]] = set()
     for model in exercise.samples_of(op):
         shapes = tuple(v.shape for v in model.values)
@@ -176,7 +176,6 @@ def measure(op: Any, samples: int, columns: Sequence[str]) -> Row:
             break
     if not row.samples:
         row.left_out = "plain torch has no finite gradient of a dense float32 operand"
-    return row
 
 
 def judged(column: str, reference: Reference) -> Cell:
@@ -221,21 +220,17 @@ def _beyond(off: tuple[float, float], bounds: tuple[float, float]) -> str:
 
 
 def measured(op: Any, samples: int, columns: Sequence[str], seconds: int) -> Row:
-    """`measure` within a time, without warnings; what raises or takes longer is left out by name."""
-    signal.signal(signal.SIGALRM, functools.partial(_late, seconds))
-    signal.alarm(seconds)
+    """`measure` within a time, without warnings. Whatever raises is left out by name; what a limit ends is late."""
+    row = Row(exercise.name_of(op))
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), exercise.within(seconds):
             warnings.simplefilter("ignore")
-            return measure(op, samples, columns)
+            measure(row, op, samples, columns)
+    except exercise.LateError as error:
+        row.late = str(error)
     except Exception as error:
-        return Row(exercise.name_of(op), left_out=in_a_line(error))
-    finally:
-        signal.alarm(0)
-
-
-def _late(seconds: int, *_: object) -> None:
-    raise TimeoutError(f"longer than {seconds} s")
+        return Row(row.operator, left_out=in_a_line(error))
+    return row
 
 
 def chosen(all_: list[Any], only: list[str], sample: int | None) -> list[Any]:
@@ -261,6 +256,8 @@ def text_of(row: Row, columns: Sequence[str] = COLUMNS) -> str:
     """Return a row as one line of errors: gradients, by column; what failed has its reason behind."""
     if row.left_out:
         return f"{row.operator[:44]:44} left out: {row.left_out}"
+    if row.late and not row.cells:
+        return f"{row.operator[:44]:44} late: {row.late}"
     cells = [row.cells.get(name) for name in columns]
     numbers = " ".join(f"{'-' if c is None else _short(c):>8}" for c in cells)
     said = "; ".join(

@@ -6,16 +6,16 @@ import json
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.yardsticks.op_db import COLUMNS, FAILED, LEFT_OUT, PASSED, REFUSED
+from benchmarks.yardsticks.op_db import COLUMNS, LATE, VERDICTS
 
 
 def text(read: dict[str, Any] | None = None) -> str:
-    """Return the table: passed / failed / refused / left out."""
+    """Return the table: passed / failed / refused / left out, and late where any is."""
     lines = [" ".join(("suite".ljust(34), *(column.rjust(15) for column in COLUMNS)))]
     for suite, result in sorted((newest() if read is None else read).items()):
         cells = (_cell(result["rows"]["summary"].get(column)) for column in COLUMNS)
         lines.append(" ".join((suite.ljust(34), *(cell.rjust(15) for cell in cells))))
-    return "\n".join([*lines, "passed / failed / refused in words / left out"])
+    return "\n".join([*lines, "passed / failed / refused in words / left out / out of time, where any is"])
 
 
 def newest() -> dict[str, Any]:
@@ -25,4 +25,6 @@ def newest() -> dict[str, Any]:
 
 
 def _cell(verdicts: dict[str, int] | None) -> str:
-    return "-" if verdicts is None else " / ".join(str(verdicts[name]) for name in (PASSED, FAILED, REFUSED, LEFT_OUT))
+    if verdicts is None:
+        return "-"
+    return " / ".join(str(verdicts.get(name, 0)) for name in VERDICTS if name != LATE or verdicts.get(LATE))

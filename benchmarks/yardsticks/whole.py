@@ -311,7 +311,11 @@ def apart(name: str, measured: Callable[[], Row], seconds: int) -> Row:
     except EOFError:
         process.join()
         late = process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
-        row = Row(name, left_out=f"longer than {seconds} s" if late else f"its process ended with {process.exitcode}")
+        row = (
+            Row(name, late=f"longer than {seconds} s")
+            if late
+            else Row(name, left_out=f"its process ended with {process.exitcode}")
+        )
     process.join()
     here.close()
     return row
