@@ -12,22 +12,22 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_RIVALS = ("torchao", "bitsandbytes")
-"""Named where they are installed."""
+_OTHERS = ("torchao", "bitsandbytes", "transformers", "timm", "torchvision")
+"""Rivals, and libraries whose models are judged: named where they are installed."""
 _MISSING = "not installed"
 RESULTS = Path(__file__).parent / "results"
 
 
 def describe() -> dict[str, Any]:
     """Return processor, cores and versions."""
-    versions = {name: _version(name) for name in ("torch", "triton", "fxprec", *_RIVALS)}
+    versions = {name: _version(name) for name in ("torch", "triton", "fxprec", *_OTHERS)}
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "processor": _processor(),
         "python": platform.python_version(),
-        "versions": {name: v for name, v in versions.items() if name not in _RIVALS or v != _MISSING},
+        "versions": {name: v for name, v in versions.items() if name not in _OTHERS or v != _MISSING},
         "command": "python -m " + " ".join([_module_name(), *sys.argv[1:]]),
     }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.yardsticks import dynamo_models, paritybench, table, torchbench, whole
+from benchmarks.yardsticks.__main__ import main, summary
 from benchmarks.yardsticks.op_db import FAILED, LEFT_OUT, PASSED, REFUSED, Cell, Row, against
 from benchmarks.yardsticks.products import ProductsInBf16
 from fxprec.passes.analysis import sensitive
@@ -164,6 +167,42 @@ def test_paritybench_is_read_by_path(tmp_path: Path) -> None:
         paritybench.models(tmp_path / "generated")
 
 
+def test_pytorchs_tests_are_read_by_path(tmp_path: Path) -> None:
+    """In a process of their own: torch's test utilities read at their import what to compile with."""
+    (tmp_path / "test_small.py").write_text(
+        "import torch\nfrom torch.testing._internal.common_utils import TestCase\nclass TestSmall(TestCase):\n"
+        "    def test_right(self):\n        torch.nn.Linear(4, 4)(torch.ones(2, 4)).sin().sum().backward()\n"
+        "    def test_wrong(self):\n        self.assertEqual(torch.ones(2).sin(), torch.ones(2))\n",
+        encoding="utf-8",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.yardsticks",
+        "tests",
+        "--checkout",
+        str(tmp_path),
+        "--file",
+        "test_small.py",
+    ]
+    tests = [f"test_small.TestSmall.test_{name}" for name in ("right", "wrong")]
+    command += ["--only", *tests]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    assert "near      passed 1  failed 0  refused 0  left out 1" in done.stdout, "what fails under aot too is left out"
+    assert "aot       passed 0  failed 1" in done.stdout
+
+
+def test_what_the_tests_tolerance_cannot_judge_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The option was ignored."""
+    given = ["yardsticks", "tests", "--checkout", ".", "--file", "test_small.py", "--recipes", "near", "fp8"]
+    monkeypatch.setattr(sys, "argv", given)
+    with pytest.raises(SystemExit):
+        main()
+    assert "fp8: the tests' tolerance has near, fp32" in capsys.readouterr().err
+
+
 def test_the_lists_are_read_by_path_and_equal_blocks_are_cut(tmp_path: Path) -> None:
     (tmp_path / "benchmarks" / "dynamo").mkdir(parents=True)
     (tmp_path / "benchmarks" / "dynamo" / "timm_models_list.txt").write_text("b 8\na 128\n", encoding="utf-8")
@@ -174,8 +213,6 @@ def test_the_lists_are_read_by_path_and_equal_blocks_are_cut(tmp_path: Path) -> 
 
 
 def test_the_table_has_a_row_a_suite() -> None:
-    from benchmarks.yardsticks.__main__ import summary
-
     rows = [Row("one", 1, {"fp8": Cell(PASSED)}), Row("other", 1, {"fp8": Cell(FAILED)}), Row("none", left_out="no")]
     found = summary(rows)
     assert found["fp8"] == {PASSED: 1, FAILED: 1, "refused": 0, LEFT_OUT: 1, "late": 0}

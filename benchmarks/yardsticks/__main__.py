@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these, as the suite names them")
     parser.add_argument("--sample", type=int, metavar="N", help="N of the suite, drawn by a fixed seed")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="inputs of each, of other shapes")
-    parser.add_argument("--recipes", nargs="+", choices=[*TORCHS, *OURS], default=BY_THE_REFERENCE)
+    parser.add_argument("--recipes", nargs="+", choices=[*TORCHS, *OURS], help="near, bf16, fp8; of tests, near")
     parser.add_argument("--keep", metavar="NAME", help="keep the result of a part of a suite under this name")
     parser.add_argument("--seconds", type=int, default=60, help="the time of one of the suite")
     parser.add_argument("--checkout", type=Path, metavar="DIR", help="where the suite's files lie")
@@ -99,6 +99,7 @@ def main() -> None:
     if args.suite is None:
         print(table.text())
         return
+    args.recipes = args.recipes or (["near"] if args.suite == "tests" else BY_THE_REFERENCE)
     logging.disable(logging.CRITICAL)  # Dynamo tells of every graph break
     torch.set_num_threads(1)
     if args.suite in READ_BY_PATH:
@@ -136,6 +137,8 @@ def _judge_by_path(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"{args.suite} is read by path: give --checkout{', and --file' * (args.suite == 'tests')}")
     if MIXED in args.recipes:
         parser.error(f"column {MIXED} is of operators and modules")
+    if args.suite == "tests" and (beyond := [name for name in args.recipes if name not in pytorch_tests.COLUMNS]):
+        parser.error(f"{', '.join(beyond)}: the tests' tolerance has {', '.join(pytorch_tests.COLUMNS)}")
     if args.suite == "torchbench" and args.torchbench is None:
         parser.error("torchbench's own models are read by path: give --torchbench")
     try:
@@ -152,7 +155,8 @@ def _judge_by_path(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 def _rows_by_path(args: argparse.Namespace) -> Iterator[Row]:
     if args.suite == "tests":
-        yield from map(_told, pytorch_tests.rows(args.checkout / args.file, args.sample, args.seconds))
+        path = args.checkout / args.file
+        yield from map(_told, pytorch_tests.rows(path, args.only, args.sample, args.recipes, args.seconds))
         return
     models = _models(args)
     chosen = [model for model in models if not args.only or model.name in args.only]

@@ -4,8 +4,8 @@ Any file: under ``PYTORCH_TEST_WITH_AOT_EAGER`` PyTorch compiles each test metho
 replaced. ``test/dynamo/test_activation_checkpointing.py``: its shapes of checkpointing, which ``_validate`` compiles with a
 backend that counts operators; ``_validate`` is given this backend, and what is written for ``"cuda"`` runs on the CPU.
 
-The recipe is near (formats of 18 and 22 mantissa bits), the tolerance `TOLERANCE`. A test that fails is run again with torch's
-own ``aot_eager_decomp_partition``; what fails there too is left out.
+The recipe is near (formats of 18 and 22 mantissa bits) or fp32, the tolerance `TOLERANCE`. A test that fails is run again with
+torch's own ``aot_eager_decomp_partition``, or Inductor for fp32; what fails there too is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import unittest
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -26,12 +26,12 @@ import torch
 from torch._inductor import config as inductor
 
 import fxprec
-from benchmarks.yardsticks import op_db, whole
+from benchmarks.yardsticks import whole
 from benchmarks.yardsticks.exercise import SEED
-from benchmarks.yardsticks.op_db import FAILED, LEFT_OUT, PASSED, RECIPES, REFUSED, Cell, Row
+from benchmarks.yardsticks.op_db import BY_INDUCTOR, FAILED, LEFT_OUT, PASSED, REFUSED, TORCHS, Cell, Row, backend_of
 
 TOLERANCE = 1e-3
-AOT = op_db.TORCHS["aot"]
+COLUMNS = ("near", "fp32", *TORCHS)  # 16 and 8 bits are beyond the tolerance
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Unsupported|Warning)\b.*")
 
 
@@ -77,20 +77,22 @@ def drawn(tests: list[unittest.TestCase], count: int | None) -> list[unittest.Te
     return [tests[i] for i in sorted(order[: len(tests) if count is None else count])]
 
 
-def row(test: unittest.TestCase) -> Row:
-    """Run one test, and again with torch's own backend if it fails."""
+def row(test: unittest.TestCase, columns: Sequence[str]) -> Row:
+    """Run one test by each column, and again with torch's own backend if it fails."""
     found = Row(test.id())
-    backend = fxprec.Backend(fxprec.Config(lowering="eager", **RECIPES["near"]))
-    cell = _outcome(test, backend)
-    if cell.verdict == LEFT_OUT:
-        found.left_out = cell.detail
-        return found
-    found.samples = 1
-    if cell.verdict == FAILED:
-        found.add("aot", _outcome(test, AOT))
-        if found.cells["aot"].verdict != PASSED:
-            cell = Cell(LEFT_OUT, detail=f"torch's own aot: {found.cells['aot'].detail}")
-    found.add("near", cell)
+    for column in columns:
+        cell = _outcome(test, backend_of(column))
+        if cell.verdict == LEFT_OUT:
+            found.left_out = cell.detail
+            return found
+        found.samples = 1
+        own = "inductor" if column in BY_INDUCTOR else "aot"
+        if cell.verdict == FAILED and column not in TORCHS:
+            if own not in found.cells:
+                found.add(own, _outcome(test, TORCHS[own]))
+            if found.cells[own].verdict != PASSED:
+                cell = Cell(LEFT_OUT, detail=f"torch's own {own}: {found.cells[own].detail}")
+        found.add(column, cell)
     return found
 
 
@@ -111,7 +113,7 @@ def _outcome(test: unittest.TestCase, backend: Any) -> Cell:
     result = unittest.TestResult()
     out, sys.stdout = sys.stdout, io.StringIO()
     try:
-        with inductor.patch(fallback_random=True):  # eager's random numbers
+        with inductor.patch(fallback_random=True, compile_threads=1):  # eager's random numbers; a fork has no pool
             again.run(result)
     finally:
         sys.stdout = out
@@ -132,9 +134,9 @@ _OURS = tuple(
 )
 
 
-def rows(path: Path, count: int | None, seconds: int) -> Iterator[Row]:
+def rows(path: Path, only: list[str], count: int | None, columns: Sequence[str], seconds: int) -> Iterator[Row]:
     """Yield a row a test, each run in a process of its own. Raises `FileNotFoundError`."""
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    for test in drawn(load(path), count):
-        yield whole.apart(test.id(), partial(row, test), seconds)
+    for test in drawn([test for test in load(path) if not only or test.id() in only], count):
+        yield whole.apart(test.id(), partial(row, test, columns), seconds)
