@@ -32,7 +32,7 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.lowering import Lowering
 from fxprec.driver.option_checks import settings_on
 from fxprec.driver.warm_start import KnownHalf, plan_key, say_again, sources
-from fxprec.driver.wrappers import Run, begun, named_launches, ranged, retained, with_stats
+from fxprec.driver.wrappers import Run, entered, named_launches, ranged, with_stats
 from fxprec.passes.lowering.lowered import Lowered
 from fxprec.passes.name_grouped import name_grouped
 from fxprec.passes.narrow_attention import narrow_attention
@@ -274,7 +274,7 @@ class Compilation(Attempt):
         compiler = self.compiler
         run = ranged(run, compiler.log.name, known.name)
         run = compiler.wrapped(run, known.name, known.lowered, known.num_outputs)
-        return retained(begun(run, known.lowered.incoming, compiler.controller), known.donated)
+        return entered(run, known.lowered, known.donated, compiler.controller)
 
     def _from_cache(self, run: Run) -> Compiled:
         """Take over what was found out when the halves in the cache were compiled."""

@@ -20,7 +20,7 @@ from fxprec.driver.lowering import interpreted_kernels
 from fxprec.driver.memory import CompiledPeak, PlainHalf
 from fxprec.driver.record import RecordedHalf
 from fxprec.driver.warm_start import codegen_sources
-from fxprec.driver.wrappers import Run, begun, ranged
+from fxprec.driver.wrappers import Run, ranged
 from fxprec.kernels.host import IN_PLACE_ORDER
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
@@ -72,7 +72,7 @@ class Halves:
         half = self._compile(gm, examples, options, name)
         for watcher, recorded in zip(watchers, symbolic, strict=True):
             half = replace(half, run=watcher.watch(self.compiler.log.name, name, recorded, half.run))
-        return replace(half, run=begun(half.run, half.lowered.incoming, self.compiler.controller))
+        return half
 
     def _compile(self, gm: GraphModule, examples: Sequence[Any], options: Mapping[str, Any], name: str) -> CompiledHalf:
         num_outputs = len(results_of(gm.graph))

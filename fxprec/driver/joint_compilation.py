@@ -20,7 +20,7 @@ from fxprec.driver.event_log import Said
 from fxprec.driver.half_compilation import CompiledHalf, Halves
 from fxprec.driver.memory import CompiledPeak, over_ratio
 from fxprec.driver.warm_start import KnownHalf
-from fxprec.driver.wrappers import Run, retained
+from fxprec.driver.wrappers import Run, entered
 from fxprec.passes import pipeline
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph
@@ -179,7 +179,7 @@ class JointCompilation(Attempt):
             half = self.halves.compile(gm, examples, options, name)
             self._say_how_lowered()
         donated = compat.take_donated() if name == "backward" else ()
-        run = retained(half.run, donated)
+        run = entered(half.run, half.lowered, donated, self.compiler.controller)
         if self.key is None:
             return run
         return compat.storable(run, self._known(half, name, said, donated), half.code)

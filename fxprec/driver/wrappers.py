@@ -40,7 +40,12 @@ def with_stats(run: Run, lowered: Lowered, num_outputs: int, queue: StatsQueue) 
     return compat.boxed(call)
 
 
-def begun(run: Run, incoming: Incoming | None, controller: Callable[[], Controller | None]) -> Run:
+def entered(run: Run, lowered: Lowered, donated: Collection[int], controller: Callable[[], Controller | None]) -> Run:
+    """Return ``run`` as autograd calls it: outside of what watches it and records the inputs of its code."""
+    return retained(_begun(run, lowered.incoming, controller), donated)
+
+
+def _begun(run: Run, incoming: Incoming | None, controller: Callable[[], Controller | None]) -> Run:
     """Return ``run``, a backward half, but in its first call the gradients that come in choose the scales."""
     if incoming is None:
         return run
