@@ -32,6 +32,13 @@ SAME_MODEL = {
     "GoogleFnet": "FNetForMaskedLM",
     "T5Small": "T5ForConditionalGeneration",
     "YituTechConvBert": "ConvBertForMaskedLM",
+    "meta-llama/Llama-3.2-1B": "LlamaForCausalLM",
+    "google/gemma-2-2b": "Gemma2ForCausalLM",
+    "google/gemma-3-4b-it": "Gemma3ForCausalLM",
+    "openai/whisper-tiny": "WhisperForConditionalGeneration",
+    "Qwen/Qwen3-0.6B": "Qwen3ForCausalLM",
+    "mistralai/Mistral-7B-Instruct-v0.3": "MistralForCausalLM",
+    "openai/gpt-oss-20b": "GptOssForCausalLM",
 }
 WIDTH = ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "pooler_hidden_size")
 INNER = (
@@ -64,6 +71,10 @@ SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "max_position_embeddings": 128,
     "n_positions": 128,
+    "max_source_positions": TOKENS // 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
     "attention_window": 16,
     "attention_types": [[["global", "local"], 1]],
 }
@@ -97,6 +108,9 @@ def _language_model(name: str) -> Made:
     torch.manual_seed(SEED)
     tokens = torch.randint(3, config.vocab_size, (BATCH, TOKENS))
     inputs = {"input_ids": tokens, **_labels(cls.__name__, config)}
+    if cls.main_input_name == "input_features":  # sound, which a convolution of stride 2 reads
+        inputs["input_features"] = torch.randn(BATCH, config.num_mel_bins, 2 * config.max_source_positions)
+        del inputs["input_ids"]
     if cls.__name__.endswith("ForConditionalGeneration"):
         inputs["decoder_input_ids"] = tokens
     return cls(config), (), inputs
