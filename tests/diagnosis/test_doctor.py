@@ -193,7 +193,11 @@ def returns_a_vector(output: torch.Tensor) -> torch.Tensor:
         (("model", torch.randn(4, 16)), {}, "model is str; give fxprec.doctor a torch.nn.Module, not compiled"),
         ((None, None), {}, "args holds no batch; give the model's inputs: a tensor, a tuple or a dict"),
         ((None, ()), {}, "args holds no batch"),
-        ((None, torch.randn(4, 3)), {}, "does not run on its batch, uncompiled either: RuntimeError: .*; give the arguments that model"),
+        (
+            (None, torch.randn(4, 3)),
+            {},
+            "does not run on its batch, uncompiled either: RuntimeError: .*; give the arguments that model",
+        ),
         ((None, torch.randn(4, 16)), {"formats": ()}, r"formats is \(\); give it a tuple of format names"),
         ((None, torch.randn(4, 16)), {"formats": ("e9m9",)}, "formats: .*e9m9"),
         ((None, torch.randn(4, 16)), {"recip": "fp8"}, "unknown option 'recip'; did you mean 'recipe'"),
