@@ -3,7 +3,7 @@
 A ReLU's backward masks the gradient where the result is 0, and e4m3fn rounds all below 2^-10 to 0. Nearly 1 % of
 activations of rms 0.1 would lose their gradient. They are stored as the smallest number of the copy's scale instead:
 the error is too small to change a sum. Other bounds are kept in the same way, in copies without a scale. A ReLU6 has no
-gradient from 6 on, and e4m3fn rounds 5.75 to 6: it is stored as 5.5.
+gradient from 6 on, and e4m3fn rounds 5.75 to 6: it is stored as 5.5. bfloat16 rounds 5.99 to 6.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class KeepSigns(Pass):
         for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
             if is_in_blocks(q) or is_backward(q) or work.book.sites[cast.row].reads != "backward":
                 continue
-            if parse(cast.format).has_float32_range:
-                continue
-            bounds = {known for read in _decodes(q) for known in _bounds(read)}
+            rounds_to_0 = not parse(cast.format).has_float32_range
+            bounds = {known for read in _decodes(q) for known in _bounds(read) if known[1] or rounds_to_0}
             if any(bound for _, bound in bounds):
                 work.unscaled.add(cast.row)
                 _keep_signs(work.joint.graph, q, cast, bounds)
