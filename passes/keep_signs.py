@@ -2,8 +2,9 @@
 
 A ReLU's backward masks the gradient where the result is 0, and e4m3fn rounds all below 2^-10 to 0. Nearly 1 % of
 activations of rms 0.1 would lose their gradient. They are stored as the smallest number of the copy's scale instead:
-the error is too small to change a sum. Other bounds are kept in the same way, in copies without a scale. A ReLU6 has no
-gradient from 6 on, and e4m3fn rounds 5.75 to 6: it is stored as 5.5. bfloat16 rounds 5.99 to 6.
+the error is too small to change a sum. So is what `abs` reads: its gradient has the sign of its operand. Other bounds
+are kept in the same way, in copies without a scale. A ReLU6 has no gradient from 6 on, and e4m3fn rounds 5.75 to 6: it
+is stored as 5.5. bfloat16 rounds 5.99 to 6.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def _asking(read: Node) -> set[object]:
 
 
 def _bounds(read: Node) -> set[tuple[object, float]]:
-    """Return the comparisons of a copy with numbers."""
-    found = {(reader.target, argument(reader, 1)) for _, reader in readers(read, is_view_or_cast)}
+    """Return the comparisons of a copy with numbers; a sign compares it with 0."""
+    found = {(reader.target, argument(reader, 1, 0)) for _, reader in readers(read, is_view_or_cast)}
     return {
         (target, float(bound))
         for target, bound in found

@@ -42,6 +42,7 @@ POINTWISE = (
     row("tanh", traits=Trait.WRITES_NEW | Trait.SCALES),
     row("le.Scalar gt.Scalar", traits=Trait.ASKS_ABOVE),
     row("ge.Scalar lt.Scalar", traits=Trait.ASKS_BELOW),
+    row("sgn sign", traits=Trait.ASKS_ABOVE | Trait.ASKS_BELOW),
     row("lt.Tensor gt.Tensor le.Tensor ge.Tensor", traits=Trait.ORDERS),
 )
 
