@@ -224,7 +224,10 @@ TARGET = "give path/file.py:factory or module:callable"
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "dump no_such:f": ("dump no_such:f", "cannot import no_such: ModuleNotFoundError: No module named 'no_such'; give"),
     "dump none.py:f": ("dump none.py:f", "cannot import none.py: FileNotFoundError: [Errno 2] No such file"),
-    "raises": ("dump bad_targets:raises", "under fake tensors: ZeroDivisionError: division by zero; make it run as"),
+    "raises": (
+        "dump bad_targets:raises",
+        "under fake tensors: ZeroDivisionError: division by zero (test_bad_inputs.py:",
+    ),
     "exact": ("dump a:b --policy exact", "policy 'exact' measures a training step, and fxprec dump runs none; choose"),
     "ratio": ("dump a:b --low-ratio 2", "low_ratio is 2.0, out of range; give it a number from 0 to 1"),
     "report": ("report none", "none: cannot be read: No such file or directory; give the path of a plan file"),
