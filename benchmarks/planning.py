@@ -24,7 +24,7 @@ from fxprec.config.settings import PeakBudget
 from fxprec.demo.models import CharTransformer
 from fxprec.errors import BudgetError
 from fxprec.passes import choose_crossings
-from fxprec.passes.analysis.peak import problem
+from fxprec.passes.crossings import problem
 
 LAYERS, BUDGETS = (2, 4, 6, 12, 24), ("60%", "30%", "1%")
 

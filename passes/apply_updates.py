@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxprec import compat
 from fxprec.kernels.updates import ApplyUpdate
 from fxprec.passes.analysis.joint import JointGraph, is_view, results_of, set_results, tensor_of
-from fxprec.passes.analysis.peak.kernels import Kind, kind_of
+from fxprec.passes.analysis.replay.kernels import Kind, kind_of
 
 
 def insert(joint: JointGraph, inputs: Collection[int]) -> int:

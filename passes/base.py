@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from fxprec.config import Settings
 from fxprec.config.settings import PeakBudget
@@ -18,14 +18,12 @@ from fxprec.passes.analysis.gemm_costs import Answer
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.joint import JointGraph
 from fxprec.passes.analysis.operators import Operators
-from fxprec.passes.analysis.peak.part import Part
-from fxprec.passes.casts.sites import SiteBook
+from fxprec.passes.analysis.replay.other_sizes import OtherSizes
 from fxprec.passes.notice import Notice
+from fxprec.passes.part import Part
+from fxprec.passes.sites import SiteBook
 from fxprec.plan import PeakBytes, Plan, Site
 from fxprec.plan.scales import ScaleGraph
-
-if TYPE_CHECKING:  # it reads `Work`
-    from fxprec.passes.analysis.peak.other_sizes import OtherSizes
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.analysis.wanted import CARRIED_META, wanted_in
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.fold_scales import fold_into_decodes
-from fxprec.passes.casts.sites import emit_call, insertion_point_after, replace_uses
+from fxprec.passes.sites import emit_call, insertion_point_after, replace_uses
 from fxprec.passes.weigh_gemms import over_codes
 from fxprec.plan.scales import Cast, Join, ScaleGraph, Slot
 

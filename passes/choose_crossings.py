@@ -1,8 +1,8 @@
 """Choose what crosses from forward to backward and in which form; the rest is computed again there.
 
-Backward asks for values of forward. The chooser (`analysis.peak`) takes the choice of least time: with a peak budget
+Backward asks for values of forward. The chooser (`passes.crossings`) takes the choice of least time: with a peak budget
 among those that never hold more, under torch's ``activation_memory_budget`` among those that save no more, without
-either at a price a byte. `casts.ways` makes it real, and the partition follows the graph.
+either at a price a byte. `crossings.rewrite` makes it real, and the partition follows the graph.
 
 What the user's checkpoints say is no choice: what a region starts from is kept, and what it recomputes the partition
 repeats. Nor is, without a peak budget, the block format that the recipe or a given plan names (docs/compute.md, "Fewer
@@ -20,18 +20,18 @@ from torch.fx import Node
 from fxprec.config.config import BLOCK_WAYS
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis.joint import value
-from fxprec.passes.analysis.peak.budget import within_budget
-from fxprec.passes.analysis.peak.choice import Chooser, Fit
-from fxprec.passes.analysis.peak.costs import Rates
-from fxprec.passes.analysis.peak.given import as_given
-from fxprec.passes.analysis.peak.needs import Needs, find_formats, needs_of
-from fxprec.passes.analysis.peak.other_sizes import other_sizes
-from fxprec.passes.analysis.peak.problem import Problem
-from fxprec.passes.analysis.peak.progress import Progress
-from fxprec.passes.analysis.peak.share import within_share
+from fxprec.passes.analysis.replay.other_sizes import other_sizes
 from fxprec.passes.base import GivenPeak, Pass, Work
-from fxprec.passes.casts.ways import Rewrite
 from fxprec.passes.compute_high import UNREAD
+from fxprec.passes.crossings.budget import within_budget
+from fxprec.passes.crossings.choice import Chooser, Fit
+from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.given import as_given
+from fxprec.passes.crossings.needs import Needs, find_formats, needs_of
+from fxprec.passes.crossings.problem import Problem
+from fxprec.passes.crossings.progress import Progress
+from fxprec.passes.crossings.rewrite import Rewrite
+from fxprec.passes.crossings.share import within_share
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own

@@ -17,7 +17,7 @@ from fxprec.ir.operators import Trait, having
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import JointGraph, operator_of
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.casts.sites import emit
+from fxprec.passes.sites import emit
 
 _ORDERS = having(Trait.ORDERS)
 _EQUALITIES = frozenset({ops.aten.eq.Tensor, ops.aten.ne.Tensor})

@@ -21,8 +21,8 @@ from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import factors_of, is_backward, is_view, operator_of, readers, tensor_of
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.casts.sites import emit, read_of, store_as
 from fxprec.passes.notice import Notice
+from fxprec.passes.sites import emit, read_of, store_as
 from fxprec.passes.weigh_gemms import over_codes
 from fxprec.plan import Site
 from fxprec.plan.lines import named

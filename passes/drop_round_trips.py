@@ -15,11 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxprec.ir.symbolic import Dequantize, Quantize, is_in_blocks
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import regions
+from fxprec.passes.analysis.block_copies import Refusals, asked_of
 from fxprec.passes.analysis.joint import is_backward, operator_of, shown, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.casts.in_blocks import Refusals, asked_of
-from fxprec.passes.casts.sites import emit, emit_on
+from fxprec.passes.sites import emit, emit_on
 
 _CAT = torch.ops.aten.cat.default
 

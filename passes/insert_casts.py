@@ -10,8 +10,8 @@ from fxprec.passes.analysis.left_alone import left_alone
 from fxprec.passes.base import Pass, Work
 from fxprec.passes.casts.in_layout import cast_as_multiplied
 from fxprec.passes.casts.simulated import insert_simulated_casts
-from fxprec.passes.casts.sites import SiteBook
 from fxprec.passes.casts.stored import insert_stored_casts
+from fxprec.passes.sites import SiteBook
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from fxprec.passes.analysis.gradients import GradientWalk
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.values import is_plain_float
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.casts.sites import emit_call, insertion_point_after, replace_uses
 from fxprec.passes.lowering.stats import append_gathered
+from fxprec.passes.sites import emit_call, insertion_point_after, replace_uses
 
 
 @dataclass(frozen=True)

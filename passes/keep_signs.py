@@ -16,18 +16,15 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fxprec.ir.operators import Trait, having
 from fxprec.ir.symbolic import Dequantize, Quantize, Rescale, is_in_blocks
 from fxprec.numerics.formats import Format, parse
-from fxprec.passes.analysis import ops
+from fxprec.passes.analysis import ops, signs
 from fxprec.passes.analysis.copies import code_readers
-from fxprec.passes.analysis.joint import argument, is_backward, is_view_or_cast, readers, tensor_of
+from fxprec.passes.analysis.joint import is_backward, tensor_of
+from fxprec.passes.analysis.signs import ASKS_ABOVE, ASKS_BELOW
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.casts.sites import emit, emit_call
+from fxprec.passes.sites import emit, emit_call
 from fxprec.plan.scales import ScaleGraph, Slot
-
-_ASKS_ABOVE = having(Trait.ASKS_ABOVE)
-_ASKS_BELOW = having(Trait.ASKS_BELOW)
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class KeepSigns(Pass):
             if is_in_blocks(q) or is_backward(q) or work.book.sites[cast.row].reads != "backward":
                 continue
             rounds_to_0 = not parse(cast.format).has_float32_range
-            bounds = {known for read in _decodes(q) for known in _bounds(read) if known[1] or rounds_to_0}
+            bounds = {known for read in _decodes(q) for known in signs.bounds(read) if known[1] or rounds_to_0}
             if any(bound for _, bound in bounds):
                 work.unscaled.add(cast.row)
                 _keep_signs(work.joint.graph, q, cast, bounds)
@@ -55,30 +52,6 @@ def _decodes(q: Node) -> list[Node]:
     return [node for node in (q.users if found is None else found) if Dequantize.match(node) is not None]
 
 
-def asks_sign(read: Node) -> bool:
-    """Say whether backward compares a copy with 0."""
-    return not _asking(read).isdisjoint(_ASKS_ABOVE | _ASKS_BELOW)
-
-
-def asks_above(reader: Node) -> bool:
-    """Say whether a node asks whether, or where not, a value is above 0."""
-    return reader.target in _ASKS_ABOVE and argument(reader, 1) == 0
-
-
-def _asking(read: Node) -> set[object]:
-    return {target for target, bound in _bounds(read) if bound == 0}
-
-
-def _bounds(read: Node) -> set[tuple[object, float]]:
-    """Return the comparisons of a copy with numbers; a sign compares it with 0."""
-    found = {(reader.target, argument(reader, 1, 0)) for _, reader in readers(read, is_view_or_cast)}
-    return {
-        (target, float(bound))
-        for target, bound in found
-        if target in _ASKS_ABOVE | _ASKS_BELOW and isinstance(bound, int | float)
-    }
-
-
 def _keep_sign_of_scale(work: Work, q: Node, cast: Quantize, asking: Set[object]) -> None:
     """Keep what is stored with a scale at least at the smallest number of that scale, above 0 or below it."""
     graph, x, scales = work.joint.graph, cast.x, work.scales or ScaleGraph()
@@ -86,8 +59,8 @@ def _keep_sign_of_scale(work: Work, q: Node, cast: Quantize, asking: Set[object]
     work.scales = replace(scales, slots=(*scales.slots, Slot(row, None, None, minus_copy=cast.row)))
     with graph.inserting_before(q):
         for asks, beyond, less, least in (
-            (_ASKS_ABOVE, ops.aten.gt.Scalar, ops.aten.lt.Tensor, smallest),
-            (_ASKS_BELOW, ops.aten.lt.Scalar, ops.aten.gt.Tensor, -smallest),
+            (ASKS_ABOVE, ops.aten.gt.Scalar, ops.aten.lt.Tensor, smallest),
+            (ASKS_BELOW, ops.aten.lt.Scalar, ops.aten.gt.Tensor, -smallest),
         ):
             if not asking.isdisjoint(asks):
                 nearest = _of_scale(graph, least, Rescale(x, cast.table, row))
@@ -108,7 +81,7 @@ def _of_scale(graph: Graph, number: float, like: Rescale) -> Node:
 def _keep_signs(graph: Graph, q: Node, cast: Quantize, bounds: Set[tuple[object, float]]) -> None:
     fmt, x = parse(cast.format), cast.x
     with graph.inserting_before(q):
-        for asks, is_beyond in ((_ASKS_ABOVE, ops.aten.gt.Scalar), (_ASKS_BELOW, ops.aten.lt.Scalar)):
+        for asks, is_beyond in ((ASKS_ABOVE, ops.aten.gt.Scalar), (ASKS_BELOW, ops.aten.lt.Scalar)):
             for bound in sorted({bound for target, bound in bounds if target in asks}):
                 if abs(bound) < fmt.largest:
                     x = _kept_beyond(graph, x, is_beyond, bound, fmt)

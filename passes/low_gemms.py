@@ -17,7 +17,7 @@ from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.coded_gemms import PURE_VIEWS, Coded, Layout
 from fxprec.passes.analysis.joint import input_at, is_backward, readers, tensor_of
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.casts.sites import emit, emit_call, emit_on
+from fxprec.passes.sites import emit, emit_call, emit_on
 from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
 
 aten = torch.ops.aten

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from fxprec.ir.operators import Trait, having
 from fxprec.ir.symbolic import Dequantize, Quantize
+from fxprec.numerics.blocks import WHOLE_BITS
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.joint import (
@@ -27,12 +28,11 @@ from fxprec.passes.analysis.joint import (
     value,
 )
 from fxprec.passes.analysis.operators import Operator
-from fxprec.passes.analysis.peak.kernels import is_square
+from fxprec.passes.analysis.replay.kernels import is_square
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.casts.blocks import WHOLE_BITS
-from fxprec.passes.casts.sites import emit
 from fxprec.passes.casts.stored import STATISTIC
 from fxprec.passes.compute_high import UNREAD
+from fxprec.passes.sites import emit
 from fxprec.plan import Site
 
 # Of slope 1.2 at most: an error in the input grows no larger. Near 0 it may be the larger beside the result, which

@@ -18,8 +18,8 @@ from fxprec.passes.analysis.operators import module_of, source_of
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.values import is_float_tensor
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.casts.sites import emit
 from fxprec.passes.notice import Notice
+from fxprec.passes.sites import emit
 from fxprec.plan.lines import place
 
 

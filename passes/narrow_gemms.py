@@ -31,8 +31,8 @@ from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.analysis.values import is_mask
 from fxprec.passes.analysis.wide_gemms import is_widened
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.casts.sites import emit, emit_call, emit_on
 from fxprec.passes.notice import Notice
+from fxprec.passes.sites import emit, emit_call, emit_on
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxprec import compat
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.crossings import crossings, is_copy_of_parameter, source_of_copy
-from fxprec.passes.analysis.peak.kernels import draws
+from fxprec.passes.analysis.replay.kernels import draws
 from fxprec.passes.base import Work
 from fxprec.passes.casts.upsampled import sum_upsampled
 from fxprec.passes.casts.written_inputs import copies_of_inputs, copy_written_inputs

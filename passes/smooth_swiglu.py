@@ -18,8 +18,8 @@ from torch.fx import Node
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import input_at, is_backward, is_view_or_cast, tensor_of
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.casts.sites import emit
 from fxprec.passes.notice import Notice
+from fxprec.passes.sites import emit
 
 aten = ops.aten
 SLACK = 2

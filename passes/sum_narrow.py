@@ -22,7 +22,7 @@ from fxprec.passes.analysis import ops, regions
 from fxprec.passes.analysis.joint import argument, input_at, is_backward, is_view, readers, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
 from fxprec.passes.base import Pass, Work
-from fxprec.passes.casts.sites import emit, emit_on
+from fxprec.passes.sites import emit, emit_on
 
 aten = torch.ops.aten
 _COMPARISONS = having(Trait.ASKS_ABOVE) | having(Trait.ASKS_BELOW)

@@ -15,8 +15,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fxprec.config import Settings
 from fxprec.config.recipes import Recipe
-from fxprec.passes import carry_scales, pipeline
-from fxprec.passes.casts import sites
+from fxprec.passes import carry_scales, pipeline, sites
 from fxprec.plan.scales import ScaleGraph
 from fxprec.runtime.table import format_rows, with_scales
 

@@ -22,8 +22,8 @@ from fxprec.driver.event_log import EventLog
 from fxprec.driver.memory import CompiledPeak, PlainHalf
 from fxprec.errors import BudgetError, FxprecWarning
 from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.peak.part import Part
-from fxprec.passes.analysis.peak.workspace import workspace
+from fxprec.passes.analysis.replay.workspace import workspace
+from fxprec.passes.part import Part
 from fxprec.plan import PeakBytes
 
 aten = torch.ops.aten

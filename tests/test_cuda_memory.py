@@ -18,9 +18,9 @@ from fxprec.driver.memory import CompiledPeak, PlainHalf, StepMemory
 from fxprec.errors import BudgetError
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.gemm_costs import Gpu
-from fxprec.passes.analysis.peak import budget as peak_budget
-from fxprec.passes.analysis.peak import reserve
-from fxprec.passes.analysis.peak.part import Part
+from fxprec.passes.crossings import budget as peak_budget
+from fxprec.passes.crossings import reserve
+from fxprec.passes.part import Part
 from fxprec.plan import PeakBytes, entries, files
 
 MIB, CUDA = 1 << 20, torch.device("cuda", 0)

@@ -23,8 +23,8 @@ from fxprec import Plan, cli
 from fxprec.kernels.host import WAIT_OFFLOAD
 from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.joint import results_of
-from fxprec.passes.analysis.peak.loops import Loops
-from fxprec.passes.analysis.peak.step import Held
+from fxprec.passes.analysis.replay.loops import Loops
+from fxprec.passes.analysis.replay.step import Held
 from fxprec.plan.explain import peak_lines
 from fxprec.report.compare import differences
 

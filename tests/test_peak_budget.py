@@ -21,8 +21,8 @@ import fxprec
 from benchmarks.memory.measure import peak_bytes
 from fxprec import Plan
 from fxprec.demo.models import CharTransformer
-from fxprec.passes.analysis.peak.costs import Rates
-from fxprec.passes.analysis.peak.problem import Problem
+from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.problem import Problem
 
 TOKENS = torch.randint(0, 32, (4, 64), generator=torch.Generator().manual_seed(3))
 

@@ -18,9 +18,9 @@ from fxprec import Backend, Config, Plan, Recipe
 from fxprec.config.recipes import find_recipe
 from fxprec.errors import ConfigError, FxprecWarning, PlanError
 from fxprec.numerics import blocks
+from fxprec.passes.analysis.block_copies import ATTENDED
 from fxprec.passes.analysis.saved_bytes import read_by_backward
 from fxprec.passes.casts.blocks import SIGNS
-from fxprec.passes.casts.in_blocks import ATTENDED
 from fxprec.passes.choose_crossings import AGAIN
 from fxprec.plan import Site
 from fxprec.plan.explain import explain

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxprec
 from benchmarks.memory.measure import peak_bytes
 from benchmarks.memory.pairs import loops_left_out
-from fxprec.passes.analysis.peak.together import Together
+from fxprec.passes.crossings.together import Together
 from fxprec.plan import PeakPoint
 from fxprec.report.folder import DumpFolder
 from fxprec.report.target import plan_under_fakes

@@ -17,7 +17,7 @@ import fxprec
 from fxprec import Plan
 from fxprec.driver import compilation, progress
 from fxprec.integrations.statistics import summary
-from fxprec.passes.analysis.peak.progress import Progress
+from fxprec.passes.crossings.progress import Progress
 from fxprec.plan import ByteCount, PeakBytes
 from fxprec.plan.shown import line
 from tests.helpers import compiled, eager_backend

@@ -19,10 +19,10 @@ from fxprec.config import Settings
 from fxprec.config.settings import PeakBudget as AskedPeak
 from fxprec.driver.event_log import EventLog
 from fxprec.errors import BudgetError
-from fxprec.passes.analysis.peak.part import Part
-from fxprec.passes.analysis.peak.reserve import enough_for
-from fxprec.passes.analysis.peak.together import Together
+from fxprec.passes.crossings.reserve import enough_for
+from fxprec.passes.crossings.together import Together
 from fxprec.passes.notice import raised, readable
+from fxprec.passes.part import Part
 from fxprec.plan import PeakBytes
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class SharedPeak:
 
     Which graphs run in one step, as after a graph break, shows in the first step, where each holds as little as it can.
     When the next begins, each gets the part of the budget that makes the whole step fastest
-    (`passes.analysis.peak.together`), and is compiled for it.
+    (`passes.crossings.together`), and is compiled for it.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -22,7 +22,7 @@ from fxprec.runtime.scaling.keeper import Keeper
 from fxprec.runtime.stats import StatsQueue
 
 if TYPE_CHECKING:
-    from fxprec.passes.analysis.peak.other_sizes import OtherSizes
+    from fxprec.passes.analysis.replay.other_sizes import OtherSizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from fxprec import compat
 from fxprec.config import Config
 from fxprec.driver.backend import Backend
 from fxprec.errors import BudgetError, ConfigError
-from fxprec.passes.analysis.peak.reserve import ALLOWANCE
+from fxprec.passes.crossings.reserve import ALLOWANCE
 from fxprec.passes.notice import readable
 from fxprec.plan import Plan
 from fxprec.report.plan_taker import PlanTaker
@@ -26,7 +26,7 @@ TRIALS = 10
 TOKENS = 64
 """What sequences are multiples of in a search whose first is."""
 FREE_BYTES = 2 * 32 * 2**20
-"""Bytes left free on a GPU that torch here cannot trace for, as `passes.analysis.peak.reserve` leaves them."""
+"""Bytes left free on a GPU that torch here cannot trace for, as `passes.crossings.reserve` leaves them."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from fxprec.driver.event_log import EventLog, in_one_line
 from fxprec.driver.option_checks import refuse_offload
 from fxprec.driver.saved_state import GraphState, SavedGraph
 from fxprec.errors import BudgetError
-from fxprec.passes.analysis.peak.part import Part
 from fxprec.passes.notice import Notice, readable
+from fxprec.passes.part import Part
 from fxprec.plan import PeakBytes, Plan
 from fxprec.plan.compare import low_groups_with
 from fxprec.plan.plan import latest_of_gemms

@@ -16,9 +16,9 @@ from fxprec.driver.wrappers import Run
 from fxprec.ir.symbolic import Quantize
 from fxprec.passes.analysis.joint import results_of
 from fxprec.passes.analysis.operators import module_of
-from fxprec.passes.analysis.peak.reserve import workspaces
-from fxprec.passes.analysis.peak.workspace import workspace
+from fxprec.passes.analysis.replay.workspace import workspace
 from fxprec.passes.analysis.saved_bytes import largest_saved
+from fxprec.passes.crossings.reserve import workspaces
 from fxprec.passes.notice import Notice, readable
 from fxprec.plan import PeakBytes
 

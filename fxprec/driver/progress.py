@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
-from fxprec.passes.analysis.peak.progress import Progress
+from fxprec.passes.crossings.progress import Progress
 
 log = logging.getLogger(__name__)
 EVERY_S = 1.0

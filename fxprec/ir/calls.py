@@ -2,7 +2,7 @@
 
 The schema that torch dispatches by is printed from the fields, their defaults included; the fake reads them by name;
 reference and kernels are refused at import where their parameters are others. ``Quantize.of(node)`` reads a node's
-arguments by name, ``cast.insert(graph)`` and `fxprec.passes.casts.sites.emit_call` write them.
+arguments by name, ``cast.insert(graph)`` and `fxprec.passes.sites.emit_call` write them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import factors_of, numel_hint, value
-from fxprec.passes.analysis.peak.kernels import flops_of
+from fxprec.passes.analysis.replay.kernels import flops_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from fxprec.ir.symbolic import DEQUANTIZE, QUANTIZE, TRANSPOSED
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import JointGraph, is_backward, value
 from fxprec.passes.analysis.ops import CONVERT
-from fxprec.passes.analysis.peak.kernels import Kind, kind_of
+from fxprec.passes.analysis.replay.kernels import Kind, kind_of
 
 _COPIES = frozenset({QUANTIZE, DEQUANTIZE, TRANSPOSED, CONVERT})
 

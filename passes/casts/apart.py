@@ -17,10 +17,10 @@ from torch.fx import Node
 from fxprec.ir.symbolic import InMemory, Quantize
 from fxprec.passes.analysis.joint import numel_hint, tensor_of, unconverted, value
 from fxprec.passes.analysis.ops import CONVERT
-from fxprec.passes.analysis.peak.kernels import Kind, kind_of
-from fxprec.passes.analysis.peak.step import Step
+from fxprec.passes.analysis.replay.kernels import Kind, kind_of
+from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.base import Work
-from fxprec.passes.casts.sites import emit, emit_call, emit_on, insertion_point_after
+from fxprec.passes.sites import emit, emit_call, emit_on, insertion_point_after
 
 _CAT, _SLICE = torch.ops.aten.cat.default, torch.ops.aten.slice.Tensor
 

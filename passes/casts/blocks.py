@@ -9,17 +9,12 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.ir.symbolic import Dequantize, Quantize, TensorScale
-from fxprec.numerics.blocks import BlockFormat, Integer
-from fxprec.passes.analysis import ops
-from fxprec.passes.analysis.joint import is_backward, tensor_of
-from fxprec.passes.casts.sites import emit, emit_call
-from fxprec.passes.keep_signs import asks_above
+from fxprec.numerics.blocks import SIGNS, WHOLE_BITS, BlockFormat
+from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.analysis.signs import askers_above
+from fxprec.passes.sites import emit, emit_call
 
 aten = torch.ops.aten
-SIGNS = BlockFormat(Integer(1), 1024, "bf16")
-"""The format of a mask of elements above 0: it holds 0 and 1 exactly."""
-WHOLE_BITS = 8
-"""From here on a block format is as accurate as the formats that backward reads anywhere, and is rounded to nearest."""
 
 
 def draw_seed(graph: Graph, before: Node) -> Node:
@@ -30,12 +25,6 @@ def draw_seed(graph: Graph, before: Node) -> Node:
         seed = emit(graph, aten.randint.low, (-(1 << 31), 1 << 31, [1]), before, val=drawn)
         seed.kwargs = {"dtype": torch.int32, "device": device}
     return seed
-
-
-def asking(read: Node) -> list[tuple[Node, Node]]:
-    """Return (the copy or an alias, a backward node that only asks whether the copy is above 0)."""
-    found = [(read, user) for user in read.users if is_backward(user) and asks_above(user)]
-    return found + [pair for user in read.users if user.target in ops.ALIASES for pair in asking(user)]
 
 
 def store_in_blocks(graph: Graph, q: Node, fmt: BlockFormat, seed: Node | None) -> bool:
@@ -56,7 +45,7 @@ def store_in_blocks(graph: Graph, q: Node, fmt: BlockFormat, seed: Node | None) 
 
 def _store_mask(graph: Graph, q: Node, reads: list[Node]) -> None:
     """Store an exact mask, a bit an element, for the nodes that ask whether a copy is above 0."""
-    found = [(read, alias, user) for read in reads for alias, user in asking(read)]
+    found = [(read, alias, user) for read in reads for alias, user in askers_above(read)]
     if not found:
         return
     with graph.inserting_before(q):
@@ -64,7 +53,7 @@ def _store_mask(graph: Graph, q: Node, reads: list[Node]) -> None:
     stored = _Stored.of(graph, mask, q, SIGNS, None)
     for read in dict.fromkeys(read for read, _, _ in found):
         shown = stored.read_at(read, torch.bfloat16)
-        for alias, user in asking(read):
+        for alias, user in askers_above(read):
             user.replace_input_with(alias, shown)
             while alias is not read and not alias.users:
                 source = alias.all_input_nodes[0]

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import Dequantize, Rescale
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, input_at, is_backward, item_of, numel_hint, readers, tensor_of
-from fxprec.passes.casts.sites import emit_call, emit_on
+from fxprec.passes.sites import emit_call, emit_on
 
 _MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default})
 _CONVOLUTION = torch.ops.aten.convolution_backward.default

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from fxprec.ir.grouped import GroupedMm, PaddedEnds, PadGroups
 from fxprec.passes.analysis.joint import is_backward, tensor_of
 from fxprec.passes.casts.operands import Rounding
-from fxprec.passes.casts.sites import emit, emit_call
+from fxprec.passes.sites import emit, emit_call
 
 Roundings = list[tuple[int, Node, Rounding]]
 

@@ -19,7 +19,7 @@ from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.coded_gemms import MATMULS, PURE_VIEWS, layout_of
 from fxprec.passes.analysis.joint import tensor_of
 from fxprec.passes.base import Work
-from fxprec.passes.casts.sites import emit, emit_on, read_of
+from fxprec.passes.sites import emit, emit_on, read_of
 
 aten = torch.ops.aten
 _TURNING = frozenset({aten.transpose.int, aten.t.default})  # twice is not at all

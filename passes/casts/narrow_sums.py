@@ -15,10 +15,10 @@ from torch.fx import Node
 from fxprec.ir.symbolic import InMemory
 from fxprec.passes.analysis.joint import numel_hint, tensor_of, value
 from fxprec.passes.analysis.ops import CONVERT
-from fxprec.passes.analysis.peak.step import Step
+from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.base import Work
 from fxprec.passes.casts.apart import Waits
-from fxprec.passes.casts.sites import emit, emit_call
+from fxprec.passes.sites import emit, emit_call
 
 _ADD, _WHERE = torch.ops.aten.add.Tensor, torch.ops.aten.where.self
 _RANGE = torch.finfo(torch.bfloat16).max

@@ -13,7 +13,7 @@ from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.gradients import GradientWalk
 from fxprec.passes.analysis.groups import Grouped
 from fxprec.passes.analysis.joint import set_results
-from fxprec.passes.casts.sites import SiteBook, insertion_point_after, replace_uses
+from fxprec.passes.sites import SiteBook, insertion_point_after, replace_uses
 
 
 def insert_simulated_casts(grouped: Grouped, book: SiteBook) -> None:

@@ -20,7 +20,7 @@ from fxprec.passes.analysis.joint import factors_of, input_at, is_backward, tens
 from fxprec.passes.analysis.operators import Operator
 from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.analysis.values import is_plain_float
-from fxprec.passes.casts.sites import SiteBook, insertion_point_after, replace_uses
+from fxprec.passes.sites import SiteBook, insertion_point_after, replace_uses
 
 # A tensor only read by backward and this much smaller than its group's largest is a statistic (a norm's mean, a
 # softmax's maximum): rounding it saves nothing and every element of the large tensor pays.

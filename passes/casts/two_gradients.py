@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fxprec import compat
 from fxprec.passes.analysis.joint import item_of, tensor_of, unconverted, value
-from fxprec.passes.casts.sites import emit
+from fxprec.passes.sites import emit
 
 _BACKWARD, _CONVOLUTION = torch.ops.aten.convolution_backward.default, torch.ops.aten.convolution.default
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from fxprec import compat
 from fxprec.ir.symbolic import InMemory
 from fxprec.passes.analysis.joint import has_tag, tensor_of
-from fxprec.passes.casts.sites import emit, emit_call
+from fxprec.passes.sites import emit, emit_call
 
 _aten = torch.ops.aten
 _PUTS = (_aten.index_put.default, _aten._unsafe_index_put.default)

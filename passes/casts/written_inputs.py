@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from fxprec import compat
 from fxprec.passes.analysis.joint import JointGraph, input_at, is_backward
-from fxprec.passes.casts.sites import emit
+from fxprec.passes.sites import emit
 
 _COPY_INTO = torch.ops.aten.copy_.default
 

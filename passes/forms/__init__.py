@@ -1,1 +1,1 @@
-"""The forms in which a value waits for backward, a file each. `analysis.peak.needs` says who is offered which."""
+"""The forms in which a value waits for backward, a file each. `crossings.needs` says who is offered which."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from fxprec.numerics.blocks import BlockFormat
+from fxprec.numerics.blocks import SIGNS, WHOLE_BITS, BlockFormat
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.joint import numel_hint
-from fxprec.passes.analysis.peak.kernels import Kind
-from fxprec.passes.casts.blocks import SIGNS, WHOLE_BITS, store_in_blocks
+from fxprec.passes.analysis.replay.kernels import Kind
+from fxprec.passes.analysis.ways import Demand, Form, row_of
+from fxprec.passes.casts.blocks import store_in_blocks
 from fxprec.passes.forms.stage import Stage
-from fxprec.passes.forms.way import Demand, Form, row_of
 from fxprec.plan.rows import Site
 
 

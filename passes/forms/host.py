@@ -8,10 +8,10 @@ import torch
 from torch.fx import Node
 
 from fxprec.numerics.blocks import AnyFormat
+from fxprec.passes.analysis.ways import Demand, Form
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
 from fxprec.passes.forms.stage import Stage
-from fxprec.passes.forms.way import Demand, Form
 from fxprec.plan.rows import Site
 
 _WHY = "the peak budget has it wait in host memory"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from fxprec.numerics.formats import Format
+from fxprec.passes.analysis.ways import LOW, Form, row_of
 from fxprec.passes.forms.stage import Stage
-from fxprec.passes.forms.way import LOW, Form, row_of
 from fxprec.plan.rows import Site
 
 

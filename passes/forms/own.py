@@ -10,8 +10,8 @@ from torch.fx import Node
 from fxprec.ir.symbolic import Dequantize
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.analysis.ways import ANY, Form, row_of
 from fxprec.passes.forms.stage import Stage
-from fxprec.passes.forms.way import ANY, Form, row_of
 from fxprec.plan.rows import Site
 
 _WHY = "the peak budget leaves room to keep it"

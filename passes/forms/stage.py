@@ -13,13 +13,13 @@ from torch.fx import Graph, Node
 from fxprec.ir.symbolic import AS_STORED, Dequantize, Quantize, stored_dtype
 from fxprec.numerics.formats import Format
 from fxprec.passes.analysis.joint import tensor_of
+from fxprec.passes.analysis.ways import Form
 from fxprec.passes.base import Work
 from fxprec.passes.casts.blocks import draw_seed
-from fxprec.passes.casts.sites import emit, emit_call, insertion_point_after, store_as
-from fxprec.passes.forms.way import Form
+from fxprec.passes.sites import emit, emit_call, insertion_point_after, store_as
 
 if TYPE_CHECKING:
-    from fxprec.passes.analysis.peak.needs import Needs
+    from fxprec.passes.crossings.needs import Needs
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 

@@ -15,7 +15,7 @@ import fxprec.runtime.reference_ops  # noqa: F401  registers implementations
 from fxprec import compat
 from fxprec.ir.symbolic import TABLE_COLUMNS, Dequantize, Quantize, TensorScale
 from fxprec.numerics import ahead, block_device, blocks
-from fxprec.passes.casts.blocks import SIGNS
+from fxprec.numerics.blocks import SIGNS
 from fxprec.passes.lowering.blocks import lower_blocks
 
 NAMES = ("mxfp6", "nvfp4", "int4", "int8/32:bf16", SIGNS.name)

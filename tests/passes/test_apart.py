@@ -21,9 +21,9 @@ from fxprec import Backend, Config
 from fxprec.ir.symbolic import InMemory
 from fxprec.passes import choose_crossings, shorten_lives
 from fxprec.passes.analysis.joint import tensor_of
-from fxprec.passes.analysis.peak.choice import Fit
 from fxprec.passes.casts import two_gradients
 from fxprec.passes.casts.two_gradients import part_gradients
+from fxprec.passes.crossings.choice import Fit
 
 aten = torch.ops.aten
 IMAGES, WIDTH, SIDE = 8, 16, 32

@@ -32,7 +32,7 @@ from fxprec.config.recipes import NVFP4
 from fxprec.errors import FallbackError, FxprecWarning
 from fxprec.ir.symbolic import Dequantize, Quantize
 from fxprec.passes.analysis.joint import is_backward
-from fxprec.passes.analysis.peak.step import Step
+from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.block_gemms import KEPT_HIGH, TWO_VALUES
 
 CASES = {

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from fxprec import compat
 from fxprec.ir.symbolic import Quantize
 from fxprec.passes import pipeline
+from fxprec.passes.analysis.block_copies import Refusals, asked_of
 from fxprec.passes.analysis.joint import is_backward
 from fxprec.passes.base import Work
 from fxprec.passes.casts.blocks import SIGNS, WHOLE_BITS, draw_seed, store_in_blocks
-from fxprec.passes.casts.in_blocks import Refusals, asked_of
 from tests.golden_model import Block
 
 

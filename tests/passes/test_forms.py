@@ -12,14 +12,14 @@ from torch.fx import Graph, Node
 
 from fxprec.errors import PlanError
 from fxprec.numerics.formats import E4M3FN
-from fxprec.passes.analysis.peak import given
-from fxprec.passes.analysis.peak.costs import Rates
-from fxprec.passes.analysis.peak.needs import Needs
+from fxprec.passes.analysis.ways import Demand
 from fxprec.passes.choose_crossings import _remark
+from fxprec.passes.crossings import given
+from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.forms.host import OnHost
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
-from fxprec.passes.forms.way import Demand
 from fxprec.plan import Site
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxprec
 from fxprec import Operands, Recipe
-from fxprec.passes.analysis.peak.kernels import flops_of
+from fxprec.passes.analysis.replay.kernels import flops_of
 from fxprec.runtime.grouped_mm import grouped_mm, is_aligned, pad_groups, padded_ends
 
 ENDS = torch.tensor([5, 5, 16, 37], dtype=torch.int32)  # an expert without tokens, and 3 of 40 tokens without an expert

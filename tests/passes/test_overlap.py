@@ -9,7 +9,7 @@ import pytest
 from fxprec.compat.order import _KernelOrder
 from fxprec.driver.half_compilation import in_saving_order
 from fxprec.passes.analysis.kernel_order import Kernel, saving_order
-from fxprec.passes.analysis.peak.overlap import Copy, waits
+from fxprec.passes.crossings.overlap import Copy, waits
 
 INF = float("inf")
 

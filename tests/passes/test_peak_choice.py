@@ -17,19 +17,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from fxprec.ir.symbolic import Quantize
 from fxprec.passes import choose_crossings
 from fxprec.passes.analysis.ops import CASTS
-from fxprec.passes.analysis.peak.checkpoints import checkpoints
-from fxprec.passes.analysis.peak.choice import Chooser, Fit
-from fxprec.passes.analysis.peak.costs import Rates
-from fxprec.passes.analysis.peak.either import Either
-from fxprec.passes.analysis.peak.kernels import Kind, flops_of, kind_of
-from fxprec.passes.analysis.peak.part import Bound
-from fxprec.passes.analysis.peak.problem import Problem, Ways
-from fxprec.passes.analysis.peak.timeline import Item, Timeline
+from fxprec.passes.analysis.replay.kernels import Kind, flops_of, kind_of
+from fxprec.passes.analysis.replay.timeline import Item, Timeline
+from fxprec.passes.analysis.ways import AGAIN, ROUNDED, Again, Form, Way
+from fxprec.passes.crossings.checkpoints import checkpoints
+from fxprec.passes.crossings.choice import Chooser, Fit
+from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.either import Either
+from fxprec.passes.crossings.problem import Problem, Ways
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.host import OnHost
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
-from fxprec.passes.forms.way import AGAIN, ROUNDED, Again, Form, Way
+from fxprec.passes.part import Bound
 
 aten = torch.ops.aten
 

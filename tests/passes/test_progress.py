@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from fxprec.passes.analysis.peak.progress import Progress
+from fxprec.passes.crossings.progress import Progress
 
 
 class Terminal(io.StringIO):

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fxprec.runtime.cpu.wide_gemms
 from fxprec.kernels import wide_gemms
 from fxprec.kernels.wide_gemms import WIDE
-from fxprec.passes.analysis.peak.workspace import workspace
+from fxprec.passes.analysis.replay.workspace import workspace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch.fx import Graph
 
 from fxprec.passes.analysis.gemm_costs import Costs
-from fxprec.passes.analysis.peak.kernels import Kind
+from fxprec.passes.analysis.replay.kernels import Kind
 from fxprec.passes.analysis.traffic.fusion import Kernels
 from fxprec.passes.analysis.traffic.nodes import Memory
 

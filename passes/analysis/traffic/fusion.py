@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from fxprec.passes.analysis.peak.kernels import Kind
+from fxprec.passes.analysis.replay.kernels import Kind
 from fxprec.passes.analysis.traffic.nodes import Memory, Read
 
 _MOST_READERS = 24

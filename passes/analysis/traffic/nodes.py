@@ -18,8 +18,8 @@ from fxprec.kernels.layout import SideBySide
 from fxprec.kernels.scaled_mm import ScaledMm
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import argument, dim_hint, numel_hint, operator_of, tensor_of, value
-from fxprec.passes.analysis.peak.kernels import Kind, kind_of
-from fxprec.passes.analysis.peak.loops import Item, Loops
+from fxprec.passes.analysis.replay.kernels import Kind, kind_of
+from fxprec.passes.analysis.replay.loops import Item, Loops
 
 aten = torch.ops.aten
 _LAUNCH = compat.TritonCalls.target

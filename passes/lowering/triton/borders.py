@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxprec.passes.analysis.joint import numel_hint, readers
-from fxprec.passes.analysis.peak.kernels import Kind, kind_of
+from fxprec.passes.analysis.replay.kernels import Kind, kind_of
 from fxprec.passes.lowering.triton.regions import Region, is_constant, outputs
 
 _SHARE = 8

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 
 from torch.fx import Node
 
-from fxprec.passes.analysis.peak.problem import Problem, Ways
-from fxprec.passes.analysis.peak.repeats import find_repeats
+from fxprec.passes.analysis.ways import Form
+from fxprec.passes.crossings.problem import Problem, Ways
+from fxprec.passes.crossings.repeats import find_repeats
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
-from fxprec.passes.forms.way import Form
 
 
 def checkpoints(problem: Problem, kept: Ways) -> Iterator[Ways]:

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from fxprec.passes.analysis.kernel_order import Kernel, peak_bytes, saving_order
-from fxprec.passes.analysis.peak.kernels import Kind
-from fxprec.passes.analysis.peak.loops import Item, Loops
+from fxprec.passes.analysis.replay.kernels import Kind
+from fxprec.passes.analysis.replay.loops import Item, Loops
 
 
 @dataclass

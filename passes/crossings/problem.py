@@ -19,13 +19,13 @@ from torch.fx import Node
 
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.joint import tensor_of, value
-from fxprec.passes.analysis.peak.costs import Rates
-from fxprec.passes.analysis.peak.kernels import Kind, can_repeat, is_square, kind_of
-from fxprec.passes.analysis.peak.needs import Needs
-from fxprec.passes.analysis.peak.progress import Progress
-from fxprec.passes.analysis.peak.repeats import groups_of
+from fxprec.passes.analysis.replay.kernels import Kind, can_repeat, is_square, kind_of
+from fxprec.passes.analysis.ways import AGAIN, LOW, ROUNDED, Again, Demand, Form, Way
+from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.needs import Needs
+from fxprec.passes.crossings.progress import Progress
+from fxprec.passes.crossings.repeats import groups_of
 from fxprec.passes.forms.own import Own
-from fxprec.passes.forms.way import AGAIN, LOW, ROUNDED, Again, Demand, Form, Way
 
 if TYPE_CHECKING:
     from scipy.optimize import LinearConstraint

@@ -8,14 +8,14 @@ from fxprec.config.settings import PeakBudget
 from fxprec.errors import BudgetError
 from fxprec.passes.analysis.joint import is_view_or_cast
 from fxprec.passes.analysis.operators import Operator
-from fxprec.passes.analysis.peak.choice import Chooser, Fit
-from fxprec.passes.analysis.peak.costs import Rates
-from fxprec.passes.analysis.peak.either import Either
-from fxprec.passes.analysis.peak.needs import Needs
-from fxprec.passes.analysis.peak.problem import Problem
-from fxprec.passes.analysis.peak.progress import Progress
-from fxprec.passes.analysis.peak.reserve import enough_for, reserved
 from fxprec.passes.base import Work
+from fxprec.passes.crossings.choice import Chooser, Fit
+from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.either import Either
+from fxprec.passes.crossings.needs import Needs
+from fxprec.passes.crossings.problem import Problem
+from fxprec.passes.crossings.progress import Progress
+from fxprec.passes.crossings.reserve import enough_for, reserved
 from fxprec.passes.notice import raised, readable
 from fxprec.plan.lines import place
 from fxprec.plan.rows import PeakBytes, PeakPoint

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fxprec.passes.analysis.peak.part import Part
+from fxprec.passes.part import Part
 from fxprec.plan.rows import PeakPoint
 
 

@@ -16,18 +16,18 @@ from torch.fx import Node
 
 from fxprec.config.processor import Processor
 from fxprec.ir.symbolic import QUANTIZE, Dequantize, Quantize, is_in_blocks
-from fxprec.numerics.blocks import AnyFormat, BlockFormat
+from fxprec.numerics.blocks import WHOLE_BITS, AnyFormat, BlockFormat
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
 from fxprec.passes.analysis.crossings import is_repeated, needed_by_forward
 from fxprec.passes.analysis.joint import JointGraph, input_index, is_view, numel_expr, numel_hint, tensor_of, value
 from fxprec.passes.analysis.ops import CASTS
-from fxprec.passes.analysis.peak.kernels import HEAVY, Kind, bytes_of, kind_of, workspace_of
-from fxprec.passes.analysis.peak.loops import Item
-from fxprec.passes.analysis.peak.timeline import Timeline
+from fxprec.passes.analysis.replay.kernels import HEAVY, Kind, bytes_of, kind_of, workspace_of
+from fxprec.passes.analysis.replay.loops import Item
+from fxprec.passes.analysis.replay.timeline import Timeline
 from fxprec.passes.analysis.saved_bytes import bytes_per_element, stored_bytes
-from fxprec.passes.casts.blocks import WHOLE_BITS, asking
-from fxprec.passes.forms.way import Form
+from fxprec.passes.analysis.signs import askers_above
+from fxprec.passes.analysis.ways import Form
 from fxprec.plan.rows import LIVE
 
 _MOMENTS = 100
@@ -51,7 +51,7 @@ class Step:
         put(self, "needed", needed_by_forward(self.joint))
         put(self, "casts", {x: cast for q, cast in Quantize.among(nodes) if self._is_cast(q) for x in q.users})
         put(self, "copied", {c.x: fmt for c in self.casts.values() if (fmt := self._copied(c)) is not None})
-        put(self, "asked", {cast.x for x, cast in self.casts.items() if asking(x)})
+        put(self, "asked", {cast.x for x, cast in self.casts.items() if askers_above(x)})
         put(self, "stored", self._stored())
         casts = {*self.casts, *(q for q in nodes if q.target is QUANTIZE and self._is_cast(q))}
         decoded, behind, results = set(self.casts), set[Node](), {*self.joint.results}

@@ -17,12 +17,12 @@ from fxprec.ir.symbolic import Dequantize
 from fxprec.kernels.host import Offload, Reload, WaitOffload, WaitReload
 from fxprec.passes.analysis.crossings import is_repeated
 from fxprec.passes.analysis.joint import operator_of, tensor_of
-from fxprec.passes.analysis.peak.choice import Fit
-from fxprec.passes.analysis.peak.needs import Needs
+from fxprec.passes.analysis.ways import row_of
 from fxprec.passes.base import Work
-from fxprec.passes.casts.sites import emit, emit_call, insertion_point_after
+from fxprec.passes.crossings.choice import Fit
+from fxprec.passes.crossings.needs import Needs
 from fxprec.passes.forms.stage import Stage
-from fxprec.passes.forms.way import row_of
+from fxprec.passes.sites import emit, emit_call, insertion_point_after
 
 
 @dataclass

@@ -11,19 +11,19 @@ from fxprec.config.config import BLOCK_WAYS
 from fxprec.numerics.blocks import BlockFormat, find_blocks
 from fxprec.numerics.formats import Format, parse
 from fxprec.passes.analysis import regions
+from fxprec.passes.analysis.block_copies import Refusals, asked_of
 from fxprec.passes.analysis.crossings import is_repeated
 from fxprec.passes.analysis.joint import tensor_of, value
-from fxprec.passes.analysis.peak.kernels import Kind, kind_of
-from fxprec.passes.analysis.peak.step import Step
+from fxprec.passes.analysis.replay.kernels import Kind, kind_of
+from fxprec.passes.analysis.replay.step import Step
 from fxprec.passes.analysis.saved_bytes import bytes_per_element
+from fxprec.passes.analysis.ways import Form
 from fxprec.passes.base import Work
 from fxprec.passes.casts.blocks import WHOLE_BITS
-from fxprec.passes.casts.in_blocks import Refusals, asked_of
 from fxprec.passes.forms.blocks import Blocks
 from fxprec.passes.forms.host import OnHost
 from fxprec.passes.forms.low import Low
 from fxprec.passes.forms.own import Own
-from fxprec.passes.forms.way import Form
 
 
 @dataclass(frozen=True)

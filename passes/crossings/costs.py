@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fxprec.numerics.blocks import AnyFormat, BlockFormat, Integer
+from fxprec.numerics.blocks import WHOLE_BITS, AnyFormat, BlockFormat, Integer
 from fxprec.numerics.formats import E4M3FN, Format
 from fxprec.passes.analysis import gemm_costs
 from fxprec.passes.analysis.joint import numel_hint, tensor_of, value
-from fxprec.passes.analysis.peak.kernels import Kind, bytes_of, flops_of, kind_of
-from fxprec.passes.analysis.peak.step import Step
-from fxprec.passes.casts.blocks import WHOLE_BITS
-from fxprec.passes.forms.way import Form
+from fxprec.passes.analysis.replay.kernels import Kind, bytes_of, flops_of, kind_of
+from fxprec.passes.analysis.replay.step import Step
+from fxprec.passes.analysis.ways import Form
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from dataclasses import replace
 from torch.fx import Node
 
 from fxprec.errors import PlanError
-from fxprec.passes.analysis.peak.choice import Fit
-from fxprec.passes.analysis.peak.costs import Rates
-from fxprec.passes.analysis.peak.kernels import can_repeat
-from fxprec.passes.analysis.peak.needs import Needs
-from fxprec.passes.analysis.peak.overlap import overlap
-from fxprec.passes.analysis.peak.step import Held
+from fxprec.passes.analysis.replay.kernels import can_repeat
+from fxprec.passes.analysis.replay.step import Held
+from fxprec.passes.analysis.ways import Demand, Form
 from fxprec.passes.base import GivenPeak, Work
+from fxprec.passes.crossings.choice import Fit
+from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.needs import Needs
+from fxprec.passes.crossings.overlap import overlap
 from fxprec.passes.forms.blocks import Blocks
-from fxprec.passes.forms.way import Demand, Form
 from fxprec.plan.rows import PeakBytes, Site
 
 

@@ -13,12 +13,12 @@ from functools import cached_property
 import numpy as np
 from torch.fx import Node
 
-from fxprec.passes.analysis.peak.checkpoints import checkpoints
-from fxprec.passes.analysis.peak.kernels import Kind, bytes_of, kind_of
-from fxprec.passes.analysis.peak.part import Bound
-from fxprec.passes.analysis.peak.problem import EXACT, Problem, Row, Ways
-from fxprec.passes.analysis.peak.step import Held
-from fxprec.passes.forms.way import Form, Way
+from fxprec.passes.analysis.replay.kernels import Kind, bytes_of, kind_of
+from fxprec.passes.analysis.replay.step import Held
+from fxprec.passes.analysis.ways import Form, Way
+from fxprec.passes.crossings.checkpoints import checkpoints
+from fxprec.passes.crossings.problem import EXACT, Problem, Row, Ways
+from fxprec.passes.part import Bound
 
 _ROUNDS, _FEW_ROUNDS = 12, 5
 _TIGHTER = (0.95, 0.9)

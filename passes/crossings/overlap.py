@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxprec.passes.analysis.peak.choice import Fit
-from fxprec.passes.analysis.peak.costs import Rates
-from fxprec.passes.analysis.peak.problem import Problem
-from fxprec.passes.analysis.peak.step import Held
+from fxprec.passes.analysis.replay.step import Held
+from fxprec.passes.crossings.choice import Fit
+from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from fxprec.numerics.blocks import AnyFormat
-from fxprec.passes.analysis.peak.kernels import Kind
+from fxprec.passes.analysis.replay.kernels import Kind
 from fxprec.passes.analysis.saved_bytes import stored_bytes
 from fxprec.plan.rows import Site
 from fxprec.plan.rows import Way as WayName

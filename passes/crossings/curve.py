@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from fxprec.passes.analysis.peak.choice import Chooser, Fit
-from fxprec.passes.analysis.peak.overlap import overlapped
-from fxprec.passes.analysis.peak.part import Bound
-from fxprec.passes.analysis.peak.problem import EXACT, ROUGHLY
+from fxprec.passes.crossings.choice import Chooser, Fit
+from fxprec.passes.crossings.overlap import overlapped
+from fxprec.passes.crossings.problem import EXACT, ROUGHLY
+from fxprec.passes.part import Bound
 
 _SHARES = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 _OF_WAITING = (0.7, 0.45, 0.2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxprec.passes.analysis.peak.kernels import Kind
+from fxprec.passes.analysis.replay.kernels import Kind
 
 _ALWAYS = (Kind.REDUCED, Kind.EXTERN, Kind.PIECE)
 # Reads and operations from which Inductor lets a result that several loops read lie in memory; fewer are repeated.

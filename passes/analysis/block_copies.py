@@ -8,14 +8,13 @@ import torch
 from torch.fx import Node
 
 from fxprec.ir.symbolic import Dequantize
-from fxprec.numerics.blocks import BlockFormat, Integer, find_blocks
+from fxprec.numerics.blocks import SIGNS, WHOLE_BITS, BlockFormat, Integer, find_blocks
 from fxprec.numerics.formats import parse
 from fxprec.passes.analysis import ops
 from fxprec.passes.analysis.joint import is_view_or_cast, readers, shape_text, tensor_of
+from fxprec.passes.analysis.signs import askers_above, asks_sign
 from fxprec.passes.analysis.unbiased import Order
 from fxprec.passes.base import Work
-from fxprec.passes.casts.blocks import SIGNS, WHOLE_BITS, asking
-from fxprec.passes.keep_signs import asks_sign
 from fxprec.plan import Site
 
 ATTENDED = BlockFormat(Integer(8), 32, "bf16")
@@ -45,7 +44,7 @@ class Refusals:
         if any(isinstance(size, torch.SymInt) for size in val.shape):
             return f"its shape {shape_text(val)} is dynamic, and blocks are counted when the graph is compiled"
         reads = [x for x, _ in Dequantize.among(q.users)]
-        asked = {reader for read in reads for _, reader in asking(read)}
+        asked = {reader for read in reads for _, reader in askers_above(read)}
         size, most = (
             fmt.num_bytes(val.numel()),
             val.numel() * (self.work.settings.recipe.hi.bits // 8 if is_exact else 1),

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from fxprec.passes.analysis.peak.choice import Chooser, Fit
-from fxprec.passes.analysis.peak.costs import Rates
-from fxprec.passes.analysis.peak.curve import curve
-from fxprec.passes.analysis.peak.needs import Needs
-from fxprec.passes.analysis.peak.overlap import overlapped
-from fxprec.passes.analysis.peak.part import Bound
-from fxprec.passes.analysis.peak.problem import Effort, Problem
-from fxprec.passes.analysis.peak.progress import Progress
+from fxprec.passes.crossings.choice import Chooser, Fit
+from fxprec.passes.crossings.costs import Rates
+from fxprec.passes.crossings.curve import curve
+from fxprec.passes.crossings.needs import Needs
+from fxprec.passes.crossings.overlap import overlapped
+from fxprec.passes.crossings.problem import Effort, Problem
+from fxprec.passes.crossings.progress import Progress
+from fxprec.passes.part import Bound
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from sympy import Symbol
 from torch.fx import Graph
 
-from fxprec.passes.analysis.peak.step import Held
+from fxprec.passes.analysis.replay.step import Held
 from fxprec.passes.analysis.sizes import Ranges, evaluated, ranges_of, traced, used_in, where_all_fit
 from fxprec.passes.notice import readable
 

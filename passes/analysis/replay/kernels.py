@@ -27,7 +27,7 @@ from fxprec.passes.analysis.joint import (
     tensor_of,
     value,
 )
-from fxprec.passes.analysis.peak.workspace import workspace
+from fxprec.passes.analysis.replay.workspace import workspace
 from fxprec.passes.analysis.wide_gemms import is_widened
 
 aten = torch.ops.aten

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 from torch.fx import Node
 
-from fxprec.passes.analysis.peak.choice import Chooser, Fit
-from fxprec.passes.analysis.peak.problem import Problem, Row, Ways
-from fxprec.passes.forms.way import Form, Way
+from fxprec.passes.analysis.ways import Form, Way
+from fxprec.passes.crossings.choice import Chooser, Fit
+from fxprec.passes.crossings.problem import Problem, Row, Ways
 
 
 def within_share(free: Problem, share: float) -> Fit:

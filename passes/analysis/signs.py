@@ -1,0 +1,38 @@
+"""Find the backward nodes that compare a stored copy with a number: with 0, as a ReLU's, or with another bound."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from fxprec.ir.operators import Trait, having
+from fxprec.passes.analysis import ops
+from fxprec.passes.analysis.joint import argument, is_backward, is_view_or_cast, readers
+
+ASKS_ABOVE = having(Trait.ASKS_ABOVE)
+ASKS_BELOW = having(Trait.ASKS_BELOW)
+
+
+def bounds(read: Node) -> set[tuple[object, float]]:
+    """Return (operator, number) of each comparison of a copy with a number; a sign compares it with 0."""
+    found = {(reader.target, argument(reader, 1, 0)) for _, reader in readers(read, is_view_or_cast)}
+    return {
+        (target, float(bound))
+        for target, bound in found
+        if target in ASKS_ABOVE | ASKS_BELOW and isinstance(bound, int | float)
+    }
+
+
+def asks_sign(read: Node) -> bool:
+    """Say whether backward compares a copy with 0."""
+    return any(bound == 0 for _, bound in bounds(read))
+
+
+def asks_above(reader: Node) -> bool:
+    """Say whether a node asks whether, or where not, a value is above 0."""
+    return reader.target in ASKS_ABOVE and argument(reader, 1) == 0
+
+
+def askers_above(read: Node) -> list[tuple[Node, Node]]:
+    """Return (the copy or an alias, a backward node that only asks whether the copy is above 0)."""
+    found = [(read, user) for user in read.users if is_backward(user) and asks_above(user)]
+    return found + [pair for user in read.users if user.target in ops.ALIASES for pair in askers_above(user)]
