@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.yardsticks import conditioning, exercise, mixed, module_db, op_db
+from benchmarks.yardsticks import cells, conditioning, exercise, mixed, module_db, op_db
 from benchmarks.yardsticks.__main__ import summary
 from fxprec.ir.operators import measured
 
@@ -59,7 +59,7 @@ def operators() -> dict[str, Any]:
 def test_an_operator_of_op_db_is_as_right_as_autocast(name: str, recipe: str) -> None:
     row = op_db.measured(operators()[name], 1, [recipe], seconds=60)
     assert row.samples == 1, row.left_out
-    assert row.cells[recipe].verdict == op_db.PASSED, row.cells[recipe]
+    assert row.cells[recipe].verdict == cells.PASSED, row.cells[recipe]
 
 
 @functools.cache
@@ -73,14 +73,14 @@ def modules() -> dict[str, Any]:
 def test_a_module_of_module_db_is_as_right_as_autocast(name: str) -> None:
     row = op_db.measured(modules()[name], 1, ["fp8"], seconds=60)
     assert row.samples == 1, row.left_out
-    assert row.cells["fp8"].verdict == op_db.PASSED, row.cells["fp8"]
+    assert row.cells["fp8"].verdict == cells.PASSED, row.cells["fp8"]
 
 
 @pytest.mark.parametrize("name", ["ceil", "copysign", "softmax", "nn.functional.linear"])
 def test_an_operator_of_op_db_has_autocasts_gradients_under_autocast(name: str) -> None:
     """`ceil`'s gradient is 0 and depends on no output's: choose-crossings ended in a KeyError."""
-    row = op_db.measured(operators()[name], 1, [op_db.MIXED], seconds=60)
-    assert row.cells[op_db.MIXED].verdict == op_db.PASSED, row.cells[op_db.MIXED]
+    row = op_db.measured(operators()[name], 1, [cells.MIXED], seconds=60)
+    assert row.cells[cells.MIXED].verdict == cells.PASSED, row.cells[cells.MIXED]
 
 
 @pytest.mark.parametrize("side", [mixed.PLAIN_TORCH, None], ids=["torch's", "fxprec's"])
@@ -94,33 +94,33 @@ def test_what_a_limit_ends_is_late_on_either_side(side: Any, monkeypatch: pytest
         return stepped(model, backend)
 
     monkeypatch.setattr(mixed, "_stepped", late)
-    row = op_db.measured(operators()["ceil"], 1, [op_db.MIXED], seconds=60)
+    row = op_db.measured(operators()["ceil"], 1, [cells.MIXED], seconds=60)
     assert (row.late, row.left_out, list(row.cells)) == ("longer than 60 s", "", ["eager", "autocast"])
-    whole = op_db.Row("sin", 1, {op_db.MIXED: op_db.Cell(), "eager": op_db.Cell()})
+    whole = cells.Row("sin", 1, {cells.MIXED: cells.Cell(), "eager": cells.Cell()})
     found = summary([row, whole])
-    assert found[op_db.MIXED] == {op_db.PASSED: 1, op_db.FAILED: 0, op_db.REFUSED: 0, op_db.LEFT_OUT: 0, op_db.LATE: 1}
-    assert found["eager"][op_db.LATE] == 0
+    assert found[cells.MIXED] == {cells.PASSED: 1, cells.FAILED: 0, cells.REFUSED: 0, cells.LEFT_OUT: 0, cells.LATE: 1}
+    assert found["eager"][cells.LATE] == 0
 
 
 @pytest.mark.parametrize("name", ["nn.LSTMCell", "nn.MultiheadAttention", "nn.Softmax"])
 def test_a_module_of_module_db_has_autocasts_gradients_under_autocast(name: str) -> None:
-    row = op_db.measured(modules()[name], 1, [op_db.MIXED], seconds=60)
-    assert row.cells[op_db.MIXED].verdict == op_db.PASSED, row.cells[op_db.MIXED]
+    row = op_db.measured(modules()[name], 1, [cells.MIXED], seconds=60)
+    assert row.cells[cells.MIXED].verdict == cells.PASSED, row.cells[cells.MIXED]
 
 
 def test_what_dynamo_does_not_compile_is_left_out_and_what_it_cuts_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager's numbers are autocast's too, and say nothing of fxprec."""
-    row = op_db.measured(modules()["nn.LSTM"], 1, [op_db.MIXED], seconds=60)
-    assert row.cells[op_db.MIXED].note.startswith("fallback: ")
+    row = op_db.measured(modules()["nn.LSTM"], 1, [cells.MIXED], seconds=60)
+    assert row.cells[cells.MIXED].note.startswith("fallback: ")
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
-    row = op_db.measured(operators()["ceil"], 1, [op_db.MIXED], seconds=60)
-    assert row.cells[op_db.MIXED].verdict == op_db.LEFT_OUT
+    row = op_db.measured(operators()["ceil"], 1, [cells.MIXED], seconds=60)
+    assert row.cells[cells.MIXED].verdict == cells.LEFT_OUT
 
 
 def test_an_operator_of_two_results() -> None:
     """It was an AssertionError: two results have no one size."""
     row = op_db.measured(operators()["frexp"], 1, ["bf16"], seconds=60)
-    assert row.cells["bf16"].verdict == op_db.PASSED
+    assert row.cells["bf16"].verdict == cells.PASSED
 
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sensitive, "kept", lambda grouped: {})
     row = op_db.measured(operators()["lgamma"], 1, ["fp8"], seconds=60)
-    assert row.cells["fp8"].verdict == op_db.FAILED
+    assert row.cells["fp8"].verdict == cells.FAILED
 
 
 @pytest.mark.parametrize("name", MEASURED)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.yardsticks import dynamo_models, paritybench, table, torchbench, whole
 from benchmarks.yardsticks.__main__ import main, summary
-from benchmarks.yardsticks.op_db import FAILED, LEFT_OUT, PASSED, REFUSED, Cell, Row, against
+from benchmarks.yardsticks.cells import FAILED, LEFT_OUT, PASSED, REFUSED, Cell, Row, against
 from benchmarks.yardsticks.products import ProductsInBf16
 from fxprec.passes.analysis import sensitive
 from fxprec.passes.compare_in_forward import CompareInForward

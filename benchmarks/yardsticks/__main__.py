@@ -53,7 +53,7 @@ from benchmarks.yardsticks import (
     torchbench,
     whole,
 )
-from benchmarks.yardsticks.op_db import (
+from benchmarks.yardsticks.cells import (
     BY_THE_REFERENCE,
     COLUMNS,
     FAILED,

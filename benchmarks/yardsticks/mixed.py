@@ -19,8 +19,8 @@ from benchmarks.architectures.mixed import NEAR_BOUND, PLAIN_TORCH, SAME_LOSS, S
 from benchmarks.graphs.check import in_a_line
 from benchmarks.planned import misfits, recorded_works, said_by
 from benchmarks.yardsticks import exercise
+from benchmarks.yardsticks.cells import FAILED, LEFT_OUT, PASSED, REFUSED, Cell
 from benchmarks.yardsticks.exercise import Exercised, Numbers
-from benchmarks.yardsticks.op_db import FAILED, LEFT_OUT, PASSED, REFUSED, Cell
 
 
 def judged(model: Exercised) -> Cell:

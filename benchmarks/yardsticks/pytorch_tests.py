@@ -27,8 +27,8 @@ from torch._inductor import config as inductor
 
 import fxprec
 from benchmarks.yardsticks import whole
+from benchmarks.yardsticks.cells import BY_INDUCTOR, FAILED, LEFT_OUT, PASSED, REFUSED, TORCHS, Cell, Row, backend_of
 from benchmarks.yardsticks.exercise import SEED
-from benchmarks.yardsticks.op_db import BY_INDUCTOR, FAILED, LEFT_OUT, PASSED, REFUSED, TORCHS, Cell, Row, backend_of
 
 TOLERANCE = 1e-3
 COLUMNS = ("near", "fp32", *TORCHS)  # 16 and 8 bits are beyond the tolerance

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.yardsticks.op_db import COLUMNS, LATE, VERDICTS
+from benchmarks.yardsticks.cells import COLUMNS, LATE, VERDICTS
 
 
 def text(read: dict[str, Any] | None = None) -> str:

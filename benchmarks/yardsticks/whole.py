@@ -38,8 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fxprec
 from benchmarks.graphs.check import in_a_line
-from benchmarks.yardsticks.exercise import SEED
-from benchmarks.yardsticks.op_db import (
+from benchmarks.yardsticks.cells import (
     BY_INDUCTOR,
     BY_THE_REFERENCE,
     FAILED,
@@ -55,6 +54,7 @@ from benchmarks.yardsticks.op_db import (
     backend_of,
     bounds,
 )
+from benchmarks.yardsticks.exercise import SEED
 from benchmarks.yardsticks.products import ProductsInBf16
 
 SMALL = 0.1  # of all gradients together

@@ -5,14 +5,16 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fxprec.diagnosis.adjoint import combined
-from fxprec.diagnosis.diagnosis import Diagnosis
 from fxprec.diagnosis.rows import Row
 from fxprec.diagnosis.text import first_groups, free_groups, megabytes, modules
 from fxprec.report.html import framed
 from fxprec.report.result import plain
+
+if TYPE_CHECKING:
+    from fxprec.diagnosis.diagnosis import Diagnosis
 
 SCRIPTS = ("dom.js", "tables.js", "diagnosis.js")
 SHADES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from fxprec.diagnosis.diagnosis import Diagnosis
 from fxprec.diagnosis.rows import Check, GroupRow
 from fxprec.plan.lines import aligned, one_line
+
+if TYPE_CHECKING:
+    from fxprec.diagnosis.diagnosis import Diagnosis
 
 SHOWN = 12
 FIRST = 3  # groups to keep high first

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from fxprec.errors import PlanError, did_you_mean
 from fxprec.numerics.blocks import find_blocks
 from fxprec.numerics.formats import Format, parse
-from fxprec.plan import Plan, Site
 from fxprec.plan.held import lines as held_lines
 from fxprec.plan.lines import named, one_line, place
 from fxprec.plan.rows import WAYS_SAID, HalfLowering, LoweringChoice, LoweringEstimate, PeakBytes, WholeStep
 from fxprec.plan.shown import line
+
+if TYPE_CHECKING:
+    from fxprec.plan.plan import Plan
+    from fxprec.plan.rows import Site
 
 
 def explain(plan: Plan, tensor: str) -> list[str]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fxprec.report.compare_text import first_of, where
 from fxprec.report.html import framed
 from fxprec.report.result import plain
 from fxprec.report.runs import HALVES, Track
-from fxprec.report.streams import Comparison, Pair
+
+if TYPE_CHECKING:
+    from fxprec.report.streams import Comparison, Pair
 
 SCRIPTS = ("dom.js", "charts.js", "tables.js", "compare.js")
 MAX_POINTS = 60_000  # of all tensors together

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fxprec.plan.lines import aligned, named, one_line
 from fxprec.report.runs import HALVES, Half
-from fxprec.report.streams import Comparison, Pair, PartedPair
+
+if TYPE_CHECKING:
+    from fxprec.report.streams import Comparison, Pair, PartedPair
 
 _SHOWN = 12
 

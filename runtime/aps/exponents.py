@@ -15,6 +15,9 @@ from torch import Tensor
 from fxprec.runtime.aps import kernels
 from fxprec.runtime.aps.kernels import MAX_FACTOR_EXPONENT
 
+BLOCK = 1024
+"""Elements of a piece that one program of the GPU's kernels works on (`segments`, `segments_triton`)."""
+
 ZERO_LAYER = -128
 NON_FINITE_LAYER = 127
 EXPONENT_BIAS = 12

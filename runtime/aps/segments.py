@@ -13,11 +13,10 @@ from torch import Tensor
 
 from fxprec.runtime import on_device
 from fxprec.runtime.aps import exponents as by_layer
+from fxprec.runtime.aps.exponents import BLOCK
 
 Bounds = Sequence[tuple[int, int]]
 """(start, end) of pieces of a flat tensor in elements, in order; a piece may be empty."""
-BLOCK = 1024
-"""Elements that a program of the GPU's kernels works on."""
 
 
 def _on_gpu(flat: Tensor) -> bool:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fxprec.numerics import ahead
 from fxprec.runtime import on_device
+from fxprec.runtime.aps.exponents import BLOCK
 from fxprec.runtime.aps.kernels import MAX_FACTOR_EXPONENT
-from fxprec.runtime.aps.segments import BLOCK
 
 
 @triton.jit

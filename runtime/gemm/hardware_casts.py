@@ -14,6 +14,7 @@ from fxprec.numerics import device as codecs
 from fxprec.numerics.codec import folded_codes, kept_infinity
 from fxprec.numerics.formats import Format
 from fxprec.numerics.rounding import decode
+from fxprec.runtime.gemm.transpose_kernels import flags, launch
 
 
 def casts_in_hardware(fmt: Format, device: torch.device, *, keep: bool) -> bool:
@@ -55,8 +56,6 @@ def _differing(fmt: Format, device: torch.device, keep: bool) -> float | None:
 
 
 def _cast(x: Tensor, fmt: Format, keep: bool) -> Tensor:
-    from fxprec.runtime.gemm.transpose import flags, launch
-
     wanted = flags(fmt, keep=keep, stats=False, hardware=True)
     row = torch.zeros(1, dtype=torch.int32, device=x.device)
     q = torch.empty(1, len(x), dtype=torch.uint8, device=x.device)

@@ -11,7 +11,7 @@ import torch
 from fxprec.ir.symbolic import TABLE_COLUMNS
 from fxprec.numerics import ahead, device
 from fxprec.numerics.formats import parse
-from fxprec.runtime.gemm import matmul, totals, transpose
+from fxprec.runtime.gemm import matmul, totals, transpose_kernels
 from fxprec.runtime.gemm.tiles import TILES, Tile
 
 
@@ -72,23 +72,23 @@ def cast(
     signature = {"x_ptr": f"*{source}:16", "row_ptr": "*i32", "q_ptr": _pointer(name), "t_ptr": _pointer(name)}
     signature |= {"counts_ptr": "*i32:16", "m": "i32:16", "n": "i32:16", "stride_m": "i32:16"}
     keep, hardware = fmt.nan_code is not None, arch >= OLDEST_WITH_CASTS and device.has_instruction(fmt)
-    constants = dict(transpose.flags(fmt, keep=keep, row_major=row_major, stats=stats, hardware=hardware))
+    constants = dict(transpose_kernels.flags(fmt, keep=keep, row_major=row_major, stats=stats, hardware=hardware))
     if layout == "rows":
         constants["stride_n"] = 1
     else:
         signature = {key: kind.removesuffix(":16") for key, kind in signature.items()} | {"stride_n": "i32"}
     title = f"quantize+transpose {source} to {name}, {layout}"
     return Specialization(
-        title, transpose.quantize_transpose_kernel, signature, constants, {"num_warps": transpose.WARPS}
+        title, transpose_kernels.quantize_transpose_kernel, signature, constants, {"num_warps": transpose_kernels.WARPS}
     )
 
 
 def transposition() -> Specialization:
     """Return the kernel that transposes codes of 8 bits."""
     signature = {"q_ptr": "*u8:16", "t_ptr": "*u8:16", "m": "i32:16", "n": "i32:16", "stride_m": "i32:16"}
-    constants = {"stride_n": 1, "ROWS": transpose.ROWS, "COLUMNS": transpose.COLUMNS}
+    constants = {"stride_n": 1, "ROWS": transpose_kernels.ROWS, "COLUMNS": transpose_kernels.COLUMNS}
     return Specialization(
-        "transpose u8", transpose.transpose_kernel, signature, constants, {"num_warps": transpose.WARPS}
+        "transpose u8", transpose_kernels.transpose_kernel, signature, constants, {"num_warps": transpose_kernels.WARPS}
     )
 
 

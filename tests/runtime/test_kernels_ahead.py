@@ -34,7 +34,7 @@ from fxprec.ir.calls import call_of
 from fxprec.kernels.coded_gemms import GemmKernel, kernel_called
 from fxprec.passes.lowering.lower import lower
 from fxprec.passes.lowering.rows import WatchedRows
-from fxprec.runtime.gemm import hardware_casts, matmul, ops, totals, transpose, tuning
+from fxprec.runtime.gemm import hardware_casts, matmul, ops, totals, transpose, transpose_kernels, tuning
 from fxprec.runtime.gemm.launch import Launch, noting
 from fxprec.runtime.gemm.tiles import TILES
 
@@ -42,8 +42,8 @@ TABLE = table_of((0, "e4m3fn"), (5, "e5m2_sat"), (-4, "1-5-2"))
 H100 = torch.device("cuda", 0)
 KERNELS = (
     matmul.matmul_kernel,
-    transpose.quantize_transpose_kernel,
-    transpose.transpose_kernel,
+    transpose_kernels.quantize_transpose_kernel,
+    transpose_kernels.transpose_kernel,
     totals.shares_kernel,
     totals.totals_kernel,
     totals.gather_kernel,

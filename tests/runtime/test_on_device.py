@@ -61,12 +61,12 @@ def test_kernels_of_gemms_start_on_their_tensors_device(
     """Triton refused the pointers, or ran unordered on the first GPU's stream."""
     pytest.importorskip("triton")
     from fxprec.numerics.formats import parse
-    from fxprec.runtime.gemm import matmul, totals, transpose, tuning
+    from fxprec.runtime.gemm import matmul, totals, transpose, transpose_kernels, tuning
     from fxprec.runtime.gemm.tiles import SMALL
 
     for module, name in (
         (transpose, "transpose_kernel"),
-        (transpose, "quantize_transpose_kernel"),
+        (transpose_kernels, "quantize_transpose_kernel"),
         (totals, "shares_kernel"),
         (totals, "totals_kernel"),
         (totals, "gather_kernel"),

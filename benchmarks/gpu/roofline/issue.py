@@ -21,7 +21,7 @@ from benchmarks.gpu.absent import compiled_kernels, pretend
 from benchmarks.gpu.roofline.replay import Launch, Memory
 from benchmarks.gpu.sass import Code, code_of
 from fxprec.runtime.gemm import kernels
-from fxprec.runtime.gemm.transpose import COLUMNS, ROWS
+from fxprec.runtime.gemm.transpose_kernels import COLUMNS, ROWS
 
 
 @dataclass(frozen=True)
