@@ -7,6 +7,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import grimp
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -66,3 +68,28 @@ def test_every_package_is_installed() -> None:
         for path in room.rglob("__init__.py")
     }
     assert set(distribution.packages or ()) == found
+
+
+@pytest.fixture(scope="module")
+def imports() -> nx.DiGraph[str]:
+    """Return the modules of fxprec, and who imports whom, inside functions too; what type checkers see is left out."""
+    found = grimp.build_graph("fxprec", exclude_type_checking_imports=True, cache_dir=None)
+    return nx.DiGraph((a, b) for a in found.modules for b in found.find_modules_directly_imported_by(a))
+
+
+def test_no_modules_import_each_other(imports: nx.DiGraph[str]) -> None:
+    assert imports.has_edge("fxprec.passes.pipeline", "fxprec.passes.base"), "passes/ is read through its link"
+    assert [circle for circle in nx.strongly_connected_components(imports) if len(circle) > 1] == []
+
+
+def test_below_the_passes_nothing_imports_a_pass(imports: nx.DiGraph[str]) -> None:
+    folders = ("analysis", "casts", "forms", "crossings", "lowering")
+    shared = ("base", "notice", "part", "sites")  # what passes read and fill, and how they make nodes
+
+    def floor(module: str) -> int:
+        room = module.split(".")[2]
+        return folders.index(room) if room in folders else 0 if room in shared else len(folders)
+
+    inside = [(a, b) for a, b in imports.edges if a.count(".") > 1 and a[:14] == b[:14] == "fxprec.passes."]
+    assert len(inside) > 400
+    assert [f"{a} imports {b}" for a, b in inside if floor(a) < floor(b)] == []
