@@ -1,7 +1,7 @@
-"""Let the backward half step parameters: `insert` puts updates into the joint graph, `settle` orders them later.
+"""Let the backward graph step parameters: `insert` adds updates to the joint graph, `settle` orders them afterwards.
 
-An update must follow every reader of its parameter, and views of the parameter are readers too. Torch's partition knows
-neither, so a half's updates are placed after it.
+An update must run after every reader of its parameter, views of the parameter included. Torch's partition knows neither
+rule, so `settle` moves the updates after the partition.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxprec.passes.analysis.replay.kernels import Kind, kind_of
 
 
 def insert(joint: JointGraph, inputs: Collection[int]) -> int:
-    """Put an update in the place of each gradient of these captured inputs; return how many there are."""
+    """Replace the gradients of these captured inputs, among the results, by updates; return the number of updates."""
     graph, results = joint.graph, list(joint.results)
     count = 0
     for parameter, at, gradient in joint.stepped(inputs):
@@ -32,7 +32,7 @@ def insert(joint: JointGraph, inputs: Collection[int]) -> int:
 
 
 def settle(forward: GraphModule, backward: GraphModule) -> None:
-    """Place each update behind its gradient and its parameter's last reader; the half returns None for the gradient."""
+    """Move each update behind its gradient and its parameter's last reader; backward returns None instead."""
     compat.writes_after_reading(ApplyUpdate.target)
     graph = backward.graph
     updates = dict.fromkeys(ApplyUpdate.nodes(graph))
@@ -50,7 +50,7 @@ def settle(forward: GraphModule, backward: GraphModule) -> None:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Yield the nodes that read a tensor's memory, its views among them."""
+    """Yield the nodes that read a tensor's memory, directly or through views. The views are yielded too."""
     for user in node.users:
         if user.op == "output":
             continue
@@ -60,10 +60,10 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _made_in_loops(readers: Collection[Node]) -> set[Node]:
-    """Return ``readers``, and all that Inductor computes in loops from them up to what lies in memory.
+    """Return ``readers``, and every node that Inductor fuses into loops behind them, up to a tensor in memory.
 
-    An update writes each loop's unfinished value to memory that reads the parameter: the gradient of a residual stream
-    would wait as its addends, one for each norm, where it is one sum.
+    An update forces each fused value that reads the parameter into memory. If an update ran earlier, the gradient of a
+    residual stream would wait in memory as its addends, one for each norm, and not as one sum.
     """
     found, stack = set(readers), list(readers)
     while stack:
@@ -76,13 +76,16 @@ def _made_in_loops(readers: Collection[Node]) -> set[Node]:
 
 
 def _is_read_whole(node: Node) -> bool:
-    """Say whether a library's kernel reads a value or a view of it: then the value lies in memory anyway."""
+    """Say whether an extern kernel reads a value or a view of it: then the value is written to memory anyway."""
     kinds = {user: kind_of(user) for user in node.users if user.op != "output"}
     return any(kind is Kind.EXTERN or (kind is Kind.VIEW and _is_read_whole(user)) for user, kind in kinds.items())
 
 
 def _repeat_views(forward: Graph, backward: Graph, parameters: Collection[Node]) -> None:
-    """Make views of stepped parameters again where they cross as inputs: nothing tells that those share memory."""
+    """Recompute the views of stepped parameters that cross to backward as inputs.
+
+    The backward graph cannot tell that such an input shares the parameter's memory.
+    """
     made = {node.name: node for node in forward.nodes}
     inputs = {node.name: node for node in backward.nodes if node.op == "placeholder"}
     copies = {parameter.name: parameter for parameter in parameters}
@@ -100,7 +103,7 @@ def _repeat_views(forward: Graph, backward: Graph, parameters: Collection[Node])
 
 
 def _chain(node: Node | None) -> list[Node]:
-    """Return the views that lead from an input of forward to ``node``, none where something is computed."""
+    """Return the views that lead from an input of forward to ``node``; empty if anything but views lies between."""
     found: list[Node] = []
     while node is not None and node.op != "placeholder":
         if not is_view(node) or len(node.all_input_nodes) != 1:

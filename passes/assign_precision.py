@@ -1,7 +1,7 @@
-"""Choose the tensors that are low, by the configured policy (`assignment`) or by a plan.
+"""Choose which tensors are low: by the configured policy (`assignment`), a given plan, or the training graph's plan.
 
-An inference graph has no gradients to count, so the policy would see other sizes of its groups. The graph follows the
-training graph of the same GEMMs where there is one.
+An inference graph has no gradients to count, so the policy would see other group sizes there. An inference graph
+therefore follows the plan of a training graph with the same GEMMs, if there is one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class AssignPrecision(Pass):
 
     name: str = "assign-precision"
     rounds_values: bool = False
-    """True in simulation: every reader gets the rounded value, and no copy is stored. Then each match of a pattern of
-    ``keep_high`` changes numbers, and an activation budget bounds the bytes predicted here."""
+    """True in simulation: every reader gets the rounded value, and no copy is stored. Then every pattern of
+    ``keep_high`` that matches changes numbers, and the activation budget limits the bytes that are predicted here."""
 
     def apply(self, work: Work) -> None:
         tensors = work.grouped.tensors
@@ -67,7 +67,7 @@ class AssignPrecision(Pass):
 
 
 def _without_effect(work: Work) -> Iterator[str]:
-    """Yield a message for each pattern of ``keep_high`` that changes nothing where only backward reads 8 bits."""
+    """Yield a message for each ``keep_high`` pattern that changes nothing because only backward reads 8 bits."""
     patterns, device = work.settings.asked.keep_high, work.joint.table.meta["val"].device
     multiplies_codes = gpu_of(device) is not None
     if patterns != "ends" and work.settings.recipe.has_low and not multiplies_codes:
@@ -75,7 +75,7 @@ def _without_effect(work: Work) -> Iterator[str]:
 
 
 def _note_budget(work: Work, ranges: Ranges) -> None:
-    """Say for which sizes, of those in the guards, the activation budget holds."""
+    """Add a remark that says for which sizes within the guards the activation budget holds."""
     budget = work.settings.activation_budget
     if budget is None:
         return
@@ -87,7 +87,7 @@ def _note_budget(work: Work, ranges: Ranges) -> None:
 
 
 def _note_order(work: Work, ranges: Ranges) -> None:
-    """Say for which sizes, of those in the guards, the order of demotion holds."""
+    """Add remarks that say for which sizes within the guards the order of demotion holds."""
     settings, grouped, assignment = work.settings, work.grouped, work.assignment
     if settings.asked.policy in ("size", "size-ascending") and settings.recipe.has_low and settings.low_ratio != 0:
         pinned, _ = kept_high(grouped.tensors, settings.asked.keep_high, grouped.ends)
@@ -100,13 +100,13 @@ def _note_order(work: Work, ranges: Ranges) -> None:
 
 
 def _of_what_changes(damage: Mapping[int, float], tensors: Sequence[CountedTensor]) -> dict[int, float]:
-    """Leave out parameters' gradients, whose format is the same in a low group."""
+    """Leave out the damage of parameters' gradients, whose format does not depend on whether their group is low."""
     chosen = {t.id for t in tensors if t.kind != "grad_param"}
     return {tensor: lost for tensor, lost in damage.items() if tensor in chosen}
 
 
 def _follow_given(plan: Plan, grouped: Grouped, recipe: Recipe) -> Assignment:
-    """Take the groups of a plan for this very graph."""
+    """Follow the groups of a plan made for this graph. Raises `PlanError` if the number of groups differs."""
     if len(plan.groups) != grouped.num_groups:
         raise PlanError(
             f"the plan has {len(plan.groups)} groups, this graph {grouped.num_groups}: it belongs to another model; "
@@ -116,7 +116,7 @@ def _follow_given(plan: Plan, grouped: Grouped, recipe: Recipe) -> Assignment:
 
 
 def _follow(plan: Plan, low_groups: frozenset[int], grouped: Grouped, recipe: Recipe) -> Assignment:
-    """Hold low what lies in ``low_groups``; formats of single tensors follow from the plan's sites."""
+    """Return an assignment with ``low_groups`` low. Formats of single tensors follow later, from the plan's sites."""
     tensors = grouped.tensors
     low = frozenset(t.id for t in tensors if t.group in low_groups)
     order = [g.id for g in sorted(plan.groups, key=lambda g: g.order) if g.id < grouped.num_groups]

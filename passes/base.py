@@ -1,7 +1,8 @@
-"""The contract of a pass: valid graph in, valid graph out.
+"""The contract of a pass: it takes a valid joint graph and leaves a valid joint graph.
 
-A pass is a small frozen dataclass with a ``name`` and one ``apply``. It edits ``work.joint.graph`` or fills in one
-field of `Work`; the runner (`pipeline.run`) lints, times and reports, so a pass never does.
+A pass is a small frozen dataclass with a ``name`` and one method, ``apply``. A pass edits ``work.joint.graph`` or fills
+fields of `Work`. The runner (`pipeline.run`) lints the graph, times the pass and reports changes, so a pass does none
+of these.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 
 class Filled(Generic[T]):
-    """A field of `Work` that the pass of this name fills. Reading the field earlier is a mistake in the pipeline."""
+    """A field of `Work` that the pass named ``by`` fills. Reading the field earlier fails an assertion."""
 
     def __init__(self, by: str) -> None:
         self.by = by
@@ -48,7 +49,7 @@ class Filled(Generic[T]):
 
 @dataclass(frozen=True)
 class GivenPeak:
-    """The ways in which a given plan has backward get each value."""
+    """A given plan made under a peak budget: its sites say how backward gets each value."""
 
     sites: tuple[Site, ...]
     peak: PeakBytes
@@ -56,57 +57,57 @@ class GivenPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class InBlocks:
-    """The block formats that one GEMM's operands are rounded to, by product; None where they are not."""
+    """The block formats that one GEMM's operands are rounded to, one per product; None: that product stays high."""
 
     forward: BlockFormat | None = None
     input_grad: BlockFormat | None = None
     weight_grad: BlockFormat | None = None
     why: str = ""
-    """Why a product stays high that the recipe has a format for."""
+    """Why a product stays high although the recipe has a block format for it."""
     is_kept_high: bool = False
-    """Whether ``keep_high`` names its module."""
+    """Whether a pattern of ``keep_high`` matches the GEMM's module."""
 
     @property
     def formats(self) -> tuple[BlockFormat, ...]:
-        """Return the formats of the products that have one."""
+        """Return the formats of the products that are rounded to blocks."""
         return tuple(fmt for fmt in (self.forward, self.input_grad, self.weight_grad) if fmt is not None)
 
 
 @dataclass
 class Work:
-    """Facts and decisions about one graph. The pass named beside a field fills it."""
+    """Facts and decisions about one joint graph. The pass named beside a field fills it."""
 
     joint: JointGraph
     settings: Settings
-    model: str = ""  # class of the module, or name of the function
+    model: str = ""  # class name of the module, or name of the function
     given: Plan | None = None  # a plan to follow instead of solving
-    siblings: tuple[Plan, ...] = ()  # plans of the model's training graphs compiled before
-    stepped: Mapping[int, int] = field(default_factory=dict)  # captured inputs that backward steps, bytes of workspace
-    memory_budget: float = 1.0  # the user's activation_memory_budget: what the partitioner may save, 1 all it likes
-    fixed_bytes: int = 0  # saved for backward beyond what is predicted of the counted tensors
-    may_exceed_budget: bool = False  # it is held to once the graph is partitioned
+    siblings: tuple[Plan, ...] = ()  # plans of the model's training graphs that were compiled before
+    stepped: Mapping[int, int] = field(default_factory=dict)  # parameter that backward steps -> bytes of workspace
+    memory_budget: float = 1.0  # torch's activation_memory_budget: share of bytes that may be saved, 1 for no bound
+    fixed_bytes: int = 0  # bytes saved for backward beyond those predicted for the counted tensors
+    may_exceed_budget: bool = False  # True: the driver checks the activation budget after the partition instead
     damage: dict[int, float] | None = None  # counted tensor's id -> measured damage, for policy "exact"
     operators = Filled[Operators]("recover-operators")
     grouped = Filled[Grouped]("group-tensors")
     assignment = Filled[Assignment]("assign-precision")
     book = Filled[SiteBook]("insert-casts")
     answers: tuple[Answer, ...] = ()  # weigh-gemms, one per GEMM
-    in_blocks: tuple[InBlocks, ...] = ()  # block-gemms, one per GEMM, where the recipe rounds operands
-    is_cut: bool = False  # whether the graph says what crosses: what backward computes again are nodes of its own
-    peak: PeakBytes | None = None  # fit-peak, under a peak budget
-    peak_sizes: OtherSizes | None = None  # fit-peak, under dynamic shapes
-    looks_at_budgets: bool = False  # the plan says what the step takes under others
-    peak_part: Part = field(default_factory=Part)  # of a peak budget, what the graph may hold
+    in_blocks: tuple[InBlocks, ...] = ()  # block-gemms, one per GEMM, if the recipe rounds operands
+    is_cut: bool = False  # choose-crossings: recomputed values have backward nodes of their own, so min-cut is not run
+    peak: PeakBytes | None = None  # choose-crossings, under a peak budget
+    peak_sizes: OtherSizes | None = None  # choose-crossings, under a peak budget and dynamic shapes
+    looks_at_budgets: bool = False  # whether the plan also lists the step's memory and time under other peak budgets
+    peak_part: Part = field(default_factory=Part)  # this graph's part of a peak budget that several graphs share
     plan = Filled[Plan]("write-plan")
-    scales: ScaleGraph | None = None  # carry-scales and scale-copies, where a gradient or a copy has one
-    unscaled: set[int] = field(default_factory=set)  # keep-signs: sites on a side of other numbers than 0
-    remarks: list[str] = field(default_factory=list)  # what the plan should say; nothing was left out
+    scales: ScaleGraph | None = None  # carry-scales, keep-signs, scale-copies; None: nothing has a scale
+    unscaled: set[int] = field(default_factory=set)  # keep-signs: rows kept beyond a bound other than 0: no scale
+    remarks: list[str] = field(default_factory=list)  # notes for the plan; nothing that the user asked for is missing
     notices: list[Notice] = field(default_factory=list)
-    facts: list[Notice] = field(default_factory=list)  # of the machine: what it lacks, and what is done instead
+    facts: list[Notice] = field(default_factory=list)  # what the machine lacks, and what is done instead
 
     @property
     def peak_goal(self) -> PeakBudget | GivenPeak | None:
-        """Return the peak budget, or the plan made for one that says how backward gets each value, or None."""
+        """Return the peak budget, or a given plan made under one; None without either, or without backward."""
         if not self.joint.tangents:
             return None
         if self.given is None:
@@ -115,20 +116,20 @@ class Work:
 
     @property
     def fits_peak(self) -> bool:
-        """Say whether a peak budget, or a plan made for one, decides how backward gets each value."""
+        """Say whether a peak budget, or a given plan made under one, decides how backward gets each value."""
         return self.peak_goal is not None
 
     def has(self, name: str) -> bool:
-        """Say whether the pass that fills a field has run."""
+        """Say whether the pass that fills the field ``name`` has run."""
         return name in vars(self)
 
 
 class Pass(Protocol):
-    """One step from joint graph to joint graph."""
+    """One rewrite of the joint graph."""
 
     @property
     def name(self) -> str:
-        """Return the name by which the command line and dumps know the pass."""
+        """Return the name of the pass on the command line and in dumps."""
 
     def apply(self, work: Work) -> None:
         """Edit the joint graph of ``work``, or fill the fields of ``work`` that belong to the pass."""

@@ -1,8 +1,8 @@
-"""Round the operands of GEMMs with a parameter to block formats, each product along the dimension it sums over.
+"""Round the operands of GEMMs with a parameter to block formats, along the dimension that each product sums over.
 
-Each product of a layer (its result, its input's gradient, its weight's gradient) has a format of its own in the recipe
-(`fxprec.config.operands`). An operand is stored in blocks and read back in front of its GEMM; the values are those that
-hardware with block-scaled GEMMs multiplies. Definitions: docs/compute.md, "Operands in blocks".
+A layer has three products: its result, its input's gradient and its weight's gradient. Each has a format of its own in
+the recipe (`fxprec.config.operands`). An operand is stored in blocks and read back in front of its GEMM, so the GEMM
+multiplies the same values as hardware with block-scaled GEMMs. Definitions: docs/compute.md, "Operands in blocks".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fxprec.passes.smooth_swiglu import SCALED_CHANNELS
 from fxprec.plan import Gemm
 from fxprec.plan.lines import named
 
-_MULTIPLYING = having(Trait.GEMM) & having(Trait.GEMM_BACKWARD)  # of vectors, too
+_MULTIPLYING = having(Trait.GEMM) & having(Trait.GEMM_BACKWARD)  # products with a vector among them
 _SHOWING = frozenset({QUANTIZE, DEQUANTIZE, KEEP_NONFINITE, RESCALE}) | ops.CASTS
 
 TWO_VALUES = "it multiplies two values, and no parameter"
@@ -40,7 +40,7 @@ KEPT_HIGH = "as keep_high asks"
 
 @dataclass(frozen=True)
 class BlockGemms(Pass):
-    """Fill ``work.in_blocks``, one per GEMM of the plan, and insert the casts of their operands."""
+    """Fill ``work.in_blocks``, one entry per GEMM of the plan, and insert the casts of their operands."""
 
     name: str = "block-gemms"
 
@@ -58,7 +58,7 @@ class BlockGemms(Pass):
 
 
 def _tell_of_given(work: Work) -> None:
-    """Say that the given plan rounds operands, and the recipe does not say how."""
+    """Add a notice if the given plan rounds operands to blocks and the recipe does not."""
     given = () if work.given is None else [gemm for gemm in work.given.gemms if any(_formats(gemm))]
     if given:
         detail = (
@@ -69,7 +69,7 @@ def _tell_of_given(work: Work) -> None:
 
 
 def _tell_of_none(work: Work) -> None:
-    """Say that the recipe's formats are those of no GEMM."""
+    """Add a notice that no GEMM's operands are rounded although the recipe has formats for them."""
     for found in work.in_blocks[:1]:
         detail = f"recipe {work.settings.recipe.name!r} rounds no GEMM's operands here; of the first, {found.why}"
         work.notices.append(Notice("block-gemms", detail))
@@ -100,18 +100,18 @@ class _Rewrite:
     work: Work
     operands: Operands
     gradients: frozenset[Node]
-    """Nodes that depend on a gradient that backward is handed."""
+    """Nodes that depend on a tangent."""
     found: dict[Node, tuple[Product, BlockFormat]]
     """The GEMM nodes to rewrite."""
     owners: dict[Node, tuple[int, int]] = field(default_factory=dict)
-    """What `OPERAND_META` says of them."""
+    """For each GEMM node: the GEMM's index and its weights' elements, which the casts get as `OPERAND_META`."""
 
     @classmethod
     def of(cls, work: Work, operands: Operands) -> _Rewrite:
         return cls(work, operands, frozenset(work.joint.made_of_tangents()), {})
 
     def chosen(self, index: int, op: Operator) -> InBlocks:
-        """Choose the format of each product of an operator, and note its nodes."""
+        """Choose the format of each product of one GEMM operator, and record the nodes to rewrite."""
         nodes = [node for node in (*op.nodes, *op.backward) if _is_matrix_product(node)]
         forward = [factor for node in nodes if not is_backward(node) for _, factor in _factors(node)]
         weights = [numel_hint(tensor_of(factor)) for factor in forward if self.is_weight(factor)]
@@ -152,7 +152,7 @@ class _Rewrite:
         self.work.notices.append(Notice(named(op.name, op.module, op.source), detail))
 
     def _given(self, index: int) -> Gemm | None:
-        """Return what the given plan says of a GEMM; None where its recipe rounds no operands, and it says nothing."""
+        """Return the given plan's entry for a GEMM; None if its recipe rounds no operands."""
         given = self.work.given
         return None if given is None or given.recipe.operands is None else given.gemms[index]
 
@@ -163,7 +163,7 @@ class _Rewrite:
         return any(covers(pattern, op.module) for pattern in keep_high)
 
     def _wanted(self, given: Gemm | None, product: Product) -> BlockFormat | None:
-        """Return the format of a product: the given plan's, else the recipe's."""
+        """Return the format of a product: from the given plan, else from the recipe."""
         if given is None:
             asked: BlockFormat | None = getattr(self.operands, product)
             return asked
@@ -171,7 +171,7 @@ class _Rewrite:
         return find_blocks(name) if name else None
 
     def is_weight(self, operand: Node) -> bool:
-        """Say whether an operand is a parameter, seen through views and casts."""
+        """Say whether an operand is a parameter, seen through views, casts and the scaling of smooth-swiglu."""
         node = operand
         while (
             node.target in _SHOWING
@@ -182,13 +182,13 @@ class _Rewrite:
         return node.op == "placeholder" and self.work.joint.describe(node).kind == "param"
 
     def product_of(self, node: Node) -> Product:
-        """Return which of a layer's products a GEMM computes."""
+        """Return which of a layer's three products a GEMM node computes."""
         if not is_backward(node):
             return "forward"
         return "input_grad" if any(self.is_weight(factor) for _, factor in _factors(node)) else "weight_grad"
 
     def roundings(self, node: Node, product: Product, fmt: BlockFormat) -> Iterator[tuple[int, Node, Rounding]]:
-        """Yield (position among the arguments, operand, how it is rounded)."""
+        """Yield (position among the arguments, operand, rounding) for both operands of a GEMM."""
         asked = self.operands
         is_eden = bool(asked.eden) and product != "forward"
         turn = asked.eden if is_eden else SIZE if asked.hadamard and product == "weight_grad" else 0
@@ -198,7 +198,7 @@ class _Rewrite:
             yield position, factor, Rounding(fmt, axis, is_square, is_random, turn, is_eden)
 
     def run(self) -> None:
-        """Replace the operands, in the order of the graph."""
+        """Replace the operands by their rounded copies, in graph order."""
         graph = self.work.joint.graph
         casts = OperandCasts(graph, self.work.joint.table, self.work.settings.storage)
         grouped = GroupedOperands(graph)
@@ -220,7 +220,7 @@ def _is_matrix_product(node: Node) -> bool:
 
 
 def _sums_over_tokens(node: Node) -> bool:
-    """Say whether a grouped product sums over the tokens of each group: padded, these fill whole blocks."""
+    """Say whether a grouped product sums over each group's tokens, which are padded to whole blocks."""
     return node.target is GroupedMm.target and tensor_of(node).ndim == 3
 
 

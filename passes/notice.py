@@ -1,4 +1,4 @@
-"""Notices to the user. This module imports no pass, so that a start from the cache imports none."""
+"""Notices to the user. This module imports no pass, because a start from the cache must not import any."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something the user asked for and did not get."""
+    """A setting that the user asked for and did not get."""
 
     site: str  # node, module and source line
     detail: str
 
 
 def raised(wanted: int, high: int) -> str:
-    """Return a budget in bytes, and as a share of ``high``, the bytes at the peak with everything kept (0: unknown)."""
+    """Return a budget in bytes, and in percent of ``high``, the peak in bytes with every value saved (0: unknown)."""
     return readable(wanted) + (f", {-(-100 * wanted // high)}%" if high else "")
 
 

@@ -1,10 +1,10 @@
-"""Cut the joint graph into halves as the passes decided.
+"""Split the joint graph into a forward graph and a backward graph as the passes decided.
 
-The partition runs once torch's own joint passes are over. All decisions are in the graph. Values that backward computes
-again have nodes of their own, or are recomputed by the user's checkpoints (`regions`). All other values that backward
-reads of forward cross (`cut`).
+The partition runs after torch's own joint-graph passes. The graph already holds all decisions. A recomputed value has a
+backward node of its own, or belongs to a region that the user's checkpoints recompute (`regions`). Every other forward
+value that backward reads is saved (`compat.cut`).
 
-In storage ``simulate``, which stores nothing, torch's min-cut chooses.
+In storage ``simulate``, which stores no low copies, torch's min-cut chooses the saved values.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from fxprec.passes.casts.written_inputs import copies_of_inputs, copy_written_in
 
 @dataclass(frozen=True)
 class Partition:
-    """The partition of one joint graph; made when the passes are over, before torch's own."""
+    """The partitioner of one joint graph, built after fxprec's passes and before torch's own passes."""
 
     work: Work
     traced: Collection[Node]
-    """The nodes of the graph before the passes."""
+    """The nodes that the graph had before the passes."""
     asked: Mapping[Node, Any] = field(init=False)
-    """The policy of the user's checkpoint for each node, read before torch's passes copy policies to other nodes."""
+    """The checkpoint policy of each node, read before torch's passes copy policies to other nodes."""
     copies: Mapping[Node, Node] = field(init=False)
-    """The model's own copies of inputs and buffers, with what each copies: torch's passes take such copies out."""
+    """The model's own clones of inputs and buffers, mapped to their sources; torch's passes remove such clones."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "asked", regions.policies(self.work.joint.graph))
         object.__setattr__(self, "copies", copies_of_inputs(self.work.joint))
 
     def __call__(self, gm: GraphModule, inputs: Sequence[object], **options: Any) -> compat.Halves:
-        """Return both halves."""
+        """Return the forward and the backward graph."""
         regions.restore(self.asked)
         left = set(gm.graph.nodes)
         gone = [source for copy, source in self.copies.items() if copy not in left]
@@ -56,21 +56,29 @@ class Partition:
         return compat.cut(gm, crossings(self.work.joint), drawn, num_fwd_outputs=options["num_fwd_outputs"])
 
     def _copies_again(self) -> list[Node]:
-        """Return the copies of parameters that cost nothing to make again, where that is asked for."""
+        """Return the stored copies of parameters that backward may recompute from the parameter itself.
+
+        Under an ``activation_memory_budget`` these are all copies, else those of parameters that only checkpointed
+        regions read.
+        """
         joint, budget = self.work.joint, self.work.memory_budget
         copies = (n for n in joint.forward_nodes() if is_copy_of_parameter(n, joint))
         return [n for n in copies if budget < 1 or regions.is_made_again(source_of_copy(n))]
 
 
 def as_torch_does(gm: GraphModule, inputs: Sequence[object], copied: Collection[Node], **options: Any) -> compat.Halves:
-    """Return both halves of a graph as torch's min-cut chooses; ``copied``: inputs that backward reads a copy of."""
+    """Return both halves as torch's min-cut partitions a graph; backward reads a copy of each input in ``copied``."""
     for kept in tidy(gm, copied):
         regions.mark(kept, CheckpointPolicy.MUST_SAVE)
     return compat.min_cut(gm, inputs, **options)
 
 
 def tidy(gm: GraphModule, copied: Collection[Node]) -> list[Node]:
-    """Do what torch's own passes would undo; return what has to be saved for it."""
+    """Prepare a graph for the partition, after torch's passes; return the nodes that must be saved.
+
+    Backward gets copies of inputs that are overwritten, an upsampling's gradient becomes a sum of slices, and random
+    numbers are saved under a memory budget.
+    """
     kept = copy_written_inputs(gm.graph, copied)
     sum_upsampled(gm.graph)
     compat.keep_random_numbers(gm.graph, [node for node in gm.graph.nodes if draws(node)])

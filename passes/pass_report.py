@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class PassReport:
-    """One pass: its seconds, and the operator counts that it changed (``aten.mul 12 -> 9``)."""
+    """The time that one pass took in seconds, and the operator counts that it changed (``aten.mul 12 -> 9``)."""
 
     name: str
     seconds: float
@@ -19,7 +19,7 @@ class PassReport:
 
 @lru_cache(maxsize=1024)
 def target_text(target: object) -> str:
-    """Name an operator: ``aten.mm.default``, ``getitem``."""
+    """Return an operator's name: ``aten.mm.default``, ``getitem``."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     name: str = getattr(target, "__name__", type(target).__name__)

@@ -1,4 +1,4 @@
-"""The pipelines: a list for each semantics, and the runner that keeps its promises."""
+"""The order of the passes, as one list for each semantics, and the runner."""
 
 from __future__ import annotations
 
@@ -42,55 +42,56 @@ from fxprec.passes.write_plan import WritePlan
 
 log = logging.getLogger(__name__)
 
-# Native and packed storage: operators read values, copies are stored for backward and for GEMMs over codes.
+# Native and packed storage: operators read unrounded values; copies are stored for backward and for GEMMs over codes.
 PIPELINE: tuple[Pass, ...] = (
-    WidenAttention(),  # before operators are paired with tensors: the plan is of float32 tensors
-    SmoothSwiGLU(),  # before: what it scales is what is counted, stored and rounded
-    CompareInForward(),  # before: what backward no longer reads is no tensor of the plan
-    RecoverOperators(),  # reads the metadata autograd left, which later passes disturb
+    WidenAttention(),  # before RecoverOperators pairs operators with tensors: the plan is made of float32 tensors
+    SmoothSwiGLU(),  # before GroupTensors: the scaled product is the tensor to count, store and round
+    CompareInForward(),  # before GroupTensors: a tensor that backward no longer reads gets no site
+    RecoverOperators(),  # reads autograd's metadata, which later passes disturb
     GroupTensors(),  # needs operators in execution order
     AssignPrecision(),  # needs group sizes
-    InsertCasts(),  # needs who is low
+    InsertCasts(),  # needs the set of low tensors
     WeighGemms(),  # needs the casts beside each GEMM
-    ComputeHigh(),  # needs to know which GEMMs multiply codes; takes casts away
-    StoreCentred(),  # needs the copies that are left
-    MakeAgain(),  # needs them where they are stored
-    CarryScales(),  # needs the casts that are left; rows of its own come after the sites
-    BlockGemms(),  # after: its casts are no sites and have no scale
+    ComputeHigh(),  # needs to know which GEMMs multiply codes; removes casts
+    StoreCentred(),  # needs the stored copies that ComputeHigh left
+    MakeAgain(),  # needs each copy at its final node, which StoreCentred may change
+    CarryScales(),  # needs the casts that are left; its rows of the scale table come after the sites'
+    BlockGemms(),  # after CarryScales: its casts have neither site nor scale
     NarrowGemms(),  # needs the casts beside each GEMM
-    DropRoundTrips(),  # after it: between two GEMMs it leaves bf16 -> float32 -> bf16
-    SumNarrow(),  # needs the copies that GEMMs multiply
-    LowGemms(),  # takes what is left of them; after it, since a GEMM over codes keeps the dtype it has by then
+    DropRoundTrips(),  # after NarrowGemms, which leaves bf16 -> float32 -> bf16 between two GEMMs
+    SumNarrow(),  # needs the bfloat16 copies that GEMMs multiply
+    LowGemms(),  # after NarrowGemms: a GEMM over codes keeps the result dtype that its GEMM has by then
     ShortenLives(),  # needs the graph that will run
-    ChooseCrossings(),  # needs what lives when
-    KeepSigns(),  # needs the copies that are left; comes between a copy and its value, by which the choice knows it
+    ChooseCrossings(),  # needs the lifetimes of all tensors
+    KeepSigns(),  # after ChooseCrossings, which finds a copy by the node that quantize reads: inserts a where before it
     ScaleCopies(),  # needs the copies and readers that are left
-    WritePlan(),  # needs the sites and the answers
+    WritePlan(),  # needs the sites and the answers of WeighGemms
 )
 
-# Storage ``simulate``: every counted tensor is rounded for every reader, as in the papers, and held in float32.
+# Storage ``simulate``: every counted tensor is rounded for every reader, as in the papers, and kept in float32.
 SIMULATION: tuple[Pass, ...] = (
     SmoothSwiGLU(),
     RecoverOperators(rounds_log_softmax=True),
     GroupTensors(copies_parameters=True),
     AssignPrecision(rounds_values=True),
     InsertCasts(everywhere=True),
-    WeighGemms(multiplies_codes=False),  # fills in what the plan says of each GEMM
+    WeighGemms(multiplies_codes=False),  # fills the plan's answer for each GEMM
     CarryScales(),
-    BlockGemms(),  # rounds what the sites' casts have rounded; before: an accumulator's GEMMs multiply the result
-    NarrowAccumulators(),  # needs operators paired with the GEMMs it replaces; leaves a remark for the plan
+    BlockGemms(),  # rounds again what the sites' casts rounded; before NarrowAccumulators replaces the GEMMs
+    NarrowAccumulators(),  # needs operators paired with the GEMMs that it replaces
     WritePlan(),
 )
 
-# Where policy "exact" measures damage: a pipeline up to its groups, so that both count the same tensors.
+# Policy "exact" measures damage in a step compiled by these passes. They match the pipeline up to GroupTensors, so both
+# count the same tensors.
 CALIBRATION: tuple[Pass, ...] = (
     WidenAttention(),
     SmoothSwiGLU(),
     CompareInForward(),
     RecoverOperators(),
     GroupTensors(),
-    InsertObservers(),  # in place of casting: measures what it would cost
-    NarrowGemms(only_attention=True),  # a GPU's kernel reads no float32
+    InsertObservers(),  # in place of casts: measures the damage that casts would do
+    NarrowGemms(only_attention=True),  # a GPU's flash attention and cuDNN kernels take no float32
 )
 SIMULATED_CALIBRATION: tuple[Pass, ...] = (*SIMULATION[:3], InsertObservers())
 
@@ -109,7 +110,7 @@ Observer = Callable[[PassReport, Work], None]
 
 
 def run(work: Work, passes: Sequence[Pass], observer: Observer | None = None) -> list[PassReport]:
-    """Run ``passes`` over ``work``; lint after each that changed the graph, then remove dead code."""
+    """Run ``passes`` over ``work``, lint the graph after each pass that changed it, and remove dead code at the end."""
     reports = []
     for step in passes:
         before = _counts(work.joint.graph)
@@ -128,7 +129,7 @@ def run(work: Work, passes: Sequence[Pass], observer: Observer | None = None) ->
 
 
 def _apply(step: Pass, work: Work) -> None:
-    """Run a pass. Raises `PassError` for an error that is none of fxprec's own; the log has its traceback."""
+    """Run one pass. Raises `PassError` for an exception that is not a `FxprecError`, and logs its traceback."""
     try:
         step.apply(work)
     except FxprecError:
