@@ -1,13 +1,14 @@
-"""Let every gradient carry a power-of-two scale of its own (Zhao et al. 2020).
+"""Give every gradient a power-of-two scale of its own (Zhao et al. 2020).
 
 Definitions: docs/algorithms.md, "Gradient scaling".
 
 The pass walks the backward half in execution order. A gradient gets a scale where it is narrowed to its format: the
-``quantize`` there multiplies by the new scale over the incoming one. Operators linear in the gradient pass the
-scale on (`ops.TERMS`). Scaled gradients agree on one scale before they are added. Operators that are not
-linear, or unknown, and the code outside the graph get unscaled gradients.
+``quantize`` there multiplies by the new scale divided by the incoming one. Operators that are linear in the gradient
+pass the scale on (`ops.TERMS`). Before scaled gradients are added, they are rescaled to one scale. Operators that are
+unknown or not linear, and the code outside the graph, get unscaled gradients.
 
-The pass knows no exponent. Nodes refer to rows of the scale table, and `work.scales` tells the runtime what rows mean.
+The pass chooses no exponents. Nodes refer to rows of the scale table, and `work.scales` describes to the runtime what
+each row means.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from fxprec.passes.sites import emit_call, insertion_point_after, replace_uses
 from fxprec.passes.weigh_gemms import over_codes
 from fxprec.plan.scales import Cast, Join, ScaleGraph, Slot
 
-Scale = int | None  # a variable, or None for a gradient without a scale
+Scale = int | None  # index of a variable of the `ScaleGraph`, or None for a gradient without a scale
 
 
 def needs_scale(fmt: str) -> bool:
@@ -44,7 +45,7 @@ def needs_scale(fmt: str) -> bool:
 
 @dataclass(frozen=True)
 class CarryScales(Pass):
-    """Fill ``work.scales``, and insert the nodes that put scales on and take them off."""
+    """Fill ``work.scales``, and insert the nodes that multiply gradients by scales and divide by them."""
 
     name: str = "carry-scales"
 
@@ -64,8 +65,8 @@ class _Walk:
     work: Work
     variables: list[Cast | Join] = field(default_factory=list)
     slots: dict[tuple[Scale, Scale], Slot] = field(default_factory=dict)
-    carried: dict[Node, int] = field(default_factory=dict)  # node -> variable, where it carries a scale
-    zeros: set[Node] = field(default_factory=set)  # computed from gradients, yet 0 everywhere: any scale is theirs
+    carried: dict[Node, int] = field(default_factory=dict)  # scaled node -> variable
+    zeros: set[Node] = field(default_factory=set)  # gradients that are 0 everywhere: they agree with any scale
     casts: dict[Node, int] = field(default_factory=dict)  # quantize node -> its row
     rescaled: dict[tuple[Node, Scale], Node] = field(default_factory=dict)
     unknown: dict[str, Node] = field(default_factory=dict)
@@ -85,7 +86,7 @@ class _Walk:
     def run(self) -> None:
         self.factors = constant_factors(self.graph)
         for node in list(self.graph.nodes):
-            if node.op == "call_function":  # autograd does not mark a custom function's backward as such
+            if node.op == "call_function":  # forward nodes too: a custom function's backward is not marked as backward
                 self._visit(node)
         self._unscale(self.work.joint.output)
         unscaled = [n for (_, to), n in self.rescaled.items() if to is None]
@@ -111,7 +112,7 @@ class _Walk:
             self.zeros.add(node)
 
     def _cast(self, q: Node, cast: Quantize) -> None:
-        """Give a cast a scale; rounding to a format as wide as float32 passes the incoming scale on."""
+        """Give a cast a scale; a cast to a format with float32's range keeps the incoming scale."""
         x, site, fmt = cast.x, cast.row, cast.format
         if self.book.sites[site].direction != "backward" or not needs_scale(fmt):
             self._pass_on(q, x)
@@ -130,7 +131,7 @@ class _Walk:
 
     def _compute(self, node: Node) -> None:
         if isinstance(node.meta.get("val"), torch.Tensor) and not is_float_tensor(node):
-            self._unscale(node)  # complex, sparse, of integers: such values carry no scale
+            self._unscale(node)  # complex, sparse and integer tensors carry no scale
             return
         terms = ops.TERMS.get(node.target)
         if terms is None or not _pads_with_zero(node):
@@ -142,7 +143,7 @@ class _Walk:
             return
         self._unscale(node, keep=_factors(node, terms, self.carried))
         parts = _parts(node, terms, self.carried, self.zeros)
-        if parts is None:  # something is added that cannot be scaled
+        if parts is None:  # a term cannot be scaled
             self._unscale(node)
             return
         if not parts:
@@ -159,7 +160,7 @@ class _Walk:
             self.carried[node] = common
 
     def _unscale(self, node: Node, keep: Iterable[Node] = ()) -> None:
-        """Take the scale off ``node``'s inputs; of those in ``keep`` a single one may stay scaled."""
+        """Take the scale off ``node``'s inputs, except off those in ``keep``."""
         kept = set(keep)
         for n in node.all_input_nodes:
             if n in self.carried and n not in kept:
@@ -200,7 +201,7 @@ class _Walk:
 
 
 def _leaving(nodes: Iterable[Node]) -> set[Node]:
-    """Return the backward nodes all of whose users lead out of the graph, through nothing but `ops.PASSING`."""
+    """Return the backward nodes whose users all lead out of the graph through nothing but `ops.PASSING`."""
     found: set[Node] = set()
     for node in reversed(list(nodes)):
         if node.users and all(u.op == "output" or (u in found and u.target in ops.PASSING) for u in node.users):
@@ -217,7 +218,7 @@ def _arguments(arg: object) -> list[object]:
 
 
 def _factors(node: Node, terms: ops.Terms, carried: dict[Node, int]) -> list[Node]:
-    """Return the inputs that may keep their scale: of each product, the first one that is a gradient's."""
+    """Return the inputs that may stay scaled: all addends, and the first scaled factor of each product."""
     kept: list[Node] = []
     elsewhere: set[Node] = set()
     for position, arg in enumerate(node.args):
@@ -234,9 +235,9 @@ def _factors(node: Node, terms: ops.Terms, carried: dict[Node, int]) -> list[Nod
 
 
 def _parts(node: Node, terms: ops.Terms, carried: Container[Node], zeros: Container[Node]) -> list[Node] | None:
-    """Return the input of each term that carries the term's scale, zeros left out.
+    """Return the input of each term that carries the term's scale; terms that are 0 are left out.
 
-    None where a term is added that has no scale and can get none: a number, an integer.
+    None if a term has no scale and cannot get one: a number or an integer tensor.
     """
 
     def vanishes(arg: object) -> bool:

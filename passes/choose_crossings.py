@@ -1,12 +1,12 @@
-"""Choose what crosses from forward to backward and in which form; the rest is computed again there.
+"""Choose which forward values are saved for backward, and in which form; backward recomputes the others.
 
-Backward asks for values of forward. The chooser (`passes.crossings`) takes the choice of least time: with a peak budget
-among those that never hold more, under torch's ``activation_memory_budget`` among those that save no more, without
-either at a price a byte. `crossings.rewrite` makes it real, and the partition follows the graph.
+The chooser (`passes.crossings`) minimises time. Under a peak budget, memory never exceeds the budget. Under torch's
+``activation_memory_budget``, no more bytes are saved than it allows. Without either, each saved byte has a price.
+`crossings.rewrite` rewrites the graph as chosen, and the partition follows the graph.
 
-What the user's checkpoints say is no choice: what a region starts from is kept, and what it recomputes the partition
-repeats. Nor is, without a peak budget, the block format that the recipe or a given plan names (docs/compute.md, "Fewer
-than 8 bits"): each copy that may have it gets it.
+Two things are not up to the chooser. The user's checkpoints fix what their regions save and recompute. Without a peak
+budget, every copy that tolerates the block format of the recipe or of a given plan is stored in it (docs/compute.md,
+"Fewer than 8 bits").
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ from fxprec.passes.notice import Notice, readable
 
 @dataclass(frozen=True)
 class ChooseCrossings(Pass):
-    """Choose a way for each value that backward needs; under a peak budget fill ``work.peak``."""
+    """Choose a way for each value that backward needs: keep it in some form, or recompute it.
+
+    Under a peak budget the pass also fills ``work.peak``, and ``work.peak_sizes`` if shapes are dynamic.
+    """
 
     name: str = "choose-crossings"
 
@@ -59,10 +62,10 @@ def _choose(work: Work) -> None:
     exactly = _read_exactly(needs)
     for node, forms in needs.forms.items():
         low = tuple(form for form in forms if isinstance(form, Low))
-        if low and node not in exactly:  # what is read low alone is stored low
+        if low and node not in exactly:  # backward reads nothing but the low copy
             needs.forms[node] = low
     rates = Rates.of(work.joint.table.meta["val"].device)
-    # A byte is worth one pass over it: else what is read low alone would be kept wide within another value.
+    # A saved byte costs one pass over memory. Otherwise a value that is read low could be recomputed from a wide one.
     price, inputs = 1 / rates.bytes_per_s, _inputs(work, needs)
     problem = Problem(needs, rates, ("narrow",), price=price, inputs=inputs)
     share = work.memory_budget
@@ -75,7 +78,7 @@ def _choose(work: Work) -> None:
 
 
 def _read_exactly(needs: Needs) -> set[Node]:
-    """Return the values that backward reads as they are, themselves or as views: a view is not kept itself."""
+    """Return the values that backward reads exactly, and what views among them show: views are not saved."""
     found, stack = set[Node](), [*needs.exactly]
     while stack:
         node = stack.pop()
@@ -90,7 +93,7 @@ KEPT = f"{UNREAD}: backward reads the value itself as well"
 
 
 def _tell_of_blocks(work: Work, needs: Needs, stage: Stage) -> None:
-    """Say in the sites which values are stored in blocks, or why not."""
+    """Write into the sites which values are stored in blocks, or why they are not."""
     sites = work.book.sites
     for node, row in needs.rows.items():
         form, why = stage.kept.get(node), needs.refused.get(node, "")
@@ -102,7 +105,10 @@ def _tell_of_blocks(work: Work, needs: Needs, stage: Stage) -> None:
 
 
 def _tell_of_wanted_blocks(work: Work, refused: Mapping[int, str]) -> None:
-    """Give a notice of each tensor that a given plan wants in blocks and that is not; ``refused`` says why, by site."""
+    """Add a notice for each tensor that a given plan stores in blocks and this graph does not.
+
+    ``refused`` has the reason for each site's id.
+    """
     if work.given is None:
         return
     for site in work.book.sites:
@@ -117,7 +123,7 @@ def _tell_of_wanted_blocks(work: Work, refused: Mapping[int, str]) -> None:
 
 
 def _tell_of_copies(work: Work, needs: Needs, fit: Fit) -> None:
-    """Say in the sites of which values a copy is stored for others to be computed again from, and of which none is."""
+    """Update the sites of values that are now kept in another form than their row says, or recomputed."""
     hi, repeated = work.settings.recipe.hi, {node for node, _ in fit.held.repeated}
     for node, row in needs.rows.items():
         site, is_kept = work.book.sites[row], node in fit.held.kept
@@ -134,7 +140,7 @@ def _tell_of_copies(work: Work, needs: Needs, fit: Fit) -> None:
 
 
 def _inputs(work: Work, needs: Needs) -> set[Node]:
-    """Return the inputs, not parameters or buffers, of which backward reads nothing or a copy."""
+    """Return the model's inputs that backward does not read exactly; parameters and buffers are left out."""
     inputs = (node for node in work.joint.graph.find_nodes(op="placeholder") if value(node) is not None)
     return {node for node in inputs if work.joint.describe(node).kind == "input"} - needs.exactly
 
@@ -160,7 +166,7 @@ def _fit_peak(work: Work) -> None:
 
 
 def _tell_of_graphs(work: Work) -> None:
-    """Say whom the budget is shared with."""
+    """Add a remark about the graphs that share the budget."""
     part = work.peak_part
     if part.is_provisional:
         work.remarks.append(
@@ -178,7 +184,7 @@ def _tell_of_graphs(work: Work) -> None:
 
 
 def _tell_unused(work: Work, needs: Needs) -> None:
-    """Say which block formats of ``ways`` no value may be kept in."""
+    """Add a notice for each block format of ``ways`` that no value may be kept in."""
     borne = {form.copy for forms in needs.forms.values() for form in forms if isinstance(form, Blocks)}
     for fmt in find_formats(work) if work.given is None and set(work.settings.ways) & set(BLOCK_WAYS) else ():
         if fmt not in borne:

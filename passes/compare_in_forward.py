@@ -1,10 +1,11 @@
-"""Compare two tensors in forward where backward would compare the copies that are stored of them.
+"""Move comparisons of two forward tensors from backward to forward, where backward would compare their stored copies.
 
-The gradient of a maximum goes to the larger operand, and half to each where they are equal. Copies in e4m3fn of numbers
-less than 6 % apart are often equal: the gradient of an intersection over union, a product of differences of maxima, was
-off by 100 %. Backward reads the comparison's result instead: one byte an element, as the copy, and exact.
+The gradient of a maximum goes to the larger operand, and half of it to each operand where they are equal. Numbers less
+than 6 % apart often have equal copies in e4m3fn. The gradient of an intersection over union, a product of differences
+of maxima, was off by 100 %. Backward now reads the comparison's result: one byte an element, as much as the copy, and
+exact.
 
-Comparisons with a number are left: their copies keep to their side of it (keep-signs).
+Comparisons with a number stay in backward: keep-signs keeps copies on their side of that number.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _EQUALITIES = frozenset({ops.aten.eq.Tensor, ops.aten.ne.Tensor})
 
 @dataclass(frozen=True)
 class CompareInForward(Pass):
-    """Move comparisons of the order of two forward values to forward, and of whether they are equal."""
+    """Move order comparisons of two forward values to forward, and equality comparisons of the same pairs."""
 
     name: str = "compare-in-forward"
 
@@ -43,7 +44,7 @@ class CompareInForward(Pass):
 
 
 def _compared(joint: JointGraph, node: Node) -> tuple[Node, Node] | None:
-    """Return the two forward values that a node of backward compares."""
+    """Return the two forward values that a backward node compares; None for any other node."""
     if node.target not in _ORDERS | _EQUALITIES:
         return None
     one, other = node.args
@@ -52,7 +53,7 @@ def _compared(joint: JointGraph, node: Node) -> tuple[Node, Node] | None:
 
 
 def _moved(joint: JointGraph, node: Node, pair: tuple[Node, Node]) -> Node:
-    """Return a comparison as part of the forward operator whose backward compares, after all that it reads."""
+    """Insert a comparison into forward, behind its operands, as part of the operator that it is the backward of."""
     places = {n: i for i, n in enumerate(joint.graph.nodes)}
     own = [n for n in joint.forward_nodes() if "seq_nr" in n.meta and n.meta["seq_nr"] == node.meta.get("seq_nr")]
     like = own[-1] if own else max(pair, key=places.__getitem__)

@@ -1,9 +1,9 @@
-"""Let operators read values, and stored copies only where that buys memory or speed.
+"""Let operators read unrounded values, and stored copies only where the copy saves memory or time.
 
-`insert_casts` gives every reader of a stored tensor the rounded value. This pass gives the value itself to each reader
-that gains nothing from rounding: forward's operators, outputs of the graph, readers of gradients and of parameters. Two
-readers keep the stored copy: backward, for which it is saved, and GEMMs that multiply its codes. A cast without a
-reader is removed, and its site is high.
+`insert_casts` gives every reader of a stored tensor the rounded value. This pass gives the unrounded value to each
+reader that gains nothing from rounding: forward's operators, outputs of the graph, readers of gradients and of
+parameters. Two kinds of readers keep the stored copy: backward, for which the copy is saved, and GEMMs that multiply
+its codes. A cast without a reader is removed, and its site becomes high.
 
 Definitions: docs/compute.md.
 """
@@ -28,7 +28,7 @@ from fxprec.plan import Site
 from fxprec.plan.lines import named
 from fxprec.plan.rows import Reads
 
-# Why a tensor that should be low is high, for the plan.
+# Reasons, printed in the plan, why a tensor of a low group is high.
 BOUNDARY = "it is the boundary of a checkpointed region: forward and its recomputation read the one value that is saved"
 UNREAD = "nobody would read a low copy"
 RECOMPUTED = f"{UNREAD}: checkpointing computes it again in backward"
@@ -41,7 +41,7 @@ _UNREAD = frozenset({RECOMPUTED, GRADIENT, PARAMETER, UNSAVED})
 
 @dataclass(frozen=True)
 class ComputeHigh(Pass):
-    """Give values to the readers that gain nothing from a stored copy, and note in each site who reads the copy."""
+    """Give values to the readers that gain nothing from a stored copy, and record in each site who reads the copy."""
 
     name: str = "compute-high"
 
@@ -52,7 +52,7 @@ class ComputeHigh(Pass):
 @dataclass
 class _Readers:
     work: Work
-    multiplying: set[Node] = field(default_factory=set)  # the GEMMs that multiply codes
+    multiplying: set[Node] = field(default_factory=set)  # GEMMs that multiply codes
 
     def __post_init__(self) -> None:
         self.graph: Graph = self.work.joint.graph
@@ -60,12 +60,12 @@ class _Readers:
         self.multiplying = over_codes(self.work)
 
     def settle(self) -> None:
-        stored = defaultdict[int, list[Node]](list)  # a gradient has a cast in each dtype that GEMMs take it in
+        stored = defaultdict[int, list[Node]](list)  # site -> casts; a gradient has one for each dtype that GEMMs read
         for q, cast in Quantize.among(Quantize.nodes(self.graph)):
             stored[cast.row].append(q)
         for site in self.work.book.sites:
             found = [self._settle(q, parse(site.format)) for q in stored[site.id]]
-            held: tuple[Reads, Format, str] = ("all", parse(site.format), "")  # in that dtype already
+            held: tuple[Reads, Format, str] = ("all", parse(site.format), "")  # no cast: it has that dtype already
             reads, fmt, reason = min(found, key=lambda settled: settled[1].bits, default=held)
             settled = replace(site, reads=reads, format=fmt.name)
             if not site.why and parse(site.format).bits < fmt.bits:
@@ -79,7 +79,7 @@ class _Readers:
         self._name_unknown()
 
     def _name_unknown(self) -> None:
-        """Add a remark for each operator in no table: what its backward reads keeps its own dtype."""
+        """Add a remark for each operator without a row in the table: what its backward reads keeps its own dtype."""
         named = {kept.unknown.partition(" ")[0]: kept.unknown for _, kept in self.work.book.spared() if kept.unknown}
         for name in named.values():
             self.work.remarks.append(
@@ -87,7 +87,7 @@ class _Readers:
             )
 
     def _chosen_by_hand(self, site: Site) -> str | None:
-        """Return the format that the given plan holds a tensor in, where it is neither its group's nor high."""
+        """Return the format that the given plan has for a tensor, if it is neither its group's nor high."""
         if self.work.given is None or site.promoted_at is not None or not self.work.joint.tangents:
             return None
         group = self.work.settings.recipe.format_of(site.kind, low=site.group in self.work.assignment.low_groups)
@@ -103,26 +103,26 @@ class _Readers:
         self.work.notices.append(Notice(named(site.tensor, site.module, site.source), detail))
 
     def _as_given(self, site: Site) -> Site:
-        """Return the site with the reason of the given plan's, where that holds it in as many bits."""
+        """Return the site with the given plan's reason, if that plan stores the tensor in as many bits."""
         given = None if self.work.given is None else self.work.given.sites[site.id]
         if given is None or parse(given.format).bits != parse(site.format).bits:
             return site
         return replace(site, why=given.why, unread=given.unread)
 
     def _settle(self, q: Node, fmt: Format) -> tuple[Reads, Format, str]:
-        """Decide who reads one stored tensor; return the readers, its format, and why the format is not the group's."""
-        value, read = Quantize.of(q).x, read_of(q)  # settling another may have put a view in the place of this value
+        """Decide who reads one stored tensor; return the readers, its format, and why the format is not its group's."""
+        value, read = Quantize.of(q).x, read_of(q)  # read now: settling another cast may have replaced a view
         if is_backward(q):
             keeps, nobody = self._is_multiplied, GRADIENT
             if not self.hi.has_float32_range and self.hi.torch_dtype is not None and not self._any(read, keeps):
-                narrow = self.work.book.stored_as("grad_output", self.hi)  # GEMMs multiply what is narrowed to float16
+                narrow = self.work.book.stored_as("grad_output", self.hi)  # GEMMs multiply it in float16
                 store_as(narrow, q)
                 return "all", narrow, HALF_GRADIENT
         elif self._is_parameter(value):
             keeps, nobody = self._is_multiplied, PARAMETER
         elif regions.is_start(value):
             if not self._is_exact(value):
-                # Forward and its recomputation are the same nodes: they read the one value that is kept.
+                # Forward and its recomputation are the same nodes, so both read the one saved value.
                 store_as(self.hi, q)
                 return "all", self.hi, BOUNDARY
             keeps, nobody = self._is_multiplied, BOUNDARY
@@ -138,7 +138,7 @@ class _Readers:
         return reads, fmt, ""
 
     def _is_exact(self, value: Node) -> bool:
-        """Say whether to store a value high would be to copy it: it is kept itself."""
+        """Say whether a high copy would equal the value, which is then saved itself."""
         return self.work.settings.storage == "native" and tensor_of(value).dtype == self.hi.torch_dtype
 
     def _is_parameter(self, value: Node) -> bool:
@@ -155,7 +155,7 @@ class _Readers:
         return any(keeps(shown, reader) for shown, reader in readers(read))
 
     def _divert(self, old: Node, new: Node, keeps: Callable[[Node, Node], bool]) -> None:
-        """Make what reads ``old``, through views, read ``new``, but for those that keep it."""
+        """Make readers of ``old``, direct or through views, read ``new``, except those for which ``keeps`` holds."""
         for user in list(old.users):
             if is_view(user):
                 with self.graph.inserting_before(user):

@@ -1,7 +1,7 @@
-"""Take out conversions there and back: bfloat16 -> float32 -> bfloat16 keeps every bit and costs two passes.
+"""Remove round trips bfloat16 -> float32 -> bfloat16, which keep every bit and cost two passes over memory.
 
-Such conversions lie between two GEMMs with only views and joins between them, and where the result of a GEMM is stored
-in the dtype that the GEMM gave it.
+Round trips lie between two GEMMs with only views and concatenations between them, and where a GEMM's result is stored
+in the dtype that the GEMM returned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CAT = torch.ops.aten.cat.default
 
 @dataclass(frozen=True)
 class DropRoundTrips(Pass):
-    """Read a 16-bit value as it is where it would be widened, viewed, and narrowed again."""
+    """Read a 16-bit value directly where it would be widened, viewed and narrowed again."""
 
     name: str = "drop-round-trips"
 
@@ -60,7 +60,7 @@ def _converted(graph: Graph, node: Node) -> None:
 
 
 def _stored(graph: Graph, q: Node, cast: Quantize) -> None:
-    """Take the narrow value itself for its stored copy."""
+    """Replace a stored copy by the narrow value itself."""
     narrow = _as_it_was(graph, q, cast.x, q.meta["val"].dtype)
     if narrow is None or parse(cast.format).torch_dtype != q.meta["val"].dtype:
         return
@@ -69,7 +69,7 @@ def _stored(graph: Graph, q: Node, cast: Quantize) -> None:
         if read.dtype != narrow.meta["val"].dtype:
             with graph.inserting_before(x):
                 new = emit(graph, CONVERT, (narrow, read.dtype), x, val=x.meta["val"])
-            if regions.is_marked(x):  # a policy may save the value, not what is read from it
+            if regions.is_marked(x):  # a policy may save the value, but not this conversion of it
                 new.meta[regions.POLICY] = CheckpointPolicy.MUST_RECOMPUTE
         x.replace_all_uses_with(new)
         graph.erase_node(x)
@@ -78,7 +78,7 @@ def _stored(graph: Graph, q: Node, cast: Quantize) -> None:
 
 
 def _joined(graph: Graph, cat: Node) -> None:
-    """Join what was widened as it was, and widen the whole for who reads it wide."""
+    """Concatenate narrow values if all pieces were widened from one dtype, and widen the result instead."""
     pieces = cat.all_input_nodes
     first, _ = shown(pieces[0])
     source = value(first.all_input_nodes[0]) if first.target is CONVERT else None
@@ -97,7 +97,7 @@ def _joined(graph: Graph, cat: Node) -> None:
 
 
 def _as_it_was(graph: Graph, reader: Node, x: Node, dtype: torch.dtype) -> Node | None:
-    """Return ``x`` as the ``dtype`` it was widened from, views repeated; None where it was not."""
+    """Return the ``dtype`` value that ``x`` was widened from, with the views repeated; None if there is none."""
     x, views = shown(x)
     if x.target is not CONVERT:
         return None
@@ -107,11 +107,11 @@ def _as_it_was(graph: Graph, reader: Node, x: Node, dtype: torch.dtype) -> Node 
         return None
     with graph.inserting_before(reader):
         for view in reversed(views):
-            # Its value is not the wide one converted: of a part of a larger tensor that would have other strides.
+            # The fake value is computed anew: converting the wide view's would change a part's strides.
             found = emit_on(graph, view, found)
     return found
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Say whether every number of the narrow dtype is one of the wide one."""
+    """Say whether the wide dtype represents every number of the narrow dtype."""
     return wide == torch.float32 and narrow in (torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""Group tensors at the GEMMs, by execution order or by data flow, and mark every node with its group."""
+"""Group tensors between adjacent GEMMs, by execution order or by data flow, and mark every node with its group."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fxprec.passes.notice import Notice
 
 @dataclass(frozen=True)
 class GroupTensors(Pass):
-    """Fill ``work.grouped``, and mark the tensors to dump.
+    """Fill ``work.grouped``, and mark the tensors that ``dump_tensors`` names.
 
-    A given plan brings its grouping. Raises `PlanError` where another grouping was asked for.
+    A given plan determines the grouping. Raises `PlanError` if the user asks for another.
     """
 
     name: str = "group-tensors"
     copies_parameters: bool = False
-    """Whether backward reads a rounded copy of a parameter, which forward then saves."""
+    """Whether backward reads a rounded copy of a parameter, so that forward saves the copy."""
 
     def apply(self, work: Work) -> None:
         work.grouped = group_tensors(work.operators, _grouping(work), copies_parameters=self.copies_parameters)
@@ -35,7 +35,10 @@ class GroupTensors(Pass):
 
 
 def _grouping(work: Work) -> GroupingName:
-    """Return the grouping asked for, or that of the plan which the graph follows."""
+    """Return the grouping to use: the user's, or that of the plan that the graph follows.
+
+    Raises `PlanError` if the user asks for another grouping than the plan has.
+    """
     asked, followed = work.settings.asked.grouping, work.given
     if followed is None and not work.joint.tangents and work.siblings:
         followed = work.siblings[-1]

@@ -1,4 +1,4 @@
-"""Insert casts at the borders of precision. The storage decides which borders."""
+"""Insert a cast for each tensor that is stored in a chosen format. The storage decides which tensors are."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class InsertCasts(Pass):
 
     name: str = "insert-casts"
     everywhere: bool = False
-    """True: round every counted tensor for every reader, as the papers do. False: cast where a tensor is written to
-    memory, and keep the precision of tensors that 8 bits would spoil."""
+    """True: round every counted tensor for every reader, as the papers do. False: cast a tensor where it is written to
+    memory, and keep tensors that 8 bits would spoil in higher precision."""
 
     def apply(self, work: Work) -> None:
         on_gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device) is not None

@@ -1,6 +1,6 @@
-"""Calibrate policy ``exact``: mark every counted tensor beside its gradient, so that one step measures both.
+"""Calibrate policy ``exact``: insert nodes that measure every counted tensor and its gradient in one step.
 
-The pass replaces the casting passes once. The plan is solved from its measurements.
+For that step the pass replaces the passes that insert casts. The plan is then solved from the measured damage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class InsertObservers(Pass):
         walk.run()
         latest: dict[
             Node, Node
-        ] = {}  # by gradient: several values may have one, as the model's result and what it adds
+        ] = {}  # gradient -> its last observe node: several values may share a gradient, as a sum and its addends
         for value, gradient in list(_pairs(work.grouped, walk)):
             found = latest.get(gradient, gradient)
             latest[gradient] = _observe(work.grouped, value, found, work.settings.recipe)
@@ -47,7 +47,7 @@ def _pairs(grouped: Grouped, walk: GradientWalk) -> Iterator[tuple[Node, Node]]:
 
 
 def _observe(grouped: Grouped, value: Node, gradient: Node, recipe: Recipe) -> Node:
-    """Return what the gradient's users read from now on."""
+    """Insert an ``observe`` node, and return the gradient that its users read from now on."""
     if gradient.meta["val"].shape != value.meta["val"].shape:
         return gradient  # a view of the gradient; its sum was lost between views
     if not is_plain_float(gradient):
@@ -64,9 +64,9 @@ def _observe(grouped: Grouped, value: Node, gradient: Node, recipe: Recipe) -> N
 
 
 def measure(gm: GraphModule) -> tuple[int, ...]:
-    """Return the damages of a partitioned graph's observed tensors as a last output; their ids in order.
+    """Append the damages of a partitioned graph's observed tensors to its outputs; return the tensors' ids in order.
 
-    Two numbers each: of the tensor and of its gradient.
+    Each tensor has two numbers: its own damage and its gradient's.
     """
     damages: dict[int, Node] = {}
     for node, observe in Observe.among(Observe.nodes(gm.graph)):

@@ -1,10 +1,12 @@
-"""Keep a stored copy on its value's side of a bound, where backward compares the copy with the bound.
+"""Keep a stored copy on the same side of a bound as its value, where backward compares the copy with the bound.
 
-A ReLU's backward masks the gradient where the result is 0, and e4m3fn rounds all below 2^-10 to 0. Nearly 1 % of
-activations of rms 0.1 would lose their gradient. They are stored as the smallest number of the copy's scale instead:
-the error is too small to change a sum. So is what `abs` reads: its gradient has the sign of its operand. Other bounds
-are kept in the same way, in copies without a scale. A ReLU6 has no gradient from 6 on, and e4m3fn rounds 5.75 to 6: it
-is stored as 5.5. bfloat16 rounds 5.99 to 6.
+A ReLU's backward masks the gradient where the result is 0, and e4m3fn rounds everything below 2^-10 to 0. So nearly 1 %
+of activations of rms 0.1 would lose their gradient. Such values are stored as the smallest number of the copy's scale
+instead; the error is too small to change a sum. The same holds for the operand of `abs`, whose gradient has the
+operand's sign.
+
+Bounds other than 0 are kept in the same way, in copies without a scale. A ReLU6 has no gradient from 6 on, and e4m3fn
+rounds 5.75 to 6, so 5.75 is stored as 5.5. bfloat16 rounds 5.99 to 6.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from fxprec.plan.scales import ScaleGraph, Slot
 
 @dataclass(frozen=True)
 class KeepSigns(Pass):
-    """Make casts keep each value's side of a bound, where backward compares the copy with the bound."""
+    """Keep stored copies on their value's side of each bound that backward compares them with."""
 
     name: str = "keep-signs"
 
@@ -47,13 +49,13 @@ class KeepSigns(Pass):
 
 
 def _decodes(q: Node) -> list[Node]:
-    """Return what reads a copy back, from host memory too."""
+    """Return the nodes that decode a copy, also after a move to host memory and back."""
     found = code_readers(q)
     return [node for node in (q.users if found is None else found) if Dequantize.match(node) is not None]
 
 
 def _keep_sign_of_scale(work: Work, q: Node, cast: Quantize, asking: Set[object]) -> None:
-    """Keep what is stored with a scale at least at the smallest number of that scale, above 0 or below it."""
+    """Clamp a scaled copy's input away from 0, to the smallest number of the copy's scale or its negative."""
     graph, x, scales = work.joint.graph, cast.x, work.scales or ScaleGraph()
     row, smallest = scales.num_rows(len(work.book.sites)), parse(cast.format).smallest_subnormal
     work.scales = replace(scales, slots=(*scales.slots, Slot(row, None, None, minus_copy=cast.row)))
@@ -71,7 +73,7 @@ def _keep_sign_of_scale(work: Work, q: Node, cast: Quantize, asking: Set[object]
 
 
 def _of_scale(graph: Graph, number: float, like: Rescale) -> Node:
-    """Return a number of a format at the scale of a row, 0-dim."""
+    """Return a number of the format at the scale of a row, as a 0-dim tensor."""
     val = tensor_of(like.g).new_empty(())
     constant = emit(graph, ops.aten.full.default, ([], number), like.g, val=val)
     constant.kwargs = {"dtype": val.dtype, "device": val.device}
@@ -89,9 +91,10 @@ def _keep_signs(graph: Graph, q: Node, cast: Quantize, bounds: Set[tuple[object,
 
 
 def _kept_beyond(graph: Graph, x: Node, is_beyond: Callable[..., Any], bound: float, fmt: Format) -> Node:
-    """Return ``x`` with what is beyond the bound at the next number beyond it, or further.
+    """Return ``x`` with values beyond ``bound`` moved at least to the format's next number beyond it.
 
-    Rounding takes what is not beyond a number of the format to nothing beyond it; else it is kept on its side too.
+    If the bound is a number of the format, rounding cannot carry any other value across it. Otherwise the other values
+    are clamped to the format's next number on their side.
     """
     upwards = is_beyond is ops.aten.gt.Scalar
     beyond = emit(graph, is_beyond, (x, int(bound) if bound.is_integer() else bound), x)
@@ -110,19 +113,19 @@ def _at_most(graph: Graph, x: Node, bound: float) -> Node:
 
 
 def beside(fmt: Format, bound: float, upwards: bool) -> float:
-    """Return the format's next number above a number, or below it."""
+    """Return the format's next number above ``bound``, or below it."""
     if bound < 0:
         return -beside(fmt, -bound, not upwards)
     step = _step(fmt, bound)
     if upwards:
         return (math.floor(bound / step) + 1) * step
     if bound == step * 2**fmt.mantissa_bits and bound > fmt.smallest_normal:
-        return bound - step / 2  # below a power of two numbers are twice as dense
+        return bound - step / 2  # below a power of two the spacing is half as wide
     return (math.ceil(bound / step) - 1) * step
 
 
 def _step(fmt: Format, bound: float) -> float:
-    """Return the distance of the format's numbers from a number on."""
+    """Return the spacing of the format's numbers just above ``bound``."""
     exponent = math.frexp(bound)[1] - 1 if bound else fmt.min_exponent
     return float(2.0 ** (max(exponent, fmt.min_exponent) - fmt.mantissa_bits))
 

@@ -1,7 +1,7 @@
 """Multiply stored codes where that pays: ``gemm(dequantize(a), dequantize(b))`` becomes ``fxprec::gemm(a, b)``.
 
 Scales are powers of two in the table, so taking them off costs nothing. Where a native GEMM in backward reads a forward
-tensor along its rows, forward makes a transposed copy beside the first copy. Other readers in backward read the
+tensor along its rows, forward makes a transposed copy beside the first copy. Backward's other readers then read the
 transposed copy too, so that only one copy is saved.
 """
 
@@ -21,12 +21,12 @@ from fxprec.passes.sites import emit, emit_call, emit_on
 from fxprec.passes.weigh_gemms import Found, gemm_nodes, kernel_of
 
 aten = torch.ops.aten
-_NATIVE: tuple[Layout, Layout] = ("rows", "columns")  # what torch._scaled_mm takes
+_NATIVE: tuple[Layout, Layout] = ("rows", "columns")  # the layouts that torch._scaled_mm takes
 
 
 @dataclass(frozen=True)
 class LowGemms(Pass):
-    """Rewrite the GEMMs that ``work.answers`` says pay."""
+    """Rewrite the GEMMs for which ``work.answers`` says that multiplying codes pays."""
 
     name: str = "low-gemms"
 
@@ -38,7 +38,7 @@ class LowGemms(Pass):
         for op, answer in zip(work.grouped.gemms, work.answers, strict=True):
             for node in gemm_nodes(op) if answer.pays else ():
                 found = kernel_of(node, gpu)
-                if isinstance(found, Found):  # the others are in the answer's reason
+                if isinstance(found, Found):  # for the others the answer's ``why`` has the reason
                     rewrite.gemm(node, found)
         rewrite.read_copies()
 
@@ -68,7 +68,7 @@ class _Rewrite:
         self.graph.erase_node(node)
 
     def code(self, x: Coded) -> Node:
-        """Return the codes to multiply: of a guarded gradient, with its inf and NaN."""
+        """Return the codes to multiply; inf and NaN of a guarded gradient are put into its codes."""
         code = self.codes.get((x.q, x.source))
         if code is None:
             code = self.codes[x.q, x.source] = self._code(x)
@@ -88,7 +88,7 @@ class _Rewrite:
         return code
 
     def seen(self, code: Node, x: Coded, backward: bool) -> Node:
-        """Return codes, or their transposed copy, as the matrix the GEMM multiplies."""
+        """Return codes, or their transposed copy, viewed as the matrix that the GEMM multiplies."""
         val = tensor_of(code)
         if val.ndim != 2:
             code = emit(self.graph, aten.view.default, (code, [-1, int(val.shape[-1])]), code, backward=backward)
@@ -98,14 +98,14 @@ class _Rewrite:
         return emit(self.graph, aten.permute.default, (code, [1, 0]), code, backward=backward)
 
     def copy(self, code: Node) -> Node:
-        """Return the transposed copy, made once, right where the codes are."""
+        """Return the transposed copy of codes. It is made once, directly behind the codes."""
         if code not in self.copies:
             with self.graph.inserting_before(code.next):
                 self.copies[code] = emit_call(self.graph, Transposed(code), code)
         return self.copies[code]
 
     def read_copies(self) -> None:
-        """Let backward read forward tensors from the copy it has anyway."""
+        """Let backward's other readers of a forward tensor read its transposed copy, which is saved anyway."""
         for code, copy in self.copies.items():
             q = code if code.target is QUANTIZE else input_at(code, 0)
             if is_backward(q):
@@ -119,7 +119,10 @@ class _Rewrite:
                             reader.replace_input_with(shown, self._as_shown(shown, decode, x))
 
     def _decoded(self, copy: Node, decode: Node, readers: list[Node]) -> Node | None:
-        """Decode the copy in front of its readers; None where the shape cannot be written down: both are saved."""
+        """Decode the transposed copy in front of its readers.
+
+        Return None if the shape is dynamic and not 2-dim: then both copies are saved.
+        """
         read = Dequantize.of(decode)
         q, stored = read.q, tensor_of(read.q)
         if stored.ndim != 2 and not all(isinstance(size, int) for size in stored.shape):
@@ -135,7 +138,7 @@ class _Rewrite:
         return x
 
     def _as_shown(self, shown: Node, decode: Node, x: Node) -> Node:
-        """Repeat the views between ``decode`` and ``shown`` on ``x``."""
+        """Apply the views between ``decode`` and ``shown`` to ``x``."""
         if shown is decode:
             return x
         (source,) = shown.all_input_nodes[:1]

@@ -1,8 +1,9 @@
-"""Make affine images and activations of a stored tensor again in backward, from its copy, instead of storing them too.
+"""Recompute affine images and activations of a stored tensor in backward, from its copy, instead of storing them too.
 
-A norm's result is its input less a mean, times a factor, all small beside it: (x - mean) * rstd * weight + bias. Where
-the input is saved for backward anyway, the result is one pass of arithmetic away, and its error is the input's. So is
-an activation that is multiplied by another tensor (SwiGLU): its own backward reads its input.
+A norm's result is an affine image of its input: (x - mean) * rstd * weight + bias, where all operands but x are small.
+If the input is saved for backward anyway, recomputing the result takes one pass of arithmetic, and its error comes from
+the input's copy. The same holds for an activation that is multiplied by another tensor (SwiGLU): the activation's own
+backward reads its input.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from fxprec.passes.compute_high import UNREAD
 from fxprec.passes.sites import emit
 from fxprec.plan import Site
 
-# Of slope 1.2 at most: an error in the input grows no larger. Near 0 it may be the larger beside the result, which
-# does not matter to a product.
+# Activations of slope 1.2 at most, which hardly enlarge the input's error. Near 0 the error relative to the result may
+# be larger, which does not matter to a product.
 _ACTIVATIONS = frozenset(map(str, having(Trait.GENTLE)))
 _AFFINE = having(Trait.AFFINE) | ops.CASTS
 
@@ -45,7 +46,7 @@ MADE_AGAIN = f"{UNREAD}: it is made again in backward, from the stored copy of i
 
 @dataclass(frozen=True)
 class MakeAgain(Pass):
-    """Replace stored copies that only backward reads by arithmetic on other copies."""
+    """Replace stored copies that only backward reads by recomputation from other copies."""
 
     name: str = "make-again"
 
@@ -56,8 +57,8 @@ class MakeAgain(Pass):
 @dataclass
 class _Copies:
     work: Work
-    read: dict[Node, Node] = field(default_factory=dict)  # value -> its decoded copy, for backward
-    bits: dict[Node, int] = field(default_factory=dict)  # value -> of the copy that backward's comes from
+    read: dict[Node, Node] = field(default_factory=dict)  # value -> its decoded copy
+    bits: dict[Node, int] = field(default_factory=dict)  # value -> bits of the copy that backward's value comes from
 
     def make_again(self) -> None:
         graph, chains = self.work.joint.graph, dict[Node, list[Node]]()
@@ -72,7 +73,7 @@ class _Copies:
             if chain is not None:
                 chains[q] = chain
                 self.work.book.sites[cast.row] = self._made_again(site)
-        for q, chain in reversed(chains.items()):  # what is made again of another comes first, and gives it a reader
+        for q, chain in reversed(chains.items()):  # a chain from a recomputed value goes first: it adds a reader there
             self._replace(graph, q, chain)
         if chains:
             said = "tensors are made again in backward, from the stored copy of their input"
@@ -89,9 +90,9 @@ class _Copies:
         return min(self.bits[n] for node in chain for n in node.all_input_nodes if n in self.bits and n not in chain)
 
     def _chain(self, value_: Node, decoded: Node, bits: int) -> list[Node] | None:
-        """Return the nodes that make a value of a stored one, in order.
+        """Return the nodes that compute a value from one stored value, in order; None if there is no such chain.
 
-        None where it is no affine image or activation of one, or of one with fewer ``bits`` than it is to have itself.
+        The stored copy must have at least ``bits``, the bits of the copy that the chain replaces.
         """
         op = self.work.operators.of_node.get(value_)
         if op is None or op.is_gemm or regions.is_marked(value_):
@@ -103,17 +104,18 @@ class _Copies:
         return chain if chain and len(sources) == 1 and self._source_bits(chain) >= bits else None
 
     def _bears_activation(self, reader: Node) -> bool:
-        """Say whether an activation that is made again is worth it, and right, to a reader.
+        """Say whether a reader of an activation tolerates its recomputation, and gains from it.
 
-        Another formula than a product may ask for its relative error. A GEMM wants it in memory anyway: made again it
-        takes time, which a recipe that saves in fewer than 8 bits spends.
+        A product does. Other formulas may depend on the activation's relative error. A GEMM writes its operand to
+        memory anyway, so recomputing the operand costs time. Only a recipe that saves in fewer than 8 bits spends that
+        time.
         """
         saved = (self.work.given or self.work.settings).recipe.saved
-        spends = saved is not None and saved.bits < WHOLE_BITS and not self.work.fits_peak  # which decides by itself
+        spends = saved is not None and saved.bits < WHOLE_BITS and not self.work.fits_peak  # a peak budget decides that
         return reader.target is ops.aten.mul.Tensor or (spends and reader.target in ops.GEMMS_BACKWARD)
 
     def _steps(self, node: Node, op: Operator) -> list[Node] | None:
-        """Return the operator's steps from stored values and small ones to ``node``, itself the last."""
+        """Return the operator's nodes that compute ``node`` from stored and small values, ``node`` last, or None."""
         if node not in op.nodes:
             return self._shown(node)
         is_activation = op.aten in _ACTIVATIONS and has_tag(node, torch.Tag.pointwise)
@@ -131,7 +133,7 @@ class _Copies:
         return [*steps, node] if is_activation or len(large) == 1 else None
 
     def _shown(self, node: Node) -> list[Node] | None:
-        """Return the views between a stored value and ``node``, which may be a piece of it."""
+        """Return the views between a stored value and ``node``, which may show a part of it; else None."""
         if node in self.read or not is_view(node) or len(node.all_input_nodes) != 1:
             return [] if node in self.read else None
         before = self._shown(node.all_input_nodes[0])
@@ -142,9 +144,9 @@ class _Copies:
         return value(node) is not None and numel_hint(tensor_of(node)) * STATISTIC <= numel_hint(tensor_of(beside))
 
     def _replace(self, graph: Graph, q: Node, chain: list[Node]) -> None:
-        """Put a chain of backward in the place of a copy, before the copy's first reader."""
+        """Replace a copy by a chain of backward nodes before the copy's first reader."""
         (decoded,) = q.users
-        made = dict(self.read)  # of a stored value what is read back; of anything small the value itself
+        made = dict(self.read)  # stored values are read from their copies, small values directly
         with graph.inserting_before(min(decoded.users)):
             for node in chain:
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: made.get(n, n))

@@ -1,8 +1,8 @@
-"""Call every grouped product `fxprec.ir.grouped` in the graph that Dynamo captured, before AOTAutograd traces it.
+"""Replace grouped matrix products in the graph that Dynamo captured by `fxprec.ir.grouped`, before AOTAutograd traces.
 
-``torch._grouped_mm`` compiles bfloat16 alone, so for float32 weights transformers calls an operator of its own
-(``transformers::grouped_mm_fallback``), whose backward asks for numbers of a tensor and cannot be traced. Both leave
-the rows beyond the last group unwritten, whose numbers would reach statistics and 8-bit copies.
+``torch._grouped_mm`` compiles bfloat16 alone. For float32 weights transformers therefore calls an operator of its own
+(``transformers::grouped_mm_fallback``), whose backward reads a tensor's numbers on the host and cannot be traced. Both
+leave the rows beyond the last group unwritten, and those numbers would reach statistics and 8-bit copies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def name_grouped(gm: GraphModule) -> None:
 
 
 def _operands(node: Node) -> tuple[Any, ...] | None:
-    """Return both operands and the offsets of a grouped product; None of anything else."""
+    """Return both operands and the offsets of a grouped product; None for any other node."""
     if node.op != "call_function" or not compat.is_grouped_mm(node.target) or len(node.args) > len(_NAMES):
         return None
     given = [

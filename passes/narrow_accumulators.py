@@ -1,4 +1,7 @@
-"""Give every GEMM an accumulator of the format asked for (Han et al. 2020, section 5): simulation only."""
+"""Round the products and partial sums of every GEMM to the accumulator's formats (Han et al. 2020, section 5).
+
+This happens in storage ``simulate`` only.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def _left_alone(node: Node, accumulator: Accumulator) -> Notice:
 
 @dataclass(frozen=True)
 class _Emitter:
-    """Writes nodes in front of one GEMM and takes its place."""
+    """Inserts nodes in front of one GEMM and replaces it."""
 
     graph: Graph
     gemm: Node
@@ -86,7 +89,7 @@ def _product(out: _Emitter) -> None:
 
 
 def _product_and_sum(out: _Emitter) -> None:
-    """Compute ``beta * input + alpha * (a @ b)``; the addition is float32's."""
+    """Compute ``beta * input + alpha * (a @ b)``; the outer addition is in float32."""
     added = input_at(out.gemm, 0)
     alpha, beta = (out.gemm.kwargs.get(name, 1) for name in ("alpha", "beta"))
     product = out.scaled(out.matmul(*factors_of(out.gemm)), alpha)
@@ -96,7 +99,7 @@ def _product_and_sum(out: _Emitter) -> None:
 
 
 def _vector_product(out: _Emitter) -> None:
-    """Multiply (m, k) by (k,), or (k,) by (k,)."""
+    """Multiply an (m, k) by a (k,) operand, or two (k,) operands."""
     a, b = input_at(out.gemm, 0), input_at(out.gemm, 1)
     dot = a.meta["val"].dim() == 1
     rows = out.op(ops.aten.unsqueeze.default, a, 0) if dot else a

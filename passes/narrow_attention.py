@@ -1,9 +1,8 @@
-"""Give attention its 16-bit operands in the graph that Dynamo captured, before torch chooses attention's kernel.
+"""Cast attention's operands to 16 bits in the graph that Dynamo captured, before torch chooses attention's kernel.
 
 torch chooses the kernel of `scaled_dot_product_attention` while AOTAutograd traces, and fxprec's passes see the graph
 afterwards. On a GPU, flash attention and cuDNN take 16-bit operands only (``sdp_utils.cpp``,
-``check_dtypes_low_precision``), so float32 operands get the slower memory-efficient kernel, or a matrix of
-all scores.
+``check_dtypes_low_precision``). So float32 operands get the slower memory-efficient kernel, or a matrix of all scores.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from fxprec.config.grad_scaling import LossScaling
 from fxprec.passes.notice import Notice
 
 ALIGNMENT = 8
-"""Elements of 16 bits that a GPU's attention reads at once: head sizes are padded to a multiple of it."""
+"""16-bit elements that a GPU's attention reads at once: head sizes are padded to a multiple of this number."""
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def narrow_attention(gm: GraphModule, device: torch.device, settings: Settings, *, is_training: bool) -> Notice | None:
-    """Compute float32 attention in the recipe's 16-bit high dtype on a GPU, and return what has to stay float32.
+    """Compute float32 attention in the recipe's 16-bit high dtype on a GPU; return a notice if it has to stay float32.
 
-    ``gm`` is edited, and checkpointed regions are replaced by edited copies. Autocast has the last word: where it is
-    on, torch's own rule decides.
+    ``gm`` is edited, and checkpointed regions are replaced by edited copies. Attention under autocast is left alone:
+    torch's own rule decides there.
     """
     dtype = settings.recipe.hi.torch_dtype
     if device.type != "cuda" or settings.is_simulated or dtype not in (torch.bfloat16, torch.float16):
@@ -63,7 +62,7 @@ def _narrow(gm: GraphModule, dtype: torch.dtype) -> None:
 
 
 def _is_wide_attention(node: Node) -> bool:
-    """Say whether a node is attention that reads and gives float32; under autocast it gives 16 bits."""
+    """Say whether a node is attention that reads and returns float32; under autocast it returns 16 bits."""
     if node.op != "call_function" or node.target not in compat.ATTENTION:
         return False
     query, result = _value(_argument(node, "query")), _value(node)
@@ -81,7 +80,7 @@ def _value(node: object) -> Tensor | None:
 
 
 class _Attention:
-    """One call of attention, made to compute in ``dtype``. Readers of its result still get float32."""
+    """One call of attention, rewritten to compute in ``dtype``. Its readers still get float32."""
 
     def __init__(self, node: Node, dtype: torch.dtype) -> None:
         self.node, self.dtype, self.graph = node, dtype, node.graph
@@ -96,7 +95,7 @@ class _Attention:
         head = _value(_argument(node, "query"))
         assert head is not None
         if kwargs.get("scale") is None and self._missing(head):
-            kwargs["scale"] = head.shape[-1] ** -0.5  # torch's own, of the size before padding
+            kwargs["scale"] = head.shape[-1] ** -0.5  # torch's default, for the head size before padding
         node.args, node.kwargs = (*factors, mask, *rest), kwargs
         self._widen_result(_value(node))
 
@@ -112,7 +111,7 @@ class _Attention:
         return -size % ALIGNMENT if isinstance(size, int) else 0
 
     def _mask(self, mask: object) -> Any:
-        """Convert a mask of floats; float32's least number, as models write it, becomes the least one, not -inf."""
+        """Convert a floating-point mask; float32's least number, as models write it, becomes the dtype's, not -inf."""
         value = _value(mask)
         if value is None or not value.is_floating_point() or value.dtype == self.dtype:
             return mask

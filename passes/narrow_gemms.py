@@ -1,7 +1,7 @@
-"""Run GEMMs in the high format's 16-bit dtype where their operands are stored in native dtypes.
+"""Compute GEMMs in the high format's 16-bit dtype.
 
-``gemm(dequantize(a), dequantize(b))`` becomes ``float32(gemm(a16, b16))``: reading an 8-bit float as bf16 is exact,
-so only the GEMM itself is narrower. Sums inside a GEMM stay float32 on every backend torch has.
+``gemm(dequantize(a), dequantize(b))`` becomes ``float32(gemm(a16, b16))``. Reading an 8-bit float as bf16 is exact, so
+only the GEMM itself is narrower. Sums inside a GEMM stay float32 on every backend that torch has.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from fxprec.passes.sites import emit, emit_call, emit_on
 
 @dataclass(frozen=True)
 class NarrowGemms(Pass):
-    """Rewrite every GEMM, forward and backward, to compute in ``recipe.hi``'s dtype."""
+    """Make every GEMM, forward and backward, compute in ``recipe.hi``'s dtype."""
 
     name: str = "narrow-gemms"
     only_attention: bool = False
-    """Leave all but a GPU's attention, which `WidenAttention` has shown in float32."""
+    """True: convert only a GPU's attention, which `WidenAttention` has turned to float32."""
 
     def apply(self, work: Work) -> None:
         dtype = work.settings.recipe.hi.torch_dtype
@@ -50,12 +50,12 @@ class NarrowGemms(Pass):
         device_type = work.joint.table.meta["val"].device.type
         on_cpu, everything = device_type == "cpu", dtype == torch.bfloat16
         if on_cpu and work.settings.processor.vectors == PORTABLE:
-            dtype, everything = torch.float32, True  # GEMMs of a 16-bit model too
-        # An unscaled gradient keeps its range in bfloat16 and underflows in float16.
+            dtype, everything = torch.float32, True  # a 16-bit model's GEMMs are widened, too
+        # An unscaled gradient keeps its range in bfloat16, but would underflow in float16.
         targets = ops.GEMMS | ops.GEMMS_BACKWARD if everything else ops.GEMMS
         if self.only_attention:
             targets = ops.ATTENTION_ON_GPU | (ops.ATTENTION_BACKWARD_ON_GPU if everything else frozenset())
-        # Under a memory budget the partitioner may save results of GEMMs: narrow ones.
+        # Under a memory budget the partitioner may save results of GEMMs, so they are narrow.
         leaves_small = on_cpu and dtype == torch.bfloat16 and work.memory_budget == 1
         convert = _Convert(work.joint.graph, dtype)
         for node in list(work.joint.graph.nodes):
@@ -69,16 +69,16 @@ class NarrowGemms(Pass):
 
 
 SMALL = 1 << 20
-"""Products of a matrix multiplication below which a CPU's bfloat16 GEMM takes longer than its float32 one: calling it
-costs 13 us for 4 us (one core with AVX512_BF16), and its operands are converted."""
+"""Multiply-adds of a matrix product below which a CPU's bfloat16 GEMM is slower than its float32 GEMM. The call alone
+takes 13 us instead of 4 us (one core with AVX512_BF16), and its operands are converted."""
 
 
 SHORT = 256
-"""Tokens below which a CPU's attention takes longer in bfloat16, backward above all: at 64 tokens 12.5 ms for 2.1."""
+"""Tokens below which a CPU's attention is slower in bfloat16, above all its backward: at 64 tokens 12.5 ms, not 2.1."""
 
 
 def _is_small(node: Node) -> bool:
-    """Say whether a CPU multiplies these float32 matrices faster as they are."""
+    """Say whether a CPU multiplies these float32 matrices faster without converting them."""
     if node.target in ops.ATTENTION | ops.ATTENTION_BACKWARD:
         query = tensor_of(factors_of(node)[-3])
         return query.dtype == torch.float32 and dim_hint(query.shape[-2]) < SHORT
@@ -89,7 +89,7 @@ def _is_small(node: Node) -> bool:
 
 
 def _tell_of_widened(work: Work) -> None:
-    """Say in the plan how GEMMs are computed; and in the log, where that is this machine's doing and not as asked."""
+    """Add a remark if the CPU lacks 16-bit GEMMs, and a fact for the log unless the user chose the processor."""
     widened = (n for n in work.joint.graph.nodes if is_widened(n, work.settings.processor))
     first = next(widened, None)
     if first is None:
@@ -102,7 +102,7 @@ def _tell_of_widened(work: Work) -> None:
 
 
 class _Convert:
-    """Make GEMMs compute in ``dtype``. Nodes behind them still read the dtype they were traced with."""
+    """Makes GEMMs compute in ``dtype``. Readers of their results still get the dtype they were traced with."""
 
     def __init__(self, graph: Graph, dtype: torch.dtype) -> None:
         self.graph, self.dtype = graph, dtype
@@ -127,16 +127,17 @@ class _Convert:
         self.restore(node, traced)
 
     def operand(self, node: Node, gemm: Node) -> Node:
-        """Return ``node`` in that dtype, re-reading its stored copy where there is one."""
+        """Return ``node`` in ``dtype``; a stored copy is decoded to ``dtype`` directly."""
         converted = self.made.get(node)
         if converted is None or gemm < converted:
             converted = self.made[node] = self._operand(node, gemm)
         return converted
 
     def mask(self, node: Node) -> Node:
-        """Return what is added to scores in that dtype; float32's least number becomes its least one, not -inf.
+        """Return an attention mask in ``dtype``; float32's least number becomes the dtype's least, not -inf.
 
-        A dtype that holds them all needs no limits, which in turn the narrower one could not hold.
+        No clamp is needed if ``dtype`` represents all of the mask's numbers. Then the mask's own dtype could not even
+        represent the limits.
         """
         limits = torch.finfo(self.dtype)
         if torch.finfo(tensor_of(node).dtype).max <= limits.max:
@@ -187,18 +188,18 @@ def _dtype(node: Node) -> torch.dtype | None:
 
 
 def _own_result(node: Node) -> list[Node]:
-    """Return what attention's backward reads of its forward's result, which came out of it in that dtype."""
+    """Return the forward result that attention's backward reads: the forward call returned it in ``dtype``."""
     operator: Any = operator_of(node)
     names = [argument.name for argument in operator._schema.arguments]
     return [input_at(node, names.index("out"))] if node.target in ops.ATTENTION_BACKWARD else []
 
 
 def _is_logsumexp(node: Node) -> bool:
-    """Say whether a node is attention's saved softmax statistic, which stays float32."""
+    """Say whether a node is the softmax statistic that attention saves, which stays float32."""
     item = item_of(node)
     return item is not None and item[0].target in ops.ATTENTION and item[1] != 0
 
 
 def _is_float32_mask(node: Node, attention: Node) -> bool:
-    """Say whether ``node`` is the mask of a CPU's attention, which may be float32 beside operands of any dtype."""
+    """Say whether ``node`` is the float32 mask of a CPU's attention, which takes it beside operands of any dtype."""
     return node in attention.kwargs.values() and _dtype(node) == torch.float32

@@ -12,11 +12,14 @@ from fxprec.passes.base import Pass, Work
 
 @dataclass(frozen=True)
 class RecoverOperators(Pass):
-    """Fill ``work.operators``, and mark what no later pass may touch."""
+    """Fill ``work.operators``, and mark the values that later passes must not touch.
+
+    Under a peak budget the pass also removes the user's checkpoint marks, since the budget takes their place.
+    """
 
     name: str = "recover-operators"
     rounds_log_softmax: bool = False
-    """True: round log-softmax's result, as the papers do. False: leave it in its dtype."""
+    """True: round log-softmax's result, as the papers do. False: leave the result in its dtype."""
 
     def apply(self, work: Work) -> None:
         mark_values(work.joint.graph, stored=not self.rounds_log_softmax)

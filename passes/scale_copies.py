@@ -1,8 +1,8 @@
 """Give each copy of a forward tensor in 8 bits or fewer a power-of-two scale of its own.
 
 e4m3fn's normal numbers begin at 2^-6. Without a scale, the gradient of a weight that multiplies activations of rms
-0.006 would be off by 10 %, and smaller activations would be stored as 0. The cast multiplies by the scale. Whoever
-reads the codes, a decode or a GEMM, takes it off. The runtime chooses the exponent from what it counts
+0.006 would be off by 10 %, and smaller activations would be stored as 0. The cast multiplies by the scale, and each
+reader of the codes, a decode or a GEMM, divides by it. The runtime chooses the exponent from its statistics
 (`fxprec.runtime.scaling.copies`).
 """
 
@@ -23,7 +23,7 @@ from fxprec.plan.scales import Copy, ScaleGraph, Slot
 
 @dataclass(frozen=True)
 class ScaleCopies(Pass):
-    """Name in ``work.scales`` the copies that have a scale, and have their readers take it off."""
+    """Record in ``work.scales`` the copies that have a scale, and make their readers take the scale off."""
 
     name: str = "scale-copies"
 
@@ -54,13 +54,13 @@ def _casts(work: Work) -> dict[int, list[Node]]:
 
 
 def _needs_scale(fmt: str) -> bool:
-    """Say whether a copy in this format is scaled: in 16 bits it would be a pass over memory for little."""
+    """Say whether a copy in this format is scaled: in 16 bits a scale would cost a pass over memory for little."""
     form = parse(fmt)
     return form.bits <= 8 and not form.has_float32_range
 
 
 def _leave_wide_copies_alone(work: Work) -> None:
-    """Move nothing away from 0 in copies whose format became one that stores no small number as 0."""
+    """Set keep-signs' least magnitude to 0 for copies whose format became one with float32's range."""
     wide = {cast.row for _, cast in Quantize.among(Quantize.nodes(work.joint.graph)) if _is_wide(cast.format)}
     rows = {slot.row for slot in work.scales.slots if slot.minus_copy in wide} if work.scales is not None else set()
     for _, least in Rescale.among(Rescale.nodes(work.joint.graph)):
@@ -73,7 +73,7 @@ def _is_wide(fmt: str) -> bool:
 
 
 class _Slots:
-    """Rows of the table for scales that come off together with that of a copy."""
+    """Hands out rows of the table whose scale includes that of a copy."""
 
     def __init__(self, scales: ScaleGraph, sites: int) -> None:
         self._slots = {slot.row: slot for slot in scales.slots}
@@ -85,7 +85,7 @@ class _Slots:
         return tuple(self._slots.values())
 
     def with_copy(self, row: int, copy: int) -> int:
-        """Return the row whose exponent is that of ``row`` plus that of the copy."""
+        """Return the row whose exponent is the exponent of ``row`` plus the copy's."""
         if row == AS_STORED:
             return copy
         if (row, copy) not in self._made:
@@ -96,7 +96,7 @@ class _Slots:
 
 
 def _take_off(node: Node, positions: list[int], copy: int, slots: _Slots) -> None:
-    """Have a decode or a GEMM take the scale of a copy off, beside what it takes off already."""
+    """Make a decode or a GEMM take off a copy's scale, in addition to the scales that it takes off already."""
     gemm = CodedGemm.match(node)
     if gemm is None:
         read = Dequantize.of(node)

@@ -1,8 +1,8 @@
-"""Shorten how long large tensors live, before a peak budget chooses what to keep.
+"""Shorten the lifetimes of large tensors, before a peak budget chooses which tensors to keep.
 
-Parts of a concatenation get memory of their own. A convolution's two gradients are computed one after the other. The
+Parts of a concatenation get buffers of their own. A convolution's two gradients are computed one after the other. The
 gradient of an upsampling becomes a sum of slices. Sums of 16-bit gradients wait in 16 bits. Each of these costs a copy
-or a second kernel, so the pass does nothing without a budget.
+or a second kernel, so the pass does nothing without a peak budget.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxprec.passes.casts.upsampled import sum_upsampled
 
 @dataclass(frozen=True)
 class ShortenLives(Pass):
-    """Edit joins, convolutions' gradients, upsamplings and sums under a peak budget."""
+    """Rewrite concatenations, gradients of convolutions and upsamplings, and sums of gradients under a peak budget."""
 
     name: str = "shorten-lives"
 

@@ -1,9 +1,9 @@
 """Scale the channels between SwiGLU and the down projection by powers of two (Smooth-SwiGLU, arXiv 2409.12517).
 
-Where the weights of gate and up projection align, silu(g) * u of one channel is hundreds of times as large as of
-others: it overflows in e4m3fn, or takes the range of what shares a scale with it. Such a channel is multiplied by
-2^-k. The weight that the down projection multiplies has the channel times 2^k, and so has the weight's gradient. Powers
-of two are exact, so that without rounding nothing changes.
+Where the weights of gate and up projection align, one channel of silu(g) * u is hundreds of times as large as others.
+Such a channel overflows in e4m3fn, or dominates the scale that it shares with others. The pass multiplies the channel
+by 2^-k, and by 2^k that channel of the down projection's weight and of the weight's gradient. Powers of two are exact,
+so that without rounding nothing changes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fxprec.passes.sites import emit
 
 aten = ops.aten
 SLACK = 2
-"""Binades above the median channel that a channel may have: others are brought down to as many."""
+"""Binades that a channel may lie above the median channel. Larger channels are scaled down to this bound."""
 MOST = 14
 """The largest k: weights of 0.02 times 2^14 are below e4m3fn's largest number."""
 SCALED_CHANNELS = "fxprec_scaled_channels"
-"""Key in the metadata of a weight times powers of two, which counts as the weight, seen through a view."""
+"""Metadata key of a weight times powers of two. Passes treat such a node as the weight itself, seen through a view."""
 
 
 @dataclass(frozen=True)
 class SmoothSwiGLU(Pass):
-    """Scale the channels of each silu(g) * u that linear layers alone read, where the recipe asks for it."""
+    """Scale the channels of each silu(g) * u that only linear layers read, if the recipe asks for it."""
 
     name: str = "smooth-swiglu"
 
@@ -56,13 +56,13 @@ class _Pattern:
 
     product: Node
     layers: tuple[tuple[Node, int], ...]
-    """GEMMs of forward, each with the position of its weight, (.., channels, out)."""
+    """Forward GEMMs, each with the position of its weight, (.., channels, out), among the arguments."""
     gradients: tuple[tuple[Node, bool], ...]
-    """GEMMs of weights' gradients, each with whether the channels are the last dimension of its result."""
+    """GEMMs that compute weights' gradients, each with whether the channels are the result's last dimension."""
 
     @classmethod
     def at(cls, node: Node) -> _Pattern | None:
-        """Return the pattern whose product a node is, or None."""
+        """Return the pattern whose product is ``node``, or None."""
         is_product = node.target is aten.mul.Tensor and tensor_of(node).ndim > 1
         if not is_product or not any(map(_is_silu, node.all_input_nodes)):
             return None
@@ -81,13 +81,13 @@ class _Pattern:
         return cls(node, tuple(layers), tuple(gradients)) if layers else None
 
     def scale(self) -> None:
-        """Multiply the product by 2^-k, and by 2^k the weights that multiply it and their gradients."""
+        """Multiply the product by 2^-k, and the weights that multiply it and their gradients by 2^k."""
         x = self.product
-        # The product is a piece of the operator that makes the scaled one: nothing rounds or stores it.
+        # The unscaled product becomes an inner node of the scaling operator, so that nothing rounds or stores it.
         x.meta["original_aten"] = aten.mul.Scalar
         k = self._scale_product(_Writer(x, x.next, aten.mul.Scalar))
         for gemm, position in self.layers:
-            # A view of the weight, for those who count tensors, and none of the GEMM's own nodes.
+            # The scaled weight counts as a view of the weight, and not as one of the GEMM's own nodes.
             weight, write = input_at(gemm, position), _Writer(gemm, gemm, aten.permute.default, in_operator=False)
             column = write(aten.unsqueeze.default, write.power(k, 1, tensor_of(weight).dtype), -1)
             scaled = write(aten.mul.Tensor, weight, column)
@@ -100,7 +100,7 @@ class _Pattern:
             _hand(users, gemm, write(aten.mul.Tensor, gemm, factor))
 
     def _scale_product(self, write: _Writer) -> Node:
-        """Return k of each channel, (channels,) int32: its binades beyond the median's and `SLACK`."""
+        """Scale the product; return each channel's k, (channels,) int32: its binades above the median plus `SLACK`."""
         x, users = self.product, list(self.product.users)
         val = tensor_of(x)
         top = write(aten.amax.default, write(aten.abs.default, x), list(range(val.ndim - 1)))
@@ -115,14 +115,14 @@ class _Pattern:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes nodes in front of one, as pieces of an operator."""
+    """Inserts nodes before ``before`` as nodes of one operator."""
 
     like: Node
     before: Node
     of: object
-    """The operator that they are pieces of."""
+    """The operator that the nodes belong to, their ``original_aten``."""
     in_operator: bool = True
-    """Whether this is the operator of ``like``, and not one that the model did not call."""
+    """Whether the nodes keep the ``seq_nr`` of ``like``. False: they belong to no operator that the model called."""
 
     def __call__(self, target: Callable[..., Any], *args: object) -> Node:
         graph = self.like.graph
@@ -134,13 +134,13 @@ class _Writer:
         return node
 
     def power(self, k: Node, sign: int, dtype: torch.dtype) -> Node:
-        """Return 2^k or 2^-k, exactly."""
+        """Return 2^k, or 2^-k if ``sign`` is negative; both are exact."""
         field = self(aten.add.Tensor, k if sign > 0 else self(aten.neg.default, k), 127)
         bits = self(aten.bitwise_left_shift.Tensor_Scalar, field, 23)
         return self.converted(self(aten.view.dtype, bits, torch.float32), dtype)
 
     def converted(self, x: Node, dtype: torch.dtype) -> Node:
-        """Return ``x`` in a dtype."""
+        """Return ``x`` in ``dtype``."""
         return x if tensor_of(x).dtype == dtype else self(torch.ops.prims.convert_element_type.default, x, dtype)
 
 
@@ -156,7 +156,7 @@ def _is_silu(node: Node) -> bool:
 
 
 def _readers(node: Node, is_turned: bool) -> Iterator[tuple[Node, Node, bool]]:
-    """Yield (reader, what it reads, whether the channels are its first dimension of two), of views and casts too."""
+    """Yield (reader, what it reads, whether the channels are the first of two dimensions), through views and casts."""
     channels = tensor_of(node).shape[0 if is_turned else -1]
     for user in node.users:
         sizes = list(tensor_of(user).shape) if is_view_or_cast(user) else []

@@ -1,8 +1,8 @@
-"""Store a norm's input less its mean: an error of 3 % of a large mean would exceed the variation around the mean.
+"""Store a norm's input with the mean subtracted: an error of 3 % of a large mean would exceed the variation around it.
 
 A norm's backward starts with ``x - mean``. Computed from a stored copy of x, the difference has an error of x's size,
-mean included. Stored itself, the difference has an error of its own size. It has as many elements as x, and forward
-computes it anyway.
+mean included. If the difference itself is stored, its error is of its own size. The difference has as many elements as
+x, and forward computes it anyway.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fxprec.passes.analysis.joint import is_backward, numel_hint, operator_of, r
 from fxprec.passes.base import Pass, Work
 
 _SUB = torch.ops.aten.sub.Tensor
-# Where two of these lead to the same shape from the same value, they show the same.
+# Any two chains of these views from one value to one shape show the same tensor.
 _OF_ONE_SHAPE = moving_as(Moves.RANK, Moves.ALIAS)
 
 
 @dataclass(frozen=True)
 class StoreCentred(Pass):
-    """Store the result of a subtraction instead of its operand, where all readers in backward begin with it."""
+    """Store the result of a subtraction instead of its operand, if all backward readers of the copy repeat it."""
 
     name: str = "store-centred"
 
@@ -65,7 +65,7 @@ def _move(graph: Graph, q: Node, cast: Quantize) -> bool:
 
 
 def _is_centring(user: Node, read: Node) -> bool:
-    """Say whether a node subtracts from ``read`` something smaller of the forward half."""
+    """Say whether a node subtracts a smaller forward tensor, a mean, from ``read``."""
     if user.target is not _SUB or user.kwargs:
         return False
     x, mean = user.args
@@ -75,7 +75,7 @@ def _is_centring(user: Node, read: Node) -> bool:
 
 
 def _in_forward(x: Node, wanted: list[Node]) -> Node | None:
-    """Return the one difference of forward that all of ``wanted`` compute again."""
+    """Return the forward subtraction that all backward nodes in ``wanted`` repeat; None if there is none."""
     for read, reader in readers(x) if wanted else ():
         if is_backward(reader) or regions.is_marked(reader) or not _is_centring(reader, read):
             continue
@@ -85,7 +85,7 @@ def _in_forward(x: Node, wanted: list[Node]) -> Node | None:
 
 
 def _is_same(a: Node, b: Node) -> bool:
-    """Say whether two differences are equal: the same views of two copies of one tensor, less the same mean."""
+    """Say whether two differences are equal: both subtract the same mean from the same views of one tensor."""
     if tensor_of(a).shape != tensor_of(b).shape or tensor_of(a).dtype != tensor_of(b).dtype:
         return False
     seen_a, seen_b = (

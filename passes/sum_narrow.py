@@ -1,8 +1,10 @@
-"""Sum the bfloat16 copy of a gradient that GEMMs multiply, as autocast does: a bias has the sum for its gradient.
+"""Make sums read the bfloat16 copy of a gradient that GEMMs multiply, as under autocast. A bias's gradient is such a
+sum.
 
-A sum over rows runs in a loop of its own and reads from memory: the float32 gradient would be written for
-the sum alone. Sums are float32. Under the user's autocast the graph says what is summed: where it sums the float32
-gradient beside a conversion of its own, as for a table of positions, that is left.
+A sum over rows is a loop of its own and reads from memory, so the float32 gradient would be written for the sum alone.
+The sum itself stays in float32. If the model or its autocast converts the gradient, the graph already says which copy
+is summed. Such a graph is left as it is: for a table of positions, autocast sums the float32 gradient beside the
+conversion.
 
 A ReLU's mask is treated in the same way. In a recomputed region backward compares ReLU's result with 0, and the next
 GEMM multiplies that result in bfloat16. The bfloat16 copy is 0 where the result is 0. The float32 result would be
@@ -50,7 +52,7 @@ class SumNarrow(Pass):
 
 
 def _is_traced(conversion: Node) -> bool:
-    """Say whether the model, or its autocast, converts. torch names the operator of what it traces; passes do not."""
+    """Say whether the model or its autocast converts: nodes that passes insert have no ``original_aten``."""
     return "original_aten" in conversion.meta
 
 
@@ -68,7 +70,7 @@ def _read_by_sums(graph: Graph, wide: Node, narrow: Node) -> None:
 
 
 def _sums_over_rows(x: Node, shown: tuple[Node, ...]) -> Iterator[tuple[Node, tuple[Node, ...]]]:
-    """Yield the sums of ``x`` that keep its last dimension, and the views they read it through."""
+    """Yield (sum, views between) for each sum of ``x`` that keeps the last dimension."""
     for user in x.users:
         if user.target is aten.sum.dim_IntList and _keeps_last(user):
             yield user, shown

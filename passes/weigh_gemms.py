@@ -1,4 +1,4 @@
-"""Decide for each GEMM whether multiplying its stored codes pays, for the plan and for `low_gemms`."""
+"""Decide for each GEMM whether multiplying its stored codes pays; `low_gemms` acts on it, and the plan reports it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fxprec.passes.notice import Notice
 
 @dataclass(frozen=True)
 class WeighGemms(Pass):
-    """Fill ``work.answers``, one per GEMM of the plan: as the user says, else by the cost model."""
+    """Fill ``work.answers``, one per GEMM of the plan, by the user's option, the given plan or the cost model."""
 
     name: str = "weigh-gemms"
     multiplies_codes: bool = True
-    """False in simulation, which has no codes to multiply: the plan then says that nothing was asked."""
+    """False in simulation, which has no codes to multiply: the plan then says that nobody asked."""
 
     def apply(self, work: Work) -> None:
         gpu = gemm_costs.gpu_of(work.joint.table.meta["val"].device)
@@ -65,14 +65,14 @@ def _answer(op: Operator, gpu: Gpu, work: Work, given: bool | None) -> Answer:
 
 
 def _asked(work: Work, given: bool | None) -> Answer | None:
-    """Return a person's word, if there is one."""
+    """Return the answer of option ``gemms`` or of the given plan, or None where the cost model decides."""
     if work.settings.asked.gemms != "auto":
         return Answer(work.settings.asked.gemms == "low", f"as gemms={work.settings.asked.gemms!r} asks")
     return None if given is None else Answer(given, "as the given plan says")
 
 
 def weigh(products: Sequence[Product], costs: Costs, *, in_cuda_graph: bool = False) -> Answer:
-    """Compare the two ways of the GEMMs of one operator."""
+    """Compare the time of one operator's GEMMs over codes with that over decoded operands."""
     low = gemm_costs.low_seconds(products, costs, in_cuda_graph=in_cuda_graph)
     high = gemm_costs.high_seconds(products, costs)
     pays = low <= gemm_costs.margin() * high
@@ -82,7 +82,7 @@ def weigh(products: Sequence[Product], costs: Costs, *, in_cuda_graph: bool = Fa
 
 @dataclass(frozen=True)
 class Found:
-    """A GEMM node's coded operands, and the kernel for them."""
+    """The coded operands of a GEMM node, and the kernel that multiplies them."""
 
     a: Coded
     b: Coded
@@ -90,7 +90,7 @@ class Found:
 
 
 def gemm_nodes(op: Operator) -> list[Node]:
-    """Return the matrix products of an operator, forward and backward."""
+    """Return the matrix products among an operator's nodes, forward and backward."""
     return [n for n in _nodes(op) if n.target in MATMULS]
 
 
@@ -127,7 +127,7 @@ def kernel_of(gemm: Node, gpu: Gpu) -> Found | str:
 
 
 def products_of(nodes: Iterable[tuple[Node, Found]], high: torch.dtype | None) -> Iterator[Product]:
-    """Yield what each of one operator's GEMMs takes; what an earlier one made, a later one has."""
+    """Yield the costs of each of one operator's GEMMs; a copy or decode counts for the first GEMM that needs it."""
     made: set[tuple[Node, str]] = set()
     wide = high if high in (torch.bfloat16, torch.float16) else torch.float32
     for gemm, found in nodes:

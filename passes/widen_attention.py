@@ -1,8 +1,9 @@
-"""Let passes plan attention's float32 tensors, and not the 16-bit copies by which torch chose a kernel.
+"""Turn a GPU's 16-bit attention back to float32, so that the plan is made for the float32 tensors.
 
-The driver gives a GPU's attention 16-bit operands before torch traces (`narrow_attention`). Each copy would
-be a tensor of its own: stored beside the float32 tensor that it came from, in a layout that no GEMM reads. The plan is
-made for the float32 tensors. Then narrow-gemms converts attention's operands again, where their layout is best.
+The driver gives a GPU's attention 16-bit operands before torch traces (`narrow_attention`), so that torch chooses a
+faster kernel. Each 16-bit copy would be a tensor of its own in the plan: stored beside the float32 tensor that it came
+from, in a layout that no GEMM reads. After the plan is made, narrow-gemms converts attention's operands again, where
+their layout is best.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class WidenAttention(Pass):
 
     def apply(self, work: Work) -> None:
         if work.settings.recipe.hi.torch_dtype != torch.bfloat16:
-            return  # narrow-gemms leaves attention, or its backward, as it was traced
+            return  # narrow-gemms would not convert attention, or its backward, again
         for node in list(work.joint.graph.nodes):
             if node.target in ops.ATTENTION_ON_GPU:
                 backward = list(_backward_of(node))
@@ -45,29 +46,29 @@ def _backward_of(attention: Node) -> Iterator[Node]:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Return what reads a tensor, through the aliases that autograd makes of what it saves."""
+    """Yield the readers of a tensor, through the aliases that autograd makes of saved tensors."""
     return (user for _, user in readers(node, lambda user: user.target in ops.ALIASES))
 
 
 @dataclass(frozen=True)
 class _Call:
-    """Forward's or backward's attention, in bfloat16."""
+    """One call of attention, forward or backward, in bfloat16."""
 
     node: Node
 
     @property
     def operands(self) -> list[Node]:
-        """Return the tensors that attention multiplies, without the mask, forward's statistics and forward's result."""
+        """Return the tensors that attention multiplies; mask, statistics and forward result are left out."""
         return list(dict.fromkeys(factors_of(self.node)))
 
     @property
     def results(self) -> list[Node]:
-        """Return the tensors of forward's result, or the gradients of its operands."""
+        """Return attention's result tensors in bfloat16: the forward result, or the gradients of the operands."""
         return [user for user in self.node.users if _is_narrow(user)]
 
     @property
     def is_between_float32(self) -> bool:
-        """Say whether all operands are converted from float32, and all results to it."""
+        """Say whether all operands are converted from float32, and all results to float32."""
         return all(map(_was_float32, self.operands)) and all(
             user.target in ops.ATTENTION_BACKWARD or (user.target is CONVERT and user.args[1] == torch.float32)
             for result in self.results

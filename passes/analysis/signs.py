@@ -13,7 +13,7 @@ ASKS_BELOW = having(Trait.ASKS_BELOW)
 
 
 def bounds(read: Node) -> set[tuple[object, float]]:
-    """Return (operator, number) of each comparison of a copy with a number; a sign compares it with 0."""
+    """Return (comparison, bound) for each comparison of a copy with a number; ``sign`` has the bound 0."""
     found = {(reader.target, argument(reader, 1, 0)) for _, reader in readers(read, is_view_or_cast)}
     return {
         (target, float(bound))
@@ -28,7 +28,7 @@ def asks_sign(read: Node) -> bool:
 
 
 def asks_above(reader: Node) -> bool:
-    """Say whether a node asks whether, or where not, a value is above 0."""
+    """Say whether a node tests which elements are above 0, or which are not."""
     return reader.target in ASKS_ABOVE and argument(reader, 1) == 0
 
 
