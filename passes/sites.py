@@ -1,4 +1,4 @@
-"""Sites: one row of the plan per tensor that is stored in a chosen format, and the nodes that do it."""
+"""Sites and their nodes: one row of the plan for each tensor that is stored in a chosen format."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def emit(
     backward: bool | None = None,
     val: torch.Tensor | None = None,
 ) -> Node:
-    """Append a node at the graph's insertion point, with a fake value and ``like``'s origin.
+    """Insert a node at the graph's insertion point, with a fake value and the origin of ``like``.
 
-    ``backward`` overrides which half of the joint graph the node belongs to; ``val`` is its fake value where the
-    caller knows it, which saves running the op on fake tensors.
+    ``backward`` overrides which half of the joint graph the node belongs to. ``val`` is the node's fake value if the
+    caller knows it; otherwise the operator runs on fake tensors.
     """
     node = graph.call_function(target, args)
     node.meta = {key: like.meta[key] for key in _COPIED_META if key in like.meta}
@@ -64,7 +64,7 @@ def emit_on(
     backward: bool | None = None,
     val: torch.Tensor | None = None,
 ) -> Node:
-    """`emit`, of what ``step`` calls, with ``x`` in place of its first argument."""
+    """Insert a node as `emit` does. It calls what ``step`` calls, with ``x`` as the first argument."""
     target, args = operator_of(step), (x, *step.args[1:])
     if val is None:
         fakes: Any = torch.fx.map_arg(args, lambda n: n.meta["val"])
@@ -77,29 +77,29 @@ def emit_on(
 def emit_call(
     graph: Graph, call: Call, like: Node, *, backward: bool | None = None, val: torch.Tensor | None = None
 ) -> Node:
-    """`emit`, of an operator of ours."""
+    """Insert a call of one of fxprec's operators as `emit` does."""
     return emit(graph, call.target, call.args, like, backward=backward, val=val)
 
 
 @dataclass
 class SiteBook:
-    """Hands out one site per counted tensor and writes its quantize/dequantize nodes."""
+    """Opens one site for each counted tensor, and inserts the sites' quantize and dequantize nodes."""
 
     graph: Graph
     table: Node
     recipe: Recipe
     storage: str
-    low: frozenset[int]  # ids of the counted tensors held low
+    low: frozenset[int]  # ids of the low counted tensors
     given: Sequence[Site] | None = None  # the sites of a plan to follow: row for row the same tensors
-    kept: Mapping[int, Kept] = field(default_factory=dict)  # what 8 bits would spoil, by id (`analysis.sensitive`)
-    guards_gradients: bool = False  # gradients saturate where they are scaled, and keep the model's own inf and NaN
-    multiplies_codes: bool = False  # GEMMs may multiply the codes of gradients, and hand on inf and NaN in them
+    kept: Mapping[int, Kept] = field(default_factory=dict)  # id -> why 8 bits would spoil it (`analysis.sensitive`)
+    guards_gradients: bool = False  # scaled gradients saturate, and keep the model's own inf and NaN
+    multiplies_codes: bool = False  # GEMMs may multiply gradients' codes, which then need codes of inf and NaN
     sites: list[Site] = field(default_factory=list)
-    values: dict[int, Node] = field(default_factory=dict)  # site id -> what it stores, or would store
+    values: dict[int, Node] = field(default_factory=dict)  # site id -> node of the value, stored low or not
     _by_tensor: dict[int, Site] = field(default_factory=dict)
 
     def _in_force(self, site: Site) -> Site:
-        """Return the row that is opened next as the given plan has it. Raises `PlanError` if it has another there."""
+        """Return a new row as the given plan has it. Raises `PlanError` if the plan has another tensor in this row."""
         promoted_at = None
         if self.given is not None:
             refuse_another_site(site.id, site, self.given)
@@ -115,7 +115,7 @@ class SiteBook:
         return replace(site, format=self.stored_as(site.kind, fmt).name, promoted_at=promoted_at)
 
     def stored_as(self, kind: str, fmt: Format) -> Format:
-        """Return the format itself, or the one that saturates where a gradient needs it."""
+        """Return ``fmt``, or its saturating variant if a gradient of this kind needs that."""
         if not self._is_guarded(kind, fmt):
             return fmt
         return _with_nan(fmt) if self.multiplies_codes and fmt.bits <= 8 else _saturating(fmt)
@@ -141,12 +141,12 @@ class SiteBook:
         return self.recipe.format_of(tensor.kind, low=tensor.id in self.low)
 
     def _why(self, tensor: CountedTensor, dtype: torch.dtype) -> str:
-        """Return why a tensor is not in the format that its group, or the policy, gives it."""
+        """Return why a tensor is not in the format that its group or the policy gives it, or ``""``."""
         kept = self.kept.get(tensor.id)
         return kept.why if kept is not None and self._wanted(tensor, dtype) != self._unless_kept(tensor) else ""
 
     def spared(self) -> Iterator[tuple[Site, Kept]]:
-        """Yield the sites that would have fewer bits but for what 8 bits would spoil, with the reason."""
+        """Yield (site, reason) for each site that keeps more bits because 8 bits would spoil the tensor."""
         for tensor, kept in self.kept.items():
             site = self._by_tensor.get(tensor)
             if site is not None:
@@ -155,11 +155,11 @@ class SiteBook:
                     yield site, kept
 
     def site(self, tensor: CountedTensor, dtype: torch.dtype) -> Site:
-        """Return the tensor's row, opening it at first use.
+        """Return the tensor's row, which the first call opens.
 
-        Which tensors have rows, and in which order, depends on the graph alone and on no format: a promotion, an
-        edit or another low ratio changes what a row says, never which tensor it speaks of. Raises `PlanError` where
-        the given plan speaks of another.
+        The graph alone decides which tensors have rows, and in which order; formats have no part in it. So a promotion,
+        an edited plan or another low ratio changes what a row says, never which tensor it describes. Raises `PlanError`
+        if the given plan describes another tensor in this row.
         """
         found = self._by_tensor.get(tensor.id)
         if found is None:
@@ -183,11 +183,11 @@ class SiteBook:
         return found
 
     def is_identity(self, tensor: CountedTensor, dtype: torch.dtype) -> bool:
-        """Say whether storing the tensor in its format changes neither bits nor memory; its row stays all the same."""
+        """Say whether storing the tensor in its format changes neither bits nor memory. Its row stays anyway."""
         return parse(self.site(tensor, dtype).format).torch_dtype == dtype
 
     def store(self, node: Node, tensor: CountedTensor, *, backward: bool | None = None) -> tuple[Node, Node]:
-        """Insert ``dequantize(quantize(node))`` at the insertion point; return the stored and the read value."""
+        """Insert ``dequantize(quantize(node))`` at the insertion point; return the quantize and the node to read."""
         wide: torch.Tensor = node.meta["val"]
         site = self.site(tensor, wide.dtype)
         narrow = torch.empty_like(wide, dtype=stored_dtype(parse(site.format), self.storage))
@@ -206,12 +206,12 @@ def _saturating(fmt: Format) -> Format:
 
 
 def _with_nan(fmt: Format) -> Format:
-    """Return the saturating format, its last code spared for NaN where it has none."""
+    """Return the saturating format; if it has no code of NaN, its last code becomes one."""
     return replace(fmt, specials="fn", overflow="saturate") if fmt.nan_code is None else _saturating(fmt)
 
 
 def store_as(fmt: Format, q: Node) -> None:
-    """Change the format of a cast, and of what reads it back."""
+    """Change the format of a cast and of the nodes that read it back."""
     cast, val = Quantize.of(q), tensor_of(q)
     q.args = replace(cast, format=fmt.name).args
     q.meta["val"] = val.new_empty_strided(val.shape, val.stride(), dtype=stored_dtype(fmt, cast.storage))
@@ -220,14 +220,14 @@ def store_as(fmt: Format, q: Node) -> None:
 
 
 def read_of(q: Node) -> Node:
-    """Return what readers of a cast see: its dequantize, guarded or not."""
+    """Return the node that readers of a cast read: its dequantize, or the guard behind it."""
     (read,) = [x for x, _ in Dequantize.among(q.users)]
     guards = [guard for guard, _ in KeepNonfinite.among(read.users)]
     return guards[0] if guards else read
 
 
 def insertion_point_after(node: Node) -> Node:
-    """Return the node after which a cast of ``node`` may stand (after all placeholders for an input)."""
+    """Return the node behind which a cast of ``node`` may be inserted; for an input this is the last placeholder."""
     if node.op != "placeholder":
         return node
     while node.next.op == "placeholder":
@@ -236,6 +236,6 @@ def insertion_point_after(node: Node) -> Node:
 
 
 def replace_uses(node: Node, new: Node, users: Iterable[Node]) -> None:
-    """Make ``users`` read ``new`` where they read ``node``."""
+    """Make ``users`` read ``new`` instead of ``node``."""
     for user in users:
         user.replace_input_with(node, new)

@@ -1,4 +1,4 @@
-"""Decide which stored copies may take a block format instead, and say why others may not."""
+"""Decide which stored copies may use a block format instead, and why the others may not."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fxprec.passes.base import Work
 from fxprec.plan import Site
 
 ATTENDED = BlockFormat(Integer(8), 32, "bf16")
-"""The format of attention's queries and keys, where a recipe saves in fewer than 8 bits. Its error is at most 1/510 of
-the range of 32 elements, a fifth of e4m3fn's."""
+"""The format of copies that only attention's backward reads, queries and keys above all, if a recipe saves in fewer
+than 8 bits. Its error is at most 1/510 of the range of 32 elements, a fifth of e4m3fn's."""
 
 
 class Refusals:
@@ -30,11 +30,14 @@ class Refusals:
 
     @cached_property
     def order(self) -> Order:
-        """The graph's nodes by position, numbered where a block format is asked for."""
+        """Return the graph's nodes by position, numbered at first use."""
         return Order.of(self.work.joint.graph, self.work.joint.tangents)
 
     def of(self, site: Site, q: Node, fmt: BlockFormat) -> str | None:
-        """Return why a copy may not be stored in blocks of ``fmt``, or None; ``""`` where none is kept in 8 bits."""
+        """Return why a copy cannot be stored in blocks of ``fmt``, or None if it can.
+
+        ``""``: there is no copy in 8 bits that backward alone reads, and so nothing to refuse.
+        """
         is_exact = fmt.bits >= WHOLE_BITS
         if site.reads != "backward":
             return ""
@@ -59,7 +62,7 @@ class Refusals:
         return None if biased is None else self._also_read_by(biased)
 
     def _biased_by(self, reads: list[Node], fmt: BlockFormat, asked: set[Node]) -> Node | None:
-        """Return a reader that does not bear errors, of an operator that the model called where there is one."""
+        """Return a reader that does not tolerate errors, if possible in the backward of an operator of the model."""
         first = biased = self.order.biased_by(reads, fmt.bits, asked)
         while biased is not None and biased not in self.work.operators.of_backward_node:
             asked = {*asked, biased}
@@ -73,7 +76,7 @@ class Refusals:
 
 
 def asked_of(work: Work, site: Site, q: Node) -> list[BlockFormat]:
-    """Return the block format that the recipe or the given plan asks for a copy, as a list of at most one."""
+    """Return the block format that the recipe or the given plan wants for a copy, as a list of at most one."""
     if work.given is not None:
         name = work.given.sites[site.id].saved_as
         return [find_blocks(name)] if name else []
@@ -84,6 +87,6 @@ def asked_of(work: Work, site: Site, q: Node) -> list[BlockFormat]:
 
 
 def _is_attended(q: Node) -> bool:
-    """Say whether attention's backward alone reads a copy, or pieces of it."""
+    """Say whether only attention's backward reads a copy, or parts of it."""
     found = [reader for read, _ in Dequantize.among(q.users) for _, reader in readers(read, is_view_or_cast)]
     return bool(found) and all(reader.target in ops.ATTENTION_BACKWARD for reader in found)

@@ -33,6 +33,6 @@ def asks_above(reader: Node) -> bool:
 
 
 def askers_above(read: Node) -> list[tuple[Node, Node]]:
-    """Return (the copy or an alias, a backward node that only asks whether the copy is above 0)."""
+    """Return (the copy or an alias, reader) for each backward node that only tests whether the copy is above 0."""
     found = [(read, user) for user in read.users if is_backward(user) and asks_above(user)]
     return found + [pair for user in read.users if user.target in ops.ALIASES for pair in askers_above(user)]

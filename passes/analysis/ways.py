@@ -1,4 +1,4 @@
-"""The ways in which backward has a value of forward: it is kept in some form, or computed again."""
+"""The ways in which backward gets a forward value: the value is kept in some form, or recomputed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Demand(Enum):
-    """What is asked of a value that backward has."""
+    """A use of a value in backward. The demands on a value decide which ways it tolerates."""
 
     READ = "backward reads it itself, or rounding to 8 bits would spoil it"
     READ_LOW = "backward reads a copy in 8 bits"
@@ -35,7 +35,7 @@ LOW = frozenset({Demand.READ_LOW, Demand.AGAIN_LOW})
 
 @dataclass(frozen=True)
 class Again:
-    """Backward computes the value again; ``asks`` says what of its operands."""
+    """The way in which backward recomputes the value; ``asks`` is the demand on the operands of the recomputation."""
 
     asks: Demand
 
@@ -43,7 +43,7 @@ class Again:
 
     @property
     def bears(self) -> frozenset[Demand]:
-        """Return the demands that a value which is computed again serves."""
+        """Return the demands that a recomputed value serves."""
         return ANY if self is AGAIN else LOW
 
 
@@ -51,32 +51,32 @@ AGAIN, ROUNDED = Again(Demand.AGAIN), Again(Demand.AGAIN_LOW)
 
 
 class Form(ABC):
-    """A form in which a value is kept. Frozen: equal forms are one choice."""
+    """A form in which a value is kept for backward. Frozen, since the chooser treats equal forms as one choice."""
 
     bears: ClassVar[frozenset[Demand]]
     """The demands that a value in this form serves."""
     counted: ClassVar[str]
-    """What the plan's note calls the values in this form, after their number."""
+    """The words for values in this form in the plan's note, after their number."""
     error: ClassVar[float | None] = None
-    """Relative error, root mean square, of what backward reads back; None: that of ``format``."""
+    """Relative error, root mean square, of the value that backward reads; None: that of ``format``."""
     kernel: ClassVar[Kind] = Kind.FUSED
-    """What stores the copy: a loop that fuses with others, or a kernel of its own."""
+    """The kind of kernel that stores the copy: a loop that fuses with others, or a kernel of its own."""
     is_on_host: ClassVar[bool] = False
-    """Whether it waits in host memory."""
+    """Whether the tensor waits in host memory."""
     is_rounded: ClassVar[bool] = False
-    """Whether storing it takes rounding that nothing else asks for."""
+    """Whether the value is rounded only in order to keep it in this form."""
     is_random: ClassVar[bool] = False
-    """Whether it is rounded at random, by the step's seed."""
+    """Whether the copy is rounded at random, with the step's seed."""
 
     @property
     @abstractmethod
     def options(self) -> frozenset[str]:
-        """The options among `Config.ways` that allow it, all of them needed."""
+        """Return the options of `Config.ways` that this form needs, all of them."""
 
     @property
     @abstractmethod
     def format(self) -> AnyFormat | None:
-        """Format of the copy, or of the row of one that is in no format; None: the value itself waits."""
+        """Return the format of the copy, or the row's format if the copy has none; None: the value itself is kept."""
 
     def num_bytes(self, val: torch.Tensor) -> int:
         """Return the bytes of a value in this form."""
@@ -84,7 +84,7 @@ class Form(ABC):
 
     @abstractmethod
     def store(self, value: Node, stage: Stage) -> None:
-        """Have the graph keep ``value`` in this form, and backward read it back."""
+        """Edit the graph so that it keeps ``value`` in this form and backward reads it back."""
 
     @abstractmethod
     def said(self, site: Site, value: Node, stage: Stage) -> Site:
@@ -92,13 +92,13 @@ class Form(ABC):
 
     @abstractmethod
     def is_said_by(self, site: Site) -> bool:
-        """Say whether a row of a plan asks for this form. What was promoted asks for `Own`."""
+        """Say whether a plan's row asks for this form. The row of a promoted tensor asks for `Own`."""
 
 
 Way = Again | Form
 
 
 def row_of(site: Site, way: WayName, fmt: str, why: str) -> Site:
-    """Return a row of the plan for a value that goes a way."""
+    """Return the plan's row of a value that backward gets in the way ``way``."""
     reads = "backward" if way == "narrow" else site.reads
     return replace(site, way=way, format=fmt, reads=reads, why=why, unread=False, saved_as="")

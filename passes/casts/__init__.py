@@ -1,1 +1,1 @@
-"""Place casts: sites, the nodes of a cast, and the tensors that get one in each storage."""
+"""Place casts: sites, the nodes of a cast, and the tensors that get a cast in each storage."""

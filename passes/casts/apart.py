@@ -1,8 +1,8 @@
-"""Give parts of a concatenation buffers of their own where they are made long before the concatenation runs.
+"""Give each part of a concatenation its own buffer if it is produced long before the concatenation runs.
 
 A skip connection's tensor is a part of a later block's concatenation. Inductor writes a part into the buffer of the
-whole, so the whole buffer is allocated before the other parts are made. In backward the whole gradient waits for the
-reader of the part. With ``in_memory`` the part alone waits, and is copied.
+whole, so the whole buffer is allocated before the other parts are computed. In backward the whole gradient waits for
+the reader of the part. With ``in_memory`` only the part waits, at the cost of a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _CAT, _SLICE = torch.ops.aten.cat.default, torch.ops.aten.slice.Tensor
 
 
 def lay_apart(work: Work) -> None:
-    """Edit the joint graph; a concat that a GEMM and the copies for backward read is joined in the GEMM's dtype."""
+    """Rewrite concatenations and their gradients in the joint graph.
+
+    If only a GEMM and stored copies for backward read a concatenation, it runs in the GEMM's dtype.
+    """
     step = Step(work.joint)
     joined = Joined(work, Waits.of(step.forward))
     for node in step.forward:
@@ -40,33 +43,33 @@ def lay_apart(work: Work) -> None:
 
 @dataclass(frozen=True)
 class Waits:
-    """The library kernels between nodes of a half: a value that waits for such a kernel lies in memory."""
+    """Positions of a half's nodes and of its extern kernels: a value that waits for such a kernel is in memory."""
 
     at: dict[Node, int]
     before: list[int]
-    """How many library kernels come before each position."""
+    """The number of extern kernels before each position."""
 
     @classmethod
     def of(cls, half: list[Node]) -> Waits:
-        """Number the nodes of one half of a joint graph, in the order in which they run."""
+        """Number the nodes of one half of a joint graph, given in execution order."""
         kernels = (kind_of(node) is Kind.EXTERN for node in half)
         return cls({node: i for i, node in enumerate(half)}, list(accumulate(kernels, initial=0)))
 
     def between(self, first: Node, last: Node) -> bool:
-        """Say whether a library kernel runs between ``first`` and ``last``."""
+        """Say whether an extern kernel runs between ``first`` and ``last``."""
         return self.before[self.at[last]] > self.before[self.at[first] + 1]
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Join again the concats of forward, with parts in buffers of their own."""
+    """Rewrites forward's concatenations so that parts have buffers of their own."""
 
     work: Work
     waits: Waits
     apart: dict[tuple[Node, torch.dtype], Node] = field(default_factory=dict)
 
     def lay(self, cat: Node) -> None:
-        """Join in the dtype that is read; give pieces that are made long before the others their own buffers."""
+        """Concatenate in the dtype that readers read, with early parts in buffers of their own."""
         early = {x for x in cat.all_input_nodes if not _lies_apart(x) and self.waits.between(x, cat)}
         dtype = _read_as(cat)
         if dtype is None or (not early and dtype == tensor_of(cat).dtype):
@@ -82,7 +85,7 @@ class Joined:
                 graph.erase_node(user)
         cat.replace_all_uses_with(new)
         graph.erase_node(cat)
-        self.waits.at[new] = self.waits.at[cat]  # other concats may read it
+        self.waits.at[new] = self.waits.at[cat]  # another concatenation may read ``new``
         values = self.work.book.values
         values.update({site: new for site, node in values.items() if node is cat})
 
@@ -104,14 +107,14 @@ class Joined:
 
 
 def _lies_apart(x: Node) -> bool:
-    """Say whether a value has its own buffer anyway, views and conversions taken off: an input, a library's result."""
+    """Say whether a value, seen through views and conversions, has its own buffer: an input, an extern result."""
     while x.target is CONVERT or kind_of(x) is Kind.VIEW:
         x = x.all_input_nodes[0]
     return kind_of(x) in (Kind.FREE, Kind.EXTERN, Kind.PIECE)
 
 
 def _read_as(cat: Node) -> torch.dtype | None:
-    """Return the dtype in which a concat may be joined: rounding the pieces rounds the whole."""
+    """Return the dtype to concatenate in, or None: rounding the parts to it must equal rounding the whole."""
     own, rest = tensor_of(cat).dtype, [user for user in cat.users if Quantize.match(user) is None]
     read = {tensor_of(user).dtype for user in rest if user.target is CONVERT}
     is_rounded = len(read) == 1 and all(user.target is CONVERT for user in rest)
@@ -121,7 +124,7 @@ def _read_as(cat: Node) -> torch.dtype | None:
 
 
 def _read_late(whole: Node, waits: Waits) -> Iterator[Node]:
-    """Yield the slices of a backward tensor that are read long after everything else of the tensor."""
+    """Yield the slices of a backward tensor that are read long after the tensor's other readers ran."""
     slices = {s: reads for s in whole.users if s.target is _SLICE and (reads := _reads(s, waits))}
     others = [read for user in whole.users if user not in slices for read in _reads(user, waits)]
     ends = {part: max(reads, key=waits.at.__getitem__) for part, reads in slices.items()}
@@ -135,14 +138,14 @@ def _read_late(whole: Node, waits: Waits) -> Iterator[Node]:
 
 
 def _reads(node: Node, waits: Waits) -> list[Node]:
-    """Return who reads a node, seen through views."""
+    """Return the readers of a node, seen through views."""
     if kind_of(node) is not Kind.VIEW:
         return [node] if node in waits.at else []
     return [read for user in node.users for read in _reads(user, waits)]
 
 
 def _copy_out(part: Node) -> None:
-    """Copy a slice to a buffer of its own, in the dtype that the whole was widened from."""
+    """Copy a slice to a buffer of its own, in the narrower dtype that the whole was widened from."""
     graph, whole = part.graph, part.all_input_nodes[0]
     source = unconverted(whole)
     narrow = value(source)

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def draw_seed(graph: Graph, before: Node) -> Node:
-    """Draw the step's seed from torch's generator, once for all casts."""
+    """Draw the step's seed from torch's generator; all casts share it."""
     with graph.inserting_before(before):
         device = tensor_of(before).device
         drawn = tensor_of(before).new_empty(1, dtype=torch.int32)
@@ -28,7 +28,7 @@ def draw_seed(graph: Graph, before: Node) -> Node:
 
 
 def store_in_blocks(graph: Graph, q: Node, fmt: BlockFormat, seed: Node | None) -> bool:
-    """Replace a cast by a cast to blocks, rounded at random by ``seed``; return whether more than its mask is read."""
+    """Replace a cast by a cast to blocks, rounded at random if ``seed``; return whether more than its mask is read."""
     x, reads = Quantize.of(q).x, list(Dequantize.among(q.users))
     if fmt.bits < WHOLE_BITS:
         _store_mask(graph, q, [read for read, _ in reads])
@@ -44,7 +44,7 @@ def store_in_blocks(graph: Graph, q: Node, fmt: BlockFormat, seed: Node | None) 
 
 
 def _store_mask(graph: Graph, q: Node, reads: list[Node]) -> None:
-    """Store an exact mask, a bit an element, for the nodes that ask whether a copy is above 0."""
+    """Store an exact mask, one bit an element, for the nodes that test whether a copy is above 0."""
     found = [(read, alias, user) for read in reads for alias, user in askers_above(read)]
     if not found:
         return
@@ -63,7 +63,7 @@ def _store_mask(graph: Graph, q: Node, reads: list[Node]) -> None:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A value stored in blocks, in the order of its elements in memory."""
+    """A value stored in blocks, its elements in memory order."""
 
     records: Node
     cast: Quantize
@@ -71,7 +71,7 @@ class _Stored:
 
     @classmethod
     def of(cls, graph: Graph, x: Node, q: Node, fmt: BlockFormat, seed: Node | None) -> Self:
-        """Store ``x`` where ``q`` stores it."""
+        """Store ``x`` in front of ``q``."""
         val, order = tensor_of(x), _memory_order(tensor_of(x))
         with graph.inserting_before(q):
             x = emit(graph, aten.permute.default, (x, order), q) if order else x
@@ -80,7 +80,7 @@ class _Stored:
             return cls(emit_call(graph, cast, q), cast, val)
 
     def read_at(self, read: Node, dtype: torch.dtype) -> Node:
-        """Return the value as it is read where ``read`` reads it."""
+        """Decode the value in front of ``read``, in ``dtype``."""
         graph, order = read.graph, _memory_order(self.val)
         shape = [self.val.shape[d] for d in order] if order else list(self.val.shape)
         call = Dequantize.like(self.cast, q=self.records, dtype=dtype, elements=self.val.numel())
@@ -92,7 +92,7 @@ class _Stored:
 
 
 def _memory_order(val: torch.Tensor) -> list[int] | None:
-    """Return the dimensions from slowest to fastest in memory; None where they are in order or have no order."""
+    """Return the dimensions from slowest to fastest in memory; None if contiguous, or not dense."""
     if val.is_contiguous() or not aten.is_non_overlapping_and_dense(val):
         return None
     return sorted(range(val.ndim), key=lambda d: -val.stride()[d])

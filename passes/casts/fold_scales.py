@@ -1,7 +1,7 @@
-"""Take the scale off a parameter's gradient where an operand is decoded, which costs nothing.
+"""Take the scale off a parameter's gradient in the decode of an operand, which costs nothing.
 
-dW = X^T (a dZ) / a equals (X / a)^T (a dZ): where X is read back from its stored copy for this GEMM, the division
-goes into the decode. It is exact, a power of two in a dtype with float32's range.
+dW = X^T (a dZ) / a equals (X / a)^T (a dZ). If X is read back from its stored copy for this GEMM, the decode divides by
+a. The division is exact: a is a power of two, and the dtype has float32's range.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fxprec.passes.sites import emit_call, emit_on
 
 _MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default})
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
-_WEIGHT_GRADIENT = 1  # position among the results of convolution_backward; also of its input among its arguments
+_WEIGHT_GRADIENT = 1  # position among convolution_backward's results, and of its input among its arguments
 
 
 def fold_into_decodes(
     graph: Graph, unscaled: Iterable[Node], row_of_inverse: Callable[[Node], int], over_codes: Container[Node]
 ) -> None:
-    """Replace each rescale of ``unscaled`` whose GEMM can do it; the others stay.
+    """Fold each rescale of ``unscaled`` into its GEMM's operand where that is cheaper; leave the others.
 
-    ``row_of_inverse`` gives the row whose exponent is that of a rescale, negated: a dequantize divides. GEMMs
-    ``over_codes`` decode nothing, and take a scale of each operand for nothing.
+    ``row_of_inverse`` returns the row with a rescale's negated exponent, since a dequantize divides. GEMMs
+    ``over_codes`` decode nothing, and take off a scale of each operand at no cost.
     """
     for node in unscaled:
         rescale = Rescale.of(node)
@@ -48,7 +48,7 @@ def fold_into_decodes(
 
 
 def _operand(x: Node) -> tuple[Node, int] | None:
-    """Return the GEMM that makes gradient ``x`` and the position of its stored forward operand."""
+    """Return the GEMM that computes gradient ``x`` and the position of its stored forward operand, or None."""
     item = item_of(x)
     if item is not None and item[1] == _WEIGHT_GRADIENT:
         gemm = item[0]
@@ -72,7 +72,11 @@ def _decode(arg: object) -> Node | None:
 
 
 def _is_cheaper(operand: Node, gradient: Node) -> bool:
-    """A decode of its own beats a pass over the gradient where it is the only one, or reads fewer elements."""
+    """Say whether a decode that divides costs less than a pass over the gradient.
+
+    The decode costs nothing if backward reads it only once. Otherwise a second decode must read fewer elements than the
+    gradient has.
+    """
     decode = _decode(operand)
     if decode is None:
         return False
@@ -81,7 +85,7 @@ def _is_cheaper(operand: Node, gradient: Node) -> bool:
 
 
 def _decoded_with(graph: Graph, node: Node, row: int, table: Node) -> Node:
-    """Copy the views from ``node`` down to its dequantize, which then divides by the scale of ``row``."""
+    """Repeat the views from ``node`` down to its dequantize, which then divides by the scale of ``row``."""
     read = Dequantize.match(node)
     if read is not None:
         return emit_call(graph, replace(read, table=table, row=row), node, backward=True, val=node.meta["val"])

@@ -1,8 +1,8 @@
 """Pad the groups of a grouped product's operands to whole blocks before they are rounded.
 
-Where a product sums over the tokens of each group, a block of tokens must not hold those of two groups: hardware scales
-each group's blocks, and a Hadamard matrix cancels within one product only. So each group gets rows of zeros until the
-group fills whole blocks. Where a format has one scale for a tensor, rows beyond the last group have no part in it.
+If a product sums over each group's tokens, no block may hold tokens of two groups: hardware scales each group's blocks,
+and a Hadamard matrix cancels within one product only. So each group gets rows of zeros until it fills whole blocks. If
+a format has one scale for the whole tensor, rows beyond the last group are left out of that scale.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Roundings = list[tuple[int, Node, Rounding]]
 
 @dataclass
 class GroupedOperands:
-    """Pads the operands of one graph's grouped products, each once for all products that read it so."""
+    """Pads the operands of one graph's grouped products. Products that need the same padding share the result."""
 
     graph: Graph
     made: dict[tuple[Node, Node | None, int, bool], Node] = field(default_factory=dict)
-    """(what is padded, its offsets or None for offsets themselves, unit, in backward) -> the result."""
+    """(padded operand, its offsets, or None for offsets themselves, unit, whether in backward) -> the padded result."""
 
     def prepared(self, gemm: Node, roundings: Roundings) -> tuple[Roundings, list[Any]]:
-        """Return the operands to round in the place of ``roundings``, and the arguments of the product.
+        """Return the operands to round instead of those in ``roundings``, and the product's arguments.
 
-        Products come in the order of the graph.
+        Call this for products in graph order.
         """
         args: list[Any] = list(gemm.args)
         offs = GroupedMm.of(gemm).offs
@@ -49,7 +49,7 @@ class GroupedOperands:
             ], args
 
     def _padded(self, gemm: Node, x: Node, offs: Node, unit: int, *, is_turned: bool) -> Node:
-        """Return an operand with padded groups of tokens, which are its last dimension where ``is_turned``."""
+        """Return an operand with padded groups of tokens. Tokens are its last dimension if ``is_turned``."""
         if not is_turned:
             return self._once(gemm, x, offs, unit)
         return self._turned(self._once(gemm, self._turned(x, gemm), offs, unit), gemm)

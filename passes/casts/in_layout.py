@@ -1,8 +1,8 @@
-"""Cast a tensor in the layout in which GEMMs multiply it, so that they can multiply its codes.
+"""Cast a tensor in the layout in which GEMMs multiply it, so that GEMMs can multiply its codes.
 
 Attention's result and its gradients reach a linear layer through permutes and copies: (batch, heads, tokens, size) in
-memory of another order. A cast is elementwise, so it can stand behind the permutes and copies, where the codes lie as a
-matrix. Other readers of the tensor see it as it was.
+another memory order. A cast is elementwise, so it can be moved behind the permutes and copies, where the codes form a
+matrix. Other readers of the tensor still see its old shape.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fxprec.passes.base import Work
 from fxprec.passes.sites import emit, emit_on, read_of
 
 aten = torch.ops.aten
-_TURNING = frozenset({aten.transpose.int, aten.t.default})  # twice is not at all
+_TURNING = frozenset({aten.transpose.int, aten.t.default})  # each is its own inverse
 
 
 def cast_as_multiplied(work: Work) -> None:
-    """Move a cast behind the views and copies before a GEMM, where the GEMM cannot multiply its codes otherwise."""
+    """Move a cast behind the views and copies before a GEMM, if the GEMM could not multiply its codes otherwise."""
     for q, cast in Quantize.among(Quantize.nodes(work.joint.graph)):
         ways = list(_ways(read_of(q)))
         if not ways or any(layout_of(q, way[-1]) is not None for way in ways):
@@ -37,7 +37,7 @@ def cast_as_multiplied(work: Work) -> None:
 
 
 def _ways(x: Node, way: tuple[Node, ...] = ()) -> Iterator[tuple[Node, ...]]:
-    """Yield the views and copies between ``x`` and each matrix product behind them, the product's operand last."""
+    """Yield the chain of views and copies between ``x`` and each matrix product; the product's operand is last."""
     for user in x.users:
         if user.target in MATMULS and way:
             yield way
@@ -46,7 +46,7 @@ def _ways(x: Node, way: tuple[Node, ...] = ()) -> Iterator[tuple[Node, ...]]:
 
 
 def _to_a_matrix(way: tuple[Node, ...]) -> tuple[Node, ...]:
-    """Return the shortest part of the way behind which codes lie as the GEMM reads them, or no step."""
+    """Return the shortest prefix of a chain behind which the codes have a layout that the GEMM reads, or ``()``."""
     for i, node in enumerate(way):
         rest = {step.target for step in way[i + 1 :]}
         if layout_of(node, way[-1]) is not None and rest <= PURE_VIEWS and all(map(_is_known, way[: i + 1])):
@@ -55,7 +55,7 @@ def _to_a_matrix(way: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _is_known(step: Node) -> bool:
-    """Say whether the shape before a step is static."""
+    """Say whether the shape of a step's operand is static."""
     return all(isinstance(size, int) for size in tensor_of(step.all_input_nodes[0]).shape)
 
 
@@ -66,7 +66,7 @@ class _Moved:
     steps: tuple[Node, ...]
 
     def move(self) -> Node:
-        """Move the cast and its dequantize; return the node that is cast now."""
+        """Move the cast and its dequantize behind the steps; return the node that is cast now."""
         read, value = read_of(self.q), Quantize.of(self.q).x
         others = [user for user in read.users if user is not self.steps[0]]
         with self.graph.inserting_before(self.q):
@@ -96,7 +96,7 @@ class _Moved:
                 guard.args, guard.meta["val"] = replace(kept, x=value).args, val
 
     def _shown(self, read: Node, shapes: list[torch.Size]) -> Node:
-        """Undo the steps on the value that is read back; ``shapes`` are those of the steps' operands."""
+        """Undo the steps on the decoded value; ``shapes`` are the shapes of the steps' operands."""
         for step, shape in zip(reversed(self.steps), reversed(shapes), strict=True):
             if step.target is aten.permute.default:
                 order: Any = step.args[1]

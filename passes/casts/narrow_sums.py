@@ -1,8 +1,9 @@
 """Store sums of 16-bit gradients that wait for a later kernel in 16 bits, not in float32 or as their addends.
 
-Where a tensor is read twice, its gradient is the sum of two that convolutions, or GEMMs, made in 16 bits. The sum is
-float32: it waits in four bytes an element, or Inductor adds anew where it is read, and all addends wait, with the copy
-that says where a ReLU let them through. Autograd's own sum under autocast has 16 bits.
+If a tensor is read twice, its gradient is the sum of two gradients that convolutions or GEMMs computed in 16 bits. The
+sum is in float32. Either it waits in four bytes an element, or Inductor recomputes the sum in each reader. In the
+second case all addends wait, together with the copy that has the ReLU's mask. Under autocast, autograd's own sum has 16
+bits.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from fxprec.passes.sites import emit, emit_call
 
 _ADD, _WHERE = torch.ops.aten.add.Tensor, torch.ops.aten.where.self
 _RANGE = torch.finfo(torch.bfloat16).max
-"""A dtype that reaches this number overflows on no sum that float32 holds."""
+"""bfloat16's largest number. A dtype with this range overflows on no sum that float32 represents."""
 
 
 def narrow_sums(work: Work) -> None:
-    """Edit the joint graph's backward half."""
+    """Store waiting sums of the joint graph's backward half in 16 bits."""
     step = Step(work.joint)
     waits = Waits.of(step.backward)
     for node in step.backward:
@@ -38,7 +39,7 @@ def narrow_sums(work: Work) -> None:
 
 
 def _sum_of(node: Node, step: Step) -> torch.dtype | None:
-    """Return the 16-bit dtype of the addends of a float32 sum, masked or not; None where the node is no such sum."""
+    """Return the 16-bit dtype of the addends of a float32 sum, masked or not; None if the node is no such sum."""
     if value(node) is None or tensor_of(node).dtype != torch.float32:
         return None
     addends = [*_addends(node, step)]
@@ -53,7 +54,7 @@ def _sum_of(node: Node, step: Step) -> torch.dtype | None:
 
 
 def _addends(node: Node, step: Step) -> Iterator[Node]:
-    """Yield the gradients that a sum is made of, before they were widened; masked ones are the same."""
+    """Yield the gradients that a sum adds, before they were widened and masked."""
     if node.target is _ADD and not node.kwargs:
         for x in node.all_input_nodes:
             yield from _addends(x, step)

@@ -1,4 +1,4 @@
-"""Round a GEMM's operand to a block format: the nodes that do it, and the shapes that a format takes."""
+"""Round a GEMM's operand to a block format: the nodes that do so, and the shapes that a format takes."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from fxprec.passes.sites import emit, emit_call
 
 aten = torch.ops.aten
 _IN_BACKWARD = "must_be_in_backward"
-"""torch's min-cut would turn a forward value in forward, with a seed that it draws there once more."""
+"""Without this tag, torch's min-cut would rotate a forward value in the forward graph, with another seed
+drawn there."""
 
 OPERAND_META = "fxprec_operand_of"
-"""Key of a cast's metadata: (id of the plan's GEMM, elements of the GEMM's weight). The doctor reads it."""
+"""Metadata key of a cast: (id of the plan's GEMM, elements of the GEMM's weight). The doctor reads it."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How one operand of a product is rounded."""
+    """The way in which one operand of a product is rounded."""
 
     fmt: BlockFormat
     axis: int
     """The dimension that the product sums over: -1 or -2."""
     is_square: bool = False
-    """Whether n x n elements share a scale, and not n along ``axis``."""
+    """Whether n x n elements share a scale, instead of n elements along ``axis``."""
     stochastic: bool = False
     turn: int = 0
-    """Size of the step's random Hadamard matrix, which multiplies the operand first; 0: it stays as it is."""
+    """Size of the step's random Hadamard matrix that multiplies the operand first; 0: no rotation."""
     eden: bool = False
-    """Whether the scales of turned blocks are corrected and rounded at random."""
+    """Whether the scales of rotated blocks are corrected and rounded at random."""
 
     @property
     def stored(self) -> BlockFormat:
-        """Return the format of the records: a square of n x n elements is one block."""
+        """Return the format of the stored blocks: a square of n x n elements is one block."""
         return replace(self.fmt, block=self.fmt.block**2) if self.is_square else self.fmt
 
     def refusal(self, operand: Node, *, pads: bool = False) -> str | None:
-        """Return why an operand has no such blocks, or None where it has. ``pads``: it gets rows until they fill."""
+        """Return why an operand cannot have such blocks, or None. ``pads``: its groups are padded to whole blocks."""
         shape = tensor_of(operand).shape
         if any(isinstance(size, torch.SymInt) for size in shape):
             return f"its shape {shape_text(tensor_of(operand))} is dynamic, and blocks are counted at compile time"
@@ -60,13 +61,13 @@ class Rounding:
 
     @property
     def unit(self) -> int:
-        """Return how many elements the dimension must have a multiple of."""
+        """Return the number that the dimension's size must be a multiple of."""
         return max(self.fmt.block, self.turn)
 
 
 @dataclass
 class OperandCasts:
-    """Inserts the casts of one graph's operands. GEMMs that read an operand in the same way share its cast."""
+    """Inserts the casts of one graph's operands. GEMMs that read an operand with the same rounding share its cast."""
 
     graph: Graph
     table: Node
@@ -74,7 +75,7 @@ class OperandCasts:
     made: dict[tuple[Node, Rounding, bool], Node] = field(default_factory=dict)
     seed: Node | None = None
     rows: int = AS_STORED
-    """The last row that was handed out; each salts random bits in its own way."""
+    """The last row that was handed out, below `AS_STORED`. Each row gives other random bits."""
 
     def new_row(self) -> int:
         """Return a row that no site has."""
@@ -82,9 +83,9 @@ class OperandCasts:
         return self.rows
 
     def rounded(self, operand: Node, how: Rounding, gemm: Node, of: tuple[int, int]) -> Node:
-        """Return the operand as ``gemm`` multiplies it; ``of`` is what `OPERAND_META` says.
+        """Return the rounded operand for ``gemm``; ``of`` is the value of `OPERAND_META`.
 
-        GEMMs come in the order of the graph.
+        Call this for GEMMs in graph order.
         """
         key = operand, how, is_backward(gemm)
         if key not in self.made:
@@ -97,7 +98,7 @@ class OperandCasts:
 
 @dataclass(frozen=True)
 class _Cast:
-    """Writes the nodes that round one operand in front of a GEMM."""
+    """Inserts the nodes that round one operand in front of a GEMM."""
 
     casts: OperandCasts
     gemm: Node
@@ -106,7 +107,7 @@ class _Cast:
 
     def of(self, x: Node) -> Node:
         if self.how.is_square:
-            # A square's scale is the same however it is turned, so take the layout without a copy.
+            # Transposition does not change a square's scale, so round in the layout that needs no copy.
             return self._turned(x, self._in_squares) if _is_turned(tensor_of(x)) else self._in_squares(x)
         return self._turned(x, self._rounded) if self.how.axis == -2 else self._rounded(x)
 
@@ -114,7 +115,7 @@ class _Cast:
         return self._swap(cast(self._swap(x, -1, -2)), -1, -2)
 
     def _in_squares(self, x: Node) -> Node:
-        """Let the elements of a square follow each other: (.., R, C) as (.., R / n, C / n, n, n)."""
+        """Make each square's elements contiguous and round: (.., R, C) as (.., R / n, C / n, n, n)."""
         *batch, rows, columns = tensor_of(x).shape
         n = self.how.fmt.block
         split = self._view(x, [*batch, rows // n, n, columns // n, n])

@@ -1,4 +1,4 @@
-"""Casts for ``simulate`` storage: every counted tensor is rounded, exactly as the paper defines it.
+"""Insert casts for storage ``simulate``: every counted tensor is rounded, exactly as the paper defines it.
 
 docs/algorithms.md, "Where rounding happens": a parameter once a step; an output after its operator; the gradient of a
 value once per consumer, in the format of that value's gradient, and not again after the consumers are summed; a

@@ -1,11 +1,11 @@
-"""Casts for real storage: where a tensor is written to memory, and nowhere else.
+"""Insert casts for native and packed storage: where a tensor is written to memory, and nowhere else.
 
 Definitions: docs/algorithms.md, "Where rounding happens".
 
-Sites are the operands and results of GEMMs, what backward reads of the forward half, and the gradients that
-backward GEMMs multiply. A tensor that fusion keeps in registers is not rounded: it would cost accuracy and save
-nothing. For the same reason a parameter gets a site only where a GEMM multiplies it, and its gradient none: it
-leaves the graph in the parameter's own dtype.
+Sites are the operands and results of GEMMs, forward values that backward reads, and the gradients that backward GEMMs
+multiply. A tensor that fusion keeps in registers is not rounded: rounding would cost accuracy and save nothing. For the
+same reason a parameter gets a site only if a GEMM multiplies it. A parameter's gradient gets none: it leaves the graph
+in the parameter's own dtype.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fxprec.passes.analysis.tensors import CountedTensor
 from fxprec.passes.analysis.values import is_plain_float
 from fxprec.passes.sites import SiteBook, insertion_point_after, replace_uses
 
-# A tensor only read by backward and this much smaller than its group's largest is a statistic (a norm's mean, a
-# softmax's maximum): rounding it saves nothing and every element of the large tensor pays.
+# A tensor that only backward reads, and that is this much smaller than its group's largest, is a statistic (a norm's
+# mean, a softmax's maximum). Rounding it saves nothing, and its error reaches every element of the large tensor.
 STATISTIC = 16
 
 
 def insert_stored_casts(grouped: Grouped, book: SiteBook) -> None:
-    """Insert quantize/dequantize nodes into both halves of the joint graph."""
+    """Insert quantize and dequantize nodes into both halves of the joint graph."""
     _cast_forward(grouped, book)
     gradients = grouped.operators.joint.made_of_tangents()
     for op in grouped.gemms:
@@ -64,9 +64,9 @@ def _is_written(tensor: CountedTensor, largest: dict[int, int]) -> bool:
 
 
 def _cast_incoming_gradient(op: Operator, grouped: Grouped, book: SiteBook, gradients: Container[Node]) -> None:
-    """Store the gradient that a GEMM's backward multiplies: once, read by all of that GEMM's backward.
+    """Store the gradient that a GEMM's backward multiplies once, for all nodes of that backward.
 
-    Under autocast each product may convert the gradient for itself. Then each conversion is stored.
+    Under autocast each product may convert the gradient separately. Then each conversion is stored.
     """
     tensor = next((grouped.grads[n] for n in op.outputs if n in grouped.grads), None)
     if tensor is None:
@@ -86,7 +86,7 @@ def _cast_incoming_gradient(op: Operator, grouped: Grouped, book: SiteBook, grad
 
 
 def _multiplied_gradients(op: Operator, gradients: Container[Node]) -> Iterator[tuple[Node, Node]]:
-    """Yield each gradient a backward GEMM multiplies, views taken off, and the node that reads it for that."""
+    """Yield (gradient below views, node that reads it) for each gradient that a backward GEMM multiplies."""
     for node in op.backward:
         if node.target not in ops.GEMMS_BACKWARD:
             continue
@@ -94,5 +94,5 @@ def _multiplied_gradients(op: Operator, gradients: Container[Node]) -> Iterator[
             reader, source = node, factor
             while source.target in ops.VIEWS and is_backward(source):
                 reader, source = source, input_at(source, 0)
-            if source in gradients:  # and no value of forward that backward converts
+            if source in gradients:  # not a forward value that backward converts
                 yield source, reader

@@ -1,7 +1,7 @@
-"""Compute a convolution's two gradients one after the other: its input is gone when the gradient of it is made.
+"""Compute a convolution's two gradients in two calls, so that its input is freed before the input's gradient is made.
 
-One call makes both, so the input, its gradient and the output's live at once. The gradient of the input is a transposed
-convolution of the output's, by the same kernel of oneDNN or cuDNN.
+One call computes both, so the input, its gradient and the output's gradient live at once. The gradient of the input is
+a transposed convolution of the output's gradient, by the same kernel of oneDNN or cuDNN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHOWN = torch.ops.aten.as_strided.default
 
 
 def part_gradients(graph: Graph) -> None:
-    """Edit a joint graph, where both gradients are asked for."""
+    """Split each backward call of a joint graph that computes both gradients."""
     for node in graph.find_nodes(op="call_function", target=_BACKWARD):
         args: Any = node.args
         gradient, x, weight, _, stride, padding, dilation, is_transposed, _, groups, mask = args
@@ -42,10 +42,11 @@ def part_gradients(graph: Graph) -> None:
 
 
 def _shape_of(weight: Node, gradient: Node) -> Node:
-    """Return what a weight's gradient is given for the weight, of which it has the shape alone.
+    """Return the weight operand for the call that computes the weight's gradient, which reads only the weight's shape.
 
-    On a CPU the parameter's memory as if it lay channels-last, which oneDNN would copy it to: so the weight in 16 bits
-    is made after its gradient, not before it. Else the weight.
+    On a CPU the operand is the parameter, viewed with channels-last strides, because oneDNN would copy a contiguous
+    weight. So the weight's 16-bit copy can be made after its gradient, not before. Elsewhere the operand is the weight
+    itself.
     """
     given = unconverted(weight)
     val, shown = tensor_of(weight), value(given)
@@ -66,7 +67,7 @@ def _output_padding(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> list[int] | None:
-    """Return by how much an input is larger than the least that gives such an output; None where it is not known."""
+    """Return by how much an input exceeds the smallest input with this output size; None if a size is dynamic."""
     found = []
     for i, step in enumerate(stride):
         wide, made, kernel = x.shape[2 + i], gradient.shape[2 + i], weight.shape[2 + i]

@@ -1,7 +1,8 @@
-"""The gradient of a nearest upsampling as a sum of slices, where autograd scatters.
+"""Compute the gradient of a nearest upsampling as a sum of slices, where autograd scatters.
 
-It adds each pixel's gradient where the pixel came from: in Inductor's loop on a CPU one atomic addition an element, a
-fifth of a U-Net's step. Where every place was read as often, in order, the gradient is a sum of strided slices.
+Autograd adds each output element's gradient to the input element that it was read from. In Inductor's CPU loop this
+takes one atomic addition an element, a fifth of a U-Net's step. If every input element was read equally often, in
+order, the gradient is a sum of strided slices.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _PUTS = (_aten.index_put.default, _aten._unsafe_index_put.default)
 _SLICE, _ADD = _aten.slice.Tensor, _aten.add.Tensor
 _ZEROS = (_aten.new_zeros.default, _aten.zeros.default)
 _MOST = 16
-"""Slices that are added up."""
+"""The largest number of slices that are added."""
 
 
 def sum_upsampled(graph: Graph) -> None:
-    """Edit a joint graph; sums are made in the order in which one thread scatters, so bits are the same."""
+    """Edit a joint graph. Slices are added in the order in which one thread scatters, so the bits are the same."""
     for target in _PUTS:
         for node in graph.find_nodes(op="call_function", target=target):
             factors = _factors(node)
@@ -37,7 +38,7 @@ def sum_upsampled(graph: Graph) -> None:
 
 
 def _factors(node: Node) -> list[int] | None:
-    """Return how often each place was read along the last dimensions; None where that is not so, or not known."""
+    """Return the upsampling factor of each of the last dimensions; None if the scatter is no such gradient."""
     args: Any = node.args
     zeros, indices, values, *accumulates = args
     places = [index for index in indices if index is not None]
@@ -46,7 +47,7 @@ def _factors(node: Node) -> list[int] | None:
     whole, made = tensor_of(zeros).shape[-len(places) :], tensor_of(values).shape[-len(places) :]
     if len(indices) != tensor_of(zeros).ndim or not all(isinstance(n, int) and n for n in (*whole, *made)):
         return None
-    if len(made) < len(whole):  # a place is one number, as in ``x[2]`` of a tensor of places
+    if len(made) < len(whole):  # an index is a 0-dim tensor, as in ``x[index]``
         return None
     factors = [wide // narrow for wide, narrow in zip(made, whole, strict=True)]
     for i, place in enumerate(places):
@@ -66,7 +67,7 @@ def _is_zero(node: Node) -> bool:
 
 
 def _constant(node: Node) -> torch.Tensor | None:
-    """Return the value of a node that no input has a part in."""
+    """Compute the value of a node; None if it depends on an input, a random number or an operator of fxprec's."""
     values: dict[Node, torch.Tensor] = {}
     stack = [node]
     while stack:
@@ -85,7 +86,7 @@ def _constant(node: Node) -> torch.Tensor | None:
 
 
 def _is_symbolic(target: torch._ops.OpOverload) -> bool:
-    """Say whether an operator is one of ours, which lowering replaces: no kernel computes its value."""
+    """Say whether an operator is one of fxprec's, which lowering replaces: no kernel computes its value."""
     return target.namespace == InMemory.target.namespace
 
 

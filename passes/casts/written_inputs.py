@@ -1,4 +1,4 @@
-"""Copy each input that is written before backward reads it: backward would read the input's new value."""
+"""Copy each input that is overwritten before backward reads it: backward would read the new value otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COPY_INTO = torch.ops.aten.copy_.default
 
 
 def copies_of_inputs(joint: JointGraph) -> dict[Node, Node]:
-    """Return the clones that the model makes of its inputs and buffers, with what each is a clone of."""
+    """Return the clones that the model makes of its inputs and buffers, mapped to their sources."""
     clones = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
     sources = {clone: input_at(clone, 0) for clone in clones if not is_backward(clone)}
     return {
@@ -26,12 +26,13 @@ def copies_of_inputs(joint: JointGraph) -> dict[Node, Node]:
 
 
 def copy_written_inputs(joint: Graph, copied: Collection[Node]) -> list[Node]:
-    """Let backward read a copy of an input that forward writes into, and of those in ``copied``; return the copies.
+    """Make backward read a copy of each input that is overwritten, and of each in ``copied``; return the copies.
 
-    The model copied these itself, as it may write into them when the graph has run; torch's passes took the copy out.
+    The model itself clones the inputs in ``copied``, since it may overwrite them after the graph has run. torch's
+    passes removed these clones.
 
-    torch's partition repeats what is cheap, and takes such an input for one that stays as it was (torch 2.13), whether
-    it is written in the graph or behind it. For after torch's own passes, which take copies out.
+    torch's partition recomputes cheap nodes, and takes an overwritten input for unchanged (torch 2.13), whether the
+    graph overwrites it or the code behind it. Call this after torch's own passes, which remove copies.
     """
     writes = [
         (input_at(write, 0), write)
@@ -45,7 +46,7 @@ def copy_written_inputs(joint: Graph, copied: Collection[Node]) -> list[Node]:
 
 
 def _copied(joint: Graph, written: Node, write: Node) -> Node:
-    """Let all readers but ``write`` read a copy of an input."""
+    """Make all readers except ``write`` read a copy of an input."""
     with joint.inserting_before(next(n for n in joint.nodes if n.op != "placeholder")):
         kept = emit(joint, torch.ops.aten.clone.default, (written,), written)
     for user in [user for user in written.users if user not in (write, kept)]:

@@ -1,7 +1,7 @@
-"""Edit the joint graph as the chooser decided: keep each value in its format, or compute it again in backward.
+"""Edit the joint graph as the chooser decided: keep each value in its form, or recompute it in backward.
 
-A copy's format changes, a new copy is made, or new nodes of backward compute a value again from kept values. The
-partition follows these nodes (`analysis.crossings`).
+A copy's format changes, a new copy is inserted, or new backward nodes recompute a value from kept values. The partition
+follows these nodes (`analysis.crossings`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fxprec.passes.sites import emit, emit_call, insertion_point_after
 
 @dataclass
 class Rewrite:
-    """Edits the joint graph as a choice of ways says, and notes each way in its site."""
+    """Edits the joint graph as the chooser decided, and records each value's way in its site."""
 
     work: Work
     needs: Needs
     fit: Fit
-    new: dict[Node, Node] = field(default_factory=dict)  # what backward reads instead
-    left: set[Node] = field(default_factory=set)  # values that the partition repeats: readers of a copy read the value
+    new: dict[Node, Node] = field(default_factory=dict)  # node -> the node that backward reads instead
+    left: set[Node] = field(default_factory=set)  # values that the partition repeats; their copies' readers read them
 
     def __post_init__(self) -> None:
         self.graph: Graph = self.work.joint.graph
@@ -41,13 +41,13 @@ class Rewrite:
         self.stage = Stage(self.work, self.needs, self.kept)
 
     def run(self) -> None:
-        """Edit the graph as the choice says, and note in each site which way its value goes."""
+        """Edit the graph, and record each value's way in its site."""
         self.rewrite()
         self._tell_sites()
 
     def rewrite(self) -> None:
-        """Edit the graph as the choice says."""
-        for node, form in sorted(self.kept.items(), key=lambda item: not item[1].is_random):  # the seed is drawn first
+        """Edit the graph."""
+        for node, form in sorted(self.kept.items(), key=lambda item: not item[1].is_random):  # random ones draw a seed
             form.store(node, self.stage)
         for node, reader in self.fit.held.reloaded:
             self._move(node, reader)
@@ -60,7 +60,7 @@ class Rewrite:
                 self._erase(casts)
 
     def _move(self, node: Node, reader: Node) -> None:
-        """Move a value, or its copy, to host memory, and back before ``reader``."""
+        """Move a value, or its copy, to host memory, and back to the device before ``reader``."""
         decoded = self.stage.decoded.get(node)
         copy = node if decoded is None else decoded.all_input_nodes[0]
         with self.graph.inserting_before(insertion_point_after(copy).next):
@@ -84,7 +84,7 @@ class Rewrite:
         return value in self.kept and self.kept[value].is_on_host and self.kept[value].format is None
 
     def _repeat(self, node: Node, reader: Node) -> None:
-        """Compute a value again before ``reader``, from what backward has; the partition repeats checkpoints."""
+        """Recompute a value before ``reader`` from values that backward has. Checkpoints are left to the partition."""
         if (
             node in self.needs.step.again
             or node in self.needs.step.casts
@@ -105,16 +105,16 @@ class Rewrite:
         return node in self.new or (value is not None and (value.x in self.new or value.x in self.left))
 
     def _there(self, node: Node, reader: Node) -> Node:
-        """Return the node that a repeated node reads in the place of ``node``."""
+        """Return the node that a recomputed node reads instead of ``node``."""
         if node in self.new:
             return self.new[node]
         cast = self.needs.step.casts.get(node)
         if cast is not None and (cast.x in self.new or cast.x in self.left):
             return self.stage.as_dtype(self.new.get(cast.x, cast.x), tensor_of(node).dtype, reader)
-        if node in self.stage.decoded:  # perhaps for a GEMM, in 16 bits
+        if node in self.stage.decoded:  # a decode for a GEMM may have 16 bits
             return self.stage.as_dtype(self.stage.decoded[node], tensor_of(node).dtype, reader)
         if node.op == "placeholder" and not self._is_parameter(node):
-            self.new[node] = node  # others of backward read it too, in the place of its low copy
+            self.new[node] = node  # backward's other nodes then read the input, too, instead of its low copy
         return node
 
     def _is_parameter(self, node: Node) -> bool:
@@ -135,7 +135,7 @@ class Rewrite:
                 self.graph.erase_node(q)
 
     def _tell_sites(self) -> None:
-        """Note in each site which way its value goes."""
+        """Record in each site the way of its value."""
         sites, repeated = self.work.book.sites, {node for node, _ in self.fit.held.repeated}
         for node, row in self.needs.rows.items():
             if node in self.kept:

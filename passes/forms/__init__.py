@@ -1,1 +1,1 @@
-"""The forms in which a value waits for backward, a file each. `crossings.needs` says who is offered which."""
+"""The forms in which a value is kept for backward, one in each file. `crossings.needs` offers forms to values."""

@@ -1,4 +1,4 @@
-"""A copy in blocks, and a mask beside it where backward asks whether the value is above 0."""
+"""Keep a copy in a block format, with a mask beside it if backward tests whether the value is above 0."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fxprec.plan.rows import Site
 
 @dataclass(frozen=True)
 class Blocks(Form):
-    """A copy in a block format that all its readers bear. Nothing is computed again from it."""
+    """A copy in a block format that all its readers tolerate. No other value is recomputed from the copy."""
 
     copy: BlockFormat
     beside: Format
-    """The format that its row has beside that of the blocks."""
+    """The format in the value's row of the plan, whose ``saved_as`` names the block format."""
     has_mask: bool = False
 
     bears = frozenset({Demand.READ, Demand.READ_LOW})
@@ -38,7 +38,7 @@ class Blocks(Form):
 
     @property
     def is_random(self) -> bool:  # type: ignore[override]
-        """Say whether it is rounded at random."""
+        """Say whether the copy is rounded at random."""
         return self.copy.bits < WHOLE_BITS
 
     def num_bytes(self, val: torch.Tensor) -> int:
@@ -52,7 +52,7 @@ class Blocks(Form):
             stage.only_masks.add(value)
 
     def saved_as(self, value: Node, stage: Stage) -> str:
-        """Return the name of the format that ``value`` is stored in."""
+        """Return the name of the block format that ``value`` is stored in, or of the mask if only its mask is read."""
         return (SIGNS if value in stage.only_masks else self.copy).name
 
     def said(self, site: Site, value: Node, stage: Stage) -> Site:

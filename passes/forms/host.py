@@ -1,4 +1,4 @@
-"""A value, or its copy, in host memory while it waits."""
+"""Move a value, or its copy, to host memory between forward and backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WHY = "the peak budget has it wait in host memory"
 
 @dataclass(frozen=True)
 class OnHost(Form):
-    """What ``form`` keeps, moved out behind its last reader of forward and back before its first of backward."""
+    """The tensor that ``form`` keeps, moved to host memory in forward, and back before its first reader in backward."""
 
     form: Own | Low
 
@@ -38,7 +38,7 @@ class OnHost(Form):
 
     @property
     def is_rounded(self) -> bool:  # type: ignore[override]
-        """Say whether storing the inner form takes rounding that nothing else asks for."""
+        """Say whether the inner form rounds the value only in order to keep it."""
         return self.form.is_rounded
 
     @property

@@ -1,4 +1,4 @@
-"""A copy in 8 bits."""
+"""Keep a copy in 8 bits."""
 
 from __future__ import annotations
 

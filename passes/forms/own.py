@@ -1,4 +1,4 @@
-"""A value as it is: in its own dtype, or in 16 bits where that is wider and no reader asks for more."""
+"""Keep a value in its own dtype, or in 16 bits if its dtype is wider and no reader needs more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WHY = "the peak budget leaves room to keep it"
 
 @dataclass(frozen=True)
 class Own(Form):
-    """The value; ``copy``: the format of a copy that stands for it."""
+    """The value itself, or a copy in the format ``copy`` that replaces it."""
 
     copy: Format | None = None
 
@@ -44,4 +44,4 @@ class Own(Form):
         return row_of(site, "keep", fmt.name, _WHY)
 
     def is_said_by(self, site: Site) -> bool:
-        return site.way in ("keep", "narrow") or site.promoted_at is not None  # narrow: of what is not low here
+        return site.way in ("keep", "narrow") or site.promoted_at is not None  # narrow: of a value without a low copy

@@ -26,15 +26,15 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 @dataclass
 class Stage:
-    """What storing a value reads and leaves behind."""
+    """State shared by all forms that store values in one joint graph."""
 
     work: Work
     needs: Needs
     kept: Mapping[Node, Form]
     decoded: dict[Node, Node] = field(default_factory=dict)
-    """The copy of a value, read back."""
+    """For each value the node that decodes its stored copy."""
     only_masks: set[Node] = field(default_factory=set)
-    """Values of which nothing but whether they are above 0 is kept."""
+    """Values of which only the mask of elements above 0 is kept."""
 
     def __post_init__(self) -> None:
         self.graph: Graph = self.work.joint.graph
@@ -43,11 +43,11 @@ class Stage:
 
     @cached_property
     def seed(self) -> Node:
-        """The step's seed, drawn before the first cast that is rounded at random."""
+        """Return the step's seed, drawn before the first cast that rounds at random."""
         return draw_seed(self.graph, min(self.casts[node][0] for node, form in self.kept.items() if form.is_random))
 
     def store_copy(self, value: Node, fmt: Format) -> None:
-        """Store a copy in a format, in the place of one that is stored already."""
+        """Store a copy in the format ``fmt``, in place of a copy that is stored already."""
         for q in self.casts.get(value, ()):
             store_as(fmt, q)
             self.decoded[value] = next(iter(q.users))
@@ -64,7 +64,7 @@ class Stage:
             return emit_call(self.graph, read, value, val=val)
 
     def as_dtype(self, value: Node, dtype: torch.dtype, before: Node) -> Node:
-        """Return what is as wide as ``dtype``: the value, or a conversion of it before a node of backward."""
+        """Return ``value`` in ``dtype``: the value itself, or a conversion inserted before a node of backward."""
         if tensor_of(value).dtype == dtype:
             return value
         with self.graph.inserting_before(before):
